@@ -1,0 +1,5 @@
+"""`python -m cudackpt`."""
+
+from cudackpt.cli import main
+
+main()

@@ -1,0 +1,61 @@
+"""Command line. Each module here is one command; this one dispatches and maps errors."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from typing import NoReturn
+
+import click
+
+from cudackpt import __version__
+from cudackpt.errors import CheckpointError
+
+# Name -> one line of help. Modules are imported when their command runs: `--help` stays fast.
+COMMANDS: dict[str, str] = {
+    "checkpoint": "dump a process tree, GPU memory included",
+    "doctor": "say what this machine lacks and what to do about it",
+    "emulator": "run programs on emulated GPUs, for tests and trials",
+    "inspect": "say what a checkpoint holds",
+    "recover": "bring back a task left behind by a criu that died",
+    "restore": "restore a process tree from a checkpoint",
+    "verify": "check every byte of a checkpoint",
+}
+
+
+class _Group(click.Group):
+    """Commands by module name: cudackpt.cli.<name>.command."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"cudackpt.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+@click.option("-v", "--verbose", count=True, help="Log more; twice: debug.")
+def cli(verbose: int) -> None:
+    """Checkpoint and restore GPU workloads, transparently, with CRIU."""
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: 0, a CheckpointError's exit_code, or click's own 2."""
+    try:
+        cli.main(prog_name="cudackpt", standalone_mode=True)
+    except CheckpointError as exc:
+        print(f"cudackpt: {exc}", file=sys.stderr)
+        sys.exit(exc.exit_code)
+    sys.exit(0)

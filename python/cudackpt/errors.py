@@ -1,0 +1,39 @@
+"""Every exception this package raises on purpose. The CLI prints str(exc), exits exit_code."""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """A checkpoint, restore or image operation failed."""
+
+    exit_code = 2
+
+
+class ImageError(CheckpointError):
+    """A checkpoint image is missing, damaged, or of an unknown version."""
+
+    exit_code = 10
+
+
+class DriverError(CheckpointError):
+    """The CUDA driver is missing or refused a call."""
+
+    exit_code = 11
+
+
+class CriuError(CheckpointError):
+    """CRIU is missing, too old, or failed."""
+
+    exit_code = 12
+
+
+class EmulatorError(CheckpointError):
+    """The driver emulator cannot be started, reached or set up as asked."""
+
+    exit_code = 15
+
+
+class UnsupportedError(CheckpointError):
+    """What was asked for cannot be done on this machine."""
+
+    exit_code = 20

@@ -1,0 +1,12 @@
+/// Names for runs of bytes that somebody else owns.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+namespace cudackpt {
+
+using Bytes = std::span<const std::byte>;
+using MutBytes = std::span<std::byte>;
+
+} // namespace cudackpt

@@ -1,0 +1,11 @@
+#include "core/error.hpp"
+
+#include <system_error>
+
+namespace cudackpt {
+
+Error io_error(const std::string& what, int error_number) {
+    return {Errc::io, what + ": " + std::generic_category().message(error_number)};
+}
+
+} // namespace cudackpt

@@ -1,0 +1,58 @@
+/// What an image says about its task, apart from the chunks themselves.
+/// Every field has its home in docs/format.md.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace cudackpt {
+
+/// 128 bits that name a checkpoint, a GPU, a boot or a digest.
+using Id = std::array<std::byte, 16>;
+
+/// How a region is mapped in the task; decides how its pages are dropped.
+enum class RegionKind : std::uint8_t { private_anonymous = 0, shared_anonymous = 1 };
+
+/// One run of staged memory: [address, address + length) in the task, both page multiples.
+struct Region {
+    std::uint64_t address = 0;
+    std::uint64_t length = 0;
+    std::uint32_t protection = 0; ///< PROT_READ | PROT_WRITE | PROT_EXEC as mapped
+    RegionKind kind = RegionKind::private_anonymous;
+
+    bool operator==(const Region&) const = default;
+};
+
+/// One GPU of the machine the checkpoint was taken on, in the order the driver lists them.
+struct GpuInfo {
+    Id uuid{};
+    std::string name;             ///< e.g. "NVIDIA H200"; at most 255 bytes
+    std::uint64_t memory_size = 0; ///< total device memory in bytes
+
+    bool operator==(const GpuInfo&) const = default;
+};
+
+/// The driver's view of a process; values of CUprocessState (cuda.h).
+enum class ProcessState : std::uint32_t { running = 0, locked = 1, checkpointed = 2, failed = 3 };
+
+struct ImageInfo {
+    Id checkpoint_id{};              ///< random; the same in every image of one dump
+    Id parent_id{};                  ///< checkpoint_id of the parent; all zero: none
+    std::uint32_t pid = 0;           ///< in the innermost pid namespace of the task
+    std::uint64_t start_time = 0;    ///< field 22 of /proc/PID/stat, in clock ticks since boot
+    Id boot_id{};                    ///< /proc/sys/kernel/random/boot_id
+    std::string comm;                ///< of the task's main thread; at most 15 bytes
+    ProcessState state_before = ProcessState::running; ///< as found before the dump
+    std::uint32_t driver_api_version = 0; ///< cuDriverGetVersion: 1000 * major + 10 * minor
+    std::string driver_version;      ///< as NVML says it, "580.95.05"; empty: not known
+    std::vector<GpuInfo> gpus;       ///< empty: not known
+    std::uint32_t chunk_size = 0;    ///< bytes; a power of two, kMinChunkSize..kMaxChunkSize
+    std::vector<Region> regions;     ///< ascending by address, not overlapping
+
+    bool operator==(const ImageInfo&) const = default;
+};
+
+} // namespace cudackpt

@@ -1,0 +1,44 @@
+/// The manifest: the one file of an image directory that says which GPU images belong to it.
+#pragma once
+
+#include "core/image_info.hpp"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace cudackpt {
+
+inline constexpr const char* kManifestName = "cudackpt-manifest.img";
+
+/// "cudackpt-<pid>.img"
+std::string image_name(std::uint32_t pid);
+
+/// One CUDA task of the tree.
+struct ManifestTask {
+    std::uint32_t pid = 0; ///< in the innermost pid namespace of the task
+    bool externalized = false; ///< an image image_name(pid) holds its staged memory
+    Id digest{};           ///< ImageReader::digest of that image; all zero if not externalized
+    ProcessState state_before = ProcessState::running;
+
+    bool operator==(const ManifestTask&) const = default;
+};
+
+struct Manifest {
+    Id checkpoint_id{};
+    std::uint32_t driver_api_version = 0;
+    std::string driver_version;
+    std::vector<GpuInfo> gpus;
+    std::vector<ManifestTask> tasks; ///< ascending by pid, each pid once
+
+    bool operator==(const Manifest&) const = default;
+};
+
+/// Write the manifest of directory `dir_fd`, replacing an older one in a single durable step.
+/// Throws Error: io, bad_argument.
+void write_manifest(int dir_fd, const Manifest& manifest);
+
+/// Throws Error: io (also if there is none), corrupt_data, unsupported.
+Manifest read_manifest(int dir_fd);
+
+} // namespace cudackpt
