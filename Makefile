@@ -1,0 +1,41 @@
+# Everything a newcomer needs: `make demo` and `make test` install, build and run. Both can be run
+# again at any time; what is done already is not done twice. The work is in ci/.
+
+.PHONY: help setup build lint format test demo soak clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo    the main job: train, checkpoint, kill, restore, compare; build/demo.json'
+	@echo 'make test    build and run every test and check'
+	@echo 'make build   build/venv with cudackpt in it, and the wheel in build/dist'
+	@echo 'make setup   system packages and the roots that CRIU is taken from'
+	@echo 'make lint    formatters, linters and types only'
+	@echo 'make format  put C++ and Python files into their format'
+	@echo 'make soak    the long fault campaigns; report in build/soak.json'
+	@echo 'make clean   remove build/ (the cached roots stay)'
+
+setup:
+	@ci/setup
+	@ci/test-root all
+
+build:
+	@ci/setup
+	@ci/build
+
+lint: build
+	@ci/lint
+
+format: build
+	@ci/lint --fix
+
+test: setup build
+	@ci/test
+
+demo: setup build
+	@ci/demo
+
+soak: setup build
+	@ci/soak
+
+clean:
+	rm -rf build

@@ -1,0 +1,66 @@
+# Shared by the scripts in ci/: sourced, not run. Steps print one line each, with their time; what
+# they say goes to a log under build/logs, and is shown only when they fail.
+
+set -euo pipefail
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+build=$repo/build
+venv=$build/venv
+logs=$build/logs
+stamps=$build/stamps
+cache=${CUDACKPT_CACHE:-${XDG_CACHE_HOME:-/var/cache}/cudackpt}
+jobs=${CUDACKPT_JOBS:-$(nproc)}
+
+say() { printf '%s\n' "$*"; }
+
+# die WHAT HOW-TO-MEND
+die() {
+    printf 'FAILED  %s\n' "$1" >&2
+    printf '        to mend it: %s\n' "$2" >&2
+    exit 1
+}
+
+# Show the last line of a log again and again until killed; for people watching a terminal.
+follow() {
+    while sleep 1; do
+        printf '\r\033[K  ...   %s: %.80s' "$1" "$(tail -n 1 "$2" 2>/dev/null | tr -d '\r\033')"
+    done
+}
+
+# step NAME HOW-TO-MEND COMMAND...: run it, one line of output, die with the log's end if it fails.
+step() {
+    local name=$1 mend=$2 begin=$SECONDS log watcher='' rc=0
+    shift 2
+    mkdir -p "$logs"
+    log=$logs/$(tr -cs 'A-Za-z0-9.\n' '-' <<<"$name").log
+    : >"$log"
+    if [ -t 1 ]; then
+        follow "$name" "$log" &
+        watcher=$!
+    fi
+    ("$@") >"$log" 2>&1 </dev/null || rc=$?
+    if [ -n "$watcher" ]; then
+        kill "$watcher" 2>/dev/null || true
+        wait "$watcher" 2>/dev/null || true
+        printf '\r\033[K'
+    fi
+    if [ "$rc" != 0 ]; then
+        tail -n "${CUDACKPT_LOG_LINES:-60}" "$log" >&2
+        say "        the whole log: $log" >&2
+        die "$name (exit $rc)" "$mend"
+    fi
+    printf '  ok    %-52s %4d s\n' "$name" $((SECONDS - begin))
+}
+
+# digest PATH...: one hash of the names and contents of all files below these paths.
+digest() {
+    (cd "$repo" && find "$@" -type f ! -name '*.pyc' ! -path '*/__pycache__/*' -print0 |
+        LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
+}
+
+# fresh STAMP VALUE: true if the stamp holds this value. mark STAMP VALUE sets it.
+fresh() { [ "$(cat "$stamps/$1" 2>/dev/null)" = "$2" ]; }
+mark() {
+    mkdir -p "$stamps"
+    printf '%s\n' "$2" >"$stamps/$1"
+}
