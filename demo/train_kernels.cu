@@ -7,17 +7,11 @@
  *
  * Matrices are row-major. Weights are [out][in]; activations are [batch][features]. */
 
-#ifdef __CUDACC__
-#define KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
-#define THREAD_INDEX (blockIdx.x * blockDim.x + threadIdx.x)
-#define DEVICE __device__ inline
-#else
-#error "the emulator's header comes here"
-#endif
+#include "cudackpt_emulator.h"
 
 typedef unsigned short bf16;
 
-DEVICE float from_bf16(bf16 value) {
+__device__ inline float from_bf16(bf16 value) {
     union {
         unsigned int bits;
         float number;
@@ -27,7 +21,7 @@ DEVICE float from_bf16(bf16 value) {
 }
 
 /* Round to nearest, ties to even. Not for NaN, which training here never makes. */
-DEVICE bf16 to_bf16(float number) {
+__device__ inline bf16 to_bf16(float number) {
     union {
         float number;
         unsigned int bits;
@@ -37,9 +31,9 @@ DEVICE bf16 to_bf16(float number) {
 }
 
 /* y = x W^T + b, then max(y, 0) if `rectify`. One thread per element of y. */
-KERNEL(linear_forward, const bf16 *weight, const float *bias, const float *x, float *y, int batch,
+CUDACKPT_KERNEL(linear_forward, const bf16 *weight, const float *bias, const float *x, float *y, int batch,
        int in, int out, int rectify) {
-    const int index = (int)THREAD_INDEX;
+    const int index = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (index >= batch * out)
         return;
     const bf16 *w = weight + (long long)(index % out) * in;
@@ -51,9 +45,9 @@ KERNEL(linear_forward, const bf16 *weight, const float *bias, const float *x, fl
 }
 
 /* Cross entropy of softmax(logits) and its gradient, divided by the batch. One thread per sample. */
-KERNEL(softmax_loss, const float *logits, const int *label, float *loss, float *gradient, int batch,
+CUDACKPT_KERNEL(softmax_loss, const float *logits, const int *label, float *loss, float *gradient, int batch,
        int classes) {
-    const int sample = (int)THREAD_INDEX;
+    const int sample = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (sample >= batch)
         return;
     const float *row = logits + (long long)sample * classes;
@@ -70,8 +64,8 @@ KERNEL(softmax_loss, const float *logits, const int *label, float *loss, float *
 }
 
 /* The mean of `count` numbers, added up in order by one thread. */
-KERNEL(mean, const float *numbers, float *result, int count) {
-    if (THREAD_INDEX != 0)
+CUDACKPT_KERNEL(mean, const float *numbers, float *result, int count) {
+    if (blockIdx.x * blockDim.x + threadIdx.x != 0)
         return;
     float sum = 0.0f;
     for (int i = 0; i < count; ++i)
@@ -80,9 +74,9 @@ KERNEL(mean, const float *numbers, float *result, int count) {
 }
 
 /* dx = dy W, zero where the activation x was rectified away. One thread per element of dx. */
-KERNEL(linear_backward_input, const bf16 *weight, const float *dy, const float *x, float *dx, int batch,
+CUDACKPT_KERNEL(linear_backward_input, const bf16 *weight, const float *dy, const float *x, float *dx, int batch,
        int in, int out) {
-    const int index = (int)THREAD_INDEX;
+    const int index = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (index >= batch * in)
         return;
     const int column = index % in;
@@ -94,9 +88,9 @@ KERNEL(linear_backward_input, const bf16 *weight, const float *dy, const float *
 }
 
 /* dW = dy^T x and, in column `in` of the launch, db. One thread per element of dW and db. */
-KERNEL(linear_backward_weight, const float *dy, const float *x, float *dweight, float *dbias, int batch,
+CUDACKPT_KERNEL(linear_backward_weight, const float *dy, const float *x, float *dweight, float *dbias, int batch,
        int in, int out) {
-    const int index = (int)THREAD_INDEX;
+    const int index = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (index >= out * (in + 1))
         return;
     const int o = index / (in + 1);
@@ -112,9 +106,9 @@ KERNEL(linear_backward_weight, const float *dy, const float *x, float *dweight, 
 
 /* Adam (Kingma and Ba, 2015, algorithm 1) on fp32 weights; `rounded` receives their bf16 copy for the
  * next forward pass. rate is the step size with both bias corrections in it. One thread per weight. */
-KERNEL(adam, float *weight, bf16 *rounded, const float *gradient, float *first, float *second,
+CUDACKPT_KERNEL(adam, float *weight, bf16 *rounded, const float *gradient, float *first, float *second,
        float rate, float epsilon, int count) {
-    const int index = (int)THREAD_INDEX;
+    const int index = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (index >= count)
         return;
     const float g = gradient[index];
