@@ -1,0 +1,1 @@
+"""CRIU: find one, tell it what to do, run it, and say what went wrong."""

@@ -1,0 +1,107 @@
+"""The one door to other programs: run one, wait for it, keep what it said."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+OUTPUT_LIMIT = 1 << 20  # bytes of output kept, counted from its end
+TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A program that has ended.
+
+    status: its exit status; negative: the signal that killed it.
+    output: stdout and stderr together, at most the last OUTPUT_LIMIT bytes.
+    seconds: from start to end.
+    """
+
+    argv: tuple[str, ...]
+    status: int
+    output: str
+    seconds: float
+
+    @property
+    def ending(self) -> str:
+        """How it ended, for a sentence: "exit 1", "killed by signal 9"."""
+        return f"exit {self.status}" if self.status >= 0 else f"killed by signal {-self.status}"
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    shielded: bool = False,
+    terminal: bool = False,
+    timeout_s: float | None = None,
+    on_tick: Callable[[], None] | None = None,
+) -> Finished:
+    """Run argv and wait for its end.
+
+    env: its whole environment; None: this process's own.
+    shielded: Ctrl-C does not reach it, and waiting for it cannot be interrupted: for work that
+        must not stop half-way.
+    terminal: it keeps this process's stdin, stdout and stderr, and `output` is empty. Otherwise
+        stdin is empty.
+    timeout_s: it is killed after that long.
+    on_tick: called about every TICK_S seconds while it runs.
+
+    Raises OSError if it cannot be started, TimeoutError if it took too long.
+    """
+    begin = time.monotonic()
+    # A file, not a pipe: what outlives the program (a restored task) may hold it open for ever.
+    with tempfile.TemporaryFile() as output:
+        stdin = None if terminal else subprocess.DEVNULL
+        stdout = None if terminal else output
+        child = subprocess.Popen(
+            list(argv),
+            env=None if env is None else dict(env),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stdout,
+            process_group=0 if shielded else None,
+        )
+        try:
+            status = _wait(
+                child, argv[0], shielded, None if timeout_s is None else begin + timeout_s, on_tick
+            )
+        except BaseException as exc:
+            if not shielded or isinstance(exc, TimeoutError):
+                child.kill()
+            child.wait()
+            raise
+        size = output.seek(0, 2)
+        output.seek(max(0, size - OUTPUT_LIMIT))
+        text = output.read(OUTPUT_LIMIT).decode("utf-8", "replace")
+    return Finished(argv=tuple(argv), status=status, output=text, seconds=time.monotonic() - begin)
+
+
+def _wait(
+    child: subprocess.Popen[bytes],
+    name: str,
+    shielded: bool,
+    deadline: float | None,
+    on_tick: Callable[[], None] | None,
+) -> int:
+    while True:
+        try:
+            try:
+                return child.wait(TICK_S)
+            except subprocess.TimeoutExpired:
+                pass
+            if on_tick is not None:
+                on_tick()
+        except KeyboardInterrupt:
+            if not shielded:
+                raise
+            log.warning("this cannot be stopped half-way; waiting for %s to end", name)
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError(f"{name} did not end in time and was killed")
