@@ -1,0 +1,108 @@
+"""Take a trace: what a CUDA process holds and answers before, between and after the driver's calls."""
+
+from __future__ import annotations
+
+import platform
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cudackpt.errors import DriverError
+from cudackpt.gpucheck.caller import Caller
+from cudackpt.gpucheck.cgroup import MemoryCgroup, NoCgroup, memory_cgroup
+from cudackpt.gpucheck.driver_calls import TRANSITIONS, Answer
+from cudackpt.gpucheck.mistakes import provoke_mistakes
+from cudackpt.gpucheck.observe import observe
+from cudackpt.gpucheck.target import MAIN, Program, running_target
+
+SCHEMA = 1  # raised when a key changes its meaning or goes; new keys do not raise it
+
+Trace = dict[str, Any]
+
+_LINGER_SECONDS = 1.0  # how long after Checkpoint a thread must live to count as outliving it
+_STATE_AFTER = {"Lock": "locked", "Checkpoint": "checkpointed", "Restore": "restored"}
+
+
+def take_trace(program: Program, *, emulated: bool) -> Trace:
+    """Run the whole probe: minutes on a real GPU, seconds on the emulator.
+
+    Returns a JSON-ready object: "schema", where and when it was taken, "caller" (what a calling
+    process holds before and after cuInit), "stages" (what the target holds, by state), "calls" (each
+    call of the round trip with its result and seconds), "cgroup", and "mistakes" (error codes).
+    Raises DriverError if a call of the plain round trip fails, NoAnswer if one hangs.
+    """
+    trace: Trace = {"schema": SCHEMA, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+    trace["kernel"] = platform.release()
+    trace["caller"] = _trace_caller(trace)
+    trace["backend"] = "emulator" if emulated else trace["gpu"]
+    trace["emulator"] = emulated
+    _trace_round_trip(trace, program)
+    trace["mistakes"] = provoke_mistakes(program)
+    return trace
+
+
+def driver_version_text() -> str | None:
+    """Return the kernel module's version, "580.95.05", or None where none is loaded."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
+    except FileNotFoundError:
+        return None
+    words = text.splitlines()[0].split()
+    return next((w for w in words if w[0].isdigit() and w.count(".") >= 1), None)
+
+
+def _trace_caller(trace: Trace) -> dict[str, Any]:
+    with Caller() as caller:
+        stages: dict[str, Any] = {}
+        trace["driver_api"] = caller.load()["version"]
+        trace["driver"] = driver_version_text()
+        stages["loaded"] = observe(caller.pid)
+        answer = caller.init()
+        if answer["result"] != 0:
+            raise DriverError(f"cuInit: {answer['name']}")
+        trace["gpu"] = answer["device"]
+        stages["initialized"] = observe(caller.pid)
+        return {"init_seconds": answer["seconds"], "stages": stages}
+
+
+def _trace_round_trip(trace: Trace, program: Program) -> None:
+    try:
+        with memory_cgroup() as group:
+            _trace_in_cgroup(trace, program, group)
+    except NoCgroup as exc:
+        _trace_in_cgroup(trace, program, None)
+        trace["cgroup"] = {"not_possible": str(exc)}
+
+
+def _trace_in_cgroup(trace: Trace, program: Program, group: MemoryCgroup | None) -> None:
+    procs = group.procs if group else None
+    with running_target(program, MAIN, procs) as target, Caller() as caller:
+        pid = target.pid
+        stages: dict[str, Any] = {"running": observe(pid)}
+        calls: list[dict[str, Any]] = []
+        _record(calls, caller, "GetRestoreThreadId", pid)
+        trace["restore_thread"] = calls[-1]["value"]
+        trace["gpu_bytes"] = (MAIN.data_mib + MAIN.pool_mib) << 20  # at least: weights come on top
+        charged = {"running": group.used_bytes() if group else 0}
+        for name in TRANSITIONS:
+            if name == "Restore":
+                caller.init()  # a caller that has not is one of the mistakes
+            _record(calls, caller, name, pid)
+            stage = _STATE_AFTER.get(name, "unlocked")
+            stages[stage] = observe(pid)
+            charged[stage] = group.used_bytes() if group else 0
+            _record(calls, caller, "GetState", pid)
+            if name == "Checkpoint":
+                time.sleep(_LINGER_SECONDS)
+                stages["checkpointed_later"] = observe(pid)
+        trace["stages"] = stages
+        trace["calls"] = calls
+        trace["cgroup"] = {"charged_bytes": charged}
+
+
+def _record(calls: list[dict[str, Any]], caller: Caller, name: str, pid: int) -> None:
+    answer: Answer = caller.call(name, pid)
+    calls.append({"call": name, **answer})
+    if answer["result"] != 0:
+        raise DriverError(f"{name} on a target in its right state: {answer['name']}")
