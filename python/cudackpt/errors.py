@@ -16,9 +16,16 @@ class ImageError(CheckpointError):
 
 
 class DriverError(CheckpointError):
-    """The CUDA driver is missing or refused a call."""
+    """The CUDA driver is missing or refused a call.
+
+    code: the CUresult of the refused call; None if the driver is missing.
+    """
 
     exit_code = 11
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class CriuError(CheckpointError):
