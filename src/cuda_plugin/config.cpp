@@ -1,0 +1,114 @@
+#include "cuda_plugin/config.hpp"
+
+#include "core/error.hpp"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <limits>
+#include <sstream>
+
+#define TOML_EXCEPTIONS 1
+#include <toml++/toml.h>
+
+namespace cudackpt {
+namespace {
+
+constexpr const char* kDefaultPath = "/etc/cudackpt/config.toml";
+constexpr std::int64_t kMaxThreads = 1024;
+constexpr std::int64_t kMaxChunkSize = std::int64_t{4} << 20;
+
+[[noreturn]] void reject(const std::string& path, std::string_view key, const toml::node& node,
+                         const std::string& wanted) {
+    std::ostringstream text;
+    text << path << ": " << key << " = ";
+    node.visit([&](const auto& value) { text << value; });
+    text << ": must be " << wanted;
+    throw Error(Errc::bad_argument, text.str());
+}
+
+std::uint32_t number(const std::string& path, std::string_view key, const toml::node& node,
+                     std::int64_t least, std::int64_t most) {
+    const auto value = node.value_exact<std::int64_t>();
+    if (!value || *value < least || *value > most)
+        reject(path, key, node,
+               "a number from " + std::to_string(least) + " to " + std::to_string(most));
+    return static_cast<std::uint32_t>(*value);
+}
+
+std::string text(const std::string& path, std::string_view key, const toml::node& node) {
+    const auto value = node.value_exact<std::string>();
+    if (!value || value->empty())
+        reject(path, key, node, "a non-empty string");
+    return *value;
+}
+
+bool on_or_off(const std::string& path, std::string_view key, const toml::node& node) {
+    if (const auto value = node.value_exact<bool>())
+        return *value;
+    const auto word = node.value_exact<std::string>();
+    if (word && (*word == "on" || *word == "off"))
+        return *word == "on";
+    reject(path, key, node, "true, false, \"on\" or \"off\"");
+}
+
+void set(Config& config, const std::string& path, std::string_view key, const toml::node& node) {
+    constexpr std::int64_t kMaxMs = std::numeric_limits<std::int32_t>::max();
+    if (key == "externalize") {
+        config.externalize = on_or_off(path, key, node);
+    } else if (key == "compress") {
+        const std::string word = text(path, key, node);
+        if (word != "lz4" && word != "none")
+            reject(path, key, node, "\"lz4\" or \"none\"");
+        config.compress = word == "lz4";
+    } else if (key == "threads") {
+        config.threads = number(path, key, node, 0, kMaxThreads);
+    } else if (key == "chunk_size") {
+        config.chunk_size = number(path, key, node, 4096, kMaxChunkSize);
+        if ((config.chunk_size & (config.chunk_size - 1)) != 0)
+            reject(path, key, node, "a power of two");
+    } else if (key == "lock_timeout_ms") {
+        config.lock_timeout_ms = number(path, key, node, 1, kMaxMs);
+    } else if (key == "driver_timeout_ms") {
+        config.driver_timeout_ms = number(path, key, node, 1, kMaxMs);
+    } else if (key == "driver") {
+        config.driver = text(path, key, node);
+    } else if (key == "nvml") {
+        config.nvml = text(path, key, node);
+    } else {
+        throw Error(Errc::bad_argument,
+                    path + ": unknown key \"" + std::string(key) + "\"");
+    }
+}
+
+} // namespace
+
+Config read_config(const std::string& path) {
+    // Opened here first: the parser's own message for a missing file names no errno.
+    if (::access(path.c_str(), R_OK) != 0)
+        throw io_error("cannot read configuration " + path, errno);
+    Config config;
+    config.source = path;
+    try {
+        for (const auto& [key, node] : toml::parse_file(path))
+            set(config, path, key.str(), node);
+    } catch (const toml::parse_error& e) {
+        std::ostringstream where;
+        where << e.source().begin;
+        throw Error(Errc::bad_argument, path + ": " + std::string(e.description()) + " ("
+                                            + where.str() + ")");
+    }
+    return config;
+}
+
+Config find_config() {
+    if (const char* path = std::getenv("CUDACKPT_CONFIG"); path != nullptr && *path != '\0')
+        return read_config(path);
+    if (::access(kDefaultPath, F_OK) == 0)
+        return read_config(kDefaultPath);
+    Config config;
+    config.source = "defaults";
+    return config;
+}
+
+} // namespace cudackpt

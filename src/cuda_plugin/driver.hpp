@@ -1,0 +1,67 @@
+/// The driver's process-checkpoint calls, wherever they are made: in this process
+/// (driver_library.hpp) or in the worker (worker.hpp).
+#pragma once
+
+#include "core/error.hpp"
+#include "core/image_info.hpp"
+#include "cuda_plugin/driver_abi.hpp"
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace cudackpt {
+
+/// The driver refused a call. what(): call, pid, CUresult name and text.
+class DriverError : public Error {
+public:
+    DriverError(driver::Result result, const std::string& what)
+        : Error(Errc::io, what), result_(result) {}
+    driver::Result result() const noexcept { return result_; }
+
+private:
+    driver::Result result_;
+};
+
+/// One GPU of this machine now.
+struct GpuStatus {
+    GpuInfo info;
+    std::uint64_t free_size = 0; ///< device memory not in use, bytes
+};
+
+/// One GPU's memory goes to another GPU.
+struct GpuMove {
+    Id from{};
+    Id to{};
+};
+
+/// Methods throw DriverError if the driver refuses, Error if it cannot be reached at all.
+/// `pid` is a task's id, or any of its threads', as this process sees it.
+class Driver {
+public:
+    Driver() = default;
+    Driver(const Driver&) = delete;
+    Driver& operator=(const Driver&) = delete;
+    virtual ~Driver() = default;
+
+    /// cuDriverGetVersion: 1000 * major + 10 * minor.
+    virtual std::uint32_t api_version() = 0;
+    /// nvmlSystemGetDriverVersion; empty if this machine has no NVML.
+    virtual std::string version_text() = 0;
+    /// Every GPU that NVML lists; nullopt if this machine has no NVML.
+    virtual std::optional<std::vector<GpuStatus>> gpus() = 0;
+    /// cuInit in the process that makes the calls; restore() needs it.
+    virtual void initialize() = 0;
+
+    /// nullopt: `pid` has no CUDA state.
+    virtual std::optional<int> restore_thread(int pid) = 0;
+    /// The restore thread must be running. Throws DriverError for a state in flight.
+    virtual ProcessState state(int pid) = 0;
+    virtual void lock(int pid, std::uint32_t timeout_ms) = 0;
+    virtual void checkpoint(int pid) = 0;
+    virtual void restore(int pid, const std::vector<GpuMove>& moves) = 0;
+    virtual void unlock(int pid) = 0;
+};
+
+} // namespace cudackpt

@@ -1,0 +1,50 @@
+/// Our own declarations of the driver's process-checkpoint API, so that building needs no CUDA
+/// toolkit. Source: cuda.h 13.0, "CUDA Checkpointing"; tests/cpp/test_driver_abi.cpp compares
+/// every size and value with an installed cuda.h.
+#pragma once
+
+#include <cstdint>
+
+namespace cudackpt::driver {
+
+using Result = int; ///< CUresult
+
+inline constexpr Result kSuccess = 0;
+inline constexpr Result kInvalidValue = 1;
+inline constexpr Result kOutOfMemory = 2;
+inline constexpr Result kNotInitialized = 3;
+inline constexpr Result kOperatingSystem = 304;
+inline constexpr Result kIllegalState = 401;
+inline constexpr Result kNotReady = 600;
+
+/// CUcheckpointLockArgs
+struct LockArgs {
+    std::uint32_t timeout_ms = 0; ///< 0 waits for ever
+    std::uint32_t reserved0 = 0;
+    std::uint64_t reserved1[7] = {};
+};
+
+/// CUcheckpointGpuPair: restore what lived on `old_uuid` onto `new_uuid`
+struct GpuPair {
+    std::uint8_t old_uuid[16];
+    std::uint8_t new_uuid[16];
+};
+
+/// CUcheckpointRestoreArgs (13.0; before that all of it is reserved and must be zero)
+struct RestoreArgs {
+    GpuPair* gpu_pairs = nullptr;
+    std::uint32_t gpu_pairs_count = 0;
+    std::uint8_t reserved[44] = {};
+    std::uint64_t reserved1 = 0;
+};
+
+static_assert(sizeof(LockArgs) == 64 && sizeof(GpuPair) == 32 && sizeof(RestoreArgs) == 64);
+
+/// First API version whose Restore takes GPU pairs.
+inline constexpr std::uint32_t kGpuPairsApiVersion = 13000;
+
+/// CUprocessState beyond core's ProcessState: in flight under CUDA 13.4's custom storage.
+inline constexpr int kStateCheckpointing = 4;
+inline constexpr int kStateRestoring = 5;
+
+} // namespace cudackpt::driver

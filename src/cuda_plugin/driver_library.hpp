@@ -1,0 +1,53 @@
+/// The driver's libraries, loaded into this process: libcuda.so.1 and, if there is one,
+/// libnvidia-ml.so.1. The driver keeps threads that outlive every call, so a process that has
+/// made one of these must end by _exit.
+#pragma once
+
+#include "cuda_plugin/driver.hpp"
+#include "cuda_plugin/driver_abi.hpp"
+
+#include <string>
+
+namespace cudackpt {
+
+// member, symbol in libcuda.so.1 (driver R570 or later), parameters; all return CUresult
+#define CUDACKPT_DRIVER_SYMBOLS(X)                                                                 \
+    X(driver_get_version, cuDriverGetVersion, (int* version))                                      \
+    X(init, cuInit, (unsigned flags))                                                              \
+    X(get_restore_thread, cuCheckpointProcessGetRestoreThreadId, (int pid, int* tid))              \
+    X(get_state, cuCheckpointProcessGetState, (int pid, int* state))                               \
+    X(lock, cuCheckpointProcessLock, (int pid, driver::LockArgs* args))                            \
+    X(checkpoint, cuCheckpointProcessCheckpoint, (int pid, void* args))                            \
+    X(restore, cuCheckpointProcessRestore, (int pid, driver::RestoreArgs* args))                   \
+    X(unlock, cuCheckpointProcessUnlock, (int pid, void* args))
+
+class DriverLibrary final : public Driver {
+public:
+    /// Throws Error: unsupported if `cuda` or one of its symbols is missing; what() names it.
+    /// A missing `nvml` is an answer, not an error: gpus() is nullopt then.
+    DriverLibrary(const std::string& cuda, const std::string& nvml);
+
+    std::uint32_t api_version() override;
+    std::string version_text() override;
+    std::optional<std::vector<GpuStatus>> gpus() override;
+    void initialize() override;
+    std::optional<int> restore_thread(int pid) override;
+    ProcessState state(int pid) override;
+    void lock(int pid, std::uint32_t timeout_ms) override;
+    void checkpoint(int pid) override;
+    void restore(int pid, const std::vector<GpuMove>& moves) override;
+    void unlock(int pid) override;
+
+private:
+    struct Api {
+#define CUDACKPT_MEMBER(member, symbol, params) driver::Result(*member) params = nullptr;
+        CUDACKPT_DRIVER_SYMBOLS(CUDACKPT_MEMBER)
+#undef CUDACKPT_MEMBER
+    };
+
+    Api api_;
+    std::string nvml_;
+    bool initialized_ = false;
+};
+
+} // namespace cudackpt

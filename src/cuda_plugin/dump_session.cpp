@@ -1,0 +1,328 @@
+#include "cuda_plugin/dump_session.hpp"
+
+#include "core/error.hpp"
+#include "core/process_memory.hpp"
+#include "cuda_plugin/host.hpp"
+#include "cuda_plugin/injected_syscall.hpp"
+#include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/staging.hpp"
+#include "cuda_plugin/thawed_thread.hpp"
+#include "cuda_plugin/traced_thread.hpp"
+#include "cuda_plugin/undo.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+namespace cudackpt {
+namespace {
+
+// The driver's helper threads of a checkpoint are gone within microseconds of its answer.
+constexpr int kHelperThreadsMs = 5'000;
+// linux/mman.h, since 5.18: MADV_DONTNEED for memory that is mlocked.
+constexpr int kMadvDontneedLocked = 24;
+
+Id random_id() {
+    Id id{};
+    if (::getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size()))
+        throw io_error("getrandom", errno);
+    return id;
+}
+
+UniqueFd duplicate(int fd) {
+    UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
+    if (!copy)
+        throw io_error("cannot use criu's image directory", errno);
+    return copy;
+}
+
+std::string name(const TaskRecord& record) { return "pid " + std::to_string(record.pid); }
+
+/// criu would dump a thread that the driver made for the checkpoint and is about to end.
+void wait_for_helper_threads(pid_t pid, const std::vector<pid_t>& before) {
+    for (int waited = 0; waited < kHelperThreadsMs; ++waited) {
+        if (std::ranges::includes(before, proc::threads(pid)))
+            return;
+        ::poll(nullptr, 0, 1);
+    }
+    throw Error(Errc::io, "pid " + std::to_string(pid)
+                              + ": a thread that the driver made for the checkpoint lingers");
+}
+
+/// criu's alarm is there for its own collecting of tasks; the driver's lock has its own deadline.
+class PausedAlarm {
+public:
+    PausedAlarm() noexcept : left_(::alarm(0)) {}
+    PausedAlarm(const PausedAlarm&) = delete;
+    PausedAlarm& operator=(const PausedAlarm&) = delete;
+    ~PausedAlarm() { ::alarm(left_); }
+
+private:
+    unsigned left_;
+};
+
+} // namespace
+
+std::string inventory_id_name(const Id& checkpoint_id) {
+    std::string text = std::string(kInventoryName) + ":";
+    char byte[3];
+    for (const std::byte b : checkpoint_id) {
+        std::snprintf(byte, sizeof(byte), "%02x", std::to_integer<unsigned>(b));
+        text += byte;
+    }
+    return text;
+}
+
+DumpSession::DumpSession(const Config& config)
+    : config_(config), image_dir_(duplicate(host::image_dir())), table_(OnOrphaned::undo),
+      worker_(config_, table_, image_dir_.get()) {
+    statistics_.stage = "dump";
+    statistics_.config_source = config_.source;
+    statistics_.threads = config_.threads;
+}
+
+TaskStatistics& DumpSession::statistics_of(const TaskRecord& record) {
+    const auto found = std::ranges::find(statistics_.tasks, record.pid, &TaskStatistics::pid);
+    if (found != statistics_.tasks.end())
+        return *found;
+    TaskStatistics& added = statistics_.tasks.emplace_back();
+    added.pid = record.pid;
+    added.image_pid = record.image_pid;
+    added.state_before = record.state_before;
+    return added;
+}
+
+void DumpSession::begin() {
+    if (begun_)
+        return;
+    // What an earlier dump left in this directory must never be taken for this one's.
+    if (::unlinkat(image_dir_.get(), kManifestName, 0) != 0 && errno != ENOENT)
+        throw io_error(std::string("cannot remove the old ") + kManifestName, errno);
+    statistics_.phases.time("driver_facts", [&] {
+        const DriverFacts facts = read_driver_facts(worker_);
+        manifest_.checkpoint_id = random_id();
+        manifest_.driver_api_version = facts.api_version;
+        manifest_.driver_version = facts.version;
+        manifest_.gpus = facts.gpu_infos();
+        statistics_.backend = facts.backend();
+        statistics_.driver_api_version = facts.api_version;
+        statistics_.driver_version = facts.version;
+        statistics_.gpus = manifest_.gpus;
+    });
+    host::info("backend: " + statistics_.backend + ", driver "
+               + (manifest_.driver_version.empty() ? "of unknown version"
+                                                   : manifest_.driver_version));
+    begun_ = true;
+}
+
+bool DumpSession::pause(pid_t pid) {
+    if (!proc::has_cuda_thread(pid))
+        return false;
+    const PausedAlarm paused;
+    const auto tid = worker_.restore_thread(pid);
+    if (!tid)
+        return false;
+    begin();
+
+    const ProcessState before = worker_.state(pid);
+    if (before == ProcessState::failed)
+        throw Error(Errc::io, "the driver has given the process up (state FAILED)");
+    TaskRecord& record = table_.add(pid);
+    record.image_pid = proc::innermost_pid(pid);
+    record.start_time = proc::start_time(pid);
+    record.restore_tid = *tid;
+    record.state_before = before;
+    TaskStatistics& statistics = statistics_of(record);
+    if (before == ProcessState::running)
+        lock(record, statistics);
+    else
+        host::info(name(record) + " was found locked or checkpointed and will be left so");
+    return true;
+}
+
+void DumpSession::lock(TaskRecord& record, TaskStatistics& statistics) {
+    record.lock_begun = true;
+    statistics.phases.time("lock",
+                           [&] { worker_.lock(record.pid, config_.lock_timeout_ms); });
+    if (worker_.state(record.pid) != ProcessState::locked)
+        throw Error(Errc::io, "the driver says it locked the process, and that it is not locked");
+    host::info("locked " + name(record));
+}
+
+bool DumpSession::checkpoint(pid_t pid) {
+    TaskRecord* record = table_.find(pid);
+    if (record == nullptr) {
+        if (!proc::has_cuda_thread(pid) || !worker_.restore_thread(pid))
+            return false;
+        throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
+                              "try again");
+    }
+    TaskStatistics& statistics = statistics_of(*record);
+    if (record->state_before == ProcessState::checkpointed) {
+        note_in_manifest(*record, false, {});
+        note_in_inventory(false);
+        return true;
+    }
+
+    const std::vector<Mapping> before = read_maps(pid);
+    run_driver_checkpoint(*record, statistics);
+    std::vector<Region> regions;
+    if (config_.externalize)
+        regions = statistics.phases.time("find_staging",
+                                         [&] { return find_staging(before, read_maps(pid)); });
+    if (regions.empty()) {
+        note_in_manifest(*record, false, {});
+        note_in_inventory(false);
+    } else {
+        externalize(*record, regions, statistics);
+    }
+    host::info("checkpointed " + name(*record) + ": "
+               + std::to_string(statistics.staged_bytes >> 20) + " MiB of GPU memory, "
+               + std::to_string(statistics.file_bytes >> 20) + " MiB stored");
+    return true;
+}
+
+void DumpSession::run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics) {
+    const std::vector<pid_t> threads = proc::threads(record.pid);
+    record.checkpoint_begun = true;
+    ThawedThread thawed(record);
+    const WatchedThread watched(worker_, record.restore_tid);
+    statistics.phases.time("driver_checkpoint", [&] { worker_.checkpoint(record.pid); });
+    if (worker_.state(record.pid) != ProcessState::checkpointed)
+        throw Error(Errc::io, "the driver says it checkpointed the process, and that it is not "
+                              "checkpointed");
+    wait_for_helper_threads(record.pid, threads);
+    thawed.refreeze();
+}
+
+void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& regions,
+                              TaskStatistics& statistics) {
+    ImageInfo info;
+    info.checkpoint_id = manifest_.checkpoint_id;
+    info.pid = record.image_pid;
+    info.start_time = record.start_time;
+    info.boot_id = proc::boot_id();
+    info.comm = proc::comm(record.pid);
+    info.state_before = record.state_before;
+    info.driver_api_version = manifest_.driver_api_version;
+    info.driver_version = manifest_.driver_version;
+    info.gpus = manifest_.gpus;
+    info.chunk_size = config_.chunk_size;
+    info.regions = regions;
+
+    ProcessMemory memory(record.pid);
+    const WriteOptions options{.threads = config_.threads, .compress = config_.compress};
+    const WriteResult written = statistics.phases.time("write", [&] {
+        return write_image(image_dir_.get(), image_name(record.image_pid), info, memory, options);
+    });
+    statistics.externalized = true;
+    statistics.regions = regions.size();
+    statistics.totals = written.totals;
+    statistics.file_bytes = written.file_size;
+    for (const Region& region : regions)
+        statistics.staged_bytes += region.length;
+
+    // Once the inventory has our name, stock criu will not restore a process without its memory.
+    note_in_inventory(true);
+    note_in_manifest(record, true, written.digest);
+    statistics.phases.time("drop", [&] { drop(record, regions); });
+}
+
+void DumpSession::drop(TaskRecord& record, const std::vector<Region>& regions) {
+    record.drop_begun = true;
+    InjectedSyscalls task(record.pid, record.restore_tid);
+    for (const Region& region : regions) {
+        const bool shared = region.kind == RegionKind::shared_anonymous;
+        std::int64_t result = task.call(SYS_madvise, region.address, region.length,
+                                        shared ? MADV_REMOVE : MADV_DONTNEED);
+        if (result == -EINVAL && !shared)
+            result = task.call(SYS_madvise, region.address, region.length, kMadvDontneedLocked);
+        if (result != 0)
+            throw io_error("cannot drop staged memory of " + name(record),
+                           static_cast<int>(-result));
+    }
+    task.finish();
+}
+
+void DumpSession::note_in_manifest(const TaskRecord& record, bool externalized, const Id& digest) {
+    manifest_.tasks.push_back({record.image_pid, externalized, digest, record.state_before});
+    std::ranges::sort(manifest_.tasks, {}, &ManifestTask::pid);
+    write_manifest(image_dir_.get(), manifest_);
+}
+
+void DumpSession::note_in_inventory(bool externalized) {
+    if (externalized && !named_ours_) {
+        host::add_inventory_plugin(inventory_id_name(manifest_.checkpoint_id));
+        host::add_inventory_plugin(kInventoryName);
+        named_ours_ = true;
+    } else if (!externalized && !named_stock_) {
+        host::add_inventory_plugin(kStockInventoryName);
+        named_stock_ = true;
+    }
+}
+
+void DumpSession::undo(TaskRecord& record) noexcept {
+    try {
+        if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead) {
+            record.settled = true;
+            return;
+        }
+        TaskStatistics& statistics = statistics_of(record);
+        statistics.phases.time("undo", [&] {
+            // Frozen only if the dump came that far: a failing lock leaves the task running.
+            if (is_traced_by_us(record.restore_tid)) {
+                ThawedThread thawed(record);
+                const WatchedThread watched(worker_, record.restore_tid);
+                undo_task(record, worker_, image_dir_.get(), config_.threads);
+                thawed.refreeze();
+            } else {
+                undo_task(record, worker_, image_dir_.get(), config_.threads);
+            }
+        });
+        record.settled = true;
+        host::info("brought back " + name(record));
+    } catch (const std::exception& e) {
+        host::error(name(record) + " is left as it is, its GPU work may hang: " + e.what()
+                    + "; the driver worker tries again when criu is gone, then try cudackpt "
+                      "recover "
+                    + std::to_string(record.pid));
+        statistics_.result = "failed";
+        statistics_.error = e.what();
+    }
+}
+
+void DumpSession::finish(bool succeeded) noexcept {
+    try {
+        if (!begun_) {
+            worker_.stop();
+            return;
+        }
+        if (!succeeded)
+            statistics_.result = "failed";
+        const bool killed = succeeded && host::final_state() == criu::FinalState::dead;
+        bool settled = true;
+        if (!killed) {
+            for (std::size_t i = 0; i < table_->task_count; ++i) {
+                undo(table_->tasks[i]);
+                settled = settled && table_->tasks[i].settled;
+            }
+        }
+        if (killed || !settled)
+            worker_.leave();
+        else
+            worker_.stop();
+        write_statistics(image_dir_.get(), statistics_);
+    } catch (const std::exception& e) {
+        host::warn(std::string("at the end of the dump: ") + e.what());
+    }
+}
+
+} // namespace cudackpt

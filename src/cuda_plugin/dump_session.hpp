@@ -1,0 +1,65 @@
+/// One dump: lock every CUDA task, checkpoint each, take its staged memory out of criu's way, and
+/// undo all of it unless the tasks are about to be killed.
+#pragma once
+
+#include "core/manifest.hpp"
+#include "cuda_plugin/config.hpp"
+#include "cuda_plugin/driver_facts.hpp"
+#include "cuda_plugin/statistics.hpp"
+#include "cuda_plugin/task_table.hpp"
+#include "cuda_plugin/unique_fd.hpp"
+#include "cuda_plugin/worker.hpp"
+
+#include <sys/types.h>
+
+namespace cudackpt {
+
+/// Methods are the hooks' bodies; they throw Error, and return false for a task that has nothing
+/// to do with CUDA.
+class DumpSession {
+public:
+    explicit DumpSession(const Config& config);
+
+    /// The task runs. Lock it.
+    bool pause(pid_t pid);
+
+    /// Every task is seized. Checkpoint this one; on return its staged memory is durable in its
+    /// image and gone from the task.
+    bool checkpoint(pid_t pid);
+
+    /// The dump is over, the tasks are still frozen. Brings every task back to where it was
+    /// found, except when `succeeded` and criu is about to kill them: then the worker is left to
+    /// watch whether it does (a failing post-dump script makes criu resume them instead).
+    void finish(bool succeeded) noexcept;
+
+private:
+    TaskStatistics& statistics_of(const TaskRecord& record);
+    void begin();
+    void lock(TaskRecord& record, TaskStatistics& statistics);
+    void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);
+    void externalize(TaskRecord& record, const std::vector<Region>& regions,
+                     TaskStatistics& statistics);
+    void drop(TaskRecord& record, const std::vector<Region>& regions);
+    void note_in_manifest(const TaskRecord& record, bool externalized, const Id& digest);
+    void note_in_inventory(bool externalized);
+    void undo(TaskRecord& record) noexcept;
+
+    Config config_;
+    UniqueFd image_dir_;
+    SharedTaskTable table_;
+    Worker worker_;
+    Manifest manifest_;
+    Statistics statistics_;
+    bool begun_ = false;
+    bool named_ours_ = false;
+    bool named_stock_ = false;
+};
+
+/// The name in inventory.img of a checkpoint that only this plugin can restore.
+inline constexpr const char* kInventoryName = "cudackpt";
+/// The name of one that the stock CUDA plugin can restore too.
+inline constexpr const char* kStockInventoryName = "cuda_plugin";
+/// Ties CRIU's images to one manifest: "cudackpt:<checkpoint id in hex>".
+std::string inventory_id_name(const Id& checkpoint_id);
+
+} // namespace cudackpt

@@ -1,0 +1,111 @@
+/// What CRIU calls. Each function here parses nothing and decides nothing: it runs one method of
+/// the session behind the one border that no exception passes.
+#include "cuda_plugin/criu_abi.hpp"
+#include "cuda_plugin/dump_session.hpp"
+#include "cuda_plugin/host.hpp"
+#include "cuda_plugin/restore_session.hpp"
+
+#include <cerrno>
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace cudackpt {
+namespace {
+
+constexpr int kNotMine = -ENOTSUP;
+
+// Made in init(), gone after exit(): the .so is closed then.
+std::unique_ptr<DumpSession> dump;
+std::unique_ptr<RestoreSession> restore;
+
+/// CRIU is C: nothing may be thrown past this line.
+template <class Body>
+int guarded(const char* what, int pid, Body&& body) noexcept {
+    try {
+        return std::forward<Body>(body)();
+    } catch (const std::exception& e) {
+        std::string text = what;
+        if (pid != 0)
+            text += ": pid " + std::to_string(pid);
+        host::error(text + ": " + e.what());
+    }
+    return criu::kFailed;
+}
+
+int init(int stage) {
+    try {
+        host::require_symbols();
+    } catch (const std::exception&) {
+        return criu::kFailed; // without its log there is nobody to tell
+    }
+    return guarded("init", 0, [stage] {
+        switch (static_cast<criu::Stage>(stage)) {
+        case criu::Stage::pre_dump:
+            host::info("nothing to do in a pre-dump: the driver stages GPU memory anew each time");
+            break;
+        case criu::Stage::dump:
+            dump = std::make_unique<DumpSession>(find_config());
+            host::use_interrupt_only_mode();
+            break;
+        case criu::Stage::restore:
+            restore = std::make_unique<RestoreSession>(find_config());
+            if (!restore->prepare()) {
+                restore->finish(true);
+                restore.reset();
+            }
+            break;
+        }
+        return criu::kDone;
+    });
+}
+
+void finish(int /*stage*/, int result) {
+    if (dump)
+        dump->finish(result == 0);
+    if (restore)
+        restore->finish(result == 0);
+    dump.reset();
+    restore.reset();
+}
+
+int pause_devices(int pid) {
+    return guarded("PAUSE_DEVICES", pid, [pid] {
+        return dump && dump->pause(pid) ? criu::kDone : kNotMine;
+    });
+}
+
+int checkpoint_devices(int pid) {
+    return guarded("CHECKPOINT_DEVICES", pid, [pid] {
+        return dump && dump->checkpoint(pid) ? criu::kDone : kNotMine;
+    });
+}
+
+int resume_devices_late(int pid) {
+    return guarded("RESUME_DEVICES_LATE", pid, [pid] {
+        return restore && restore->resume(pid) ? criu::kDone : kNotMine;
+    });
+}
+
+} // namespace
+} // namespace cudackpt
+
+// The stock plugin's name: a libdir holds one or the other. Image compatibility is decided by the
+// inventory's names (dump_session.hpp), not by this one.
+extern "C" {
+__attribute__((visibility("default"))) cudackpt::criu::PluginDesc CR_PLUGIN_DESC = {
+    .name = "cuda_plugin",
+    .init = cudackpt::init,
+    .exit = cudackpt::finish,
+    .version = cudackpt::criu::kPluginVersion,
+    .max_hooks = cudackpt::criu::kMaxHooks,
+    .hooks =
+        {
+            nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+            reinterpret_cast<void*>(&cudackpt::resume_devices_late),
+            reinterpret_cast<void*>(&cudackpt::pause_devices),
+            reinterpret_cast<void*>(&cudackpt::checkpoint_devices),
+        },
+};
+}

@@ -1,0 +1,40 @@
+/// What the plugin uses of the criu process it is loaded into.
+#pragma once
+
+#include "core/image_info.hpp"
+#include "cuda_plugin/criu_abi.hpp"
+
+#include <string>
+
+namespace cudackpt::host {
+
+/// Find what criu exports. Throws Error: unsupported; what() names the first symbol missing
+/// and the oldest CRIU that has it.
+void require_symbols();
+
+/// criu's log, prefixed "cuda_plugin: "; a newline is added. Thread-safe as criu's own.
+void error(const std::string& text) noexcept;
+void warn(const std::string& text) noexcept;
+void info(const std::string& text) noexcept;
+void debug(const std::string& text) noexcept;
+
+/// The image directory. The descriptor is criu's: dup it to keep it. Negative: there is none.
+int image_dir();
+
+/// Ask criu to stop tasks by ptrace alone: a frozen cgroup cannot answer the driver's lock.
+void use_interrupt_only_mode();
+
+/// Have criu name `name` in inventory.img as a plugin that the restore needs.
+/// Throws Error: io if criu cannot.
+void add_inventory_plugin(const std::string& name);
+
+/// At restore: whether inventory.img names `name`; ticks it off if so. True for every name if
+/// the image is from before CRIU recorded plugins.
+bool take_inventory_plugin(const std::string& name);
+
+/// What criu will do with the tasks when the dump has succeeded. A value that this build does
+/// not know is read as `alive`: undoing too much costs time, undoing too little costs the job.
+criu::FinalState final_state();
+
+
+} // namespace cudackpt::host

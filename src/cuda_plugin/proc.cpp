@@ -1,0 +1,197 @@
+#include "cuda_plugin/proc.hpp"
+
+#include "core/error.hpp"
+#include "cuda_plugin/unique_fd.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <charconv>
+#include <cstring>
+#include <memory>
+#include <string_view>
+
+namespace cudackpt::proc {
+namespace {
+
+struct CloseDir {
+    void operator()(DIR* dir) const noexcept { ::closedir(dir); }
+};
+using Directory = std::unique_ptr<DIR, CloseDir>;
+
+std::string task_path(pid_t pid, const char* file) {
+    return "/proc/" + std::to_string(pid) + "/" + file;
+}
+
+Directory open_dir(const std::string& path) {
+    Directory dir(::opendir(path.c_str()));
+    if (!dir)
+        throw io_error("cannot list " + path, errno);
+    return dir;
+}
+
+/// The number that a directory entry is named after; 0 if it is not a number.
+pid_t entry_number(const dirent* entry) noexcept {
+    pid_t number = 0;
+    const char* end = entry->d_name + std::strlen(entry->d_name);
+    const auto [at, error] = std::from_chars(entry->d_name, end, number);
+    return error == std::errc{} && at == end ? number : 0;
+}
+
+/// What follows "<key>:\t" on its line in a status file; empty if there is no such line.
+std::string_view status_field(std::string_view status, std::string_view key) {
+    const std::string mark = "\n" + std::string(key) + ":\t";
+    const std::size_t at = status.find(mark);
+    if (at == std::string_view::npos)
+        return {};
+    const std::size_t begin = at + mark.size();
+    return status.substr(begin, status.find('\n', begin) - begin);
+}
+
+template <class Number>
+Number parse(std::string_view text, const std::string& what) {
+    Number number{};
+    const auto [at, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+    if (error != std::errc{})
+        throw Error(Errc::io, what + " holds no number where one is expected");
+    return number;
+}
+
+} // namespace
+
+std::string read_file(const std::string& path) {
+    const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!fd)
+        throw io_error("cannot open " + path, errno);
+    std::string content;
+    std::array<char, 4096> buffer;
+    for (;;) {
+        const ssize_t got = ::read(fd.get(), buffer.data(), buffer.size());
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0)
+            throw io_error("cannot read " + path, errno);
+        if (got == 0)
+            return content;
+        content.append(buffer.data(), static_cast<std::size_t>(got));
+    }
+}
+
+std::uint32_t innermost_pid(pid_t pid) {
+    const std::string path = task_path(pid, "status");
+    const std::string status = read_file(path);
+    const std::string_view ids = status_field(status, "NSpid");
+    return parse<std::uint32_t>(ids.substr(ids.rfind('\t') + 1), path);
+}
+
+std::uint64_t start_time(pid_t pid) {
+    const std::string path = task_path(pid, "stat");
+    const std::string stat = read_file(path);
+    // Field 2 is the name in parentheses, which may hold anything; field 3 follows the last ')'.
+    std::size_t at = stat.rfind(')');
+    for (int field = 2; field < 22 && at != std::string::npos; ++field)
+        at = stat.find(' ', at + 1);
+    if (at == std::string::npos)
+        throw Error(Errc::io, path + " has fewer than 22 fields");
+    return parse<std::uint64_t>(std::string_view(stat).substr(at + 1), path);
+}
+
+std::string comm(pid_t pid) {
+    std::string name = read_file(task_path(pid, "comm"));
+    if (name.ends_with('\n'))
+        name.pop_back();
+    return name;
+}
+
+Id boot_id() {
+    const std::string path = "/proc/sys/kernel/random/boot_id";
+    Id id{};
+    std::size_t nibble = 0;
+    for (const char c : read_file(path)) {
+        if (std::isxdigit(static_cast<unsigned char>(c)) == 0 || nibble == 2 * id.size())
+            continue;
+        const int value = std::isdigit(static_cast<unsigned char>(c)) != 0
+                              ? c - '0'
+                              : std::tolower(static_cast<unsigned char>(c)) - 'a' + 10;
+        id[nibble / 2] |= static_cast<std::byte>(value << (nibble % 2 == 0 ? 4 : 0));
+        ++nibble;
+    }
+    return id;
+}
+
+bool has_cuda_thread(pid_t pid) {
+    const std::string path = task_path(pid, "task");
+    const Directory dir = open_dir(path);
+    while (const dirent* entry = ::readdir(dir.get())) {
+        if (entry_number(entry) == 0)
+            continue;
+        std::array<char, 16> name{};
+        const std::string file = std::string(entry->d_name) + "/comm";
+        const UniqueFd fd(::openat(::dirfd(dir.get()), file.c_str(), O_RDONLY | O_CLOEXEC));
+        if (!fd)
+            continue; // the thread has ended meanwhile
+        const ssize_t got = ::read(fd.get(), name.data(), name.size());
+        // "cuda-EvtHandlr" and programs called "cuda..." pass too: the driver has the last word.
+        if (got > 4 && std::memcmp(name.data(), "cuda", 4) == 0)
+            return true;
+    }
+    return false;
+}
+
+std::vector<pid_t> threads(pid_t pid) {
+    std::vector<pid_t> tids;
+    const Directory dir = open_dir(task_path(pid, "task"));
+    while (const dirent* entry = ::readdir(dir.get()))
+        if (const pid_t tid = entry_number(entry); tid != 0)
+            tids.push_back(tid);
+    std::ranges::sort(tids);
+    return tids;
+}
+
+Liveness liveness(pid_t pid, std::uint64_t expected_start) noexcept {
+    try {
+        if (start_time(pid) != expected_start)
+            return Liveness::dead;
+        const std::string status = read_file(task_path(pid, "status"));
+        const std::string_view state = status_field(status, "State");
+        if (state.starts_with('Z') || state.starts_with('X'))
+            return Liveness::dead;
+        return status_field(status, "TracerPid") == "0" ? Liveness::untraced : Liveness::traced;
+    } catch (const std::exception&) {
+        return Liveness::dead; // its files are gone, and so is the task
+    }
+}
+
+pid_t tracer_of(pid_t tid) {
+    const std::string path = task_path(tid, "status");
+    const std::string status = read_file(path);
+    return parse<pid_t>(status_field(status, "TracerPid"), path);
+}
+
+std::vector<pid_t> traced_by_us() {
+    std::vector<pid_t> pids;
+    const pid_t self = ::getpid();
+    const Directory dir = open_dir("/proc");
+    while (const dirent* entry = ::readdir(dir.get())) {
+        const pid_t pid = entry_number(entry);
+        if (pid == 0)
+            continue;
+        try {
+            if (tracer_of(pid) == self)
+                pids.push_back(pid);
+        } catch (const Error&) {
+            continue; // it has ended meanwhile, so it is not one we trace
+        }
+    }
+    return pids;
+}
+
+bool has_seccomp(pid_t tid) {
+    return status_field(read_file(task_path(tid, "status")), "Seccomp") != "0";
+}
+
+} // namespace cudackpt::proc

@@ -1,0 +1,226 @@
+#include "cuda_plugin/restore_session.hpp"
+
+#include "core/error.hpp"
+#include "cuda_plugin/dump_session.hpp"
+#include "cuda_plugin/host.hpp"
+#include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/staging.hpp"
+#include "cuda_plugin/thawed_thread.hpp"
+#include "cuda_plugin/traced_thread.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+
+namespace cudackpt {
+namespace {
+
+// No inventory names this; an image from before CRIU recorded plugins answers yes to anything.
+constexpr const char* kNobody = "cudackpt:nobody";
+
+UniqueFd duplicate(int fd) {
+    UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
+    if (!copy)
+        throw io_error("cannot use criu's image directory", errno);
+    return copy;
+}
+
+bool has_manifest(int image_dir) { return ::faccessat(image_dir, kManifestName, F_OK, 0) == 0; }
+
+const ManifestTask* find_task(const Manifest& manifest, std::uint32_t pid) {
+    const auto found = std::ranges::find(manifest.tasks, pid, &ManifestTask::pid);
+    return found == manifest.tasks.end() ? nullptr : &*found;
+}
+
+} // namespace
+
+RestoreSession::RestoreSession(const Config& config)
+    : config_(config), image_dir_(duplicate(host::image_dir())), table_(OnOrphaned::kill),
+      worker_(config_, table_, image_dir_.get()) {
+    statistics_.stage = "restore";
+    statistics_.config_source = config_.source;
+    statistics_.threads = config_.threads;
+}
+
+bool RestoreSession::prepare() {
+    try {
+        if (!statistics_.phases.time("read_images", [&] { return read_images(); }))
+            return false;
+        statistics_.phases.time("check_machine", [&] { check_machine(); });
+        // Slow on real machines, and only needed when the tasks stand: criu works meanwhile.
+        worker_.begin_initialize();
+        prepared_ = true;
+        return true;
+    } catch (const std::exception& e) {
+        write_failure(e.what());
+        worker_.stop();
+        throw;
+    }
+}
+
+bool RestoreSession::read_images() {
+    const bool before_plugin_lists = host::take_inventory_plugin(kNobody);
+    const bool ours = host::take_inventory_plugin(kInventoryName);
+    const bool stock = host::take_inventory_plugin(kStockInventoryName);
+    if (!ours && !stock)
+        return false;
+    const bool have_manifest = has_manifest(image_dir_.get());
+    externalized_ = ours && (!before_plugin_lists || have_manifest);
+    if (!externalized_ && !have_manifest)
+        return true;
+
+    manifest_ = read_manifest(image_dir_.get());
+    if (externalized_
+        && !host::take_inventory_plugin(inventory_id_name(manifest_->checkpoint_id)))
+        throw Error(Errc::corrupt_data, std::string(kManifestName)
+                                            + " is not the one that CRIU's images in this "
+                                              "directory were made with");
+    open_images();
+    return true;
+}
+
+void RestoreSession::open_images() {
+    for (const ManifestTask& task : manifest_->tasks) {
+        if (!task.externalized)
+            continue;
+        const std::string name = image_name(task.pid);
+        if (!externalized_)
+            throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " + name
+                                                + ", which CRIU's inventory knows nothing of");
+        ImageReader image = ImageReader::open(image_dir_.get(), name);
+        if (image.digest() != task.digest || image.info().pid != task.pid
+            || image.info().checkpoint_id != manifest_->checkpoint_id)
+            throw Error(Errc::corrupt_data, name + " is not the image that " + kManifestName
+                                                + " lists: it belongs to another checkpoint or "
+                                                  "another process");
+        images_.emplace(task.pid, std::move(image));
+    }
+}
+
+void RestoreSession::check_machine() {
+    const DriverFacts facts = read_driver_facts(worker_);
+    statistics_.backend = facts.backend();
+    statistics_.driver_api_version = facts.api_version;
+    statistics_.driver_version = facts.version;
+    statistics_.gpus = facts.gpu_infos();
+    host::info("backend: " + statistics_.backend);
+    if (!manifest_)
+        return;
+    std::uint64_t staged = 0;
+    for (const auto& [pid, image] : images_)
+        for (const Region& region : image.info().regions)
+            staged += region.length;
+    moves_ = require_restorable(*manifest_, staged, facts);
+    for (const GpuMove& move : moves_)
+        if (move.from != move.to)
+            host::info("a GPU of the checkpoint is not here; its memory moves to another of the "
+                       "same model");
+}
+
+bool RestoreSession::resume(pid_t pid) {
+    try {
+        return resume_task(pid);
+    } catch (const std::exception& e) {
+        const std::string error = "pid " + std::to_string(pid) + ": " + e.what();
+        for (const pid_t task : proc::traced_by_us())
+            ::kill(task, SIGKILL);
+        host::error("the restore failed and every restored task was killed: " + error);
+        write_failure(error);
+        throw;
+    }
+}
+
+bool RestoreSession::resume_task(pid_t pid) {
+    const std::uint32_t image_pid = proc::innermost_pid(pid);
+    if (externalized_ ? find_task(*manifest_, image_pid) == nullptr : !proc::has_cuda_thread(pid))
+        return false;
+    const auto tid = worker_.restore_thread(pid);
+    if (!tid) {
+        if (externalized_)
+            throw Error(Errc::corrupt_data, "the restored process has no CUDA restore thread");
+        return false;
+    }
+    expect_death_of_all();
+
+    TaskRecord& record = table_.add(pid);
+    record.image_pid = image_pid;
+    record.start_time = proc::start_time(pid);
+    record.restore_tid = *tid;
+    TaskStatistics& statistics = statistics_.tasks.emplace_back();
+    statistics.pid = pid;
+    statistics.image_pid = image_pid;
+    if (const auto image = images_.find(image_pid); image != images_.end()) {
+        statistics.externalized = true;
+        statistics.totals = image->second.totals();
+        statistics.file_bytes = image->second.file_size();
+        statistics.regions = image->second.info().regions.size();
+        for (const Region& region : image->second.info().regions)
+            statistics.staged_bytes += region.length;
+        statistics.phases.time("refill", [&] { refill(pid, image->second, config_.threads); });
+    }
+    restore_device(record, statistics);
+    host::info("restored pid " + std::to_string(pid));
+    return true;
+}
+
+void RestoreSession::restore_device(TaskRecord& record, TaskStatistics& statistics) {
+    statistics.phases.time("driver_init", [&] { worker_.initialize(); });
+    ThawedThread thawed(record);
+    const WatchedThread watched(worker_, record.restore_tid);
+    ProcessState state = worker_.state(record.pid);
+    statistics.state_before = state;
+    if (state == ProcessState::checkpointed) {
+        statistics.phases.time("driver_restore", [&] { worker_.restore(record.pid, moves_); });
+        state = worker_.state(record.pid);
+    } else if (statistics.externalized) {
+        throw Error(Errc::corrupt_data, "the restored process has a GPU image, and the driver "
+                                        "says that it is not checkpointed");
+    }
+    // As the stock plugin: a restored process runs, whatever it was found in.
+    if (state == ProcessState::locked)
+        statistics.phases.time("unlock", [&] { worker_.unlock(record.pid); });
+    if (worker_.state(record.pid) != ProcessState::running)
+        throw Error(Errc::io, "the driver says it restored the process, and that it is not "
+                              "running");
+    thawed.refreeze();
+}
+
+void RestoreSession::expect_death_of_all() {
+    if (table_->kill_count != 0)
+        return;
+    std::size_t count = 0;
+    for (const pid_t pid : proc::traced_by_us())
+        if (count < TaskTable::kMaxKills)
+            table_->kills[count++] = pid;
+    table_->kill_count = count;
+}
+
+void RestoreSession::write_failure(const std::string& error) noexcept {
+    try {
+        statistics_.result = "failed";
+        statistics_.error = error;
+        write_statistics(image_dir_.get(), statistics_);
+    } catch (const std::exception& e) {
+        host::warn(e.what());
+    }
+}
+
+void RestoreSession::finish(bool succeeded) noexcept {
+    worker_.stop();
+    if (statistics_.result != "ok" || !prepared_)
+        return;
+    if (!succeeded) {
+        write_failure("criu failed");
+        return;
+    }
+    try {
+        write_statistics(image_dir_.get(), statistics_);
+    } catch (const std::exception& e) {
+        host::warn(e.what());
+    }
+}
+
+} // namespace cudackpt

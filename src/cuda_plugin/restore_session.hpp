@@ -1,0 +1,57 @@
+/// One restore: check beforehand what can be checked, then give each CUDA task its staged memory
+/// back and have the driver restore it; kill everything that was made if that fails.
+#pragma once
+
+#include "core/image_reader.hpp"
+#include "core/manifest.hpp"
+#include "cuda_plugin/config.hpp"
+#include "cuda_plugin/driver_facts.hpp"
+#include "cuda_plugin/statistics.hpp"
+#include "cuda_plugin/task_table.hpp"
+#include "cuda_plugin/unique_fd.hpp"
+#include "cuda_plugin/worker.hpp"
+
+#include <sys/types.h>
+
+#include <map>
+#include <optional>
+
+namespace cudackpt {
+
+class RestoreSession {
+public:
+    explicit RestoreSession(const Config& config);
+
+    /// Before anything is created: read and check the images, the driver and the GPUs. False: the
+    /// checkpoint has nothing to do with CUDA. Throws Error with the reason to refuse.
+    bool prepare();
+
+    /// The restored task is complete but for its GPU, and stopped. False: not a CUDA task.
+    /// On failure every task that criu has made is dead before the Error is thrown: criu itself
+    /// ignores what this hook returns, and stumbles over the dead tasks.
+    bool resume(pid_t pid);
+
+    void finish(bool succeeded) noexcept;
+
+private:
+    bool read_images();
+    void check_machine();
+    void open_images();
+    bool resume_task(pid_t pid);
+    void restore_device(TaskRecord& record, TaskStatistics& statistics);
+    void expect_death_of_all();
+    void write_failure(const std::string& error) noexcept;
+
+    Config config_;
+    UniqueFd image_dir_;
+    SharedTaskTable table_;
+    Worker worker_;
+    std::optional<Manifest> manifest_; ///< nullopt: made by the stock plugin
+    bool externalized_ = false;        ///< the inventory says: restorable by this plugin alone
+    std::map<std::uint32_t, ImageReader> images_; ///< by pid in the innermost namespace
+    std::vector<GpuMove> moves_;
+    Statistics statistics_;
+    bool prepared_ = false; ///< prepare() found a CUDA checkpoint and nothing against it
+};
+
+} // namespace cudackpt

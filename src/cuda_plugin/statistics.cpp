@@ -1,0 +1,127 @@
+#include "cuda_plugin/statistics.hpp"
+
+#include "core/error.hpp"
+#include "cuda_plugin/unique_fd.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+
+#include <nlohmann/json.hpp>
+
+namespace cudackpt {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr int kVersion = 1;
+
+Json to_json(const Phases& phases) {
+    Json json = Json::object();
+    for (const auto& [name, milliseconds] : phases.milliseconds())
+        json[name] = milliseconds;
+    return json;
+}
+
+Json to_json(const EncodingTotals::Count& count) {
+    return {{"chunks", count.chunks},
+            {"plain_bytes", count.plain},
+            {"stored_bytes", count.stored}};
+}
+
+const char* state_name(ProcessState state) {
+    switch (state) {
+    case ProcessState::running: return "running";
+    case ProcessState::locked: return "locked";
+    case ProcessState::checkpointed: return "checkpointed";
+    case ProcessState::failed: return "failed";
+    }
+    return "unknown";
+}
+
+std::string uuid_text(const Id& id) {
+    std::string text = "GPU-";
+    char byte[3];
+    for (std::size_t i = 0; i < id.size(); ++i) {
+        if (i == 4 || i == 6 || i == 8 || i == 10)
+            text += '-';
+        std::snprintf(byte, sizeof(byte), "%02x", std::to_integer<unsigned>(id[i]));
+        text += byte;
+    }
+    return text;
+}
+
+Json to_json(const TaskStatistics& task) {
+    return {{"pid", task.pid},
+            {"image_pid", task.image_pid},
+            {"externalized", task.externalized},
+            {"state_before", state_name(task.state_before)},
+            {"regions", task.regions},
+            {"staged_bytes", task.staged_bytes},
+            {"zero", to_json(task.totals.zero)},
+            {"lz4", to_json(task.totals.lz4)},
+            {"raw", to_json(task.totals.raw)},
+            {"ref", to_json(task.totals.ref)},
+            {"file_bytes", task.file_bytes},
+            {"phases_ms", to_json(task.phases)}};
+}
+
+Json to_json(const Statistics& statistics) {
+    Json gpus = Json::array();
+    for (const GpuInfo& gpu : statistics.gpus)
+        gpus.push_back({{"uuid", uuid_text(gpu.uuid)},
+                        {"name", gpu.name},
+                        {"memory_bytes", gpu.memory_size}});
+    Json tasks = Json::array();
+    for (const TaskStatistics& task : statistics.tasks)
+        tasks.push_back(to_json(task));
+    return {{"version", kVersion},
+            {"stage", statistics.stage},
+            {"result", statistics.result},
+            {"error", statistics.error},
+            {"backend", statistics.backend},
+            {"driver_api_version", statistics.driver_api_version},
+            {"driver_version", statistics.driver_version},
+            {"gpus", std::move(gpus)},
+            {"config", statistics.config_source},
+            {"threads", statistics.threads},
+            {"tasks", std::move(tasks)},
+            {"phases_ms", to_json(statistics.phases)}};
+}
+
+} // namespace
+
+void Phases::add(const std::string& name, std::chrono::steady_clock::duration time) {
+    const double milliseconds = std::chrono::duration<double, std::milli>(time).count();
+    for (auto& [known, total] : times_) {
+        if (known == name) {
+            total += milliseconds;
+            return;
+        }
+    }
+    times_.emplace_back(name, milliseconds);
+}
+
+void write_statistics(int image_dir, const Statistics& statistics) {
+    // Names and errors may hold bytes that are no UTF-8 (a task may call itself anything).
+    const std::string text =
+        to_json(statistics).dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+    const std::string name = "cudackpt-" + statistics.stage + ".json";
+    const std::string part = "." + name + ".part";
+    ::unlinkat(image_dir, part.c_str(), 0);
+    const UniqueFd fd(::openat(image_dir, part.c_str(),
+                               O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+    if (!fd)
+        throw io_error("cannot create " + part, errno);
+    const ssize_t written = ::write(fd.get(), text.data(), text.size());
+    if (written != static_cast<ssize_t>(text.size())
+        || ::renameat(image_dir, part.c_str(), image_dir, name.c_str()) != 0) {
+        const int error = written >= 0 && errno == 0 ? ENOSPC : errno;
+        ::unlinkat(image_dir, part.c_str(), 0);
+        throw io_error("cannot write " + name, error);
+    }
+}
+
+} // namespace cudackpt

@@ -1,0 +1,70 @@
+/// What a dump or a restore did and how long it took, as a JSON file beside the images.
+/// Its keys are documented in docs/operating.md.
+#pragma once
+
+#include "core/image_info.hpp"
+#include "core/image_writer.hpp"
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace cudackpt {
+
+/// Named durations in the order they were first taken; the same name adds up.
+class Phases {
+public:
+    void add(const std::string& name, std::chrono::steady_clock::duration time);
+
+    /// Run `body` and add the time it took, also if it throws.
+    template <class Body>
+    decltype(auto) time(const std::string& name, Body&& body) {
+        struct Stop {
+            Phases& phases;
+            const std::string& name;
+            std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+            ~Stop() { phases.add(name, std::chrono::steady_clock::now() - begin); }
+        } const stop{*this, name};
+        return std::forward<Body>(body)();
+    }
+
+    const std::vector<std::pair<std::string, double>>& milliseconds() const noexcept {
+        return times_;
+    }
+
+private:
+    std::vector<std::pair<std::string, double>> times_;
+};
+
+struct TaskStatistics {
+    int pid = 0;                 ///< as criu sees it
+    std::uint32_t image_pid = 0; ///< in the task's innermost pid namespace
+    bool externalized = false;
+    ProcessState state_before = ProcessState::running;
+    std::uint64_t regions = 0;
+    std::uint64_t staged_bytes = 0;
+    EncodingTotals totals;
+    std::uint64_t file_bytes = 0;
+    Phases phases;
+};
+
+struct Statistics {
+    std::string stage;   ///< "dump" or "restore"
+    std::string result = "ok"; ///< or "failed"
+    std::string error;   ///< the first failure, in a sentence
+    std::string backend; ///< "driver", or "emulator": figures made with it say nothing of GPUs
+    std::uint32_t driver_api_version = 0;
+    std::string driver_version;
+    std::vector<GpuInfo> gpus;
+    std::string config_source;
+    unsigned threads = 0;
+    std::vector<TaskStatistics> tasks;
+    Phases phases;
+};
+
+/// Write to "cudackpt-<stage>.json" in `image_dir`, replacing an older one. Throws Error: io.
+void write_statistics(int image_dir, const Statistics& statistics);
+
+} // namespace cudackpt

@@ -1,0 +1,108 @@
+#include "cuda_plugin/task_maps.hpp"
+
+#include "core/error.hpp"
+#include "cuda_plugin/proc.hpp"
+
+#include <sys/mman.h>
+
+#include <charconv>
+
+namespace cudackpt {
+namespace {
+
+/// Takes fields off the front of one line of /proc/PID/maps.
+class Line {
+public:
+    explicit Line(std::string_view text) : whole_(text), rest_(text) {}
+
+    std::uint64_t number(int base, char end) {
+        std::uint64_t value = 0;
+        const char* last = rest_.data() + rest_.size();
+        const auto [at, error] = std::from_chars(rest_.data(), last, value, base);
+        if (error != std::errc{} || at == last || *at != end)
+            fail();
+        rest_.remove_prefix(static_cast<std::size_t>(at - rest_.data()) + 1);
+        return value;
+    }
+
+    std::string_view word() {
+        const std::size_t space = rest_.find(' ');
+        if (space == std::string_view::npos)
+            fail();
+        const std::string_view found = rest_.substr(0, space);
+        rest_.remove_prefix(space + 1);
+        return found;
+    }
+
+    std::string_view name() const {
+        const std::size_t begin = rest_.find_first_not_of(' ');
+        return begin == std::string_view::npos ? std::string_view{} : rest_.substr(begin);
+    }
+
+    [[noreturn]] void fail() const {
+        throw Error(Errc::corrupt_data, "not a line of /proc/PID/maps: " + std::string(whole_));
+    }
+
+private:
+    std::string_view whole_;
+    std::string_view rest_;
+};
+
+Mapping parse_line(std::string_view text) {
+    Line line(text);
+    Mapping mapping;
+    mapping.start = line.number(16, '-');
+    mapping.end = line.number(16, ' ');
+    const std::string_view flags = line.word();
+    if (flags.size() != 4)
+        line.fail();
+    mapping.protection = (flags[0] == 'r' ? PROT_READ : 0U) | (flags[1] == 'w' ? PROT_WRITE : 0U)
+                         | (flags[2] == 'x' ? PROT_EXEC : 0U);
+    mapping.shared = flags[3] == 's';
+    line.word(); // offset
+    line.word(); // device
+    // The inode is the last field of a line without a name, with or without a space behind it.
+    const std::string_view name_and_inode = line.name();
+    const std::size_t inode_end = name_and_inode.find(' ');
+    const std::string_view inode = name_and_inode.substr(0, inode_end);
+    if (std::from_chars(inode.data(), inode.data() + inode.size(), mapping.inode).ec
+        != std::errc{})
+        line.fail();
+    if (inode_end != std::string_view::npos) {
+        const std::size_t name = name_and_inode.find_first_not_of(' ', inode_end);
+        if (name != std::string_view::npos)
+            mapping.name = name_and_inode.substr(name);
+    }
+    return mapping;
+}
+
+} // namespace
+
+bool Mapping::is_private_anonymous() const noexcept {
+    return !shared && inode == 0
+           && (name.empty() || name == "[heap]" || name.starts_with("[anon:"));
+}
+
+bool Mapping::is_shared_anonymous() const noexcept {
+    return shared
+           && (name == "/dev/zero (deleted)" || name == "/memfd:/dev/zero (deleted)"
+               || name.starts_with("[anon_shmem:"));
+}
+
+std::vector<Mapping> parse_maps(std::string_view text) {
+    std::vector<Mapping> mappings;
+    while (!text.empty()) {
+        const std::size_t end = text.find('\n');
+        mappings.push_back(parse_line(text.substr(0, end)));
+        if (end == std::string_view::npos)
+            break;
+        text.remove_prefix(end + 1);
+    }
+    return mappings;
+}
+
+std::vector<Mapping> read_maps(pid_t pid) {
+    return parse_maps(proc::read_file("/proc/" + std::to_string(pid) + "/maps"));
+}
+
+} // namespace cudackpt

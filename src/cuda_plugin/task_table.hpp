@@ -1,0 +1,69 @@
+/// What has been done to each task, in memory that criu and the worker share: if criu dies, the
+/// worker reads here what there is to undo.
+#pragma once
+
+#include "core/image_info.hpp"
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace cudackpt {
+
+/// Written by criu before it does what the record says, so that a record never says too little.
+struct TaskRecord {
+    pid_t pid = 0;                 ///< as criu sees it
+    std::uint32_t image_pid = 0;   ///< in the task's innermost pid namespace; names its image
+    std::uint64_t start_time = 0;  ///< field 22 of /proc/PID/stat: the pid is still this task
+    pid_t restore_tid = 0;
+    ProcessState state_before = ProcessState::running;
+    std::atomic<bool> lock_begun = false;
+    std::atomic<bool> checkpoint_begun = false;
+    std::atomic<bool> drop_begun = false; ///< staged pages may be gone: the image has them
+    std::atomic<bool> thawed = false;     ///< the restore thread runs with signals blocked
+    std::atomic<std::uint64_t> signal_mask = 0; ///< the restore thread's own, while thawed
+    std::atomic<bool> settled = false;    ///< nothing is left to undo
+};
+
+/// What the worker does with the tasks once criu is gone without having said goodbye.
+enum class OnOrphaned : std::uint32_t {
+    undo, ///< a dump: bring every task back that is alive and no longer traced
+    kill, ///< a restore: kill what was made, it is not complete
+};
+
+/// Lives in a MAP_SHARED mapping; entries are appended and never removed.
+struct TaskTable {
+    static constexpr std::size_t kMaxTasks = 4096;  ///< CUDA tasks in one tree
+    static constexpr std::size_t kMaxKills = 65536; ///< tasks of a restored tree
+
+    OnOrphaned on_orphaned = OnOrphaned::undo;
+    std::atomic<std::size_t> task_count = 0;
+    TaskRecord tasks[kMaxTasks];
+    std::atomic<std::size_t> kill_count = 0;
+    pid_t kills[kMaxKills];
+};
+
+/// Owns the shared mapping.
+class SharedTaskTable {
+public:
+    /// Throws Error: io.
+    explicit SharedTaskTable(OnOrphaned on_orphaned);
+    SharedTaskTable(const SharedTaskTable&) = delete;
+    SharedTaskTable& operator=(const SharedTaskTable&) = delete;
+    ~SharedTaskTable();
+
+    TaskTable& operator*() noexcept { return *table_; }
+    TaskTable* operator->() noexcept { return table_; }
+
+    /// A new record for `pid`. Throws Error: unsupported if the table is full.
+    TaskRecord& add(pid_t pid);
+    /// nullptr if `pid` has none.
+    TaskRecord* find(pid_t pid) noexcept;
+
+private:
+    TaskTable* table_;
+};
+
+} // namespace cudackpt

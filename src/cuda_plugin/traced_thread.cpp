@@ -1,0 +1,20 @@
+#include "cuda_plugin/traced_thread.hpp"
+
+#include "cuda_plugin/proc.hpp"
+
+#include <unistd.h>
+
+#include <exception>
+#include <string>
+
+namespace cudackpt {
+
+bool is_traced_by_us(pid_t tid) noexcept {
+    try {
+        return proc::tracer_of(tid) == ::getpid();
+    } catch (const std::exception&) {
+        return false; // it has ended
+    }
+}
+
+} // namespace cudackpt

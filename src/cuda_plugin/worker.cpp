@@ -1,0 +1,273 @@
+#include "cuda_plugin/worker.hpp"
+
+#include "cuda_plugin/worker_process.hpp"
+
+#include <fcntl.h>
+#include <linux/sched.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+namespace cudackpt {
+namespace {
+
+using worker_protocol::Op;
+using worker_protocol::Reply;
+using worker_protocol::Request;
+using worker_protocol::Status;
+
+// Answers that need no GPU work: they come at once or not at all.
+constexpr std::uint32_t kQuickTimeoutMs = 20'000;
+// How long an unlock or a lock's own timeout may be late before the call counts as hung.
+constexpr std::uint32_t kGraceMs = 10'000;
+// How often the watched thread is looked at while a call is under way.
+constexpr int kWatchIntervalMs = 10;
+
+/// fork() without SIGCHLD: criu's handlers must not see the worker's end. The kernel is told
+/// where the C library keeps the thread's id, as fork() does, or the child would think it had
+/// its parent's.
+pid_t fork_silently() {
+    int* tid_address = nullptr;
+    if (::prctl(PR_GET_TID_ADDRESS, &tid_address) != 0)
+        throw io_error("prctl(PR_GET_TID_ADDRESS)", errno);
+    const long child = ::syscall(SYS_clone, CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID, nullptr,
+                                 nullptr, tid_address, 0L);
+    if (child < 0)
+        throw io_error("cannot clone the driver worker", errno);
+    return static_cast<pid_t>(child);
+}
+
+/// Why a call under way will never be answered; empty while it may.
+std::string stopped_reason(pid_t tid) {
+    siginfo_t info{};
+    if (::waitid(P_PID, static_cast<id_t>(tid), &info,
+                 WEXITED | WSTOPPED | WNOHANG | WNOWAIT | __WALL) != 0
+        || info.si_pid == 0)
+        return "";
+    if (info.si_code == CLD_EXITED || info.si_code == CLD_KILLED || info.si_code == CLD_DUMPED)
+        return "the task died";
+    return "its restore thread " + std::to_string(tid) + " stopped with signal "
+           + std::to_string(info.si_status & 0xff) + " inside the driver";
+}
+
+[[noreturn]] void throw_reply(const Reply& reply) {
+    if (reply.status == Status::driver_refused)
+        throw DriverError(reply.result, reply.text);
+    throw Error(Errc::unsupported, reply.text);
+}
+
+} // namespace
+
+void Worker::start() {
+    int ends[2];
+    if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0)
+        throw io_error("cannot make a socket pair for the driver worker", errno);
+    UniqueFd ours(ends[0]);
+    UniqueFd theirs(ends[1]);
+    const pid_t child = fork_silently();
+    if (child == 0) {
+        ours.reset();
+        run_worker(config_, *table_, image_dir_, theirs.get());
+    }
+    pid_ = child;
+    socket_ = std::move(ours);
+    initialize_id_ = 0;
+}
+
+void Worker::kill() noexcept {
+    socket_.reset();
+    if (pid_ == 0)
+        return;
+    ::kill(pid_, SIGKILL);
+    // Not for ever: a thread stuck in the kernel driver does not die of SIGKILL either.
+    for (int i = 0; i < 200; ++i) {
+        if (::waitpid(pid_, nullptr, __WCLONE | WNOHANG) != 0)
+            break;
+        ::poll(nullptr, 0, kWatchIntervalMs);
+    }
+    pid_ = 0;
+}
+
+void Worker::stop() noexcept {
+    if (pid_ == 0)
+        return;
+    Request request;
+    request.op = Op::quit;
+    if (::send(socket_.get(), &request, sizeof(request), MSG_NOSIGNAL) < 0) {
+        kill();
+        return;
+    }
+    // It leaves by _exit: give it a moment, then insist.
+    for (int i = 0; i < 100; ++i) {
+        if (::waitpid(pid_, nullptr, __WCLONE | WNOHANG) != 0) {
+            pid_ = 0;
+            socket_.reset();
+            return;
+        }
+        ::poll(nullptr, 0, 1);
+    }
+    kill();
+}
+
+void Worker::leave() {
+    if (pid_ == 0)
+        start();
+    socket_.reset();
+    pid_ = 0;
+}
+
+void Worker::send(Request& request) {
+    if (pid_ == 0)
+        start();
+    request.id = ++last_id_;
+    if (::send(socket_.get(), &request, sizeof(request), MSG_NOSIGNAL) < 0) {
+        const int error = errno;
+        kill();
+        throw io_error("the driver worker does not listen", error);
+    }
+}
+
+Reply Worker::receive(std::uint64_t id, const char* call, int pid, std::uint32_t timeout_ms) {
+    const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
+    const auto fail = [&](const std::string& why) {
+        kill();
+        return Error(Errc::io, std::string(call) + " for pid " + std::to_string(pid) + ": " + why);
+    };
+    for (;;) {
+        pollfd poll{.fd = socket_.get(), .events = POLLIN, .revents = 0};
+        const auto left =
+            std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+        const int wait = static_cast<int>(std::clamp<long long>(left, 0, timeout_ms));
+        const int ready = ::poll(&poll, 1, watched_ != 0 ? std::min(wait, kWatchIntervalMs) : wait);
+        if (ready < 0 && errno != EINTR)
+            throw fail(io_error("poll", errno).what());
+        if (ready > 0) {
+            Reply reply;
+            const ssize_t got = ::recv(socket_.get(), &reply, sizeof(reply), 0);
+            if (got != static_cast<ssize_t>(sizeof(reply)))
+                throw fail("the driver worker died");
+            reply.text[sizeof(reply.text) - 1] = '\0';
+            if (reply.id == id)
+                return reply;
+            if (reply.id == initialize_id_) {
+                initialize_id_ = 0;
+                if (reply.status != Status::done)
+                    throw_reply(reply);
+            }
+            continue;
+        }
+        if (watched_ != 0)
+            if (const std::string why = stopped_reason(watched_); !why.empty())
+                throw fail(why);
+        if (Clock::now() >= deadline)
+            throw fail("no answer from the driver within " + std::to_string(timeout_ms) + " ms");
+    }
+}
+
+Reply Worker::call(Request& request, const char* name, std::uint32_t timeout_ms) {
+    send(request);
+    Reply reply = receive(request.id, name, request.pid, timeout_ms);
+    if (reply.status != Status::done && reply.status != Status::nothing)
+        throw_reply(reply);
+    return reply;
+}
+
+Reply Worker::call(Op op, const char* name, int pid, std::uint32_t timeout_ms) {
+    Request request;
+    request.op = op;
+    request.pid = pid;
+    return call(request, name, timeout_ms);
+}
+
+std::uint32_t Worker::api_version() {
+    const Reply reply = call(Op::api_version, "cuDriverGetVersion", 0, kQuickTimeoutMs);
+    return static_cast<std::uint32_t>(reply.value);
+}
+
+std::string Worker::version_text() {
+    return call(Op::version_text, "nvmlSystemGetDriverVersion", 0, kQuickTimeoutMs).text;
+}
+
+std::optional<std::vector<GpuStatus>> Worker::gpus() {
+    const Reply reply = call(Op::gpus, "nvmlDeviceGetMemoryInfo", 0, kQuickTimeoutMs);
+    if (reply.status == Status::nothing)
+        return std::nullopt;
+    std::vector<GpuStatus> gpus;
+    for (std::uint32_t i = 0; i < reply.gpu_count; ++i) {
+        const worker_protocol::Gpu& wire = reply.gpus[i];
+        gpus.push_back({{wire.uuid, wire.name, wire.memory_size}, wire.free_size});
+    }
+    return gpus;
+}
+
+void Worker::begin_initialize() {
+    Request request;
+    request.op = Op::initialize;
+    send(request);
+    initialize_id_ = request.id;
+}
+
+void Worker::initialize() {
+    if (initialize_id_ == 0) {
+        call(Op::initialize, "cuInit", 0, config_.driver_timeout_ms);
+        return;
+    }
+    const Reply reply = receive(std::exchange(initialize_id_, 0), "cuInit", 0,
+                                config_.driver_timeout_ms);
+    if (reply.status != Status::done)
+        throw_reply(reply);
+}
+
+std::optional<int> Worker::restore_thread(int pid) {
+    const Reply reply =
+        call(Op::restore_thread, "cuCheckpointProcessGetRestoreThreadId", pid, kQuickTimeoutMs);
+    if (reply.status == Status::nothing)
+        return std::nullopt;
+    return static_cast<int>(reply.value);
+}
+
+ProcessState Worker::state(int pid) {
+    const Reply reply = call(Op::state, "cuCheckpointProcessGetState", pid, kQuickTimeoutMs);
+    return static_cast<ProcessState>(reply.value);
+}
+
+void Worker::lock(int pid, std::uint32_t timeout_ms) {
+    Request request;
+    request.op = Op::lock;
+    request.pid = pid;
+    request.timeout_ms = timeout_ms;
+    call(request, "cuCheckpointProcessLock", timeout_ms + kGraceMs);
+}
+
+void Worker::checkpoint(int pid) {
+    call(Op::checkpoint, "cuCheckpointProcessCheckpoint", pid, config_.driver_timeout_ms);
+}
+
+void Worker::restore(int pid, const std::vector<GpuMove>& moves) {
+    Request request;
+    request.op = Op::restore;
+    request.pid = pid;
+    if (moves.size() > worker_protocol::kMaxGpus)
+        throw Error(Errc::unsupported, "more than " + std::to_string(worker_protocol::kMaxGpus)
+                                           + " GPUs to map");
+    for (const GpuMove& move : moves) {
+        request.move_from[request.move_count] = move.from;
+        request.move_to[request.move_count] = move.to;
+        ++request.move_count;
+    }
+    call(request, "cuCheckpointProcessRestore", config_.driver_timeout_ms);
+}
+
+void Worker::unlock(int pid) {
+    call(Op::unlock, "cuCheckpointProcessUnlock", pid, kQuickTimeoutMs);
+}
+
+} // namespace cudackpt

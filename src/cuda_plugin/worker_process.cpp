@@ -1,0 +1,240 @@
+#include "cuda_plugin/worker_process.hpp"
+
+#include "core/error.hpp"
+#include "cuda_plugin/driver_library.hpp"
+#include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/undo.hpp"
+#include "cuda_plugin/worker_protocol.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <memory>
+
+namespace cudackpt {
+namespace {
+
+using worker_protocol::Op;
+using worker_protocol::Reply;
+using worker_protocol::Request;
+using worker_protocol::Status;
+
+// How often an orphaned worker looks whether criu's kernel side has let go of the tasks.
+constexpr int kOrphanPollMs = 10;
+
+void copy_text(char* out, std::size_t size, const std::string& text) noexcept {
+    const std::size_t count = std::min(text.size(), size - 1);
+    std::memcpy(out, text.data(), count);
+    out[count] = '\0';
+}
+
+/// Keep nothing of criu's but `socket` and `image_dir`: its descriptors hold images, pipes and
+/// sockets open that others wait on, its signal handlers are not ours, and a signal from its
+/// terminal must not end the one process that can undo a dump.
+void shed_criu(int socket, int image_dir) noexcept {
+    for (int signal = 1; signal < NSIG; ++signal)
+        ::signal(signal, SIG_DFL);
+    sigset_t none;
+    sigemptyset(&none);
+    ::sigprocmask(SIG_SETMASK, &none, nullptr);
+    ::setsid();
+    ::prctl(PR_SET_NAME, "cudackpt-worker", 0, 0, 0);
+
+    const int null = ::open("/dev/null", O_RDWR);
+    for (int fd = 0; fd <= STDERR_FILENO; ++fd)
+        ::dup2(null, fd);
+    const auto [low, high] = std::minmax(socket, image_dir);
+    unsigned next = STDERR_FILENO + 1;
+    for (const int keep : {low, high}) {
+        if (keep < static_cast<int>(next))
+            continue;
+        if (static_cast<unsigned>(keep) > next)
+            ::close_range(next, static_cast<unsigned>(keep) - 1, 0);
+        next = static_cast<unsigned>(keep) + 1;
+    }
+    ::close_range(next, ~0U, 0);
+}
+
+void answer_gpus(Driver& driver, Reply& reply) {
+    const auto gpus = driver.gpus();
+    if (!gpus) {
+        reply.status = Status::nothing;
+        return;
+    }
+    if (gpus->size() > worker_protocol::kMaxGpus)
+        throw Error(Errc::unsupported, std::to_string(gpus->size()) + " GPUs; at most "
+                                           + std::to_string(worker_protocol::kMaxGpus)
+                                           + " are supported");
+    for (const GpuStatus& gpu : *gpus) {
+        worker_protocol::Gpu& wire = reply.gpus[reply.gpu_count++];
+        wire.uuid = gpu.info.uuid;
+        copy_text(wire.name, sizeof(wire.name), gpu.info.name);
+        wire.memory_size = gpu.info.memory_size;
+        wire.free_size = gpu.free_size;
+    }
+}
+
+void answer(Driver& driver, const Request& request, Reply& reply) {
+    switch (request.op) {
+    case Op::api_version: reply.value = driver.api_version(); return;
+    case Op::version_text: copy_text(reply.text, sizeof(reply.text), driver.version_text()); return;
+    case Op::gpus: answer_gpus(driver, reply); return;
+    case Op::initialize: driver.initialize(); return;
+    case Op::restore_thread: {
+        const auto tid = driver.restore_thread(request.pid);
+        reply.status = tid ? Status::done : Status::nothing;
+        reply.value = tid.value_or(0);
+        return;
+    }
+    case Op::state: reply.value = static_cast<std::int64_t>(driver.state(request.pid)); return;
+    case Op::lock: driver.lock(request.pid, request.timeout_ms); return;
+    case Op::checkpoint: driver.checkpoint(request.pid); return;
+    case Op::restore: {
+        std::vector<GpuMove> moves;
+        for (std::uint32_t i = 0; i < request.move_count; ++i)
+            moves.push_back({request.move_from[i], request.move_to[i]});
+        driver.restore(request.pid, moves);
+        return;
+    }
+    case Op::unlock: driver.unlock(request.pid); return;
+    case Op::quit: return;
+    }
+}
+
+/// The driver, loaded when first needed: a tree without CUDA never pays for it.
+class LazyDriver {
+public:
+    explicit LazyDriver(const Config& config) : config_(config) {}
+    Driver& get() {
+        if (!driver_)
+            driver_ = std::make_unique<DriverLibrary>(config_.driver, config_.nvml);
+        return *driver_;
+    }
+
+private:
+    const Config& config_;
+    std::unique_ptr<DriverLibrary> driver_;
+};
+
+/// Returns when the other end is gone; true: it said goodbye.
+bool serve(LazyDriver& driver, int socket) {
+    for (;;) {
+        Request request;
+        const ssize_t got = ::recv(socket, &request, sizeof(request), 0);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got != static_cast<ssize_t>(sizeof(request)))
+            return false;
+        if (request.op == Op::quit)
+            return true;
+        Reply reply;
+        reply.id = request.id;
+        reply.status = Status::done;
+        try {
+            answer(driver.get(), request, reply);
+        } catch (const DriverError& e) {
+            reply.status = Status::driver_refused;
+            reply.result = e.result();
+            copy_text(reply.text, sizeof(reply.text), e.what());
+        } catch (const std::exception& e) {
+            reply.status = Status::failed;
+            copy_text(reply.text, sizeof(reply.text), e.what());
+        }
+        if (::send(socket, &reply, sizeof(reply), MSG_NOSIGNAL) < 0)
+            return false;
+    }
+}
+
+/// An account of what was done when nobody was there to be told.
+class UndoLog {
+public:
+    explicit UndoLog(int image_dir) {
+        const int fd = ::openat(image_dir, "cudackpt-undo.log",
+                                O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW, 0600);
+        // Without a file (a full disk, a vanished directory) the undo still has to be done.
+        file_.reset(fd < 0 ? nullptr : ::fdopen(fd, "a"));
+    }
+    void operator()(const std::string& text) {
+        if (file_) {
+            std::fprintf(file_.get(), "%s\n", text.c_str());
+            std::fflush(file_.get());
+        }
+    }
+
+private:
+    struct Close {
+        void operator()(std::FILE* file) const noexcept { std::fclose(file); }
+    };
+    std::unique_ptr<std::FILE, Close> file_;
+};
+
+bool anything_to_undo(const TaskTable& table) noexcept {
+    for (std::size_t i = 0; i < table.task_count; ++i)
+        if (!table.tasks[i].settled)
+            return true;
+    return false;
+}
+
+void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, int image_dir) {
+    std::unique_ptr<UndoLog> log; // made when there is something to tell
+    while (anything_to_undo(table)) {
+        for (std::size_t i = 0; i < table.task_count; ++i) {
+            TaskRecord& record = table.tasks[i];
+            if (record.settled)
+                continue;
+            const proc::Liveness life = proc::liveness(record.pid, record.start_time);
+            if (life == proc::Liveness::traced)
+                continue; // criu, or the kernel on its behalf, still holds it
+            record.settled = true;
+            if (life == proc::Liveness::dead)
+                continue;
+            if (!log)
+                log = std::make_unique<UndoLog>(image_dir);
+            const std::string who = "pid " + std::to_string(record.pid) + ": ";
+            try {
+                reset_signal_mask(record);
+                undo_task(record, driver.get(), image_dir, config.threads);
+                (*log)(who + "criu is gone; the task was brought back and runs on");
+            } catch (const std::exception& e) {
+                (*log)(who + e.what() + "; try cudackpt recover");
+            }
+        }
+        ::poll(nullptr, 0, kOrphanPollMs);
+    }
+}
+
+void kill_all(const TaskTable& table) noexcept {
+    for (std::size_t i = 0; i < table.kill_count; ++i)
+        ::kill(table.kills[i], SIGKILL);
+}
+
+} // namespace
+
+void run_worker(const Config& config, TaskTable& table, int image_dir, int socket) {
+    try {
+        shed_criu(socket, image_dir);
+        LazyDriver driver(config);
+        if (!serve(driver, socket)) {
+            if (table.on_orphaned == OnOrphaned::kill)
+                kill_all(table);
+            else
+                undo_all(driver, config, table, image_dir);
+        }
+    } catch (...) {
+        // Nobody is left to be told, and nothing may unwind into criu's frames.
+        ::_exit(1);
+    }
+    ::_exit(0);
+}
+
+} // namespace cudackpt

@@ -1,0 +1,14 @@
+/// The worker's side of worker.hpp.
+#pragma once
+
+#include "cuda_plugin/config.hpp"
+#include "cuda_plugin/task_table.hpp"
+
+namespace cudackpt {
+
+/// Serve requests on `socket` until it is told to quit, or until the other end is gone: then wait
+/// until each unsettled task of `table` has died or is no longer traced, and undo or kill as the
+/// table says, leaving an account in the file cudackpt-undo.log of `image_dir`. Never returns.
+[[noreturn]] void run_worker(const Config& config, TaskTable& table, int image_dir, int socket);
+
+} // namespace cudackpt

@@ -1,0 +1,62 @@
+/// What criu and the worker say to each other: one datagram a request, one a reply. Both ends are
+/// the same binary, so the layout is the compiler's.
+#pragma once
+
+#include "core/image_info.hpp"
+
+#include <cstdint>
+
+namespace cudackpt::worker_protocol {
+
+enum class Op : std::uint32_t {
+    api_version,
+    version_text,
+    gpus,
+    initialize,
+    restore_thread,
+    state,
+    lock,
+    checkpoint,
+    restore,
+    unlock,
+    quit, ///< no reply; the worker ends and undoes nothing
+};
+
+inline constexpr std::size_t kMaxGpus = 64;
+inline constexpr std::size_t kNameSize = 96;
+
+struct Request {
+    std::uint64_t id = 0;
+    Op op = Op::quit;
+    std::int32_t pid = 0;
+    std::uint32_t timeout_ms = 0;
+    std::uint32_t move_count = 0;
+    Id move_from[kMaxGpus];
+    Id move_to[kMaxGpus];
+};
+
+enum class Status : std::uint32_t {
+    done,
+    nothing,        ///< an answer: no such thing (no CUDA state, no NVML)
+    driver_refused, ///< `result` is the CUresult
+    failed,         ///< it never came to the driver
+};
+
+struct Gpu {
+    Id uuid;
+    char name[kNameSize];
+    std::uint64_t memory_size;
+    std::uint64_t free_size;
+};
+
+struct Reply {
+    std::uint64_t id = 0;
+    Status status = Status::failed;
+    std::int32_t result = 0;
+    std::int64_t value = 0;
+    char text[1024] = {}; ///< the error, or the answer where it is text; NUL-terminated
+    std::uint32_t gpu_count = 0;
+    Gpu gpus[kMaxGpus];
+};
+
+} // namespace cudackpt::worker_protocol
