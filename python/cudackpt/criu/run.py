@@ -15,6 +15,7 @@ from cudackpt.criu import command, log
 from cudackpt.criu.find import Criu
 from cudackpt.criu.plugin import Scalar, find_config, merge_config, plugin_directory
 from cudackpt.criu.pstree import read_pstree
+from cudackpt.criu.statistics import Stage, Statistics, find_statistics, statistics_path
 from cudackpt.errors import CriuError
 
 OnLine = Callable[[str], None]
@@ -27,11 +28,13 @@ class Outcome:
     pid: the root task's, as this process sees it.
     log: criu's whole log.
     seconds: criu's run, from start to end.
+    statistics: what the plugin says of it; None if the tree has no CUDA process.
     """
 
     pid: int
     log: Path
     seconds: float
+    statistics: Statistics | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ def dump(
     """
     use = settings or Settings()
     shell_job = _is_shell_job(pid) if use.shell_job is None else use.shell_job
-    with _workspace(use, images, "dump.log") as space:
+    with _workspace(use, "dump", images) as space:
         request = command.Dump(
             pid=pid,
             images=images.absolute(),
@@ -83,8 +86,10 @@ def dump(
             leave_running=leave_running,
             leave_stopped=leave_stopped,
         )
-        seconds = space.run(criu, "dump", command.dump_arguments(request, criu.version))
-    return Outcome(pid=pid, log=space.kept_log, seconds=seconds)
+        seconds = space.run(criu, command.dump_arguments(request, criu.version))
+    return Outcome(
+        pid=pid, log=space.kept_log, seconds=seconds, statistics=find_statistics(images, "dump")
+    )
 
 
 def restore(
@@ -102,7 +107,7 @@ def restore(
     use = settings or Settings()
     root = read_pstree(images)[0]
     shell_job = root.sid != root.pid if use.shell_job is None else use.shell_job
-    with _workspace(use, images, "restore.log") as space:
+    with _workspace(use, "restore", images) as space:
         pidfile = space.directory / "pid"
         request = command.Restore(
             images=images.absolute(),
@@ -117,9 +122,14 @@ def restore(
         )
         arguments = command.restore_arguments(request, criu.version)
         # A job of a shell takes the terminal that criu has for its own, and its signals.
-        seconds = space.run(criu, "restore", arguments, terminal=shell_job or not detached)
+        seconds = space.run(criu, arguments, terminal=shell_job or not detached)
         pid = int(pidfile.read_text())
-    return Outcome(pid=pid, log=space.kept_log, seconds=seconds)
+    return Outcome(
+        pid=pid,
+        log=space.kept_log,
+        seconds=seconds,
+        statistics=find_statistics(images, "restore"),
+    )
 
 
 def check(criu: Criu, environ: Mapping[str, str] | None = None) -> process.Finished:
@@ -132,11 +142,13 @@ class _Workspace:
     """A private directory for one run: log, pidfile and configuration are written there, since the
     image directory may be full, read-only or on slow storage when they matter most."""
 
-    def __init__(self, settings: Settings, directory: Path, kept_log: Path) -> None:
+    def __init__(self, settings: Settings, stage: Stage, images: Path, directory: Path) -> None:
         self.environ = dict(os.environ if settings.environ is None else settings.environ)
         self.directory = directory
-        self.log = directory / kept_log.name
-        self.kept_log = kept_log
+        self.log = directory / f"{stage}.log"
+        self.kept_log = (settings.work or images).absolute() / f"{stage}.log"
+        self._stage = stage
+        self._images = images
         self.config = find_config(self.environ)
         self._on_line = settings.on_line
         if settings.plugin:
@@ -144,9 +156,8 @@ class _Workspace:
             self.config = directory / "config.toml"
             self.config.write_text(merged, encoding="utf-8")
 
-    def run(
-        self, criu: Criu, action: str, arguments: list[str], *, terminal: bool = False
-    ) -> float:
+    def run(self, criu: Criu, arguments: list[str], *, terminal: bool = False) -> float:
+        """Run criu; seconds it took. Raises CriuError."""
         tail = log.LogTail(self.log)
 
         def tell() -> None:
@@ -154,6 +165,8 @@ class _Workspace:
                 if self._on_line is not None:
                     self._on_line(line)
 
+        with suppress(OSError):  # of an earlier run; a read-only image directory keeps it
+            statistics_path(self._images, self._stage).unlink(missing_ok=True)
         argv = [*criu.command(self.environ), *arguments]
         env = self.environ | command.plugin_environment(self.config, criu.version)
         try:
@@ -166,14 +179,21 @@ class _Workspace:
             self._keep_log()
         tell()
         text = self._read_log()
-        # A negative return of RESUME_DEVICES_LATE does not fail CRIU 4.x: our errors do it here.
-        if ended.status != 0 or log.plugin_errors(text):
-            raise CriuError(self._explain(criu, action, ended, text))
+        plugin_errors = log.plugin_errors(text)
+        if not plugin_errors:
+            statistics = find_statistics(self._images, self._stage)
+            if statistics is not None and not statistics.succeeded:
+                plugin_errors = [statistics.error]
+        # A negative return of RESUME_DEVICES_LATE does not fail CRIU: our errors do it here.
+        if ended.status != 0 or plugin_errors:
+            raise CriuError(self._explain(criu, ended, plugin_errors, text))
         return ended.seconds
 
-    def _explain(self, criu: Criu, action: str, ended: process.Finished, text: str) -> str:
-        lines = [f"criu {criu.version_text} {action} failed ({ended.ending})"]
-        lines += [f"  plugin: {line}" for line in log.plugin_errors(text)]
+    def _explain(
+        self, criu: Criu, ended: process.Finished, plugin_errors: list[str], text: str
+    ) -> str:
+        lines = [f"criu {criu.version_text} {self._stage} failed ({ended.ending})"]
+        lines += [f"  plugin: {line}" for line in plugin_errors]
         lines += [f"  criu: {line}" for line in log.criu_errors(text)]
         if len(lines) == 1 and ended.output.strip():
             lines += [
@@ -201,9 +221,9 @@ class _Workspace:
 
 
 @contextmanager
-def _workspace(settings: Settings, images: Path, log_name: str) -> Iterator[_Workspace]:
+def _workspace(settings: Settings, stage: Stage, images: Path) -> Iterator[_Workspace]:
     with tempfile.TemporaryDirectory(prefix="cudackpt-") as name:
-        yield _Workspace(settings, Path(name), (settings.work or images).absolute() / log_name)
+        yield _Workspace(settings, stage, images, Path(name))
 
 
 def _is_shell_job(pid: int) -> bool:

@@ -1,0 +1,93 @@
+"""What the plugin says of a dump or a restore: cudackpt-dump.json and cudackpt-restore.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cudackpt.errors import ImageError
+
+Stage = Literal["dump", "restore"]
+
+STATISTICS_VERSION = 1
+EMULATOR = "emulator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStatistics:
+    """One CUDA process. Sizes in bytes; times by phase in milliseconds."""
+
+    pid: int
+    image_pid: int
+    externalized: bool
+    staged_bytes: int
+    file_bytes: int
+    phases_ms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """The whole dump or restore. backend: "driver", or "emulator" when no GPU took part."""
+
+    succeeded: bool
+    error: str
+    backend: str
+    tasks: tuple[TaskStatistics, ...]
+    phases_ms: dict[str, float]
+
+    @property
+    def emulated(self) -> bool:
+        return self.backend == EMULATOR
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(task.staged_bytes for task in self.tasks)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(task.file_bytes for task in self.tasks)
+
+
+def statistics_path(images: Path, stage: Stage) -> Path:
+    return images / f"cudackpt-{stage}.json"
+
+
+def find_statistics(images: Path, stage: Stage) -> Statistics | None:
+    """The statistics in `images`; None if there are none. Raises ImageError if damaged."""
+    path = statistics_path(images, stage)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as exc:  # ValueError: not UTF-8, or not JSON
+        raise ImageError(f"cannot read {path}: {exc}") from exc
+    found = raw.get("version") if isinstance(raw, dict) else None
+    if found != STATISTICS_VERSION:
+        raise ImageError(f"{path}: version {found!r}, this build reads {STATISTICS_VERSION}")
+    try:
+        return Statistics(
+            succeeded=raw["result"] == "ok",
+            error=str(raw["error"]),
+            backend=str(raw["backend"]),
+            tasks=tuple(_task(task) for task in raw["tasks"]),
+            phases_ms=_phases(raw["phases_ms"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ImageError(f"{path} is malformed: {exc!r}") from exc
+
+
+def _task(raw: dict[str, Any]) -> TaskStatistics:
+    return TaskStatistics(
+        pid=int(raw["pid"]),
+        image_pid=int(raw["image_pid"]),
+        externalized=bool(raw["externalized"]),
+        staged_bytes=int(raw["staged_bytes"]),
+        file_bytes=int(raw["file_bytes"]),
+        phases_ms=_phases(raw["phases_ms"]),
+    )
+
+
+def _phases(raw: dict[str, Any]) -> dict[str, float]:
+    return {str(name): float(milliseconds) for name, milliseconds in raw.items()}
