@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cudackpt import process
@@ -17,6 +17,7 @@ ROOT_SUITES = ("sid", "trixie", "experimental")  # in the order in which they ar
 _LOADER = Path("lib64/ld-linux-x86-64.so.2")
 _LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
 _TIMEOUT_S = 30.0
+_TEXT_SHOWN = 200  # characters
 
 Version = tuple[int, ...]
 
@@ -55,7 +56,11 @@ class Criu:
         LD_LIBRARY_PATH: those directories follow the root's own, so that a libcuda.so.1 that was
         put there for criu (the driver emulator's, for one) is still found.
         """
-        return _command(self.program, self.root, environ)
+        return [*self.loader(environ), str(self.program)] if self.root else [str(self.program)]
+
+    def loader(self, environ: Mapping[str, str]) -> list[str]:
+        """The words that start the dynamic loader that this criu runs on."""
+        return _loader(self.root, environ)
 
 
 def find_all(
@@ -132,23 +137,24 @@ def _search(environ: Mapping[str, str]) -> Iterator[tuple[Path, Path | None, str
             yield root / "usr/sbin/criu", root, f"test root {suite}"
 
 
-def _command(program: Path, root: Path | None, environ: Mapping[str, str]) -> list[str]:
+def _loader(root: Path | None, environ: Mapping[str, str]) -> list[str]:
     if root is None:
-        return [str(program)]
+        return [str("/" / _LOADER)]
     directories = [str(root / _LIBRARIES)]
     directories += [entry for entry in environ.get("LD_LIBRARY_PATH", "").split(":") if entry]
-    return [str(root / _LOADER), "--library-path", ":".join(directories), str(program)]
+    return [str(root / _LOADER), "--library-path", ":".join(directories)]
 
 
 def _probe(program: Path, root: Path | None, origin: str, environ: Mapping[str, str]) -> Criu:
-    version: Version = ()
+    found = Criu(program=program, root=root, version=(), origin=origin)
     try:
         ended = process.run(
-            [*_command(program, root, environ), "--version"], env=environ, timeout_s=_TIMEOUT_S
+            [*found.command(environ), "--version"], env=environ, timeout_s=_TIMEOUT_S
         )
     except OSError as exc:  # TimeoutError among them
-        problem = str(exc)
-    else:
-        version = parse_version(ended.output)
-        problem = "" if version else f"does not run ({ended.ending}): {ended.output.strip()[-200:]}"
-    return Criu(program=program, root=root, version=version, origin=origin, problem=problem)
+        return replace(found, problem=str(exc))
+    version = parse_version(ended.output)
+    if not version:
+        said = ended.output.strip()[-_TEXT_SHOWN:]
+        return replace(found, problem=f"does not run ({ended.ending}): {said}")
+    return replace(found, version=version)

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from cudackpt import driver, nvml
 from cudackpt.errors import CheckpointError, UnsupportedError
 
 PLUGIN_NAME = "cuda_plugin.so"
@@ -41,22 +42,36 @@ def find_config(environ: Mapping[str, str] | None = None) -> Path | None:
     return SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None
 
 
-def merge_config(base: Path | None, overrides: Mapping[str, Scalar]) -> str:
-    """The text of a configuration that says what `base` says, but for `overrides`.
+def read_config(path: Path | None) -> dict[str, Scalar]:
+    """What the file sets, by key; None: nothing. The plugin alone knows which keys there are.
 
-    The plugin checks keys and values; here they are only put together.
-    Raises CheckpointError if base cannot be read.
+    Raises CheckpointError if it cannot be read, or holds more than plain values.
     """
-    settings: dict[str, Scalar] = {}
-    if base is not None:
-        try:
-            settings = tomllib.loads(base.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:  # ValueError: not UTF-8, or not TOML
-            raise CheckpointError(f"cannot read the configuration {base}: {exc}") from exc
-    settings |= overrides
+    if path is None:
+        return {}
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:  # ValueError: not UTF-8, or not TOML
+        raise CheckpointError(f"cannot read the configuration {path}: {exc}") from exc
     for key, value in settings.items():
         if not isinstance(value, bool | int | str):
-            raise CheckpointError(f"configuration {base}: the value of {key!r} is not a plain one")
-    # A JSON string, integer or boolean is a TOML one, and so is a quoted key.
-    lines = (f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in settings.items())
-    return "".join(lines)
+            raise CheckpointError(f"configuration {path}: the value of {key!r} is not a plain one")
+    return settings
+
+
+def format_config(settings: Mapping[str, Scalar]) -> str:
+    """The TOML text that sets these."""
+    # A JSON string, integer or boolean is a TOML one, and so is a quoted key. ASCII alone would
+    # not do: JSON writes what is beyond 16 bits as two surrogates.
+    return "".join(
+        f"{json.dumps(key)} = {json.dumps(value, ensure_ascii=False)}\n"
+        for key, value in settings.items()
+    )
+
+
+def driver_libraries(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The CUDA driver and NVML as the plugin would load them. Raises as read_config."""
+    settings = read_config(find_config(environ))
+    named_driver = settings.get("driver", driver.DEFAULT_LIBRARY)
+    named_nvml = settings.get("nvml", nvml.DEFAULT_LIBRARY)
+    return str(named_driver), str(named_nvml)

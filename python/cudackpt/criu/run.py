@@ -13,7 +13,7 @@ from pathlib import Path
 from cudackpt import process
 from cudackpt.criu import command, log
 from cudackpt.criu.find import Criu
-from cudackpt.criu.plugin import Scalar, find_config, merge_config, plugin_directory
+from cudackpt.criu.plugin import Scalar, find_config, format_config, plugin_directory, read_config
 from cudackpt.criu.pstree import read_pstree
 from cudackpt.criu.statistics import Stage, Statistics, find_statistics, statistics_path
 from cudackpt.errors import CriuError
@@ -152,9 +152,9 @@ class _Workspace:
         self.config = find_config(self.environ)
         self._on_line = settings.on_line
         if settings.plugin:
-            merged = merge_config(self.config, settings.plugin)
+            merged = read_config(self.config) | dict(settings.plugin)
             self.config = directory / "config.toml"
-            self.config.write_text(merged, encoding="utf-8")
+            self.config.write_text(format_config(merged), encoding="utf-8")
 
     def run(self, criu: Criu, arguments: list[str], *, terminal: bool = False) -> float:
         """Run criu; seconds it took. Raises CriuError."""

@@ -1,0 +1,63 @@
+"""`cudackpt doctor`: say what this machine lacks and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+
+import click
+
+from cudackpt import driver, nvml
+from cudackpt.criu.plugin import driver_libraries
+from cudackpt.diagnosis import criu, gpu, kernel, privileges
+from cudackpt.diagnosis.finding import Finding, Status
+from cudackpt.errors import CheckpointError, UnsupportedError
+
+_COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option(
+    "--criu",
+    "criu_program",
+    metavar="PATH",
+    help="The criu program to look at, or a root directory that holds one.",
+)
+def command(as_json: bool, criu_program: str | None) -> None:
+    """Look at driver, kernel, CRIU, plugin and privileges.
+
+    Each line is ok, a note, or a problem with what to do about it; the exit status is 0 if there
+    is no problem.
+    """
+    findings = diagnose(criu_program)
+    if as_json:
+        click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        for finding in findings:
+            _print(finding)
+    problems = sum(finding.status is Status.PROBLEM for finding in findings)
+    if problems:
+        raise UnsupportedError(f"{problems} problem{'s' if problems > 1 else ''} found")
+
+
+def diagnose(criu_program: str | None) -> list[Finding]:
+    """All findings on this machine, in the order in which things are needed."""
+    try:
+        driver_library, nvml_library = driver_libraries(os.environ)
+    except CheckpointError:  # the finding on the configuration says what is wrong with it
+        driver_library, nvml_library = driver.DEFAULT_LIBRARY, nvml.DEFAULT_LIBRARY
+    return [
+        *gpu.check(driver_library, nvml_library),
+        *kernel.check(),
+        *privileges.check(),
+        *criu.check(os.environ, criu_program),
+    ]
+
+
+def _print(finding: Finding) -> None:
+    mark = click.style(f"{finding.status.value:<8}", fg=_COLOURS[finding.status])
+    click.echo(f"{mark}{finding.name}: {finding.text}")
+    if finding.remedy:
+        click.echo(f"{'':<8}-> {finding.remedy}")
