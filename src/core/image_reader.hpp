@@ -1,6 +1,7 @@
 /// Read an image (docs/format.md) that may be damaged or hostile.
 #pragma once
 
+#include "core/chunk_codec.hpp"
 #include "core/image_info.hpp"
 #include "core/image_writer.hpp"
 #include "core/memory_port.hpp"
@@ -11,9 +12,6 @@
 #include <string>
 
 namespace cudackpt {
-
-/// How one chunk is stored; docs/format.md, field Encoding.
-enum class Encoding : std::uint8_t { zero = 0, lz4 = 1, raw = 2, ref = 3 };
 
 struct ChunkInfo {
     std::uint64_t address = 0;    ///< in the task
@@ -26,7 +24,8 @@ struct ChunkInfo {
 
 /// Opening checks everything but the chunks: header, trailer, metadata and index with their
 /// checksums and every bound, and that the file is exactly as long as it says. Methods may be
-/// called from several threads at once.
+/// called from several threads at once. `threads` is as in WriteOptions. Holds the index (40 bytes
+/// per chunk) and, while restoring or verifying, about two chunks of memory per thread.
 class ImageReader {
 public:
     /// Throws Error: io, corrupt_data, unsupported; what() names the file.

@@ -1,0 +1,49 @@
+/// Encode and decode one chunk of memory. Knows nothing of files or processes.
+#pragma once
+
+#include "core/bytes.hpp"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cudackpt {
+
+/// How one chunk is stored; docs/format.md, field encoding. Permanent: never renumber.
+enum class Encoding : std::uint8_t { zero = 0, lz4 = 1, raw = 2, ref = 3 };
+
+inline constexpr std::uint32_t kMinChunkSize = 4U << 10;
+inline constexpr std::uint32_t kMaxChunkSize = 4U << 20;
+inline constexpr std::uint32_t kDefaultChunkSize = 256U << 10;
+
+/// The largest `lz4_acceleration` that LZ4_compress_fast distinguishes.
+inline constexpr int kMaxAcceleration = 65537;
+
+/// What encode_chunk() chose. `stored` lies in `scratch` (lz4), is `plain` itself (raw), or is
+/// empty (zero).
+struct EncodedChunk {
+    Encoding encoding = Encoding::zero;
+    Bytes stored;
+};
+
+/// True if every byte is zero; true for no bytes. Runs at memory speed.
+bool is_zero(Bytes bytes) noexcept;
+
+/// The most bytes that an lz4 chunk of `plain_size` bytes is given; more are not worth it, and
+/// the chunk is stored raw.
+constexpr std::size_t lz4_limit(std::size_t plain_size) noexcept {
+    return plain_size - plain_size / 16;
+}
+
+/// Encode `plain` (1..kMaxChunkSize bytes) as docs/format.md says a writer chooses. `scratch`
+/// holds at least lz4_limit(plain.size()) bytes if `compress`, and must outlive the result.
+/// `lz4_acceleration` is 1..kMaxAcceleration; higher is faster and compresses less.
+/// Throws Error: bad_argument if a size or number is out of range.
+EncodedChunk encode_chunk(Bytes plain, bool compress, int lz4_acceleration, MutBytes scratch);
+
+/// Decode `stored` into `plain`, filling it exactly. Safe on hostile input: never writes outside
+/// `plain`, whatever `stored` holds.
+/// Throws Error: corrupt_data if it does not decode to exactly that size, unsupported if
+/// `encoding` is ref or unknown.
+void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain);
+
+} // namespace cudackpt

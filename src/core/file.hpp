@@ -1,0 +1,68 @@
+/// Files by descriptor: whole reads and writes, and replacing a file in one durable step.
+#pragma once
+
+#include "core/bytes.hpp"
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace cudackpt {
+
+/// Owns a file descriptor.
+class UniqueFd {
+public:
+    UniqueFd() = default;
+    explicit UniqueFd(int fd) noexcept : fd_(fd) {}
+    UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    UniqueFd& operator=(UniqueFd&& other) noexcept {
+        std::swap(fd_, other.fd_);
+        return *this;
+    }
+    ~UniqueFd();
+
+    int get() const noexcept { return fd_; }
+
+private:
+    int fd_ = -1;
+};
+
+/// Open a regular file for reading; does not wait on what is not one.
+/// Throws Error: io, corrupt_data if it is not a regular file.
+UniqueFd open_regular(int dir_fd, const std::string& name);
+
+/// Size in bytes. Throws Error: io.
+std::uint64_t file_size(int fd);
+
+/// Fill `out` from `offset`. Throws Error: io, corrupt_data if the file ends before.
+void read_at(int fd, std::uint64_t offset, MutBytes out);
+
+/// Write all of `bytes` at `offset`. Throws Error: io.
+void write_at(int fd, std::uint64_t offset, Bytes bytes);
+
+/// A file that comes into being under its name only when complete. Until commit() it is called
+/// ".<name>.part"; a stale one of that name is replaced. Destroyed without commit(), it is gone.
+/// The caller keeps `dir_fd` open and writes one file of a name at a time.
+class PartFile {
+public:
+    /// Throws Error: bad_argument if `name` is not a plain file name, io.
+    PartFile(int dir_fd, const std::string& name);
+    PartFile(const PartFile&) = delete;
+    PartFile& operator=(const PartFile&) = delete;
+    ~PartFile();
+
+    int fd() const noexcept { return fd_.get(); }
+
+    /// Sync, rename to the name, sync the directory. On an exception neither name is left, unless
+    /// an older file of the name was there and the rename was not reached. Throws Error: io.
+    void commit();
+
+private:
+    int dir_fd_;
+    std::string name_;
+    std::string part_;
+    UniqueFd fd_;
+    bool committed_ = false;
+};
+
+} // namespace cudackpt

@@ -1,0 +1,79 @@
+/// Header, index and trailer of an image file (docs/format.md), each as a struct with pack and
+/// unpack. Unpacking checks the part's hash and limits; the reader checks what joins the parts.
+#pragma once
+
+#include "core/bytes.hpp"
+#include "core/chunk_codec.hpp"
+#include "core/image_info.hpp"
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace cudackpt::format {
+
+inline constexpr std::uint32_t kVersion = 1;
+inline constexpr std::size_t kHeaderSize = 256;
+inline constexpr std::size_t kTrailerSize = 128;
+inline constexpr std::size_t kIndexEntrySize = 40;
+
+inline constexpr std::uint32_t kMaxAlignment = 4096;
+
+/// Bits of required_features.
+inline constexpr std::uint64_t kParentReferences = 1U << 0;
+inline constexpr std::uint64_t kEncryption = 1U << 1;
+
+constexpr std::uint64_t align_up(std::uint64_t offset, std::uint64_t alignment) noexcept {
+    return (offset + alignment - 1) & ~(alignment - 1);
+}
+
+/// Throws Error: unsupported, in words, unless this build can read an image with these bits.
+void check_required_features(std::uint64_t bits);
+
+/// The hash that ends a packed header or trailer.
+Id hash_at_end(Bytes packed);
+
+struct Header {
+    Id checkpoint_id{};
+    Id parent_id{};
+    std::uint32_t pid = 0;
+    std::uint32_t chunk_size = 0;
+    std::uint32_t alignment = 0;
+    Id hash{}; ///< set by unpack_header
+};
+
+std::vector<std::byte> pack_header(const Header& header);
+/// `bytes` is kHeaderSize long. Throws Error: corrupt_data, unsupported.
+Header unpack_header(Bytes bytes);
+
+struct IndexEntry {
+    Id plain_hash{};
+    std::uint64_t offset = 0;
+    std::uint64_t stored_hash = 0;
+    std::uint32_t stored_size = 0;
+    Encoding encoding = Encoding::zero;
+};
+
+/// `out` is kIndexEntrySize long.
+void pack_index_entry(const IndexEntry& entry, MutBytes out) noexcept;
+/// Of a chunk of `plain_size` bytes. `bytes` is kIndexEntrySize long. Checks what one entry can
+/// show by itself. Throws Error: corrupt_data.
+IndexEntry unpack_index_entry(Bytes bytes, std::uint32_t plain_size);
+
+struct Trailer {
+    std::uint64_t metadata_offset = 0;
+    std::uint64_t metadata_size = 0;
+    Id metadata_hash{};
+    std::uint64_t index_offset = 0;
+    std::uint64_t chunk_count = 0;
+    Id index_hash{};
+    Id header_hash{};
+    std::uint64_t file_size = 0;
+    Id digest{}; ///< trailer_hash; set by unpack_trailer
+};
+
+std::vector<std::byte> pack_trailer(const Trailer& trailer);
+/// `bytes` is kTrailerSize long. Throws Error: corrupt_data.
+Trailer unpack_trailer(Bytes bytes);
+
+} // namespace cudackpt::format

@@ -1,0 +1,141 @@
+#include "core/image_metadata.hpp"
+
+#include "core/chunk_codec.hpp"
+
+#include <bit>
+#include <string>
+
+namespace cudackpt::format {
+namespace {
+
+constexpr std::size_t kFixedReserved = 8;
+constexpr std::size_t kRegionReserved = 3;
+constexpr std::uint32_t kMaxProtection = 7; // PROT_READ | PROT_WRITE | PROT_EXEC
+
+void check_region(const Region& region, std::uint64_t lowest, Errc blame) {
+    const auto refuse = [&](const char* why) {
+        throw Error(blame, "region at " + std::to_string(region.address) + ": " + why);
+    };
+    if (region.address % kPageSize != 0 || region.length % kPageSize != 0)
+        refuse("not made of whole pages");
+    if (region.length == 0)
+        refuse("empty");
+    if (region.address > kMaxAddress || region.length > kMaxAddress - region.address)
+        refuse("beyond the end of any address space");
+    if (region.address < lowest)
+        refuse("overlaps the one before it, or comes out of order");
+    if (region.protection > kMaxProtection)
+        refuse("unknown protection bits");
+    if (region.kind > RegionKind::shared_anonymous)
+        refuse("unknown kind");
+}
+
+void check_regions(const ImageInfo& info, Errc blame) {
+    if (info.regions.size() > kMaxRegions)
+        throw Error(blame, "too many regions: " + std::to_string(info.regions.size()));
+    std::uint64_t lowest = 0;
+    std::uint64_t chunks = 0; // cannot overflow: regions do not overlap
+    for (const Region& region : info.regions) {
+        check_region(region, lowest, blame);
+        lowest = region.address + region.length;
+        chunks += (region.length + info.chunk_size - 1) / info.chunk_size;
+    }
+    if (chunks > kMaxChunks)
+        throw Error(blame, "too many chunks, " + std::to_string(chunks)
+                               + ": the chunk size is too small for this much memory");
+}
+
+} // namespace
+
+void check_machine(const std::string& driver_version, const std::vector<GpuInfo>& gpus,
+                   Errc blame) {
+    if (!text_fits(driver_version, kDriverVersionWidth))
+        throw Error(blame, "driver version is too long or holds a zero byte");
+    if (gpus.size() > kMaxGpus)
+        throw Error(blame, "too many GPUs: " + std::to_string(gpus.size()));
+    for (const GpuInfo& gpu : gpus)
+        if (!text_fits(gpu.name, kGpuNameWidth))
+            throw Error(blame, "name of a GPU is too long or holds a zero byte");
+}
+
+void check_info(const ImageInfo& info, Errc blame) {
+    if (info.pid == 0 || info.pid > kMaxPid)
+        throw Error(blame, "pid out of range: " + std::to_string(info.pid));
+    if (!std::has_single_bit(info.chunk_size) || info.chunk_size < kMinChunkSize
+        || info.chunk_size > kMaxChunkSize)
+        throw Error(blame, "chunk size out of range: " + std::to_string(info.chunk_size));
+    if (static_cast<std::uint32_t>(info.state_before) > kMaxState)
+        throw Error(blame, "unknown state of the task");
+    if (!text_fits(info.comm, kCommWidth))
+        throw Error(blame, "comm is too long or holds a zero byte");
+    check_machine(info.driver_version, info.gpus, blame);
+    check_regions(info, blame);
+}
+
+void pack_gpus(const std::vector<GpuInfo>& gpus, FieldWriter& out) {
+    for (const GpuInfo& gpu : gpus) {
+        out.append(gpu.uuid);
+        out.number(gpu.memory_size);
+        out.text(gpu.name, kGpuNameWidth);
+    }
+}
+
+std::vector<GpuInfo> unpack_gpus(std::uint32_t count, FieldReader& in) {
+    std::vector<GpuInfo> gpus(count);
+    for (GpuInfo& gpu : gpus) {
+        gpu.uuid = in.id();
+        gpu.memory_size = in.number<std::uint64_t>();
+        gpu.name = in.text(kGpuNameWidth);
+    }
+    return gpus;
+}
+
+std::vector<std::byte> pack_metadata(const ImageInfo& info) {
+    FieldWriter out(kMetadataFixedSize + kGpuSize * info.gpus.size()
+                    + kRegionSize * info.regions.size());
+    out.number(info.start_time);
+    out.append(info.boot_id);
+    out.number(static_cast<std::uint32_t>(info.state_before));
+    out.number(info.driver_api_version);
+    out.number(static_cast<std::uint32_t>(info.regions.size()));
+    out.number(static_cast<std::uint32_t>(info.gpus.size()));
+    out.text(info.comm, kCommWidth);
+    out.text(info.driver_version, kDriverVersionWidth);
+    out.reserved(kFixedReserved);
+    pack_gpus(info.gpus, out);
+    for (const Region& region : info.regions) {
+        out.number(region.address);
+        out.number(region.length);
+        out.number(region.protection);
+        out.number(static_cast<std::uint8_t>(region.kind));
+        out.reserved(kRegionReserved);
+    }
+    return out.take();
+}
+
+void unpack_metadata(Bytes bytes, ImageInfo& info) {
+    FieldReader in(bytes);
+    info.start_time = in.number<std::uint64_t>();
+    info.boot_id = in.id();
+    info.state_before = static_cast<ProcessState>(in.number<std::uint32_t>());
+    info.driver_api_version = in.number<std::uint32_t>();
+    const auto region_count = in.number<std::uint32_t>();
+    const auto gpu_count = in.number<std::uint32_t>();
+    if (region_count > kMaxRegions || gpu_count > kMaxGpus
+        || bytes.size() != kMetadataFixedSize + kGpuSize * gpu_count + kRegionSize * region_count)
+        throw Error(Errc::corrupt_data, "metadata has the wrong size");
+    info.comm = in.text(kCommWidth);
+    info.driver_version = in.text(kDriverVersionWidth);
+    in.reserved(kFixedReserved);
+    info.gpus = unpack_gpus(gpu_count, in);
+    info.regions.resize(region_count);
+    for (Region& region : info.regions) {
+        region.address = in.number<std::uint64_t>();
+        region.length = in.number<std::uint64_t>();
+        region.protection = in.number<std::uint32_t>();
+        region.kind = static_cast<RegionKind>(in.number<std::uint8_t>());
+        in.reserved(kRegionReserved);
+    }
+}
+
+} // namespace cudackpt::format

@@ -1,0 +1,346 @@
+#include "core/image_reader.hpp"
+
+#include "core/chunk_map.hpp"
+#include "core/error.hpp"
+#include "core/file.hpp"
+#include "core/hash.hpp"
+#include "core/image_format.hpp"
+#include "core/image_metadata.hpp"
+#include "core/workers.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <mutex>
+#include <vector>
+
+namespace cudackpt {
+namespace {
+
+using format::align_up;
+
+// How much memory goes by between two calls of a progress function.
+constexpr std::uint64_t kProgressStep = 16U << 20;
+
+[[noreturn]] void corrupt(const std::string& what) { throw Error(Errc::corrupt_data, what); }
+
+std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t size) {
+    std::vector<std::byte> bytes(size);
+    read_at(fd, offset, bytes);
+    return bytes;
+}
+
+// Errors of the reader name the file.
+template <class Body>
+auto named(const std::string& name, const Body& body) {
+    try {
+        return body();
+    } catch (const Error& e) {
+        throw Error(e.code(), name + ": " + e.what());
+    }
+}
+
+// Counts bytes from all workers and tells somebody now and then.
+class ProgressMeter {
+public:
+    explicit ProgressMeter(const ImageReader::Progress& tell) : tell_(tell) {}
+
+    void add(std::uint64_t size) {
+        const std::uint64_t done = done_.fetch_add(size, std::memory_order_relaxed) + size;
+        if (!tell_ || done / kProgressStep == (done - size) / kProgressStep)
+            return;
+        const std::lock_guard lock(mutex_);
+        // Another worker may have told a later state while this one waited.
+        if (done > told_) {
+            told_ = done;
+            tell_(done);
+        }
+    }
+    void finish() {
+        if (tell_ && done_ != told_)
+            tell_(done_);
+    }
+
+private:
+    const ImageReader::Progress& tell_;
+    std::atomic<std::uint64_t> done_ = 0;
+    std::mutex mutex_;
+    std::uint64_t told_ = 0;
+};
+
+} // namespace
+
+struct ImageReader::State {
+    std::string name;
+    UniqueFd fd;
+    ImageInfo info;
+    std::uint32_t alignment = 1;
+    format::Trailer trailer;
+    std::vector<std::byte> index;
+    ChunkMap map{{}, kMinChunkSize};
+    EncodingTotals totals;
+    Id zero_hash{}; ///< of a whole chunk of zeros
+
+    /// Memory that one worker needs for any chunk.
+    struct Scratch {
+        explicit Scratch(const State& state)
+            : plain(state.info.chunk_size), stored(state.info.chunk_size + state.alignment) {}
+        std::vector<std::byte> plain;
+        std::vector<std::byte> stored;
+    };
+
+    void load();
+    void check_layout(std::uint64_t size) const;
+    void check_index();
+    void check_padding(std::uint64_t begin, std::uint64_t end) const;
+
+    format::IndexEntry entry(std::uint64_t number) const {
+        return format::unpack_index_entry(
+            Bytes(index).subspan(number * format::kIndexEntrySize, format::kIndexEntrySize),
+            map.at(number).size);
+    }
+    void decode(const format::IndexEntry& entry, MutBytes stored, MutBytes plain) const;
+    bool is_sound_zero(const format::IndexEntry& entry, MutBytes plain) const;
+
+    /// Call `use(number, entry, place, scratch)` for every chunk, on `threads` threads; an Error
+    /// from it gets the chunk's number and address.
+    template <class Use>
+    void for_each_chunk(unsigned threads, const Progress& progress, const Use& use) const;
+
+    [[noreturn]] void blame_chunk(std::uint64_t number, const Error& error) const;
+};
+
+void ImageReader::State::load() {
+    const std::uint64_t size = cudackpt::file_size(fd.get());
+    if (size < format::kHeaderSize + format::kTrailerSize)
+        corrupt("too short for an image: " + std::to_string(size) + " bytes");
+    const format::Header header =
+        format::unpack_header(read_part(fd.get(), 0, format::kHeaderSize));
+    trailer = format::unpack_trailer(
+        read_part(fd.get(), size - format::kTrailerSize, format::kTrailerSize));
+    if (trailer.header_hash != header.hash)
+        corrupt("header and trailer are of different images");
+    alignment = header.alignment;
+    check_layout(size);
+
+    const std::vector<std::byte> metadata =
+        read_part(fd.get(), trailer.metadata_offset, trailer.metadata_size);
+    if (hash128(metadata) != trailer.metadata_hash)
+        corrupt("metadata does not match its checksum");
+    info.checkpoint_id = header.checkpoint_id;
+    info.parent_id = header.parent_id;
+    info.pid = header.pid;
+    info.chunk_size = header.chunk_size;
+    format::unpack_metadata(metadata, info);
+    format::check_info(info, Errc::corrupt_data);
+
+    map = ChunkMap(info.regions, info.chunk_size);
+    if (trailer.chunk_count != map.count())
+        corrupt("number of chunks does not follow from the regions");
+    index = read_part(fd.get(), trailer.index_offset,
+                      trailer.chunk_count * format::kIndexEntrySize);
+    if (hash128(index) != trailer.index_hash)
+        corrupt("index does not match its checksum");
+    zero_hash = hash128(std::vector<std::byte>(info.chunk_size));
+    check_index();
+}
+
+// That the parts at the end follow each other without gaps. After this, sizes can be trusted to
+// lie in the file.
+void ImageReader::State::check_layout(std::uint64_t size) const {
+    if (trailer.file_size != size)
+        corrupt("file is " + std::to_string(size) + " bytes long, but should be "
+                + std::to_string(trailer.file_size));
+    if (trailer.metadata_size > format::kMaxMetadataSize)
+        corrupt("metadata is too large");
+    if (trailer.chunk_count > format::kMaxChunks)
+        corrupt("too many chunks");
+    const std::uint64_t tail = trailer.metadata_size
+                             + trailer.chunk_count * format::kIndexEntrySize
+                             + format::kTrailerSize;
+    const std::uint64_t data_begin = align_up(format::kHeaderSize, alignment);
+    if (size < data_begin + tail || trailer.metadata_offset != size - tail
+        || trailer.index_offset != trailer.metadata_offset + trailer.metadata_size)
+        corrupt("parts of the file are not where they should be");
+}
+
+void ImageReader::State::check_index() {
+    std::uint64_t end = align_up(format::kHeaderSize, alignment);
+    for (std::uint64_t number = 0; number < map.count(); ++number) {
+        try {
+            const format::IndexEntry chunk = entry(number);
+            totals.add(chunk.encoding, map.at(number).size, chunk.stored_size);
+            if (chunk.encoding == Encoding::zero)
+                continue;
+            if (chunk.offset != end)
+                corrupt("not where it should be in the file");
+            end = align_up(end + chunk.stored_size, alignment);
+        } catch (const Error& e) {
+            blame_chunk(number, e);
+        }
+    }
+    if (end != trailer.metadata_offset)
+        corrupt("chunks do not fill the space between header and metadata");
+}
+
+void ImageReader::State::check_padding(std::uint64_t begin, std::uint64_t end) const {
+    if (!is_zero(read_part(fd.get(), begin, end - begin)))
+        corrupt("padding at " + std::to_string(begin) + " is not zero");
+}
+
+// Read and decode into `plain`, which is exactly the chunk's size, and check every hash.
+void ImageReader::State::decode(const format::IndexEntry& chunk, MutBytes stored,
+                                MutBytes plain) const {
+    switch (chunk.encoding) {
+    case Encoding::zero:
+        std::ranges::fill(plain, std::byte{0});
+        break;
+    case Encoding::raw:
+        read_at(fd.get(), chunk.offset, plain);
+        break;
+    case Encoding::lz4:
+        stored = stored.first(chunk.stored_size);
+        read_at(fd.get(), chunk.offset, stored);
+        if (hash64(stored) != chunk.stored_hash)
+            corrupt("stored bytes do not match their checksum");
+        decode_chunk(Encoding::lz4, stored, plain);
+        break;
+    case Encoding::ref:
+        throw Error(Errc::unsupported, "refers to a parent");
+    }
+    if (hash128(plain) != chunk.plain_hash)
+        corrupt("content does not match its checksum");
+}
+
+// For a zero chunk, without touching memory for most of them.
+bool ImageReader::State::is_sound_zero(const format::IndexEntry& chunk, MutBytes plain) const {
+    if (chunk.encoding != Encoding::zero)
+        return false;
+    if (plain.size() != info.chunk_size)
+        decode(chunk, {}, plain);
+    else if (chunk.plain_hash != zero_hash)
+        corrupt("content does not match its checksum");
+    return true;
+}
+
+template <class Use>
+void ImageReader::State::for_each_chunk(unsigned threads, const Progress& progress,
+                                        const Use& use) const {
+    FirstFailure failure;
+    ProgressMeter meter(progress);
+    std::atomic<std::uint64_t> next = 0;
+    run_workers(worker_count(threads, map.count()), failure, [&] {
+        Scratch scratch(*this);
+        while (!failure.any()) {
+            const std::uint64_t number = next.fetch_add(1, std::memory_order_relaxed);
+            if (number >= map.count())
+                return;
+            const ChunkPlace place = map.at(number);
+            try {
+                use(entry(number), place, scratch);
+            } catch (const Error& e) {
+                blame_chunk(number, e);
+            }
+            meter.add(place.size);
+        }
+    });
+    meter.finish();
+}
+
+void ImageReader::State::blame_chunk(std::uint64_t number, const Error& error) const {
+    char address[32];
+    std::snprintf(address, sizeof address, "0x%llx",
+                  static_cast<unsigned long long>(map.at(number).address));
+    throw Error(error.code(), "chunk " + std::to_string(number) + " at " + address + ": "
+                                  + error.what());
+}
+
+ImageReader ImageReader::open(int dir_fd, const std::string& name) {
+    return named(name, [&] {
+        auto state = std::make_unique<State>();
+        state->name = name;
+        state->fd = open_regular(dir_fd, name);
+        state->load();
+        return ImageReader(std::move(state));
+    });
+}
+
+ImageReader::ImageReader(std::unique_ptr<State> state) noexcept : state_(std::move(state)) {}
+ImageReader::ImageReader(ImageReader&&) noexcept = default;
+ImageReader& ImageReader::operator=(ImageReader&&) noexcept = default;
+ImageReader::~ImageReader() = default;
+
+const ImageInfo& ImageReader::info() const noexcept { return state_->info; }
+const EncodingTotals& ImageReader::totals() const noexcept { return state_->totals; }
+std::uint64_t ImageReader::file_size() const noexcept { return state_->trailer.file_size; }
+Id ImageReader::digest() const noexcept { return state_->trailer.digest; }
+std::uint64_t ImageReader::chunk_count() const noexcept { return state_->map.count(); }
+
+ChunkInfo ImageReader::chunk(std::uint64_t index) const {
+    if (index >= chunk_count())
+        throw Error(Errc::bad_argument, state_->name + ": there is no chunk "
+                                            + std::to_string(index));
+    const format::IndexEntry entry = state_->entry(index);
+    const ChunkPlace place = state_->map.at(index);
+    return {.address = place.address,
+            .plain_size = place.size,
+            .stored_size = entry.stored_size,
+            .offset = entry.offset,
+            .encoding = entry.encoding,
+            .hash = entry.plain_hash};
+}
+
+void ImageReader::read_chunk(std::uint64_t index, MutBytes plain) const {
+    if (plain.size() != chunk(index).plain_size)
+        throw Error(Errc::bad_argument, state_->name + ": buffer is not of the chunk's size");
+    named(state_->name, [&] {
+        try {
+            const format::IndexEntry entry = state_->entry(index);
+            std::vector<std::byte> stored(entry.encoding == Encoding::lz4 ? entry.stored_size : 0);
+            state_->decode(entry, stored, plain);
+        } catch (const Error& e) {
+            state_->blame_chunk(index, e);
+        }
+    });
+}
+
+void ImageReader::restore(MemorySink& sink, unsigned threads, bool fresh,
+                          const Progress& progress) const {
+    named(state_->name, [&] {
+        state_->for_each_chunk(
+            threads, progress,
+            [&](const format::IndexEntry& entry, const ChunkPlace& place, State::Scratch& scratch) {
+                const MutBytes plain = MutBytes(scratch.plain).first(place.size);
+                if (state_->is_sound_zero(entry, plain)) {
+                    if (!fresh)
+                        sink.write_zeros(place.address, place.size);
+                    return;
+                }
+                state_->decode(entry, scratch.stored, plain);
+                sink.write(place.address, plain);
+            });
+    });
+}
+
+void ImageReader::verify(unsigned threads, const Progress& progress) const {
+    named(state_->name, [&] {
+        state_->check_padding(format::kHeaderSize,
+                              align_up(format::kHeaderSize, state_->alignment));
+        state_->for_each_chunk(
+            threads, progress,
+            [&](const format::IndexEntry& entry, const ChunkPlace& place, State::Scratch& scratch) {
+                const MutBytes plain = MutBytes(scratch.plain).first(place.size);
+                if (state_->is_sound_zero(entry, plain))
+                    return;
+                state_->decode(entry, scratch.stored, plain);
+                const std::uint64_t end = entry.offset + entry.stored_size;
+                const MutBytes padding = MutBytes(scratch.stored)
+                                             .first(align_up(end, state_->alignment) - end);
+                read_at(state_->fd.get(), end, padding);
+                if (!is_zero(padding))
+                    corrupt("padding is not zero");
+            });
+    });
+}
+
+} // namespace cudackpt

@@ -1,0 +1,154 @@
+#include "core/manifest.hpp"
+
+#include "core/error.hpp"
+#include "core/fields.hpp"
+#include "core/file.hpp"
+#include "core/hash.hpp"
+#include "core/image_format.hpp"
+#include "core/image_metadata.hpp"
+
+#include <algorithm>
+
+namespace cudackpt {
+namespace {
+
+constexpr std::size_t kFixedSize = 96;
+constexpr std::size_t kTaskSize = 32;
+constexpr std::size_t kHashSize = sizeof(Id);
+constexpr std::uint32_t kMaxTasks = 65536;
+constexpr std::size_t kFixedReserved = 4;
+constexpr std::size_t kTaskReserved = 7;
+constexpr std::size_t kMaxSize = kFixedSize + format::kGpuSize * format::kMaxGpus
+                               + kTaskSize * std::size_t{kMaxTasks} + kHashSize;
+
+Bytes magic() noexcept { return std::as_bytes(std::span("\x93" "CUCKMF\n", 8)); }
+
+[[noreturn]] void corrupt(const std::string& what) { throw Error(Errc::corrupt_data, what); }
+
+void check(const Manifest& manifest, Errc blame) {
+    format::check_machine(manifest.driver_version, manifest.gpus, blame);
+    if (manifest.tasks.size() > kMaxTasks)
+        throw Error(blame, "too many tasks: " + std::to_string(manifest.tasks.size()));
+    std::uint32_t last = 0;
+    for (const ManifestTask& task : manifest.tasks) {
+        const auto refuse = [&](const char* why) {
+            throw Error(blame, "task " + std::to_string(task.pid) + ": " + why);
+        };
+        if (task.pid > format::kMaxPid)
+            refuse("pid out of range");
+        if (task.pid <= last) // also refuses pid 0
+            refuse("pids do not ascend");
+        if (static_cast<std::uint32_t>(task.state_before) > format::kMaxState)
+            refuse("unknown state");
+        if (!task.externalized && task.digest != Id{})
+            refuse("digest of an image that does not exist");
+        last = task.pid;
+    }
+}
+
+ManifestTask unpack_task(FieldReader& in) {
+    ManifestTask task;
+    task.pid = in.number<std::uint32_t>();
+    task.state_before = static_cast<ProcessState>(in.number<std::uint32_t>());
+    const auto externalized = in.number<std::uint8_t>();
+    if (externalized > 1)
+        corrupt("externalized is neither 0 nor 1");
+    task.externalized = externalized == 1;
+    in.reserved(kTaskReserved);
+    task.digest = in.id();
+    return task;
+}
+
+Manifest unpack(Bytes bytes) {
+    if (bytes.size() < kFixedSize + kHashSize)
+        corrupt("too short for a manifest");
+    FieldReader in(bytes);
+    if (!std::ranges::equal(in.take(magic().size()), magic()))
+        corrupt("not a manifest: wrong magic");
+    if (FieldReader(bytes.last(kHashSize)).id() != hash128(bytes.first(bytes.size() - kHashSize)))
+        corrupt("does not match its checksum: damaged, or cut short");
+    const auto version = in.number<std::uint32_t>();
+    if (version != format::kVersion)
+        throw Error(Errc::unsupported, "has format version " + std::to_string(version)
+                                           + ", this build reads "
+                                           + std::to_string(format::kVersion));
+    if (in.number<std::uint32_t>() != kFixedSize)
+        corrupt("header has the wrong size");
+    format::check_required_features(in.number<std::uint64_t>());
+    in.number<std::uint64_t>(); // optional_features
+
+    Manifest manifest;
+    manifest.checkpoint_id = in.id();
+    manifest.driver_api_version = in.number<std::uint32_t>();
+    const auto gpu_count = in.number<std::uint32_t>();
+    const auto task_count = in.number<std::uint32_t>();
+    in.reserved(kFixedReserved);
+    if (gpu_count > format::kMaxGpus || task_count > kMaxTasks
+        || bytes.size()
+               != kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count + kHashSize)
+        corrupt("has the wrong size");
+    manifest.driver_version = in.text(format::kDriverVersionWidth);
+    manifest.gpus = format::unpack_gpus(gpu_count, in);
+    manifest.tasks.reserve(task_count);
+    for (std::uint32_t i = 0; i < task_count; ++i)
+        manifest.tasks.push_back(unpack_task(in));
+    check(manifest, Errc::corrupt_data);
+    return manifest;
+}
+
+std::vector<std::byte> pack(const Manifest& manifest) {
+    FieldWriter out(kFixedSize + format::kGpuSize * manifest.gpus.size()
+                    + kTaskSize * manifest.tasks.size() + kHashSize);
+    out.append(magic());
+    out.number(format::kVersion);
+    out.number(static_cast<std::uint32_t>(kFixedSize));
+    out.number(std::uint64_t{0}); // required_features
+    out.number(std::uint64_t{0}); // optional_features
+    out.append(manifest.checkpoint_id);
+    out.number(manifest.driver_api_version);
+    out.number(static_cast<std::uint32_t>(manifest.gpus.size()));
+    out.number(static_cast<std::uint32_t>(manifest.tasks.size()));
+    out.reserved(kFixedReserved);
+    out.text(manifest.driver_version, format::kDriverVersionWidth);
+    format::pack_gpus(manifest.gpus, out);
+    for (const ManifestTask& task : manifest.tasks) {
+        out.number(task.pid);
+        out.number(static_cast<std::uint32_t>(task.state_before));
+        out.number(static_cast<std::uint8_t>(task.externalized));
+        out.reserved(kTaskReserved);
+        out.append(task.digest);
+    }
+    out.append(hash128(out.bytes()));
+    return out.take();
+}
+
+} // namespace
+
+std::string image_name(std::uint32_t pid) { return "cudackpt-" + std::to_string(pid) + ".img"; }
+
+void write_manifest(int dir_fd, const Manifest& manifest) {
+    try {
+        check(manifest, Errc::bad_argument);
+        PartFile file(dir_fd, kManifestName);
+        write_at(file.fd(), 0, pack(manifest));
+        file.commit();
+    } catch (const Error& e) {
+        throw Error(e.code(), std::string(kManifestName) + ": " + e.what());
+    }
+}
+
+Manifest read_manifest(int dir_fd) {
+    try {
+        const UniqueFd fd = open_regular(dir_fd, kManifestName);
+        const std::uint64_t size = file_size(fd.get());
+        if (size > kMaxSize)
+            corrupt("too large for a manifest");
+        std::vector<std::byte> bytes(size);
+        read_at(fd.get(), 0, bytes);
+        return unpack(bytes);
+    } catch (const Error& e) {
+        throw Error(e.code(), std::string(kManifestName) + ": " + e.what());
+    }
+}
+
+} // namespace cudackpt

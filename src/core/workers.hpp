@@ -1,0 +1,38 @@
+/// Run one piece of work on several threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+
+namespace cudackpt {
+
+/// How many threads to use for `jobs` jobs: `wanted`, or as many as there are processors to run on
+/// if `wanted` is 0; never more than there are jobs; at least 1.
+unsigned worker_count(unsigned wanted, std::uint64_t jobs) noexcept;
+
+/// The first failure of several threads, which tells the others to stop.
+class FirstFailure {
+public:
+    /// Keep the exception being handled, unless there is one already. Call from a catch block.
+    void record() noexcept;
+    bool any() const noexcept { return any_.load(std::memory_order_acquire); }
+    /// Throw what was recorded, if anything was.
+    void rethrow() const;
+
+private:
+    std::mutex mutex_;
+    std::exception_ptr first_;
+    std::atomic<bool> any_ = false;
+};
+
+/// Run `work` on the calling thread and `count` - 1 others, and wait for all of them. Where the
+/// system gives fewer threads, those do all the work: `work` takes jobs until there are none, and
+/// returns early once `failure.any()`. What it throws is recorded in `failure`, and the first is
+/// thrown when all have returned. The other threads block all signals: they run inside programs
+/// that expect theirs elsewhere.
+void run_workers(unsigned count, FirstFailure& failure, const std::function<void()>& work);
+
+} // namespace cudackpt

@@ -1,0 +1,168 @@
+/// Memory and files for tests of the image format.
+#pragma once
+
+#include "check.hpp"
+
+#include "core/bytes.hpp"
+#include "core/image_info.hpp"
+#include "core/memory_port.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace sample {
+
+using Buffer = std::vector<std::byte>;
+
+/// A directory of its own that goes away with everything in it.
+class TempDir {
+public:
+    TempDir() {
+        std::string pattern = "/tmp/cudackpt-test-XXXXXX";
+        CHECK(::mkdtemp(pattern.data()) != nullptr);
+        path_ = pattern;
+        fd_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        CHECK(fd_ >= 0);
+    }
+    TempDir(const TempDir&) = delete;
+    TempDir& operator=(const TempDir&) = delete;
+    ~TempDir() {
+        ::close(fd_);
+        const std::string command = "rm -rf -- " + path_;
+        if (std::system(command.c_str()) != 0)
+            std::fprintf(stderr, "cannot remove %s\n", path_.c_str());
+    }
+    int fd() const { return fd_; }
+    std::string path(const std::string& name = {}) const { return path_ + "/" + name; }
+    bool has(const std::string& name) const {
+        struct stat status{};
+        return ::fstatat(fd_, name.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0;
+    }
+    /// True if nothing is in it.
+    bool empty() const { return ::unlinkat(AT_FDCWD, path_.c_str(), AT_REMOVEDIR) == 0; }
+
+private:
+    std::string path_;
+    int fd_ = -1;
+};
+
+inline Buffer read_file(int dir_fd, const std::string& name) {
+    const int fd = ::openat(dir_fd, name.c_str(), O_RDONLY | O_CLOEXEC);
+    CHECK(fd >= 0);
+    struct stat status{};
+    CHECK(::fstat(fd, &status) == 0);
+    Buffer bytes(static_cast<std::size_t>(status.st_size));
+    CHECK(::pread(fd, bytes.data(), bytes.size(), 0) == status.st_size);
+    ::close(fd);
+    return bytes;
+}
+
+inline void write_file(int dir_fd, const std::string& name, cudackpt::Bytes bytes) {
+    const int fd = ::openat(dir_fd, name.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    CHECK(fd >= 0);
+    CHECK(::write(fd, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
+    ::close(fd);
+}
+
+inline Buffer random_bytes(std::size_t size, std::uint64_t seed) {
+    std::mt19937_64 generator(seed);
+    Buffer bytes(size);
+    for (std::byte& byte : bytes)
+        byte = static_cast<std::byte>(generator());
+    return bytes;
+}
+
+/// Bytes that compress well.
+inline Buffer pattern_bytes(std::size_t size) {
+    Buffer bytes(size);
+    for (std::size_t i = 0; i < size; ++i)
+        bytes[i] = static_cast<std::byte>(i / 97 + 1);
+    return bytes;
+}
+
+/// Memory by address, as a task would have it. Reading or writing elsewhere is EFAULT.
+class Memory : public cudackpt::MemorySource, public cudackpt::MemorySink {
+public:
+    void map(std::uint64_t address, Buffer bytes) { runs_[address] = std::move(bytes); }
+
+    void read(std::uint64_t address, cudackpt::MutBytes out) override {
+        std::ranges::copy(find(address, out.size()), out.begin());
+    }
+    void write(std::uint64_t address, cudackpt::Bytes bytes) override {
+        std::ranges::copy(bytes, find(address, bytes.size()).begin());
+    }
+    void write_zeros(std::uint64_t address, std::uint64_t length) override {
+        std::ranges::fill(find(address, length), std::byte{0});
+    }
+
+    /// The regions of what is mapped.
+    std::vector<cudackpt::Region> regions() const {
+        std::vector<cudackpt::Region> regions;
+        for (const auto& [address, bytes] : runs_)
+            regions.push_back({.address = address, .length = bytes.size(), .protection = 3});
+        return regions;
+    }
+    /// The same regions, every byte of them `fill`.
+    void map_like(const Memory& other, std::byte fill) {
+        for (const auto& [address, bytes] : other.runs_)
+            runs_[address] = Buffer(bytes.size(), fill);
+    }
+    bool operator==(const Memory& other) const { return runs_ == other.runs_; }
+
+private:
+    cudackpt::MutBytes find(std::uint64_t address, std::size_t size) {
+        auto after = runs_.upper_bound(address);
+        if (after != runs_.begin()) {
+            auto& [begin, bytes] = *std::prev(after);
+            if (address - begin + size <= bytes.size())
+                return cudackpt::MutBytes(bytes).subspan(address - begin, size);
+        }
+        throw cudackpt::io_error("memory of the test", EFAULT);
+    }
+    std::map<std::uint64_t, Buffer> runs_;
+};
+
+inline cudackpt::Id id_of(unsigned char byte) {
+    cudackpt::Id id;
+    id.fill(static_cast<std::byte>(byte));
+    return id;
+}
+
+/// Every field set to something of its own.
+inline cudackpt::ImageInfo info_of(const Memory& memory, std::uint32_t chunk_size = 4096) {
+    return {.checkpoint_id = id_of(0x11),
+            .parent_id = {},
+            .pid = 4242,
+            .start_time = 123456789,
+            .boot_id = id_of(0x22),
+            .comm = "train",
+            .state_before = cudackpt::ProcessState::locked,
+            .driver_api_version = 13000,
+            .driver_version = "580.95.05",
+            .gpus = {{.uuid = id_of(0x33), .name = "NVIDIA H200", .memory_size = 150754820096}},
+            .chunk_size = chunk_size,
+            .regions = memory.regions()};
+}
+
+/// Zero, compressible and random chunks, a short last chunk (with chunks above 4 KiB), and two
+/// regions that touch.
+inline void map_mixture(Memory& memory) {
+    Buffer bytes = pattern_bytes(12288);
+    bytes.resize(20480); // zeros behind
+    const Buffer noise = random_bytes(8192, 1);
+    bytes.insert(bytes.end(), noise.begin(), noise.end());
+    memory.map(0x7f0000000000, bytes);
+    memory.map(0x7f0000007000, random_bytes(4096, 2));
+    memory.map(0x7f1000000000, Buffer(8192));
+}
+
+} // namespace sample

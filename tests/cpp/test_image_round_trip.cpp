@@ -1,0 +1,130 @@
+#include "check.hpp"
+#include "sample.hpp"
+
+#include "core/image_reader.hpp"
+#include "core/image_writer.hpp"
+
+#include <set>
+
+using namespace cudackpt;
+using sample::Memory;
+
+namespace {
+
+ImageReader write_and_open(const sample::TempDir& dir, const ImageInfo& info, Memory& memory,
+                           const WriteOptions& options = {}) {
+    const WriteResult result = write_image(dir.fd(), "cudackpt-1.img", info, memory, options);
+    ImageReader reader = ImageReader::open(dir.fd(), "cudackpt-1.img");
+    CHECK(reader.digest() == result.digest);
+    CHECK(reader.file_size() == result.file_size);
+    CHECK(reader.totals() == result.totals);
+    return reader;
+}
+
+void what_was_written_is_read(std::uint32_t chunk_size, std::uint32_t alignment, bool compress) {
+    const sample::TempDir dir;
+    Memory memory;
+    map_mixture(memory);
+    const ImageInfo info = info_of(memory, chunk_size);
+    const ImageReader reader = write_and_open(dir, info, memory,
+                                              {.compress = compress, .alignment = alignment});
+    CHECK(reader.info() == info);
+    reader.verify(0);
+
+    Memory restored;
+    restored.map_like(memory, std::byte{0xaa});
+    reader.restore(restored, 3, false);
+    CHECK(restored == memory);
+
+    Memory fresh;
+    fresh.map_like(memory, std::byte{0});
+    reader.restore(fresh, 1, true);
+    CHECK(fresh == memory);
+}
+
+void every_chunk_can_be_read_alone() {
+    const sample::TempDir dir;
+    Memory memory;
+    map_mixture(memory);
+    const ImageReader reader = write_and_open(dir, info_of(memory, 8192), memory);
+    std::set<Encoding> seen;
+    std::uint64_t plain_size = 0;
+    for (std::uint64_t i = reader.chunk_count(); i-- > 0;) {
+        const ChunkInfo chunk = reader.chunk(i);
+        sample::Buffer expected(chunk.plain_size);
+        memory.read(chunk.address, expected);
+        sample::Buffer plain(chunk.plain_size);
+        reader.read_chunk(i, plain);
+        CHECK(plain == expected);
+        seen.insert(chunk.encoding);
+        plain_size += chunk.plain_size;
+    }
+    CHECK((seen == std::set{Encoding::zero, Encoding::lz4, Encoding::raw}));
+    CHECK(plain_size == 28672 + 4096 + 8192);
+    CHECK_THROWS(Errc::bad_argument, reader.chunk(reader.chunk_count()));
+    sample::Buffer small(1);
+    CHECK_THROWS(Errc::bad_argument, reader.read_chunk(0, small));
+}
+
+void fresh_memory_is_not_touched_for_zero_chunks() {
+    class NoZeros : public Memory {
+    public:
+        void write_zeros(std::uint64_t, std::uint64_t) override { CHECK(!"zeros were written"); }
+    };
+    const sample::TempDir dir;
+    Memory memory;
+    map_mixture(memory);
+    const ImageReader reader = write_and_open(dir, info_of(memory), memory);
+    NoZeros sink;
+    sink.map_like(memory, std::byte{0});
+    reader.restore(sink, 2, true);
+    CHECK(static_cast<Memory&>(sink) == memory);
+}
+
+void a_task_without_memory_has_an_image() {
+    const sample::TempDir dir;
+    Memory memory;
+    ImageInfo info = info_of(memory);
+    info.gpus.clear();
+    const ImageReader reader = write_and_open(dir, info, memory);
+    CHECK(reader.chunk_count() == 0);
+    CHECK(reader.info() == info);
+    reader.verify(0);
+    reader.restore(memory, 0, false);
+}
+
+void chunk_size_zero_means_the_default() {
+    const sample::TempDir dir;
+    Memory memory;
+    memory.map(4096, sample::random_bytes(3 * kDefaultChunkSize / 2, 3));
+    const ImageReader reader = write_and_open(dir, info_of(memory, 0), memory);
+    CHECK(reader.info().chunk_size == kDefaultChunkSize);
+    CHECK(reader.chunk_count() == 2);
+}
+
+void progress_ends_at_the_whole() {
+    const sample::TempDir dir;
+    Memory memory;
+    const std::uint64_t size = 70U << 20;
+    memory.map(4096, sample::Buffer(size));
+    const ImageReader reader = write_and_open(dir, info_of(memory, 65536), memory);
+    std::vector<std::uint64_t> told;
+    reader.verify(2, [&](std::uint64_t done) { told.push_back(done); });
+    CHECK(told.size() >= 3);
+    CHECK(std::ranges::is_sorted(told));
+    CHECK(told.back() == size);
+}
+
+} // namespace
+
+int main() {
+    for (const std::uint32_t chunk_size : {4096U, 8192U, 16384U, kMaxChunkSize})
+        for (const std::uint32_t alignment : {1U, 64U, 4096U})
+            for (const bool compress : {true, false})
+                what_was_written_is_read(chunk_size, alignment, compress);
+    every_chunk_can_be_read_alone();
+    fresh_memory_is_not_touched_for_zero_chunks();
+    a_task_without_memory_has_an_image();
+    chunk_size_zero_means_the_default();
+    progress_ends_at_the_whole();
+}
