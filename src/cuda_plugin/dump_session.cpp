@@ -238,7 +238,10 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
 
 void DumpSession::drop(TaskRecord& record, const std::vector<Region>& regions) {
     record.drop_begun = true;
-    InjectedSyscalls task(record.pid, record.restore_tid);
+    InjectedSyscalls task(record);
+    if (!task.has_way_back())
+        host::warn(name(record) + " would not survive this criu being killed while its staged "
+                                  "memory is dropped");
     for (const Region& region : regions) {
         const bool shared = region.kind == RegionKind::shared_anonymous;
         std::int64_t result = task.call(SYS_madvise, region.address, region.length,

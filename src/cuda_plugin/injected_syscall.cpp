@@ -2,11 +2,11 @@
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
+#include "cuda_plugin/ptrace_call.hpp"
 #include "cuda_plugin/task_maps.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
+#include "cuda_plugin/way_back.hpp"
 
-#include <sys/ptrace.h>
-#include <sys/user.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -19,20 +19,13 @@
 namespace cudackpt {
 namespace {
 
-constexpr auto kGetSignalMask = static_cast<__ptrace_request>(0x420a);
-constexpr auto kSetSignalMask = static_cast<__ptrace_request>(0x420b);
 constexpr std::array kSyscallInstruction = {std::byte{0x0f}, std::byte{0x05}};
 // How PTRACE_O_TRACESYSGOOD marks a stop at a system call.
 constexpr int kSyscallStop = SIGTRAP | 0x80;
 // A stop for another reason is run on from; more of them than this is a fault.
 constexpr int kMaxStops = 16;
 
-void trace(__ptrace_request request, const char* what, pid_t tid, void* address, void* data) {
-    if (::ptrace(request, tid, address, data) != 0)
-        throw io_error(std::string(what) + " of thread " + std::to_string(tid), errno);
-}
-
-std::uint64_t find_syscall(pid_t pid) {
+std::uint64_t find_vdso_syscall(pid_t pid) {
     for (const Mapping& mapping : read_maps(pid)) {
         if (mapping.name != "[vdso]")
             continue;
@@ -48,7 +41,7 @@ std::uint64_t find_syscall(pid_t pid) {
 
 void run_to_syscall_stop(pid_t tid) {
     for (int stop = 0; stop < kMaxStops; ++stop) {
-        trace(PTRACE_SYSCALL, "PTRACE_SYSCALL", tid, nullptr, nullptr);
+        ptrace_call(PTRACE_SYSCALL, "PTRACE_SYSCALL", tid, nullptr, nullptr);
         int status = 0;
         pid_t got = 0;
         do
@@ -65,23 +58,21 @@ void run_to_syscall_stop(pid_t tid) {
 
 } // namespace
 
-struct InjectedSyscalls::State {
-    pid_t tid = 0;
-    std::uint64_t instruction = 0;
-    user_regs_struct registers{};
-    std::uint64_t signal_mask = 0;
-};
-
-InjectedSyscalls::InjectedSyscalls(pid_t pid, pid_t tid) : state_(nullptr) {
-    State state;
-    state.tid = tid;
-    state.instruction = find_syscall(pid);
-    trace(PTRACE_GETREGS, "PTRACE_GETREGS", tid, nullptr, &state.registers);
-    void* const size = reinterpret_cast<void*>(sizeof(state.signal_mask));
-    trace(kGetSignalMask, "PTRACE_GETSIGMASK", tid, size, &state.signal_mask);
-    std::uint64_t block = ~(std::uint64_t{1} << (SIGTRAP - 1));
-    trace(kSetSignalMask, "PTRACE_SETSIGMASK", tid, size, &block);
-    state_ = new State(state);
+InjectedSyscalls::InjectedSyscalls(TaskRecord& record) : record_(record) {
+    const pid_t tid = record.restore_tid;
+    ptrace_call(PTRACE_GETREGS, "PTRACE_GETREGS", tid, nullptr, &saved_);
+    const std::uint64_t mask = get_signal_mask(tid);
+    if (const auto code = find_way_back_code(record.pid)) {
+        instruction_ = code->syscall_ret;
+        stack_ = write_way_back(record.pid, *code, saved_, mask);
+        has_way_back_ = true;
+    } else {
+        instruction_ = find_vdso_syscall(record.pid);
+        stack_ = saved_.rsp;
+    }
+    record_.signal_mask = mask;
+    record_.thawed = true;
+    set_signal_mask(tid, kAllButSigtrap);
 }
 
 InjectedSyscalls::~InjectedSyscalls() {
@@ -94,40 +85,38 @@ InjectedSyscalls::~InjectedSyscalls() {
 
 std::int64_t InjectedSyscalls::call(std::uint64_t number, std::uint64_t a, std::uint64_t b,
                                     std::uint64_t c) {
-    user_regs_struct registers = state_->registers;
-    registers.rip = state_->instruction;
+    user_regs_struct registers = saved_;
+    registers.rip = instruction_;
+    registers.rsp = stack_;
     registers.rax = number;
     registers.orig_rax = ~0ULL; // nothing to restart: the kernel must not touch rip
     registers.rdi = a;
     registers.rsi = b;
     registers.rdx = c;
-    const pid_t tid = state_->tid;
-    trace(PTRACE_SETREGS, "PTRACE_SETREGS", tid, nullptr, &registers);
+    const pid_t tid = record_.restore_tid;
+    ptrace_call(PTRACE_SETREGS, "PTRACE_SETREGS", tid, nullptr, &registers);
     run_to_syscall_stop(tid); // entry
     run_to_syscall_stop(tid); // exit
-    trace(PTRACE_GETREGS, "PTRACE_GETREGS", tid, nullptr, &registers);
-    if (registers.rip != state_->instruction + kSyscallInstruction.size())
-        throw Error(Errc::io, "thread " + std::to_string(tid) + " made another system call than "
-                                  "the one it was pointed at");
+    ptrace_call(PTRACE_GETREGS, "PTRACE_GETREGS", tid, nullptr, &registers);
+    if (registers.rip != instruction_ + kSyscallInstruction.size())
+        throw Error(Errc::io, "thread " + std::to_string(tid)
+                                  + " made another system call than the one it was pointed at");
     return static_cast<std::int64_t>(registers.rax);
 }
 
 void InjectedSyscalls::finish() {
-    if (state_ == nullptr)
+    if (finished_)
         return;
-    const State state = *state_;
-    delete state_;
-    state_ = nullptr;
-    user_regs_struct registers = state.registers;
-    std::uint64_t mask = state.signal_mask;
+    finished_ = true;
+    const pid_t tid = record_.restore_tid;
     // Asked to stop first: the interrupted call of its own is restarted only on the way through
     // the kernel's signal code, and should we die in between, it must still take that way.
-    trace(PTRACE_INTERRUPT, "PTRACE_INTERRUPT", state.tid, nullptr, nullptr);
-    trace(PTRACE_SETREGS, "PTRACE_SETREGS", state.tid, nullptr, &registers);
-    trace(PTRACE_CONT, "PTRACE_CONT", state.tid, nullptr, nullptr);
-    wait_for_event_stop(state.tid);
-    trace(kSetSignalMask, "PTRACE_SETSIGMASK", state.tid, reinterpret_cast<void*>(sizeof(mask)),
-          &mask);
+    ptrace_call(PTRACE_INTERRUPT, "PTRACE_INTERRUPT", tid, nullptr, nullptr);
+    ptrace_call(PTRACE_SETREGS, "PTRACE_SETREGS", tid, nullptr, &saved_);
+    ptrace_call(PTRACE_CONT, "PTRACE_CONT", tid, nullptr, nullptr);
+    wait_for_event_stop(tid);
+    set_signal_mask(tid, record_.signal_mask);
+    record_.thawed = false;
 }
 
 } // namespace cudackpt

@@ -2,12 +2,9 @@
 
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
+#include "cuda_plugin/ptrace_call.hpp"
 #include "cuda_plugin/staging.hpp"
-
-#include <sys/ptrace.h>
-#include <sys/wait.h>
-
-#include <cerrno>
+#include "cuda_plugin/thawed_thread.hpp"
 
 namespace cudackpt {
 namespace {
@@ -43,19 +40,14 @@ void reset_signal_mask(TaskRecord& record) {
     if (!record.thawed)
         return;
     const pid_t tid = record.restore_tid;
-    if (::ptrace(PTRACE_SEIZE, tid, nullptr, nullptr) != 0)
-        throw io_error("cannot seize restore thread " + std::to_string(tid), errno);
-    std::uint64_t mask = record.signal_mask;
-    int status = 0;
-    const bool done = ::ptrace(PTRACE_INTERRUPT, tid, nullptr, nullptr) == 0
-                      && ::waitpid(tid, &status, __WALL) == tid && WIFSTOPPED(status)
-                      && ::ptrace(static_cast<__ptrace_request>(0x420b), tid,
-                                  sizeof(mask), &mask)
-                             == 0;
-    const int error = errno;
-    ::ptrace(PTRACE_DETACH, tid, nullptr, nullptr);
-    if (!done)
-        throw io_error("cannot reset the signal mask of thread " + std::to_string(tid), error);
+    ptrace_call(PTRACE_SEIZE, "PTRACE_SEIZE", tid, nullptr, nullptr);
+    struct Detach {
+        pid_t tid;
+        ~Detach() { ::ptrace(PTRACE_DETACH, tid, nullptr, nullptr); }
+    } const detach{tid};
+    ptrace_call(PTRACE_INTERRUPT, "PTRACE_INTERRUPT", tid, nullptr, nullptr);
+    wait_for_event_stop(tid);
+    set_signal_mask(tid, record.signal_mask);
     record.thawed = false;
 }
 

@@ -1,0 +1,142 @@
+#include "cuda_plugin/way_back.hpp"
+
+#include "core/error.hpp"
+#include "core/process_memory.hpp"
+#include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/task_maps.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace cudackpt {
+namespace {
+
+constexpr std::array kSyscallRet = {std::byte{0x0f}, std::byte{0x05}, std::byte{0xc3}};
+constexpr std::array kRestorer = {std::byte{0x48}, std::byte{0xc7}, std::byte{0xc0},
+                                  std::byte{0x0f}, std::byte{0x00}, std::byte{0x00},
+                                  std::byte{0x00}, std::byte{0x0f}, std::byte{0x05}};
+
+constexpr std::uint64_t kRedZone = 128;
+constexpr std::uint64_t kMaxCode = 64U << 20; // no C library is larger; do not read a JIT's arena
+
+// arch/x86/include/uapi/asm/ucontext.h
+constexpr std::uint64_t kUcSigcontextSs = 0x2;
+constexpr std::uint64_t kUcStrictRestoreSs = 0x4;
+// No flag sigaltstack(2) knows: the kernel keeps the thread's alternate stack as it is.
+constexpr std::int32_t kKeepAlternateStack = 0x7fff;
+
+/// What lies at the stack pointer when "ret" is reached: struct rt_sigframe up to the signal mask.
+struct Frame {
+    std::uint64_t restorer;
+    std::uint64_t uc_flags;
+    std::uint64_t uc_link;
+    std::uint64_t stack_address;
+    std::int32_t stack_flags;
+    std::int32_t stack_padding;
+    std::uint64_t stack_size;
+    std::uint64_t r8, r9, r10, r11, r12, r13, r14, r15;
+    std::uint64_t rdi, rsi, rbp, rbx, rdx, rax, rcx, rsp, rip, rflags;
+    std::uint16_t cs, gs, fs, ss;
+    std::uint64_t error, trap, old_mask, cr2;
+    std::uint64_t fpstate;
+    std::uint64_t reserved[8];
+    std::uint64_t signal_mask;
+};
+static_assert(sizeof(Frame) == 8 + 8 + 8 + 24 + 256 + 8);
+
+bool has_shadow_stack(pid_t pid) {
+    const std::string status = proc::read_file("/proc/" + std::to_string(pid) + "/status");
+    const std::size_t at = status.find("\nx86_Thread_features:");
+    return at != std::string::npos
+           && status.substr(at + 1, status.find('\n', at + 1) - at).find("shstk")
+                  != std::string::npos;
+}
+
+template <std::size_t Size>
+std::uint64_t find(std::span<const std::byte> code, std::uint64_t address,
+                   const std::array<std::byte, Size>& wanted) {
+    const auto found = std::ranges::search(code, wanted);
+    return found.empty() ? 0
+                         : address + static_cast<std::uint64_t>(found.begin() - code.begin());
+}
+
+// linux/errno.h (kernel-internal): how an interrupted call says that it wants to be made again.
+bool wants_restart(std::uint64_t rax) noexcept {
+    const auto result = static_cast<std::int64_t>(rax);
+    return result == -512 || result == -513 || result == -514 || result == -516;
+}
+
+} // namespace
+
+std::optional<WayBackCode> find_way_back_code(pid_t pid) {
+    if (has_shadow_stack(pid))
+        return std::nullopt;
+    std::vector<Mapping> maps = read_maps(pid);
+    std::erase_if(maps, [](const Mapping& mapping) {
+        return (mapping.protection & PROT_EXEC) == 0 || mapping.shared || mapping.inode == 0
+               || mapping.end - mapping.start > kMaxCode;
+    });
+    std::ranges::stable_partition(maps, [](const Mapping& mapping) {
+        return mapping.name.find("/libc") != std::string::npos
+               || mapping.name.find("/ld-") != std::string::npos;
+    });
+    WayBackCode code;
+    ProcessMemory memory(pid);
+    std::vector<std::byte> bytes;
+    for (const Mapping& mapping : maps) {
+        bytes.resize(mapping.end - mapping.start);
+        memory.read(mapping.start, bytes);
+        if (code.syscall_ret == 0)
+            code.syscall_ret = find(bytes, mapping.start, kSyscallRet);
+        if (code.restorer == 0)
+            code.restorer = find(bytes, mapping.start, kRestorer);
+        if (code.syscall_ret != 0 && code.restorer != 0)
+            return code;
+    }
+    return std::nullopt;
+}
+
+std::uint64_t write_way_back(pid_t pid, const WayBackCode& code,
+                             const user_regs_struct& registers, std::uint64_t signal_mask) {
+    Frame frame{};
+    frame.restorer = code.restorer;
+    frame.uc_flags = kUcSigcontextSs | kUcStrictRestoreSs;
+    frame.stack_flags = kKeepAlternateStack;
+    frame.r8 = registers.r8;
+    frame.r9 = registers.r9;
+    frame.r10 = registers.r10;
+    frame.r11 = registers.r11;
+    frame.r12 = registers.r12;
+    frame.r13 = registers.r13;
+    frame.r14 = registers.r14;
+    frame.r15 = registers.r15;
+    frame.rdi = registers.rdi;
+    frame.rsi = registers.rsi;
+    frame.rbp = registers.rbp;
+    frame.rbx = registers.rbx;
+    frame.rdx = registers.rdx;
+    frame.rax = registers.rax;
+    frame.rcx = registers.rcx;
+    frame.rsp = registers.rsp;
+    frame.rip = registers.rip;
+    frame.rflags = registers.eflags;
+    frame.cs = static_cast<std::uint16_t>(registers.cs);
+    frame.ss = static_cast<std::uint16_t>(registers.ss);
+    frame.signal_mask = signal_mask;
+    if (static_cast<std::int64_t>(registers.orig_rax) >= 0 && wants_restart(registers.rax)) {
+        constexpr std::uint64_t kSyscallSize = 2;
+        frame.rax = registers.orig_rax;
+        frame.rip = registers.rip - kSyscallSize;
+    }
+    const std::uint64_t at = (registers.rsp - kRedZone - sizeof(frame)) & ~std::uint64_t{15};
+    ProcessMemory(pid).write(at, std::as_bytes(std::span(&frame, 1)));
+    return at;
+}
+
+} // namespace cudackpt

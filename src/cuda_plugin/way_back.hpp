@@ -1,0 +1,32 @@
+/// A signal frame that leads a borrowed thread home by itself, should its tracer die.
+#pragma once
+
+#include <sys/types.h>
+#include <sys/user.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace cudackpt {
+
+/// Code that every x86-64 C library has: "syscall; ret", and the signal restorer
+/// "mov $15,%rax; syscall" (rt_sigreturn).
+struct WayBackCode {
+    std::uint64_t syscall_ret = 0;
+    std::uint64_t restorer = 0;
+};
+
+/// Search the task's executable file mappings, the C library first. nullopt: not found, or the
+/// task has a shadow stack, which refuses returns that no call made. Throws Error: io.
+std::optional<WayBackCode> find_way_back_code(pid_t pid);
+
+/// Write, below the red zone of the thread's stack, the address of the restorer and a signal
+/// frame that holds `registers` and `signal_mask`. A thread that then executes `syscall; ret`
+/// with the stack pointer returned here goes back to what it did: if it was stopped in a system
+/// call that the kernel would restart, to making that call again. Vector registers come back
+/// cleared, which a thread inside a system call cannot notice (System V ABI: caller-saved).
+/// Source: arch/x86/kernel/signal_64.c, struct rt_sigframe. Throws Error: io.
+std::uint64_t write_way_back(pid_t pid, const WayBackCode& code,
+                             const user_regs_struct& registers, std::uint64_t signal_mask);
+
+} // namespace cudackpt
