@@ -1,0 +1,218 @@
+#include "check.hpp"
+#include "sample.hpp"
+
+#include "core/image_reader.hpp"
+#include "core/image_writer.hpp"
+
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <thread>
+
+using namespace cudackpt;
+using sample::Buffer;
+using sample::Memory;
+
+namespace {
+
+constexpr const char* kName = "cudackpt-1.img";
+
+void map_large_mixture(Memory& memory) {
+    std::uint64_t address = 0x7f0000000000;
+    for (std::uint64_t i = 0; i < 40; ++i) {
+        const std::size_t size = 4096 * (1 + i * 7 % 50);
+        memory.map(address, i % 3 == 0   ? Buffer(size)
+                            : i % 3 == 1 ? sample::pattern_bytes(size)
+                                         : sample::random_bytes(size, i));
+        address += size + 4096 * (i % 4);
+    }
+}
+
+void the_file_does_not_depend_on_threads() {
+    const sample::TempDir dir;
+    Memory memory;
+    map_large_mixture(memory);
+    const ImageInfo info = info_of(memory, 16384);
+    Buffer first;
+    for (const unsigned threads : {1U, 2U, 3U, 8U, 32U}) {
+        write_image(dir.fd(), kName, info, memory, {.threads = threads});
+        const Buffer bytes = sample::read_file(dir.fd(), kName);
+        if (first.empty())
+            first = bytes;
+        CHECK(bytes == first);
+    }
+}
+
+/// Memory that delays or fails, and watches what the writer does to it.
+class Watched : public Memory {
+public:
+    void read(std::uint64_t address, MutBytes out) override {
+        const unsigned now = ++readers_;
+        for (unsigned most = most_readers.load(); most < now;)
+            if (most_readers.compare_exchange_weak(most, now))
+                break;
+        std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+        --readers_;
+        if (++reads == fail_at)
+            throw io_error("the test", EIO);
+        Memory::read(address, out);
+    }
+    std::atomic<unsigned> most_readers = 0;
+    std::atomic<unsigned> reads = 0;
+    unsigned fail_at = 0; ///< 0: never
+    unsigned delay_ms = 0;
+
+private:
+    std::atomic<unsigned> readers_ = 0;
+};
+
+void chunks_are_read_in_parallel() {
+    const sample::TempDir dir;
+    Watched memory;
+    memory.map(4096, Buffer(64 * 4096));
+    memory.delay_ms = 2;
+    write_image(dir.fd(), kName, info_of(memory), memory, {.threads = 4});
+    CHECK(memory.most_readers >= 2);
+    CHECK(memory.most_readers <= 4);
+}
+
+void a_failing_source_leaves_nothing_behind() {
+    for (const unsigned threads : {1U, 4U})
+        for (const unsigned fail_at : {1U, 5U, 64U}) {
+            const sample::TempDir dir;
+            Watched memory;
+            memory.map(4096, sample::random_bytes(64 * 4096, 1));
+            memory.fail_at = fail_at;
+            CHECK_THROWS(Errc::io, write_image(dir.fd(), kName, info_of(memory), memory,
+                                               {.threads = threads}));
+            CHECK(memory.reads <= fail_at + threads);
+            CHECK(dir.empty());
+        }
+}
+
+// A limit on the file's size stands for a full disk: any user can have it.
+void a_write_that_fails_leaves_nothing_behind() {
+    for (const rlim_t limit : {0U, 100U, 8192U, 100000U, 260000U}) {
+        const sample::TempDir dir;
+        Memory memory;
+        memory.map(4096, sample::random_bytes(64 * 4096, 1));
+        const pid_t child = ::fork();
+        if (child == 0) {
+            const rlimit size{limit, limit};
+            ::signal(SIGXFSZ, SIG_IGN);
+            ::setrlimit(RLIMIT_FSIZE, &size);
+            CHECK_THROWS(Errc::io, write_image(dir.fd(), kName, info_of(memory), memory,
+                                               {.threads = 3}));
+            CHECK(!dir.has(kName));
+            CHECK(!dir.has(".cudackpt-1.img.part"));
+            ::_exit(0);
+        }
+        int status = 0;
+        CHECK(::waitpid(child, &status, 0) == child && status == 0);
+    }
+}
+
+void a_full_disk_leaves_nothing_behind() {
+    const sample::TempDir dir;
+    CHECK(::mkdirat(dir.fd(), "small", 0700) == 0);
+    if (::mount("none", dir.path("small").c_str(), "tmpfs", 0, "size=256k") != 0) {
+        CHECK(::geteuid() != 0 || errno == EPERM); // RLIMIT_FSIZE above stands in for it
+        return;
+    }
+    Memory memory;
+    memory.map(4096, sample::random_bytes(128 * 4096, 1));
+    const int small = ::openat(dir.fd(), "small", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    CHECK_THROWS(Errc::io, write_image(small, kName, info_of(memory), memory, {.threads = 3}));
+    CHECK(::faccessat(small, kName, F_OK, 0) != 0);
+    CHECK(::faccessat(small, ".cudackpt-1.img.part", F_OK, 0) != 0);
+    ::close(small);
+    CHECK(::umount2(dir.path("small").c_str(), MNT_DETACH) == 0);
+}
+
+void a_failed_write_keeps_the_older_image() {
+    const sample::TempDir dir;
+    Watched memory;
+    memory.map(4096, sample::random_bytes(16 * 4096, 1));
+    write_image(dir.fd(), kName, info_of(memory), memory, {});
+    const Buffer before = sample::read_file(dir.fd(), kName);
+    memory.reads = 0;
+    memory.fail_at = 3;
+    CHECK_THROWS(Errc::io, write_image(dir.fd(), kName, info_of(memory), memory, {}));
+    CHECK(sample::read_file(dir.fd(), kName) == before);
+    CHECK(!dir.has(".cudackpt-1.img.part"));
+}
+
+void a_stale_part_is_replaced_and_not_followed() {
+    const sample::TempDir dir;
+    sample::write_file(dir.fd(), "precious", sample::pattern_bytes(10));
+    CHECK(::symlinkat("precious", dir.fd(), ".cudackpt-1.img.part") == 0);
+    Memory memory;
+    memory.map(4096, Buffer(4096, std::byte{1}));
+    write_image(dir.fd(), kName, info_of(memory), memory, {});
+    CHECK(sample::read_file(dir.fd(), "precious") == sample::pattern_bytes(10));
+    ImageReader::open(dir.fd(), kName).verify(1);
+    CHECK(!dir.has(".cudackpt-1.img.part"));
+}
+
+void only_the_owner_can_read_an_image() {
+    const sample::TempDir dir;
+    Memory memory;
+    write_image(dir.fd(), kName, info_of(memory), memory, {});
+    struct stat status{};
+    CHECK(::fstatat(dir.fd(), kName, &status, 0) == 0);
+    CHECK((status.st_mode & 0777) == 0600);
+}
+
+void what_breaks_a_limit_is_refused() {
+    const sample::TempDir dir;
+    Memory memory;
+    memory.map(0x10000, Buffer(8192, std::byte{1}));
+    const auto refused = [&](auto change) {
+        ImageInfo info = info_of(memory);
+        WriteOptions options;
+        change(info, options);
+        CHECK_THROWS(Errc::bad_argument, write_image(dir.fd(), kName, info, memory, options));
+    };
+    refused([](ImageInfo& info, auto&) { info.pid = 0; });
+    refused([](ImageInfo& info, auto&) { info.pid = 0x80000000; });
+    refused([](ImageInfo& info, auto&) { info.comm = "sixteen bytes ok"; });
+    refused([](ImageInfo& info, auto&) { info.comm = std::string("a\0b", 3); });
+    refused([](ImageInfo& info, auto&) { info.driver_version.assign(32, '1'); });
+    refused([](ImageInfo& info, auto&) { info.gpus[0].name.assign(256, 'n'); });
+    refused([](ImageInfo& info, auto&) { info.gpus.resize(257); });
+    refused([](ImageInfo& info, auto&) { info.state_before = static_cast<ProcessState>(4); });
+    refused([](ImageInfo& info, auto&) { info.chunk_size = 2048; });
+    refused([](ImageInfo& info, auto&) { info.chunk_size = 5000; });
+    refused([](ImageInfo& info, auto&) { info.chunk_size = 8U << 20; });
+    refused([](ImageInfo& info, auto&) { info.regions[0].address += 1; });
+    refused([](ImageInfo& info, auto&) { info.regions[0].length = 0; });
+    refused([](ImageInfo& info, auto&) { info.regions[0].length += 1; });
+    refused([](ImageInfo& info, auto&) { info.regions[0].length = std::uint64_t{1} << 57; });
+    refused([](ImageInfo& info, auto&) { info.regions[0].length = std::uint64_t{1} << 40; });
+    refused([](ImageInfo& info, auto&) { info.regions[0].protection = 8; });
+    refused([](ImageInfo& info, auto&) { info.regions.push_back(info.regions[0]); });
+    refused([](auto&, WriteOptions& options) { options.lz4_acceleration = 0; });
+    refused([](auto&, WriteOptions& options) { options.alignment = 3; });
+    refused([](auto&, WriteOptions& options) { options.alignment = 8192; });
+    for (const char* name : {"", ".", "..", "a/b"})
+        CHECK_THROWS(Errc::bad_argument, write_image(dir.fd(), name, info_of(memory), memory, {}));
+    CHECK(dir.empty());
+}
+
+} // namespace
+
+int main() {
+    the_file_does_not_depend_on_threads();
+    chunks_are_read_in_parallel();
+    a_failing_source_leaves_nothing_behind();
+    a_write_that_fails_leaves_nothing_behind();
+    a_full_disk_leaves_nothing_behind();
+    a_failed_write_keeps_the_older_image();
+    a_stale_part_is_replaced_and_not_followed();
+    only_the_owner_can_read_an_image();
+    what_breaks_a_limit_is_refused();
+}
