@@ -10,17 +10,18 @@ struct cuda_driver cuda;
 #define SPELLED(name) #name
 #define SPELLED_AS_CUDA_H(name) SPELLED(name)
 
-static void resolve(void *library, const char *symbol, void *member) {
-    void *found = dlsym(library, symbol);
+static void resolve(void* library, const char* symbol, void* member) {
+    void* found = dlsym(library, symbol);
     if (!found) {
         fprintf(stderr, "train: libcuda.so.1 has no %s\n", symbol);
         exit(3);
     }
-    memcpy(member, &found, sizeof found); /* ISO C has no cast from an object to a function pointer */
+    memcpy(member, &found,
+           sizeof found); /* ISO C has no cast from an object to a function pointer */
 }
 
 void load_cuda_driver(void) {
-    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!library) {
         fprintf(stderr, "train: no CUDA driver: %s\n", dlerror());
         exit(3);
@@ -30,10 +31,10 @@ void load_cuda_driver(void) {
 #undef DEMO_CUDA_RESOLVE
 }
 
-void check_cuda(CUresult result, const char *call) {
+void check_cuda(CUresult result, const char* call) {
     if (result == CUDA_SUCCESS)
         return;
-    const char *name = NULL;
+    const char* name = NULL;
     if (cuda.cuGetErrorName(result, &name) != CUDA_SUCCESS || !name)
         name = "unknown error";
     fprintf(stderr, "train: %s: %s (%d)\n", call, name, (int)result);

@@ -7,14 +7,14 @@
 
 #include <cuda.h>
 
-#define DEMO_CUDA_FUNCTIONS(X) \
-    X(cuInit) X(cuDriverGetVersion) X(cuGetErrorName) \
-    X(cuDeviceGet) X(cuDeviceGetName) X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) \
-    X(cuCtxSetCurrent) X(cuMemAlloc) X(cuMemFree) X(cuMemHostAlloc) X(cuMemFreeHost) \
-    X(cuMemsetD8) X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) \
-    X(cuStreamCreate) X(cuStreamDestroy) X(cuStreamSynchronize) \
-    X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuEventSynchronize) \
-    X(cuModuleLoad) X(cuModuleGetFunction) X(cuModuleUnload) X(cuLaunchKernel)
+#define DEMO_CUDA_FUNCTIONS(X)                                                                     \
+    X(cuInit)                                                                                      \
+    X(cuDriverGetVersion) X(cuGetErrorName) X(cuDeviceGet) X(cuDeviceGetName)                      \
+        X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxSetCurrent) X(cuMemAlloc)  \
+            X(cuMemFree) X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemsetD8) X(cuMemcpyHtoDAsync)     \
+                X(cuMemcpyDtoHAsync) X(cuStreamCreate) X(cuStreamDestroy) X(cuStreamSynchronize)   \
+                    X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuEventSynchronize)      \
+                        X(cuModuleLoad) X(cuModuleGetFunction) X(cuModuleUnload) X(cuLaunchKernel)
 
 struct cuda_driver {
 #define DEMO_CUDA_MEMBER(name) __typeof__(&name) name;
@@ -28,7 +28,7 @@ extern struct cuda_driver cuda;
 void load_cuda_driver(void);
 
 /* Print the failed call with the driver's name for `result`, and exit with 4. */
-void check_cuda(CUresult result, const char *call);
+void check_cuda(CUresult result, const char* call);
 
 /* Call a driver function that must succeed. */
 #define CUDA(function, ...) check_cuda(cuda.function(__VA_ARGS__), #function)

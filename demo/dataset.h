@@ -1,5 +1,5 @@
-/* Synthetic classification data, a pure function of the seed: any part can be made again at any time
- * and compared with what the GPU holds. */
+/* Synthetic classification data, a pure function of the seed: any part can be made again at any
+ * time and compared with what the GPU holds. */
 #ifndef CUDACKPT_DEMO_DATASET_H
 #define CUDACKPT_DEMO_DATASET_H
 
@@ -14,16 +14,16 @@ struct dataset {
 };
 
 /* The next number of a splitmix64 sequence (Steele, Lea, Flood, 2014). */
-uint64_t next_random(uint64_t *state);
+uint64_t next_random(uint64_t* state);
 
 /* Uniform in [-1, 1), in steps of 2^-23. */
-float next_uniform(uint64_t *state);
+float next_uniform(uint64_t* state);
 
-void start_dataset(struct dataset *data, uint64_t seed);
+void start_dataset(struct dataset* data, uint64_t seed);
 
 /* Make the samples first .. first+count-1: features[count][kFeatures] in [-1, 1). labels[count] in
  * 0..kClasses-1, or NULL. */
-void make_samples(const struct dataset *data, size_t first, size_t count, float *features,
-                  int *labels);
+void make_samples(const struct dataset* data, size_t first, size_t count, float* features,
+                  int* labels);
 
 #endif

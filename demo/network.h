@@ -23,27 +23,27 @@ struct network {
     CUstream stream;
     CUmodule module;
     CUfunction forward, softmax, mean, backward_input, backward_weight, adam;
-    CUdeviceptr weights;             /* fp32 */
-    CUdeviceptr rounded;             /* the same in bf16, what forward and backward read */
-    CUdeviceptr first, second;       /* Adam's moments, fp32 */
-    CUdeviceptr gradients;           /* fp32 */
+    CUdeviceptr weights;              /* fp32 */
+    CUdeviceptr rounded;              /* the same in bf16, what forward and backward read */
+    CUdeviceptr first, second;        /* Adam's moments, fp32 */
+    CUdeviceptr gradients;            /* fp32 */
     CUdeviceptr activations[kLayers]; /* outputs of the layers, [batch][out] fp32 */
-    CUdeviceptr deltas[kLayers];     /* their gradients */
-    CUdeviceptr sample_loss;         /* [batch] fp32 */
-    CUdeviceptr loss;                /* one fp32 */
+    CUdeviceptr deltas[kLayers];      /* their gradients */
+    CUdeviceptr sample_loss;          /* [batch] fp32 */
+    CUdeviceptr loss;                 /* one fp32 */
     CUdeviceptr state_block, work_block;
     size_t state_size, work_size; /* bytes of the two allocations */
 };
 
-/* Allocate the network, load its kernels from `module_path` and put weights drawn from `seed` on the
- * GPU. `staging` is page-locked host memory of `staging_size` bytes. */
-void start_network(struct network *net, const char *module_path, int hidden, int batch,
-                   uint64_t seed, CUstream stream, void *staging, size_t staging_size);
+/* Allocate the network, load its kernels from `module_path` and put weights drawn from `seed` on
+ * the GPU. `staging` is page-locked host memory of `staging_size` bytes. */
+void start_network(struct network* net, const char* module_path, int hidden, int batch,
+                   uint64_t seed, CUstream stream, void* staging, size_t staging_size);
 
 /* Queue one training step (1, 2, ...) on samples x [batch][kFeatures] with labels [batch], both on
  * the GPU; net->loss holds the mean loss when the stream has got there. */
-void queue_step(struct network *net, long step, CUdeviceptr x, CUdeviceptr labels);
+void queue_step(struct network* net, long step, CUdeviceptr x, CUdeviceptr labels);
 
-void end_network(struct network *net);
+void end_network(struct network* net);
 
 #endif

@@ -20,8 +20,8 @@ static const char kUsage[] =
     "  --mark-file FILE   see --mark-step\n"
     "  --report-every N   steps between two lines of progress (default 1)\n";
 
-static long parse_number(const char *text, long least, long most, const char *name) {
-    char *end = NULL;
+static long parse_number(const char* text, long least, long most, const char* name) {
+    char* end = NULL;
     errno = 0;
     const long value = strtol(text, &end, 10);
     if (errno != 0 || end == text || *end != '\0' || value < least || value > most) {
@@ -32,9 +32,21 @@ static long parse_number(const char *text, long least, long most, const char *na
     return value;
 }
 
-struct options parse_options(int argc, char **argv) {
-    enum { kModule, kSteps, kSeed, kHidden, kBatch, kData, kPool, kResult, kMarkStep, kMarkFile,
-           kReport, kHelp };
+struct options parse_options(int argc, char** argv) {
+    enum {
+        kModule,
+        kSteps,
+        kSeed,
+        kHidden,
+        kBatch,
+        kData,
+        kPool,
+        kResult,
+        kMarkStep,
+        kMarkFile,
+        kReport,
+        kHelp
+    };
     static const struct option kLong[] = {
         {"module", required_argument, NULL, kModule},
         {"steps", required_argument, NULL, kSteps},
@@ -50,12 +62,17 @@ struct options parse_options(int argc, char **argv) {
         {"help", no_argument, NULL, kHelp},
         {NULL, 0, NULL, 0},
     };
-    struct options o = {.seed = 1, .steps = 60, .report_every = 1, .data_mib = 64, .pool_mib = 176,
-                        .hidden = 768, .batch = 32};
+    struct options o = {.seed = 1,
+                        .steps = 60,
+                        .report_every = 1,
+                        .data_mib = 64,
+                        .pool_mib = 176,
+                        .hidden = 768,
+                        .batch = 32};
     const long kMost = 1L << 30;
     int which = 0, place = 0;
     while ((which = getopt_long(argc, argv, "", kLong, &place)) != -1) {
-        const char *name = which == '?' ? "" : kLong[place].name;
+        const char* name = which == '?' ? "" : kLong[place].name;
         switch (which) {
         case kModule: o.module = optarg; break;
         case kSteps: o.steps = parse_number(optarg, 1, kMost, name); break;

@@ -5,9 +5,9 @@
 #include <stdint.h>
 
 struct options {
-    const char *module;    /* kernels: PTX for a GPU, a module of host code for the emulator */
-    const char *result;    /* JSON file written at the end, or NULL */
-    const char *mark_file; /* written when step `mark_step` is done, or NULL */
+    const char* module;    /* kernels: PTX for a GPU, a module of host code for the emulator */
+    const char* result;    /* JSON file written at the end, or NULL */
+    const char* mark_file; /* written when step `mark_step` is done, or NULL */
     uint64_t seed;         /* of the data and of the first weights */
     long steps;            /* >= 1 */
     long mark_step;        /* 1..steps */
@@ -18,7 +18,8 @@ struct options {
     int batch;             /* samples a step, 1..4096 */
 };
 
-/* Parse argv. Prints what is wrong and exits with 2; prints the usage and exits with 0 on --help. */
-struct options parse_options(int argc, char **argv);
+/* Parse argv. Prints what is wrong and exits with 2; prints the usage and exits with 0 on --help.
+ */
+struct options parse_options(int argc, char** argv);
 
 #endif

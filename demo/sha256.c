@@ -14,7 +14,9 @@ static const uint32_t kRound[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
 
-static uint32_t rotate(uint32_t word, int bits) { return (word >> bits) | (word << (32 - bits)); }
+static uint32_t rotate(uint32_t word, int bits) {
+    return (word >> bits) | (word << (32 - bits));
+}
 
 static void compress(uint32_t state[8], const uint8_t block[64]) {
     uint32_t w[64];
@@ -39,15 +41,15 @@ static void compress(uint32_t state[8], const uint8_t block[64]) {
     state[4] += e, state[5] += f, state[6] += g, state[7] += h;
 }
 
-void sha256_start(struct sha256 *hash) {
+void sha256_start(struct sha256* hash) {
     static const uint32_t kStart[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                        0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
     memcpy(hash->state, kStart, sizeof kStart);
     hash->size = 0;
 }
 
-void sha256_add(struct sha256 *hash, const void *bytes, size_t size) {
-    const uint8_t *next = bytes;
+void sha256_add(struct sha256* hash, const void* bytes, size_t size) {
+    const uint8_t* next = bytes;
     while (size > 0) {
         const size_t used = hash->size % 64;
         const size_t taken = size < 64 - used ? size : 64 - used;
@@ -60,7 +62,7 @@ void sha256_add(struct sha256 *hash, const void *bytes, size_t size) {
     }
 }
 
-void sha256_finish(struct sha256 *hash, char hex[65]) {
+void sha256_finish(struct sha256* hash, char hex[65]) {
     const uint64_t bits = hash->size * 8;
     const uint8_t one = 0x80, zero = 0;
     sha256_add(hash, &one, 1);

@@ -11,10 +11,10 @@ struct sha256 {
     uint64_t size; /* bytes taken so far */
 };
 
-void sha256_start(struct sha256 *hash);
-void sha256_add(struct sha256 *hash, const void *bytes, size_t size);
+void sha256_start(struct sha256* hash);
+void sha256_add(struct sha256* hash, const void* bytes, size_t size);
 
 /* Write the digest as 64 hexadecimal digits and a terminating zero. `hash` is used up. */
-void sha256_finish(struct sha256 *hash, char hex[65]);
+void sha256_finish(struct sha256* hash, char hex[65]);
 
 #endif
