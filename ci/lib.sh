@@ -11,6 +11,12 @@ stamps=$build/stamps
 cache=${CUDACKPT_CACHE:-${XDG_CACHE_HOME:-/var/cache}/cudackpt}
 jobs=${CUDACKPT_JOBS:-$(nproc)}
 
+# cuda.h, for programs that are compiled here: the pinned one of build/venv.
+use_cuda_include() {
+    CUDA_INCLUDE=$(echo "$venv"/lib/python3.*/site-packages/nvidia/cu13/include)
+    export CUDA_INCLUDE
+}
+
 say() { printf '%s\n' "$*"; }
 
 # die WHAT HOW-TO-MEND

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from cudackpt.process import OUTPUT_LIMIT, run
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_tells_status_and_both_outputs_together() -> None:
+    ended = run(python("import os; os.write(1, b'out '); os.write(2, b'err'); raise SystemExit(3)"))
+    assert (ended.status, ended.output, ended.ending) == (3, "out err", "exit 3")
+
+
+def test_tells_the_signal_that_killed_it() -> None:
+    ended = run(python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
+    assert ended.ending == "killed by signal 9"
+
+
+def test_keeps_the_end_of_much_output() -> None:
+    ended = run(python(f"print('x' * {OUTPUT_LIMIT + 5}); print('the end')"))
+    assert len(ended.output) == OUTPUT_LIMIT
+    assert ended.output.endswith("the end\n")
+
+
+def test_does_not_wait_for_what_outlives_it() -> None:
+    begin = time.monotonic()
+    ended = run(python("import os, time; print(pid) if (pid := os.fork()) else time.sleep(30)"))
+    os.kill(int(ended.output), signal.SIGKILL)
+    assert time.monotonic() - begin < 20
+
+
+def test_too_long_is_killed() -> None:
+    with pytest.raises(TimeoutError, match="did not end in time"):
+        run(python("import time; time.sleep(60)"), timeout_s=0.3)
+
+
+def test_stdin_is_empty() -> None:
+    assert run(python("import sys; print(repr(sys.stdin.read()))")).output == "''\n"
+
+
+def test_calls_back_while_it_runs() -> None:
+    ticks = []
+    run(python("import time; time.sleep(0.5)"), on_tick=lambda: ticks.append(time.monotonic()))
+    assert len(ticks) >= 2
+
+
+@pytest.mark.parametrize("shielded", [True, False], ids=["shielded", "plain"])
+def test_only_what_is_shielded_survives_ctrl_c(shielded: bool) -> None:
+    code = "import time; time.sleep(1); print('finished')"
+    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+    if shielded:
+        assert run(python(code), shielded=True).output == "finished\n"
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run(python(code))

@@ -1,0 +1,98 @@
+"""A program under test: started in a session of its own, dumped, restored, and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+POLL_S = 0.01
+TIMEOUT_S = 30.0
+
+
+class Job:
+    """A program and, after a restore, the process that CRIU made of it: both have the same pid.
+
+    Its stdin is empty; stdout and stderr go to `log`. The test process is its parent before and,
+    being a subreaper (tests/conftest.py), after a restore, and so learns how it ended.
+    """
+
+    def __init__(self, argv: Sequence[str | Path], log: Path, environ: Mapping[str, str]) -> None:
+        """Start argv; argv[0] is a path. log is created; environ is the whole environment."""
+        words = [str(word) for word in argv]
+        self.log = log
+        write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self.pid = os.posix_spawn(
+            words[0],
+            words,
+            dict(environ),
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(log), write, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+        )
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, text: str, *, count: int = 1, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until the output holds `text` at least `count` times. Fails if the job ends first."""
+        deadline = time.monotonic() + timeout_s
+        while self.output().count(text) < count:
+            if not self.alive() and self.output().count(text) < count:
+                raise AssertionError(f"the job ended without {text!r} x{count}:\n{self.output()}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {text!r} x{count} in {timeout_s} s:\n{self.output()}")
+            time.sleep(POLL_S)
+
+    def state(self) -> str:
+        """As in /proc/PID/stat: "R", "S", "T" (stopped), "t" (traced), "Z"; "" if it is gone."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        return stat[stat.rindex(")") + 2]
+
+    def alive(self) -> bool:
+        """It runs, sleeps or stands; a zombie does not count."""
+        return self.state() not in ("", "Z", "X")
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for its end: its exit status, or minus the signal that killed it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the job did not end in {timeout_s} s:\n{self.output()}")
+            time.sleep(POLL_S)
+
+    def end(self) -> None:
+        """Kill it and its session, if there is anything left of it."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        try:
+            self.wait()
+        except ChildProcessError:  # reaped already
+            pass
+
+
+def reap_orphans() -> None:
+    """Collect what ended and has come to us as subreaper; children still running are left."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
