@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <csignal>
-#include <mutex>
 #include <set>
 #include <thread>
 
@@ -69,20 +68,22 @@ void other_threads_block_signals_and_the_caller_keeps_its_mask() {
     CHECK(::sigismember(&before, SIGINT) == ::sigismember(&after, SIGINT));
 }
 
-// Under a limit on memory for threads' stacks none can be started: the caller does all the work.
+// With no process left to the user no thread can be started: the caller does all the work.
 void fewer_threads_than_asked_for_do_all_the_work() {
     const pid_t child = ::fork();
     if (child == 0) {
-        const rlimit none{1U << 20, 1U << 20};
-        ::setrlimit(RLIMIT_AS, &none);
+        const rlimit none{0, 0};
+        CHECK(::setrlimit(RLIMIT_NPROC, &none) == 0);
+        constexpr uid_t kNobody = 65534; // the limit does not bind root
+        CHECK(::geteuid() != 0 || ::setresuid(kNobody, kNobody, kNobody) == 0);
         FirstFailure failure;
         std::atomic<int> jobs = 100;
-        std::atomic<int> done = 0;
+        std::set<std::thread::id> seen; // no lock: there must be one thread
         run_workers(8, failure, [&] {
             while (jobs-- > 0)
-                ++done;
+                seen.insert(std::this_thread::get_id());
         });
-        ::_exit(done == 100 ? 0 : 1);
+        ::_exit(jobs < 0 && seen == std::set{std::this_thread::get_id()} ? 0 : 1);
     }
     int status = 0;
     CHECK(::waitpid(child, &status, 0) == child && status == 0);
