@@ -61,12 +61,7 @@ def read_config(path: Path | None) -> dict[str, Scalar]:
 
 def format_config(settings: Mapping[str, Scalar]) -> str:
     """The TOML text that sets these."""
-    # A JSON string, integer or boolean is a TOML one, and so is a quoted key. ASCII alone would
-    # not do: JSON writes what is beyond 16 bits as two surrogates.
-    return "".join(
-        f"{json.dumps(key)} = {json.dumps(value, ensure_ascii=False)}\n"
-        for key, value in settings.items()
-    )
+    return "".join(f"{_toml(key)} = {_toml(value)}\n" for key, value in settings.items())
 
 
 def driver_libraries(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
@@ -75,3 +70,9 @@ def driver_libraries(environ: Mapping[str, str] | None = None) -> tuple[str, str
     named_driver = settings.get("driver", driver.DEFAULT_LIBRARY)
     named_nvml = settings.get("nvml", nvml.DEFAULT_LIBRARY)
     return str(named_driver), str(named_nvml)
+
+
+def _toml(value: Scalar) -> str:
+    """A JSON string, integer or boolean is a TOML one, with two exceptions: characters beyond 16
+    bits stand as themselves, and DEL does not."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cudackpt.criu.statistics import find_statistics, statistics_path
+from cudackpt.errors import ImageError
+
+TASK = {
+    "pid": 900,
+    "image_pid": 7,
+    "externalized": True,
+    "staged_bytes": 4096,
+    "file_bytes": 512,
+    "phases_ms": {"lock": 1.5},
+}
+DUMP = {
+    "version": 1,
+    "result": "ok",
+    "error": "",
+    "backend": "emulator",
+    "tasks": [TASK, TASK],
+    "phases_ms": {"driver_checkpoint": 20},
+}
+
+
+def write(images: Path, content: object) -> None:
+    statistics_path(images, "dump").write_text(json.dumps(content))
+
+
+def test_sums_over_the_tasks(tmp_path: Path) -> None:
+    write(tmp_path, DUMP)
+    statistics = find_statistics(tmp_path, "dump")
+    assert statistics is not None
+    assert (statistics.staged_bytes, statistics.file_bytes) == (8192, 1024)
+    assert statistics.succeeded
+    assert statistics.emulated
+    assert statistics.tasks[0].phases_ms == {"lock": 1.5}
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    assert find_statistics(tmp_path, "dump") is None
+
+
+def test_a_failure_says_why(tmp_path: Path) -> None:
+    write(tmp_path, DUMP | {"result": "failed", "error": "pid 7: no GPU"})
+    statistics = find_statistics(tmp_path, "dump")
+    assert statistics is not None
+    assert not statistics.succeeded
+    assert statistics.error == "pid 7: no GPU"
+
+
+DAMAGED = [
+    "",
+    "[]",
+    "{}",
+    '{"version": 99}',
+    '{"version": 1}',
+    '{"version": 1, "tasks": 3}',
+    "\xff",
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damage_is_an_image_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+    path = statistics_path(tmp_path, "dump")
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ImageError, match=path.name):
+        find_statistics(tmp_path, "dump")
