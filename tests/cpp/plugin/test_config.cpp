@@ -1,0 +1,73 @@
+#include "check.hpp"
+
+#include "cuda_plugin/config.hpp"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <string>
+
+using namespace cudackpt;
+
+namespace {
+
+std::string path;
+
+Config read(const std::string& text) {
+    std::ofstream(path) << text;
+    return read_config(path);
+}
+
+void every_key_is_taken() {
+    const Config config = read("externalize = \"off\"\ncompress = \"none\"\nthreads = 3\n"
+                               "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
+                               "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n");
+    CHECK(!config.externalize && !config.compress && config.threads == 3);
+    CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
+    CHECK(config.driver_timeout_ms == 6 && config.driver == "/x/libcuda.so.1");
+    CHECK(config.nvml == "/x/nvml.so" && config.source == path);
+}
+
+void an_empty_file_is_the_defaults() {
+    const Config config = read("");
+    CHECK(config.externalize && config.compress && config.threads == 0);
+    CHECK(config.driver == "libcuda.so.1");
+}
+
+void bad_values_are_named() {
+    for (const char* text :
+         {"threads = -1", "threads = 1025", "threads = \"two\"", "chunk_size = 5000",
+          "chunk_size = 1024", "externalize = 1", "externalize = \"yes\"", "compress = \"zstd\"",
+          "lock_timeout_ms = 0", "driver = \"\"", "thread = 1", "[threads]", "threads ="}) {
+        try {
+            read(text);
+            CHECK(!"nothing was thrown");
+        } catch (const Error& e) {
+            CHECK(e.code() == Errc::bad_argument);
+            CHECK(std::string(e.what()).find(path) == 0);
+        }
+    }
+}
+
+void a_file_that_was_named_must_be_there() {
+    CHECK_THROWS(Errc::io, read_config("/nonexistent/config.toml"));
+    ::setenv("CUDACKPT_CONFIG", "/nonexistent/config.toml", 1);
+    CHECK_THROWS(Errc::io, find_config());
+    read("threads = 7");
+    ::setenv("CUDACKPT_CONFIG", path.c_str(), 1);
+    CHECK(find_config().threads == 7);
+}
+
+} // namespace
+
+int main() {
+    char name[] = "/tmp/cudackpt-config-XXXXXX";
+    CHECK(::mkstemp(name) >= 0);
+    path = name;
+    every_key_is_taken();
+    an_empty_file_is_the_defaults();
+    bad_values_are_named();
+    a_file_that_was_named_must_be_there();
+    ::unlink(name);
+}

@@ -1,0 +1,188 @@
+#include "check.hpp"
+
+#include "cuda_plugin/injected_syscall.hpp"
+#include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/thawed_thread.hpp"
+#include "cuda_plugin/undo.hpp"
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/ptrace.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+using namespace cudackpt;
+
+namespace {
+
+constexpr std::size_t kSize = 64 << 20;
+constexpr long kTraceSysGood = 1;
+
+/// A child that waits in poll() as the driver's restore thread does, and answers each byte that
+/// it is sent with one that says whether its memory is still full.
+struct Target {
+    pid_t pid = 0;
+    int ask = -1;
+    int answer = -1;
+    std::byte* memory = nullptr;
+};
+
+[[noreturn]] void serve(int ask, int answer, const std::byte* memory) {
+    for (;;) {
+        pollfd poll{.fd = ask, .events = POLLIN, .revents = 0};
+        // A poll that comes back for no reason is what a bad way back would look like.
+        if (::poll(&poll, 1, -1) != 1)
+            ::_exit(2);
+        char byte = 0;
+        if (::read(ask, &byte, 1) != 1)
+            ::_exit(0);
+        byte = memory[kSize / 2] == std::byte{7} ? 'f' : 'e';
+        if (::write(answer, &byte, 1) != 1)
+            ::_exit(3);
+    }
+}
+
+Target start() {
+    int ask[2];
+    int answer[2];
+    CHECK(::pipe(ask) == 0 && ::pipe(answer) == 0);
+    auto* memory = static_cast<std::byte*>(
+        ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+        ::close(ask[1]);
+        std::memset(memory, 7, kSize);
+        char ready = 'r';
+        CHECK(::write(answer[1], &ready, 1) == 1);
+        serve(ask[0], answer[1], memory);
+    }
+    ::close(ask[0]);
+    ::close(answer[1]);
+    char ready = 0;
+    CHECK(::read(answer[0], &ready, 1) == 1);
+    ::usleep(2000); // into its poll
+    return {pid, ask[1], answer[0], memory};
+}
+
+char ask(const Target& target) {
+    char byte = '?';
+    CHECK(::write(target.ask, &byte, 1) == 1);
+    return ::read(target.answer, &byte, 1) == 1 ? byte : 'x';
+}
+
+void stop(const Target& target) {
+    ::close(target.ask);
+    int status = 0;
+    CHECK(::waitpid(target.pid, &status, 0) == target.pid);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    ::close(target.answer);
+    ::munmap(target.memory, kSize);
+}
+
+void seize(pid_t pid) {
+    CHECK(::ptrace(PTRACE_SEIZE, pid, nullptr, kTraceSysGood) == 0);
+    CHECK(::ptrace(PTRACE_INTERRUPT, pid, nullptr, nullptr) == 0);
+    wait_for_event_stop(pid);
+}
+
+void fill_record(TaskRecord& record, const Target& target) {
+    record.pid = target.pid;
+    record.restore_tid = target.pid;
+    record.start_time = proc::start_time(target.pid);
+}
+
+std::int64_t drop(InjectedSyscalls& task, const Target& target) {
+    return task.call(SYS_madvise, reinterpret_cast<std::uint64_t>(target.memory), kSize,
+                     MADV_DONTNEED);
+}
+
+void memory_is_dropped_and_the_task_runs_on() {
+    const Target target = start();
+    CHECK(ask(target) == 'f');
+    seize(target.pid);
+    SharedTaskTable table(OnOrphaned::undo);
+    TaskRecord& record = table.add(target.pid);
+    fill_record(record, target);
+    {
+        InjectedSyscalls task(record);
+        CHECK(task.has_way_back());
+        CHECK(drop(task, target) == 0);
+        CHECK(task.call(SYS_getpid, 0, 0, 0) == target.pid);
+        CHECK(task.call(SYS_madvise, 1, 1, 1) == -EINVAL);
+        CHECK(record.thawed);
+        task.finish();
+        CHECK(!record.thawed);
+    }
+    CHECK(::ptrace(PTRACE_DETACH, target.pid, nullptr, nullptr) == 0);
+    CHECK(ask(target) == 'e');
+    stop(target);
+}
+
+// The tracer is killed at an instant that differs from round to round; the task must neither die
+// nor see its poll return. Signal masks are the survivor's to mend, as the worker does.
+void the_task_survives_the_tracers_death() {
+    int died_early = 0;
+    constexpr int kRounds = 60;
+    for (int round = 0; round < kRounds; ++round) {
+        const Target target = start();
+        SharedTaskTable table(OnOrphaned::undo);
+        TaskRecord& record = table.add(target.pid);
+        fill_record(record, target);
+        const pid_t tracer = ::fork();
+        if (tracer == 0) {
+            seize(target.pid);
+            InjectedSyscalls task(record);
+            for (;;) {
+                drop(task, target);
+                // Fill a part again, so that the next drop takes its time too.
+                task.call(SYS_madvise, reinterpret_cast<std::uint64_t>(target.memory), kSize / 8,
+                          23 /* MADV_POPULATE_WRITE */);
+            }
+        }
+        ::usleep(static_cast<useconds_t>(500 + round * 397));
+        CHECK(::kill(tracer, SIGKILL) == 0);
+        int status = 0;
+        CHECK(::waitpid(tracer, &status, 0) == tracer);
+        reset_signal_mask(record);
+        const char said = ask(target);
+        CHECK(said == 'e' || said == 'f');
+        died_early += said == 'f' ? 1 : 0;
+        stop(target);
+    }
+    CHECK(died_early < kRounds); // else nothing was injected, and nothing shown
+}
+
+void a_thawed_thread_runs_and_is_frozen_again() {
+    const Target target = start();
+    seize(target.pid);
+    SharedTaskTable table(OnOrphaned::undo);
+    TaskRecord& record = table.add(target.pid);
+    fill_record(record, target);
+    {
+        ThawedThread thawed(record);
+        CHECK(ask(target) == 'f');
+        thawed.refreeze();
+    }
+    CHECK(!record.thawed);
+    pollfd poll{.fd = target.answer, .events = POLLIN, .revents = 0};
+    char byte = '?';
+    CHECK(::write(target.ask, &byte, 1) == 1);
+    CHECK(::poll(&poll, 1, 50) == 0); // frozen: no answer
+    CHECK(::ptrace(PTRACE_DETACH, target.pid, nullptr, nullptr) == 0);
+    CHECK(::read(target.answer, &byte, 1) == 1 && byte == 'f');
+    stop(target);
+}
+
+} // namespace
+
+int main() {
+    ::signal(SIGPIPE, SIG_IGN);
+    memory_is_dropped_and_the_task_runs_on();
+    a_thawed_thread_runs_and_is_frozen_again();
+    the_task_survives_the_tracers_death();
+}
