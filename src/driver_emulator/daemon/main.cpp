@@ -1,0 +1,17 @@
+/// cudackpt-gpu-emulator: the process that plays the GPUs. Started by `cudackpt emulator start`.
+#include "driver_emulator/daemon/machine.hpp"
+#include "driver_emulator/daemon/server.hpp"
+
+#include <cstdio>
+#include <exception>
+
+int main(int argc, char** argv) {
+    try {
+        cudackpt::emulator::Server(cudackpt::emulator::parse_options({argv + 1, argv + argc}))
+            .run();
+        return 0;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "cudackpt-gpu-emulator: %s\n", error.what());
+        return 1;
+    }
+}

@@ -1,0 +1,92 @@
+// cuCheckpointProcess*: see cuda.h, group CUDA_CHECKPOINT.
+#include "driver_emulator/driver/api.hpp"
+#include "driver_emulator/driver/caller.hpp"
+#include "driver_emulator/driver/driver.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+using namespace cudackpt::emulator;
+
+namespace {
+
+constexpr int kVersionWithGpuPairs = 13000;
+
+/// "Reserved for future use, must be zeroed": nobody documents what else happens.
+template <typename T> bool is_zeroed(const T& bytes) {
+    const auto* first = reinterpret_cast<const unsigned char*>(&bytes);
+    return std::all_of(first, first + sizeof bytes, [](unsigned char byte) { return byte == 0; });
+}
+
+Result request(int pid, Operation operation, std::uint32_t timeout_ms = 0,
+               const GpuPair* pairs = nullptr, unsigned pair_count = 0) {
+    ProcessState state{};
+    return request_operation(pid, operation, timeout_ms, pairs, pair_count, state);
+}
+
+/// Restore is for callers that have called cuInit themselves, unless the driver stays loaded.
+bool may_restore(DaemonInfo& info) {
+    return ask_info(info) && (info.persistence != 0 || driver().is_usable());
+}
+
+} // namespace
+
+CUDACKPT_API(cuCheckpointProcessGetRestoreThreadId)(int pid, int* tid) {
+    if (tid == nullptr) {
+        return code(Result::invalid_value);
+    }
+    RestoreThread thread;
+    const Result result = find_restore_thread(pid, thread);
+    *tid = thread.tid;
+    return code(result);
+}
+
+CUDACKPT_API(cuCheckpointProcessGetState)(int pid, ProcessState* state) {
+    if (state == nullptr) {
+        return code(Result::invalid_value);
+    }
+    return code(request_operation(pid, Operation::get_state, 0, nullptr, 0, *state));
+}
+
+CUDACKPT_API(cuCheckpointProcessLock)(int pid, const LockArgs* args) {
+    if (args != nullptr && (args->reserved0 != 0 || !is_zeroed(args->reserved1))) {
+        return code(Result::invalid_value);
+    }
+    return code(request(pid, Operation::lock, args == nullptr ? 0 : args->timeout_ms));
+}
+
+CUDACKPT_API(cuCheckpointProcessCheckpoint)(int pid, const CheckpointArgs* args) {
+    if (args != nullptr && !is_zeroed(*args)) {
+        return code(Result::invalid_value);
+    }
+    return code(request(pid, Operation::checkpoint));
+}
+
+CUDACKPT_API(cuCheckpointProcessRestore)(int pid, const RestoreArgs* args) {
+    RestoreThread thread;
+    const Result found = find_restore_thread(pid, thread);
+    if (found != Result::success) {
+        return code(found);
+    }
+    DaemonInfo info{};
+    if (!may_restore(info)) {
+        return code(Result::not_permitted);
+    }
+    if (args == nullptr) {
+        return code(request(pid, Operation::restore));
+    }
+    const bool pairs_known = info.api_version >= kVersionWithGpuPairs;
+    if (!is_zeroed(args->reserved) || args->reserved1 != 0 ||
+        (args->gpu_pairs == nullptr) != (args->gpu_pair_count == 0) ||
+        args->gpu_pair_count > kMaxGpus || (!pairs_known && args->gpu_pairs != nullptr)) {
+        return code(Result::invalid_value);
+    }
+    return code(request(pid, Operation::restore, 0, args->gpu_pairs, args->gpu_pair_count));
+}
+
+CUDACKPT_API(cuCheckpointProcessUnlock)(int pid, const UnlockArgs* args) {
+    if (args != nullptr && !is_zeroed(*args)) {
+        return code(Result::invalid_value);
+    }
+    return code(request(pid, Operation::unlock));
+}

@@ -1,0 +1,196 @@
+#include "driver_emulator/driver/artefacts.hpp"
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fcntl.h>
+#include <linux/io_uring.h>
+#include <linux/perf_event.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+namespace cudackpt::emulator {
+namespace {
+
+constexpr int kListenBacklog = 128;
+constexpr unsigned kRingEntries = 1024; // 64 bytes each: the 64 KiB of the real doorbell mapping
+constexpr std::size_t kRingBytes = kRingEntries * 64;
+
+// Devices that are safe to open, do nothing by being open, and that CRIU has no support for.
+constexpr const char* kDevices[] = {"/dev/fuse", "/dev/loop-control", "/dev/kvm",
+                                    "/dev/vhost-net"};
+
+int bind_listener(bool cloexec) noexcept {
+    struct stat pid_namespace {};
+    if (stat("/proc/self/ns/pid", &pid_namespace) != 0) {
+        return -1;
+    }
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    // Abstract, and its last NUL is part of the name, as found in CRIU images of the real driver.
+    const int length =
+        std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "cuda-uvmfd-%lu-%d",
+                      static_cast<unsigned long>(pid_namespace.st_ino), getpid());
+    const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path)) +
+                      static_cast<socklen_t>(length) + 2;
+    const int fd = socket(AF_UNIX, SOCK_SEQPACKET | (cloexec ? SOCK_CLOEXEC : 0), 0);
+    if (fd < 0) {
+        return -1;
+    }
+    if (bind(fd, reinterpret_cast<const sockaddr*>(&address), size) != 0 ||
+        listen(fd, kListenBacklog) != 0) {
+        close(fd);
+        return -1;
+    }
+    return fd;
+}
+
+void close_all(std::initializer_list<int*> fds) noexcept {
+    for (int* fd : fds) {
+        if (*fd >= 0) {
+            close(*fd);
+            *fd = -1;
+        }
+    }
+}
+
+int open_ring() noexcept {
+    io_uring_params params{};
+    return static_cast<int>(syscall(SYS_io_uring_setup, kRingEntries, &params));
+}
+
+/// The stand-in for one device file. Remembers in `files.device` what it was.
+int open_device(DeviceFiles& files, const char* path, bool cloexec) noexcept {
+    const int flags = O_RDWR | (cloexec ? O_CLOEXEC : 0);
+    const auto remember = [&files](const char* what) {
+        std::memset(files.device, 0, sizeof files.device);
+        std::strncpy(files.device, what, sizeof files.device - 1);
+    };
+    if (*path != '\0') {
+        remember(path);
+        return open(path, flags);
+    }
+    for (const char* device : kDevices) {
+        const int fd = open(device, flags);
+        if (fd >= 0) {
+            remember(device);
+            return fd;
+        }
+    }
+    remember("io_uring");
+    const int ring = open_ring();
+    if (ring >= 0) {
+        return ring;
+    }
+    remember("AF_ALG");
+    return socket(AF_ALG, SOCK_SEQPACKET | (cloexec ? SOCK_CLOEXEC : 0), 0);
+}
+
+void add(DeviceFiles& files, int fd) noexcept {
+    files.fds[files.count++] = fd;
+}
+
+bool map_ring(DeviceFiles& files) noexcept {
+    const int fd = open_ring();
+    if (fd < 0) {
+        return false;
+    }
+    void* mapping = mmap(nullptr, kRingBytes, PROT_WRITE, MAP_SHARED, fd,
+                         static_cast<off_t>(IORING_OFF_SQES));
+    if (mapping == MAP_FAILED) {
+        close(fd);
+        return false;
+    }
+    add(files, fd);
+    files.mapping = mapping;
+    files.mapping_size = kRingBytes;
+    std::strcpy(files.mapping_kind, "io_uring");
+    return true;
+}
+
+bool map_perf_event(DeviceFiles& files) noexcept {
+    perf_event_attr attributes{};
+    attributes.type = PERF_TYPE_SOFTWARE;
+    attributes.size = sizeof attributes;
+    attributes.config = PERF_COUNT_SW_DUMMY;
+    attributes.exclude_kernel = 1;
+    attributes.exclude_hv = 1;
+    const int fd =
+        static_cast<int>(syscall(SYS_perf_event_open, &attributes, 0, -1, -1, PERF_FLAG_FD_CLOEXEC));
+    if (fd < 0) {
+        return false;
+    }
+    const auto size = static_cast<std::size_t>(getpagesize());
+    void* mapping = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
+    if (mapping == MAP_FAILED) {
+        close(fd);
+        return false;
+    }
+    add(files, fd);
+    files.mapping = mapping;
+    files.mapping_size = size;
+    std::strcpy(files.mapping_kind, "perf_event");
+    return true;
+}
+
+} // namespace
+
+Result open_channel(Channel& channel, bool cloexec) noexcept {
+    const int event_flags = cloexec ? EFD_CLOEXEC : 0;
+    const int pipe_flags = cloexec ? O_CLOEXEC : 0;
+    channel.events[0] = eventfd(0, event_flags);
+    channel.events[1] = eventfd(0, event_flags | EFD_NONBLOCK);
+    if (channel.events[0] < 0 || channel.events[1] < 0 || pipe2(channel.request, pipe_flags) != 0 ||
+        pipe2(channel.reply, pipe_flags) != 0 ||
+        (channel.listener = bind_listener(cloexec)) < 0) {
+        close_channel(channel);
+        return Result::operating_system;
+    }
+    return Result::success;
+}
+
+void close_channel(Channel& channel) noexcept {
+    close_all({&channel.events[0], &channel.events[1], &channel.request[0], &channel.request[1],
+               &channel.reply[0], &channel.reply[1], &channel.listener});
+}
+
+Result open_devices(DeviceFiles& files, unsigned count, const char* path, bool cloexec) noexcept {
+    for (unsigned i = 0; i < count && files.count < DeviceFiles::kMax - 1; ++i) {
+        const int fd = open_device(files, path, cloexec);
+        if (fd < 0) {
+            return Result::operating_system;
+        }
+        add(files, fd);
+    }
+    if (files.mapping == nullptr && !map_ring(files) && !map_perf_event(files)) {
+        std::strcpy(files.mapping_kind, "none");
+    }
+    return Result::success;
+}
+
+void close_devices(DeviceFiles& files) noexcept {
+    if (files.mapping != nullptr) {
+        munmap(files.mapping, files.mapping_size);
+        files.mapping = nullptr;
+    }
+    while (files.count > 0) {
+        close(files.fds[--files.count]);
+    }
+}
+
+void reserve_addresses() noexcept {
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    // Taken addresses are left alone: the real driver does without as well.
+    mmap(reinterpret_cast<void*>(0x200000000), 0x200200000, PROT_NONE,
+         kFlags | MAP_FIXED_NOREPLACE, -1, 0);
+    mmap(nullptr, 536866816, PROT_NONE, kFlags, -1, 0);
+    mmap(nullptr, 16912384, PROT_NONE, kFlags, -1, 0);
+    mmap(nullptr, 16912384, PROT_NONE, kFlags, -1, 0);
+}
+
+} // namespace cudackpt::emulator

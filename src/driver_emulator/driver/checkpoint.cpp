@@ -1,0 +1,168 @@
+#include "driver_emulator/driver/checkpoint.hpp"
+
+#include "driver_emulator/driver/driver.hpp"
+#include "driver_emulator/driver/futex.hpp"
+#include "driver_emulator/driver/staging.hpp"
+
+#include <csignal>
+#include <cstring>
+#include <fcntl.h>
+#include <poll.h>
+
+namespace cudackpt::emulator {
+namespace {
+
+/// Callers take turns, so a new request means that the last caller has died or given up.
+bool is_abandoned(const Driver& driver) noexcept {
+    pollfd event{driver.channel.request[0], POLLIN, 0};
+    return poll(&event, 1, 0) == 1 && (event.revents & POLLIN) != 0;
+}
+
+/// Never answers. Ends when somebody else asks something.
+void hang(const Driver& driver) noexcept {
+    while (!is_abandoned(driver)) {
+        sleep_ms(5);
+    }
+}
+
+Result lock(Driver& driver, const ChannelRequest& request, const OperationPlan& plan) noexcept {
+    const std::uint64_t start = now_ns();
+    const auto is_late = [&] {
+        return request.timeout_ms != 0 &&
+               now_ns() - start >= request.timeout_ms * std::uint64_t{1'000'000};
+    };
+    const auto give_up = [&](Result result) {
+        driver.gate.open();
+        return result;
+    };
+    driver.gate.close();
+    for (std::uint32_t drained_ms = 0; drained_ms < plan.lock_drain_ms; ++drained_ms) {
+        if (is_late() || is_abandoned(driver)) {
+            return give_up(Result::not_ready);
+        }
+        sleep_ms(1);
+    }
+    while (!driver.gate.is_empty()) {
+        if (is_late() || is_abandoned(driver)) {
+            return give_up(Result::not_ready);
+        }
+        driver.gate.wait_for_leave();
+    }
+    while (!driver.link.is_done(driver.link.submitted())) {
+        if (is_late() || is_abandoned(driver)) {
+            return give_up(Result::not_ready);
+        }
+        if (driver.link.wait(driver.link.submitted(), 10) != Result::not_ready) {
+            break; // done, or the worker is gone and will never be
+        }
+    }
+    driver.state = ProcessState::locked;
+    return Result::success;
+}
+
+Result checkpoint(Driver& driver, const OperationPlan& plan) noexcept {
+    const Result result = stage_device_memory(driver, plan);
+    if (result == Result::success) {
+        driver.state = ProcessState::checkpointed;
+    }
+    return result;
+}
+
+Result restore(Driver& driver, const ChannelRequest& request, const OperationPlan& plan) noexcept {
+    if (driver.poisoned) {
+        return Result::operating_system;
+    }
+    const Result result =
+        unstage_device_memory(driver, plan, request.pairs, request.pair_count, driver.poisoned);
+    if (result == Result::success) {
+        driver.state = ProcessState::locked;
+    }
+    return result;
+}
+
+Result unlock(Driver& driver) noexcept {
+    driver.state = ProcessState::running;
+    driver.gate.open();
+    return Result::success;
+}
+
+Result perform(Driver& driver, const ChannelRequest& request, const OperationPlan& plan) noexcept {
+    const ProcessState state = driver.state.load();
+    const auto needs = [state](ProcessState wanted) { return state == wanted; };
+    switch (request.operation) {
+    case Operation::get_state:
+        return Result::success;
+    case Operation::lock:
+        return needs(ProcessState::running) ? lock(driver, request, plan) : Result::illegal_state;
+    case Operation::checkpoint:
+        return needs(ProcessState::locked) ? checkpoint(driver, plan) : Result::illegal_state;
+    case Operation::restore:
+        return needs(ProcessState::checkpointed) ? restore(driver, request, plan)
+                                                 : Result::illegal_state;
+    case Operation::unlock:
+        return needs(ProcessState::locked) ? unlock(driver) : Result::illegal_state;
+    default:
+        return Result::invalid_value;
+    }
+}
+
+/// The result, or nothing to say: returns false.
+bool perform_planned(Driver& driver, const ChannelRequest& request, Result& result) noexcept {
+    const OperationPlan plan = ask_plan(request.operation);
+    sleep_ms(plan.delay_ms);
+    const auto code = static_cast<Result>(plan.code);
+    switch (plan.action) {
+    case FaultAction::error:
+        result = code;
+        return true;
+    case FaultAction::hang:
+        hang(driver);
+        return false;
+    case FaultAction::failed:
+        driver.state = ProcessState::failed;
+        result = code;
+        return true;
+    case FaultAction::fail_after:
+        result = perform(driver, request, plan);
+        result = result == Result::success ? code : result;
+        return true;
+    case FaultAction::die:
+    case FaultAction::oom:
+        if (request.operation != Operation::checkpoint && request.operation != Operation::restore) {
+            fail_midway(plan);
+            result = Result::out_of_memory;
+            return true;
+        }
+        [[fallthrough]]; // in these two it happens half-way
+    case FaultAction::none:
+        result = perform(driver, request, plan);
+        return true;
+    }
+    result = Result::unknown;
+    return true;
+}
+
+/// A request is written in one piece; anything else in the pipe is garbage and is dropped.
+bool read_request(const Driver& driver, ChannelRequest& request) noexcept {
+    const ssize_t got = read(driver.channel.request[0], &request, sizeof request);
+    return got == static_cast<ssize_t>(sizeof request) && request.magic == kChannelMagic &&
+           request.pair_count <= kMaxGpus;
+}
+
+} // namespace
+
+void answer_request(Driver& driver) noexcept {
+    ChannelRequest request;
+    if (!read_request(driver, request)) {
+        return;
+    }
+    Result result = Result::success;
+    if (!perform_planned(driver, request, result)) {
+        return;
+    }
+    const ChannelReply reply{kChannelMagic, result, request.id, driver.state.load(), 0};
+    // The reply pipe has room for hundreds of replies that nobody took, and callers empty it first.
+    static_cast<void>(write(driver.channel.reply[1], &reply, sizeof reply) == 0);
+}
+
+} // namespace cudackpt::emulator

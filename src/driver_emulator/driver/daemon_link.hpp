@@ -1,0 +1,74 @@
+/// The client's end of its connection to the daemon.
+#pragma once
+
+#include "driver_emulator/wire.hpp"
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+
+namespace cudackpt::emulator {
+
+/// Where the daemon listens: $CUDACKPT_EMULATOR, else the default instance. Copied once; the path in
+/// memory is what a restored process uses.
+[[nodiscard]] const char* daemon_path() noexcept;
+
+/// Asks what the machine is. Needs no client. Returns false if no daemon answers.
+[[nodiscard]] bool ask_info(DaemonInfo& info) noexcept;
+
+/// Asks what shall happen in an operation; without a daemon nothing special does.
+[[nodiscard]] OperationPlan ask_plan(Operation operation) noexcept;
+
+/// Thread-safe. Allocates no memory.
+class DaemonLink {
+public:
+    /// Becomes a client: a worker now holds this process's VRAM. `device` and `mapping` are for
+    /// `cudackpt emulator status`.
+    Result open(const char* device, const char* mapping) noexcept;
+
+    /// Leaves: the VRAM is gone. Call with no launch pending.
+    void close() noexcept;
+
+    [[nodiscard]] bool is_open() const noexcept { return socket_ >= 0; }
+
+    /// On success *memory is the file of this client's VRAM on the GPU: offset 0 is window_base.
+    Result attach_device(unsigned gpu, std::uint64_t window_base, std::uint64_t window_size,
+                         int* memory) noexcept;
+    Result map_segment(unsigned gpu, std::uint64_t offset, std::uint64_t size) noexcept;
+    Result unmap_segment(unsigned gpu, std::uint64_t offset, std::uint64_t size) noexcept;
+    Result memory_info(unsigned gpu, std::uint64_t* free, std::uint64_t* total) noexcept;
+
+    Result load_module(std::uint64_t module, const void* image, std::size_t size) noexcept;
+    Result unload_module(std::uint64_t module) noexcept;
+    Result find_function(std::uint64_t module, const char* name, FunctionReply& reply) noexcept;
+
+    /// Queues a launch; *sequence is its number.
+    Result launch(LaunchRequest& request, const void* params, std::uint64_t* sequence) noexcept;
+
+    [[nodiscard]] std::uint64_t submitted() const noexcept { return submitted_.load(); }
+    [[nodiscard]] bool is_done(std::uint64_t sequence) const noexcept;
+
+    /// When a launch that is done ended; 0 if that is too long ago to be known.
+    [[nodiscard]] std::uint64_t done_ns(std::uint64_t sequence) const noexcept;
+
+    /// Waits for a launch, at most `milliseconds` (0 = for ever). Returns not_ready if that was not
+    /// enough, or the sticky error.
+    Result wait(std::uint64_t sequence, std::uint32_t milliseconds = 0) noexcept;
+
+    /// The error that a launch left behind, which every later call answers.
+    [[nodiscard]] Result sticky_error() const noexcept;
+
+private:
+    Result exchange(const void* request, std::size_t size, WireReply& reply, int send_fd = -1,
+                    int* receive_fd = nullptr) noexcept;
+    [[nodiscard]] bool is_worker_gone() const noexcept;
+
+    std::mutex mutex_;
+    int socket_ = -1;
+    CompletionPage* page_ = nullptr;
+    std::atomic<std::uint64_t> submitted_{0};
+    std::atomic<int> lost_{0}; ///< the sticky error when the worker is gone
+};
+
+} // namespace cudackpt::emulator

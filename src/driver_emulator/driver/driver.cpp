@@ -1,0 +1,111 @@
+#include "driver_emulator/driver/driver.hpp"
+
+#include "driver_emulator/driver/driver_threads.hpp"
+#include "driver_emulator/driver/futex.hpp"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <unistd.h>
+
+namespace cudackpt::emulator {
+namespace {
+
+constexpr unsigned kInitDeviceFiles = 3; // /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0
+constexpr unsigned kContextDeviceFiles = 13;
+
+bool is_quiet() {
+    const char* quiet = std::getenv("CUDACKPT_EMULATOR_QUIET");
+    return quiet != nullptr && std::strcmp(quiet, "1") == 0;
+}
+
+void fill_devices(Driver& driver) {
+    driver.objects.device_count = driver.info.gpu_count;
+    for (unsigned i = 0; i < driver.info.gpu_count; ++i) {
+        driver.objects.devices[i].ordinal = static_cast<int>(i);
+        driver.objects.devices[i].gpu = i;
+        driver.objects.devices[i].uuid = driver.info.gpus[i].uuid;
+    }
+}
+
+Result initialise_locked(Driver& driver) noexcept {
+    if (driver.pid.load() != 0) {
+        return driver.is_usable() ? Result::success : Result::not_initialized;
+    }
+    if (!ask_info(driver.info)) {
+        std::fprintf(stderr, "cudackpt driver emulator: no emulator answers at %s: start one with "
+                             "`cudackpt emulator start`\n", daemon_path());
+        return Result::no_device;
+    }
+    const OperationPlan plan = ask_plan(Operation::init);
+    sleep_ms(driver.info.init_ms + plan.delay_ms);
+    if (plan.action == FaultAction::error) {
+        return static_cast<Result>(plan.code);
+    }
+    if (driver.info.gpu_count == 0) {
+        return Result::no_device;
+    }
+    const bool cloexec = driver.info.cloexec != 0;
+    Result result = open_channel(driver.channel, cloexec);
+    if (result == Result::success) {
+        result = open_devices(driver.devices, kInitDeviceFiles, driver.info.device_path, cloexec);
+    }
+    if (result == Result::success) {
+        fill_devices(driver);
+        result = start_restore_thread(driver);
+    }
+    if (result != Result::success) {
+        close_devices(driver.devices);
+        close_channel(driver.channel);
+        return result;
+    }
+    reserve_addresses();
+    if (!is_quiet()) {
+        std::fprintf(stderr,
+                     "cudackpt driver emulator: %u emulated GPU%s, no real GPU is used\n",
+                     driver.info.gpu_count, driver.info.gpu_count == 1 ? "" : "s");
+    }
+    driver.pid = getpid();
+    return Result::success;
+}
+
+} // namespace
+
+bool Driver::is_usable() const noexcept {
+    return pid.load() == getpid();
+}
+
+Driver& driver() noexcept {
+    static Driver& instance = *new Driver;
+    return instance;
+}
+
+Result initialise(Driver& driver) noexcept {
+    const std::lock_guard lock(driver.init_mutex);
+    return initialise_locked(driver);
+}
+
+Result start_first_context(Driver& driver, Device& device) {
+    if (!driver.link.is_open()) {
+        const bool cloexec = driver.info.cloexec != 0;
+        Result result =
+            open_devices(driver.devices, kContextDeviceFiles, driver.info.device_path, cloexec);
+        if (result == Result::success) {
+            result = driver.link.open(driver.devices.device, driver.devices.mapping_kind);
+        }
+        if (result == Result::success) {
+            result = start_context_threads(driver);
+        }
+        if (result != Result::success) {
+            return result;
+        }
+        driver.had_context = true;
+    }
+    if (device.vram.is_attached()) {
+        return Result::success;
+    }
+    const auto index = static_cast<unsigned>(device.ordinal);
+    return device.vram.attach(driver.link, device.gpu, driver.info.gpus[index].memory);
+}
+
+} // namespace cudackpt::emulator

@@ -1,0 +1,145 @@
+#include "driver_emulator/driver/driver_threads.hpp"
+
+#include "driver_emulator/driver/checkpoint.hpp"
+#include "driver_emulator/driver/driver.hpp"
+#include "driver_emulator/driver/futex.hpp"
+
+#include <cerrno>
+#include <csignal>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace cudackpt::emulator {
+namespace {
+
+constexpr std::size_t kStackBytes = 1024 * 1024;
+
+struct EventFiles {
+    int pipe[2] = {-1, -1};
+    int event = -1;
+    std::atomic<std::uint32_t> open{0};
+    bool started = false;
+} event_files;
+
+std::atomic<std::uint32_t> restore_thread_started{0};
+
+/// A detached thread with all signals blocked: they are the program's.
+bool start_thread(void* (*body)(void*), void* argument) noexcept {
+    sigset_t all;
+    sigset_t old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, kStackBytes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_t thread{};
+    const int error = pthread_create(&thread, &attributes, body, argument);
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    return error == 0;
+}
+
+void* run_restore_thread(void* argument) {
+    Driver& driver = *static_cast<Driver*>(argument);
+    char name[kThreadNameLength + 1];
+    format_thread_name(driver.channel.ends(), name);
+    prctl(PR_SET_NAME, name);
+    driver.restore_thread = static_cast<pid_t>(syscall(SYS_gettid));
+    restore_thread_started = 1;
+    futex_wake(restore_thread_started);
+    while (true) {
+        pollfd events[] = {{driver.channel.request[0], POLLIN, 0},
+                           {driver.channel.events[0], POLLIN, 0},
+                           {driver.channel.events[1], POLLIN, 0}};
+        if (poll(events, 3, -1) > 0 && (events[0].revents & POLLIN) != 0) {
+            answer_request(driver);
+        }
+    }
+    return nullptr;
+}
+
+/// Waits for events that the emulated GPUs never have.
+void* run_event_thread(void*) {
+    prctl(PR_SET_NAME, "cuda-EvtHandlr");
+    while (true) {
+        if (event_files.open.load() == 0) {
+            futex_wait(event_files.open, 0, 0);
+            continue;
+        }
+        pollfd events[] = {{event_files.pipe[0], POLLIN, 0}, {event_files.event, POLLIN, 0}};
+        poll(events, 2, -1);
+    }
+    return nullptr;
+}
+
+void* run_helper_thread(void*) {
+    static const std::atomic<std::uint32_t> never{0};
+    while (true) {
+        futex_wait(never, 0, 0);
+    }
+    return nullptr;
+}
+
+} // namespace
+
+Result start_restore_thread(Driver& driver) noexcept {
+    restore_thread_started = 0;
+    if (!start_thread(run_restore_thread, &driver)) {
+        return Result::operating_system;
+    }
+    while (restore_thread_started.load() == 0) {
+        futex_wait(restore_thread_started, 0, 0);
+    }
+    return Result::success;
+}
+
+Result start_context_threads(Driver& driver) noexcept {
+    if (event_files.started) {
+        return Result::success;
+    }
+    const Result result = open_event_files(driver.info.cloexec != 0);
+    if (result != Result::success) {
+        return result;
+    }
+    if (!start_thread(run_event_thread, nullptr) || !start_thread(run_helper_thread, nullptr)) {
+        return Result::operating_system;
+    }
+    event_files.started = true;
+    return Result::success;
+}
+
+void close_event_files() noexcept {
+    if (event_files.open.exchange(0) == 0) {
+        return;
+    }
+    for (int* fd : {&event_files.pipe[0], &event_files.pipe[1], &event_files.event}) {
+        close(*fd);
+        *fd = -1;
+    }
+}
+
+Result open_event_files(bool cloexec) noexcept {
+    if (event_files.open.load() != 0) {
+        return Result::success;
+    }
+    if (pipe2(event_files.pipe, cloexec ? O_CLOEXEC : 0) != 0) {
+        return Result::operating_system;
+    }
+    event_files.event = eventfd(0, cloexec ? EFD_CLOEXEC : 0);
+    if (event_files.event < 0) {
+        close(event_files.pipe[0]);
+        close(event_files.pipe[1]);
+        return Result::operating_system;
+    }
+    event_files.open = 1;
+    futex_wake(event_files.open);
+    return Result::success;
+}
+
+} // namespace cudackpt::emulator

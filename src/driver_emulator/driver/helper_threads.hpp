@@ -1,0 +1,21 @@
+/// Short-lived threads made from the restore thread, gone before it replies.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+
+namespace cudackpt::emulator {
+
+/// Not pthreads: creating one takes locks that a stopped thread may hold. They share the restore
+/// thread's thread-local storage, so their body may only make system calls through syscall() and
+/// touch memory of its own.
+class HelperThreads {
+public:
+    static constexpr unsigned kMax = 4;
+
+    /// Runs body(argument) in up to `count` threads at once and in the calling one; returns when all
+    /// are done and no longer listed in /proc. Does with fewer threads if the system has no more.
+    static void run(unsigned count, void (*body)(void*), void* argument) noexcept;
+};
+
+} // namespace cudackpt::emulator

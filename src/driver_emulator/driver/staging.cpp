@@ -1,0 +1,296 @@
+#include "driver_emulator/driver/staging.hpp"
+
+#include "driver_emulator/driver/driver.hpp"
+#include "driver_emulator/driver/driver_threads.hpp"
+#include "driver_emulator/driver/futex.hpp"
+#include "driver_emulator/driver/helper_threads.hpp"
+
+#include <csignal>
+#include <cstring>
+#include <sched.h>
+#include <sys/mman.h>
+
+namespace cudackpt::emulator {
+namespace {
+
+constexpr std::uint64_t kPieceBytes = 16 * 1024 * 1024; // what a helper copies at a time
+constexpr std::size_t kZeroCheckBytes = 64 * 1024;      // untouched VRAM stays untouched
+constexpr unsigned kContextDeviceFiles = 16;
+
+/// Walks the segments of all devices piece by piece, for several threads at once.
+struct CopyJob {
+    Driver* driver;
+    bool to_host;
+    std::atomic<std::uint64_t> next_piece{0};
+    std::atomic<int> result{0};
+};
+
+template <typename Visit> void for_each_segment(Driver& driver, Visit visit) noexcept {
+    for (unsigned i = 0; i < driver.objects.device_count; ++i) {
+        Vram& vram = driver.objects.devices[i].vram;
+        for (auto& [address, segment] : vram.segments()) {
+            visit(vram, address, segment);
+        }
+    }
+}
+
+std::uint64_t total_bytes(Driver& driver) noexcept {
+    std::uint64_t total = 0;
+    for_each_segment(driver, [&](Vram&, std::uint64_t, Segment& s) { total += s.size; });
+    return total;
+}
+
+bool is_zero(const char* bytes, std::size_t size) noexcept {
+    return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, size - 1) == 0;
+}
+
+Result copy_piece(Vram& vram, std::uint64_t address, char* host, std::uint64_t size,
+                  bool to_host) noexcept {
+    if (to_host) {
+        return vram.read(address, host, size);
+    }
+    for (std::uint64_t done = 0; done < size; done += kZeroCheckBytes) {
+        if (is_zero(host + done, kZeroCheckBytes)) {
+            continue;
+        }
+        const Result result = vram.write(address + done, host + done, kZeroCheckBytes);
+        if (result != Result::success) {
+            return result;
+        }
+    }
+    return Result::success;
+}
+
+void copy_pieces(void* argument) noexcept {
+    CopyJob& job = *static_cast<CopyJob*>(argument);
+    std::uint64_t mine = job.next_piece.fetch_add(1);
+    std::uint64_t piece = 0;
+    for_each_segment(*job.driver, [&](Vram& vram, std::uint64_t address, Segment& segment) {
+        for (std::uint64_t offset = 0; offset < segment.size; offset += kPieceBytes, ++piece) {
+            if (piece != mine || job.result.load() != 0) {
+                continue;
+            }
+            const std::uint64_t left = segment.size - offset;
+            const Result result = copy_piece(
+                vram, address + offset, static_cast<char*>(segment.staging) + offset,
+                left < kPieceBytes ? left : kPieceBytes, job.to_host);
+            if (result != Result::success) {
+                job.result = static_cast<int>(result);
+            }
+            mine = job.next_piece.fetch_add(1);
+        }
+    });
+}
+
+Result copy_all(Driver& driver, bool to_host, std::uint32_t ms_per_gib) noexcept {
+    const std::uint64_t start = now_ns();
+    CopyJob job{&driver, to_host, {}, {}};
+    cpu_set_t cpus;
+    const bool known = sched_getaffinity(0, sizeof cpus, &cpus) == 0;
+    HelperThreads::run(known && CPU_COUNT(&cpus) > 2 ? HelperThreads::kMax : 2, copy_pieces, &job);
+    const std::uint64_t wanted_ms = total_bytes(driver) * ms_per_gib >> 30;
+    const std::uint64_t taken_ms = (now_ns() - start) / 1'000'000;
+    if (taken_ms < wanted_ms) {
+        sleep_ms(static_cast<std::uint32_t>(wanted_ms - taken_ms));
+    }
+    return static_cast<Result>(job.result.load());
+}
+
+void free_staging(Driver& driver) noexcept {
+    for_each_segment(driver, [](Vram&, std::uint64_t, Segment& segment) {
+        if (segment.staging != nullptr) {
+            munmap(segment.staging, segment.size);
+            segment.staging = nullptr;
+        }
+    });
+}
+
+Result allocate_staging(Driver& driver) noexcept {
+    Result result = Result::success;
+    for_each_segment(driver, [&result](Vram&, std::uint64_t, Segment& segment) {
+        if (result != Result::success) {
+            return;
+        }
+        void* memory = mmap(nullptr, segment.size, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) {
+            result = Result::out_of_memory;
+            return;
+        }
+        segment.staging = memory;
+    });
+    return result;
+}
+
+/// The last moment at which event times can be asked for.
+void settle_events(Driver& driver) noexcept {
+    for (auto& [handle, event] : driver.objects.events) {
+        if (event->recorded && event->done_ns == 0) {
+            const std::uint64_t done = driver.link.done_ns(event->sequence);
+            event->done_ns = done > event->recorded_ns ? done : event->recorded_ns;
+        }
+    }
+}
+
+void release_gpus(Driver& driver) noexcept {
+    for (unsigned i = 0; i < driver.objects.device_count; ++i) {
+        driver.objects.devices[i].vram.detach();
+    }
+    driver.link.close();
+    close_devices(driver.devices);
+    close_event_files();
+}
+
+unsigned find_gpu(const DaemonInfo& info, const Uuid& uuid) noexcept {
+    for (unsigned i = 0; i < info.gpu_count; ++i) {
+        if (info.gpus[i].uuid == uuid) {
+            return i;
+        }
+    }
+    return kMaxGpus;
+}
+
+/// Where each of our devices goes: `gpus` by ordinal. Checks only, changes nothing.
+Result choose_gpus(const Driver& driver, const DaemonInfo& now, const GpuPair* pairs,
+                   unsigned pair_count, unsigned (&gpus)[kMaxGpus]) noexcept {
+    for (unsigned i = 0; i < driver.objects.device_count; ++i) {
+        Uuid wanted = driver.objects.devices[i].uuid;
+        bool paired = false;
+        for (unsigned p = 0; p < pair_count && !paired; ++p) {
+            if (pairs[p].old_uuid == wanted) {
+                wanted = pairs[p].new_uuid;
+                paired = true;
+            }
+        }
+        gpus[i] = find_gpu(now, wanted);
+        if ((pair_count > 0 && !paired) || gpus[i] == kMaxGpus) {
+            return Result::invalid_value; // pairs must name every GPU the process could see
+        }
+        for (unsigned other = 0; other < i; ++other) {
+            if (gpus[other] == gpus[i]) {
+                return Result::invalid_value;
+            }
+        }
+        if (std::strcmp(now.gpus[gpus[i]].name, driver.info.gpus[i].name) != 0) {
+            return Result::not_supported; // not the same kind of chip
+        }
+    }
+    return Result::success;
+}
+
+Result reload_modules(Driver& driver) noexcept {
+    for (auto& [handle, module] : driver.objects.modules) {
+        const Result result =
+            driver.link.load_module(module->id, module->image, module->image_size);
+        if (result != Result::success) {
+            return result;
+        }
+    }
+    return Result::success;
+}
+
+Result take_gpus(Driver& driver, const unsigned (&gpus)[kMaxGpus], bool had_context) noexcept {
+    const DaemonInfo& info = driver.info;
+    const unsigned files = 3 + (had_context ? kContextDeviceFiles - 3 : 0);
+    Result result = open_devices(driver.devices, files, info.device_path, info.cloexec != 0);
+    if (result != Result::success || !had_context) {
+        return result;
+    }
+    result = driver.link.open(driver.devices.device, driver.devices.mapping_kind);
+    for (unsigned i = 0; i < driver.objects.device_count && result == Result::success; ++i) {
+        Vram& vram = driver.objects.devices[i].vram;
+        if (!vram.owns_addresses()) {
+            continue;
+        }
+        result = vram.reattach(driver.link, gpus[i]);
+        for (auto& [address, segment] : vram.segments()) {
+            if (result == Result::success) {
+                result = vram.map_again(driver.link, address, segment.size);
+            }
+        }
+    }
+    return result;
+}
+
+} // namespace
+
+void fail_midway(const OperationPlan& plan) noexcept {
+    if (plan.action != FaultAction::die) {
+        return;
+    }
+    if (plan.code == 0) {
+        syscall(SYS_exit_group, 1);
+    }
+    // As if the fault happened in this thread: not blocked, not handled by the program.
+    struct sigaction action {};
+    action.sa_handler = SIG_DFL;
+    sigaction(plan.code, &action, nullptr);
+    sigset_t mask;
+    sigemptyset(&mask);
+    sigaddset(&mask, plan.code);
+    syscall(SYS_rt_sigprocmask, SIG_UNBLOCK, &mask, nullptr, std::size_t{8});
+    syscall(SYS_tgkill, getpid(), syscall(SYS_gettid), plan.code);
+}
+
+Result stage_device_memory(Driver& driver, const OperationPlan& plan) noexcept {
+    if (driver.link.is_open() && driver.link.sticky_error() != Result::success) {
+        return driver.link.sticky_error();
+    }
+    Result result = allocate_staging(driver);
+    if (result == Result::success) {
+        result = copy_all(driver, true, plan.d2h_ms_per_gib);
+    }
+    fail_midway(plan);
+    if (plan.action == FaultAction::oom) {
+        result = Result::out_of_memory;
+    }
+    if (result != Result::success) {
+        free_staging(driver);
+        return result;
+    }
+    settle_events(driver);
+    release_gpus(driver);
+    return Result::success;
+}
+
+Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const GpuPair* pairs,
+                             unsigned pair_count, bool& poisoned) noexcept {
+    DaemonInfo now{};
+    if (!ask_info(now)) {
+        return Result::operating_system;
+    }
+    unsigned gpus[kMaxGpus] = {};
+    Result result = choose_gpus(driver, now, pairs, pair_count, gpus);
+    if (result != Result::success) {
+        return result;
+    }
+    const bool had_context = driver.had_context;
+    result = take_gpus(driver, gpus, had_context);
+    fail_midway(plan);
+    if (result == Result::success && plan.action == FaultAction::oom) {
+        result = Result::out_of_memory;
+    }
+    if (result == Result::success) {
+        result = copy_all(driver, false, plan.h2d_ms_per_gib);
+    }
+    if (result == Result::success && had_context) {
+        result = reload_modules(driver);
+    }
+    if (result == Result::success && had_context) {
+        result = open_event_files(now.cloexec != 0);
+    }
+    if (result != Result::success) {
+        release_gpus(driver);
+        poisoned = true;
+        return result;
+    }
+    for (unsigned i = 0; i < driver.objects.device_count; ++i) {
+        driver.objects.devices[i].gpu = gpus[i];
+        driver.objects.devices[i].uuid = now.gpus[gpus[i]].uuid;
+        driver.info.gpus[i] = now.gpus[gpus[i]];
+    }
+    free_staging(driver);
+    return Result::success;
+}
+
+} // namespace cudackpt::emulator

@@ -1,0 +1,22 @@
+/// Copies between host and device memory, wherever an address leads.
+#pragma once
+
+#include "driver_emulator/driver_abi.hpp"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cudackpt::emulator {
+
+struct Driver;
+
+/// Copies `size` bytes; either address may be of a device or of the host, as unified addressing has
+/// it. All that was launched before must be done. Returns invalid_value if a device range is not
+/// one allocation's.
+Result copy_bytes(Driver& driver, std::uint64_t to, std::uint64_t from, std::size_t size) noexcept;
+
+/// Repeats a pattern of 1, 2 or 4 bytes over device memory.
+Result fill_bytes(Driver& driver, DevicePtr to, const void* pattern, std::size_t pattern_size,
+                  std::uint64_t size) noexcept;
+
+} // namespace cudackpt::emulator

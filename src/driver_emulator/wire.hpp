@@ -1,0 +1,163 @@
+/// Messages between the daemon ("the GPUs") and its clients: the driver library, the NVML library
+/// and the command line. One SOCK_SEQPACKET packet each, host byte order; both ends are of one
+/// machine, and kWireMagic changes with any layout here.
+///
+/// A connection is either short (info, plan, admin: one request, one reply, closed) or a client's:
+/// attach_client makes the daemon fork a worker that owns the client's VRAM from then on.
+#pragma once
+
+#include "driver_emulator/driver_abi.hpp"
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace cudackpt::emulator {
+
+inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'01;
+inline constexpr unsigned kMaxGpus = 16;
+inline constexpr std::size_t kMaxParamBytes = 4096; // of one kernel launch, as on real GPUs
+inline constexpr unsigned kMaxParams = 128;
+inline constexpr std::size_t kMaxAdminText = 64 * 1024;
+inline constexpr std::uint64_t kSegmentSize = 2 * 1024 * 1024; // granularity of VRAM
+
+enum class WireOp : std::uint32_t {
+    info = 1,      ///< -> DaemonInfo
+    plan,          ///< PlanRequest -> OperationPlan
+    admin,         ///< WireHeader + text -> text (JSON)
+    attach_client, ///< AttachClient -> WireReply + fd of the CompletionPage
+    attach_device, ///< AttachDevice -> WireReply + fd of the client's VRAM on that GPU
+    map_segment,   ///< SegmentRequest -> WireReply
+    unmap_segment, ///< SegmentRequest -> WireReply
+    memory_info,   ///< SegmentRequest -> WireReply: value = free bytes, value2 = total
+    load_module,   ///< ModuleRequest + fd of the image -> WireReply
+    unload_module, ///< ModuleRequest -> WireReply
+    find_function, ///< FunctionRequest -> FunctionReply
+    launch,        ///< LaunchRequest + parameter bytes, no reply: see CompletionPage
+};
+
+struct WireHeader {
+    std::uint32_t magic = kWireMagic;
+    WireOp op{};
+};
+
+struct GpuInfo {
+    char name[64];
+    Uuid uuid;
+    std::uint64_t memory; ///< capacity in bytes
+    std::uint64_t used;   ///< by all clients, in bytes
+};
+
+/// What a client may know about the machine.
+struct DaemonInfo {
+    std::uint32_t magic;
+    std::int32_t api_version;  ///< as of cuDriverGetVersion: 12080, 13000, ...
+    char driver_version[32];   ///< "580.95.05"
+    std::uint32_t gpu_count;
+    std::uint32_t persistence; ///< restore is allowed to callers that never called cuInit
+    std::uint32_t cloexec;     ///< descriptors in the target are close-on-exec
+    std::uint32_t desync;      ///< callers take any reply for theirs, as the real driver is said to
+    std::uint32_t init_ms;     ///< how long cuInit takes
+    char device_path[64];      ///< device that stands in for /dev/nvidia*; "" = chosen by the client
+    GpuInfo gpus[kMaxGpus];
+};
+
+/// The operations that faults and delays can be attached to.
+enum class Operation : std::uint32_t { init, get_state, lock, checkpoint, restore, unlock };
+inline constexpr unsigned kOperationCount = 6;
+
+enum class FaultAction : std::uint32_t {
+    none,
+    error,      ///< answer with the code, do nothing
+    hang,       ///< never answer
+    die,        ///< the target exits (code 0) or is killed by the signal `code`, mid-way
+    oom,        ///< CUDA_ERROR_OUT_OF_MEMORY mid-way
+    failed,     ///< CU_PROCESS_STATE_FAILED from now on, answer with the code
+    fail_after, ///< do all of it, then answer with the code
+};
+
+struct PlanRequest {
+    WireHeader header;
+    Operation operation;
+};
+
+/// What shall happen in one operation: times, and the fault if there is one.
+struct OperationPlan {
+    FaultAction action = FaultAction::none;
+    std::int32_t code = 0;
+    std::uint32_t delay_ms = 0;
+    std::uint32_t lock_drain_ms = 0;
+    std::uint32_t d2h_ms_per_gib = 0; ///< at least this long; 0 = as fast as memory
+    std::uint32_t h2d_ms_per_gib = 0;
+};
+
+struct AttachClient {
+    WireHeader header;
+    std::uint64_t completed; ///< launches already done, in an earlier life of the client
+    char device[32];         ///< what stands in for device files in the client, for `status`
+    char mapping[32];        ///< and for their mappings
+};
+
+struct AttachDevice {
+    WireHeader header;
+    std::uint32_t gpu;
+    std::uint32_t reserved;
+    std::uint64_t window_base; ///< the client's address for the first byte of its VRAM
+    std::uint64_t window_size;
+};
+
+struct SegmentRequest {
+    WireHeader header;
+    std::uint32_t gpu;
+    std::uint32_t reserved;
+    std::uint64_t offset; ///< in the client's window; multiple of kSegmentSize
+    std::uint64_t size;   ///< multiple of kSegmentSize
+};
+
+struct ModuleRequest {
+    WireHeader header;
+    std::uint64_t module; ///< chosen by the client
+};
+
+struct FunctionRequest {
+    WireHeader header;
+    std::uint64_t module;
+    char name[256];
+};
+
+struct WireReply {
+    std::uint32_t magic;
+    Result result;
+    std::uint64_t value;
+    std::uint64_t value2;
+};
+
+struct FunctionReply {
+    WireReply reply;
+    std::uint32_t param_count;
+    std::uint32_t param_bytes; ///< of the whole parameter buffer
+    std::uint16_t sizes[kMaxParams];
+    std::uint16_t offsets[kMaxParams];
+};
+
+struct LaunchRequest {
+    WireHeader header;
+    std::uint64_t sequence; ///< consecutive, from AttachClient::completed + 1
+    std::uint64_t module;
+    char name[256];
+    std::uint32_t grid[3];
+    std::uint32_t block[3];
+    std::uint32_t param_bytes;
+    std::uint32_t reserved;
+};
+
+/// Written by the worker, read by its client; a memfd both have mapped.
+struct CompletionPage {
+    static constexpr unsigned kTimes = 64 * 1024 - 2;
+    std::atomic<std::uint64_t> completed; ///< sequence of the last launch that is done
+    std::atomic<std::uint32_t> ticks;     ///< futex, moves with `completed`
+    std::atomic<std::int32_t> error;      ///< sticky CUresult of a launch that failed
+    std::atomic<std::uint64_t> done_ns[kTimes]; ///< CLOCK_MONOTONIC, at [sequence % kTimes]
+};
+
+} // namespace cudackpt::emulator
