@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cudackpt.demo.machine import require_machine
 from cudackpt.errors import CheckpointError, UnsupportedError
-from cudackpt.gpucheck.steps import GpuCheck
+from cudackpt.gpucheck.steps import STEPS, GpuCheck
 
 _EXIT_FAILED = 1
 
@@ -33,7 +33,16 @@ _EXIT_FAILED = 1
 )
 @click.option("--criu", "criu_place", help="The criu program, or a root that holds one.")
 @click.option("--emulator", is_flag=True, help="Check the emulator, whether there is a GPU or not.")
-def command(programs: Path, out: Path, criu_place: str | None, emulator: bool) -> None:
+@click.option(
+    "--step",
+    "steps",
+    multiple=True,
+    type=click.Choice(STEPS),
+    help="Do only this; may be repeated.",
+)
+def command(
+    programs: Path, out: Path, criu_place: str | None, emulator: bool, steps: tuple[str, ...]
+) -> None:
     """Trace the driver's behaviour, then checkpoint and restore real programs on it."""
     backend = "emulator" if emulator else "gpu"
     machine = require_machine("cudackpt.gpucheck", sys.argv[1:], backend)
@@ -43,7 +52,9 @@ def command(programs: Path, out: Path, criu_place: str | None, emulator: bool) -
     console = Console(highlight=False)
     if machine.emulated:
         console.rule("[bold red]EMULATOR: no GPU takes part, no finding below is one of hardware")
-    good = GpuCheck(machine, programs.absolute(), out.absolute(), criu_place, console).run()
+    good = GpuCheck(machine, programs.absolute(), out.absolute(), criu_place, console).run(
+        steps or STEPS
+    )
     console.print(f"trace, figures and verdicts are in {out}")
     if not good:
         sys.exit(_EXIT_FAILED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,6 +22,8 @@ from cudackpt.errors import CheckpointError, CriuError, DriverError
 from cudackpt.gpucheck import target
 from cudackpt.gpucheck.caller import Caller
 from cudackpt.gpucheck.trace import take_trace
+
+STEPS = ("driver", "trace", "criu", "C program", "PyTorch")
 
 _OLDEST_API = 12080  # CUDA 12.8, driver 570: the first with the public checkpoint calls
 _WORKING_SECONDS = {True: 6.0, False: 20.0}  # by emulated: how long a run is to train
@@ -65,16 +67,18 @@ class GpuCheck:
         self._criu: Criu | None = None
         self.findings: list[Finding] = []
 
-    def run(self) -> bool:
-        """Do every step, whatever becomes of the others. True if none failed."""
-        for name, body in (
-            ("driver", self._check_driver),
-            ("trace", self._trace),
-            ("criu", self._check_criu),
-            ("C program", self._c_program),
-            ("PyTorch", self._pytorch),
-        ):
-            self._do(name, body)
+    def run(self, steps: Collection[str] = STEPS) -> bool:
+        """Do these of STEPS, whatever becomes of the others. True if none failed."""
+        bodies = (
+            self._check_driver,
+            self._trace,
+            self._check_criu,
+            self._c_program,
+            self._pytorch,
+        )
+        for name, body in zip(STEPS, bodies, strict=True):
+            if name in steps:
+                self._do(name, body)
         record = {
             "backend": self._machine.backend,
             "gpu": self._machine.gpu,

@@ -1,0 +1,71 @@
+"""ci/gpu-check itself, on the driver emulator: the script works, and says no more than it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def run_gpu_check(
+    repository: Path, out: Path, *options: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [repository / "ci/gpu-check", "--emulator", "--out", out, *options],
+        env=os.environ | {"PYTHON": sys.executable} | environ,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+def verdicts(out: Path) -> dict[str, dict[str, Any]]:
+    record = json.loads((out / "gpu-check.json").read_text())
+    assert record["backend"] == "emulator"
+    return {step["step"]: step for step in record["steps"]}
+
+
+@pytest.mark.timeout(420)
+def test_every_step_passes_or_says_why_it_cannot(repository: Path, tmp_path: Path) -> None:
+    ended = run_gpu_check(repository, tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = verdicts(tmp_path)
+    assert [found[step]["verdict"] for step in ("driver", "trace", "criu", "C program")] == [
+        "passed"
+    ] * 4
+    assert found["PyTorch"]["verdict"] == "not possible here"
+    assert found["PyTorch"]["reason"]
+    assert "EMULATOR" in ended.stdout
+    assert json.loads((tmp_path / "trace.json").read_text())["backend"] == "emulator"
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert report["backend"] == "emulator"
+    assert report["restored_bit_exact"] is True
+    assert report["stored_bytes"] < report["gpu_bytes"]
+
+
+@pytest.mark.timeout(120)
+def test_a_failed_step_is_named_and_the_exit_code_tells(repository: Path, tmp_path: Path) -> None:
+    ended = run_gpu_check(
+        repository,
+        tmp_path / "out",
+        *("--step", "criu", "--step", "C program"),
+        CUDACKPT_PLUGIN_DIR=str(tmp_path),
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert verdicts(tmp_path / "out")["C program"]["verdict"] == "failed"
+    assert "cuda_plugin.so is missing" in verdicts(tmp_path / "out")["C program"]["reason"]
+
+
+def test_without_a_gpu_it_refuses_to_check_one(repository: Path, tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "cudackpt.gpucheck", "--programs", tmp_path, "--out", tmp_path]
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("this machine has an NVIDIA driver; the test is for those without")
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 20
+    assert "no GPU on this machine" in ended.stderr
