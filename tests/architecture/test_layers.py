@@ -1,0 +1,176 @@
+"""The shape of the source tree: who may use whom, how large a file may be, what must not be in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+MAX_LINES = 400
+
+# Folder of src/ -> the folders of src/ that it may include.
+CPP_ARROWS = {
+    "core": {"core"},
+    "bindings": {"bindings", "core"},
+    "cuda_plugin": {"cuda_plugin", "core"},
+    "driver_emulator": {"driver_emulator"},
+}
+# What core may include beyond itself, the standard library and the system: bytes only.
+CORE_LIBRARIES = {"lz4.h", "xxhash.h"}
+FOREIGN_HEADERS = ("cuda", "nvml", "criu", "compel", "Python", "pybind11", "toml", "nlohmann")
+
+# Module or package of cudackpt -> what of cudackpt it may import. What is not named may import
+# only errors; cli may import everything, and nothing imports it.
+PYTHON_ARROWS = {
+    "errors": set[str](),
+    "__init__": set[str](),
+    "__main__": {"cli"},
+    "process": {"errors"},
+    "driver": {"errors"},
+    "nvml": {"errors"},
+    "image": {"errors", "_core"},
+    "criu": {"errors", "process", "driver", "nvml"},
+    "recovery": {"errors", "driver", "_core", "image", "criu"},
+    "emulator": {"errors", "process"},
+    "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
+    "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
+    "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
+    "cli": {
+        *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "recovery"),
+        *("emulator", "diagnosis", "_core"),
+    },
+}
+# Running a program to its end is process.run's alone. These keep one running beside them.
+PROGRAM_KEEPERS = {
+    *("process.py", "emulator/daemon.py", "demo/training.py"),
+    *("gpucheck/caller.py", "gpucheck/mistakes.py", "gpucheck/target.py"),
+}
+
+# Pieces put together here, so that this file passes its own test.
+REGISTRY_HOSTS = ["deb." + "debian.org", "pypi." + "org", "pythonhosted." + "org", "npmjs." + "org"]
+MACHINE_PATHS = re.compile(r"(^|[^A-Za-z0-9_.])/(wo" + r"rk|fa" + r"rm|ro" + r"ot)/[a-z.]")
+
+
+@cache
+def tracked_files() -> tuple[Path, ...]:
+    """What is in the repository: tracked, or new and not ignored."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    paths = (REPOSITORY / name for name in listing.split("\0") if name)
+    return tuple(path for path in paths if path.is_file())
+
+
+def below(folder: str, *suffixes: str) -> list[Path]:
+    top = REPOSITORY / folder
+    return [p for p in tracked_files() if p.is_relative_to(top) and p.suffix in suffixes]
+
+
+def includes(path: Path) -> list[tuple[str, str]]:
+    """(quote, header) of every #include."""
+    return re.findall(r'^\s*#\s*include\s+(["<])([^">]+)[">]', path.read_text(), re.MULTILINE)
+
+
+def cpp_sources() -> list[Path]:
+    return below("src", ".cpp", ".hpp", ".c", ".h")
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+@pytest.mark.parametrize("path", cpp_sources(), ids=relative)
+def test_cpp_arrows_hold(path: Path) -> None:
+    folder = path.relative_to(REPOSITORY / "src").parts[0]
+    for quote, header in includes(path):
+        target = header.split("/")[0]
+        if target in CPP_ARROWS:
+            assert target in CPP_ARROWS[folder], f"{folder} includes {header}"
+        elif folder == "core":
+            assert quote == "<", f"core includes {header}, which is neither its own nor a system's"
+            assert not header.startswith(FOREIGN_HEADERS), f"core includes {header}"
+            allowed = "/" not in header or header.startswith(("sys/", "linux/"))
+            assert allowed or header in CORE_LIBRARIES, f"core includes {header}"
+
+
+def test_every_folder_of_src_has_its_arrows() -> None:
+    assert {path.relative_to(REPOSITORY / "src").parts[0] for path in cpp_sources()} <= set(
+        CPP_ARROWS
+    )
+
+
+def python_sources() -> list[Path]:
+    return below("python/cudackpt", ".py", ".pyi")
+
+
+def imported_parts(path: Path) -> set[str]:
+    """First part after "cudackpt." of everything that a file imports of the package."""
+    parts: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "cudackpt":
+            names = [f"cudackpt.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        else:
+            continue
+        parts |= {name.split(".")[1] for name in names if name.startswith("cudackpt.")}
+    return {"__init__" if part.startswith("__version") else part for part in parts}
+
+
+@pytest.mark.parametrize("path", python_sources(), ids=relative)
+def test_python_arrows_hold(path: Path) -> None:
+    part = path.relative_to(REPOSITORY / "python/cudackpt").parts[0].split(".")[0]
+    allowed = PYTHON_ARROWS.get(part, {"errors"}) | {part}
+    assert imported_parts(path) <= allowed
+
+
+@pytest.mark.parametrize("path", python_sources(), ids=relative)
+def test_programs_are_run_through_one_door(path: Path) -> None:
+    text = path.read_text()
+    assert not re.search(r"subprocess\.(run|call|check_|getoutput)|os\.(system|popen)\b", text)
+    name = str(path.relative_to(REPOSITORY / "python/cudackpt"))
+    assert name in PROGRAM_KEEPERS or "subprocess" not in text
+
+
+def source_files() -> list[Path]:
+    folders = ("src", "python", "tests", "ci", "demo", "runtime-hooks")
+    suffixes = (".cpp", ".hpp", ".c", ".h", ".cu", ".py", ".pyi", ".sh", "")
+    return [path for folder in folders for path in below(folder, *suffixes)]
+
+
+@pytest.mark.parametrize("path", source_files(), ids=relative)
+def test_no_file_is_too_long(path: Path) -> None:
+    lines = path.read_bytes().count(b"\n")
+    assert lines <= MAX_LINES, f"{lines} lines"
+
+
+def test_no_registry_and_no_machine_is_named() -> None:
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if any(host in line for host in REGISTRY_HOSTS) or MACHINE_PATHS.search(line):
+                found.append(f"{relative(path)}:{number}: {line.strip()}")
+    assert found == []
+
+
+def test_the_table_of_errors_is_up_to_date() -> None:
+    made = subprocess.run(
+        [sys.executable, REPOSITORY / "ci/gen-errors"], capture_output=True, check=True, text=True
+    ).stdout
+    assert (REPOSITORY / "docs/errors.md").read_text() == made, "ci/gen-errors > docs/errors.md"

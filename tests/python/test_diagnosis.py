@@ -1,0 +1,137 @@
+"""Each finding is seen both ways where the condition can be brought about without harm."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from cudackpt.criu.find import Criu
+from cudackpt.diagnosis import criu as criu_checks
+from cudackpt.diagnosis import gpu, kernel, privileges
+from cudackpt.diagnosis.finding import Finding, Status
+
+ALL_CAPABILITIES = (1 << 41) - 1
+SYS_PTRACE, SYS_ADMIN, SYS_RESOURCE, CHECKPOINT_RESTORE = 1 << 19, 1 << 21, 1 << 24, 1 << 40
+
+
+def proc(
+    directory: Path, *, capabilities: int = ALL_CAPABILITIES, yama: int | None = 0, nr_open: int = 1
+) -> Path:
+    """A /proc that says so."""
+    (directory / "self").mkdir(parents=True)
+    (directory / "sys/fs").mkdir(parents=True)
+    (directory / "self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities:016x}\n")
+    (directory / "sys/fs/nr_open").write_text(f"{nr_open}\n")
+    if yama is not None:
+        (directory / "sys/kernel/yama").mkdir(parents=True)
+        (directory / "sys/kernel/yama/ptrace_scope").write_text(f"{yama}\n")
+    return directory
+
+
+def statuses(findings: list[Finding]) -> dict[str, Status]:
+    return {finding.name: finding.status for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "status"),
+    [
+        (SYS_PTRACE | SYS_ADMIN, Status.OK),
+        (SYS_PTRACE | CHECKPOINT_RESTORE, Status.OK),
+        (SYS_ADMIN, Status.PROBLEM),
+        (SYS_PTRACE, Status.PROBLEM),
+        (0, Status.PROBLEM),
+    ],
+)
+def test_capabilities(tmp_path: Path, capabilities: int, status: Status) -> None:
+    findings = privileges.check(proc(tmp_path, capabilities=capabilities))
+    assert statuses(findings)["capabilities"] is status
+
+
+@pytest.mark.parametrize(
+    ("scope", "capabilities", "status"),
+    [
+        (None, 0, Status.OK),
+        (0, 0, Status.OK),
+        (1, 0, Status.PROBLEM),
+        (1, SYS_PTRACE, Status.OK),
+        (2, SYS_PTRACE, Status.OK),
+        (3, ALL_CAPABILITIES, Status.PROBLEM),
+    ],
+)
+def test_yama(tmp_path: Path, scope: int | None, capabilities: int, status: Status) -> None:
+    findings = privileges.check(proc(tmp_path, capabilities=capabilities, yama=scope))
+    assert statuses(findings)["yama"] is status
+
+
+@pytest.mark.parametrize(
+    ("beyond_limit", "capabilities", "status"),
+    [(0, 0, Status.OK), (1, 0, Status.PROBLEM), (1, SYS_RESOURCE, Status.OK)],
+)
+def test_open_files(tmp_path: Path, beyond_limit: int, capabilities: int, status: Status) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    where = proc(tmp_path, capabilities=capabilities, nr_open=hard + beyond_limit)
+    finding = privileges.check(where)[-1]
+    assert finding.status is status
+    if status is Status.PROBLEM:
+        assert f"sysctl fs.nr_open={hard}" in finding.remedy
+
+
+def test_this_kernel_has_what_the_tests_need() -> None:
+    found = statuses(kernel.check())
+    soft_dirty = found.pop("CONFIG_MEM_SOFT_DIRTY")
+    assert soft_dirty in (Status.OK, Status.NOTE)
+    assert set(found.values()) == {Status.OK}
+
+
+def test_a_missing_driver_is_a_problem_that_names_the_emulator_as_a_way_out() -> None:
+    driver, nvml = gpu.check("libno-such-driver.so.1", "libno-such-nvml.so.1")
+    assert (driver.status, nvml.status) == (Status.PROBLEM, Status.NOTE)
+    assert "libno-such-driver.so.1" in driver.text
+    assert "cudackpt emulator run" in driver.remedy
+
+
+def test_a_library_that_is_no_driver_is_a_problem() -> None:
+    (driver, _) = gpu.check("libc.so.6", "libno-such-nvml.so.1")
+    assert driver.status is Status.PROBLEM
+    assert "570 or newer" in driver.text
+
+
+def environment(criu: Criu, **more: str) -> dict[str, str]:
+    return {"CUDACKPT_CRIU": str(criu.root or criu.program), "PATH": "/usr/bin:/bin"} | more
+
+
+def test_criu_and_the_packages_plugin_are_fine(criu: Criu) -> None:
+    findings = criu_checks.check(environment(criu), None)
+    assert set(statuses(findings).values()) == {Status.OK}
+    assert criu.version_text in findings[0].text
+
+
+def test_no_criu_is_a_problem(tmp_path: Path) -> None:
+    findings = criu_checks.check({"CUDACKPT_CRIU": str(tmp_path / "criu")}, None)
+    assert statuses(findings)["CRIU"] is Status.PROBLEM
+
+
+def test_a_plugin_that_does_not_load_is_a_problem(criu: Criu, tmp_path: Path) -> None:
+    (tmp_path / "cuda_plugin.so").write_bytes(b"no library")
+    findings = criu_checks.check(environment(criu, CUDACKPT_PLUGIN_DIR=str(tmp_path)), None)
+    (plugin,) = [finding for finding in findings if finding.name == "plugin"]
+    assert plugin.status is Status.PROBLEM
+    assert "does not load" in plugin.text
+
+
+def test_a_second_plugin_in_the_directory_is_a_problem(criu: Criu, tmp_path: Path) -> None:
+    (tmp_path / "cuda_plugin.so").touch()
+    (tmp_path / "amdgpu_plugin.so").touch()
+    findings = criu_checks.check(environment(criu, CUDACKPT_PLUGIN_DIR=str(tmp_path)), None)
+    (plugin,) = [finding for finding in findings if finding.name == "plugin"]
+    assert plugin.status is Status.PROBLEM
+    assert "amdgpu_plugin.so" in plugin.text
+
+
+def test_a_broken_configuration_is_a_problem(criu: Criu, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("threads = \n")
+    findings = criu_checks.check(environment(criu, CUDACKPT_CONFIG=str(config)), None)
+    assert statuses(findings)["configuration"] is Status.PROBLEM
