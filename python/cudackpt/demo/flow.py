@@ -20,7 +20,7 @@ from cudackpt.demo.report import Report, image_bytes, read_statistics, sum_of
 from cudackpt.demo.training import DemoError, OnStep, Program, Result, Run
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_CALIBRATION_STEPS = 8
+_CALIBRATION_STEPS = 16
 _LEAST_STEPS = 30
 
 
@@ -53,7 +53,7 @@ class Demo:
     def choose_steps(self, seconds: float) -> int:
         """How many steps take about `seconds` here, from a short run of its own."""
         result = self._run_alone("calibration", _CALIBRATION_STEPS)
-        per_step = float(result.raw["train_seconds"]) / _CALIBRATION_STEPS
+        per_step = float(result.raw["step_seconds"])
         return max(_LEAST_STEPS, int(seconds / max(per_step, 1e-6)))
 
     def reference(self, steps: int) -> Result:
