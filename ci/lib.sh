@@ -38,7 +38,8 @@ step() {
     local name=$1 mend=$2 begin=$SECONDS log watcher='' rc=0
     shift 2
     mkdir -p "$logs"
-    log=$logs/$(tr -cs 'A-Za-z0-9.\n' '-' <<<"$name").log
+    log=$(tr -cs 'A-Za-z0-9.' '-' <<<"$name")
+    log=$logs/${log%-}.log
     : >"$log"
     if [ -t 1 ]; then
         follow "$name" "$log" &
