@@ -79,7 +79,7 @@ struct ImageReader::State {
     std::vector<std::byte> index;
     ChunkMap map{{}, kMinChunkSize};
     EncodingTotals totals;
-    Id zero_hash{}; ///< of a whole chunk of zeros
+    Id zero_hash{}; ///< of a whole chunk of zeros, if there is a zero chunk
 
     /// Memory that one worker needs for any chunk.
     struct Scratch {
@@ -141,8 +141,9 @@ void ImageReader::State::load() {
                       trailer.chunk_count * format::kIndexEntrySize);
     if (hash128(index) != trailer.index_hash)
         corrupt("index does not match its checksum");
-    zero_hash = hash128(std::vector<std::byte>(info.chunk_size));
     check_index();
+    if (totals.zero.chunks != 0)
+        zero_hash = hash128(std::vector<std::byte>(info.chunk_size));
 }
 
 // That the parts at the end follow each other without gaps. After this, sizes can be trusted to

@@ -1,0 +1,202 @@
+// Any bytes at all as an image or a manifest: the reader accepts or throws Error, no more.
+// The mutator makes checksums right again after most mutations, so that what lies behind them is
+// reached.
+#include "check.hpp"
+
+#include "core/hash.hpp"
+#include "core/image_format.hpp"
+#include "core/image_reader.hpp"
+#include "core/manifest.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+using namespace cudackpt;
+
+extern "C" std::size_t LLVMFuzzerMutate(std::uint8_t* data, std::size_t size, std::size_t max);
+extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t* data, std::size_t size,
+                                               std::size_t max, unsigned seed);
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
+
+namespace {
+
+// Zero chunks make much memory of few bytes: read this much of it per input.
+constexpr std::uint64_t kMaxPlain = 256U << 10;
+
+/// One file in memory, with a path that can be opened.
+class MemoryFile {
+public:
+    MemoryFile() : fd_(::memfd_create("fuzz", MFD_CLOEXEC)) { CHECK(fd_ >= 0); }
+    void set(Bytes bytes) const {
+        CHECK(::pwrite(fd_, bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
+        CHECK(::ftruncate(fd_, static_cast<off_t>(bytes.size())) == 0);
+    }
+    std::string path() const { return "/proc/self/fd/" + std::to_string(fd_); }
+
+private:
+    int fd_;
+};
+
+/// A directory in which the manifest is a link to a MemoryFile.
+class ManifestDir {
+public:
+    explicit ManifestDir(const MemoryFile& file) {
+        std::string path = "/tmp/cudackpt-fuzz-XXXXXX";
+        CHECK(::mkdtemp(path.data()) != nullptr);
+        fd_ = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        CHECK(fd_ >= 0 && ::symlinkat(file.path().c_str(), fd_, kManifestName) == 0);
+        path_ = path;
+    }
+    ManifestDir(const ManifestDir&) = delete;
+    ManifestDir& operator=(const ManifestDir&) = delete;
+    ~ManifestDir() {
+        ::unlinkat(fd_, kManifestName, 0);
+        ::rmdir(path_.c_str());
+    }
+    int fd() const { return fd_; }
+
+private:
+    std::string path_;
+    int fd_ = -1;
+};
+
+template <class Body>
+void only_error(const Body& body) {
+    try {
+        body();
+    } catch (const Error& e) {
+        CHECK(e.code() == Errc::corrupt_data || e.code() == Errc::unsupported);
+    }
+}
+
+void use_image(const ImageReader& reader) {
+    std::vector<std::byte> plain;
+    std::uint64_t total = 0;
+    std::uint64_t end = 0;
+    for (std::uint64_t i = 0; i < reader.chunk_count() && total < kMaxPlain; ++i) {
+        const ChunkInfo chunk = reader.chunk(i);
+        CHECK(chunk.address >= end && chunk.plain_size <= reader.info().chunk_size);
+        CHECK(chunk.offset + chunk.stored_size <= reader.file_size());
+        end = chunk.address + chunk.plain_size;
+        total += chunk.plain_size;
+        plain.resize(chunk.plain_size);
+        only_error([&] {
+            reader.read_chunk(i, plain);
+            CHECK(hash128(plain) == chunk.hash);
+        });
+    }
+    if (total < kMaxPlain)
+        only_error([&] { reader.verify(1); });
+}
+
+/// Makes the checksums of a mutated file right, where the file is whole enough to have them.
+class Repair {
+public:
+    explicit Repair(MutBytes file) : file_(file) {}
+
+    void manifest() {
+        if (file_.size() >= 32)
+            put(file_.size() - 16, hash128(Bytes(file_).first(file_.size() - 16)));
+    }
+    void image(bool layout) {
+        if (file_.size() < format::kHeaderSize + format::kTrailerSize)
+            return;
+        const std::size_t trailer = file_.size() - format::kTrailerSize;
+        put(240, hash128(Bytes(file_).first(240)));
+        const auto index_size = get(trailer + 40) * format::kIndexEntrySize;
+        if (layout) {
+            put(trailer + 80, std::uint64_t{file_.size()});
+            put(trailer + 32, trailer - index_size);
+            put(trailer, trailer - index_size - get(trailer + 8));
+        }
+        chunks(get(trailer + 32), get(trailer + 40));
+        hash_run(trailer + 16, get(trailer), get(trailer + 8));
+        hash_run(trailer + 48, get(trailer + 32), index_size);
+        put(trailer + 64, hash128(Bytes(file_).first(240)));
+        put(trailer + 112, hash128(Bytes(file_).subspan(trailer, 112)));
+    }
+
+private:
+    bool has(std::uint64_t offset, std::uint64_t size) const {
+        return offset <= file_.size() && size <= file_.size() - offset;
+    }
+    std::uint64_t get(std::size_t offset) const {
+        std::uint64_t value;
+        std::memcpy(&value, &file_[offset], sizeof value);
+        return value;
+    }
+    template <class T>
+    void put(std::size_t offset, const T& value) {
+        std::memcpy(&file_[offset], &value, sizeof value);
+    }
+    void hash_run(std::size_t to, std::uint64_t offset, std::uint64_t size) {
+        if (has(offset, size))
+            put(to, hash128(Bytes(file_).subspan(offset, size)));
+    }
+    // Hashes of stored bytes: of lz4 chunks so that they reach the decoder, of raw ones whole.
+    void chunks(std::uint64_t index_offset, std::uint64_t count) {
+        if (count > file_.size() || !has(index_offset, count * format::kIndexEntrySize))
+            return;
+        for (std::uint64_t i = 0; i < count; ++i) {
+            const std::size_t entry = index_offset + i * format::kIndexEntrySize;
+            const std::uint64_t offset = get(entry + 16);
+            const std::uint64_t size = get(entry + 32) & 0xffffffff;
+            if (!has(offset, size))
+                continue;
+            const Bytes stored = Bytes(file_).subspan(offset, size);
+            if (file_[entry + 36] == std::byte{1})
+                put(entry + 24, hash64(stored));
+            if (file_[entry + 36] == std::byte{2})
+                put(entry, hash128(stored));
+        }
+    }
+    MutBytes file_;
+};
+
+bool is_manifest(Bytes file) {
+    return file.size() > 6 && std::memcmp(file.data() + 5, "MF", 2) == 0;
+}
+
+} // namespace
+
+extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t* data, std::size_t size,
+                                               std::size_t max, unsigned seed) {
+    std::minstd_rand random(seed);
+    const std::size_t header = std::min(size, format::kHeaderSize);
+    // The numbers stand at the two ends: mutate only those of most images, in place.
+    switch (random() % 4) {
+    case 0: size = LLVMFuzzerMutate(data, size, max); break;
+    case 1: LLVMFuzzerMutate(data, header, header); break;
+    default: {
+        const std::size_t tail = std::min<std::size_t>(size, 1024);
+        LLVMFuzzerMutate(data + size - tail, tail, tail);
+    }
+    }
+    const MutBytes file(reinterpret_cast<std::byte*>(data), size);
+    if (random() % 16 != 0) {
+        if (is_manifest(file))
+            Repair(file).manifest();
+        else
+            Repair(file).image(random() % 2 == 0);
+    }
+    return size;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+    static const MemoryFile file;
+    static const ManifestDir dir(file);
+    const Bytes bytes(reinterpret_cast<const std::byte*>(data), size);
+    file.set(bytes);
+    if (is_manifest(bytes))
+        only_error([&] { read_manifest(dir.fd()); });
+    else
+        only_error([&] { use_image(ImageReader::open(AT_FDCWD, file.path())); });
+    return 0;
+}

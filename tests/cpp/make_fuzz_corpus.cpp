@@ -1,0 +1,47 @@
+// make_fuzz_corpus DIR: small images and manifests of every kind, for the fuzzer to start from.
+#include "check.hpp"
+#include "sample.hpp"
+
+#include "core/image_writer.hpp"
+#include "core/manifest.hpp"
+
+using namespace cudackpt;
+
+namespace {
+
+void make_images(int dir_fd) {
+    sample::Memory none;
+    sample::Memory zero;
+    zero.map(0x10000, sample::Buffer(8192));
+    sample::Memory packed;
+    packed.map(0x10000, sample::pattern_bytes(8192));
+    packed.map(0x20000, sample::pattern_bytes(4096));
+    sample::Memory raw;
+    raw.map(0x10000, sample::random_bytes(4096, 1));
+    sample::Memory mixture;
+    sample::map_mixture(mixture);
+    int number = 0;
+    for (sample::Memory* memory : {&none, &zero, &packed, &raw, &mixture})
+        for (const std::uint32_t chunk_size : {4096U, 16384U})
+            for (const std::uint32_t alignment : {1U, 64U})
+                write_image(dir_fd, "image-" + std::to_string(number++),
+                            info_of(*memory, chunk_size), *memory, {.alignment = alignment});
+}
+
+void make_manifest(int dir_fd) {
+    write_manifest(dir_fd, {.checkpoint_id = sample::id_of(1),
+                            .driver_version = "580.95.05",
+                            .gpus = {{.uuid = sample::id_of(2), .name = "GPU"}},
+                            .tasks = {{.pid = 7, .externalized = true, .digest = sample::id_of(3)},
+                                      {.pid = 9}}});
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    CHECK(argc == 2);
+    const int dir_fd = ::open(argv[1], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    CHECK(dir_fd >= 0);
+    make_images(dir_fd);
+    make_manifest(dir_fd);
+}
