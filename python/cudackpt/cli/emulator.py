@@ -21,16 +21,14 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class _Size(click.ParamType):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE)
-        if match is None:
-            self.fail(f"{value!r} is not a size such as 512M or 16GiB", param, ctx)
-        return int(match[1]) * _UNITS[match[2].upper()]
+def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Turn 512M or 16GiB into bytes."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", value, re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is not a size such as 512M or 16GiB", ctx, param)
+    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def _machine_options(command: Command) -> Command:
@@ -38,7 +36,9 @@ def _machine_options(command: Command) -> Command:
     for option in reversed(
         [
             click.option("--gpus", type=click.IntRange(0, 16), help="How many; default 1."),
-            click.option("--memory", type=_Size(), help="Of each GPU; default 16GiB."),
+            click.option(
+                "--memory", metavar="SIZE", callback=_parse_size, help="Of each GPU; default 16GiB."
+            ),
             click.option("--uuid", multiple=True, help="Of the first GPU, the second, ..."),
             click.option("--driver", metavar="VERSION", help="Default 580.95.05."),
             click.option("--name", help='Default "cudackpt emulated GPU".'),
