@@ -45,6 +45,8 @@ public:
     Driver& operator=(const Driver&) = delete;
     virtual ~Driver() = default;
 
+    /// Whether the GPUs are emulated: figures made with them say nothing of real ones.
+    virtual bool is_emulator() = 0;
     /// cuDriverGetVersion: 1000 * major + 10 * minor.
     virtual std::uint32_t api_version() = 0;
     /// nvmlSystemGetDriverVersion; empty if this machine has no NVML.

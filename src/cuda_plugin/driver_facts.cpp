@@ -39,15 +39,8 @@ std::vector<GpuInfo> DriverFacts::gpu_infos() const {
     return infos;
 }
 
-std::string DriverFacts::backend() const {
-    const bool emulated = gpus && std::ranges::any_of(*gpus, [](const GpuStatus& gpu) {
-                              return gpu.info.name.find("emulated") != std::string::npos;
-                          });
-    return emulated ? "emulator" : "driver";
-}
-
 DriverFacts read_driver_facts(Driver& driver) {
-    return {driver.api_version(), driver.version_text(), driver.gpus()};
+    return {driver.is_emulator(), driver.api_version(), driver.version_text(), driver.gpus()};
 }
 
 std::vector<GpuMove> require_restorable(const Manifest& manifest, std::uint64_t staged_bytes,

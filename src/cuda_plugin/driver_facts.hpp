@@ -12,14 +12,15 @@
 namespace cudackpt {
 
 struct DriverFacts {
+    bool is_emulator = false;
     std::uint32_t api_version = 0;
     std::string version;                       ///< empty: no NVML
     std::optional<std::vector<GpuStatus>> gpus; ///< nullopt: no NVML
 
     /// Without what is in use now.
     std::vector<GpuInfo> gpu_infos() const;
-    /// "emulator" if a GPU says that it is emulated, else "driver".
-    std::string backend() const;
+    /// "emulator" or "driver"
+    const char* backend() const noexcept { return is_emulator ? "emulator" : "driver"; }
 };
 
 /// Throws Error, DriverError: there is no usable driver.

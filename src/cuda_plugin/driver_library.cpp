@@ -11,6 +11,9 @@
 namespace cudackpt {
 namespace {
 
+// Exported by our driver emulator and by no driver.
+constexpr const char* kEmulatorMark = "cudackpt_driver_emulator";
+
 template <class Function>
 void resolve(void* library, const std::string& name, const char* symbol, Function& out) {
     out = reinterpret_cast<Function>(::dlsym(library, symbol));
@@ -39,6 +42,7 @@ DriverLibrary::DriverLibrary(const std::string& cuda, const std::string& nvml) :
 #define CUDACKPT_RESOLVE(member, symbol, params) resolve(library, cuda, #symbol, api_.member);
     CUDACKPT_DRIVER_SYMBOLS(CUDACKPT_RESOLVE)
 #undef CUDACKPT_RESOLVE
+    is_emulator_ = ::dlsym(library, kEmulatorMark) != nullptr;
 }
 
 std::uint32_t DriverLibrary::api_version() {

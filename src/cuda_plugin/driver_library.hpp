@@ -27,6 +27,7 @@ public:
     /// A missing `nvml` is an answer, not an error: gpus() is nullopt then.
     DriverLibrary(const std::string& cuda, const std::string& nvml);
 
+    bool is_emulator() override { return is_emulator_; }
     std::uint32_t api_version() override;
     std::string version_text() override;
     std::optional<std::vector<GpuStatus>> gpus() override;
@@ -47,6 +48,7 @@ private:
 
     Api api_;
     std::string nvml_;
+    bool is_emulator_ = false;
     bool initialized_ = false;
 };
 

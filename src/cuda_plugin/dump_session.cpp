@@ -72,7 +72,7 @@ private:
 } // namespace
 
 std::string inventory_id_name(const Id& checkpoint_id) {
-    std::string text = std::string(kInventoryName) + ":";
+    std::string text = "checkpoint-";
     char byte[3];
     for (const std::byte b : checkpoint_id) {
         std::snprintf(byte, sizeof(byte), "%02x", std::to_integer<unsigned>(b));

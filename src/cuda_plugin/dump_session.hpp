@@ -59,7 +59,8 @@ private:
 inline constexpr const char* kInventoryName = "cudackpt";
 /// The name of one that the stock CUDA plugin can restore too.
 inline constexpr const char* kStockInventoryName = "cuda_plugin";
-/// Ties CRIU's images to one manifest: "cudackpt:<checkpoint id in hex>".
+/// Ties CRIU's images to one manifest: "checkpoint-<checkpoint id in hex>". None of the three may
+/// begin with another: CRIU compares only as many bytes as it is asked for.
 std::string inventory_id_name(const Id& checkpoint_id);
 
 } // namespace cudackpt

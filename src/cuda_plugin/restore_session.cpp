@@ -19,7 +19,7 @@ namespace cudackpt {
 namespace {
 
 // No inventory names this; an image from before CRIU recorded plugins answers yes to anything.
-constexpr const char* kNobody = "cudackpt:nobody";
+constexpr const char* kNobody = "no-such-plugin";
 
 UniqueFd duplicate(int fd) {
     UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
@@ -106,7 +106,9 @@ void RestoreSession::check_machine() {
     statistics_.driver_api_version = facts.api_version;
     statistics_.driver_version = facts.version;
     statistics_.gpus = facts.gpu_infos();
-    host::info("backend: " + statistics_.backend);
+    host::info("backend: " + statistics_.backend + ", CUDA "
+               + std::to_string(facts.api_version / 1000) + "."
+               + std::to_string(facts.api_version % 1000 / 10));
     if (!manifest_)
         return;
     std::uint64_t staged = 0;

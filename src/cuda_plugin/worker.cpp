@@ -15,6 +15,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <utility>
 
 namespace cudackpt {
 namespace {
@@ -28,12 +29,14 @@ using worker_protocol::Status;
 constexpr std::uint32_t kQuickTimeoutMs = 20'000;
 // How long an unlock or a lock's own timeout may be late before the call counts as hung.
 constexpr std::uint32_t kGraceMs = 10'000;
+// It leaves by _exit: a moment is enough, or it is stuck.
+constexpr int kQuitMs = 200;
+constexpr int kKillMs = 2'000;
 // How often the watched thread is looked at while a call is under way.
 constexpr int kWatchIntervalMs = 10;
 
-/// fork() without SIGCHLD: criu's handlers must not see the worker's end. The kernel is told
-/// where the C library keeps the thread's id, as fork() does, or the child would think it had
-/// its parent's.
+/// fork() without SIGCHLD. The kernel is told where the C library keeps the thread's id, as fork()
+/// does, or the child would think it had its parent's.
 pid_t fork_silently() {
     int* tid_address = nullptr;
     if (::prctl(PR_GET_TID_ADDRESS, &tid_address) != 0)
@@ -43,6 +46,30 @@ pid_t fork_silently() {
     if (child < 0)
         throw io_error("cannot clone the driver worker", errno);
     return static_cast<pid_t>(child);
+}
+
+/// Run `body`, which never returns, in a process that is nobody's child here: criu waits for any
+/// child when a dump ends, and takes one that it does not know for a bug.
+template <class Body>
+void fork_orphan(Body&& body) {
+    const pid_t middle = fork_silently();
+    if (middle == 0) {
+        int status = 0;
+        try {
+            if (fork_silently() == 0)
+                std::forward<Body>(body)();
+        } catch (...) {
+            status = 1;
+        }
+        ::_exit(status);
+    }
+    int status = 0;
+    pid_t got = 0;
+    do
+        got = ::waitpid(middle, &status, __WCLONE);
+    while (got < 0 && errno == EINTR);
+    if (got != middle || !WIFEXITED(status) || WEXITSTATUS(status) != 0)
+        throw Error(Errc::io, "cannot clone the driver worker");
 }
 
 /// Why a call under way will never be answered; empty while it may.
@@ -72,60 +99,73 @@ void Worker::start() {
         throw io_error("cannot make a socket pair for the driver worker", errno);
     UniqueFd ours(ends[0]);
     UniqueFd theirs(ends[1]);
-    const pid_t child = fork_silently();
-    if (child == 0) {
+    fork_orphan([&] {
         ours.reset();
         run_worker(config_, *table_, image_dir_, theirs.get());
-    }
-    pid_ = child;
+    });
+    theirs.reset();
+    // Its first word is its pid. It lives until its socket closes, so the pid is still its own.
+    pid_t pid = 0;
+    ssize_t got = 0;
+    do
+        got = ::recv(ours.get(), &pid, sizeof(pid), 0);
+    while (got < 0 && errno == EINTR);
+    if (got != static_cast<ssize_t>(sizeof(pid)))
+        throw Error(Errc::io, "the driver worker did not start");
+    UniqueFd process(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+    if (!process)
+        throw io_error("pidfd_open of the driver worker", errno);
+    process_ = std::move(process);
     socket_ = std::move(ours);
     initialize_id_ = 0;
 }
 
+bool Worker::wait_for_end(int timeout_ms) noexcept {
+    const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
+    for (;;) {
+        pollfd poll{.fd = process_.get(), .events = POLLIN, .revents = 0};
+        const auto left =
+            std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+        if (::poll(&poll, 1, static_cast<int>(std::clamp<long long>(left, 0, timeout_ms))) > 0)
+            return true;
+        if (left <= 0)
+            return false;
+    }
+}
+
 void Worker::kill() noexcept {
     socket_.reset();
-    if (pid_ == 0)
+    if (!process_)
         return;
-    ::kill(pid_, SIGKILL);
+    ::syscall(SYS_pidfd_send_signal, process_.get(), SIGKILL, nullptr, 0);
     // Not for ever: a thread stuck in the kernel driver does not die of SIGKILL either.
-    for (int i = 0; i < 200; ++i) {
-        if (::waitpid(pid_, nullptr, __WCLONE | WNOHANG) != 0)
-            break;
-        ::poll(nullptr, 0, kWatchIntervalMs);
-    }
-    pid_ = 0;
+    wait_for_end(kKillMs);
+    process_.reset();
 }
 
 void Worker::stop() noexcept {
-    if (pid_ == 0)
+    if (!process_)
         return;
     Request request;
     request.op = Op::quit;
-    if (::send(socket_.get(), &request, sizeof(request), MSG_NOSIGNAL) < 0) {
+    if (::send(socket_.get(), &request, sizeof(request), MSG_NOSIGNAL) < 0
+        || !wait_for_end(kQuitMs)) {
         kill();
         return;
     }
-    // It leaves by _exit: give it a moment, then insist.
-    for (int i = 0; i < 100; ++i) {
-        if (::waitpid(pid_, nullptr, __WCLONE | WNOHANG) != 0) {
-            pid_ = 0;
-            socket_.reset();
-            return;
-        }
-        ::poll(nullptr, 0, 1);
-    }
-    kill();
+    socket_.reset();
+    process_.reset();
 }
 
 void Worker::leave() {
-    if (pid_ == 0)
+    if (!process_)
         start();
     socket_.reset();
-    pid_ = 0;
+    process_.reset();
 }
 
 void Worker::send(Request& request) {
-    if (pid_ == 0)
+    if (!process_)
         start();
     request.id = ++last_id_;
     if (::send(socket_.get(), &request, sizeof(request), MSG_NOSIGNAL) < 0) {
@@ -185,6 +225,10 @@ Reply Worker::call(Op op, const char* name, int pid, std::uint32_t timeout_ms) {
     request.op = op;
     request.pid = pid;
     return call(request, name, timeout_ms);
+}
+
+bool Worker::is_emulator() {
+    return call(Op::is_emulator, "loading the driver", 0, kQuickTimeoutMs).value != 0;
 }
 
 std::uint32_t Worker::api_version() {

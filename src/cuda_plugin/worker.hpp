@@ -31,6 +31,7 @@ public:
     /// As if this process had died: whoever knows that all is well says so by stop().
     ~Worker() override = default;
 
+    bool is_emulator() override;
     std::uint32_t api_version() override;
     std::string version_text() override;
     std::optional<std::vector<GpuStatus>> gpus() override;
@@ -60,6 +61,7 @@ private:
 
     void start();
     void kill() noexcept;
+    bool wait_for_end(int timeout_ms) noexcept;
     void send(worker_protocol::Request& request);
     worker_protocol::Reply receive(std::uint64_t id, const char* call, int pid,
                                    std::uint32_t timeout_ms);
@@ -71,7 +73,7 @@ private:
     const Config& config_;
     SharedTaskTable& table_;
     int image_dir_;
-    pid_t pid_ = 0;
+    UniqueFd process_; ///< pidfd of the worker; none: there is no worker
     UniqueFd socket_;
     std::uint64_t last_id_ = 0;
     std::uint64_t initialize_id_ = 0; ///< sent and not collected; 0: none

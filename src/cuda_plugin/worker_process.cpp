@@ -86,6 +86,7 @@ void answer_gpus(Driver& driver, Reply& reply) {
 
 void answer(Driver& driver, const Request& request, Reply& reply) {
     switch (request.op) {
+    case Op::is_emulator: reply.value = driver.is_emulator() ? 1 : 0; return;
     case Op::api_version: reply.value = driver.api_version(); return;
     case Op::version_text: copy_text(reply.text, sizeof(reply.text), driver.version_text()); return;
     case Op::gpus: answer_gpus(driver, reply); return;
@@ -224,6 +225,9 @@ void run_worker(const Config& config, TaskTable& table, int image_dir, int socke
     try {
         shed_criu(socket, image_dir);
         LazyDriver driver(config);
+        const pid_t pid = ::getpid();
+        if (::send(socket, &pid, sizeof(pid), MSG_NOSIGNAL) < 0)
+            ::_exit(1);
         if (!serve(driver, socket)) {
             if (table.on_orphaned == OnOrphaned::kill)
                 kill_all(table);

@@ -6,7 +6,7 @@
 
 namespace cudackpt {
 
-/// Serve requests on `socket` until it is told to quit, or until the other end is gone: then wait
+/// Send this process's pid on `socket`, then serve requests on it until it is told to quit, or until the other end is gone: then wait
 /// until each unsettled task of `table` has died or is no longer traced, and undo or kill as the
 /// table says, leaving an account in the file cudackpt-undo.log of `image_dir`. Never returns.
 [[noreturn]] void run_worker(const Config& config, TaskTable& table, int image_dir, int socket);

@@ -9,6 +9,7 @@
 namespace cudackpt::worker_protocol {
 
 enum class Op : std::uint32_t {
+    is_emulator,
     api_version,
     version_text,
     gpus,

@@ -22,7 +22,7 @@ Manifest manifest(std::vector<GpuInfo> gpus) {
 }
 
 DriverFacts machine(const std::vector<GpuInfo>& gpus, std::uint64_t free_size = 1000) {
-    DriverFacts facts{13000, "580.1", std::vector<GpuStatus>{}};
+    DriverFacts facts{false, 13000, "580.1", std::vector<GpuStatus>{}};
     for (const GpuInfo& info : gpus)
         facts.gpus->push_back({info, free_size});
     return facts;
@@ -61,14 +61,16 @@ void what_cannot_be_restored_is_refused() {
 }
 
 void what_nvml_does_not_say_is_not_checked() {
-    DriverFacts blind{13000, "", std::nullopt};
+    DriverFacts blind{false, 13000, "", std::nullopt};
     CHECK(require_restorable(manifest({gpu(1)}), 1 << 30, blind).empty());
     CHECK(require_restorable(manifest({}), 1 << 30, machine({gpu(1)})).empty());
 }
 
 void the_emulator_is_called_by_its_name() {
-    CHECK(machine({gpu(1)}).backend() == "driver");
-    CHECK(machine({gpu(1, "cudackpt emulated GPU")}).backend() == "emulator");
+    DriverFacts facts = machine({gpu(1)});
+    CHECK(std::string(facts.backend()) == "driver");
+    facts.is_emulator = true;
+    CHECK(std::string(facts.backend()) == "emulator");
 }
 
 } // namespace
