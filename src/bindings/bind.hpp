@@ -1,0 +1,14 @@
+/// The parts of cudackpt._core; each binds one noun and holds no logic of its own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace cudackpt::bindings {
+
+void bind_errors(pybind11::module_& m);
+void bind_codec(pybind11::module_& m);
+void bind_info(pybind11::module_& m);
+void bind_image(pybind11::module_& m);
+void bind_manifest(pybind11::module_& m);
+
+} // namespace cudackpt::bindings

@@ -1,0 +1,48 @@
+#include "bindings/bind.hpp"
+#include "core/error.hpp"
+
+#include <exception>
+
+namespace py = pybind11;
+
+namespace cudackpt::bindings {
+
+/// The single place where a core error becomes a Python exception.
+void bind_errors(py::module_& m) {
+    struct Types {
+        py::object corrupt;
+        py::object unsupported;
+    };
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Types> types;
+    types.call_once_and_store_result([&] {
+        const auto make = [&](const char* name, PyObject* base, const char* doc) {
+            const auto full = "cudackpt._core." + std::string(name);
+            auto type = py::reinterpret_steal<py::object>(
+                PyErr_NewExceptionWithDoc(full.c_str(), doc, base, nullptr));
+            if (!type)
+                throw py::error_already_set();
+            m.attr(name) = type;
+            return type;
+        };
+        return Types{make("CorruptDataError", PyExc_ValueError,
+                          "Stored bytes fail a checksum, a bound or a decoder."),
+                     make("UnsupportedDataError", PyExc_NotImplementedError,
+                          "Well formed, but needs a feature that this build does not have.")};
+    });
+
+    py::register_exception_translator([](std::exception_ptr p) {
+        try {
+            if (p)
+                std::rethrow_exception(p);
+        } catch (const Error& e) {
+            switch (e.code()) {
+            case Errc::bad_argument: return py::set_error(PyExc_ValueError, e.what());
+            case Errc::corrupt_data: return py::set_error(types.get_stored().corrupt, e.what());
+            case Errc::unsupported: return py::set_error(types.get_stored().unsupported, e.what());
+            case Errc::io: return py::set_error(PyExc_OSError, e.what());
+            }
+        }
+    });
+}
+
+} // namespace cudackpt::bindings

@@ -1,0 +1,81 @@
+#include "bindings/bind.hpp"
+#include "bindings/convert.hpp"
+#include "core/file.hpp"
+#include "core/manifest.hpp"
+
+#include <pybind11/operators.h>
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <fcntl.h>
+
+#include <cerrno>
+#include <filesystem>
+
+namespace py = pybind11;
+
+namespace cudackpt::bindings {
+namespace {
+
+UniqueFd open_dir(const std::filesystem::path& path) {
+    UniqueFd dir(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (dir.get() < 0)
+        throw io_error(path.string(), errno);
+    return dir;
+}
+
+} // namespace
+
+void bind_manifest(py::module_& m) {
+    m.attr("MANIFEST_NAME") = kManifestName;
+    m.def("image_name", &image_name, py::arg("pid"), "The file name of the image of task `pid`.");
+
+    const py::bytes no_id(std::string(sizeof(Id), '\0'));
+    py::class_<ManifestTask>(m, "ManifestTask", "One CUDA task of the tree.")
+        .def(py::init([](std::uint32_t pid, bool externalized, const py::bytes& digest,
+                         ProcessState state_before) {
+                 return ManifestTask{pid, externalized, to_id(digest), state_before};
+             }),
+             py::kw_only(), py::arg("pid"), py::arg("externalized") = false,
+             py::arg("digest") = no_id, py::arg("state_before") = ProcessState::running)
+        .def_readonly("pid", &ManifestTask::pid)
+        .def_readonly("externalized", &ManifestTask::externalized, "an image holds its memory")
+        .def_property_readonly("digest",
+                               [](const ManifestTask& self) { return to_python(self.digest); })
+        .def_readonly("state_before", &ManifestTask::state_before)
+        .def(py::self == py::self);
+
+    py::class_<Manifest>(m, "Manifest", "Which images belong to a checkpoint.")
+        .def(py::init([](const py::bytes& checkpoint_id, std::uint32_t driver_api_version,
+                         const py::str& driver_version, std::vector<GpuInfo> gpus,
+                         std::vector<ManifestTask> tasks) {
+                 return Manifest{to_id(checkpoint_id), driver_api_version, to_text(driver_version),
+                                 std::move(gpus), std::move(tasks)};
+             }),
+             py::kw_only(), py::arg("checkpoint_id"), py::arg("driver_api_version") = 0,
+             py::arg("driver_version") = "", py::arg("gpus") = std::vector<GpuInfo>{},
+             py::arg("tasks") = std::vector<ManifestTask>{})
+        .def_property_readonly("checkpoint_id",
+                               [](const Manifest& self) { return to_python(self.checkpoint_id); })
+        .def_readonly("driver_api_version", &Manifest::driver_api_version)
+        .def_property_readonly("driver_version",
+                               [](const Manifest& self) { return to_python(self.driver_version); })
+        .def_readonly("gpus", &Manifest::gpus)
+        .def_readonly("tasks", &Manifest::tasks)
+        .def(py::self == py::self);
+
+    m.def("read_manifest",
+          [](const std::filesystem::path& dir) { return read_manifest(open_dir(dir).get()); },
+          py::arg("dir"),
+          "The manifest in a directory.\n"
+          "Raises OSError (also if there is none), CorruptDataError, UnsupportedDataError.");
+    m.def("write_manifest",
+          [](const std::filesystem::path& dir, const Manifest& manifest) {
+              write_manifest(open_dir(dir).get(), manifest);
+          },
+          py::arg("dir"), py::arg("manifest"),
+          "Write it, replacing an older one in a single durable step.\n"
+          "Raises OSError, ValueError if it breaks a limit of docs/format.md.");
+}
+
+} // namespace cudackpt::bindings

@@ -1,0 +1,11 @@
+#include "bindings/bind.hpp"
+
+PYBIND11_MODULE(_core, m) {
+    using namespace cudackpt::bindings;
+    m.doc() = "Checkpoint images in C++. Buffers are not copied; long calls release the GIL.";
+    bind_errors(m);
+    bind_codec(m);
+    bind_info(m);
+    bind_image(m);
+    bind_manifest(m);
+}
