@@ -4,6 +4,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <limits>
 #include <sstream>
@@ -81,6 +83,20 @@ void set(Config& config, const std::string& path, std::string_view key, const to
     }
 }
 
+/// `value` as an option has it, without quotes: a number or a word.
+void set_from_text(Config& config, const std::string& key, const std::string& value) {
+    const std::string where = "--plugin-option=cuda_plugin." + key;
+    std::int64_t parsed = 0;
+    const char* end = value.data() + value.size();
+    const auto [at, error] = std::from_chars(value.data(), end, parsed);
+    if (error == std::errc{} && at == end)
+        set(config, where, key, toml::value<std::int64_t>(parsed));
+    else if (value == "true" || value == "false")
+        set(config, where, key, toml::value<bool>(value == "true"));
+    else
+        set(config, where, key, toml::value<std::string>(value));
+}
+
 } // namespace
 
 Config read_config(const std::string& path) {
@@ -101,13 +117,21 @@ Config read_config(const std::string& path) {
     return config;
 }
 
-Config find_config() {
-    if (const char* path = std::getenv("CUDACKPT_CONFIG"); path != nullptr && *path != '\0')
-        return read_config(path);
-    if (::access(kDefaultPath, F_OK) == 0)
-        return read_config(kDefaultPath);
+Config find_config(const PluginOptions& options) {
     Config config;
-    config.source = "defaults";
+    const auto named = std::ranges::find(options, "config", &PluginOptions::value_type::first);
+    const char* environment = std::getenv("CUDACKPT_CONFIG");
+    if (named != options.end())
+        config = read_config(named->second);
+    else if (environment != nullptr && *environment != '\0')
+        config = read_config(environment);
+    else if (::access(kDefaultPath, F_OK) == 0)
+        config = read_config(kDefaultPath);
+    else
+        config.source = "defaults";
+    for (const auto& [key, value] : options)
+        if (key != "config")
+            set_from_text(config, key, value);
     return config;
 }
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace cudackpt {
 
@@ -22,8 +24,12 @@ struct Config {
 /// unknown key or a value out of range; what() names the file, the key and the value.
 Config read_config(const std::string& path);
 
-/// The file named by the environment's CUDACKPT_CONFIG, else /etc/cudackpt/config.toml if it
-/// exists, else the defaults. Throws as read_config.
-Config find_config();
+/// Name and value of an option that criu was given for this plugin.
+using PluginOptions = std::vector<std::pair<std::string, std::string>>;
+
+/// The file that the option `config` names, else the environment's CUDACKPT_CONFIG, else
+/// /etc/cudackpt/config.toml if it exists, else the defaults; other options are keys of the file
+/// and win over it. Throws as read_config.
+Config find_config(const PluginOptions& options);
 
 } // namespace cudackpt

@@ -46,11 +46,11 @@ int init(int stage) {
             host::info("nothing to do in a pre-dump: the driver stages GPU memory anew each time");
             break;
         case criu::Stage::dump:
-            dump = std::make_unique<DumpSession>(find_config());
+            dump = std::make_unique<DumpSession>(find_config(host::plugin_options()));
             host::use_interrupt_only_mode();
             break;
         case criu::Stage::restore:
-            restore = std::make_unique<RestoreSession>(find_config());
+            restore = std::make_unique<RestoreSession>(find_config(host::plugin_options()));
             if (!restore->prepare()) {
                 restore->finish(true);
                 restore.reset();

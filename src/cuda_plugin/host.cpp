@@ -15,6 +15,7 @@ __attribute__((weak)) int criu_get_image_dir(void);
 __attribute__((weak)) int add_inventory_plugin(const char* name);
 __attribute__((weak)) bool check_and_remove_inventory_plugin(const char* name, std::size_t size);
 __attribute__((weak)) void set_compel_interrupt_only_mode(void);
+__attribute__((weak)) int criu_plugin_get_options(int* argc, char*** argv); // since 4.3
 }
 
 namespace cudackpt::host {
@@ -70,6 +71,32 @@ criu::FinalState final_state() {
     case static_cast<int>(criu::FinalState::stopped): return criu::FinalState::stopped;
     default: return criu::FinalState::alive;
     }
+}
+
+std::vector<std::pair<std::string, std::string>> plugin_options() {
+    std::vector<std::pair<std::string, std::string>> options;
+    if (criu_plugin_get_options == nullptr)
+        return options;
+    int count = 0;
+    char** words = nullptr; // criu's; words[0] is no option
+    if (const int result = criu_plugin_get_options(&count, &words); result < 0)
+        throw io_error("cannot read criu's --plugin-option", -result);
+    // Every plugin is handed every option, as "--PLUGIN.NAME=VALUE" or in two words.
+    const std::string ours = "--cuda_plugin.";
+    for (int i = 1; i < count; ++i) {
+        const std::string word = words[i];
+        if (!word.starts_with(ours))
+            continue;
+        const std::size_t equals = word.find('=');
+        const std::string name = word.substr(ours.size(), equals - ours.size());
+        if (equals != std::string::npos)
+            options.emplace_back(name, word.substr(equals + 1));
+        else if (i + 1 < count && !std::string(words[i + 1]).starts_with("--"))
+            options.emplace_back(name, words[++i]);
+        else
+            options.emplace_back(name, "");
+    }
+    return options;
 }
 
 } // namespace cudackpt::host

@@ -5,6 +5,8 @@
 #include "cuda_plugin/criu_abi.hpp"
 
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace cudackpt::host {
 
@@ -35,6 +37,10 @@ bool take_inventory_plugin(const std::string& name);
 /// What criu will do with the tasks when the dump has succeeded. A value that this build does
 /// not know is read as `alive`: undoing too much costs time, undoing too little costs the job.
 criu::FinalState final_state();
+
+/// What was given as --plugin-option=cuda_plugin.NAME=VALUE, in that order; CRIU >= 4.3, empty
+/// before. Throws Error: io.
+std::vector<std::pair<std::string, std::string>> plugin_options();
 
 
 } // namespace cudackpt::host

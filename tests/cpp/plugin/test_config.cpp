@@ -53,10 +53,21 @@ void bad_values_are_named() {
 void a_file_that_was_named_must_be_there() {
     CHECK_THROWS(Errc::io, read_config("/nonexistent/config.toml"));
     ::setenv("CUDACKPT_CONFIG", "/nonexistent/config.toml", 1);
-    CHECK_THROWS(Errc::io, find_config());
+    CHECK_THROWS(Errc::io, find_config({}));
     read("threads = 7");
     ::setenv("CUDACKPT_CONFIG", path.c_str(), 1);
-    CHECK(find_config().threads == 7);
+    CHECK(find_config({}).threads == 7);
+}
+
+void options_of_criu_win_over_the_file() {
+    ::unsetenv("CUDACKPT_CONFIG");
+    read("threads = 7\nlock_timeout_ms = 9");
+    const Config config =
+        find_config({{"config", path}, {"threads", "3"}, {"externalize", "off"}});
+    CHECK(config.threads == 3 && !config.externalize && config.lock_timeout_ms == 9);
+    CHECK_THROWS(Errc::bad_argument, find_config({{"threads", "many"}}));
+    CHECK_THROWS(Errc::bad_argument, find_config({{"thread", "3"}}));
+    CHECK_THROWS(Errc::io, find_config({{"config", "/nonexistent"}}));
 }
 
 } // namespace
@@ -69,5 +80,6 @@ int main() {
     an_empty_file_is_the_defaults();
     bad_values_are_named();
     a_file_that_was_named_must_be_there();
+    options_of_criu_win_over_the_file();
     ::unlink(name);
 }
