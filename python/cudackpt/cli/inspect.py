@@ -1,0 +1,120 @@
+"""`cudackpt inspect DIR`: say what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
+
+from cudackpt.criu.statistics import EMULATOR
+from cudackpt.image.inspection import (
+    ImageView,
+    Inspection,
+    ProcessView,
+    RegionView,
+    inspect_directory,
+)
+
+_REGIONS_SHOWN = 8  # of a task; --json has them all
+
+
+@click.command("inspect")
+@click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def command(directory: Path, as_json: bool) -> None:
+    """Say what the checkpoint in DIRECTORY holds: processes, GPU memory, sizes and times.
+
+    GPU memory itself is not read; `cudackpt verify` does that.
+    """
+    found = inspect_directory(directory)
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+        return
+    console = Console()
+    console.print(_summary(found))
+    console.print(_process_tree(found.processes))
+
+
+def _summary(found: Inspection) -> Table:
+    table = Table(title=escape(found.directory), show_header=False, title_justify="left")
+    gpu_bytes = sum(image.plain_bytes for image in _images(found))
+    rows = [
+        ("Checkpoint", found.checkpoint_id or "no GPU state saved by cudackpt"),
+        ("Processes", str(len(found.processes))),
+    ]
+    if found.backend == EMULATOR:
+        rows.append(("Backend", "emulator: no real GPU"))
+    elif found.backend is not None:
+        rows.append(("Backend", found.backend))
+    if found.checkpoint_id is not None:
+        rows.append(("Driver", _driver_text(found)))
+        rows += [("GPU", f"{gpu.name}, {_mib(gpu.memory_bytes)}, {gpu.uuid}") for gpu in found.gpus]
+        rows.append(("GPU memory", f"{_mib(gpu_bytes)} in {_mib(found.gpu_image_bytes)} of images"))
+    rows.append(("Other images", _mib(found.other_bytes)))
+    for stage, phases in found.timings_ms.items():
+        rows.append((f"Times, {stage}", ", ".join(f"{k} {v:.1f} ms" for k, v in phases.items())))
+    for name, text in rows:
+        table.add_row(name, escape(text))
+    return table
+
+
+def _process_tree(processes: tuple[ProcessView, ...]) -> Tree:
+    tree = Tree("Processes")
+    nodes: dict[int, Tree] = {}
+    for process in processes:  # parents come before their children
+        node = nodes.get(process.ppid, tree).add(escape(_process_text(process)))
+        nodes[process.pid] = node
+        if process.cuda is not None and process.cuda.image is not None:
+            _add_image(node, process.cuda.image)
+    return tree
+
+
+def _process_text(process: ProcessView) -> str:
+    text = f"[{process.pid}] {process.comm}".rstrip()
+    if process.threads > 1:
+        text += f", {process.threads} threads"
+    if process.cuda is None:
+        return text
+    where = "" if process.cuda.externalized else ", GPU memory in CRIU's own images"
+    before = process.cuda.state_before
+    return text + ", CUDA" + where + ("" if before == "running" else f", was {before} before")
+
+
+def _add_image(node: Tree, image: ImageView) -> None:
+    branch = node.add(
+        escape(f"{image.file}: {_mib(image.plain_bytes)} in {_mib(image.file_bytes)}")
+    )
+    for name, count in image.encodings.items():
+        if count.chunks:
+            chunks = f"{count.chunks} chunk{'s' if count.chunks > 1 else ''}"
+            branch.add(f"{name}: {_mib(count.plain_bytes)} in {_mib(count.stored_bytes)}, {chunks}")
+    regions = branch.add(f"{len(image.regions)} regions")
+    for region in image.regions[:_REGIONS_SHOWN]:
+        regions.add(escape(_region_text(region)))
+    if len(image.regions) > _REGIONS_SHOWN:
+        regions.add(f"and {len(image.regions) - _REGIONS_SHOWN} more")
+
+
+def _region_text(region: RegionView) -> str:
+    end = region.address + region.length
+    return f"{region.address:x}-{end:x} {region.protection} {region.kind} {_mib(region.length)}"
+
+
+def _driver_text(found: Inspection) -> str:
+    major, minor = divmod(found.driver_api_version, 1000)
+    api = f"CUDA {major}.{minor // 10}" if found.driver_api_version else "unknown"
+    return f"{found.driver_version}, {api}" if found.driver_version else api
+
+
+def _images(found: Inspection) -> list[ImageView]:
+    views = [process.cuda for process in found.processes if process.cuda is not None]
+    return [view.image for view in views if view.image is not None]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,227 @@
+"""What a checkpoint holds, gathered from CRIU's images, ours and the statistics beside them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cudackpt._core import (
+    EncodingTotals,
+    GpuInfo,
+    ImageReader,
+    Manifest,
+    ManifestTask,
+    RegionKind,
+    image_name,
+)
+from cudackpt.criu.core_image import read_comm
+from cudackpt.criu.pstree import PSTREE_NAME, read_pstree
+from cudackpt.criu.statistics import Statistics, find_statistics
+from cudackpt.errors import ImageError
+from cudackpt.image.checkpoint import find_manifest, gpu_uuid, open_image
+
+ENCODINGS = ("zero", "lz4", "raw", "ref")
+_KINDS = {RegionKind.PRIVATE_ANONYMOUS: "private", RegionKind.SHARED_ANONYMOUS: "shared"}
+
+# Of the JSON form. A key that is there keeps its meaning; new ones may come.
+INSPECTION_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionView:
+    """A run of staged GPU memory. protection: as in /proc/PID/maps, "rw-"."""
+
+    address: int
+    length: int
+    protection: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodingView:
+    """Chunks stored in one way; plain is memory, stored is the file."""
+
+    chunks: int
+    plain_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuView:
+    uuid: str
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageView:
+    """The image of one task."""
+
+    file: str
+    file_bytes: int
+    plain_bytes: int
+    digest: str
+    chunk_bytes: int
+    chunks: int
+    start_time: int
+    boot_id: str
+    encodings: dict[str, EncodingView]
+    regions: tuple[RegionView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaView:
+    """The CUDA side of a process. image: None if its memory stayed in CRIU's own images."""
+
+    state_before: str
+    externalized: bool
+    image: ImageView | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessView:
+    """One process. ppid 0: the root, or not in CRIU's process tree. comm "": not known."""
+
+    pid: int
+    ppid: int
+    comm: str
+    threads: int
+    cuda: CudaView | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A whole image directory. Sizes in bytes, times by phase in milliseconds.
+
+    checkpoint_id is None, and the driver unknown, if we saved nothing in it. backend is None where
+    no statistics say it, else "driver" or "emulator".
+    """
+
+    directory: str
+    checkpoint_id: str | None
+    backend: str | None
+    driver_api_version: int
+    driver_version: str
+    gpus: tuple[GpuView, ...]
+    gpu_image_bytes: int
+    other_bytes: int
+    processes: tuple[ProcessView, ...]
+    timings_ms: dict[str, dict[str, float]]
+
+    def to_json(self) -> dict[str, Any]:
+        """For json.dumps; the keys are the fields above."""
+        return {"version": INSPECTION_VERSION, **asdict(self)}
+
+
+def inspect_directory(directory: Path) -> Inspection:
+    """Look into `directory` without reading GPU memory.
+
+    Raises ImageError if it is no checkpoint or something in it is damaged, UnsupportedError if it
+    needs a newer version of this package.
+    """
+    manifest = find_manifest(directory)
+    cuda = {} if manifest is None else _cuda_views(directory, manifest)
+    processes = _processes(directory, cuda)
+    if manifest is None and not processes:
+        raise ImageError(f"{directory}: not a checkpoint: neither {PSTREE_NAME} nor a manifest")
+    images = [view.image for view in cuda.values() if view.image is not None]
+    sizes = {path.name: path.lstat().st_size for path in directory.iterdir() if path.is_file()}
+    statistics = {
+        stage: found
+        for stage in ("dump", "restore")
+        if (found := find_statistics(directory, stage)) is not None
+    }
+    return Inspection(
+        directory=str(directory),
+        checkpoint_id=None if manifest is None else manifest.checkpoint_id.hex(),
+        backend=_backend(statistics),
+        driver_api_version=0 if manifest is None else manifest.driver_api_version,
+        driver_version="" if manifest is None else manifest.driver_version,
+        gpus=() if manifest is None else tuple(_gpu_view(gpu) for gpu in manifest.gpus),
+        gpu_image_bytes=sum(image.file_bytes for image in images),
+        other_bytes=sum(sizes.values()) - sum(sizes[image.file] for image in images),
+        processes=processes,
+        timings_ms={stage: found.phases_ms for stage, found in statistics.items()},
+    )
+
+
+def _backend(statistics: dict[str, Statistics]) -> str | None:
+    return next((found.backend for found in statistics.values()), None)
+
+
+def _processes(directory: Path, cuda: dict[int, CudaView]) -> tuple[ProcessView, ...]:
+    """CRIU's tree, then CUDA tasks that are not in it (of a pid namespace within)."""
+    tree = read_pstree(directory) if (directory / PSTREE_NAME).exists() else ()
+    known = tuple(
+        ProcessView(
+            pid=task.pid,
+            ppid=task.ppid,
+            comm=read_comm(directory, task.pid),
+            threads=len(task.threads),
+            cuda=cuda.get(task.pid),
+        )
+        for task in tree
+    )
+    pids = {process.pid for process in known}
+    return known + tuple(
+        ProcessView(pid=pid, ppid=0, comm="", threads=0, cuda=view)
+        for pid, view in cuda.items()
+        if pid not in pids
+    )
+
+
+def _cuda_views(directory: Path, manifest: Manifest) -> dict[int, CudaView]:
+    return {task.pid: _cuda_view(directory, manifest, task) for task in manifest.tasks}
+
+
+def _cuda_view(directory: Path, manifest: Manifest, task: ManifestTask) -> CudaView:
+    image = None
+    if task.externalized:
+        image = _image_view(open_image(directory, manifest, task), image_name(task.pid))
+    return CudaView(
+        state_before=task.state_before.name.lower(), externalized=task.externalized, image=image
+    )
+
+
+def _image_view(image: ImageReader, file: str) -> ImageView:
+    info = image.info
+    regions = tuple(
+        RegionView(
+            address=region.address,
+            length=region.length,
+            protection=_protection_text(region.protection),
+            kind=_KINDS[region.kind],
+        )
+        for region in info.regions
+    )
+    return ImageView(
+        file=file,
+        file_bytes=image.file_size,
+        plain_bytes=sum(region.length for region in regions),
+        digest=image.digest.hex(),
+        chunk_bytes=info.chunk_size,
+        chunks=len(image),
+        start_time=info.start_time,
+        boot_id=info.boot_id.hex(),
+        encodings=_encoding_views(image.totals),
+        regions=regions,
+    )
+
+
+def _encoding_views(totals: EncodingTotals) -> dict[str, EncodingView]:
+    counts = zip(ENCODINGS, (totals.zero, totals.lz4, totals.raw, totals.ref), strict=True)
+    return {
+        name: EncodingView(chunks=count.chunks, plain_bytes=count.plain, stored_bytes=count.stored)
+        for name, count in counts
+    }
+
+
+def _gpu_view(gpu: GpuInfo) -> GpuView:
+    return GpuView(uuid=gpu_uuid(gpu.uuid), name=gpu.name, memory_bytes=gpu.memory_size)
+
+
+def _protection_text(protection: int) -> str:
+    return "".join(
+        letter if protection & bit else "-" for letter, bit in (("r", 1), ("w", 2), ("x", 4))
+    )
