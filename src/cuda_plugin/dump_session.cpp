@@ -9,6 +9,7 @@
 #include "cuda_plugin/thawed_thread.hpp"
 #include "cuda_plugin/traced_thread.hpp"
 #include "cuda_plugin/undo.hpp"
+#include "cuda_plugin/worker_process.hpp"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -104,8 +105,9 @@ void DumpSession::begin() {
     if (begun_)
         return;
     // What an earlier dump left in this directory must never be taken for this one's.
-    if (::unlinkat(image_dir_.get(), kManifestName, 0) != 0 && errno != ENOENT)
-        throw io_error(std::string("cannot remove the old ") + kManifestName, errno);
+    for (const char* old : {kManifestName, kUndoLogName})
+        if (::unlinkat(image_dir_.get(), old, 0) != 0 && errno != ENOENT)
+            throw io_error(std::string("cannot remove the old ") + old, errno);
     statistics_.phases.time("driver_facts", [&] {
         const DriverFacts facts = read_driver_facts(worker_);
         manifest_.checkpoint_id = random_id();

@@ -160,7 +160,7 @@ bool serve(LazyDriver& driver, int socket) {
 class UndoLog {
 public:
     explicit UndoLog(int image_dir) {
-        const int fd = ::openat(image_dir, "cudackpt-undo.log",
+        const int fd = ::openat(image_dir, kUndoLogName,
                                 O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW, 0600);
         // Without a file (a full disk, a vanished directory) the undo still has to be done.
         file_.reset(fd < 0 ? nullptr : ::fdopen(fd, "a"));

@@ -6,6 +6,9 @@
 
 namespace cudackpt {
 
+/// In the image directory: what the worker did when criu was gone.
+inline constexpr const char* kUndoLogName = "cudackpt-undo.log";
+
 /// Send this process's pid on `socket`, then serve requests on it until it is told to quit, or until the other end is gone: then wait
 /// until each unsettled task of `table` has died or is no longer traced, and undo or kill as the
 /// table says, leaving an account in the file cudackpt-undo.log of `image_dir`. Never returns.

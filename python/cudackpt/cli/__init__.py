@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "say what this machine lacks and what to do about it",
     "emulator": "run programs on emulated GPUs, for tests and trials",
     "inspect": "say what a checkpoint holds",
+    "plugin-dir": "print the directory to give to criu as --libdir",
     "recover": "bring back a task left behind by a criu that died",
     "restore": "restore a process tree from a checkpoint",
     "verify": "check every byte of a checkpoint",
@@ -33,7 +34,7 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"cudackpt.cli.{cmd_name}")
+        module = importlib.import_module(f"cudackpt.cli.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 
