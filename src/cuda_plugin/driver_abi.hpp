@@ -1,6 +1,6 @@
 /// Our own declarations of the driver's process-checkpoint API, so that building needs no CUDA
-/// toolkit. Source: cuda.h 13.0, "CUDA Checkpointing"; tests/cpp/test_driver_abi.cpp compares
-/// every size and value with an installed cuda.h.
+/// toolkit. Source: cuda.h 13.0, "CUDA Checkpointing"; tests/cpp/plugin/test_driver_abi.cpp
+/// compares every size and value with the real cuda.h.
 #pragma once
 
 #include <cstdint>
