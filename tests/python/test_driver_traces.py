@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from cudackpt.emulator import Emulator, Options
+from cudackpt.emulator.daemon import api_version_of
 from cudackpt.gpucheck.facts import differences, facts
 
 Trace = dict[str, Any]
@@ -24,17 +27,25 @@ TRACES = sorted((Path(__file__).parent.parent / "data/driver-traces").glob("*.js
 @pytest.fixture(scope="session")
 def take_emulator_trace(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], Trace]:
-    """Take a new trace of the emulator, in seconds."""
+) -> Callable[..., Trace]:
+    """take(driver): a new trace of the emulator as that driver version, in seconds."""
     programs = tmp_path_factory.mktemp("programs")
     make = ["make", "-s", "-C", repository / "demo", f"OUT={programs}"]
     subprocess.run(make, check=True, timeout=120)
 
-    def take() -> Trace:
+    def take(driver: str = "580.95.05") -> Trace:
         out = tmp_path_factory.mktemp("trace")
         command = [sys.executable, "-m", "cudackpt.gpucheck", "--emulator", "--step", "trace"]
         command += ["--programs", str(programs), "--out", str(out)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        emulator = Emulator(path=out / "socket")
+        emulator.start(Options(driver=driver))
+        try:
+            environ = os.environ | emulator.environment(api_version_of(driver))
+            ended = subprocess.run(
+                command, env=environ, capture_output=True, text=True, timeout=200, check=False
+            )
+        finally:
+            emulator.stop()
         assert ended.returncode == 0, ended.stdout + ended.stderr
         trace: Trace = json.loads((out / "trace.json").read_text())
         return trace
@@ -43,7 +54,7 @@ def take_emulator_trace(
 
 
 @pytest.fixture(scope="session")
-def emulator_trace(take_emulator_trace: Callable[[], Trace]) -> Trace:
+def emulator_trace(take_emulator_trace: Callable[..., Trace]) -> Trace:
     return take_emulator_trace()
 
 
@@ -55,12 +66,15 @@ NO_TRACE = pytest.param(
 
 
 @pytest.mark.parametrize("path", TRACES or [NO_TRACE], ids=lambda path: path.stem)
-def test_the_emulator_does_as_a_real_driver_did(path: Path, emulator_trace: Trace) -> None:
+def test_the_emulator_does_as_a_real_driver_did(
+    path: Path, take_emulator_trace: Callable[..., Trace]
+) -> None:
     real = json.loads(path.read_text())
-    assert real["schema"] == emulator_trace["schema"]
     assert real["emulator"] is False, "only traces that were taken on a GPU belong here"
     assert real["driver"] and real["gpu"] and real["date"]
-    assert differences(real, emulator_trace) == []
+    emulated = take_emulator_trace(real["driver"])
+    assert real["schema"] == emulated["schema"]
+    assert differences(real, emulated) == []
 
 
 def test_the_folder_of_real_traces_holds_none_of_the_emulator() -> None:
@@ -70,7 +84,7 @@ def test_the_folder_of_real_traces_holds_none_of_the_emulator() -> None:
 
 @pytest.mark.timeout(240)
 def test_two_traces_of_the_emulator_share_all_facts(
-    emulator_trace: Trace, take_emulator_trace: Callable[[], Trace]
+    emulator_trace: Trace, take_emulator_trace: Callable[..., Trace]
 ) -> None:
     assert differences(emulator_trace, take_emulator_trace()) == []
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cudackpt.demo.gpu_probe import probe_gpu
 from cudackpt.demo.training import Program, c_program
+from cudackpt.emulator import Emulator
 from cudackpt.errors import UnsupportedError
 
 EMULATED_MARK = "emulated"  # every GPU of the driver emulator has this word in its name
@@ -39,23 +42,31 @@ def find_machine() -> Machine | str:
 def require_machine(module: str, argv: Sequence[str], backend: str) -> Machine:
     """Return the machine that `backend`, "auto", "gpu" or "emulator", asks for.
 
-    Where that is the emulator and this process is not under it, the process is replaced by
-    `cudackpt emulator run -- python -m MODULE ARGV`. Raises UnsupportedError where a GPU is asked
-    for and there is none.
+    Where that is the emulator and this process does not run on one, `python -m MODULE ARGV` is run
+    on an emulator of its own, and its end is this process's end.
+    Raises UnsupportedError where a GPU is asked for and there is none.
     """
     found = find_machine()
     if isinstance(found, Machine) and (found.emulated or backend != "emulator"):
         if found.emulated and backend == "gpu":
-            raise UnsupportedError("a GPU is asked for, and this runs under the driver emulator")
+            raise UnsupportedError("a GPU is asked for, and this runs on the driver emulator")
         return found
     if backend == "gpu":
         raise UnsupportedError(f"no GPU on this machine: {found}")
-    command = [sys.executable, "-m", "cudackpt", "emulator", "run", "--"]
-    command += [sys.executable, "-m", module, *argv]
     if not isinstance(found, Machine):
         print(f"no GPU on this machine ({found}): using the driver EMULATOR", file=sys.stderr)
-    sys.stderr.flush()
-    os.execv(sys.executable, command)
+    sys.exit(_run_emulated([sys.executable, "-m", module, *argv]))
+
+
+def _run_emulated(command: list[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="cudackpt-emulator-") as folder:
+        emulator = Emulator(path=Path(folder, "socket"))
+        emulator.start()
+        try:
+            environment = emulator.environment(int(emulator.status()["api_version"]))
+            return subprocess.call(command, env=os.environ | environment)
+        finally:
+            emulator.stop()
 
 
 def main_program(folder: Path, machine: Machine) -> Program:
