@@ -11,9 +11,11 @@ namespace cudackpt::emulator {
 
 /// Sends the parts as one packet, with descriptor `fd` unless it is -1. Never raises SIGPIPE.
 /// Returns false with errno set if it was not sent.
-[[nodiscard]] bool send_packet(int socket, std::initializer_list<iovec> parts, int fd = -1) noexcept;
+[[nodiscard]] bool send_packet(int socket, std::initializer_list<iovec> parts,
+                               int fd = -1) noexcept;
 
-template <typename T> [[nodiscard]] bool send_struct(int socket, const T& message, int fd = -1) {
+template <typename T>
+[[nodiscard]] bool send_struct(int socket, const T& message, int fd = -1) {
     return send_packet(socket, {{const_cast<T*>(&message), sizeof(T)}}, fd);
 }
 
@@ -25,7 +27,8 @@ template <typename T> [[nodiscard]] bool send_struct(int socket, const T& messag
                                      int* fd = nullptr) noexcept;
 
 /// Receives a packet that must be exactly one T.
-template <typename T> [[nodiscard]] bool receive_struct(int socket, T& message, int* fd = nullptr) {
+template <typename T>
+[[nodiscard]] bool receive_struct(int socket, T& message, int* fd = nullptr) {
     return receive_packet(socket, &message, sizeof(T), fd) == static_cast<ssize_t>(sizeof(T));
 }
 

@@ -51,14 +51,14 @@ struct GpuInfo {
 /// What a client may know about the machine.
 struct DaemonInfo {
     std::uint32_t magic;
-    std::int32_t api_version;  ///< as of cuDriverGetVersion: 12080, 13000, ...
-    char driver_version[32];   ///< "580.95.05"
+    std::int32_t api_version; ///< as of cuDriverGetVersion: 12080, 13000, ...
+    char driver_version[32];  ///< "580.95.05"
     std::uint32_t gpu_count;
     std::uint32_t persistence; ///< restore is allowed to callers that never called cuInit
     std::uint32_t cloexec;     ///< descriptors in the target are close-on-exec
     std::uint32_t desync;      ///< callers take any reply for theirs, as the real driver is said to
     std::uint32_t init_ms;     ///< how long cuInit takes
-    char device_path[64];      ///< device that stands in for /dev/nvidia*; "" = chosen by the client
+    char device_path[64]; ///< device that stands in for /dev/nvidia*; "" = chosen by the client
     GpuInfo gpus[kMaxGpus];
 };
 
@@ -154,9 +154,9 @@ struct LaunchRequest {
 /// Written by the worker, read by its client; a memfd both have mapped.
 struct CompletionPage {
     static constexpr unsigned kTimes = 64 * 1024 - 2;
-    std::atomic<std::uint64_t> completed; ///< sequence of the last launch that is done
-    std::atomic<std::uint32_t> ticks;     ///< futex, moves with `completed`
-    std::atomic<std::int32_t> error;      ///< sticky CUresult of a launch that failed
+    std::atomic<std::uint64_t> completed;       ///< sequence of the last launch that is done
+    std::atomic<std::uint32_t> ticks;           ///< futex, moves with `completed`
+    std::atomic<std::int32_t> error;            ///< sticky CUresult of a launch that failed
     std::atomic<std::uint64_t> done_ns[kTimes]; ///< CLOCK_MONOTONIC, at [sequence % kTimes]
 };
 

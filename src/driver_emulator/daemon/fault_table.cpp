@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::string_view kOperations[kOperationCount] = {"init",       "get_state", "lock",
                                                            "checkpoint", "restore",   "unlock"};
-constexpr std::string_view kActions[] = {"none", "error", "hang",      "die",
+constexpr std::string_view kActions[] = {"none", "error",  "hang",      "die",
                                          "oom",  "failed", "fail_after"};
 
 unsigned parse_number(std::string_view word, std::string_view digits) {

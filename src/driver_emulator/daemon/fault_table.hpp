@@ -13,8 +13,8 @@ namespace cudackpt::emulator {
 
 class FaultTable {
 public:
-    /// Adds a fault described by words: "OP ACTION [code=N] [count=N] [delay_ms=N] [pid=P]". OP is an
-    /// operation's name or "any"; count 0 means every time; pid as the daemon sees it, 0 = any.
+    /// Adds a fault described by words: "OP ACTION [code=N] [count=N] [delay_ms=N] [pid=P]". OP is
+    /// an operation's name or "any"; count 0 means every time; pid as the daemon sees it, 0 = any.
     /// Throws std::invalid_argument. Returns the fault's number.
     unsigned add(const std::vector<std::string_view>& words);
 

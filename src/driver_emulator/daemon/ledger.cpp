@@ -7,8 +7,8 @@
 namespace cudackpt::emulator {
 
 Ledger& Ledger::create(const DaemonInfo& info) {
-    void* memory = mmap(nullptr, sizeof(Ledger), PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void* memory =
+        mmap(nullptr, sizeof(Ledger), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         throw std::system_error(errno, std::generic_category(), "memory for the ledger");
     }

@@ -28,7 +28,8 @@ public:
     /// Throws std::system_error if there is no memory.
     static Ledger& create(const DaemonInfo& info);
 
-    /// Takes `size` bytes of a GPU for a client. Returns false, and takes nothing, if fewer are free.
+    /// Takes `size` bytes of a GPU for a client. Returns false, and takes nothing, if fewer are
+    /// free.
     [[nodiscard]] bool acquire(LedgerSlot& slot, unsigned gpu, std::uint64_t size) noexcept;
     void release(LedgerSlot& slot, unsigned gpu, std::uint64_t size) noexcept;
 

@@ -15,7 +15,8 @@ constexpr std::uint64_t kMaxMemory = std::uint64_t{1} << 40;
     throw std::invalid_argument(std::string(what) + ": " + std::string(value));
 }
 
-template <typename T> T parse_number(std::string_view what, std::string_view text, T low, T high) {
+template <typename T>
+T parse_number(std::string_view what, std::string_view text, T low, T high) {
     T value{};
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error != std::errc{} || end != text.data() + text.size() || value < low || value > high) {
@@ -193,7 +194,8 @@ std::string knobs_json(const Machine& machine) {
     Machine copy = machine;
     for (const char* key : {"persistence", "cloexec", "desync", "init_ms", "delay_ms",
                             "lock_drain_ms", "d2h_ms_per_gib", "h2d_ms_per_gib"}) {
-        text += '"' + std::string(key) + "\": " + std::to_string(*find_number_knob(copy, key)) + ", ";
+        text +=
+            '"' + std::string(key) + "\": " + std::to_string(*find_number_knob(copy, key)) + ", ";
     }
     const bool automatic = machine.info.device_path[0] == '\0';
     return text + "\"device_path\": \"" +

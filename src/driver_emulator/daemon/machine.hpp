@@ -1,4 +1,5 @@
-/// What the daemon emulates: GPUs, driver version, times and habits. Set at start, some at run time.
+/// What the daemon emulates: GPUs, driver version, times and habits. Set at start, some at run
+/// time.
 #pragma once
 
 #include "driver_emulator/wire.hpp"

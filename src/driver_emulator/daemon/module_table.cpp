@@ -10,7 +10,8 @@
 namespace cudackpt::emulator {
 
 Result ModuleTable::load(std::uint64_t module, int image) {
-    // dlopen takes equal paths for the same file, even one that stayed after dlclose: no number twice.
+    // dlopen takes equal paths for the same file, even one that stayed after dlclose: no number
+    // twice.
     const int fd = fcntl(image, F_DUPFD_CLOEXEC, next_fd_);
     if (fd < 0) {
         return Result::operating_system;

@@ -181,8 +181,7 @@ bool Server::serve(int socket) {
     }
     const auto length = static_cast<std::size_t>(size);
     switch (request.header.op) {
-    case WireOp::info:
-        return send_struct(socket, current_info());
+    case WireOp::info: return send_struct(socket, current_info());
     case WireOp::plan: {
         if (length != sizeof(PlanRequest)) {
             return false;
@@ -203,8 +202,7 @@ bool Server::serve(int socket) {
         }
         fork_worker(socket, request.attach);
         return true;
-    default:
-        return false;
+    default: return false;
     }
 }
 
@@ -212,8 +210,7 @@ void Server::fork_worker(int socket, const AttachClient& hello) {
     reap_workers(); // a client that is restored may be back before its old worker was reaped
     LedgerSlot* slot = ledger_.find_free_slot();
     if (slot == nullptr) {
-        static_cast<void>(
-            send_struct(socket, WireReply{kWireMagic, Result::out_of_memory, 0, 0}));
+        static_cast<void>(send_struct(socket, WireReply{kWireMagic, Result::out_of_memory, 0, 0}));
         return;
     }
     const ucred peer = peer_of(socket);
@@ -301,12 +298,12 @@ std::string Server::administer(std::string_view text) {
 
 std::string Server::status_json() const {
     const DaemonInfo info = current_info();
-    std::string text = "{\"ok\": true, \"backend\": \"emulator\", \"pid\": " +
-                       std::to_string(getpid()) + ", \"socket\": " + quoted(machine_.socket_path) +
-                       ", \"api_version\": " + std::to_string(info.api_version) +
-                       ", \"driver_version\": " + quoted(info.driver_version) +
-                       ", \"settings\": {" + knobs_json(machine_) +
-                       "}, \"faults\": " + faults_.json() + ", \"gpus\": [";
+    std::string text =
+        "{\"ok\": true, \"backend\": \"emulator\", \"pid\": " + std::to_string(getpid()) +
+        ", \"socket\": " + quoted(machine_.socket_path) +
+        ", \"api_version\": " + std::to_string(info.api_version) +
+        ", \"driver_version\": " + quoted(info.driver_version) + ", \"settings\": {" +
+        knobs_json(machine_) + "}, \"faults\": " + faults_.json() + ", \"gpus\": [";
     for (unsigned gpu = 0; gpu < info.gpu_count; ++gpu) {
         text += gpu > 0 ? ", " : "";
         text += "{\"name\": " + quoted(info.gpus[gpu].name) +

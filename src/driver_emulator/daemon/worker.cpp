@@ -15,6 +15,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <utility>
 
 namespace cudackpt::emulator {
 namespace {
@@ -141,8 +142,8 @@ Result Worker::unmap_segment(const SegmentRequest& request) {
         return Result::invalid_value;
     }
     void* address = reinterpret_cast<void*>(window.base + request.offset);
-    mmap(address, request.size, PROT_NONE,
-         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    mmap(address, request.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+         -1, 0);
     fallocate(window.memory.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
               static_cast<off_t>(request.offset), static_cast<off_t>(request.size));
     window.segments.erase(found);
@@ -235,8 +236,8 @@ void run_worker(int socket, const ucred& peer, const DaemonInfo& info, Ledger& l
     page.completed = hello.completed;
 
     // A forked child of the client keeps its end open, so the end of the client is seen by its pid.
-    const UniqueFd client(
-        peer.pid > 0 ? static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)) : -1);
+    const UniqueFd client(peer.pid > 0 ? static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0))
+                                       : -1);
     const auto worker = std::make_unique<Worker>(socket, info, ledger, slot, page);
     worker->reply(Result::success, page_fd.get());
     const auto message = std::make_unique<Message>();

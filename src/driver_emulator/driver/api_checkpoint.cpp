@@ -11,9 +11,16 @@ using namespace cudackpt::emulator;
 namespace {
 
 constexpr int kVersionWithGpuPairs = 13000;
+constexpr int kVersionWithCustomStorage = 13040;
+
+bool has_custom_storage() {
+    DaemonInfo info{};
+    return ask_info(info) && info.api_version >= kVersionWithCustomStorage;
+}
 
 /// "Reserved for future use, must be zeroed": nobody documents what else happens.
-template <typename T> bool is_zeroed(const T& bytes) {
+template <typename T>
+bool is_zeroed(const T& bytes) {
     const auto* first = reinterpret_cast<const unsigned char*>(&bytes);
     return std::all_of(first, first + sizeof bytes, [](unsigned char byte) { return byte == 0; });
 }
@@ -57,7 +64,10 @@ CUDACKPT_API(cuCheckpointProcessLock)(int pid, const LockArgs* args) {
 
 CUDACKPT_API(cuCheckpointProcessCheckpoint)(int pid, const CheckpointArgs* args) {
     if (args != nullptr && !is_zeroed(*args)) {
-        return code(Result::invalid_value);
+        CheckpointArgs rest = *args;
+        rest.reserved[0] = 0; // customStorageInfo_out, where there is one
+        const bool custom = is_zeroed(rest) && has_custom_storage();
+        return code(custom ? Result::not_supported : Result::invalid_value);
     }
     return code(request(pid, Operation::checkpoint));
 }
@@ -75,6 +85,11 @@ CUDACKPT_API(cuCheckpointProcessRestore)(int pid, const RestoreArgs* args) {
     if (args == nullptr) {
         return code(request(pid, Operation::restore));
     }
+    std::uint64_t custom_storage = 0; // customStorageInfo_out, where there is one: at offset 16
+    std::memcpy(&custom_storage, args->reserved + 4, sizeof custom_storage);
+    if (custom_storage != 0 && info.api_version >= kVersionWithCustomStorage) {
+        return code(Result::not_supported);
+    }
     const bool pairs_known = info.api_version >= kVersionWithGpuPairs;
     if (!is_zeroed(args->reserved) || args->reserved1 != 0 ||
         (args->gpu_pairs == nullptr) != (args->gpu_pair_count == 0) ||
@@ -89,4 +104,8 @@ CUDACKPT_API(cuCheckpointProcessUnlock)(int pid, const UnlockArgs* args) {
         return code(Result::invalid_value);
     }
     return code(request(pid, Operation::unlock));
+}
+
+CUDACKPT_API(cuCheckpointOperationComplete)(void*) {
+    return code(Result::invalid_value); // no operation is ever handed out: see custom storage
 }

@@ -2,8 +2,35 @@
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"
 #include "driver_emulator/driver/error_text.hpp"
+#include "driver_emulator/driver/proc_address.hpp"
+
+#include <cstdint>
 
 using namespace cudackpt::emulator;
+
+namespace {
+
+constexpr int kDefaultVersion = 13000;
+
+/// As without a driver's kernel part: the library still has a version.
+int library_version() {
+    DaemonInfo info{};
+    if (ask_info(info)) {
+        return info.api_version;
+    }
+    return driver().info.api_version != 0 ? driver().info.api_version : kDefaultVersion;
+}
+
+Result find(const char* name, void** function, int version, QueryResult& status) {
+    const int driver_version = library_version();
+    if (name == nullptr || function == nullptr || version > driver_version) {
+        return Result::invalid_value;
+    }
+    status = find_entry_point(name, version, driver_version, function);
+    return Result::success;
+}
+
+} // namespace
 
 CUDACKPT_API(cuInit)(unsigned int flags) {
     return code(flags != 0 ? Result::invalid_value : initialise(driver()));
@@ -13,11 +40,7 @@ CUDACKPT_API(cuDriverGetVersion)(int* version) {
     if (version == nullptr) {
         return code(Result::invalid_value);
     }
-    DaemonInfo info{};
-    if (!ask_info(info)) { // as without a driver's kernel part: the library still has a version
-        info.api_version = driver().info.api_version != 0 ? driver().info.api_version : 13000;
-    }
-    *version = info.api_version;
+    *version = library_version();
     return code(Result::success);
 }
 
@@ -44,4 +67,21 @@ CUDACKPT_API(cuGetExportTable)(const void** table, const void*) {
         *table = nullptr;
     }
     return code(Result::not_found); // private interfaces of the real driver
+}
+
+CUDACKPT_API(cuGetProcAddress)(const char* name, void** function, int version, std::uint64_t) {
+    QueryResult status{};
+    const Result result = find(name, function, version, status);
+    const bool missing = result == Result::success && status != QueryResult::success;
+    return code(missing ? Result::not_found : result);
+}
+
+CUDACKPT_API(cuGetProcAddress_v2)
+(const char* name, void** function, int version, std::uint64_t, QueryResult* status) {
+    QueryResult found{};
+    const Result result = find(name, function, version, found);
+    if (result == Result::success && status != nullptr) {
+        *status = found;
+    }
+    return code(result);
 }

@@ -4,38 +4,59 @@
 
 using namespace cudackpt::emulator;
 
-CUDACKPT_API(cuMemAlloc_v2)(DevicePtr* address, std::size_t size) {
-    return call_in_context([=](Driver& state, Context& context) {
+namespace {
+
+constexpr std::size_t kPitchAlignment = 512;
+
+int allocate(DevicePtr* address, std::size_t size) {
+    return call_in_context([=](Driver& driver, Context& context) {
         if (address == nullptr) {
             return Result::invalid_value;
         }
-        const std::lock_guard lock(state.mutex);
-        return context.device->vram.allocate(state.link, size, &context, address);
+        const std::lock_guard lock(driver.mutex);
+        return context.device->vram.allocate(driver.link, size, &context, address);
     });
 }
 
+} // namespace
+
+CUDACKPT_API(cuMemAlloc_v2)(DevicePtr* address, std::size_t size) {
+    return allocate(address, size);
+}
+
+CUDACKPT_API(cuMemAllocPitch_v2)
+(DevicePtr* address, std::size_t* pitch, std::size_t width, std::size_t height,
+ unsigned element_size) {
+    const bool known = element_size == 4 || element_size == 8 || element_size == 16;
+    if (pitch == nullptr || !known || width == 0 || width > (std::size_t{1} << 40) || height == 0 ||
+        height > (std::size_t{1} << 20)) {
+        return code(Result::invalid_value);
+    }
+    *pitch = (width + kPitchAlignment - 1) / kPitchAlignment * kPitchAlignment;
+    return allocate(address, *pitch * height);
+}
+
 CUDACKPT_API(cuMemFree_v2)(DevicePtr address) {
-    return call_in_context([=](Driver& state, Context&) {
+    return call_in_context([=](Driver& driver, Context&) {
         if (address == 0) {
             return Result::success;
         }
-        const Result done = synchronise(state); // as the real one: it may still be in use
+        const Result done = synchronise(driver); // as the real one: it may still be in use
         if (done != Result::success) {
             return done;
         }
-        const std::lock_guard lock(state.mutex);
-        Device* device = state.objects.find_device(address);
-        return device == nullptr ? Result::invalid_value
-                                 : device->vram.free(state.link, address);
+        const std::lock_guard lock(driver.mutex);
+        Device* device = driver.objects.find_device(address);
+        return device == nullptr ? Result::invalid_value : device->vram.free(driver.link, address);
     });
 }
 
 CUDACKPT_API(cuMemGetInfo_v2)(std::size_t* free, std::size_t* total) {
-    return call_in_context([=](Driver& state, Context& context) {
+    return call_in_context([=](Driver& driver, Context& context) {
         std::uint64_t free_bytes = 0;
         std::uint64_t total_bytes = 0;
         const Result result =
-            state.link.memory_info(context.device->gpu, &free_bytes, &total_bytes);
+            driver.link.memory_info(context.device->gpu, &free_bytes, &total_bytes);
         if (free != nullptr) {
             *free = free_bytes;
         }
@@ -43,5 +64,23 @@ CUDACKPT_API(cuMemGetInfo_v2)(std::size_t* free, std::size_t* total) {
             *total = total_bytes;
         }
         return result;
+    });
+}
+
+CUDACKPT_API(cuMemGetAddressRange_v2)(DevicePtr* base, std::size_t* size, DevicePtr address) {
+    return call_in_context([=](Driver& driver, Context&) {
+        const std::lock_guard lock(driver.mutex);
+        const Device* device = driver.objects.find_device(address);
+        const Allocation found = device == nullptr ? Allocation{} : device->vram.find(address);
+        if (found.size == 0) {
+            return Result::not_found;
+        }
+        if (base != nullptr) {
+            *base = found.address;
+        }
+        if (size != nullptr) {
+            *size = found.size;
+        }
+        return Result::success;
     });
 }

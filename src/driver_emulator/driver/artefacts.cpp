@@ -22,8 +22,7 @@ constexpr unsigned kRingEntries = 1024; // 64 bytes each: the 64 KiB of the real
 constexpr std::size_t kRingBytes = kRingEntries * 64;
 
 // Devices that are safe to open, do nothing by being open, and that CRIU has no support for.
-constexpr const char* kDevices[] = {"/dev/fuse", "/dev/loop-control", "/dev/kvm",
-                                    "/dev/vhost-net"};
+constexpr const char* kDevices[] = {"/dev/fuse", "/dev/loop-control", "/dev/kvm", "/dev/vhost-net"};
 
 int bind_listener(bool cloexec) noexcept {
     struct stat pid_namespace {};
@@ -100,8 +99,8 @@ bool map_ring(DeviceFiles& files) noexcept {
     if (fd < 0) {
         return false;
     }
-    void* mapping = mmap(nullptr, kRingBytes, PROT_WRITE, MAP_SHARED, fd,
-                         static_cast<off_t>(IORING_OFF_SQES));
+    void* mapping =
+        mmap(nullptr, kRingBytes, PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(IORING_OFF_SQES));
     if (mapping == MAP_FAILED) {
         close(fd);
         return false;
@@ -120,8 +119,8 @@ bool map_perf_event(DeviceFiles& files) noexcept {
     attributes.config = PERF_COUNT_SW_DUMMY;
     attributes.exclude_kernel = 1;
     attributes.exclude_hv = 1;
-    const int fd =
-        static_cast<int>(syscall(SYS_perf_event_open, &attributes, 0, -1, -1, PERF_FLAG_FD_CLOEXEC));
+    const int fd = static_cast<int>(
+        syscall(SYS_perf_event_open, &attributes, 0, -1, -1, PERF_FLAG_FD_CLOEXEC));
     if (fd < 0) {
         return false;
     }
@@ -146,8 +145,7 @@ Result open_channel(Channel& channel, bool cloexec) noexcept {
     channel.events[0] = eventfd(0, event_flags);
     channel.events[1] = eventfd(0, event_flags | EFD_NONBLOCK);
     if (channel.events[0] < 0 || channel.events[1] < 0 || pipe2(channel.request, pipe_flags) != 0 ||
-        pipe2(channel.reply, pipe_flags) != 0 ||
-        (channel.listener = bind_listener(cloexec)) < 0) {
+        pipe2(channel.reply, pipe_flags) != 0 || (channel.listener = bind_listener(cloexec)) < 0) {
         close_channel(channel);
         return Result::operating_system;
     }
@@ -186,8 +184,8 @@ void close_devices(DeviceFiles& files) noexcept {
 void reserve_addresses() noexcept {
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     // Taken addresses are left alone: the real driver does without as well.
-    mmap(reinterpret_cast<void*>(0x200000000), 0x200200000, PROT_NONE,
-         kFlags | MAP_FIXED_NOREPLACE, -1, 0);
+    mmap(reinterpret_cast<void*>(0x200000000), 0x200200000, PROT_NONE, kFlags | MAP_FIXED_NOREPLACE,
+         -1, 0);
     mmap(nullptr, 536866816, PROT_NONE, kFlags, -1, 0);
     mmap(nullptr, 16912384, PROT_NONE, kFlags, -1, 0);
     mmap(nullptr, 16912384, PROT_NONE, kFlags, -1, 0);

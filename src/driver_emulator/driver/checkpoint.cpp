@@ -90,8 +90,7 @@ Result perform(Driver& driver, const ChannelRequest& request, const OperationPla
     const ProcessState state = driver.state.load();
     const auto needs = [state](ProcessState wanted) { return state == wanted; };
     switch (request.operation) {
-    case Operation::get_state:
-        return Result::success;
+    case Operation::get_state: return Result::success;
     case Operation::lock:
         return needs(ProcessState::running) ? lock(driver, request, plan) : Result::illegal_state;
     case Operation::checkpoint:
@@ -101,8 +100,7 @@ Result perform(Driver& driver, const ChannelRequest& request, const OperationPla
                                                  : Result::illegal_state;
     case Operation::unlock:
         return needs(ProcessState::locked) ? unlock(driver) : Result::illegal_state;
-    default:
-        return Result::invalid_value;
+    default: return Result::invalid_value;
     }
 }
 
@@ -112,12 +110,8 @@ bool perform_planned(Driver& driver, const ChannelRequest& request, Result& resu
     sleep_ms(plan.delay_ms);
     const auto code = static_cast<Result>(plan.code);
     switch (plan.action) {
-    case FaultAction::error:
-        result = code;
-        return true;
-    case FaultAction::hang:
-        hang(driver);
-        return false;
+    case FaultAction::error: result = code; return true;
+    case FaultAction::hang: hang(driver); return false;
     case FaultAction::failed:
         driver.state = ProcessState::failed;
         result = code;
@@ -134,9 +128,7 @@ bool perform_planned(Driver& driver, const ChannelRequest& request, Result& resu
             return true;
         }
         [[fallthrough]]; // in these two it happens half-way
-    case FaultAction::none:
-        result = perform(driver, request, plan);
-        return true;
+    case FaultAction::none: result = perform(driver, request, plan); return true;
     }
     result = Result::unknown;
     return true;

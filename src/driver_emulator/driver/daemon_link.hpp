@@ -10,8 +10,8 @@
 
 namespace cudackpt::emulator {
 
-/// Where the daemon listens: $CUDACKPT_EMULATOR, else the default instance. Copied once; the path in
-/// memory is what a restored process uses.
+/// Where the daemon listens: $CUDACKPT_EMULATOR, else the default instance. Copied once; the path
+/// in memory is what a restored process uses.
 [[nodiscard]] const char* daemon_path() noexcept;
 
 /// Asks what the machine is. Needs no client. Returns false if no daemon answers.

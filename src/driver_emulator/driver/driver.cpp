@@ -33,8 +33,10 @@ Result initialise_locked(Driver& driver) noexcept {
         return driver.is_usable() ? Result::success : Result::not_initialized;
     }
     if (!ask_info(driver.info)) {
-        std::fprintf(stderr, "cudackpt driver emulator: no emulator answers at %s: start one with "
-                             "`cudackpt emulator start`\n", daemon_path());
+        std::fprintf(stderr,
+                     "cudackpt driver emulator: no emulator answers at %s: start one with "
+                     "`cudackpt emulator start`\n",
+                     daemon_path());
         return Result::no_device;
     }
     const OperationPlan plan = ask_plan(Operation::init);
@@ -61,8 +63,7 @@ Result initialise_locked(Driver& driver) noexcept {
     }
     reserve_addresses();
     if (!is_quiet()) {
-        std::fprintf(stderr,
-                     "cudackpt driver emulator: %u emulated GPU%s, no real GPU is used\n",
+        std::fprintf(stderr, "cudackpt driver emulator: %u emulated GPU%s, no real GPU is used\n",
                      driver.info.gpu_count, driver.info.gpu_count == 1 ? "" : "s");
     }
     driver.pid = getpid();

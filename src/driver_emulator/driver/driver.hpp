@@ -28,7 +28,7 @@ struct Driver {
 
     std::atomic<ProcessState> state{ProcessState::running};
     bool had_context = false; ///< once: there is a worker, unless checkpointed
-    bool poisoned = false; ///< a restore failed half-way: no second try
+    bool poisoned = false;    ///< a restore failed half-way: no second try
 
     [[nodiscard]] bool is_usable() const noexcept;
 };
@@ -48,7 +48,8 @@ inline Result synchronise(Driver& driver) noexcept {
 }
 
 /// Runs the body of an API call: after cuInit, in the process that called it, behind the gate.
-template <typename Body> int call(Body body) noexcept {
+template <typename Body>
+int call(Body body) noexcept {
     Driver& state = driver();
     if (!state.is_usable()) {
         return static_cast<int>(Result::not_initialized);
@@ -64,7 +65,8 @@ template <typename Body> int call(Body body) noexcept {
 }
 
 /// The same for calls that need a current context, and fail once a kernel has failed.
-template <typename Body> int call_in_context(Body body) noexcept {
+template <typename Body>
+int call_in_context(Body body) noexcept {
     return call([&body](Driver& state) {
         Context* context = current_context();
         if (context == nullptr) {

@@ -13,8 +13,9 @@ class HelperThreads {
 public:
     static constexpr unsigned kMax = 4;
 
-    /// Runs body(argument) in up to `count` threads at once and in the calling one; returns when all
-    /// are done and no longer listed in /proc. Does with fewer threads if the system has no more.
+    /// Runs body(argument) in up to `count` threads at once and in the calling one; returns when
+    /// all are done and no longer listed in /proc. Does with fewer threads if the system has no
+    /// more.
     static void run(unsigned count, void (*body)(void*), void* argument) noexcept;
 };
 

@@ -95,8 +95,8 @@ struct Objects {
 
 class DaemonLink;
 
-/// Frees all that belongs to a context: device and host memory, modules, streams, events. The context
-/// itself stays, for its owner to delete. Nothing that uses it may be pending.
+/// Frees all that belongs to a context: device and host memory, modules, streams, events. The
+/// context itself stays, for its owner to delete. Nothing that uses it may be pending.
 void empty_context(Objects& objects, DaemonLink& link, Context& context);
 
 /// The calling thread's stack of contexts, as cuCtxPushCurrent has it.

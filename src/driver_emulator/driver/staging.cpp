@@ -25,7 +25,8 @@ struct CopyJob {
     std::atomic<int> result{0};
 };
 
-template <typename Visit> void for_each_segment(Driver& driver, Visit visit) noexcept {
+template <typename Visit>
+void for_each_segment(Driver& driver, Visit visit) noexcept {
     for (unsigned i = 0; i < driver.objects.device_count; ++i) {
         Vram& vram = driver.objects.devices[i].vram;
         for (auto& [address, segment] : vram.segments()) {
@@ -71,9 +72,9 @@ void copy_pieces(void* argument) noexcept {
                 continue;
             }
             const std::uint64_t left = segment.size - offset;
-            const Result result = copy_piece(
-                vram, address + offset, static_cast<char*>(segment.staging) + offset,
-                left < kPieceBytes ? left : kPieceBytes, job.to_host);
+            const Result result =
+                copy_piece(vram, address + offset, static_cast<char*>(segment.staging) + offset,
+                           left < kPieceBytes ? left : kPieceBytes, job.to_host);
             if (result != Result::success) {
                 job.result = static_cast<int>(result);
             }
@@ -111,8 +112,8 @@ Result allocate_staging(Driver& driver) noexcept {
         if (result != Result::success) {
             return;
         }
-        void* memory = mmap(nullptr, segment.size, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        void* memory =
+            mmap(nullptr, segment.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) {
             result = Result::out_of_memory;
             return;

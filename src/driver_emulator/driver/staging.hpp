@@ -8,16 +8,17 @@ namespace cudackpt::emulator {
 
 struct Driver;
 
-/// Copies VRAM to private anonymous mappings made for it, then gives up the GPUs: VRAM, device files
-/// and their mappings. On failure everything is as before.
+/// Copies VRAM to private anonymous mappings made for it, then gives up the GPUs: VRAM, device
+/// files and their mappings. On failure everything is as before.
 Result stage_device_memory(Driver& driver, const OperationPlan& plan) noexcept;
 
-/// Takes GPUs again, the same or those that `pairs` says, fills their memory at the old addresses and
-/// unmaps the staging. On failure after the GPUs were touched, `poisoned` is set.
+/// Takes GPUs again, the same or those that `pairs` says, fills their memory at the old addresses
+/// and unmaps the staging. On failure after the GPUs were touched, `poisoned` is set.
 Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const GpuPair* pairs,
                              unsigned pair_count, bool& poisoned) noexcept;
 
-/// What a die fault does: ends the process, or raises the signal in this thread. Returns for others.
+/// What a die fault does: ends the process, or raises the signal in this thread. Returns for
+/// others.
 void fail_midway(const OperationPlan& plan) noexcept;
 
 } // namespace cudackpt::emulator

@@ -118,8 +118,7 @@ Result Vram::allocate(DaemonLink& link, std::uint64_t size, const Context* owner
     }
     Segment* segment = nullptr;
     std::uint64_t start = 0;
-    const Result result =
-        add_segment(link, round_up(size, kSegmentSize), false, &segment, &start);
+    const Result result = add_segment(link, round_up(size, kSegmentSize), false, &segment, &start);
     if (result == Result::success) {
         segment->allocations[start] = {size, owner};
         *address = start;
@@ -199,9 +198,8 @@ Allocation Vram::find(DevicePtr address) const noexcept {
     }
     --found;
     const Block& block = found->second;
-    return address - found->first < block.size
-               ? Allocation{found->first, block.size, block.owner}
-               : Allocation{};
+    return address - found->first < block.size ? Allocation{found->first, block.size, block.owner}
+                                               : Allocation{};
 }
 
 bool Vram::contains(DevicePtr address, std::uint64_t size) const noexcept {

@@ -8,15 +8,16 @@
  *     }
  *
  * For a GPU:        nvcc -ptx -o kernels.ptx kernels.cu
- * For the emulator: g++ -x c++ -std=c++17 -O2 -ffp-contract=off -fPIC -shared -o kernels.so kernels.cu
+ * For the emulator: g++ -x c++ -std=c++17 -O2 -ffp-contract=off -fPIC -shared -o kernels.so
+ * kernels.cu
  *                   (-I the folder of this header; `cudackpt emulator env` prints it)
  *
- * The program gives the result of either to cuModuleLoad or cuModuleLoadData and finds the kernel by
- * its name ("axpy"). Under the emulator a launch calls the kernel's body once for every thread of the
- * grid, one after the other, in the emulator's own process: device pointers are valid there, host
- * pointers are not. There are no shared memory, no __syncthreads, no warp functions and no device
- * variables (a static variable of a kernel file is lost by a checkpoint). Up to 128 parameters of
- * 4096 bytes in all, trivially copyable.
+ * The program gives the result of either to cuModuleLoad or cuModuleLoadData and finds the kernel
+ * by its name ("axpy"). Under the emulator a launch calls the kernel's body once for every thread
+ * of the grid, one after the other, in the emulator's own process: device pointers are valid there,
+ * host pointers are not. There are no shared memory, no __syncthreads, no warp functions and no
+ * device variables (a static variable of a kernel file is lost by a checkpoint). Up to 128
+ * parameters of 4096 bytes in all, trivially copyable.
  */
 #ifndef CUDACKPT_EMULATOR_H
 #define CUDACKPT_EMULATOR_H
@@ -59,8 +60,8 @@ inline constexpr std::uint32_t kKernelMagic = 0x6b'65'72'01;
 struct Kernel {
     std::uint32_t magic;
     std::uint32_t param_count;
-    std::uint32_t param_bytes;         /* of a parameter buffer laid out as CUDA's */
-    const std::uint16_t* param_sizes;  /* param_count of them */
+    std::uint32_t param_bytes;        /* of a parameter buffer laid out as CUDA's */
+    const std::uint16_t* param_sizes; /* param_count of them */
     const std::uint16_t* param_offsets;
     void (*run)(const unsigned char* params, const unsigned int* grid, const unsigned int* block);
 };
@@ -73,7 +74,8 @@ dim3 grid_size;
 dim3 block_size;
 } // namespace
 
-template <typename... Params> struct Layout {
+template <typename... Params>
+struct Layout {
     static constexpr std::size_t kCount = sizeof...(Params);
     std::uint16_t sizes[kCount + 1] = {};
     std::uint16_t offsets[kCount + 1] = {};
@@ -93,9 +95,11 @@ template <typename... Params> struct Layout {
     }
 };
 
-template <auto Function> struct Runner;
+template <auto Function>
+struct Runner;
 
-template <typename... Params, void (*Function)(Params...)> struct Runner<Function> {
+template <typename... Params, void (*Function)(Params...)>
+struct Runner<Function> {
     static_assert((std::is_trivially_copyable_v<Params> && ...), "parameters are copied as bytes");
     static_assert(sizeof...(Params) <= 128 && (sizeof(Params) + ... + 0) <= 4096,
                   "too many parameters");
@@ -103,8 +107,8 @@ template <typename... Params, void (*Function)(Params...)> struct Runner<Functio
 
     template <std::size_t... I>
     static void call(const unsigned char* params, std::index_sequence<I...>) {
-        Function(*reinterpret_cast<const std::remove_const_t<Params>*>(params +
-                                                                       kLayout.offsets[I])...);
+        Function(
+            *reinterpret_cast<const std::remove_const_t<Params>*>(params + kLayout.offsets[I])...);
     }
 
     static void run(const unsigned char* params, const unsigned int* grid,
@@ -130,7 +134,7 @@ template <typename... Params, void (*Function)(Params...)> struct Runner<Functio
         }
     }
 
-    static constexpr Kernel kKernel{kKernelMagic,   sizeof...(Params), kLayout.bytes,
+    static constexpr Kernel kKernel{kKernelMagic,  sizeof...(Params), kLayout.bytes,
                                     kLayout.sizes, kLayout.offsets,   &run};
 };
 
@@ -142,7 +146,8 @@ static inline const dim3& gridDim = cudackpt_emulator::grid_size;
 static inline const dim3& blockDim = cudackpt_emulator::block_size;
 
 /* Threads run one after the other: a plain addition is atomic. */
-template <typename T> static inline T atomicAdd(T* address, T value) {
+template <typename T>
+static inline T atomicAdd(T* address, T value) {
     const T old = *address;
     *address = static_cast<T>(old + value);
     return old;

@@ -1,0 +1,34 @@
+/// Which work an operation in a stream comes after.
+///
+/// The worker runs launches one after the other, in the order of all streams together. So an event
+/// of another stream is waited for by itself, and a stream is done when its last launch is.
+#pragma once
+
+#include "driver_emulator/driver/driver.hpp"
+
+namespace cudackpt::emulator {
+
+/// The stream of a handle; the default streams' handles give the context's null stream. Null if
+/// there is none.
+[[nodiscard]] Stream* find_stream(Driver& driver, Context& context, void* handle);
+
+/// The last launch that an operation in this stream has to wait for: for the null stream, any.
+[[nodiscard]] inline std::uint64_t last_before(const Driver& driver, const Stream& stream) {
+    const bool null_stream = &stream == &stream.context->null_stream;
+    return null_stream ? driver.link.submitted() : stream.last_sequence;
+}
+
+/// Runs `body` when all that is in the stream is done.
+template <typename Body>
+int call_in_stream(void* handle, Body body) noexcept {
+    return call_in_context([=, &body](Driver& driver, Context& context) {
+        Stream* stream = find_stream(driver, context, handle);
+        if (stream == nullptr) {
+            return Result::invalid_handle;
+        }
+        const Result done = driver.link.wait(last_before(driver, *stream));
+        return done != Result::success ? done : body(driver, *stream);
+    });
+}
+
+} // namespace cudackpt::emulator

@@ -1,0 +1,141 @@
+// libnvidia-ml.so.1: what the emulated GPUs are called and hold, for tools that list GPUs.
+#include "driver_emulator/driver/daemon_link.hpp"
+
+#include <cstdio>
+#include <cstring>
+
+using namespace cudackpt::emulator;
+
+#define NVML_API(name) extern "C" __attribute__((visibility("default"))) nvml_result name
+
+// C types of nvml.h.
+using nvml_result = int;
+using nvml_device = const GpuInfo*;
+
+struct nvml_memory {
+    unsigned long long total, free, used;
+};
+
+namespace {
+
+constexpr nvml_result kSuccess = 0;
+constexpr nvml_result kUninitialized = 1;
+constexpr nvml_result kInvalidArgument = 2;
+constexpr nvml_result kInsufficientSize = 7;
+constexpr nvml_result kDriverNotLoaded = 9;
+
+DaemonInfo machine; // as of nvmlInit; memory in use is asked for anew
+bool initialised = false;
+
+nvml_result give_text(char* to, unsigned size, const char* text) {
+    if (!initialised) {
+        return kUninitialized;
+    }
+    if (to == nullptr) {
+        return kInvalidArgument;
+    }
+    if (std::strlen(text) >= size) {
+        return kInsufficientSize;
+    }
+    std::strcpy(to, text);
+    return kSuccess;
+}
+
+bool is_device(nvml_device device) {
+    return device >= machine.gpus && device < machine.gpus + machine.gpu_count;
+}
+
+} // namespace
+
+NVML_API(nvmlInit_v2)() {
+    if (!ask_info(machine)) {
+        return kDriverNotLoaded;
+    }
+    initialised = true;
+    return kSuccess;
+}
+
+NVML_API(nvmlShutdown)() {
+    if (!initialised) {
+        return kUninitialized;
+    }
+    initialised = false;
+    return kSuccess;
+}
+
+NVML_API(nvmlSystemGetDriverVersion)(char* version, unsigned size) {
+    return give_text(version, size, machine.driver_version);
+}
+
+NVML_API(nvmlSystemGetCudaDriverVersion_v2)(int* version) {
+    if (version == nullptr) {
+        return kInvalidArgument;
+    }
+    *version = machine.api_version;
+    return initialised ? kSuccess : kUninitialized;
+}
+
+NVML_API(nvmlDeviceGetCount_v2)(unsigned* count) {
+    if (count == nullptr) {
+        return kInvalidArgument;
+    }
+    *count = machine.gpu_count;
+    return initialised ? kSuccess : kUninitialized;
+}
+
+NVML_API(nvmlDeviceGetHandleByIndex_v2)(unsigned index, nvml_device* device) {
+    if (!initialised) {
+        return kUninitialized;
+    }
+    if (device == nullptr || index >= machine.gpu_count) {
+        return kInvalidArgument;
+    }
+    *device = &machine.gpus[index];
+    return kSuccess;
+}
+
+NVML_API(nvmlDeviceGetName)(nvml_device device, char* name, unsigned size) {
+    return is_device(device) ? give_text(name, size, device->name) : kInvalidArgument;
+}
+
+NVML_API(nvmlDeviceGetUUID)(nvml_device device, char* uuid, unsigned size) {
+    if (!is_device(device)) {
+        return kInvalidArgument;
+    }
+    const unsigned char* b = device->uuid.bytes;
+    char text[64];
+    std::snprintf(text, sizeof text,
+                  "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", b[0],
+                  b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13],
+                  b[14], b[15]);
+    return give_text(uuid, size, text);
+}
+
+NVML_API(nvmlDeviceGetMemoryInfo)(nvml_device device, nvml_memory* memory) {
+    if (!initialised) {
+        return kUninitialized;
+    }
+    if (!is_device(device) || memory == nullptr) {
+        return kInvalidArgument;
+    }
+    const auto index = device - machine.gpus;
+    DaemonInfo now{};
+    if (!ask_info(now)) {
+        return kDriverNotLoaded;
+    }
+    memory->total = now.gpus[index].memory;
+    memory->used = now.gpus[index].used;
+    memory->free = memory->total - memory->used;
+    return kSuccess;
+}
+
+extern "C" __attribute__((visibility("default"))) const char* nvmlErrorString(nvml_result result) {
+    switch (result) {
+    case kSuccess: return "Success";
+    case kUninitialized: return "Uninitialized";
+    case kInvalidArgument: return "Invalid Argument";
+    case kInsufficientSize: return "Insufficient Size";
+    case kDriverNotLoaded: return "Driver Not Loaded";
+    default: return "Unknown Error";
+    }
+}
