@@ -1,13 +1,21 @@
 """Fixtures for all tests. Those that need CRIU run once for every version found on this machine.
 
-criu        one CRIU (cudackpt.criu.find.Criu); the test's id names it: criu-4.2.1
-images      an empty directory for a checkpoint
-launch      start a program in a session of its own; ends with the test
-compile_c   compile a C program once for the whole run
-emulator    a private driver emulator, one for the whole run
-launch_cuda launch, on the emulator's GPUs
-checkpoint, restore
-            dump and restore a job with our plugin on the emulator; see support/checkpoint.py
+criu            one CRIU (cudackpt.criu.find.Criu); the test's id names it: criu-4.2.1
+images          an empty directory for a checkpoint
+launch          launch(argv, environ=None) -> Job: a program in a session of its own; ends with
+                the test
+compile_c       compile_c(source, *flags) -> Path: a C program, compiled once for the whole run
+emulator        a private driver emulator (cudackpt.emulator.Emulator), one for the whole run: two
+                GPUs of 256 MiB, driver 580; its faults and settings are reset after each test
+emulator_environ
+                the environment in which programs and criu use that emulator
+compile_cuda    compile_cuda(source, *flags) -> Path: the same for a program of the CUDA driver API
+launch_cuda     launch_cuda(argv) -> Job: launch, on the emulator's GPUs
+gpu_generations launch_cuda of tests/programs/gpu_generations.c, once it is "ready":
+                gpu_generations(mib=8, seed=1, zero_mib=4) -> Job
+checkpointer    dump and restore jobs with `criu`, our plugin and the emulator:
+                support.checkpoint.Checkpointer
+cudackpt        cudackpt(*words) -> CompletedProcess: the command, in emulator_environ
 """
 
 from __future__ import annotations
@@ -17,14 +25,21 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from cudackpt.criu.find import Criu, find_all
+from cudackpt.emulator import Emulator, Options, library_directory
+from cudackpt.emulator.daemon import api_version_of
+from support.checkpoint import Checkpointer
 from support.job import Job
 
+EMULATED_DRIVER = "580.95.05"
+EMULATED_MEMORY_SIZE = 256 << 20  # bytes of each GPU
+PROGRAMS = Path(__file__).resolve().parent / "programs"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 Launch = Callable[..., Job]
 
@@ -110,3 +125,72 @@ def compile_c(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return program
 
     return compile_program
+
+
+@pytest.fixture(scope="session")
+def running_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
+    """The daemon itself; tests use `emulator`, which cleans up after each of them."""
+    daemon = Emulator(path=tmp_path_factory.mktemp("emulator") / "socket")
+    daemon.start(Options(gpus=2, memory_bytes=EMULATED_MEMORY_SIZE, driver=EMULATED_DRIVER))
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def emulator(running_emulator: Emulator) -> Iterator[Emulator]:
+    settings: dict[str, object] = running_emulator.status()["settings"]
+    yield running_emulator
+    running_emulator.clear_faults()
+    for key, value in running_emulator.status()["settings"].items():
+        if value != settings[key]:
+            running_emulator.set(key, str(settings[key]))
+
+
+@pytest.fixture
+def emulator_environ(emulator: Emulator) -> dict[str, str]:
+    return dict(os.environ) | emulator.environment(api_version_of(EMULATED_DRIVER))
+
+
+@pytest.fixture(scope="session")
+def compile_cuda(compile_c: Callable[..., Path], cuda_include: Path) -> Callable[..., Path]:
+    def compile_program(source: Path, *flags: str) -> Path:
+        library = library_directory(api_version_of(EMULATED_DRIVER))
+        use = (f"-isystem{cuda_include}", f"-L{library}", "-l:libcuda.so.1")
+        return compile_c(source, *flags, *use)
+
+    return compile_program
+
+
+@pytest.fixture
+def launch_cuda(launch: Launch, emulator_environ: dict[str, str]) -> Launch:
+    return functools.partial(launch, environ=emulator_environ)
+
+
+@pytest.fixture
+def gpu_generations(launch_cuda: Launch, compile_cuda: Callable[..., Path]) -> Launch:
+    program = compile_cuda(PROGRAMS / "gpu_generations.c")
+
+    def start(mib: int = 8, seed: int = 1, zero_mib: int = 4) -> Job:
+        job = launch_cuda([program, str(mib), str(seed), str(zero_mib)])
+        job.wait_for("ready")
+        return job
+
+    return start
+
+
+@pytest.fixture
+def checkpointer(criu: Criu, emulator_environ: dict[str, str]) -> Checkpointer:
+    return Checkpointer(criu, emulator_environ)
+
+
+@pytest.fixture
+def cudackpt(
+    emulator_environ: dict[str, str],
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "cudackpt", *map(str, words)]
+        return subprocess.run(
+            argv, env=emulator_environ, capture_output=True, text=True, check=False, timeout=120
+        )
+
+    return call

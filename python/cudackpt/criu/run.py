@@ -195,11 +195,12 @@ class _Workspace:
         lines = [f"criu {criu.version_text} {self._stage} failed ({ended.ending})"]
         lines += [f"  plugin: {line}" for line in plugin_errors]
         lines += [f"  criu: {line}" for line in log.criu_errors(text)]
-        if len(lines) == 1 and ended.output.strip():
-            lines += [
-                f"  {line}" for line in ended.output.strip().splitlines()[-log.ERRORS_SHOWN :]
-            ]
-        return "\n".join([*lines, f"  full log: {self.kept_log}"])
+        if len(lines) == 1:  # not far enough for a log: what it said to the terminal, reason first
+            said = [line for line in ended.output.splitlines() if line.strip()]
+            lines += [f"  criu: {line}" for line in said[: log.ERRORS_SHOWN]]
+        if self.kept_log.exists():
+            lines.append(f"  full log: {self.kept_log}")
+        return "\n".join(lines)
 
     def _read_log(self) -> str:
         for path in (self.log, self.kept_log):

@@ -1,0 +1,150 @@
+"""checkpoint and restore from the command line, with every CRIU, on the emulator."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from cudackpt.criu.find import Criu
+from support.job import Job
+
+Cudackpt = Callable[..., CompletedProcess[str]]
+Generations = Callable[..., Job]
+
+
+def program(criu: Criu) -> str:
+    return str(criu.root or criu.program)
+
+
+def check_memory(job: Job, generation: int) -> None:
+    """The job's GPU memory is what it wrote, to the bit."""
+    job.signal(signal.SIGUSR1)
+    job.wait_for(f"intact {generation}\n")
+
+
+def test_there_and_back(
+    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+) -> None:
+    job = gpu_generations()
+    check_memory(job, 0)
+    dumped = cudackpt("checkpoint", str(job.pid), "-D", images, "--criu", program(criu))
+    assert dumped.returncode == 0, dumped.stderr
+    assert "1 CUDA process, 12.0 MiB of GPU memory" in dumped.stdout
+    assert "emulator" in dumped.stdout
+    assert criu.version_text in dumped.stdout
+    assert job.wait() == -signal.SIGKILL
+
+    restored = cudackpt("restore", "-D", images, "--criu", program(criu))
+    assert restored.returncode == 0, restored.stderr
+    assert f"process {job.pid} runs" in restored.stdout
+    assert "emulator" in restored.stdout
+    check_memory(job, 1)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 0
+    assert (images / "dump.log").stat().st_size > 0
+    assert (images / "restore.log").stat().st_size > 0
+
+
+def test_leave_running(
+    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+) -> None:
+    job = gpu_generations()
+    words = ["checkpoint", str(job.pid), "-D", images, "--leave-running", "--criu", program(criu)]
+    dumped = cudackpt(*words)
+    assert dumped.returncode == 0, dumped.stderr
+    check_memory(job, 0)
+    check_memory(job, 1)
+
+    again = cudackpt(*words)
+    assert again.returncode == 2
+    assert "holds a checkpoint already" in again.stderr
+
+
+def test_stop(criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path) -> None:
+    job = gpu_generations()
+    dumped = cudackpt("checkpoint", str(job.pid), "-D", images, "--stop", "--criu", program(criu))
+    assert dumped.returncode == 0, dumped.stderr
+    assert job.state() == "T"
+    job.signal(signal.SIGCONT)
+    check_memory(job, 0)
+
+
+@pytest.mark.parametrize("compress", ["lz4", "none"])
+def test_options_reach_the_plugin(
+    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path, compress: str
+) -> None:
+    job = gpu_generations()
+    dumped = cudackpt(
+        *("checkpoint", str(job.pid), "-D", images, "--criu", program(criu)),
+        *("--compress", compress, "--threads", "2", "--leave-running"),
+    )
+    assert dumped.returncode == 0, dumped.stderr
+    stored = (images / f"cudackpt-{job.pid}.img").stat().st_size
+    assert (stored < 7 << 20) == (compress == "lz4")
+
+
+def test_externalize_off_leaves_the_memory_to_criu(
+    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+) -> None:
+    job = gpu_generations()
+    words = ["checkpoint", str(job.pid), "-D", images, "--criu", program(criu)]
+    dumped = cudackpt(*words, "--externalize", "off")
+    assert dumped.returncode == 0, dumped.stderr
+    assert not (images / f"cudackpt-{job.pid}.img").exists()
+    assert sum(file.stat().st_size for file in images.glob("pages-*.img")) > 12 << 20
+    assert job.wait() == -signal.SIGKILL
+    restored = cudackpt("restore", "-D", images, "--criu", program(criu))
+    assert restored.returncode == 0, restored.stderr
+    check_memory(job, 0)
+
+
+def test_arguments_after_two_dashes_go_to_criu(
+    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+) -> None:
+    job = gpu_generations()
+    words = ["checkpoint", str(job.pid), "-D", images, "--criu", program(criu)]
+    refused = cudackpt(*words, "--", "--no-such-option")
+    assert refused.returncode == 12
+    assert "no-such-option" in refused.stderr
+    check_memory(job, 0)
+
+
+def test_a_damaged_image_is_refused_with_the_reason(
+    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+) -> None:
+    job = gpu_generations()
+    dumped = cudackpt("checkpoint", str(job.pid), "-D", images, "--criu", program(criu))
+    assert dumped.returncode == 0, dumped.stderr
+    job.wait()
+    image = images / f"cudackpt-{job.pid}.img"
+    raw = bytearray(image.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    image.write_bytes(raw)
+    restored = cudackpt("restore", "-D", images, "--criu", program(criu))
+    assert restored.returncode == 12
+    assert "plugin: " in restored.stderr
+    assert image.name in restored.stderr
+    assert "full log: " in restored.stderr
+    assert not job.alive()
+
+
+def test_a_process_that_is_not_there(cudackpt: Cudackpt, criu: Criu, images: Path) -> None:
+    ended = cudackpt("checkpoint", str(2**22), "-D", images, "--criu", program(criu))
+    assert ended.returncode == 12
+    assert f"there is no process {2**22}" in ended.stderr
+
+
+def test_running_and_stopped_exclude_each_other(cudackpt: Cudackpt, images: Path) -> None:
+    ended = cudackpt("checkpoint", "2", "-D", images, "--leave-running", "--stop")
+    assert ended.returncode == 2
+    assert "exclude each other" in ended.stderr
+
+
+def test_a_directory_without_a_checkpoint(cudackpt: Cudackpt, criu: Criu, images: Path) -> None:
+    ended = cudackpt("restore", "-D", images, "--criu", program(criu))
+    assert ended.returncode == 10
+    assert "pstree.img" in ended.stderr
