@@ -23,11 +23,6 @@ struct stat status_of(int fd) {
 
 } // namespace
 
-UniqueFd::~UniqueFd() {
-    if (fd_ >= 0)
-        ::close(fd_);
-}
-
 UniqueFd open_regular(int dir_fd, const std::string& name) {
     // O_NONBLOCK: a FIFO put in the place of an image must not hold us up.
     UniqueFd fd(::openat(dir_fd, name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));

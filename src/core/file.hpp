@@ -2,30 +2,12 @@
 #pragma once
 
 #include "core/bytes.hpp"
+#include "core/unique_fd.hpp"
 
 #include <cstdint>
 #include <string>
-#include <utility>
 
 namespace cudackpt {
-
-/// Owns a file descriptor.
-class UniqueFd {
-public:
-    UniqueFd() = default;
-    explicit UniqueFd(int fd) noexcept : fd_(fd) {}
-    UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-    UniqueFd& operator=(UniqueFd&& other) noexcept {
-        std::swap(fd_, other.fd_);
-        return *this;
-    }
-    ~UniqueFd();
-
-    int get() const noexcept { return fd_; }
-
-private:
-    int fd_ = -1;
-};
 
 /// Open a regular file for reading; does not wait on what is not one.
 /// Throws Error: io, corrupt_data if it is not a regular file.

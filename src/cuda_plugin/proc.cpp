@@ -1,7 +1,7 @@
 #include "cuda_plugin/proc.hpp"
 
 #include "core/error.hpp"
-#include "cuda_plugin/unique_fd.hpp"
+#include "core/unique_fd.hpp"
 
 #include <dirent.h>
 #include <fcntl.h>

@@ -8,7 +8,7 @@
 #include "cuda_plugin/driver_facts.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
-#include "cuda_plugin/unique_fd.hpp"
+#include "core/unique_fd.hpp"
 #include "cuda_plugin/worker.hpp"
 
 #include <sys/types.h>

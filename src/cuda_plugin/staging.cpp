@@ -2,7 +2,7 @@
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
-#include "cuda_plugin/unique_fd.hpp"
+#include "core/unique_fd.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -1,13 +1,9 @@
 #include "cuda_plugin/statistics.hpp"
 
-#include "core/error.hpp"
-#include "cuda_plugin/unique_fd.hpp"
+#include "core/file.hpp"
 
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <cstdio>
+#include <span>
 
 #include <nlohmann/json.hpp>
 
@@ -108,20 +104,9 @@ void write_statistics(int image_dir, const Statistics& statistics) {
     // Names and errors may hold bytes that are no UTF-8 (a task may call itself anything).
     const std::string text =
         to_json(statistics).dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
-    const std::string name = "cudackpt-" + statistics.stage + ".json";
-    const std::string part = "." + name + ".part";
-    ::unlinkat(image_dir, part.c_str(), 0);
-    const UniqueFd fd(::openat(image_dir, part.c_str(),
-                               O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
-    if (!fd)
-        throw io_error("cannot create " + part, errno);
-    const ssize_t written = ::write(fd.get(), text.data(), text.size());
-    if (written != static_cast<ssize_t>(text.size())
-        || ::renameat(image_dir, part.c_str(), image_dir, name.c_str()) != 0) {
-        const int error = written >= 0 && errno == 0 ? ENOSPC : errno;
-        ::unlinkat(image_dir, part.c_str(), 0);
-        throw io_error("cannot write " + name, error);
-    }
+    PartFile file(image_dir, "cudackpt-" + statistics.stage + ".json");
+    write_at(file.fd(), 0, std::as_bytes(std::span(text)));
+    file.commit();
 }
 
 } // namespace cudackpt

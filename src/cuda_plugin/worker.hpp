@@ -9,7 +9,7 @@
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver.hpp"
 #include "cuda_plugin/task_table.hpp"
-#include "cuda_plugin/unique_fd.hpp"
+#include "core/unique_fd.hpp"
 #include "cuda_plugin/worker_protocol.hpp"
 
 #include <sys/types.h>
