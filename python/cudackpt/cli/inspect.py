@@ -20,6 +20,7 @@ from cudackpt.image.inspection import (
     inspect_directory,
 )
 
+_FILE_WIDTH = 160  # columns, where no terminal says how many there are
 _REGIONS_SHOWN = 8  # of a task; --json has them all
 
 
@@ -36,6 +37,8 @@ def command(directory: Path, as_json: bool) -> None:
         click.echo(json.dumps(found.to_json(), indent=2))
         return
     console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
     console.print(_summary(found))
     console.print(_process_tree(found.processes))
 

@@ -1,0 +1,233 @@
+"""The plain Python reader, written from docs/format.md, agrees with the C++ one."""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cudackpt._core import (
+    CorruptDataError,
+    ImageReader,
+    UnsupportedDataError,
+    read_manifest,
+    write_image,
+)
+from cudackpt.errors import ImageError, UnsupportedError
+from cudackpt.image.plain_reader import PlainImage, parse_manifest
+from support.golden import MIXTURE, SMALLEST, smallest_info, write_golden
+from support.image_samples import Sample, info_of, make_checkpoint, mixture, samples
+
+GOLDEN = Path(__file__).parent.parent / "data" / "golden"
+ONE_DIRECTORY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def os_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def assert_same(image: ImageReader, plain: PlainImage) -> None:
+    info = image.info
+    assert (plain.checkpoint_id, plain.parent_id) == (info.checkpoint_id, info.parent_id)
+    assert (plain.pid, plain.chunk_size, plain.digest) == (info.pid, info.chunk_size, image.digest)
+    assert (plain.start_time, plain.boot_id) == (info.start_time, info.boot_id)
+    assert (plain.comm, plain.driver_version) == (
+        os_bytes(info.comm),
+        os_bytes(info.driver_version),
+    )
+    assert plain.state_before == info.state_before.value
+    assert plain.driver_api_version == info.driver_api_version
+    assert [(g.uuid, g.memory_size, g.name) for g in plain.gpus] == [
+        (g.uuid, g.memory_size, os_bytes(g.name)) for g in info.gpus
+    ]
+    assert [(r.address, r.length, r.protection, r.kind) for r in plain.regions] == [
+        (r.address, r.length, r.protection, r.kind.value) for r in info.regions
+    ]
+    assert len(plain.chunks) == len(image)
+    for index, chunk in enumerate(plain.chunks):
+        other = image.chunk(index)
+        assert (chunk.address, chunk.plain_size) == (other.address, other.plain_size)
+        assert (chunk.offset, chunk.stored_size) == (other.offset, other.stored_size)
+        assert (chunk.encoding, chunk.plain_hash) == (other.encoding.value, other.hash)
+        assert plain.read_chunk(index) == image.read_chunk(index)
+
+
+@ONE_DIRECTORY
+@given(sample=samples())
+def test_both_readers_read_the_same(tmp_path: Path, sample: Sample) -> None:
+    path = tmp_path / "a.img"
+    write_image(
+        path, sample.info, sample.memory, compress=sample.compress, alignment=sample.alignment
+    )
+    plain = PlainImage(path.read_bytes())
+    plain.verify()
+    assert_same(ImageReader.open(path), plain)
+
+
+def verdict_of_core(path: Path) -> str:
+    try:
+        ImageReader.open(path).verify(1)
+    except CorruptDataError:
+        return "corrupt"
+    except UnsupportedDataError:
+        return "unsupported"
+    return "whole"
+
+
+def verdict_of_plain(file: bytes) -> str:
+    try:
+        PlainImage(file).verify()
+    except ImageError:
+        return "corrupt"
+    except UnsupportedError:
+        return "unsupported"
+    return "whole"
+
+
+def sealed(file: bytearray) -> bytes:
+    """`file` with all its checksums made right, if its trailer lets them be found."""
+    put = struct.pack_into
+    header_hash = xxhash.xxh3_128_digest(file[:240])
+    put("16s", file, 240, header_hash)
+    trailer = len(file) - 128
+    metadata, metadata_size = struct.unpack_from("<QQ", file, trailer)
+    index, count = struct.unpack_from("<QQ", file, trailer + 32)
+    put("16s", file, trailer + 16, xxhash.xxh3_128_digest(file[metadata:][:metadata_size]))
+    put("16s", file, trailer + 48, xxhash.xxh3_128_digest(file[index:][: 40 * count]))
+    put("16s", file, trailer + 64, header_hash)
+    put("16s", file, trailer + 112, xxhash.xxh3_128_digest(file[trailer : trailer + 112]))
+    return bytes(file)
+
+
+# What is stored where, away from chunk data: header, metadata, index, trailer.
+@settings(max_examples=1500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    at=st.integers(0, 255 + 96 + 280 + 48 + 7 * 40 + 128),
+    value=st.one_of(st.integers(0, 255), st.sampled_from([0, 1, 2, 3, 4, 7, 8, 16, 128, 255])),
+)
+def test_both_readers_refuse_the_same(tmp_path: Path, at: int, value: int) -> None:
+    path = tmp_path / "a.img"
+    if not path.exists():
+        write_image(path, info_of(mixture()), mixture(), alignment=64)
+        (tmp_path / "whole").write_bytes(path.read_bytes())
+    file = bytearray((tmp_path / "whole").read_bytes())
+    ends = len(file) - (96 + 280 + 48 + 7 * 40 + 128)
+    file[at if at < 256 else ends + at - 256] = value
+    path.write_bytes(sealed(file))
+    assert verdict_of_core(path) == verdict_of_plain(bytes(file))
+
+
+def test_the_check_above_sees_all_three_verdicts(tmp_path: Path) -> None:
+    path = tmp_path / "a.img"
+    write_image(path, info_of(mixture()), mixture(), alignment=64)
+    whole = path.read_bytes()
+    expected = {(24, 1): "whole", (16, 1): "unsupported", (8, 2): "unsupported", (76, 1): "corrupt"}
+    for (at, value), verdict in expected.items():
+        file = bytearray(whole)
+        file[at] = value
+        path.write_bytes(sealed(file))
+        assert verdict_of_core(path) == verdict_of_plain(bytes(file)) == verdict
+
+
+def test_the_plain_reader_finds_every_truncation_and_flip(tmp_path: Path) -> None:
+    path = tmp_path / "a.img"
+    write_image(path, smallest_info(), SMALLEST, alignment=64)
+    whole = path.read_bytes()
+    assert verdict_of_plain(whole) == "whole"
+    for keep in range(len(whole)):
+        assert verdict_of_plain(whole[:keep]) == "corrupt"
+    for bit in range(8 * len(whole)):
+        file = bytearray(whole)
+        file[bit // 8] ^= 1 << bit % 8
+        assert verdict_of_plain(bytes(file)) == "corrupt"
+
+
+def test_both_readers_read_the_same_manifest(tmp_path: Path) -> None:
+    manifest = make_checkpoint(tmp_path, {7: mixture(), 9: []}, staged_in_criu=(8,))
+    plain = parse_manifest((tmp_path / "cudackpt-manifest.img").read_bytes())
+    assert plain.checkpoint_id == manifest.checkpoint_id
+    assert plain.driver_version.decode() == manifest.driver_version
+    assert plain.driver_api_version == manifest.driver_api_version
+    assert [(g.uuid, g.memory_size, g.name.decode()) for g in plain.gpus] == [
+        (g.uuid, g.memory_size, g.name) for g in manifest.gpus
+    ]
+    assert [(t.pid, t.externalized, t.digest, t.state_before) for t in plain.tasks] == [
+        (t.pid, t.externalized, t.digest, t.state_before.value) for t in manifest.tasks
+    ]
+
+
+def test_both_readers_refuse_the_same_manifests(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, {7: [], 9: []})
+    path = tmp_path / "cudackpt-manifest.img"
+    whole = path.read_bytes()
+    generator = random.Random(5)
+    verdicts = set()
+    for _ in range(1000):
+        file = bytearray(whole)
+        file[generator.randrange(len(file) - 16)] = generator.choice([0, 1, 2, 9, 255])
+        file[-16:] = xxhash.xxh3_128_digest(file[:-16])
+        path.write_bytes(file)
+        core = verdict(lambda: read_manifest(tmp_path))
+        assert core == verdict(lambda now=bytes(file): parse_manifest(now))
+        verdicts.add(core)
+    assert verdicts == {"whole", "corrupt", "unsupported"}
+
+
+def verdict(read: Callable[[], object]) -> str:
+    try:
+        read()
+    except (CorruptDataError, ImageError):
+        return "corrupt"
+    except (UnsupportedDataError, UnsupportedError):
+        return "unsupported"
+    return "whole"
+
+
+class TestGoldenFiles:
+    """Files of format version 1: they are read for ever, and today's writer makes the same."""
+
+    V1 = GOLDEN / "v1"
+
+    @pytest.mark.parametrize(
+        ("name", "memory"), [("smallest.img", SMALLEST), ("mixture.img", MIXTURE)]
+    )
+    def test_both_readers_read_them(self, name: str, memory: list[tuple[int, bytes]]) -> None:
+        image = ImageReader.open(self.V1 / name)
+        image.verify()
+        plain = PlainImage((self.V1 / name).read_bytes())
+        plain.verify()
+        assert_same(image, plain)
+        content = b"".join(image.read_chunk(index) for index in range(len(image)))
+        assert content == b"".join(part for _, part in memory)
+        assert [(r.address, r.length) for r in image.info.regions] == [
+            (address, len(part)) for address, part in memory
+        ]
+
+    def test_the_writer_makes_them_byte_for_byte(self, tmp_path: Path) -> None:
+        write_golden(tmp_path)
+        names = sorted(path.name for path in self.V1.iterdir())
+        assert names == sorted(path.name for path in tmp_path.iterdir())
+        for name in names:
+            assert (tmp_path / name).read_bytes() == (self.V1 / name).read_bytes(), name
+
+    def test_the_manifest_means_the_image(self) -> None:
+        (_, task) = read_manifest(self.V1).tasks
+        assert task.digest == ImageReader.open(self.V1 / "mixture.img").digest
+
+    def test_the_worked_example_is_the_smallest_of_them(self) -> None:
+        page = (GOLDEN.parent.parent.parent / "docs" / "format.md").read_text()
+        example = page.split("## Worked example")[1].split("```")[1]
+        rows = re.findall(r"^([0-9a-f]{3})  ([0-9a-f ]+)$", example, re.MULTILINE)
+        file = (self.V1 / "smallest.img").read_bytes()
+        shown = bytearray(len(file))
+        for offset, row in rows:
+            shown[int(offset, 16) : int(offset, 16) + 16] = bytes.fromhex(row)
+        assert len(rows) > 10
+        assert shown == file
