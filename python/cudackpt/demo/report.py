@@ -85,25 +85,27 @@ def sum_of(record: dict[str, Any], *keys: str) -> float:
 
 def table_of(report: Report, *, emulated: bool) -> Table:
     """Ours and stock side by side, for people."""
-    where = (
-        "EMULATOR, not a GPU: times say nothing of real hardware" if emulated else report.backend
-    )
-    table = Table(title=f"one checkpoint of {_mib(report.gpu_bytes)} of GPU memory  ({where})")
-    table.add_column("")
+    where = "EMULATOR, not a GPU" if emulated else report.backend
+    table = Table(title=f"{_mib(report.gpu_bytes)} of GPU memory  ({where})", show_header=True)
+    table.add_column(f"criu {report.criu}")
     table.add_column("cudackpt", justify="right")
-    table.add_column(f"stock means (criu {report.criu}, externalize = off)", justify="right")
-    table.add_row("size", _mib(report.stored_bytes), _mib(report.stock_bytes))
-    table.add_row("dump", _seconds(report.dump_seconds), _seconds(report.stock_dump_seconds))
-    table.add_row(
-        "restore", _seconds(report.restore_seconds), _seconds(report.stock_restore_seconds)
-    )
-    shares = f"{_mib(report.zero_bytes)} zero, {_mib(report.lz4_bytes)} lz4, "
-    table.add_row("GPU memory as", shares + f"{_mib(report.raw_bytes)} raw", "as it is")
-    driver = f"{report.driver_checkpoint_seconds:.2f} s and {report.driver_restore_seconds:.2f} s"
-    table.add_row("in the driver", driver, "the same calls")
-    table.caption = (
-        "cudackpt has synced its image to storage before the job ends; stock CRIU has not."
-    )
+    table.add_column("externalize = off", justify="right")
+    at_checkpoint = _seconds(report.driver_checkpoint_seconds)
+    at_restore = _seconds(report.driver_restore_seconds)
+    for cells in (
+        ("checkpoint's size", _mib(report.stored_bytes), _mib(report.stock_bytes)),
+        ("dump", _seconds(report.dump_seconds), _seconds(report.stock_dump_seconds)),
+        ("  of it the driver's", at_checkpoint, "the same call"),
+        ("restore", _seconds(report.restore_seconds), _seconds(report.stock_restore_seconds)),
+        ("  of it the driver's", at_restore, "the same call"),
+        ("GPU memory that was zero", _mib(report.zero_bytes), ""),
+        ("  that lz4 made smaller", _mib(report.lz4_bytes), ""),
+        ("  stored as it is", _mib(report.raw_bytes), ""),
+    ):
+        table.add_row(*cells)
+    table.caption = "cudackpt syncs its image to storage before the job ends, stock CRIU does not."
+    if emulated:
+        table.caption += "\nEmulator: no time here says anything of real hardware."
     return table
 
 

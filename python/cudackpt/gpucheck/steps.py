@@ -98,7 +98,7 @@ class GpuCheck:
         self.findings.append(Finding(step=name, verdict=verdict.value, reason=reason))
         tail = f" ({reason})" if reason else ""
         where = " [emulator]" if self._machine.emulated else ""
-        self._console.print(f"{name}{where}: {verdict.value}{tail}", markup=False)
+        self._console.print(f"{name}{where}: {verdict.value}{tail}", markup=False, soft_wrap=True)
 
     def _check_driver(self) -> None:
         with Caller() as caller:
