@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from cudackpt._core import MANIFEST_NAME, ImageReader, Manifest, image_name, read_manifest
+from cudackpt.criu.statistics import find_statistics, statistics_path
 from cudackpt.driver import Driver, ProcessState
 from cudackpt.errors import CheckpointError, DriverError, ImageError
 from cudackpt.task import Task, boot_id, find_users, read_task
@@ -74,6 +75,7 @@ def recover(
             f"process {pid} is in the driver's state {state.name}: it cannot be brought back; "
             "end it and restore it from a checkpoint"
         )
+    _require_unfinished(images)
     manifest = _find_manifest(images)
     before = _state_before(manifest, task)
     refilled = 0
@@ -111,6 +113,19 @@ def _settled_task(pid: int, images: Path) -> Task:
             f"process {pid} is stopped, and the driver cannot reach it; kill -CONT {pid} first"
         )
     return task
+
+
+def _require_unfinished(images: Path) -> None:
+    """Refuse the images of a dump that came to its end: another one left the task behind. Statistics
+    are written last; those older than the manifest are of an earlier dump into the same place."""
+    statistics = find_statistics(images, "dump")
+    manifest = images / MANIFEST_NAME
+    if statistics is None or not statistics.succeeded or not manifest.exists():
+        return
+    if statistics_path(images, "dump").stat().st_mtime_ns >= manifest.stat().st_mtime_ns:
+        raise CheckpointError(
+            f"the dump into {images} was not broken off; name the directory of the one that was"
+        )
 
 
 def _find_manifest(images: Path) -> Manifest | None:

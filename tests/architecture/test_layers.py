@@ -37,7 +37,7 @@ PYTHON_ARROWS = {
     "task": {"errors"},
     "image": {"errors", "_core"},
     "criu": {"errors", "process", "driver", "nvml"},
-    "recovery": {"errors", "driver", "task", "_core", "image"},
+    "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
     "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
     "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},

@@ -1,0 +1,278 @@
+"""recover: tasks left behind in every way in which a dying criu and its worker can leave them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from cudackpt.criu.find import choose, find_all
+from cudackpt.recovery import WORKER_COMM
+from cudackpt.task import find_users
+from support.checkpoint import Checkpointer
+from support.job import TIMEOUT_S, Job
+
+Cudackpt = Callable[..., CompletedProcess[str]]
+Generations = Callable[..., Job]
+DriverCalls = Callable[..., None]
+Abandon = Callable[..., None]
+
+# argv: pid, then methods of Driver: as another tool would call them.
+CALLER = """
+import sys
+from cudackpt.driver import Driver
+driver, pid = Driver(), int(sys.argv[1])
+driver.init()
+for name in sys.argv[2:]:
+    getattr(driver, name)(pid, *([5000] if name == "lock" else []))
+"""
+
+
+@pytest.fixture
+def driver_calls(emulator_environ: dict[str, str]) -> DriverCalls:
+    """driver_calls(job, "lock", "checkpoint", ...)"""
+
+    def call(job: Job, *names: str) -> None:
+        argv = [sys.executable, "-c", CALLER, str(job.pid), *names]
+        subprocess.run(argv, env=emulator_environ, check=True, timeout=60, capture_output=True)
+
+    return call
+
+
+@pytest.fixture
+def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
+    """abandon(job, images, with_worker=True): begin a dump and kill criu, and the worker that would
+    undo it, when all GPU memory is in the image and out of the task. One CRIU will do here."""
+    checkpointer = Checkpointer(choose(find_all()), emulator_environ)
+    reached = tmp_path / "reached"
+    script = tmp_path / "script"
+    script.write_text(
+        '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
+        f"touch {reached}\nexec sleep 60\n"
+    )
+    script.chmod(0o755)
+
+    def begin_and_kill(job: Job, images: Path, *, with_worker: bool = True) -> None:
+        argv, environ = checkpointer.dump_command(job, images, "--action-script", str(script))
+        with subprocess.Popen(
+            argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+        ) as criu:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not reached.exists():
+                assert criu.poll() is None, (images / "dump.log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            workers = find_users(images, WORKER_COMM)
+            assert workers, "the plugin has no worker: what is tested here cannot come about"
+            if with_worker:
+                for worker in workers:
+                    os.kill(worker, signal.SIGKILL)
+            os.killpg(criu.pid, signal.SIGKILL)
+        reached.unlink()
+
+    return begin_and_kill
+
+
+def check_memory(job: Job, generation: int) -> None:
+    """The job runs, and its GPU memory is what it wrote, to the bit."""
+    job.signal(signal.SIGUSR1)
+    job.wait_for(f"intact {generation}\n")
+
+
+def test_dropped_memory_is_put_back(
+    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+) -> None:
+    job = gpu_generations()
+    check_memory(job, 0)
+    abandon(job, images)
+    ended = cudackpt("recover", str(job.pid), "-D", images)
+    assert ended.returncode == 0, ended.stderr
+    assert "was checkpointed, and runs again (12.0 MiB of GPU memory put back)" in ended.stdout
+    check_memory(job, 1)
+    check_memory(job, 2)
+
+
+def test_it_waits_for_the_worker_that_does_the_same(
+    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+) -> None:
+    job = gpu_generations()
+    abandon(job, images, with_worker=False)
+    ended = cudackpt("recover", str(job.pid), "-D", images)
+    assert ended.returncode == 0, ended.stderr
+    assert "there was nothing to do" in ended.stdout
+    check_memory(job, 0)
+
+
+def test_a_running_process_needs_nothing(
+    cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+) -> None:
+    job = gpu_generations()
+    ended = cudackpt("recover", str(job.pid), "-D", images)
+    assert ended.returncode == 0, ended.stderr
+    assert "there was nothing to do" in ended.stdout
+    check_memory(job, 0)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        (["lock"], "was locked, and runs again"),
+        (["lock", "checkpoint"], "was checkpointed, and runs again\n"),
+    ],
+    ids=["locked", "checkpointed"],
+)
+def test_before_anything_was_taken_out(
+    cudackpt: Cudackpt,
+    gpu_generations: Generations,
+    driver_calls: DriverCalls,
+    images: Path,
+    calls: list[str],
+    said: str,
+) -> None:
+    job = gpu_generations()
+    driver_calls(job, *calls)
+    ended = cudackpt("recover", str(job.pid), "-D", images)
+    assert ended.returncode == 0, ended.stderr
+    assert said in ended.stdout
+    check_memory(job, 0)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said", "undo"),
+    [
+        (["lock"], "and is locked again, as the dump found it", ["unlock"]),
+        (["lock", "checkpoint"], "is checkpointed, as the dump found it", ["restore", "unlock"]),
+    ],
+    ids=["locked", "checkpointed"],
+)
+def test_what_the_dump_found_is_left_so(
+    cudackpt: Cudackpt,
+    gpu_generations: Generations,
+    driver_calls: DriverCalls,
+    abandon: Abandon,
+    images: Path,
+    calls: list[str],
+    said: str,
+    undo: list[str],
+) -> None:
+    job = gpu_generations()
+    driver_calls(job, *calls)
+    abandon(job, images)
+    ended = cudackpt("recover", str(job.pid), "-D", images)
+    assert ended.returncode == 0, ended.stderr
+    assert said in ended.stdout
+    driver_calls(job, *undo)
+    check_memory(job, 0)
+
+
+def test_the_images_of_another_process_are_refused(
+    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, tmp_path: Path, images: Path
+) -> None:
+    job = gpu_generations(seed=1)
+    other = gpu_generations(seed=2)
+    others_images = tmp_path / "other"
+    others_images.mkdir()
+    abandon(job, images)
+    abandon(other, others_images)
+
+    mine, theirs = images / f"cudackpt-{job.pid}.img", others_images / f"cudackpt-{other.pid}.img"
+    kept = tmp_path / "kept"
+    shutil.copy(mine, kept)
+    shutil.copy(theirs, mine)
+    refused = cudackpt("recover", str(job.pid), "-D", images)
+    assert refused.returncode == 10
+    assert "is of another process" in refused.stderr
+
+    shutil.copy(kept, mine)
+    for task, directory in ((job, images), (other, others_images)):
+        assert cudackpt("recover", str(task.pid), "-D", directory).returncode == 0
+        check_memory(task, 0)
+
+
+def test_a_damaged_image_is_refused_and_changes_nothing(
+    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+) -> None:
+    job = gpu_generations()
+    abandon(job, images)
+    image = images / f"cudackpt-{job.pid}.img"
+    raw = bytearray(image.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    image.write_bytes(raw)
+    refused = cudackpt("recover", str(job.pid), "-D", images)
+    assert refused.returncode == 10
+    assert image.name in refused.stderr
+
+    raw[len(raw) // 2] ^= 0x10
+    image.write_bytes(raw)
+    assert cudackpt("recover", str(job.pid), "-D", images).returncode == 0
+    check_memory(job, 0)
+
+
+def test_the_images_of_a_dump_that_was_not_broken_off_are_refused(
+    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, tmp_path: Path, images: Path
+) -> None:
+    job = gpu_generations()
+    earlier = tmp_path / "earlier"
+    dumped = cudackpt("checkpoint", str(job.pid), "-D", earlier, "--leave-running")
+    assert dumped.returncode == 0, dumped.stderr
+    check_memory(job, 0)
+    abandon(job, images)
+    refused = cudackpt("recover", str(job.pid), "-D", earlier)
+    assert refused.returncode == 2
+    assert "was not broken off" in refused.stderr
+    assert cudackpt("recover", str(job.pid), "-D", images).returncode == 0
+    check_memory(job, 1)
+
+
+def test_an_image_from_before_the_process_was_checkpointed_again_is_refused(
+    cudackpt: Cudackpt,
+    gpu_generations: Generations,
+    driver_calls: DriverCalls,
+    abandon: Abandon,
+    images: Path,
+) -> None:
+    job = gpu_generations()
+    abandon(job, images)
+    assert cudackpt("recover", str(job.pid), "-D", images).returncode == 0
+    check_memory(job, 0)  # what it holds from here on is another generation
+    driver_calls(job, "lock", "checkpoint")
+    refused = cudackpt("recover", str(job.pid), "-D", images)
+    assert refused.returncode == 10
+    assert "it was checkpointed again since" in refused.stderr
+    driver_calls(job, "restore", "unlock")
+    check_memory(job, 1)
+
+
+def test_a_stopped_process_is_refused_with_the_way_out(
+    cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+) -> None:
+    job = gpu_generations()
+    job.signal(signal.SIGSTOP)
+    while job.state() != "T":
+        time.sleep(0.01)
+    refused = cudackpt("recover", str(job.pid), "-D", images)
+    assert refused.returncode == 2
+    assert f"kill -CONT {job.pid}" in refused.stderr
+
+
+def test_a_process_without_cuda_is_refused(
+    cudackpt: Cudackpt, launch: Callable[..., Job], images: Path
+) -> None:
+    job = launch(["/bin/sleep", "60"])
+    refused = cudackpt("recover", str(job.pid), "-D", images)
+    assert refused.returncode == 11
+    assert "CUDA_ERROR_NOT_INITIALIZED" in refused.stderr
+
+
+def test_a_process_that_is_gone_is_named(cudackpt: Cudackpt, images: Path) -> None:
+    refused = cudackpt("recover", str(2**22), "-D", images)
+    assert refused.returncode == 2
+    assert f"there is no process {2**22}" in refused.stderr
