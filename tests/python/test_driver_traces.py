@@ -71,7 +71,7 @@ def test_the_emulator_does_as_a_real_driver_did(
 ) -> None:
     real = json.loads(path.read_text())
     assert real["emulator"] is False, "only traces that were taken on a GPU belong here"
-    assert real["driver"] and real["gpu"] and real["date"]
+    assert real["complete"] and real["driver"] and real["gpu"] and real["date"]
     emulated = take_emulator_trace(real["driver"])
     assert real["schema"] == emulated["schema"]
     assert differences(real, emulated) == []
@@ -92,7 +92,7 @@ def test_two_traces_of_the_emulator_share_all_facts(
 def test_a_trace_says_where_it_was_taken(emulator_trace: Trace) -> None:
     assert emulator_trace["backend"] == "emulator"
     assert emulator_trace["emulator"] is True
-    for key in ("schema", "date", "kernel", "gpu", "driver_api"):
+    for key in ("complete", "schema", "date", "kernel", "gpu", "driver_api"):
         assert emulator_trace[key]
 
 

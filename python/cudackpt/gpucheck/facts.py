@@ -14,6 +14,8 @@ Facts = dict[str, Any]
 _RESTORE_THREAD = re.compile(r"^cuda[0-9a-f]{11}$")
 _DRIVER_SOCKET = re.compile(r"^@cuda-uvmfd-\d+-\d+@?$")
 _HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/tty", "/dev/pts/")
+_MAPPED_STAND_IN = "io_uring"  # what the emulator maps in place of a GPU's registers
+_NOT_THE_DRIVERS = {"sd"}  # VmFlags that depend on the kernel's configuration
 _LEAST_MAPPING = 64 << 10  # bytes; allocators and thread caches move less than this about
 
 _TRANSITIONS = (
@@ -30,9 +32,12 @@ def facts(trace: Mapping[str, Any]) -> Facts:
     """Return the facts of a trace: sorted lists, numbers, truth values, by a readable name."""
     found: Facts = {}
     caller = trace["caller"]["stages"]
-    _add_changes(found, "cuInit in a caller", caller["loaded"], caller["initialized"])
-    for name, before, after in _TRANSITIONS:
-        _add_changes(found, name, trace["stages"][before], trace["stages"][after])
+    changes = [("cuInit in a caller", caller["loaded"], caller["initialized"])]
+    changes += [(n, trace["stages"][a], trace["stages"][b]) for n, a, b in _TRANSITIONS]
+    for name, before, after in changes:
+        if trace["emulator"]:
+            before, after = _without_daemon(before), _without_daemon(after)
+        _add_changes(found, name, before, after)
     _add_restore_thread(found, trace)
     _add_staging(found, trace)
     for call in trace["calls"]:
@@ -78,6 +83,18 @@ def _add_changes(
     found[f"{name}: mappings new"] = _mapping_kinds_only_in(after["mappings"], before["mappings"])
 
 
+def _without_daemon(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage without the sockets that lead to the emulator's GPUs: no driver has such."""
+    kept = [
+        one
+        for one in stage["descriptors"]
+        if not (
+            one["socket"] and one["socket"]["type"] == "seqpacket" and not one["socket"]["name"]
+        )
+    ]
+    return {**stage, "descriptors": kept}
+
+
 def _descriptor_kinds(descriptors: Iterable[Mapping[str, Any]]) -> set[str]:
     kinds = set()
     for one in descriptors:
@@ -91,10 +108,10 @@ def _descriptor_kind(one: Mapping[str, Any]) -> str | None:
     words = [str(one["kind"]), str(one["access"])]
     if one["kind"] in ("file", "directory"):
         return None  # the program's own
-    if one["kind"] == "device":
+    if one["kind"] in ("device", _MAPPED_STAND_IN):
         if str(one["link"]).startswith(_HARMLESS_DEVICES):
             return None
-        words = ["GPU device"]  # nvidiactl, nvidia-uvm, nvidia0: the emulator has one for all
+        words = ["GPU device"]  # nvidiactl, nvidia-uvm, nvidia0: the emulator has others for them
     if one["socket"]:
         socket = one["socket"]
         is_driver = _DRIVER_SOCKET.match(str(socket["name"])) is not None
@@ -117,7 +134,7 @@ def _mapping_kind(one: Mapping[str, Any]) -> str | None:
     path = str(one["path"])
     if path.startswith(("/dev/zero", "/memfd:/dev/zero")):
         return f"{one['perms']} shared anonymous"
-    if path.startswith("/dev/"):
+    if path.startswith("/dev/") or _MAPPED_STAND_IN in path:
         return "GPU device"
     if path.startswith("/") or path in ("[heap]", "[stack]", "[vdso]", "[vvar]", "[vsyscall]"):
         return None
@@ -194,4 +211,4 @@ def _add_staging(found: Facts, trace: Mapping[str, Any]) -> None:
             flags.update(one["vm_flags"])
     found["staging: kinds of memory"] = sorted(kinds)
     found["staging holds all GPU memory"] = sum(kinds.values()) >= trace["gpu_bytes"]
-    found["staging: VmFlags"] = sorted(flags)
+    found["staging: VmFlags"] = sorted(flags - _NOT_THE_DRIVERS)

@@ -6,10 +6,12 @@ Each mistake is made on a process that is thrown away afterwards.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from cudackpt.errors import CheckpointError, DriverError
 from cudackpt.gpucheck.caller import Caller, NoAnswer
 from cudackpt.gpucheck.driver_calls import QUERIES, TRANSITIONS, Answer
 from cudackpt.gpucheck.ptrace_stop import ptrace_stopped
@@ -17,7 +19,8 @@ from cudackpt.gpucheck.target import SMALL, Program, find_dead_pid, running_targ
 
 NO_ANSWER = "no answer"
 
-_STOPPED_SECONDS = 5.0
+_DEADLINE_SECONDS = 30.0  # the targets are small: seconds are plenty
+_STOPPED_SECONDS = 3.0
 _LOCK_MS = 2000
 _RESERVED = (48, 1)  # this byte is reserved in every structure and every version of cuda.h so far
 
@@ -39,19 +42,33 @@ Outcomes = dict[str, dict[str, Any]]
 def provoke_mistakes(program: Program) -> Outcomes:
     """Return, for each mistake and call, the driver's answer: {"result", "name", "state_after", …}.
 
-    A call that hangs or kills its caller has the name NO_ANSWER.
+    A call that hangs or kills its caller has the name NO_ANSWER; a mistake that could not be made
+    has one entry, "not made", whose name says why.
     """
     outcomes: Outcomes = {}
-    outcomes["dead pid"] = _call_all(find_dead_pid())
-    with _sleeping() as pid:
-        outcomes["process without CUDA"] = _call_all(pid)
-    for state in _PATHS:
-        outcomes[f"wrong call while {state}"] = _wrong_calls(program, state)
-    outcomes["reserved byte set"] = _reserved_bytes(program)
-    outcomes["caller without cuInit"] = _restore_without_init(program)
-    outcomes["target in a ptrace stop"] = _stopped_target(program)
-    outcomes["thread id for a pid"] = _thread_id(program)
+    for name, make in _mistakes(program):
+        try:
+            outcomes[name] = make()
+        except (CheckpointError, OSError) as exc:
+            # One mistake that cannot be made must not cost the answers to the others.
+            outcomes[name] = {"not made": {"result": None, "name": str(exc)}}
     return outcomes
+
+
+def _mistakes(program: Program) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    yield "dead pid", lambda: _call_all(find_dead_pid())
+    yield "process without CUDA", _process_without_cuda
+    for state in _PATHS:
+        yield f"wrong call while {state}", partial(_wrong_calls, program, state)
+    yield "reserved byte set", partial(_reserved_bytes, program)
+    yield "caller without cuInit", partial(_restore_without_init, program)
+    yield "target in a ptrace stop", partial(_stopped_target, program)
+    yield "thread id for a pid", partial(_thread_id, program)
+
+
+def _process_without_cuda() -> dict[str, Any]:
+    with _sleeping() as pid:
+        return _call_all(pid)
 
 
 @contextmanager
@@ -66,6 +83,7 @@ def _sleeping() -> Iterator[int]:
 def _attempt(caller: Caller, name: str, pid: int, **options: Any) -> dict[str, Any]:
     if name == "Lock":
         options.setdefault("lock_timeout_ms", _LOCK_MS)
+    options.setdefault("deadline_seconds", _DEADLINE_SECONDS)
     try:
         return dict(caller.call(name, pid, **options))
     except NoAnswer as exc:
@@ -73,7 +91,10 @@ def _attempt(caller: Caller, name: str, pid: int, **options: Any) -> dict[str, A
 
 
 def _state(caller: Caller, pid: int) -> int | str | None:
-    answer: Answer = caller.call("GetState", pid)
+    try:
+        answer: Answer = caller.call("GetState", pid, deadline_seconds=_DEADLINE_SECONDS)
+    except NoAnswer:
+        return NO_ANSWER
     return answer["value"] if answer["result"] == 0 else answer["name"]
 
 
@@ -90,7 +111,7 @@ def _walk(caller: Caller, pid: int, state: str) -> None:
     for name in _PATHS[state]:
         answer = caller.call(name, pid)
         if answer["result"] != 0:
-            raise NoAnswer(f"{name} on the way to '{state}' answered {answer['name']}")
+            raise DriverError(f"{name} on the way to '{state}' answered {answer['name']}")
 
 
 def _wrong_calls(program: Program, state: str) -> dict[str, Any]:

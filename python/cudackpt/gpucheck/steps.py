@@ -21,7 +21,7 @@ from cudackpt.demo.training import Program
 from cudackpt.errors import CheckpointError, CriuError, DriverError
 from cudackpt.gpucheck import target
 from cudackpt.gpucheck.caller import Caller
-from cudackpt.gpucheck.trace import take_trace
+from cudackpt.gpucheck.trace import Trace, fill_trace
 
 STEPS = ("driver", "trace", "criu", "C program", "PyTorch")
 
@@ -109,8 +109,11 @@ class GpuCheck:
     def _trace(self) -> None:
         module = "train_kernels.so" if self._machine.emulated else "train_kernels.ptx"
         program = target.Program(path=self._programs / "train", module=self._programs / module)
-        trace = take_trace(program, emulated=self._machine.emulated)
-        _write_json(self._out / "trace.json", trace)
+        trace: Trace = {}
+        try:
+            fill_trace(trace, program, emulated=self._machine.emulated)
+        finally:
+            _write_json(self._out / "trace.json", trace)
 
     def _check_criu(self) -> None:
         criu = find(self._criu_place)

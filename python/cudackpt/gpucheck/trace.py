@@ -24,22 +24,25 @@ _LINGER_SECONDS = 1.0  # how long after Checkpoint a thread must live to count a
 _STATE_AFTER = {"Lock": "locked", "Checkpoint": "checkpointed", "Restore": "restored"}
 
 
-def take_trace(program: Program, *, emulated: bool) -> Trace:
-    """Run the whole probe: minutes on a real GPU, seconds on the emulator.
+def fill_trace(trace: Trace, program: Program, *, emulated: bool) -> None:
+    """Run the whole probe, seconds long, and put what it sees into the empty `trace`.
 
-    Returns a JSON-ready object: "schema", where and when it was taken, "caller" (what a calling
+    That becomes a JSON-ready object: "schema", where and when it was taken, "caller" (what a calling
     process holds before and after cuInit), "stages" (what the target holds, by state), "calls" (each
-    call of the round trip with its result and seconds), "cgroup", and "mistakes" (error codes).
+    call of the round trip with its result and seconds), "cgroup", "mistakes" (error codes), and at
+    last "complete". What was seen before an error stays in it.
     Raises DriverError if a call of the plain round trip fails, NoAnswer if one hangs.
     """
-    trace: Trace = {"schema": SCHEMA, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
-    trace["kernel"] = platform.release()
-    trace["caller"] = _trace_caller(trace)
-    trace["backend"] = "emulator" if emulated else trace["gpu"]
+    trace["schema"] = SCHEMA
+    trace["date"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     trace["emulator"] = emulated
+    trace["kernel"] = platform.release()
+    trace["complete"] = False
+    _trace_caller(trace)
+    trace["backend"] = "emulator" if emulated else trace["gpu"]
     _trace_round_trip(trace, program)
     trace["mistakes"] = provoke_mistakes(program)
-    return trace
+    trace["complete"] = True
 
 
 def driver_version_text() -> str | None:
@@ -52,9 +55,10 @@ def driver_version_text() -> str | None:
     return next((w for w in words if w[0].isdigit() and w.count(".") >= 1), None)
 
 
-def _trace_caller(trace: Trace) -> dict[str, Any]:
+def _trace_caller(trace: Trace) -> None:
     with Caller() as caller:
         stages: dict[str, Any] = {}
+        trace["caller"] = {"stages": stages}
         trace["driver_api"] = caller.load()["version"]
         trace["driver"] = driver_version_text()
         stages["loaded"] = observe(caller.pid)
@@ -63,7 +67,7 @@ def _trace_caller(trace: Trace) -> dict[str, Any]:
             raise DriverError(f"cuInit: {answer['name']}")
         trace["gpu"] = answer["device"]
         stages["initialized"] = observe(caller.pid)
-        return {"init_seconds": answer["seconds"], "stages": stages}
+        trace["caller"]["init_seconds"] = answer["seconds"]
 
 
 def _trace_round_trip(trace: Trace, program: Program) -> None:
@@ -81,6 +85,7 @@ def _trace_in_cgroup(trace: Trace, program: Program, group: MemoryCgroup | None)
         pid = target.pid
         stages: dict[str, Any] = {"running": observe(pid)}
         calls: list[dict[str, Any]] = []
+        trace |= {"stages": stages, "calls": calls}
         _record(calls, caller, "GetRestoreThreadId", pid)
         trace["restore_thread"] = calls[-1]["value"]
         trace["gpu_bytes"] = (MAIN.data_mib + MAIN.pool_mib) << 20  # at least: weights come on top
@@ -96,8 +101,6 @@ def _trace_in_cgroup(trace: Trace, program: Program, group: MemoryCgroup | None)
             if name == "Checkpoint":
                 time.sleep(_LINGER_SECONDS)
                 stages["checkpointed_later"] = observe(pid)
-        trace["stages"] = stages
-        trace["calls"] = calls
         trace["cgroup"] = {"charged_bytes": charged}
 
 
