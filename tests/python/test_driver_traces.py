@@ -92,7 +92,7 @@ def test_two_traces_of_the_emulator_share_all_facts(
 def test_a_trace_says_where_it_was_taken(emulator_trace: Trace) -> None:
     assert emulator_trace["backend"] == "emulator"
     assert emulator_trace["emulator"] is True
-    for key in ("complete", "schema", "date", "kernel", "gpu", "driver_api"):
+    for key in ("complete", "schema", "date", "kernel", "gpu", "driver", "driver_api"):
         assert emulator_trace[key]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 
-_TIMEOUT_SECONDS = 120  # 8 GPUs without persistence mode take seconds to wake
+from cudackpt import process
+
+_TIMEOUT_S = 120  # 8 GPUs without persistence mode take seconds to wake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,21 +28,18 @@ class GpuAnswer:
 def probe_gpu() -> GpuAnswer:
     """Ask the system's own CUDA driver and NVML, in a subprocess."""
     try:
-        ended = subprocess.run(
+        ended = process.run(
             [sys.executable, "-m", "cudackpt.demo.gpu_probe"],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
+            timeout_s=_TIMEOUT_S,
             env={k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"},
         )
-    except subprocess.TimeoutExpired:
-        return GpuAnswer(gpu=None, reason=f"the driver gave no answer in {_TIMEOUT_SECONDS} s")
+    except TimeoutError:
+        return GpuAnswer(gpu=None, reason=f"the driver gave no answer in {_TIMEOUT_S} s")
     try:
-        answer = json.loads(ended.stdout)
+        answer = json.loads(ended.output.splitlines()[-1])  # a driver may talk before that
         return GpuAnswer(gpu=answer["gpu"], reason=answer["reason"])
-    except (ValueError, KeyError):
-        return GpuAnswer(gpu=None, reason=f"the driver's process ended with {ended.returncode}")
+    except (ValueError, KeyError, IndexError):
+        return GpuAnswer(gpu=None, reason=f"the driver's process failed ({ended.ending})")
 
 
 def _ask() -> GpuAnswer:

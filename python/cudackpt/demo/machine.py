@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cudackpt import process
 from cudackpt.demo.gpu_probe import probe_gpu
 from cudackpt.demo.training import Program, c_program
 from cudackpt.emulator import Emulator
@@ -64,7 +64,7 @@ def _run_emulated(command: list[str]) -> int:
         emulator.start()
         try:
             environment = emulator.environment(int(emulator.status()["api_version"]))
-            return subprocess.call(command, env=os.environ | environment)
+            return process.run(command, env=os.environ | environment, terminal=True).status
         finally:
             emulator.stop()
 

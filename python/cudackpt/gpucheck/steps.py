@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cudackpt import process
 from cudackpt.criu.find import Criu, find
 from cudackpt.criu.run import check
 from cudackpt.demo.flow import Demo, make_report, prepare_work
@@ -26,6 +26,7 @@ from cudackpt.gpucheck.trace import Trace, fill_trace
 STEPS = ("driver", "trace", "criu", "C program", "PyTorch")
 
 _OLDEST_API = 12080  # CUDA 12.8, driver 570: the first with the public checkpoint calls
+_IMPORT_SECONDS = 300.0  # from a cold disk, PyTorch takes its time
 _WORKING_SECONDS = {True: 6.0, False: 20.0}  # by emulated: how long a run is to train
 
 
@@ -154,10 +155,9 @@ class GpuCheck:
 
 def _python_with_torch() -> str:
     question = "import torch; assert torch.cuda.is_available(), 'it has no CUDA here'"
-    command = [sys.executable, "-c", question]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode != 0:
-        said = ended.stderr.strip().splitlines() or ["it ended silently"]
+    ended = process.run([sys.executable, "-c", question], timeout_s=_IMPORT_SECONDS)
+    if ended.status != 0:
+        said = ended.output.strip().splitlines() or ["it ended silently"]
         raise NotPossible(f"this Python's PyTorch: {said[-1]}")
     return sys.executable
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from cudackpt.errors import DriverError
@@ -45,22 +44,13 @@ def fill_trace(trace: Trace, program: Program, *, emulated: bool) -> None:
     trace["complete"] = True
 
 
-def driver_version_text() -> str | None:
-    """Return the kernel module's version, "580.95.05", or None where none is loaded."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
-    except FileNotFoundError:
-        return None
-    words = text.splitlines()[0].split()
-    return next((w for w in words if w[0].isdigit() and w.count(".") >= 1), None)
-
-
 def _trace_caller(trace: Trace) -> None:
+    with Caller() as other:
+        trace["driver"] = other.driver_version()
     with Caller() as caller:
         stages: dict[str, Any] = {}
         trace["caller"] = {"stages": stages}
         trace["driver_api"] = caller.load()["version"]
-        trace["driver"] = driver_version_text()
         stages["loaded"] = observe(caller.pid)
         answer = caller.init()
         if answer["result"] != 0:
