@@ -165,6 +165,9 @@ bool RestoreSession::resume_task(pid_t pid) {
     }
     restore_device(record, statistics);
     host::info("restored pid " + std::to_string(pid));
+    ++resumed_;
+    if (manifest_ && resumed_ == manifest_->tasks.size())
+        complete();
     return true;
 }
 
@@ -211,13 +214,19 @@ void RestoreSession::write_failure(const std::string& error) noexcept {
 }
 
 void RestoreSession::finish(bool succeeded) noexcept {
-    worker_.stop();
-    if (statistics_.result != "ok" || !prepared_)
-        return;
-    if (!succeeded) {
+    const bool unreported = prepared_ && statistics_.result == "ok";
+    if (unreported && !succeeded)
         write_failure("criu failed");
-        return;
-    }
+    else if (unreported && manifest_ && resumed_ < manifest_->tasks.size())
+        host::error("criu restored fewer CUDA processes than its inventory's checkpoint has");
+    else if (unreported)
+        complete();
+    worker_.stop();
+}
+
+// Not left to finish(): a criu that stays in the foreground calls that when the job has ended.
+void RestoreSession::complete() noexcept {
+    worker_.stop();
     try {
         write_statistics(image_dir_.get(), statistics_);
     } catch (const std::exception& e) {

@@ -40,6 +40,7 @@ private:
     bool resume_task(pid_t pid);
     void restore_device(TaskRecord& record, TaskStatistics& statistics);
     void expect_death_of_all();
+    void complete() noexcept;
     void write_failure(const std::string& error) noexcept;
 
     Config config_;
@@ -51,6 +52,7 @@ private:
     std::map<std::uint32_t, ImageReader> images_; ///< by pid in the innermost namespace
     std::vector<GpuMove> moves_;
     Statistics statistics_;
+    std::size_t resumed_ = 0;
     bool prepared_ = false; ///< prepare() found a CUDA checkpoint and nothing against it
 };
 
