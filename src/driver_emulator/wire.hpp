@@ -26,6 +26,7 @@ enum class WireOp : std::uint32_t {
     plan,          ///< PlanRequest -> OperationPlan
     admin,         ///< WireHeader + text -> text (JSON)
     attach_client, ///< AttachClient -> WireReply + fd of the CompletionPage
+    detach_client, ///< WireHeader -> WireReply: gives all VRAM back, then the worker is gone
     attach_device, ///< AttachDevice -> WireReply + fd of the client's VRAM on that GPU
     map_segment,   ///< SegmentRequest -> WireReply
     unmap_segment, ///< SegmentRequest -> WireReply

@@ -1,8 +1,11 @@
 #include "driver_emulator/daemon/ledger.hpp"
 
 #include <cerrno>
+#include <poll.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <system_error>
+#include <unistd.h>
 
 namespace cudackpt::emulator {
 
@@ -35,12 +38,34 @@ void Ledger::release(LedgerSlot& slot, unsigned gpu, std::uint64_t size) noexcep
     used_[gpu] -= size;
 }
 
-void Ledger::forget(LedgerSlot& slot) noexcept {
+void Ledger::release_all(LedgerSlot& slot) noexcept {
     for (unsigned gpu = 0; gpu < kMaxGpus; ++gpu) {
         used_[gpu] -= slot.used[gpu].exchange(0);
     }
     slot.attached = 0;
+}
+
+void Ledger::forget(LedgerSlot& slot) noexcept {
+    release_all(slot);
     slot.worker = 0;
+}
+
+bool Ledger::is_awaiting_release() const noexcept {
+    for (const LedgerSlot& slot : slots_) {
+        if (slot.worker == 0 || slot.client <= 0) {
+            continue;
+        }
+        const int client = static_cast<int>(syscall(SYS_pidfd_open, slot.client, 0));
+        pollfd end{client, POLLIN, 0}; // readable when it has ended, reaped or not
+        const bool dead = client < 0 ? errno == ESRCH : poll(&end, 1, 0) == 1;
+        if (client >= 0) {
+            close(client);
+        }
+        if (dead) {
+            return true;
+        }
+    }
+    return false;
 }
 
 LedgerSlot* Ledger::find_free_slot() noexcept {

@@ -33,6 +33,12 @@ public:
     [[nodiscard]] bool acquire(LedgerSlot& slot, unsigned gpu, std::uint64_t size) noexcept;
     void release(LedgerSlot& slot, unsigned gpu, std::uint64_t size) noexcept;
 
+    /// Gives back all that a client holds.
+    void release_all(LedgerSlot& slot) noexcept;
+
+    /// Whether some client is dead and its worker not yet reaped: memory is about to be free.
+    [[nodiscard]] bool is_awaiting_release() const noexcept;
+
     /// Gives back all that a dead worker's client held and frees the slot.
     void forget(LedgerSlot& slot) noexcept;
 

@@ -70,6 +70,7 @@ public:
 
 private:
     void attach(const AttachDevice& request);
+    bool acquire(unsigned gpu, std::uint64_t size);
     Result map_segment(const SegmentRequest& request);
     Result unmap_segment(const SegmentRequest& request);
     void submit(const Message& message, std::size_t size);
@@ -115,6 +116,20 @@ void Worker::attach(const AttachDevice& request) {
     reply(Result::success, window.memory.get());
 }
 
+/// Takes memory of a GPU; that of clients which have just died counts as free.
+bool Worker::acquire(unsigned gpu, std::uint64_t size) {
+    for (int tries = 0; tries < 100; ++tries) {
+        if (ledger_.acquire(slot_, gpu, size)) {
+            return true;
+        }
+        if (size > ledger_.capacity(gpu) || !ledger_.is_awaiting_release()) {
+            return false;
+        }
+        usleep(5'000);
+    }
+    return ledger_.acquire(slot_, gpu, size);
+}
+
 Result Worker::map_segment(const SegmentRequest& request) {
     Window& window = windows_[request.gpu];
     if (request.size == 0 || request.size % kSegmentSize != 0 ||
@@ -122,7 +137,7 @@ Result Worker::map_segment(const SegmentRequest& request) {
         request.size > window.size - request.offset) {
         return Result::invalid_value;
     }
-    if (!ledger_.acquire(slot_, request.gpu, request.size)) {
+    if (!acquire(request.gpu, request.size)) {
         return Result::out_of_memory;
     }
     void* address = reinterpret_cast<void*>(window.base + request.offset);
@@ -180,6 +195,10 @@ void Worker::handle(const Message& message, std::size_t size, UniqueFd fd) {
     const WireOp op = message.header.op;
     if (op == WireOp::launch) {
         submit(message, size);
+    } else if (is(op, WireOp::detach_client, sizeof(WireHeader))) {
+        ledger_.release_all(slot_);
+        reply(Result::success);
+        _exit(0);
     } else if (is(op, WireOp::attach_device, sizeof(AttachDevice))) {
         attach(message.attach);
     } else if (size == sizeof(SegmentRequest) && message.segment.gpu < info_.gpu_count &&

@@ -82,6 +82,9 @@ Result DaemonLink::open(const char* device, const char* mapping) noexcept {
 
 void DaemonLink::close() noexcept {
     if (socket_ >= 0) {
+        const WireHeader request{kWireMagic, WireOp::detach_client};
+        WireReply reply{};
+        exchange(&request, sizeof request, reply); // a worker that is gone has given back as well
         ::close(socket_);
         socket_ = -1;
     }

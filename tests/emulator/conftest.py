@@ -1,0 +1,105 @@
+"""Fixtures for the tests of the driver emulator.
+
+kernels   the module of programs/kernels.cu
+caller    caller(call, pid, *words) -> (CUresult, value): one call of the checkpoint API by a process
+          of its own
+vectors   vectors(mib=8) -> Job: programs/plain_vectors.c, running
+lone      an emulator of the test's own: lone(**options) -> Emulator, see cudackpt.emulator.Options
+stock     criu without any plugin: stock(words) -> CompletedProcess
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cudackpt.criu.find import Criu
+from cudackpt.emulator import Emulator, Options, find_directory
+from support.job import Job
+
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+Call = Callable[..., tuple[int, int]]
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    module = tmp_path_factory.mktemp("module") / "kernels.so"
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None, "no C++ compiler; run ci/setup"
+    argv = [compiler, "-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off"]
+    argv += ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fPIC", "-shared"]
+    argv += [f"-I{find_directory() / 'include'}", "-o", str(module), str(PROGRAMS / "kernels.cu")]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return module
+
+
+@pytest.fixture
+def checkpoint_call(compile_cuda: Callable[..., Path]) -> Path:
+    return compile_cuda(PROGRAMS / "checkpoint_call.c")
+
+
+@pytest.fixture
+def caller(checkpoint_call: Path, emulator_environ: dict[str, str]) -> Call:
+    def call(name: str, pid: int, *words: object, uid: int | None = None) -> tuple[int, int]:
+        before = [] if uid is None else ["--uid", str(uid)]
+        argv = [str(checkpoint_call), *before, name, str(pid), *map(str, words)]
+        ended = subprocess.run(
+            argv, env=emulator_environ, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert ended.returncode == 0, ended.stderr
+        code, value = ended.stdout.split()
+        return int(code), int(value)
+
+    return call
+
+
+@pytest.fixture
+def vectors(
+    launch_cuda: Callable[..., Job], compile_cuda: Callable[..., Path]
+) -> Callable[..., Job]:
+    program = compile_cuda(PROGRAMS / "plain_vectors.c")
+
+    def start(mib: int = 8) -> Job:
+        job = launch_cuda([program, str(mib), "1000000", "5"])
+        job.wait_for("round 1 ok")
+        return job
+
+    return start
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[Callable[..., Emulator]]:
+    started: list[Emulator] = []
+
+    def start(**options: object) -> Emulator:
+        one = Emulator(path=tmp_path / f"emulator-{len(started)}")
+        one.start(Options(**options))  # type: ignore[arg-type]
+        started.append(one)
+        return one
+
+    yield start
+    for one in started:
+        if one.is_running():
+            one.stop()
+
+
+@pytest.fixture
+def stock(criu: Criu, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """stock("dump", ...): options end with what CRIU shall not take from this machine."""
+    empty = tmp_path / "no-plugins"
+    empty.mkdir()
+    environ = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        argv = [*criu.command(environ), *map(str, words), "--libdir", str(empty), "-v4"]
+        return subprocess.run(
+            argv, env=environ, capture_output=True, text=True, check=False, timeout=120
+        )
+
+    return run

@@ -1,0 +1,232 @@
+"""What the driver leaves in a process, as /proc shows it, before and after a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cudackpt.emulator import Emulator
+from support.job import Job
+
+Call = Callable[..., tuple[int, int]]
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+
+
+def descriptors(pid: int) -> dict[int, str]:
+    """Descriptor -> what it is, without inode numbers; those that we inherited ourselves left out."""
+    folder = Path(f"/proc/{pid}/fd")
+    return {
+        int(fd.name): re.sub(r":\[\d+\]", "", os.readlink(fd))
+        for fd in folder.iterdir()
+        if int(fd.name) <= 2 or not _is_inherited(int(fd.name))
+    }
+
+
+def _is_inherited(fd: int) -> bool:
+    try:
+        return os.get_inheritable(fd)
+    except OSError:
+        return False
+
+
+def mappings(pid: int) -> dict[tuple[int, int], str]:
+    """(start, end) -> "rw-p name"."""
+    found = {}
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        span, protection, _, _, _, *name = line.split(maxsplit=5)
+        start, end = (int(number, 16) for number in span.split("-"))
+        found[start, end] = " ".join([protection, *(word.strip() for word in name)])
+    return found
+
+
+def resident(pid: int, start: int) -> int:
+    """Bytes of the mapping at `start` that are in memory."""
+    text = Path(f"/proc/{pid}/smaps").read_text()
+    match = re.search(rf"^{start:08x}-.*?^Rss:\s+(\d+) kB", text, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+def listening(pid: int) -> list[str]:
+    namespace = os.stat(f"/proc/{pid}/ns/pid").st_ino
+    name = f"@cuda-uvmfd-{namespace}-{pid}"
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line for line in lines if line.split()[-1].rstrip("@") == name]
+
+
+def stand_in(emulator: Emulator, pid: int, what: str) -> str:
+    """What plays "device" or "mapping" in a process on this machine."""
+    processes = emulator.status()["gpus"][0]["processes"]
+    found = [process[f"{what}_stand_in"] for process in processes if process["pid"] == pid]
+    assert len(found) == 1
+    return str(found[0])
+
+
+def checkpoint(caller: Call, pid: int) -> None:
+    assert caller("lock", pid)[0] == 0
+    assert caller("checkpoint", pid)[0] == 0
+
+
+def test_descriptors_of_a_running_process(vectors: Callable[..., Job], emulator: Emulator) -> None:
+    job = vectors()
+    found = descriptors(job.pid)
+    kinds = Counter(found.values())
+    assert kinds["anon_inode:[eventfd]"] == 3
+    assert kinds["pipe"] == 6
+    assert kinds[stand_in(emulator, job.pid, "device")] >= 16
+    assert len(listening(job.pid)) == 1
+    fields = listening(job.pid)[0].split()
+    assert fields[4] == "0005"  # SOCK_SEQPACKET
+    assert int(fields[3], 16) & 0x10000  # listening
+
+
+def test_a_checkpointed_process_has_no_device_and_keeps_its_channel(
+    vectors: Callable[..., Job], caller: Call
+) -> None:
+    job = vectors()
+    before = descriptors(job.pid)
+    checkpoint(caller, job.pid)
+    after = descriptors(job.pid)
+    assert Counter(after.values()) == Counter(
+        {"/dev/null": 1, job.log.as_posix(): 2, "anon_inode:[eventfd]": 2, "pipe": 4, "socket": 1}
+    )
+    assert after.items() <= before.items()  # the same numbers
+    assert len(listening(job.pid)) == 1
+    names = " ".join(mappings(job.pid).values())
+    assert "io_uring" not in names
+    assert "cudackpt-emulated" not in names
+    assert caller("restore", job.pid, "init")[0] == 0
+    assert Counter(descriptors(job.pid).values()) == Counter(before.values())
+
+
+def test_reservations_and_device_mapping(vectors: Callable[..., Job], emulator: Emulator) -> None:
+    job = vectors()
+    found = mappings(job.pid)
+    assert found[0x200000000, 0x400200000].startswith("---p")
+    kind = stand_in(emulator, job.pid, "mapping")
+    assert [span[1] - span[0] for span, name in found.items() if f"[{kind}]" in name] in (
+        [64 * 1024],  # io_uring
+        [os.sysconf("SC_PAGESIZE")],  # perf_event
+    )
+
+
+def test_device_memory_is_not_in_the_process(vectors: Callable[..., Job]) -> None:
+    job = vectors(50)
+    address = int(job.output().split(" at ")[1].split()[0], 16)
+    window = next(
+        (span, name) for span, name in mappings(job.pid).items() if span[0] <= address < span[1]
+    )
+    assert window[1].startswith("---p")
+    assert window[0][1] - window[0][0] >= 256 << 20
+
+
+def test_staging_is_fresh_private_memory_of_the_size_of_vram(
+    vectors: Callable[..., Job], caller: Call
+) -> None:
+    job = vectors(20)
+    before = mappings(job.pid)
+    checkpoint(caller, job.pid)
+    after = mappings(job.pid)
+    fresh = {span: name for span, name in after.items() if span not in before}
+    size = sum(end - start for start, end in fresh)
+    grown = sum(end - start for start, end in before if (start, end) not in after)
+    released = sum(
+        end - start
+        for (start, end), name in before.items()
+        if (start, end) not in after and ("io_uring" in name or "cudackpt-emulated" in name)
+    )
+    assert size - (grown - released) == 40 << 20
+    assert all(name == "rw-p" for name in fresh.values())
+    assert sum(resident(job.pid, start) for start, _ in fresh) >= 40 << 20
+    assert caller("restore", job.pid, "init")[0] == 0
+    assert caller("unlock", job.pid)[0] == 0
+    restored = mappings(job.pid)
+    assert sum(end - start for start, end in restored) == sum(end - start for start, end in before)
+
+
+def test_untouched_memory_is_staged_as_zeros_and_touched(
+    launch_cuda: Callable[..., Job], compile_cuda: Callable[..., Path], caller: Call
+) -> None:
+    program = compile_cuda(PROGRAMS.parent.parent / "programs" / "gpu_generations.c")
+    job = launch_cuda([program, "2", "1", "32"])
+    job.wait_for("ready")
+    before = mappings(job.pid)
+    checkpoint(caller, job.pid)
+    fresh = [span for span in mappings(job.pid) if span not in before]
+    assert sum(resident(job.pid, start) for start, _ in fresh) >= 34 << 20
+
+
+def test_no_helper_thread_is_left(vectors: Callable[..., Job], caller: Call) -> None:
+    job = vectors(30)
+    before = sorted(os.listdir(f"/proc/{job.pid}/task"))
+    checkpoint(caller, job.pid)
+    assert sorted(os.listdir(f"/proc/{job.pid}/task")) == before
+
+
+def test_the_gpu_lists_the_process_while_it_holds_memory(
+    vectors: Callable[..., Job], caller: Call, emulator: Emulator
+) -> None:
+    job = vectors(10)
+
+    def listed() -> list[dict[str, object]]:
+        gpus = emulator.status()["gpus"]
+        return [process for process in gpus[0]["processes"] if process["pid"] == job.pid]
+
+    assert [process["used_bytes"] for process in listed()] == [20 << 20]
+    checkpoint(caller, job.pid)
+    assert listed() == []
+    assert emulator.status()["gpus"][0]["used_bytes"] == 0
+
+
+def test_pinned_memory_is_shared_zero_pages(
+    launch_cuda: Callable[..., Job], compile_cuda: Callable[..., Path], kernels: Path, caller: Call
+) -> None:
+    job = launch_cuda([compile_cuda(PROGRAMS / "kernel_rounds.c"), kernels])
+    job.wait_for("round 1 ok")
+    pinned = [span for span, name in mappings(job.pid).items() if name.startswith("rw-s /dev/zero")]
+    assert [end - start for start, end in pinned] == [4 << 20]
+    checkpoint(caller, job.pid)
+    assert mappings(job.pid)[pinned[0]].startswith("rw-s /dev/zero")
+
+
+def test_socket_name_that_is_taken_fails_cuda(
+    compile_cuda: Callable[..., Path], emulator_environ: dict[str, str]
+) -> None:
+    program = compile_cuda(PROGRAMS / "plain_vectors.c")
+    # The shell's pid is the program's, so its name can be taken before that exists.
+    script = (
+        "import os, socket, sys\n"
+        "name = f'\\0cuda-uvmfd-{os.stat(\"/proc/self/ns/pid\").st_ino}-{os.getpid()}\\0'\n"
+        "taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "taken.bind(name)\n"
+        "os.set_inheritable(taken.fileno(), True)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
+    ended = subprocess.run(
+        ["python3", "-c", script, str(program), "1", "1", "1"],
+        env=emulator_environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "cuInit(0): 304 (OS call failed" in ended.stderr
+
+
+@pytest.mark.parametrize(("cloexec", "wanted"), [("1", True), ("0", False)])
+def test_close_on_exec_is_a_setting(
+    vectors: Callable[..., Job], caller: Call, emulator: Emulator, cloexec: str, wanted: bool
+) -> None:
+    emulator.set("cloexec", cloexec)
+    job = vectors()
+    _, tid = caller("tid", job.pid)
+    value = int(Path(f"/proc/{job.pid}/task/{tid}/comm").read_text()[4:], 16)
+    info = Path(f"/proc/{job.pid}/fdinfo/{value >> 22}").read_text()
+    flags = int(re.findall(r"flags:\s*(\d+)", info)[0], 8)
+    assert bool(flags & os.O_CLOEXEC) is wanted

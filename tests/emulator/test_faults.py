@@ -1,0 +1,224 @@
+"""Faults and delays that the emulator is told to have."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cudackpt.emulator import Emulator
+from cudackpt.errors import EmulatorError
+from support.job import Job
+
+Call = Callable[..., tuple[int, int]]
+SUCCESS, NO_MEMORY, OPERATING_SYSTEM = 0, 2, 304
+RUNNING, LOCKED, CHECKPOINTED = range(3)
+CYCLE = ["lock", "checkpoint", "restore", "unlock"]
+BEFORE = {"lock": RUNNING, "checkpoint": LOCKED, "restore": CHECKPOINTED, "unlock": LOCKED}
+AFTER = {"lock": LOCKED, "checkpoint": CHECKPOINTED, "restore": LOCKED, "unlock": RUNNING}
+
+
+def advance(caller: Call, pid: int, before: str) -> None:
+    """Bring a running process to where `before` may be called."""
+    for call in {"lock": [], "checkpoint": ["lock"], "restore": ["lock", "checkpoint"]}.get(
+        before, ["lock"]
+    ):
+        assert caller(call, pid)[0] == SUCCESS
+
+
+def words(call: str) -> list[str]:
+    return ["init"] if call == "restore" else []
+
+
+@pytest.mark.parametrize("call", CYCLE)
+def test_error_leaves_the_state_and_the_next_try_succeeds(
+    vectors: Callable[..., Job], caller: Call, emulator: Emulator, call: str
+) -> None:
+    job = vectors()
+    advance(caller, job.pid, call)
+    emulator.add_fault(call, "error", code=801, count=2)
+    for _ in range(2):
+        assert caller(call, job.pid, *words(call))[0] == 801
+        assert caller("state", job.pid) == (SUCCESS, BEFORE[call])
+    assert caller(call, job.pid, *words(call))[0] == SUCCESS
+    assert caller("state", job.pid) == (SUCCESS, AFTER[call])
+
+
+@pytest.mark.parametrize("call", CYCLE)
+def test_fail_after_has_done_it(
+    vectors: Callable[..., Job], caller: Call, emulator: Emulator, call: str
+) -> None:
+    job = vectors()
+    advance(caller, job.pid, call)
+    emulator.add_fault(call, "fail_after", code=304)
+    assert caller(call, job.pid, *words(call))[0] == OPERATING_SYSTEM
+    assert caller("state", job.pid) == (SUCCESS, AFTER[call])
+
+
+def test_get_state_can_fail(vectors: Callable[..., Job], caller: Call, emulator: Emulator) -> None:
+    job = vectors()
+    emulator.add_fault("get_state", "error", code=304)
+    assert caller("state", job.pid)[0] == OPERATING_SYSTEM
+    assert caller("state", job.pid) == (SUCCESS, RUNNING)
+
+
+def test_out_of_memory_at_checkpoint_loses_nothing(
+    vectors: Callable[..., Job], caller: Call, emulator: Emulator
+) -> None:
+    job = vectors()
+    assert caller("lock", job.pid)[0] == SUCCESS
+    emulator.add_fault("checkpoint", "oom")
+    assert caller("checkpoint", job.pid)[0] == NO_MEMORY
+    assert caller("state", job.pid) == (SUCCESS, LOCKED)
+    rounds = job.output().count("ok")
+    assert caller("unlock", job.pid)[0] == SUCCESS
+    job.wait_for("ok", count=rounds + 2)
+
+
+def test_out_of_memory_at_restore_is_final(
+    vectors: Callable[..., Job], caller: Call, emulator: Emulator
+) -> None:
+    job = vectors()
+    advance(caller, job.pid, "restore")
+    emulator.add_fault("restore", "oom")
+    assert caller("restore", job.pid, "init")[0] == NO_MEMORY
+    assert caller("restore", job.pid, "init")[0] == OPERATING_SYSTEM
+
+
+@pytest.mark.parametrize("call", CYCLE)
+@pytest.mark.parametrize(("code", "end"), [(0, 1), (11, -signal.SIGSEGV)])
+def test_target_that_dies_is_an_error_of_the_system(
+    vectors: Callable[..., Job], caller: Call, emulator: Emulator, call: str, code: int, end: int
+) -> None:
+    job = vectors()
+    advance(caller, job.pid, call)
+    emulator.add_fault(call, "die", code=code)
+    assert caller(call, job.pid, *words(call))[0] == OPERATING_SYSTEM
+    assert job.wait() == end
+
+
+@pytest.mark.parametrize("call", ["state", *CYCLE])
+def test_hang_ends_with_the_next_caller(
+    vectors: Callable[..., Job],
+    caller: Call,
+    checkpoint_call: Path,
+    emulator: Emulator,
+    emulator_environ: dict[str, str],
+    call: str,
+) -> None:
+    job = vectors()
+    advance(caller, job.pid, call if call != "state" else "lock")
+    emulator.add_fault("get_state" if call == "state" else call, "hang")
+    argv = [str(checkpoint_call), call, str(job.pid), *words(call)]
+    with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as hanging:
+        time.sleep(0.3)
+        assert hanging.poll() is None
+        hanging.kill()
+    state = RUNNING if call == "state" else BEFORE[call]
+    assert caller("state", job.pid) == (SUCCESS, state)
+
+
+def test_dead_callers_reply_is_not_taken_for_ones_own(
+    vectors: Callable[..., Job],
+    caller: Call,
+    checkpoint_call: Path,
+    emulator: Emulator,
+    emulator_environ: dict[str, str],
+) -> None:
+    job = vectors()
+    emulator.add_fault("lock", "delay", delay_ms=300)
+    argv = [str(checkpoint_call), "lock", str(job.pid)]
+    with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
+        time.sleep(0.1)
+        dying.kill()
+    time.sleep(0.5)  # the target has locked, and answered nobody
+    assert caller("checkpoint", job.pid)[0] == SUCCESS
+    assert caller("state", job.pid) == (SUCCESS, CHECKPOINTED)
+
+
+def test_caller_killed_while_it_waits_for_the_lock_wedges_nothing(
+    launch_cuda: Callable[..., Job],
+    vectors: Callable[..., Job],
+    caller: Call,
+    checkpoint_call: Path,
+    emulator: Emulator,
+    emulator_environ: dict[str, str],
+) -> None:
+    emulator.set("lock_drain_ms", "600000")
+    job = vectors()
+    argv = [str(checkpoint_call), "lock", str(job.pid)]
+    with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
+        time.sleep(0.2)
+        dying.kill()
+    assert caller("state", job.pid) == (SUCCESS, RUNNING)
+    rounds = job.output().count("ok")
+    job.wait_for("ok", count=rounds + 2)
+
+
+def test_desynchronised_driver_hands_out_old_replies(
+    vectors: Callable[..., Job],
+    caller: Call,
+    checkpoint_call: Path,
+    emulator: Emulator,
+    emulator_environ: dict[str, str],
+) -> None:
+    emulator.set("desync", "1")
+    job = vectors()
+    emulator.add_fault("checkpoint", "delay", delay_ms=300)
+    argv = [str(checkpoint_call), "checkpoint", str(job.pid)]
+    with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
+        time.sleep(0.1)
+        dying.kill()
+    time.sleep(0.5)
+    assert caller("lock", job.pid)[0] == 401  # the dead caller's: it was not locked
+
+
+def test_fault_of_one_process_spares_others(
+    vectors: Callable[..., Job], caller: Call, emulator: Emulator
+) -> None:
+    one, other = vectors(), vectors()
+    emulator.add_fault("any", "error", code=304, count=0, pid=one.pid)
+    assert caller("lock", other.pid)[0] == SUCCESS
+    assert caller("lock", one.pid)[0] == OPERATING_SYSTEM
+    assert caller("state", one.pid)[0] == OPERATING_SYSTEM
+    emulator.clear_faults()
+    assert caller("lock", one.pid)[0] == SUCCESS
+
+
+def test_init_can_fail(
+    launch_cuda: Callable[..., Job], vectors: Callable[..., Job], emulator: Emulator
+) -> None:
+    emulator.add_fault("init", "error", code=803)
+    with pytest.raises(AssertionError, match=r"cuInit\(0\): 803"):
+        vectors()
+
+
+def test_times_can_be_set(vectors: Callable[..., Job], caller: Call, emulator: Emulator) -> None:
+    job = vectors(50)  # 100 MiB
+    emulator.set("d2h_ms_per_gib", "5000")
+    emulator.set("h2d_ms_per_gib", "3000")
+    assert caller("lock", job.pid)[0] == SUCCESS
+    started = time.monotonic()
+    assert caller("checkpoint", job.pid)[0] == SUCCESS
+    assert 0.48 <= time.monotonic() - started < 3
+    started = time.monotonic()
+    assert caller("restore", job.pid, "init")[0] == SUCCESS
+    assert 0.29 <= time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize(
+    ("operation", "action", "says"),
+    [
+        ("nothing", "error", "no such operation: nothing"),
+        ("lock", "nothing", "no such action: nothing"),
+        ("lock", "delay", "a delay needs delay_ms"),
+    ],
+)
+def test_bad_fault_is_refused(emulator: Emulator, operation: str, action: str, says: str) -> None:
+    with pytest.raises(EmulatorError, match=says):
+        emulator.add_fault(operation, action)
+    assert emulator.status()["faults"] == []
