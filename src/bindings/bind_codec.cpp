@@ -4,6 +4,7 @@
 #include "core/chunk_codec.hpp"
 #include "core/hash.hpp"
 
+#include <algorithm>
 #include <vector>
 
 namespace py = pybind11;
@@ -13,8 +14,8 @@ namespace {
 
 py::tuple encode(const py::buffer& plain, bool compress, int lz4_acceleration) {
     const BufferView in(plain);
-    std::vector<std::byte> scratch(compress ? std::min<std::size_t>(in.bytes().size(), kMaxChunkSize)
-                                            : 0);
+    std::vector<std::byte> scratch(
+        compress ? std::min<std::size_t>(in.bytes().size(), kMaxChunkSize) : 0);
     EncodedChunk chunk;
     {
         const py::gil_scoped_release unlocked;

@@ -30,6 +30,7 @@ void bind_errors(py::module_& m) {
                           "Well formed, but needs a feature that this build does not have.")};
     });
 
+    // NOLINTNEXTLINE(performance-unnecessary-value-param): pybind11's signature
     py::register_exception_translator([](std::exception_ptr p) {
         try {
             if (p)

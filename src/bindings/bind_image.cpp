@@ -7,7 +7,6 @@
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
 
-#include <pybind11/operators.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
@@ -74,8 +73,8 @@ void restore_to_process(const ImageReader& self, pid_t pid, unsigned threads, bo
 }
 
 WriteResult write(const std::filesystem::path& path, const ImageInfo& info,
-                  const std::vector<std::pair<std::uint64_t, py::buffer>>& memory,
-                  unsigned threads, bool compress, int lz4_acceleration, std::uint32_t alignment) {
+                  const std::vector<std::pair<std::uint64_t, py::buffer>>& memory, unsigned threads,
+                  bool compress, int lz4_acceleration, std::uint32_t alignment) {
     MemoryBuffers source;
     for (const auto& [address, buffer] : memory)
         source.add(address, BufferView(buffer));
@@ -96,13 +95,13 @@ void bind_totals(py::module_& m) {
         .def_readonly("chunks", &EncodingTotals::Count::chunks)
         .def_readonly("plain", &EncodingTotals::Count::plain, "bytes of memory")
         .def_readonly("stored", &EncodingTotals::Count::stored, "bytes of the file")
-        .def(py::self == py::self);
+        .def("__eq__", &equal<EncodingTotals::Count>, py::is_operator());
     py::class_<EncodingTotals>(m, "EncodingTotals", "Chunks and bytes by encoding.")
         .def_readonly("zero", &EncodingTotals::zero)
         .def_readonly("lz4", &EncodingTotals::lz4)
         .def_readonly("raw", &EncodingTotals::raw)
         .def_readonly("ref", &EncodingTotals::ref)
-        .def(py::self == py::self);
+        .def("__eq__", &equal<EncodingTotals>, py::is_operator());
 }
 
 void bind_writer(py::module_& m) {
@@ -112,9 +111,9 @@ void bind_writer(py::module_& m) {
         .def_property_readonly("digest",
                                [](const WriteResult& self) { return to_python(self.digest); });
 
-    m.def("write_image", &write, py::arg("path"), py::arg("info"), py::arg("memory"),
-          py::kw_only(), py::arg("threads") = 0, py::arg("compress") = true,
-          py::arg("lz4_acceleration") = 1, py::arg("alignment") = WriteOptions{}.alignment,
+    m.def("write_image", &write, py::arg("path"), py::arg("info"), py::arg("memory"), py::kw_only(),
+          py::arg("threads") = 0, py::arg("compress") = true, py::arg("lz4_acceleration") = 1,
+          py::arg("alignment") = WriteOptions{}.alignment,
           "Write the regions of `info` from `memory`, a list of (address, buffer) that covers\n"
           "them. Complete and durable on return; nothing is left of it on an exception.\n"
           "Raises ValueError if info or an option breaks a limit of docs/format.md or memory is\n"

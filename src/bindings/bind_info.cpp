@@ -2,7 +2,6 @@
 #include "bindings/convert.hpp"
 #include "core/image_info.hpp"
 
-#include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
 namespace py = pybind11;
@@ -17,20 +16,19 @@ void bind_region(py::module_& m) {
 
     py::class_<Region>(m, "Region", "A run of the task's memory; in bytes, whole pages.")
         .def(py::init([](std::uint64_t address, std::uint64_t length, std::uint32_t protection,
-                         RegionKind kind) {
-                 return Region{address, length, protection, kind};
-             }),
+                         RegionKind kind) { return Region{address, length, protection, kind}; }),
              py::arg("address"), py::arg("length"), py::arg("protection") = 3,
              py::arg("kind") = RegionKind::private_anonymous)
         .def_readonly("address", &Region::address)
         .def_readonly("length", &Region::length)
         .def_readonly("protection", &Region::protection, "PROT_READ 1 | PROT_WRITE 2 | PROT_EXEC 4")
         .def_readonly("kind", &Region::kind)
-        .def("__repr__", [](const Region& self) {
-            return py::str("Region(address={:#x}, length={:#x}, protection={}, kind={})")
-                .format(self.address, self.length, self.protection, self.kind);
-        })
-        .def(py::self == py::self);
+        .def("__repr__",
+             [](const Region& self) {
+                 return py::str("Region(address={:#x}, length={:#x}, protection={}, kind={})")
+                     .format(self.address, self.length, self.protection, self.kind);
+             })
+        .def("__eq__", &equal<Region>, py::is_operator());
 }
 
 void bind_gpu(py::module_& m) {
@@ -42,11 +40,12 @@ void bind_gpu(py::module_& m) {
         .def_property_readonly("uuid", [](const GpuInfo& self) { return to_python(self.uuid); })
         .def_property_readonly("name", [](const GpuInfo& self) { return to_python(self.name); })
         .def_readonly("memory_size", &GpuInfo::memory_size, "all device memory, in bytes")
-        .def("__repr__", [](const GpuInfo& self) {
-            return py::str("GpuInfo(uuid={!r}, name={!r}, memory_size={})")
-                .format(to_python(self.uuid), to_python(self.name), self.memory_size);
-        })
-        .def(py::self == py::self);
+        .def("__repr__",
+             [](const GpuInfo& self) {
+                 return py::str("GpuInfo(uuid={!r}, name={!r}, memory_size={})")
+                     .format(to_python(self.uuid), to_python(self.name), self.memory_size);
+             })
+        .def("__eq__", &equal<GpuInfo>, py::is_operator());
 }
 
 ImageInfo make_info(std::uint32_t pid, const py::bytes& checkpoint_id, const py::bytes& parent_id,
@@ -104,7 +103,7 @@ void bind_info(py::module_& m) {
         .def_readonly("gpus", &ImageInfo::gpus)
         .def_readonly("chunk_size", &ImageInfo::chunk_size, "in bytes")
         .def_readonly("regions", &ImageInfo::regions)
-        .def(py::self == py::self);
+        .def("__eq__", &equal<ImageInfo>, py::is_operator());
 }
 
 } // namespace cudackpt::bindings

@@ -3,7 +3,6 @@
 #include "core/file.hpp"
 #include "core/manifest.hpp"
 
-#include <pybind11/operators.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
@@ -43,7 +42,7 @@ void bind_manifest(py::module_& m) {
         .def_property_readonly("digest",
                                [](const ManifestTask& self) { return to_python(self.digest); })
         .def_readonly("state_before", &ManifestTask::state_before)
-        .def(py::self == py::self);
+        .def("__eq__", &equal<ManifestTask>, py::is_operator());
 
     py::class_<Manifest>(m, "Manifest", "Which images belong to a checkpoint.")
         .def(py::init([](const py::bytes& checkpoint_id, std::uint32_t driver_api_version,
@@ -62,20 +61,22 @@ void bind_manifest(py::module_& m) {
                                [](const Manifest& self) { return to_python(self.driver_version); })
         .def_readonly("gpus", &Manifest::gpus)
         .def_readonly("tasks", &Manifest::tasks)
-        .def(py::self == py::self);
+        .def("__eq__", &equal<Manifest>, py::is_operator());
 
-    m.def("read_manifest",
-          [](const std::filesystem::path& dir) { return read_manifest(open_dir(dir).get()); },
-          py::arg("dir"),
-          "The manifest in a directory.\n"
-          "Raises OSError (also if there is none), CorruptDataError, UnsupportedDataError.");
-    m.def("write_manifest",
-          [](const std::filesystem::path& dir, const Manifest& manifest) {
-              write_manifest(open_dir(dir).get(), manifest);
-          },
-          py::arg("dir"), py::arg("manifest"),
-          "Write it, replacing an older one in a single durable step.\n"
-          "Raises OSError, ValueError if it breaks a limit of docs/format.md.");
+    m.def(
+        "read_manifest",
+        [](const std::filesystem::path& dir) { return read_manifest(open_dir(dir).get()); },
+        py::arg("dir"),
+        "The manifest in a directory.\n"
+        "Raises OSError (also if there is none), CorruptDataError, UnsupportedDataError.");
+    m.def(
+        "write_manifest",
+        [](const std::filesystem::path& dir, const Manifest& manifest) {
+            write_manifest(open_dir(dir).get(), manifest);
+        },
+        py::arg("dir"), py::arg("manifest"),
+        "Write it, replacing an older one in a single durable step.\n"
+        "Raises OSError, ValueError if it breaks a limit of docs/format.md.");
 }
 
 } // namespace cudackpt::bindings

@@ -7,7 +7,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -17,7 +16,9 @@ namespace cudackpt::bindings {
 inline pybind11::bytes to_python(Bytes bytes) {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
-inline pybind11::bytes to_python(const Id& id) { return to_python(Bytes(id)); }
+inline pybind11::bytes to_python(const Id& id) {
+    return to_python(Bytes(id));
+}
 
 /// Throws Error: bad_argument unless `bytes` is 16 long.
 inline Id to_id(const pybind11::bytes& bytes) {
@@ -29,10 +30,16 @@ inline Id to_id(const pybind11::bytes& bytes) {
     return id;
 }
 
+/// For __eq__.
+template <class T>
+bool equal(const T& left, const T& right) {
+    return left == right;
+}
+
 /// Text from the system need not be UTF-8: what is not becomes surrogates, as in file names.
 inline pybind11::str to_python(const std::string& text) {
-    PyObject* decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()),
-                                             "surrogateescape");
+    PyObject* decoded =
+        PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "surrogateescape");
     if (decoded == nullptr)
         throw pybind11::error_already_set();
     return pybind11::reinterpret_steal<pybind11::str>(decoded);

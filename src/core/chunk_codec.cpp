@@ -11,8 +11,12 @@
 namespace cudackpt {
 namespace {
 
-const char* chars(Bytes bytes) noexcept { return reinterpret_cast<const char*>(bytes.data()); }
-char* chars(MutBytes bytes) noexcept { return reinterpret_cast<char*>(bytes.data()); }
+const char* chars(Bytes bytes) noexcept {
+    return reinterpret_cast<const char*>(bytes.data());
+}
+char* chars(MutBytes bytes) noexcept {
+    return reinterpret_cast<char*>(bytes.data());
+}
 
 } // namespace
 
@@ -24,8 +28,8 @@ bool is_zero(Bytes bytes) noexcept {
         return false;
     // Comparing the bytes with themselves, shifted by kPeek known zeros, lets memcmp's vector code
     // do the scan.
-    return bytes.size() <= kPeek
-        || std::memcmp(bytes.data(), bytes.data() + kPeek, bytes.size() - kPeek) == 0;
+    return bytes.size() <= kPeek ||
+           std::memcmp(bytes.data(), bytes.data() + kPeek, bytes.size() - kPeek) == 0;
 }
 
 EncodedChunk encode_chunk(Bytes plain, bool compress, int lz4_acceleration, MutBytes scratch) {
@@ -68,15 +72,14 @@ void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain) {
         std::ranges::copy(stored, plain.begin());
         return;
     case Encoding::lz4: {
-        const int decoded = LZ4_decompress_safe(chars(stored), chars(plain),
-                                                static_cast<int>(stored.size()),
-                                                static_cast<int>(plain.size()));
+        const int decoded =
+            LZ4_decompress_safe(chars(stored), chars(plain), static_cast<int>(stored.size()),
+                                static_cast<int>(plain.size()));
         if (decoded < 0 || static_cast<std::size_t>(decoded) != plain.size())
             throw Error(Errc::corrupt_data, "lz4 chunk does not decode to its size");
         return;
     }
-    case Encoding::ref:
-        break;
+    case Encoding::ref: break;
     }
     throw Error(Errc::unsupported,
                 "cannot decode encoding " + std::to_string(static_cast<int>(encoding)));

@@ -85,8 +85,8 @@ public:
         const Bytes field = take(width);
         const std::string_view whole(reinterpret_cast<const char*>(field.data()), width);
         const std::size_t size = whole.find('\0');
-        if (size == std::string_view::npos
-            || whole.find_first_not_of('\0', size) != std::string_view::npos)
+        if (size == std::string_view::npos ||
+            whole.find_first_not_of('\0', size) != std::string_view::npos)
             throw Error(Errc::corrupt_data, "a text is not padded with zero bytes");
         return std::string(whole.substr(0, size));
     }

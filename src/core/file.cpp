@@ -15,7 +15,7 @@ constexpr std::size_t kMaxNameSize = 240; // leaves room for the name while in p
 constexpr mode_t kMode = 0600;            // as CRIU's images: they hold a task's memory
 
 struct stat status_of(int fd) {
-    struct stat status{};
+    struct stat status {};
     if (::fstat(fd, &status) != 0)
         throw io_error("fstat", errno);
     return status;
@@ -33,7 +33,9 @@ UniqueFd open_regular(int dir_fd, const std::string& name) {
     return fd;
 }
 
-std::uint64_t file_size(int fd) { return static_cast<std::uint64_t>(status_of(fd).st_size); }
+std::uint64_t file_size(int fd) {
+    return static_cast<std::uint64_t>(status_of(fd).st_size);
+}
 
 void read_at(int fd, std::uint64_t offset, MutBytes out) {
     while (!out.empty()) {
@@ -63,8 +65,8 @@ void write_at(int fd, std::uint64_t offset, Bytes bytes) {
 
 PartFile::PartFile(int dir_fd, const std::string& name)
     : dir_fd_(dir_fd), name_(name), part_("." + name + ".part") {
-    if (name.empty() || name == "." || name == ".." || name.size() > kMaxNameSize
-        || name.find('/') != std::string::npos || name.find('\0') != std::string::npos)
+    if (name.empty() || name == "." || name == ".." || name.size() > kMaxNameSize ||
+        name.find('/') != std::string::npos || name.find('\0') != std::string::npos)
         throw Error(Errc::bad_argument, "not a plain file name: " + name);
     if (::unlinkat(dir_fd_, part_.c_str(), 0) != 0 && errno != ENOENT)
         throw io_error("remove " + part_, errno);
@@ -84,7 +86,7 @@ void PartFile::commit() {
         throw io_error("sync " + part_, errno);
 
     // Two writers of one name would each have taken the other's part for a stale one.
-    struct stat named{};
+    struct stat named {};
     if (::fstatat(dir_fd_, part_.c_str(), &named, AT_SYMLINK_NOFOLLOW) != 0)
         throw io_error("find " + part_ + " again", errno);
     const struct stat ours = status_of(fd_.get());

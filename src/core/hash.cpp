@@ -16,6 +16,8 @@ Id hash128(Bytes bytes) noexcept {
     return id;
 }
 
-std::uint64_t hash64(Bytes bytes) noexcept { return XXH3_64bits(bytes.data(), bytes.size()); }
+std::uint64_t hash64(Bytes bytes) noexcept {
+    return XXH3_64bits(bytes.data(), bytes.size());
+}
 
 } // namespace cudackpt

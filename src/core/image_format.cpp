@@ -17,10 +17,18 @@ constexpr std::size_t kHeaderReserved = 164;
 constexpr std::size_t kTrailerReserved = 16;
 constexpr std::size_t kIndexEntryReserved = 3;
 
-Bytes header_magic() noexcept { return std::as_bytes(std::span("\x93" "CUCKPT\n", 8)); }
-Bytes trailer_magic() noexcept { return std::as_bytes(std::span("CUCKEND\n", 8)); }
+Bytes header_magic() noexcept {
+    return std::as_bytes(std::span("\x93"
+                                   "CUCKPT\n",
+                                   8));
+}
+Bytes trailer_magic() noexcept {
+    return std::as_bytes(std::span("CUCKEND\n", 8));
+}
 
-[[noreturn]] void corrupt(const std::string& what) { throw Error(Errc::corrupt_data, what); }
+[[noreturn]] void corrupt(const std::string& what) {
+    throw Error(Errc::corrupt_data, what);
+}
 
 // Appends the hash of all fields so far.
 std::vector<std::byte> seal(FieldWriter& out) {
@@ -38,7 +46,9 @@ Id check_seal(Bytes bytes, const char* part) {
 
 } // namespace
 
-Id hash_at_end(Bytes packed) { return FieldReader(packed.last(kHashSize)).id(); }
+Id hash_at_end(Bytes packed) {
+    return FieldReader(packed.last(kHashSize)).id();
+}
 
 void check_required_features(std::uint64_t bits) {
     if ((bits & kParentReferences) != 0)
@@ -47,8 +57,8 @@ void check_required_features(std::uint64_t bits) {
     if ((bits & kEncryption) != 0)
         throw Error(Errc::unsupported, "is encrypted, which this version cannot read");
     if (bits != 0)
-        throw Error(Errc::unsupported, "needs features this version does not know (bits "
-                                           + std::to_string(bits) + ")");
+        throw Error(Errc::unsupported, "needs features this version does not know (bits " +
+                                           std::to_string(bits) + ")");
 }
 
 std::vector<std::byte> pack_header(const Header& header) {
@@ -76,8 +86,8 @@ Header unpack_header(Bytes bytes) {
     header.hash = check_seal(bytes, "header");
     const auto version = in.number<std::uint32_t>();
     if (version != kVersion)
-        throw Error(Errc::unsupported, "has format version " + std::to_string(version)
-                                           + ", this build reads " + std::to_string(kVersion));
+        throw Error(Errc::unsupported, "has format version " + std::to_string(version) +
+                                           ", this build reads " + std::to_string(kVersion));
     if (in.number<std::uint32_t>() != kHeaderSize)
         corrupt("header has the wrong size");
     check_required_features(in.number<std::uint64_t>());
@@ -132,8 +142,7 @@ IndexEntry unpack_index_entry(Bytes bytes, std::uint32_t plain_size) {
         if (entry.stored_size != plain_size)
             corrupt("raw chunk has the wrong size");
         return entry;
-    case Encoding::ref:
-        corrupt("reference to a parent in an image that says it has none");
+    case Encoding::ref: corrupt("reference to a parent in an image that says it has none");
     }
     corrupt("unknown encoding " + std::to_string(encoding));
 }

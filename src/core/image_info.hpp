@@ -29,7 +29,7 @@ struct Region {
 /// One GPU of the machine the checkpoint was taken on, in the order the driver lists them.
 struct GpuInfo {
     Id uuid{};
-    std::string name;             ///< e.g. "NVIDIA H200"; at most 255 bytes
+    std::string name;              ///< e.g. "NVIDIA H200"; at most 255 bytes
     std::uint64_t memory_size = 0; ///< total device memory in bytes
 
     bool operator==(const GpuInfo&) const = default;
@@ -39,18 +39,18 @@ struct GpuInfo {
 enum class ProcessState : std::uint32_t { running = 0, locked = 1, checkpointed = 2, failed = 3 };
 
 struct ImageInfo {
-    Id checkpoint_id{};              ///< random; the same in every image of one dump
-    Id parent_id{};                  ///< checkpoint_id of the parent; all zero: none
-    std::uint32_t pid = 0;           ///< in the innermost pid namespace of the task
-    std::uint64_t start_time = 0;    ///< field 22 of /proc/PID/stat, in clock ticks since boot
-    Id boot_id{};                    ///< /proc/sys/kernel/random/boot_id
-    std::string comm;                ///< of the task's main thread; at most 15 bytes
+    Id checkpoint_id{};           ///< random; the same in every image of one dump
+    Id parent_id{};               ///< checkpoint_id of the parent; all zero: none
+    std::uint32_t pid = 0;        ///< in the innermost pid namespace of the task
+    std::uint64_t start_time = 0; ///< field 22 of /proc/PID/stat, in clock ticks since boot
+    Id boot_id{};                 ///< /proc/sys/kernel/random/boot_id
+    std::string comm;             ///< of the task's main thread; at most 15 bytes
     ProcessState state_before = ProcessState::running; ///< as found before the dump
     std::uint32_t driver_api_version = 0; ///< cuDriverGetVersion: 1000 * major + 10 * minor
-    std::string driver_version;      ///< as NVML says it, "580.95.05"; empty: not known
-    std::vector<GpuInfo> gpus;       ///< empty: not known
-    std::uint32_t chunk_size = 0;    ///< bytes; a power of two, kMinChunkSize..kMaxChunkSize
-    std::vector<Region> regions;     ///< ascending by address, not overlapping
+    std::string driver_version;           ///< as NVML says it, "580.95.05"; empty: not known
+    std::vector<GpuInfo> gpus;            ///< empty: not known
+    std::uint32_t chunk_size = 0;         ///< bytes; a power of two, kMinChunkSize..kMaxChunkSize
+    std::vector<Region> regions;          ///< ascending by address, not overlapping
 
     bool operator==(const ImageInfo&) const = default;
 };

@@ -41,8 +41,8 @@ void check_regions(const ImageInfo& info, Errc blame) {
         chunks += (region.length + info.chunk_size - 1) / info.chunk_size;
     }
     if (chunks > kMaxChunks)
-        throw Error(blame, "too many chunks, " + std::to_string(chunks)
-                               + ": the chunk size is too small for this much memory");
+        throw Error(blame, "too many chunks, " + std::to_string(chunks) +
+                               ": the chunk size is too small for this much memory");
 }
 
 } // namespace
@@ -61,8 +61,8 @@ void check_machine(const std::string& driver_version, const std::vector<GpuInfo>
 void check_info(const ImageInfo& info, Errc blame) {
     if (info.pid == 0 || info.pid > kMaxPid)
         throw Error(blame, "pid out of range: " + std::to_string(info.pid));
-    if (!std::has_single_bit(info.chunk_size) || info.chunk_size < kMinChunkSize
-        || info.chunk_size > kMaxChunkSize)
+    if (!std::has_single_bit(info.chunk_size) || info.chunk_size < kMinChunkSize ||
+        info.chunk_size > kMaxChunkSize)
         throw Error(blame, "chunk size out of range: " + std::to_string(info.chunk_size));
     if (static_cast<std::uint32_t>(info.state_before) > kMaxState)
         throw Error(blame, "unknown state of the task");
@@ -91,8 +91,8 @@ std::vector<GpuInfo> unpack_gpus(std::uint32_t count, FieldReader& in) {
 }
 
 std::vector<std::byte> pack_metadata(const ImageInfo& info) {
-    FieldWriter out(kMetadataFixedSize + kGpuSize * info.gpus.size()
-                    + kRegionSize * info.regions.size());
+    FieldWriter out(kMetadataFixedSize + kGpuSize * info.gpus.size() +
+                    kRegionSize * info.regions.size());
     out.number(info.start_time);
     out.append(info.boot_id);
     out.number(static_cast<std::uint32_t>(info.state_before));
@@ -121,8 +121,8 @@ void unpack_metadata(Bytes bytes, ImageInfo& info) {
     info.driver_api_version = in.number<std::uint32_t>();
     const auto region_count = in.number<std::uint32_t>();
     const auto gpu_count = in.number<std::uint32_t>();
-    if (region_count > kMaxRegions || gpu_count > kMaxGpus
-        || bytes.size() != kMetadataFixedSize + kGpuSize * gpu_count + kRegionSize * region_count)
+    if (region_count > kMaxRegions || gpu_count > kMaxGpus ||
+        bytes.size() != kMetadataFixedSize + kGpuSize * gpu_count + kRegionSize * region_count)
         throw Error(Errc::corrupt_data, "metadata has the wrong size");
     info.comm = in.text(kCommWidth);
     info.driver_version = in.text(kDriverVersionWidth);

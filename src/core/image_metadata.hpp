@@ -36,8 +36,7 @@ inline constexpr std::size_t kMaxMetadataSize =
 void check_info(const ImageInfo& info, Errc blame);
 
 /// The same for what image and manifest have in common.
-void check_machine(const std::string& driver_version, const std::vector<GpuInfo>& gpus,
-                   Errc blame);
+void check_machine(const std::string& driver_version, const std::vector<GpuInfo>& gpus, Errc blame);
 
 /// `info` has passed check_info().
 std::vector<std::byte> pack_metadata(const ImageInfo& info);

@@ -22,7 +22,9 @@ using format::align_up;
 // How much memory goes by between two calls of a progress function.
 constexpr std::uint64_t kProgressStep = 16U << 20;
 
-[[noreturn]] void corrupt(const std::string& what) { throw Error(Errc::corrupt_data, what); }
+[[noreturn]] void corrupt(const std::string& what) {
+    throw Error(Errc::corrupt_data, what);
+}
 
 std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t size) {
     std::vector<std::byte> bytes(size);
@@ -137,8 +139,8 @@ void ImageReader::State::load() {
     map = ChunkMap(info.regions, info.chunk_size);
     if (trailer.chunk_count != map.count())
         corrupt("number of chunks does not follow from the regions");
-    index = read_part(fd.get(), trailer.index_offset,
-                      trailer.chunk_count * format::kIndexEntrySize);
+    index =
+        read_part(fd.get(), trailer.index_offset, trailer.chunk_count * format::kIndexEntrySize);
     if (hash128(index) != trailer.index_hash)
         corrupt("index does not match its checksum");
     check_index();
@@ -150,18 +152,17 @@ void ImageReader::State::load() {
 // lie in the file.
 void ImageReader::State::check_layout(std::uint64_t size) const {
     if (trailer.file_size != size)
-        corrupt("file is " + std::to_string(size) + " bytes long, but should be "
-                + std::to_string(trailer.file_size));
+        corrupt("file is " + std::to_string(size) + " bytes long, but should be " +
+                std::to_string(trailer.file_size));
     if (trailer.metadata_size > format::kMaxMetadataSize)
         corrupt("metadata is too large");
     if (trailer.chunk_count > format::kMaxChunks)
         corrupt("too many chunks");
-    const std::uint64_t tail = trailer.metadata_size
-                             + trailer.chunk_count * format::kIndexEntrySize
-                             + format::kTrailerSize;
+    const std::uint64_t tail = trailer.metadata_size +
+                               trailer.chunk_count * format::kIndexEntrySize + format::kTrailerSize;
     const std::uint64_t data_begin = align_up(format::kHeaderSize, alignment);
-    if (size < data_begin + tail || trailer.metadata_offset != size - tail
-        || trailer.index_offset != trailer.metadata_offset + trailer.metadata_size)
+    if (size < data_begin + tail || trailer.metadata_offset != size - tail ||
+        trailer.index_offset != trailer.metadata_offset + trailer.metadata_size)
         corrupt("parts of the file are not where they should be");
 }
 
@@ -193,12 +194,8 @@ void ImageReader::State::check_padding(std::uint64_t begin, std::uint64_t end) c
 void ImageReader::State::decode(const format::IndexEntry& chunk, MutBytes stored,
                                 MutBytes plain) const {
     switch (chunk.encoding) {
-    case Encoding::zero:
-        std::ranges::fill(plain, std::byte{0});
-        break;
-    case Encoding::raw:
-        read_at(fd.get(), chunk.offset, plain);
-        break;
+    case Encoding::zero: std::ranges::fill(plain, std::byte{0}); break;
+    case Encoding::raw: read_at(fd.get(), chunk.offset, plain); break;
     case Encoding::lz4:
         stored = stored.first(chunk.stored_size);
         read_at(fd.get(), chunk.offset, stored);
@@ -206,8 +203,7 @@ void ImageReader::State::decode(const format::IndexEntry& chunk, MutBytes stored
             corrupt("stored bytes do not match their checksum");
         decode_chunk(Encoding::lz4, stored, plain);
         break;
-    case Encoding::ref:
-        throw Error(Errc::unsupported, "refers to a parent");
+    case Encoding::ref: throw Error(Errc::unsupported, "refers to a parent");
     }
     if (hash128(plain) != chunk.plain_hash)
         corrupt("content does not match its checksum");
@@ -252,8 +248,8 @@ void ImageReader::State::blame_chunk(std::uint64_t number, const Error& error) c
     char address[32];
     std::snprintf(address, sizeof address, "0x%llx",
                   static_cast<unsigned long long>(map.at(number).address));
-    throw Error(error.code(), "chunk " + std::to_string(number) + " at " + address + ": "
-                                  + error.what());
+    throw Error(error.code(),
+                "chunk " + std::to_string(number) + " at " + address + ": " + error.what());
 }
 
 ImageReader ImageReader::open(int dir_fd, const std::string& name) {
@@ -271,16 +267,26 @@ ImageReader::ImageReader(ImageReader&&) noexcept = default;
 ImageReader& ImageReader::operator=(ImageReader&&) noexcept = default;
 ImageReader::~ImageReader() = default;
 
-const ImageInfo& ImageReader::info() const noexcept { return state_->info; }
-const EncodingTotals& ImageReader::totals() const noexcept { return state_->totals; }
-std::uint64_t ImageReader::file_size() const noexcept { return state_->trailer.file_size; }
-Id ImageReader::digest() const noexcept { return state_->trailer.digest; }
-std::uint64_t ImageReader::chunk_count() const noexcept { return state_->map.count(); }
+const ImageInfo& ImageReader::info() const noexcept {
+    return state_->info;
+}
+const EncodingTotals& ImageReader::totals() const noexcept {
+    return state_->totals;
+}
+std::uint64_t ImageReader::file_size() const noexcept {
+    return state_->trailer.file_size;
+}
+Id ImageReader::digest() const noexcept {
+    return state_->trailer.digest;
+}
+std::uint64_t ImageReader::chunk_count() const noexcept {
+    return state_->map.count();
+}
 
 ChunkInfo ImageReader::chunk(std::uint64_t index) const {
     if (index >= chunk_count())
-        throw Error(Errc::bad_argument, state_->name + ": there is no chunk "
-                                            + std::to_string(index));
+        throw Error(Errc::bad_argument,
+                    state_->name + ": there is no chunk " + std::to_string(index));
     const format::IndexEntry entry = state_->entry(index);
     const ChunkPlace place = state_->map.at(index);
     return {.address = place.address,
@@ -335,8 +341,8 @@ void ImageReader::verify(unsigned threads, const Progress& progress) const {
                     return;
                 state_->decode(entry, scratch.stored, plain);
                 const std::uint64_t end = entry.offset + entry.stored_size;
-                const MutBytes padding = MutBytes(scratch.stored)
-                                             .first(align_up(end, state_->alignment) - end);
+                const MutBytes padding =
+                    MutBytes(scratch.stored).first(align_up(end, state_->alignment) - end);
                 read_at(state_->fd.get(), end, padding);
                 if (!is_zero(padding))
                     corrupt("padding is not zero");

@@ -17,9 +17,9 @@ struct ChunkInfo {
     std::uint64_t address = 0;    ///< in the task
     std::uint32_t plain_size = 0; ///< bytes of memory; chunk_size, or less at a region's end
     std::uint32_t stored_size = 0;
-    std::uint64_t offset = 0;     ///< in the file
+    std::uint64_t offset = 0; ///< in the file
     Encoding encoding = Encoding::zero;
-    Id hash{};                    ///< XXH3-128 of the plain bytes, canonical (big-endian) form
+    Id hash{}; ///< XXH3-128 of the plain bytes, canonical (big-endian) form
 };
 
 /// Opening checks everything but the chunks: header, trailer, metadata and index with their

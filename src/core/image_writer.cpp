@@ -22,7 +22,9 @@ namespace {
 
 using format::align_up;
 
-std::vector<std::byte> buffer(std::size_t size) { return std::vector<std::byte>(size); }
+std::vector<std::byte> buffer(std::size_t size) {
+    return std::vector<std::byte>(size);
+}
 
 // Gives chunks their places in the file in the order of their numbers, whichever thread is ready
 // first: this is what makes the file the same for any number of threads.
@@ -147,8 +149,8 @@ private:
 
 void check_options(const WriteOptions& options) {
     if (options.lz4_acceleration < 1 || options.lz4_acceleration > kMaxAcceleration)
-        throw Error(Errc::bad_argument, "lz4 acceleration out of range: "
-                                            + std::to_string(options.lz4_acceleration));
+        throw Error(Errc::bad_argument,
+                    "lz4 acceleration out of range: " + std::to_string(options.lz4_acceleration));
     if (!std::has_single_bit(options.alignment) || options.alignment > format::kMaxAlignment)
         throw Error(Errc::bad_argument,
                     "alignment out of range: " + std::to_string(options.alignment));

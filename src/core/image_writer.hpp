@@ -29,9 +29,9 @@ struct EncodingTotals {
 };
 
 struct WriteOptions {
-    unsigned threads = 0;  ///< 0: as many as there are processors to run on
-    bool compress = true;  ///< false: chunks are zero or raw
-    int lz4_acceleration = 1; ///< 1..65537, as LZ4_compress_fast
+    unsigned threads = 0;           ///< 0: as many as there are processors to run on
+    bool compress = true;           ///< false: chunks are zero or raw
+    int lz4_acceleration = 1;       ///< 1..65537, as LZ4_compress_fast
     std::uint32_t alignment = 4096; ///< of chunks in the file; a power of two, 1..4096
 };
 

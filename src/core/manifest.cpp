@@ -18,12 +18,18 @@ constexpr std::size_t kHashSize = sizeof(Id);
 constexpr std::uint32_t kMaxTasks = 65536;
 constexpr std::size_t kFixedReserved = 4;
 constexpr std::size_t kTaskReserved = 7;
-constexpr std::size_t kMaxSize = kFixedSize + format::kGpuSize * format::kMaxGpus
-                               + kTaskSize * std::size_t{kMaxTasks} + kHashSize;
+constexpr std::size_t kMaxSize = kFixedSize + format::kGpuSize * format::kMaxGpus +
+                                 kTaskSize * std::size_t{kMaxTasks} + kHashSize;
 
-Bytes magic() noexcept { return std::as_bytes(std::span("\x93" "CUCKMF\n", 8)); }
+Bytes magic() noexcept {
+    return std::as_bytes(std::span("\x93"
+                                   "CUCKMF\n",
+                                   8));
+}
 
-[[noreturn]] void corrupt(const std::string& what) { throw Error(Errc::corrupt_data, what); }
+[[noreturn]] void corrupt(const std::string& what) {
+    throw Error(Errc::corrupt_data, what);
+}
 
 void check(const Manifest& manifest, Errc blame) {
     format::check_machine(manifest.driver_version, manifest.gpus, blame);
@@ -69,9 +75,9 @@ Manifest unpack(Bytes bytes) {
         corrupt("does not match its checksum: damaged, or cut short");
     const auto version = in.number<std::uint32_t>();
     if (version != format::kVersion)
-        throw Error(Errc::unsupported, "has format version " + std::to_string(version)
-                                           + ", this build reads "
-                                           + std::to_string(format::kVersion));
+        throw Error(Errc::unsupported, "has format version " + std::to_string(version) +
+                                           ", this build reads " +
+                                           std::to_string(format::kVersion));
     if (in.number<std::uint32_t>() != kFixedSize)
         corrupt("header has the wrong size");
     format::check_required_features(in.number<std::uint64_t>());
@@ -83,9 +89,9 @@ Manifest unpack(Bytes bytes) {
     const auto gpu_count = in.number<std::uint32_t>();
     const auto task_count = in.number<std::uint32_t>();
     in.reserved(kFixedReserved);
-    if (gpu_count > format::kMaxGpus || task_count > kMaxTasks
-        || bytes.size()
-               != kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count + kHashSize)
+    if (gpu_count > format::kMaxGpus || task_count > kMaxTasks ||
+        bytes.size() !=
+            kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count + kHashSize)
         corrupt("has the wrong size");
     manifest.driver_version = in.text(format::kDriverVersionWidth);
     manifest.gpus = format::unpack_gpus(gpu_count, in);
@@ -97,8 +103,8 @@ Manifest unpack(Bytes bytes) {
 }
 
 std::vector<std::byte> pack(const Manifest& manifest) {
-    FieldWriter out(kFixedSize + format::kGpuSize * manifest.gpus.size()
-                    + kTaskSize * manifest.tasks.size() + kHashSize);
+    FieldWriter out(kFixedSize + format::kGpuSize * manifest.gpus.size() +
+                    kTaskSize * manifest.tasks.size() + kHashSize);
     out.append(magic());
     out.number(format::kVersion);
     out.number(static_cast<std::uint32_t>(kFixedSize));
@@ -124,7 +130,9 @@ std::vector<std::byte> pack(const Manifest& manifest) {
 
 } // namespace
 
-std::string image_name(std::uint32_t pid) { return "cudackpt-" + std::to_string(pid) + ".img"; }
+std::string image_name(std::uint32_t pid) {
+    return "cudackpt-" + std::to_string(pid) + ".img";
+}
 
 void write_manifest(int dir_fd, const Manifest& manifest) {
     try {

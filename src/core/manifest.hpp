@@ -16,9 +16,9 @@ std::string image_name(std::uint32_t pid);
 
 /// One CUDA task of the tree.
 struct ManifestTask {
-    std::uint32_t pid = 0; ///< in the innermost pid namespace of the task
+    std::uint32_t pid = 0;     ///< in the innermost pid namespace of the task
     bool externalized = false; ///< an image image_name(pid) holds its staged memory
-    Id digest{};           ///< ImageReader::digest of that image; all zero if not externalized
+    Id digest{};               ///< ImageReader::digest of that image; all zero if not externalized
     ProcessState state_before = ProcessState::running;
 
     bool operator==(const ManifestTask&) const = default;

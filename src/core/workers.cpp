@@ -41,7 +41,7 @@ void start(std::vector<std::jthread>& threads, unsigned count, const std::functi
         while (threads.size() < count)
             threads.emplace_back(body);
     } catch (const std::system_error&) {
-        // A limit on threads costs speed, not the checkpoint: go on with those there are.
+        return; // a limit on threads costs speed, not the checkpoint: those there are go on
     }
 }
 

@@ -44,7 +44,7 @@ public:
     int fd() const { return fd_; }
     std::string path(const std::string& name = {}) const { return path_ + "/" + name; }
     bool has(const std::string& name) const {
-        struct stat status{};
+        struct stat status {};
         return ::fstatat(fd_, name.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0;
     }
     /// True if nothing is in it.
@@ -58,7 +58,7 @@ private:
 inline Buffer read_file(int dir_fd, const std::string& name) {
     const int fd = ::openat(dir_fd, name.c_str(), O_RDONLY | O_CLOEXEC);
     CHECK(fd >= 0);
-    struct stat status{};
+    struct stat status {};
     CHECK(::fstat(fd, &status) == 0);
     Buffer bytes(static_cast<std::size_t>(status.st_size));
     CHECK(::pread(fd, bytes.data(), bytes.size(), 0) == status.st_size);

@@ -33,8 +33,8 @@ void each_kind_of_content_gets_its_encoding() {
 
 void decoding_gives_back_what_was_encoded() {
     for (std::size_t size = 1; size < 20000; size = size * 3 / 2 + 1)
-        for (const Buffer& plain : {Buffer(size), sample::pattern_bytes(size),
-                                    sample::random_bytes(size, size)}) {
+        for (const Buffer& plain :
+             {Buffer(size), sample::pattern_bytes(size), sample::random_bytes(size, size)}) {
             const Encoded encoded = encode(plain);
             CHECK(encoded.stored.size() <= size);
             Buffer decoded(size, std::byte{0xaa});

@@ -118,7 +118,9 @@ public:
     Forgery& entry(std::size_t chunk, std::size_t offset, auto value) {
         return set(index_offset + chunk * format::kIndexEntrySize + offset, value);
     }
-    Forgery& trailer(std::size_t offset, auto value) { return set(trailer_offset() + offset, value); }
+    Forgery& trailer(std::size_t offset, auto value) {
+        return set(trailer_offset() + offset, value);
+    }
 
     Buffer sealed() {
         const Bytes bytes(image_);
@@ -147,39 +149,39 @@ void values_out_of_range_are_refused() {
     const std::uint64_t huge = std::numeric_limits<std::uint64_t>::max();
     const std::size_t region = 96 + 280; // of the metadata: one GPU stands before the regions
     const std::vector<Forge> forgeries{
-        [](Forgery& f) { f.header(12, 255U); },                       // header_size
-        [](Forgery& f) { f.header(68, 0U); },                         // chunk_size
+        [](Forgery& f) { f.header(12, 255U); }, // header_size
+        [](Forgery& f) { f.header(68, 0U); },   // chunk_size
         [](Forgery& f) { f.header(68, 2048U); },
         [](Forgery& f) { f.header(68, 12288U); },
         [](Forgery& f) { f.header(68, 8U << 20); },
-        [](Forgery& f) { f.header(68, 8192U); },                      // other number of chunks
-        [](Forgery& f) { f.header(72, 0U); },                         // alignment
+        [](Forgery& f) { f.header(68, 8192U); }, // other number of chunks
+        [](Forgery& f) { f.header(72, 0U); },    // alignment
         [](Forgery& f) { f.header(72, 48U); },
         [](Forgery& f) { f.header(72, 8192U); },
-        [](Forgery& f) { f.header(72, 4096U); },                      // other places
-        [](Forgery& f) { f.header(64, 0U); },                         // pid
+        [](Forgery& f) { f.header(72, 4096U); }, // other places
+        [](Forgery& f) { f.header(64, 0U); },    // pid
         [](Forgery& f) { f.header(64, 0x80000000U); },
-        [](Forgery& f) { f.header(76, std::uint8_t{1}); },            // reserved
+        [](Forgery& f) { f.header(76, std::uint8_t{1}); }, // reserved
         [](Forgery& f) { f.header(239, std::uint8_t{1}); },
-        [=](Forgery& f) { f.trailer(0, huge); },                      // metadata_offset
-        [=](Forgery& f) { f.trailer(8, huge); },                      // metadata_size
+        [=](Forgery& f) { f.trailer(0, huge); }, // metadata_offset
+        [=](Forgery& f) { f.trailer(8, huge); }, // metadata_size
         [](Forgery& f) { f.trailer(8, f.metadata_size - 1); },
-        [=](Forgery& f) { f.trailer(32, huge); },                     // index_offset
-        [=](Forgery& f) { f.trailer(40, huge); },                     // chunk_count
+        [=](Forgery& f) { f.trailer(32, huge); }, // index_offset
+        [=](Forgery& f) { f.trailer(40, huge); }, // chunk_count
         [](Forgery& f) { f.trailer(40, f.chunk_count - 1); },
         [](Forgery& f) { f.trailer(40, format::kMaxChunks + 1); },
-        [=](Forgery& f) { f.trailer(80, huge); },                     // file_size
-        [](Forgery& f) { f.trailer(88, std::uint8_t{1}); },           // reserved
-        [](Forgery& f) { f.metadata(24, 4U); },                       // state_before
-        [](Forgery& f) { f.metadata(32, 3U); },                       // region_count
+        [=](Forgery& f) { f.trailer(80, huge); },           // file_size
+        [](Forgery& f) { f.trailer(88, std::uint8_t{1}); }, // reserved
+        [](Forgery& f) { f.metadata(24, 4U); },             // state_before
+        [](Forgery& f) { f.metadata(32, 3U); },             // region_count
         [](Forgery& f) { f.metadata(32, 0xffffffffU); },
-        [](Forgery& f) { f.metadata(36, 2U); },                       // gpu_count
+        [](Forgery& f) { f.metadata(36, 2U); }, // gpu_count
         [](Forgery& f) { f.metadata(36, 0xffffffffU); },
-        [](Forgery& f) { f.metadata(55, 'x'); },                      // comm without an end
-        [](Forgery& f) { f.metadata(50, 'x'); },                      // comm with something behind
-        [](Forgery& f) { f.metadata(87, 'x'); },                      // driver_version
-        [](Forgery& f) { f.metadata(88, std::uint8_t{1}); },          // reserved
-        [](Forgery& f) { f.metadata(96 + 279, 'x'); },                // GPU name
+        [](Forgery& f) { f.metadata(55, 'x'); },             // comm without an end
+        [](Forgery& f) { f.metadata(50, 'x'); },             // comm with something behind
+        [](Forgery& f) { f.metadata(87, 'x'); },             // driver_version
+        [](Forgery& f) { f.metadata(88, std::uint8_t{1}); }, // reserved
+        [](Forgery& f) { f.metadata(96 + 279, 'x'); },       // GPU name
         [=](Forgery& f) { f.metadata(region, std::uint64_t{0x10001}); },
         [=](Forgery& f) { f.metadata(region, std::uint64_t{0x20000}); }, // overlaps the next
         [=](Forgery& f) { f.metadata(region, std::uint64_t{0x30000}); }, // out of order
@@ -189,26 +191,26 @@ void values_out_of_range_are_refused() {
         [=](Forgery& f) { f.metadata(region + 8, std::uint64_t{4096}); },
         [=](Forgery& f) { f.metadata(region + 24 + 8, std::uint64_t{1} << 57); },
         [=](Forgery& f) { f.metadata(region + 24 + 8, std::uint64_t{1} << 40); },
-        [=](Forgery& f) { f.metadata(region + 16, 8U); },             // protection
+        [=](Forgery& f) { f.metadata(region + 16, 8U); },              // protection
         [=](Forgery& f) { f.metadata(region + 20, std::uint8_t{2}); }, // kind
         [=](Forgery& f) { f.metadata(region + 21, std::uint8_t{1}); }, // reserved
-        [](Forgery& f) { f.entry(0, 16, std::uint64_t{0}); },         // offset
+        [](Forgery& f) { f.entry(0, 16, std::uint64_t{0}); },          // offset
         [=](Forgery& f) { f.entry(0, 16, huge); },
         [](Forgery& f) { f.entry(0, 16, std::uint64_t{320}); },
-        [](Forgery& f) { f.entry(0, 24, std::uint64_t{1}); },         // stored_hash
-        [](Forgery& f) { f.entry(0, 32, 0U); },                       // stored_size
+        [](Forgery& f) { f.entry(0, 24, std::uint64_t{1}); }, // stored_hash
+        [](Forgery& f) { f.entry(0, 32, 0U); },               // stored_size
         [](Forgery& f) { f.entry(0, 32, 4096U); },
         [](Forgery& f) { f.entry(0, 32, 0xffffffffU); },
-        [](Forgery& f) { f.entry(1, 32, 4095U); },                    // of a raw chunk
+        [](Forgery& f) { f.entry(1, 32, 4095U); }, // of a raw chunk
         [](Forgery& f) { f.entry(1, 24, std::uint64_t{1}); },
-        [](Forgery& f) { f.entry(1, 36, std::uint8_t{1}); },          // raw called lz4
-        [](Forgery& f) { f.entry(1, 36, std::uint8_t{3}); },          // ref
-        [](Forgery& f) { f.entry(1, 36, std::uint8_t{4}); },          // unknown
-        [](Forgery& f) { f.entry(1, 37, std::uint8_t{1}); },          // reserved
-        [](Forgery& f) { f.entry(2, 16, std::uint64_t{320}); },       // zero with a place
+        [](Forgery& f) { f.entry(1, 36, std::uint8_t{1}); },    // raw called lz4
+        [](Forgery& f) { f.entry(1, 36, std::uint8_t{3}); },    // ref
+        [](Forgery& f) { f.entry(1, 36, std::uint8_t{4}); },    // unknown
+        [](Forgery& f) { f.entry(1, 37, std::uint8_t{1}); },    // reserved
+        [](Forgery& f) { f.entry(2, 16, std::uint64_t{320}); }, // zero with a place
         [](Forgery& f) { f.entry(2, 32, 1U); },
-        [](Forgery& f) { f.entry(2, 0, std::uint64_t{1}); },          // hash of zeros
-        [](Forgery& f) { f.entry(2, 36, std::uint8_t{2}); },          // zero called raw
+        [](Forgery& f) { f.entry(2, 0, std::uint64_t{1}); }, // hash of zeros
+        [](Forgery& f) { f.entry(2, 36, std::uint8_t{2}); }, // zero called raw
     };
     CHECK(is_accepted(dir, Forgery(image).sealed()));
     for (std::size_t i = 0; i < forgeries.size(); ++i) {

@@ -26,8 +26,8 @@ void what_was_written_is_read(std::uint32_t chunk_size, std::uint32_t alignment,
     Memory memory;
     map_mixture(memory);
     const ImageInfo info = info_of(memory, chunk_size);
-    const ImageReader reader = write_and_open(dir, info, memory,
-                                              {.compress = compress, .alignment = alignment});
+    const ImageReader reader =
+        write_and_open(dir, info, memory, {.compress = compress, .alignment = alignment});
     CHECK(reader.info() == info);
     reader.verify(0);
 

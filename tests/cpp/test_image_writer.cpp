@@ -105,8 +105,8 @@ void a_write_that_fails_leaves_nothing_behind() {
             const rlimit size{limit, limit};
             ::signal(SIGXFSZ, SIG_IGN);
             ::setrlimit(RLIMIT_FSIZE, &size);
-            CHECK_THROWS(Errc::io, write_image(dir.fd(), kName, info_of(memory), memory,
-                                               {.threads = 3}));
+            CHECK_THROWS(Errc::io,
+                         write_image(dir.fd(), kName, info_of(memory), memory, {.threads = 3}));
             CHECK(!dir.has(kName));
             CHECK(!dir.has(".cudackpt-1.img.part"));
             ::_exit(0);
@@ -162,7 +162,7 @@ void only_the_owner_can_read_an_image() {
     const sample::TempDir dir;
     Memory memory;
     write_image(dir.fd(), kName, info_of(memory), memory, {});
-    struct stat status{};
+    struct stat status {};
     CHECK(::fstatat(dir.fd(), kName, &status, 0) == 0);
     CHECK((status.st_mode & 0777) == 0600);
 }
