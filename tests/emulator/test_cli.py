@@ -1,0 +1,124 @@
+"""`cudackpt emulator`: start, status, run, env, faults, settings, stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    environ = dict(os.environ) | {"CUDACKPT_EMULATOR": str(tmp_path / "folder" / "socket")}
+
+    def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "cudackpt", "emulator", *map(str, words)]
+        return subprocess.run(
+            argv, env=environ, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    yield call
+    call("stop")
+
+
+def test_run_starts_an_emulator_that_stays(
+    command: Command, compile_cuda: Callable[..., Path]
+) -> None:
+    program = compile_cuda(PROGRAMS / "plain_vectors.c")
+    ended = command("run", "--gpus", "3", "--memory", "64M", "--", program, "1", "2", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith("done\n")
+    assert "3 emulated GPUs, no real GPU is used" in ended.stderr
+    status = json.loads(command("status", "--json").stdout)
+    assert status["backend"] == "emulator"
+    assert [gpu["memory_bytes"] for gpu in status["gpus"]] == [64 << 20] * 3
+    assert command("stop").returncode == 0
+    stopped = command("status")
+    assert stopped.returncode == 15
+    assert "start one with `cudackpt emulator start`" in stopped.stderr
+
+
+def test_exit_status_of_the_program_is_that_of_run(command: Command) -> None:
+    assert command("run", "--", "sh", "-c", "exit 7").returncode == 7
+    missing = command("run", "--", "/nonexistent/program")
+    assert missing.returncode == 15
+    assert "cannot run /nonexistent/program: No such file or directory" in missing.stderr
+
+
+def test_options_of_a_running_emulator_are_held_against_it(command: Command) -> None:
+    options = ["--uuid", UUID, "--driver", "570.86.10", "--name", "emulated chip X"]
+    assert command("start", *options).returncode == 0
+    assert command("start", *options).returncode == 0
+    assert command("run", "--", "true").returncode == 0
+    refused = command("run", "--gpus", "2", "--memory", "1G", "--driver", "580.95.05", "--", "true")
+    assert refused.returncode == 15
+    assert "runs with other options: it has 1 GPUs, not 2; its GPUs have" in refused.stderr
+    assert "its driver is 570.86.10, not 580.95.05" in refused.stderr
+    status = json.loads(command("status", "--json").stdout)
+    assert status["gpus"][0]["uuid"] == UUID
+    assert status["gpus"][0]["name"] == "emulated chip X"
+    assert status["api_version"] == 12080
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--driver", "550.54"], "driver 550.54 is not emulated"),
+        (["--uuid", "GPU-12"], "not a GPU UUID"),
+        (["--set", "nothing=1"], "no such setting: nothing"),
+        (["--set", "init_ms=many"], "must be a number"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(command: Command, options: list[str], says: str) -> None:
+    ended = command("start", *options)
+    assert ended.returncode == 15
+    assert says in ended.stderr
+    assert command("status").returncode == 15
+
+
+def test_settings_and_faults(command: Command) -> None:
+    command("start")
+    assert command("set", "h2d_ms_per_gib", "230").returncode == 0
+    assert "h2d_ms_per_gib = 230" in command("status").stdout
+    assert command("set", "nothing", "1").returncode == 15
+    added = command("fault", "add", "restore", "error", "--code", "304", "--count", "3")
+    assert added.stdout == "emulator fault 1 added\n"
+    listed = command("fault", "list").stdout
+    assert listed == "1: restore error, code 304, 3 times, after 0 ms, any process\n"
+    assert command("fault", "clear").returncode == 0
+    assert command("fault", "list").stdout == ""
+
+
+def test_env_is_for_a_shell(command: Command, compile_cuda: Callable[..., Path]) -> None:
+    command("start")
+    program = compile_cuda(PROGRAMS / "plain_vectors.c")
+    script = f"{command('env').stdout}\nexec {program} 1 1 1"
+    environ = {key: value for key, value in os.environ.items() if "CUDACKPT" not in key}
+    ended = subprocess.run(["sh", "-c", script], env=environ, capture_output=True, check=False)
+    assert ended.returncode == 0
+
+
+def test_socket_of_a_killed_emulator_is_taken_over(command: Command) -> None:
+    command("start")
+    os.kill(json.loads(command("status", "--json").stdout)["pid"], signal.SIGKILL)
+    assert command("start").returncode == 0
+    assert command("status").returncode == 0
+
+
+def test_starting_many_at_once_makes_one(command: Command, tmp_path: Path) -> None:
+    environ = dict(os.environ) | {"CUDACKPT_EMULATOR": str(tmp_path / "folder" / "socket")}
+    argv = [sys.executable, "-m", "cudackpt", "emulator", "start"]
+    starters = [subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE) for _ in range(4)]
+    said = [starter.communicate(timeout=60)[0].decode() for starter in starters]
+    assert sum("emulator started at" in one for one in said) == 1
+    assert sum("was already running" in one for one in said) == 3

@@ -1,0 +1,129 @@
+"""Stock CRIU, without any plugin, and the checkpoint API called by hand."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cudackpt.emulator import Emulator, Options
+from support.job import Job
+
+Call = Callable[..., tuple[int, int]]
+Stock = Callable[..., subprocess.CompletedProcess[str]]
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+
+
+def dump(stock: Stock, job: Job, images: Path) -> None:
+    ended = stock("dump", "-t", str(job.pid), "-D", images, "-o", "dump.log")
+    assert ended.returncode == 0, (images / "dump.log").read_text()[-2000:]
+    assert job.wait() == -signal.SIGKILL
+
+
+def restore(stock: Stock, images: Path) -> None:
+    ended = stock("restore", "-d", "-D", images, "-o", "restore.log")
+    assert ended.returncode == 0, (images / "restore.log").read_text()[-2000:]
+
+
+def checkpoint(caller: Call, job: Job) -> None:
+    assert caller("lock", job.pid)[0] == 0
+    assert caller("checkpoint", job.pid)[0] == 0
+
+
+def resume(caller: Call, job: Job, *words: str) -> None:
+    assert caller("state", job.pid) == (0, 2)
+    assert caller("restore", job.pid, "init", *words)[0] == 0
+    assert caller("unlock", job.pid)[0] == 0
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_process_that_was_not_checkpointed_is_refused(
+    vectors: Callable[..., Job], caller: Call, stock: Stock, images: Path, locked: bool
+) -> None:
+    job = vectors()
+    if locked:
+        assert caller("lock", job.pid)[0] == 0
+    ended = stock("dump", "-t", str(job.pid), "-D", images, "-o", "dump.log")
+    assert ended.returncode != 0
+    if locked:
+        assert caller("unlock", job.pid)[0] == 0
+    rounds = job.output().count("ok")
+    job.wait_for("ok", count=rounds + 2)
+
+
+def test_memory_survives(
+    vectors: Callable[..., Job], caller: Call, stock: Stock, images: Path, emulator: Emulator
+) -> None:
+    job = vectors(20)
+    checkpoint(caller, job)
+    dump(stock, job, images)
+    assert emulator.status()["gpus"][0]["used_bytes"] == 0
+    restore(stock, images)
+    rounds = job.output().count("ok")
+    resume(caller, job)
+    job.wait_for("ok", count=rounds + 5)
+    assert emulator.status()["gpus"][0]["used_bytes"] == 40 << 20
+
+
+def test_kernels_streams_and_events_survive(
+    launch_cuda: Callable[..., Job],
+    compile_cuda: Callable[..., Path],
+    kernels: Path,
+    caller: Call,
+    stock: Stock,
+    images: Path,
+    tmp_path: Path,
+) -> None:
+    module = tmp_path / "module.so"
+    module.write_bytes(kernels.read_bytes())
+    job = launch_cuda([compile_cuda(PROGRAMS / "kernel_rounds.c"), module])
+    job.wait_for("round 2 ok")
+    checkpoint(caller, job)
+    module.unlink()  # the process carries its modules itself
+    for generation in ("one", "two"):
+        folder = images / generation
+        folder.mkdir()
+        dump(stock, job, folder)
+        restore(stock, folder)
+        rounds = job.output().count("ok")
+        resume(caller, job)
+        job.wait_for("ok", count=rounds + 3)
+        checkpoint(caller, job)
+
+
+def test_it_goes_to_another_daemon(
+    launch: Callable[..., Job],
+    compile_cuda: Callable[..., Path],
+    lone: Callable[..., Emulator],
+    emulator_environ: dict[str, str],
+    caller: Call,
+    stock: Stock,
+    images: Path,
+    tmp_path: Path,
+) -> None:
+    """The GPUs it had are gone; others of the same kind, named by pairs, take their place."""
+    first = lone(gpus=1, memory_bytes=64 << 20)
+    environ = emulator_environ | {"CUDACKPT_EMULATOR": str(first.path)}
+    job = launch([compile_cuda(PROGRAMS / "plain_vectors.c"), "8", "1000000", "5"], environ)
+    job.wait_for("round 1 ok")
+    checkpoint(caller, job)
+    dump(stock, job, images)
+    old = first.status()["gpus"][0]["uuid"]
+    first.stop()
+    restore(stock, images)
+    assert caller("restore", job.pid, "init")[0] == 304  # no daemon
+    first.start(Options(gpus=2, memory_bytes=128 << 20))
+    new = first.status()["gpus"][1]["uuid"]
+    assert caller("restore", job.pid, "init")[0] == 1  # its GPU is not there
+    assert caller("restore", job.pid, "init", plain(new), plain(new))[0] == 1
+    rounds = job.output().count("ok")
+    resume(caller, job, plain(old), plain(new))
+    job.wait_for("ok", count=rounds + 3)
+    assert [gpu["used_bytes"] for gpu in first.status()["gpus"]] == [0, 16 << 20]
+
+
+def plain(uuid: str) -> str:
+    return uuid.removeprefix("GPU-").replace("-", "")
