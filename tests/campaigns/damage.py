@@ -1,0 +1,129 @@
+"""Our files of a checkpoint are damaged: a restore must refuse, or kill all that it has made.
+
+Whatever happens, criu's exit status says so, its log has a reason of the plugin's, no process of
+the tree is left alive, and the job has not made a single step on memory that may be wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from campaigns.rig import Rig
+from campaigns.steady_job import SteadyJob
+from campaigns.tally import Tally
+from cudackpt._core import MANIFEST_NAME
+
+Damage = Callable[[Path], str]  # changes an image directory and says what it did
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A job that was dumped and is gone, and its images."""
+
+    job: SteadyJob
+    images: Path
+
+
+def take(rig: Rig, **options: int) -> Checkpoint:
+    name = rig.images().name + "-job"
+    job = SteadyJob(rig.program, rig.scratch / name, rig.environ, **options)
+    images = rig.images()
+    dumped = rig.dump(job, images)
+    assert dumped.status == 0, dumped.errors
+    assert job.wait() == -signal.SIGKILL
+    rig.settle(images)
+    return Checkpoint(job, images)
+
+
+def run(rig: Rig, random: Random, flips: int, cuts: int) -> Tally:
+    """`flips` restores with one bit of one of our files flipped, `cuts` with one cut short, and
+    one with each of the files missing or empty; then one of the undamaged checkpoint."""
+    tally = Tally()
+    checkpoint = take(rig, mib=2, children=1)
+    names = sorted(path.name for path in checkpoint.images.glob("cudackpt-*.img"))
+    damages: list[Damage] = [_removal(name) for name in names]
+    damages += [_cut(name, 0) for name in names]
+    damages += [_flip_somewhere(random, names, index) for index in range(flips)]
+    damages += [_cut_somewhere(random, names[index % len(names)]) for index in range(cuts)]
+    for damage in damages:
+        images = rig.copy(checkpoint.images)
+        what = damage(images)
+        tally.counts["trials"] += 1
+        try:
+            tally.counts[expect_refusal(rig, checkpoint.job, images)] += 1
+        except AssertionError as failure:
+            tally.failures.append(f"{what}: {failure}")
+            checkpoint.job.end()
+        shutil.rmtree(images)
+    restored = rig.restore(checkpoint.images)
+    assert restored.status == 0, f"undamaged, and not restored: {restored.errors}"
+    checkpoint.job.run_on()
+    checkpoint.job.end()
+    return tally
+
+
+def expect_refusal(rig: Rig, job: SteadyJob, images: Path) -> str:
+    """Restore; it must not come to anything. Says how it was refused."""
+    output = job.log.read_bytes()
+    restored = rig.restore(images)
+    assert restored.status != 0, "criu says it restored this"
+    reasons = [line for line in restored.log.splitlines() if "Error: cuda_plugin: " in line]
+    assert reasons, f"no reason in criu's log: {restored.errors}"
+    alive = job.alive_pids()
+    assert not alive, f"{alive} live"
+    assert job.log.read_bytes() == output, "the job has made steps"
+    rig.settle(images)
+    made = "every restored task was killed" in restored.log
+    return "killed what was made" if made else "refused before anything was made"
+
+
+def _removal(name: str) -> Damage:
+    def damage(images: Path) -> str:
+        (images / name).unlink()
+        return f"{name} missing"
+
+    return damage
+
+
+def _cut(name: str, size: int) -> Damage:
+    def damage(images: Path) -> str:
+        with (images / name).open("r+b") as file:
+            file.truncate(size)
+        return f"{name} cut to {size} bytes"
+
+    return damage
+
+
+def _cut_somewhere(random: Random, name: str) -> Damage:
+    def damage(images: Path) -> str:
+        size = (images / name).stat().st_size
+        near_end = random.random() < 0.5
+        return _cut(name, size - random.randint(1, 64) if near_end else random.randrange(size))(
+            images
+        )
+
+    return damage
+
+
+def _flip_somewhere(random: Random, names: list[str], index: int) -> Damage:
+    """In turn: anywhere in an image, in its first or last kilobyte, anywhere in the manifest."""
+
+    def damage(images: Path) -> str:
+        pictures = [name for name in names if name != MANIFEST_NAME]
+        name = MANIFEST_NAME if index % 4 == 3 else random.choice(pictures)
+        raw = bytearray((images / name).read_bytes())
+        low, high = {
+            1: (0, min(1024, len(raw))),
+            2: (max(0, len(raw) - 1024), len(raw)),
+        }.get(index % 4, (0, len(raw)))
+        offset, bit = random.randrange(low, high), random.randrange(8)
+        raw[offset] ^= 1 << bit
+        (images / name).write_bytes(raw)
+        return f"bit {bit} of byte {offset} of {len(raw)} of {name} flipped"
+
+    return damage

@@ -1,0 +1,166 @@
+"""CRIU is killed with SIGKILL at many points of a dump: the job must live, and be exact.
+
+Half of the points are system calls of criu's main thread, the other half moments, for the phases in
+which other threads work. Both are chosen so that every phase of a dump gets its share: the next
+point is one in the phase that has had the fewest, as far as earlier points tell where that is.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+from campaigns.rig import Rig
+from campaigns.steady_job import SteadyJob
+from campaigns.tally import Tally
+
+# Phases in their order, each with what criu's log holds once it has begun.
+_PHASES = (
+    ("start", ""),
+    ("lock", "cuda_plugin: backend"),
+    ("freeze", "Seized task"),
+    ("checkpoint", "' hook 11 "),
+    ("drop", ""),  # told by the image, see _phase
+    ("collect", "Collecting netns"),
+    ("dump tasks", "Dumping task (pid:"),
+    ("finish", "Writing image inventory"),
+)
+_NAMES = tuple(name for name, _ in _PHASES)
+_STOCK_NAMES = ("start", "freeze", "dump tasks", "finish")
+_OVERTIME = 1.1  # the latest moment, in lengths of an undisturbed dump
+
+
+class _Aim:
+    """Chooses places (0: start of a dump, 1: its end) so that all phases are hit alike."""
+
+    def __init__(self, random: Random, names: tuple[str, ...], end: float) -> None:
+        self._random = random
+        self._hits: dict[str, list[float]] = {name: [] for name in names}
+        self._end = end
+
+    def next_place(self) -> float:
+        names = list(self._hits)
+        wanted = min(range(len(names)), key=lambda index: len(self._hits[names[index]]))
+        earlier = [place for name in names[:wanted] for place in self._hits[name]]
+        later = [place for name in names[wanted + 1 :] for place in self._hits[name]]
+        low, high = max(earlier, default=0.0), min(later, default=self._end)
+        if low >= high:  # moments are not exact
+            low, high = 0.0, self._end
+        return self._random.uniform(low, high)
+
+    def hit(self, name: str, place: float) -> None:
+        self._hits.setdefault(name, []).append(place)
+
+
+def run(
+    rig: Rig, random: Random, count: int, *, plugin: bool = True, with_worker: bool = False
+) -> Tally:
+    """Kill criu at `count` points of dumps of one job, which must survive all of them.
+
+    plugin False: stock CRIU and a job without CUDA, for comparison. with_worker: the plugin's
+    worker is killed at the same instant, and `cudackpt recover` has to do its work.
+    """
+    tally = Tally()
+    job: SteadyJob | None = None
+    whole = None
+    names = _NAMES if plugin else _STOCK_NAMES
+    by_call, by_time = _Aim(random, names, 1.0), _Aim(random, names, _OVERTIME)
+    for index in range(count):
+        if job is None:
+            job = start_job(rig, plugin, random)
+        if whole is None:
+            whole = _measure(rig, job, plugin)
+        images = rig.images()
+        calls, seconds = whole
+        aim = by_call if with_worker or index % 2 == 0 else by_time
+        place = aim.next_place()
+        if aim is by_call:
+            number = 1 + int(place * calls)
+            point = f"system call {number} of {calls}"
+            _kill_at_call(rig, job, images, number, plugin, with_worker)
+        else:
+            point = f"{place * seconds * 1000:.0f} ms of {seconds * 1000:.0f}"
+            _kill_at_time(rig, job, images, place * seconds, plugin)
+        phase = _phase(images)
+        aim.hit(phase, place)
+        tally.counts["trials"] += 1
+        tally.counts[f"in {phase}"] += 1
+        try:
+            if with_worker:
+                _recover(rig, job, images)
+            job.run_on()
+            rig.settle(images)
+            job.threads()
+            if (images / "cudackpt-undo.log").exists():
+                tally.counts["brought back by the worker"] += 1
+        except AssertionError as lost:
+            tally.counts["lost"] += 1
+            tally.failures.append(f"killed at {point} ({phase}), {images}: {lost}")
+            job.end()
+            job = None
+    if job is not None:
+        job.end()
+    return tally
+
+
+def start_job(rig: Rig, plugin: bool, random: Random) -> SteadyJob:
+    name = rig.scratch / f"job-{random.randrange(1 << 30):x}"
+    if plugin:
+        return SteadyJob(rig.program, name, rig.environ, mib=8, children=1, pinned_kib=64)
+    return SteadyJob(rig.program, name, rig.environ, mib=8, cuda=0, plain_children=1)
+
+
+def _words(rig: Rig, job: SteadyJob, images: Path, plugin: bool) -> list[str]:
+    return rig.dump_words(job, images, ["--leave-running"], plugin=plugin)
+
+
+def _measure(rig: Rig, job: SteadyJob, plugin: bool) -> tuple[int, float]:
+    """System calls and seconds of an undisturbed dump."""
+    dumped = rig.run(_words(rig, job, images := rig.images(), plugin), images, "dump")
+    assert dumped.status == 0, dumped.errors
+    calls = _kill_at_call(rig, job, rig.images(), 0, plugin, False)
+    job.run_on()
+    return calls, dumped.seconds
+
+
+def _kill_at_call(
+    rig: Rig, job: SteadyJob, images: Path, number: int, plugin: bool, with_worker: bool
+) -> int:
+    """Returns how many system calls were made."""
+    count = rig.scratch / "system-calls"
+    prefix = [str(rig.killer), str(count), str(number), str(int(with_worker))]
+    ended = rig.run([*prefix, *_words(rig, job, images, plugin)], images, "dump")
+    assert ended.status in (0, 137), ended.errors
+    return int(count.read_text())
+
+
+def _kill_at_time(rig: Rig, job: SteadyJob, images: Path, seconds: float, plugin: bool) -> None:
+    criu = rig.start(_words(rig, job, images, plugin))
+    time.sleep(seconds)
+    criu.kill()
+    criu.wait()
+
+
+def _recover(rig: Rig, job: SteadyJob, images: Path) -> None:
+    for pid in job.pids:
+        recovered = subprocess.run(
+            [sys.executable, "-m", "cudackpt", "recover", str(pid), "-D", str(images)],
+            env=dict(rig.environ),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert recovered.returncode == 0, f"recover: {recovered.stderr}"
+
+
+def _phase(images: Path) -> str:
+    log = images.with_name(f"{images.name}.dump.log")
+    text = log.read_text(errors="replace") if log.exists() else ""
+    phase = next(name for name, mark in reversed(_PHASES) if name != "drop" and mark in text)
+    # The image has its name, and the log does not say yet that the task is done with.
+    stored = len([path for path in images.glob("cudackpt-[0-9]*.img")])
+    return "drop" if stored > text.count("cuda_plugin: checkpointed pid") else phase

@@ -1,0 +1,220 @@
+"""One CRIU, the emulator and a place to work: what every campaign needs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from campaigns.steady_job import SteadyJob
+from cudackpt.criu import command
+from cudackpt.criu.find import Criu
+from cudackpt.criu.plugin import Scalar, format_config, plugin_directory
+from cudackpt.emulator import Emulator
+from cudackpt.recovery import WORKER_COMM
+from cudackpt.task import find_users
+
+CRIU_TIMEOUT_S = 120.0
+SETTLE_S = 20.0  # a worker left behind has done its work by then
+CONFIG_NAME = "config.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A criu that has ended. log: its own log, "" if it wrote none; output: what it printed."""
+
+    status: int
+    log: str
+    output: str
+    seconds: float
+
+    @property
+    def errors(self) -> str:
+        """The log's lines that matter, for a message."""
+        lines = [
+            line for line in self.log.splitlines() if "Error" in line or "cuda_plugin: " in line
+        ]
+        return "\n".join(lines[-12:]) or self.output[-600:]
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """environ: of jobs and of criu, with the emulator's variables. program: steady_job; killer:
+    kill_at_syscall. scratch: an empty directory of this rig's own."""
+
+    criu: Criu
+    emulator: Emulator
+    environ: Mapping[str, str] = field(repr=False)
+    program: Path
+    killer: Path
+    scratch: Path
+    _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
+
+    @contextmanager
+    def job(self, **options: int) -> Iterator[SteadyJob]:
+        """A steady_job for the length of a with statement."""
+        job = SteadyJob(self.program, self.scratch / self._name("job"), self.environ, **options)
+        try:
+            yield job
+        finally:
+            job.end()
+
+    def images(self) -> Path:
+        """A new, empty directory."""
+        directory = self.scratch / self._name("images")
+        directory.mkdir(mode=0o700)
+        return directory
+
+    def copy(self, images: Path) -> Path:
+        """A copy of a checkpoint, to be damaged or filled."""
+        directory = self.scratch / self._name("images")
+        shutil.copytree(images, directory)
+        return directory
+
+    def dump_words(
+        self, job: SteadyJob, images: Path, extra: Sequence[str] = (), *, plugin: bool = True
+    ) -> list[str]:
+        """Argument list of a dump; its log goes beside `images`, so that a full directory does
+        not lose it. plugin False: as without our plugin."""
+        request = command.Dump(
+            pid=job.pid,
+            images=images,
+            log=_log_path(images, "dump"),
+            plugin_dir=self._plugin_directory(plugin),
+            extra=tuple(extra),
+        )
+        arguments = command.dump_arguments(request, self.criu.version)
+        return [*self.criu.command(self.environ), *arguments]
+
+    def restore_words(
+        self, images: Path, extra: Sequence[str] = (), *, plugin: bool = True
+    ) -> list[str]:
+        request = command.Restore(
+            images=images,
+            log=_log_path(images, "restore"),
+            plugin_dir=self._plugin_directory(plugin),
+            extra=tuple(extra),
+            pidfile=_log_path(images, "pid"),
+        )
+        arguments = command.restore_arguments(request, self.criu.version)
+        return [*self.criu.command(self.environ), *arguments]
+
+    def environment(self, plugin: Mapping[str, Scalar] | None = None) -> dict[str, str]:
+        """criu's, with a configuration file of these keys if there are any."""
+        environ = dict(self.environ)
+        if plugin:
+            path = self.scratch / self._name(CONFIG_NAME)
+            path.write_text(format_config(plugin))
+            environ["CUDACKPT_CONFIG"] = str(path)
+        return environ
+
+    def dump(
+        self,
+        job: SteadyJob,
+        images: Path,
+        *extra: str,
+        config: Mapping[str, Scalar] | None = None,
+        plugin: bool = True,
+    ) -> Run:
+        words = self.dump_words(job, images, extra, plugin=plugin)
+        return self.run(words, images, "dump", config)
+
+    def restore(
+        self,
+        images: Path,
+        *extra: str,
+        config: Mapping[str, Scalar] | None = None,
+        plugin: bool = True,
+    ) -> Run:
+        words = self.restore_words(images, extra, plugin=plugin)
+        return self.run(words, images, "restore", config)
+
+    def run(
+        self,
+        words: Sequence[str],
+        images: Path,
+        stage: str,
+        config: Mapping[str, Scalar] | None = None,
+    ) -> Run:
+        """Run criu to its end. What it prints goes to a file: restored tasks may hold it open."""
+        log = _log_path(images, stage)
+        log.unlink(missing_ok=True)
+        printed = _log_path(images, "output")
+        begin = time.monotonic()
+        with printed.open("wb") as output:
+            ended = subprocess.run(
+                words,
+                env=self.environment(config),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=CRIU_TIMEOUT_S,
+                check=False,
+            )
+        return Run(
+            status=ended.returncode,
+            log=log.read_text(errors="replace") if log.exists() else "",
+            output=printed.read_text(errors="replace"),
+            seconds=time.monotonic() - begin,
+        )
+
+    def start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Run criu in the background, for a test that kills it."""
+        return subprocess.Popen(
+            words,
+            env=dict(self.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def settle(self, images: Path) -> None:
+        """Wait until no worker of ours is left that has to do with `images`. Fails if one stays."""
+        deadline = time.monotonic() + SETTLE_S
+        while left := workers(images):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"worker {left} is left behind")
+            time.sleep(0.01)
+
+    def _plugin_directory(self, plugin: bool) -> Path:
+        if plugin:
+            return plugin_directory(self.environ)
+        empty = self.scratch / "no-plugin"
+        empty.mkdir(exist_ok=True)
+        return empty
+
+    def _name(self, kind: str) -> str:
+        return f"{next(self._numbers)}-{kind}"
+
+
+def workers(images: Path) -> list[int]:
+    """Live workers of the plugin that hold `images` open."""
+    return find_users(images, WORKER_COMM)
+
+
+def _log_path(images: Path, stage: str) -> Path:
+    return images.with_name(f"{images.name}.{stage}" + ("" if stage == "pid" else ".log"))
+
+
+@contextmanager
+def small_filesystem(mount_point: Path, size: int, inodes: int) -> Iterator[Path]:
+    """An empty file system of `size` bytes and `inodes` files (0: as many as you like)."""
+    mount_point.mkdir(mode=0o700)
+    options = f"size={size},nr_inodes={inodes},mode=0700"
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", mount_point], check=True, timeout=30
+    )
+    try:
+        yield mount_point
+    finally:
+        deadline = time.monotonic() + SETTLE_S
+        while subprocess.run(["umount", mount_point], capture_output=True, check=False).returncode:
+            assert time.monotonic() < deadline, f"{mount_point} stays busy"
+            time.sleep(0.02)
+        os.rmdir(mount_point)

@@ -1,0 +1,136 @@
+"""tests/programs/steady_job.c under way: a tree that says at every step that its memory is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.job import POLL_S, TIMEOUT_S, Job
+
+_STEP = re.compile(r"(\d+) step \d+ ok\n")
+_EMULATOR = "cudackpt driver emulator: "  # what the emulator says of itself on stderr
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """What a checkpoint must leave as it was: name and blocked signals of one thread."""
+
+    name: str
+    blocked: str
+
+
+class SteadyJob(Job):
+    """pids: every process of the tree, the root first."""
+
+    def __init__(
+        self,
+        program: Path,
+        log: Path,
+        environ: Mapping[str, str],
+        **options: int,
+    ) -> None:
+        """Start it and wait until each of its processes has made two steps.
+
+        options: the program's, with "_" for "-": mib, pinned_kib, children, plain_children, seed,
+        cuda.
+        """
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        argv = [str(program), *(part for word in words for part in word.split("="))]
+        super().__init__(argv, log, environ)
+        self.pids: tuple[int, ...] = (self.pid,)
+        processes = 1 + options.get("children", 0) + options.get("plain_children", 0)
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(steps := self.steps()) < processes or min(steps.values()) < 2:
+            if not self.alive() or time.monotonic() > deadline:
+                self.end()
+                raise AssertionError(f"the job does not start:\n{self.output()}")
+            time.sleep(POLL_S)
+        self.pids = (self.pid, *sorted(pid for pid in steps if pid != self.pid))
+
+    def steps(self) -> Counter[int]:
+        """Steps said to be right, by process. Fails if the job has said anything else."""
+        found: Counter[int] = Counter()
+        for line in self.output().splitlines(keepends=True):
+            if line.startswith(_EMULATOR):
+                continue
+            step = _STEP.fullmatch(line)
+            assert step is not None, f"the job says {line!r}"
+            found[int(step[1])] += 1
+        return found
+
+    def run_on(self, steps: int = 3, timeout_s: float = 20.0) -> None:
+        """Wait until each process has made that many steps more, each of them right."""
+        before = self.steps()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            now = self.steps()
+            behind = [pid for pid in self.pids if now[pid] < before[pid] + steps]
+            if not behind:
+                return
+            gone = [pid for pid in self.pids if process_state(pid) in ("", "Z", "X")]
+            if gone or time.monotonic() > deadline:
+                raise AssertionError(
+                    "the job does not run on: " + "; ".join(describe(pid) for pid in behind)
+                )
+            time.sleep(POLL_S)
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        """As of a Job; the rest of the tree, which has come to us, is waited for as well."""
+        status = super().wait(timeout_s)
+        for pid in self.pids:
+            try:
+                while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    time.sleep(POLL_S)
+            except ChildProcessError:
+                continue
+        return status
+
+    def alive_pids(self) -> list[int]:
+        return [pid for pid in self.pids if process_state(pid) not in ("", "Z", "X")]
+
+    def threads(self) -> dict[int, Thread]:
+        """Every thread of the tree. Fails if one of them is traced."""
+        found = {}
+        for pid in self.pids:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                try:
+                    status = (task / "status").read_text()
+                except (FileNotFoundError, ProcessLookupError):
+                    continue  # a helper thread that has ended meanwhile
+                values = dict(re.findall(r"^(\w+):\s*(.*)$", status, re.MULTILINE))
+                assert values["TracerPid"] == "0", f"thread {task.name} is traced"
+                found[int(task.name)] = Thread(name=values["Name"], blocked=values["SigBlk"])
+        return found
+
+
+def process_state(pid: int) -> str:
+    """As in /proc/PID/stat; "" if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat[stat.rindex(")") + 2]
+
+
+def describe(pid: int) -> str:
+    """State, tracer and place of each thread, for a message."""
+    parts = []
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            status = (task / "status").read_text()
+            state, tracer = (
+                re.search(rf"^{key}:\s*(\S+)", status, re.MULTILINE)
+                for key in ("State", "TracerPid")
+            )
+            assert state is not None and tracer is not None
+            place = (task / "wchan").read_text()
+            name = (task / "comm").read_text().strip()
+            parts.append(f"{task.name} {name} {state[1]} traced by {tracer[1]} in {place}")
+    except (FileNotFoundError, ProcessLookupError):
+        parts.append("gone")
+    return f"pid {pid}: " + ", ".join(parts)

@@ -1,0 +1,69 @@
+"""Fixtures of the tests that dump and restore with real CRIU on the emulator.
+
+rig         Rig of each CRIU, on the emulator of the whole run
+newest_rig  Rig of the newest CRIU: for what the plugin does by itself, whatever the version
+own_rig     the same on an emulator of the test's own, that it may stop and start differently
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from campaigns.rig import Rig
+from cudackpt.criu.find import Criu, find_all
+from cudackpt.emulator import Emulator, Options
+from cudackpt.emulator.daemon import api_version_of
+
+PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
+DRIVER = "580.95.05"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "newest_criu" in metafunc.fixturenames:
+        newest = max((found for found in find_all() if found.usable), key=lambda c: c.version)
+        name = f"criu-{newest.version_text}"
+        metafunc.parametrize("newest_criu", [newest], ids=[name], scope="session")
+
+
+@pytest.fixture(scope="session")
+def programs(
+    compile_cuda: Callable[..., Path], compile_c: Callable[..., Path]
+) -> tuple[Path, Path]:
+    return compile_cuda(PROGRAMS / "steady_job.c"), compile_c(PROGRAMS / "kill_at_syscall.c")
+
+
+@pytest.fixture
+def rig(
+    criu: Criu,
+    emulator: Emulator,
+    emulator_environ: dict[str, str],
+    programs: tuple[Path, Path],
+    tmp_path: Path,
+) -> Rig:
+    return Rig(criu, emulator, emulator_environ, *programs, tmp_path)
+
+
+@pytest.fixture
+def newest_rig(
+    newest_criu: Criu,
+    emulator: Emulator,
+    emulator_environ: dict[str, str],
+    programs: tuple[Path, Path],
+    tmp_path: Path,
+) -> Rig:
+    return Rig(newest_criu, emulator, emulator_environ, *programs, tmp_path)
+
+
+@pytest.fixture
+def own_rig(newest_criu: Criu, programs: tuple[Path, Path], tmp_path: Path) -> Iterator[Rig]:
+    """Two GPUs of 64 MiB."""
+    emulator = Emulator(path=tmp_path / "emulator" / "socket")
+    emulator.start(Options(gpus=2, memory_bytes=64 << 20, driver=DRIVER))
+    environ = dict(os.environ) | emulator.environment(api_version_of(DRIVER))
+    yield Rig(newest_criu, emulator, environ, *programs, tmp_path)
+    if emulator.is_running():
+        emulator.stop()

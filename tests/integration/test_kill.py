@@ -1,0 +1,50 @@
+"""criu is killed in the middle; the long form is the campaign kill-points of make soak."""
+
+from __future__ import annotations
+
+import os
+import signal
+from random import Random
+
+import pytest
+
+from campaigns import kill_points
+from campaigns.rig import Rig, workers
+from campaigns.steady_job import process_state
+
+SEED = 20
+
+
+def test_no_job_is_lost_when_criu_is_killed_during_a_dump(rig: Rig) -> None:
+    ours = kill_points.run(rig, Random(SEED), 8)
+    stock = kill_points.run(rig, Random(SEED), 4, plugin=False)
+    ours.require_clean()
+    stock.require_clean()
+
+
+def test_recover_brings_back_what_is_left_when_the_worker_is_killed_too(newest_rig: Rig) -> None:
+    kill_points.run(newest_rig, Random(SEED), 10, with_worker=True).require_clean()
+
+
+def test_the_job_dies_during_its_dump(rig: Rig) -> None:
+    """The dump fails; nothing of it stays, no zombie either."""
+    random = Random(SEED)
+    for _ in range(4):
+        with rig.job(mib=8, children=1) as job:
+            images = rig.images()
+            criu = rig.start(rig.dump_words(job, images))
+            log = images.with_name(f"{images.name}.dump.log")
+            mark = random.choice(["cuda_plugin: backend", "Seized task", "' hook 11 "])
+            while criu.poll() is None and not (log.exists() and mark in log.read_text()):
+                pass
+            for pid in random.sample(job.pids, random.randint(1, 2)):
+                os.kill(pid, signal.SIGKILL)
+            assert criu.wait(30) != 0, "criu says it dumped a dead tree"
+            rig.settle(images)
+            assert workers(images) == []
+            if job.alive():
+                job.pids = (job.pid,)
+                job.run_on()  # the one that is left
+            else:
+                job.wait()
+            assert all(process_state(pid) != "t" for pid in job.pids)

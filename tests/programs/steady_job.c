@@ -1,0 +1,191 @@
+/* A job that uses GPU memory all the time and knows what must be in it.
+ *
+ *     steady_job [--mib N] [--pinned-kib N] [--children N] [--plain-children N] [--seed N]
+ *                [--cuda 0]
+ *
+ * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA. Each CUDA process holds N
+ * MiB of device memory (default 4) in four regions - zero, compressible, random, and a pattern that
+ * repeats - and N KiB of pinned host memory (default 0). Again and again it reads all of it, compares
+ * each byte with a copy of its own, prints "PID step K ok", and changes a stretch of both. A process
+ * without CUDA does the same with its own memory. What differs is "PID MISMATCH region R offset O",
+ * an error of the driver "PID CALL: NAME"; the process then ends with status 1. Every line is one
+ * write to standard output, so the lines of the tree do not mix.
+ */
+#define _GNU_SOURCE
+#include <cuda.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+enum { kRegions = 4, kStepMicroseconds = 10000, kChange = 5000 };
+
+static void say(const char* format, ...) {
+    char line[200];
+    int length = snprintf(line, sizeof line, "%d ", (int)getpid());
+    va_list arguments;
+    va_start(arguments, format);
+    length += vsnprintf(line + length, sizeof line - (size_t)length, format, arguments);
+    va_end(arguments);
+    line[length++] = '\n';
+    if (write(STDOUT_FILENO, line, (size_t)length) != length)
+        _exit(3);
+}
+
+static void require(CUresult result, const char* call) {
+    if (result == CUDA_SUCCESS)
+        return;
+    const char* name = "an unknown error";
+    cuGetErrorName(result, &name);
+    say("%s: %s", call, name);
+    _exit(1);
+}
+#define REQUIRE(call) require((call), #call)
+
+static uint64_t next_random(uint64_t* state) {
+    *state ^= *state << 13, *state ^= *state >> 7, *state ^= *state << 17;
+    return *state;
+}
+
+static void fill(uint8_t* bytes, size_t size, int region, uint64_t seed) {
+    for (size_t i = 0; i < size; ++i) {
+        switch (region) {
+        case 0: bytes[i] = 0; break;
+        case 1: bytes[i] = (uint8_t)(i / 97); break;
+        case 2: bytes[i] = (uint8_t)(next_random(&seed) >> 32); break;
+        default: bytes[i] = (uint8_t)(i % 4096 < 1024 ? i * 31 : i >> 16); break;
+        }
+    }
+}
+
+static void compare(const uint8_t* found, const uint8_t* wanted, size_t size, int region) {
+    if (memcmp(found, wanted, size) == 0)
+        return;
+    size_t offset = 0;
+    while (found[offset] == wanted[offset])
+        ++offset;
+    say("MISMATCH region %d offset %zu", region, offset);
+    _exit(1);
+}
+
+/* Overwrite a stretch of `wanted` and say where it is. The first region stays zero. */
+static size_t change(uint8_t* wanted, size_t size, int region, uint64_t* state, size_t* length) {
+    *length = size < kChange ? size : kChange;
+    const size_t offset = next_random(state) % (size - *length + 1);
+    for (size_t i = 0; region != 0 && i < *length; ++i)
+        wanted[offset + i] = (uint8_t)(next_random(state) >> 32);
+    return offset;
+}
+
+static void run_cuda(size_t size, size_t pinned_size, uint64_t seed) {
+    CUdevice device;
+    CUcontext context;
+    REQUIRE(cuInit(0));
+    REQUIRE(cuDeviceGet(&device, 0));
+    REQUIRE(cuDevicePrimaryCtxRetain(&context, device));
+    REQUIRE(cuCtxSetCurrent(context));
+    const size_t each = size / kRegions;
+    CUdeviceptr memory[kRegions];
+    uint8_t* wanted[kRegions];
+    uint8_t* found = malloc(each);
+    for (int region = 0; region < kRegions; ++region) {
+        wanted[region] = malloc(each);
+        if (wanted[region] == NULL || found == NULL)
+            _exit(3);
+        fill(wanted[region], each, region, seed);
+        REQUIRE(cuMemAlloc(&memory[region], each));
+        REQUIRE(cuMemcpyHtoD(memory[region], wanted[region], each));
+    }
+    void* pinned = NULL;
+    uint8_t* pinned_wanted = NULL;
+    if (pinned_size > 0) {
+        REQUIRE(cuMemHostAlloc(&pinned, pinned_size, 0));
+        pinned_wanted = malloc(pinned_size);
+        if (pinned_wanted == NULL)
+            _exit(3);
+        fill(pinned_wanted, pinned_size, 2, seed + 1);
+        memcpy(pinned, pinned_wanted, pinned_size);
+    }
+    for (unsigned long step = 0;; ++step) {
+        for (int region = 0; region < kRegions; ++region) {
+            size_t length;
+            REQUIRE(cuMemcpyDtoH(found, memory[region], each));
+            compare(found, wanted[region], each, region);
+            const size_t offset = change(wanted[region], each, region, &seed, &length);
+            REQUIRE(cuMemcpyHtoD(memory[region] + offset, wanted[region] + offset, length));
+        }
+        if (pinned_size > 0) {
+            size_t length;
+            compare(pinned, pinned_wanted, pinned_size, kRegions);
+            const size_t offset = change(pinned_wanted, pinned_size, kRegions, &seed, &length);
+            memcpy((uint8_t*)pinned + offset, pinned_wanted + offset, length);
+        }
+        say("step %lu ok", step);
+        usleep(kStepMicroseconds);
+    }
+}
+
+static void run_plain(size_t size, uint64_t seed) {
+    uint8_t* memory = malloc(size);
+    uint8_t* wanted = malloc(size);
+    if (memory == NULL || wanted == NULL)
+        _exit(3);
+    fill(wanted, size, 2, seed);
+    memcpy(memory, wanted, size);
+    for (unsigned long step = 0;; ++step) {
+        size_t length;
+        compare(memory, wanted, size, 0);
+        const size_t offset = change(wanted, size, 2, &seed, &length);
+        memcpy(memory + offset, wanted + offset, length);
+        say("step %lu ok", step);
+        usleep(kStepMicroseconds);
+    }
+}
+
+int main(int argc, char** argv) {
+    size_t size = (size_t)4 << 20, pinned_size = 0;
+    unsigned long children = 0, plain_children = 0;
+    uint64_t seed = 1;
+    bool cuda = true;
+    for (int i = 1; i < argc; i += 2) {
+        const unsigned long value = i + 1 < argc ? strtoul(argv[i + 1], NULL, 10) : 0;
+        if (strcmp(argv[i], "--mib") == 0)
+            size = (size_t)value << 20;
+        else if (strcmp(argv[i], "--pinned-kib") == 0)
+            pinned_size = (size_t)value << 10;
+        else if (strcmp(argv[i], "--children") == 0)
+            children = value;
+        else if (strcmp(argv[i], "--plain-children") == 0)
+            plain_children = value;
+        else if (strcmp(argv[i], "--seed") == 0)
+            seed = value + 1;
+        else if (strcmp(argv[i], "--cuda") == 0)
+            cuda = value != 0;
+        else {
+            fprintf(stderr, "steady_job: unknown option %s\n", argv[i]);
+            return 2;
+        }
+    }
+    for (unsigned long child = 0; child < children + plain_children; ++child) {
+        const pid_t parent = getpid();
+        const pid_t pid = fork();
+        if (pid < 0)
+            return 3;
+        if (pid > 0)
+            continue;
+        prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+        if (getppid() != parent)
+            return 0;
+        if (child < children)
+            run_cuda(size, pinned_size, seed * 1000003 + child);
+        run_plain(size, seed * 1000003 + child);
+    }
+    if (cuda)
+        run_cuda(size, pinned_size, seed * 1000003 - 1);
+    run_plain(size, seed * 1000003 - 1);
+}
