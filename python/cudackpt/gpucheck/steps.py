@@ -13,6 +13,7 @@ from rich.console import Console
 
 from cudackpt import process
 from cudackpt.criu.find import Criu, find
+from cudackpt.criu.log import criu_errors
 from cudackpt.criu.run import check
 from cudackpt.demo.flow import Demo, make_report, prepare_work
 from cudackpt.demo.machine import Machine, main_program
@@ -120,8 +121,8 @@ class GpuCheck:
         criu = find(self._criu_place)
         ended = check(criu)
         if ended.status != 0:
-            lines = ended.output.strip().splitlines() or ["it says nothing"]
-            raise NotPossible(f"criu {criu.version_text} check, {ended.ending}: {lines[-1]}")
+            said = "; ".join(criu_errors(ended.output)) or ended.output.strip()[-200:]
+            raise NotPossible(f"criu {criu.version_text} check, {ended.ending}: {said}")
         self._criu = criu
 
     def _c_program(self) -> None:
