@@ -86,7 +86,7 @@ struct ImageReader::State {
     /// Memory that one worker needs for any chunk.
     struct Scratch {
         explicit Scratch(const State& state)
-            : plain(state.info.chunk_size), stored(state.info.chunk_size + state.alignment) {}
+            : plain(state.info.chunk_size), stored(state.info.chunk_size) {}
         std::vector<std::byte> plain;
         std::vector<std::byte> stored;
     };
@@ -95,6 +95,7 @@ struct ImageReader::State {
     void check_layout(std::uint64_t size) const;
     void check_index();
     void check_padding(std::uint64_t begin, std::uint64_t end) const;
+    void check_padding_after(const format::IndexEntry& entry) const;
 
     format::IndexEntry entry(std::uint64_t number) const {
         return format::unpack_index_entry(
@@ -144,6 +145,7 @@ void ImageReader::State::load() {
     if (hash128(index) != trailer.index_hash)
         corrupt("index does not match its checksum");
     check_index();
+    check_padding(format::kHeaderSize, align_up(format::kHeaderSize, alignment));
     if (totals.zero.chunks != 0)
         zero_hash = hash128(std::vector<std::byte>(info.chunk_size));
 }
@@ -188,6 +190,12 @@ void ImageReader::State::check_index() {
 void ImageReader::State::check_padding(std::uint64_t begin, std::uint64_t end) const {
     if (!is_zero(read_part(fd.get(), begin, end - begin)))
         corrupt("padding at " + std::to_string(begin) + " is not zero");
+}
+
+void ImageReader::State::check_padding_after(const format::IndexEntry& chunk) const {
+    const std::uint64_t end = chunk.offset + chunk.stored_size;
+    if (const std::uint64_t next = align_up(end, alignment); next != end)
+        check_padding(end, next);
 }
 
 // Read and decode into `plain`, which is exactly the chunk's size, and check every hash.
@@ -324,6 +332,7 @@ void ImageReader::restore(MemorySink& sink, unsigned threads, bool fresh,
                     return;
                 }
                 state_->decode(entry, scratch.stored, plain);
+                state_->check_padding_after(entry);
                 sink.write(place.address, plain);
             });
     });
@@ -331,8 +340,6 @@ void ImageReader::restore(MemorySink& sink, unsigned threads, bool fresh,
 
 void ImageReader::verify(unsigned threads, const Progress& progress) const {
     named(state_->name, [&] {
-        state_->check_padding(format::kHeaderSize,
-                              align_up(format::kHeaderSize, state_->alignment));
         state_->for_each_chunk(
             threads, progress,
             [&](const format::IndexEntry& entry, const ChunkPlace& place, State::Scratch& scratch) {
@@ -340,12 +347,7 @@ void ImageReader::verify(unsigned threads, const Progress& progress) const {
                 if (state_->is_sound_zero(entry, plain))
                     return;
                 state_->decode(entry, scratch.stored, plain);
-                const std::uint64_t end = entry.offset + entry.stored_size;
-                const MutBytes padding =
-                    MutBytes(scratch.stored).first(align_up(end, state_->alignment) - end);
-                read_at(state_->fd.get(), end, padding);
-                if (!is_zero(padding))
-                    corrupt("padding is not zero");
+                state_->check_padding_after(entry);
             });
     });
 }

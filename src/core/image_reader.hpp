@@ -22,7 +22,7 @@ struct ChunkInfo {
     Id hash{}; ///< XXH3-128 of the plain bytes, canonical (big-endian) form
 };
 
-/// Opening checks everything but the chunks: header, trailer, metadata and index with their
+/// Opening checks everything but the chunks and the padding after them: header, trailer, metadata and index with their
 /// checksums and every bound, and that the file is exactly as long as it says. Methods may be
 /// called from several threads at once. `threads` is as in WriteOptions. Holds the index (40 bytes
 /// per chunk) and, while restoring or verifying, about two chunks of memory per thread.
@@ -49,8 +49,8 @@ public:
     /// Called now and then with the plain bytes done so far; from one thread at a time.
     using Progress = std::function<void(std::uint64_t done)>;
 
-    /// Put every chunk into `sink`, each checked before it is written, in parallel with bounded
-    /// memory. If `fresh`, the target's pages are known to be untouched zero pages and zero
+    /// Put every chunk into `sink`, each checked with its padding before it is written, in parallel
+    /// with bounded memory. If `fresh`, the target's pages are known to be untouched zero pages and zero
     /// chunks are left out. Throws Error at the first chunk that fails (its number and address are
     /// in what()); what was written before stays written.
     void restore(MemorySink& sink, unsigned threads, bool fresh,

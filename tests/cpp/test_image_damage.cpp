@@ -44,7 +44,20 @@ bool is_accepted(const sample::TempDir& dir, Bytes bytes) {
     }
 }
 
-void every_single_bit_flip_is_found(std::uint32_t alignment) {
+using Check = std::function<void(const ImageReader&)>;
+
+void verify(const ImageReader& reader) {
+    reader.verify(1);
+}
+
+void restore(const ImageReader& reader) {
+    Memory memory;
+    memory.map(0x10000, Buffer(8192));
+    memory.map(0x20000, Buffer(4096));
+    reader.restore(memory, 1, false);
+}
+
+void every_single_bit_flip_is_found(std::uint32_t alignment, const Check& check) {
     const sample::TempDir dir;
     Buffer image = small_image(dir, alignment);
     CHECK(is_accepted(dir, image));
@@ -57,7 +70,7 @@ void every_single_bit_flip_is_found(std::uint32_t alignment) {
         CHECK(::pwrite(fd, &flipped, 1, at) == 1);
         bool found = false;
         try {
-            ImageReader::open(dir.fd(), kName).verify(1);
+            check(ImageReader::open(dir.fd(), kName));
         } catch (const Error& e) {
             found = e.code() == Errc::corrupt_data;
         }
@@ -273,7 +286,7 @@ void nothing_unchecked_is_restored() {
     CHECK(page == Buffer(4096));
     try {
         reader.verify(1);
-        CHECK(!"damage was not found");
+        CHECK(false && "damage was not found");
     } catch (const Error& e) {
         CHECK(std::strstr(e.what(), "chunk 1 at 0x11000") != nullptr);
     }
@@ -282,8 +295,9 @@ void nothing_unchecked_is_restored() {
 } // namespace
 
 int main() {
-    every_single_bit_flip_is_found(1);
-    every_single_bit_flip_is_found(64);
+    every_single_bit_flip_is_found(1, verify);
+    every_single_bit_flip_is_found(64, verify);
+    every_single_bit_flip_is_found(64, restore);
     every_truncation_and_extension_is_found();
     two_halves_of_different_images_are_found();
     values_out_of_range_are_refused();
