@@ -76,14 +76,40 @@ void only_error(const Body& body) {
     }
 }
 
+// What docs/format.md promises of an image that was accepted.
+void check_chunk(const ImageReader& reader, const ChunkInfo& chunk) {
+    CHECK(chunk.plain_size != 0 && chunk.plain_size <= reader.info().chunk_size);
+    CHECK(chunk.offset + chunk.stored_size <= reader.file_size());
+    switch (chunk.encoding) {
+    case Encoding::zero: CHECK(chunk.stored_size == 0 && chunk.offset == 0); return;
+    case Encoding::lz4:
+        CHECK(chunk.stored_size != 0 && chunk.stored_size < chunk.plain_size);
+        return;
+    case Encoding::raw: CHECK(chunk.stored_size == chunk.plain_size); return;
+    case Encoding::ref: break;
+    }
+    CHECK(false && "an encoding that there is not");
+}
+
+void check_regions(const ImageInfo& info) {
+    std::uint64_t end = 0;
+    for (const Region& region : info.regions) {
+        CHECK(region.address >= end && region.length != 0 && region.protection <= 7);
+        CHECK(region.address % 4096 == 0 && region.length % 4096 == 0);
+        end = region.address + region.length;
+        CHECK(end > region.address);
+    }
+}
+
 void use_image(const ImageReader& reader) {
+    check_regions(reader.info());
     std::vector<std::byte> plain;
     std::uint64_t total = 0;
     std::uint64_t end = 0;
     for (std::uint64_t i = 0; i < reader.chunk_count() && total < kMaxPlain; ++i) {
         const ChunkInfo chunk = reader.chunk(i);
-        CHECK(chunk.address >= end && chunk.plain_size <= reader.info().chunk_size);
-        CHECK(chunk.offset + chunk.stored_size <= reader.file_size());
+        check_chunk(reader, chunk);
+        CHECK(chunk.address >= end);
         end = chunk.address + chunk.plain_size;
         total += chunk.plain_size;
         plain.resize(chunk.plain_size);
@@ -116,6 +142,8 @@ public:
             put(trailer + 32, trailer - index_size);
             put(trailer, trailer - index_size - get(trailer + 8));
         }
+        if (layout)
+            places(get(trailer + 32), get(trailer + 40), get(trailer));
         chunks(get(trailer + 32), get(trailer + 40));
         hash_run(trailer + 16, get(trailer), get(trailer + 8));
         hash_run(trailer + 48, get(trailer + 32), index_size);
@@ -139,6 +167,25 @@ private:
     void hash_run(std::size_t to, std::uint64_t offset, std::uint64_t size) {
         if (has(offset, size))
             put(to, hash128(Bytes(file_).subspan(offset, size)));
+    }
+    // Put chunks one behind the other as their sizes have it, and give what is left, more or less
+    // than nothing, to the last of them.
+    void places(std::uint64_t index_offset, std::uint64_t count, std::uint64_t metadata_offset) {
+        if (count > file_.size() || !has(index_offset, count * format::kIndexEntrySize))
+            return;
+        const std::uint64_t alignment = std::max<std::uint64_t>(get(72) & 0xffff, 1);
+        std::uint64_t end = format::align_up(format::kHeaderSize, alignment);
+        std::size_t last = 0;
+        for (std::uint64_t i = 0; i < count; ++i) {
+            const std::size_t entry = index_offset + i * format::kIndexEntrySize;
+            if (file_[entry + 36] == std::byte{0})
+                continue;
+            last = entry;
+            put(entry + 16, end);
+            end = format::align_up(end + (get(entry + 32) & 0xffffffff), alignment);
+        }
+        if (last != 0 && end != metadata_offset)
+            put(last + 32, static_cast<std::uint32_t>(metadata_offset - get(last + 16)));
     }
     // Hashes of stored bytes: of lz4 chunks so that they reach the decoder, of raw ones whole.
     void chunks(std::uint64_t index_offset, std::uint64_t count) {
