@@ -78,8 +78,7 @@ void set(Config& config, const std::string& path, std::string_view key, const to
     } else if (key == "nvml") {
         config.nvml = text(path, key, node);
     } else {
-        throw Error(Errc::bad_argument,
-                    path + ": unknown key \"" + std::string(key) + "\"");
+        throw Error(Errc::bad_argument, path + ": unknown key \"" + std::string(key) + "\"");
     }
 }
 
@@ -111,8 +110,8 @@ Config read_config(const std::string& path) {
     } catch (const toml::parse_error& e) {
         std::ostringstream where;
         where << e.source().begin;
-        throw Error(Errc::bad_argument, path + ": " + std::string(e.description()) + " ("
-                                            + where.str() + ")");
+        throw Error(Errc::bad_argument,
+                    path + ": " + std::string(e.description()) + " (" + where.str() + ")");
     }
     return config;
 }

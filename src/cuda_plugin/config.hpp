@@ -9,15 +9,15 @@
 namespace cudackpt {
 
 struct Config {
-    bool externalize = true;   ///< false: the staged memory stays in CRIU's own images
-    bool compress = true;      ///< key compress = "lz4" | "none"
-    unsigned threads = 0;      ///< 0: as many as processors; at most 1024
-    std::uint32_t chunk_size = 0; ///< bytes; 0: the format's default
-    std::uint32_t lock_timeout_ms = 10'000;    ///< for submitted GPU work to drain; not 0
+    bool externalize = true;                ///< false: the staged memory stays in CRIU's own images
+    bool compress = true;                   ///< key compress = "lz4" | "none"
+    unsigned threads = 0;                   ///< 0: as many as processors; at most 1024
+    std::uint32_t chunk_size = 0;           ///< bytes; 0: the format's default
+    std::uint32_t lock_timeout_ms = 10'000; ///< for submitted GPU work to drain; not 0
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0
     std::string driver = "libcuda.so.1";
     std::string nvml = "libnvidia-ml.so.1";
-    std::string source;        ///< the file read, or "defaults"
+    std::string source; ///< the file read, or "defaults"
 };
 
 /// Read the file `path`. Throws Error: io if it cannot be read, bad_argument for bad TOML, an

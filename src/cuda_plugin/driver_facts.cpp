@@ -8,7 +8,9 @@
 namespace cudackpt {
 namespace {
 
-std::string mib(std::uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
+std::string mib(std::uint64_t bytes) {
+    return std::to_string(bytes >> 20) + " MiB";
+}
 
 std::string version_name(std::uint32_t api_version) {
     return std::to_string(api_version / 1000) + "." + std::to_string(api_version % 1000 / 10);
@@ -46,21 +48,21 @@ DriverFacts read_driver_facts(Driver& driver) {
 std::vector<GpuMove> require_restorable(const Manifest& manifest, std::uint64_t staged_bytes,
                                         const DriverFacts& here) {
     if (here.api_version < manifest.driver_api_version)
-        throw Error(Errc::unsupported,
-                    "the checkpoint was taken with a driver for CUDA "
-                        + version_name(manifest.driver_api_version) + ", this machine's is for "
-                        + version_name(here.api_version));
+        throw Error(Errc::unsupported, "the checkpoint was taken with a driver for CUDA " +
+                                           version_name(manifest.driver_api_version) +
+                                           ", this machine's is for " +
+                                           version_name(here.api_version));
     if (!here.gpus || manifest.gpus.empty())
         return {};
     if (here.gpus->size() < manifest.gpus.size())
-        throw Error(Errc::unsupported, "the checkpoint was taken with "
-                                           + std::to_string(manifest.gpus.size())
-                                           + " GPU(s), this machine has "
-                                           + std::to_string(here.gpus->size()));
+        throw Error(Errc::unsupported,
+                    "the checkpoint was taken with " + std::to_string(manifest.gpus.size()) +
+                        " GPU(s), this machine has " + std::to_string(here.gpus->size()));
 
     std::vector<GpuMove> moves;
     // A GPU that is here itself must not be given away to another that is not.
     std::vector<Id> taken;
+    taken.reserve(2 * manifest.gpus.size());
     for (const GpuInfo& gpu : manifest.gpus)
         taken.push_back(gpu.uuid);
     bool moved = false;
@@ -68,25 +70,24 @@ std::vector<GpuMove> require_restorable(const Manifest& manifest, std::uint64_t 
     for (const GpuInfo& gpu : manifest.gpus) {
         const GpuStatus* match = find_match(gpu, *here.gpus, taken);
         if (match == nullptr)
-            throw Error(Errc::unsupported,
-                        "the checkpoint needs another GPU \"" + gpu.name
-                            + "\" than the ones this machine has left for it");
+            throw Error(Errc::unsupported, "the checkpoint needs another GPU \"" + gpu.name +
+                                               "\" than the ones this machine has left for it");
         taken.push_back(match->info.uuid);
         moves.push_back({gpu.uuid, match->info.uuid});
         moved = moved || match->info.uuid != gpu.uuid;
         free_size += match->free_size;
     }
     if (staged_bytes > free_size)
-        throw Error(Errc::unsupported, "the checkpoint holds " + mib(staged_bytes)
-                                           + " of GPU memory, this machine's GPUs have "
-                                           + mib(free_size) + " free");
+        throw Error(Errc::unsupported, "the checkpoint holds " + mib(staged_bytes) +
+                                           " of GPU memory, this machine's GPUs have " +
+                                           mib(free_size) + " free");
     if (!moved)
         return {}; // the identity needs no map, and masked devices make the driver refuse one
     if (here.api_version < driver::kGpuPairsApiVersion)
         throw Error(Errc::unsupported,
                     "the checkpoint's GPUs are not this machine's, and moving to others needs a "
-                    "driver for CUDA "
-                        + version_name(driver::kGpuPairsApiVersion));
+                    "driver for CUDA " +
+                        version_name(driver::kGpuPairsApiVersion));
     return moves;
 }
 

@@ -14,7 +14,7 @@ namespace cudackpt {
 struct DriverFacts {
     bool is_emulator = false;
     std::uint32_t api_version = 0;
-    std::string version;                       ///< empty: no NVML
+    std::string version;                        ///< empty: no NVML
     std::optional<std::vector<GpuStatus>> gpus; ///< nullopt: no NVML
 
     /// Without what is in use now.

@@ -18,15 +18,15 @@ template <class Function>
 void resolve(void* library, const std::string& name, const char* symbol, Function& out) {
     out = reinterpret_cast<Function>(::dlsym(library, symbol));
     if (out == nullptr)
-        throw Error(Errc::unsupported, name + " has no " + symbol
-                                           + "; NVIDIA driver R570 or later is needed");
+        throw Error(Errc::unsupported,
+                    name + " has no " + symbol + "; NVIDIA driver R570 or later is needed");
 }
 
 void check(driver::Result result, const char* call, int pid) {
     if (result == driver::kSuccess)
         return;
-    std::string text = std::string(call) + " for pid " + std::to_string(pid) + ": "
-                       + driver::result_name(result);
+    std::string text =
+        std::string(call) + " for pid " + std::to_string(pid) + ": " + driver::result_name(result);
     if (const std::string hint = driver::result_hint(result); !hint.empty())
         text += ": " + hint;
     throw DriverError(result, text);
@@ -68,8 +68,8 @@ void DriverLibrary::initialize() {
         return;
     const driver::Result result = api_.init(0);
     if (result != driver::kSuccess)
-        throw DriverError(result, "cuInit: " + driver::result_name(result) + ": "
-                                      + driver::result_hint(result));
+        throw DriverError(result, "cuInit: " + driver::result_name(result) + ": " +
+                                      driver::result_hint(result));
     initialized_ = true;
 }
 
@@ -87,13 +87,12 @@ ProcessState DriverLibrary::state(int pid) {
     check(api_.get_state(pid, &state), "cuCheckpointProcessGetState", pid);
     if (state == driver::kStateCheckpointing || state == driver::kStateRestoring)
         throw DriverError(driver::kIllegalState,
-                          "pid " + std::to_string(pid)
-                              + " is being checkpointed or restored by somebody else");
+                          "pid " + std::to_string(pid) +
+                              " is being checkpointed or restored by somebody else");
     if (state < 0 || state > static_cast<int>(ProcessState::failed))
-        throw DriverError(driver::kIllegalState, "pid " + std::to_string(pid)
-                                                     + " is in driver state "
-                                                     + std::to_string(state)
-                                                     + ", which this version does not know");
+        throw DriverError(driver::kIllegalState,
+                          "pid " + std::to_string(pid) + " is in driver state " +
+                              std::to_string(state) + ", which this version does not know");
     return static_cast<ProcessState>(state);
 }
 

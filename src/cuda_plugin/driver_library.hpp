@@ -41,6 +41,7 @@ public:
 
 private:
     struct Api {
+// NOLINTNEXTLINE(bugprone-macro-parentheses): a declarator and its parameters
 #define CUDACKPT_MEMBER(member, symbol, params) driver::Result(*member) params = nullptr;
         CUDACKPT_DRIVER_SYMBOLS(CUDACKPT_MEMBER)
 #undef CUDACKPT_MEMBER

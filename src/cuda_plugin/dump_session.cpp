@@ -45,7 +45,9 @@ UniqueFd duplicate(int fd) {
     return copy;
 }
 
-std::string name(const TaskRecord& record) { return "pid " + std::to_string(record.pid); }
+std::string name(const TaskRecord& record) {
+    return "pid " + std::to_string(record.pid);
+}
 
 /// criu would dump a thread that the driver made for the checkpoint and is about to end.
 void wait_for_helper_threads(pid_t pid, const std::vector<pid_t>& before) {
@@ -54,8 +56,8 @@ void wait_for_helper_threads(pid_t pid, const std::vector<pid_t>& before) {
             return;
         ::poll(nullptr, 0, 1);
     }
-    throw Error(Errc::io, "pid " + std::to_string(pid)
-                              + ": a thread that the driver made for the checkpoint lingers");
+    throw Error(Errc::io, "pid " + std::to_string(pid) +
+                              ": a thread that the driver made for the checkpoint lingers");
 }
 
 /// criu's alarm is there for its own collecting of tasks; the driver's lock has its own deadline.
@@ -119,9 +121,9 @@ void DumpSession::begin() {
         statistics_.driver_version = facts.version;
         statistics_.gpus = manifest_.gpus;
     });
-    host::info("backend: " + statistics_.backend + ", driver "
-               + (manifest_.driver_version.empty() ? "of unknown version"
-                                                   : manifest_.driver_version));
+    host::info(
+        "backend: " + statistics_.backend + ", driver " +
+        (manifest_.driver_version.empty() ? "of unknown version" : manifest_.driver_version));
     begun_ = true;
 }
 
@@ -152,8 +154,7 @@ bool DumpSession::pause(pid_t pid) {
 
 void DumpSession::lock(TaskRecord& record, TaskStatistics& statistics) {
     record.lock_begun = true;
-    statistics.phases.time("lock",
-                           [&] { worker_.lock(record.pid, config_.lock_timeout_ms); });
+    statistics.phases.time("lock", [&] { worker_.lock(record.pid, config_.lock_timeout_ms); });
     if (worker_.state(record.pid) != ProcessState::locked)
         throw Error(Errc::io, "the driver says it locked the process, and that it is not locked");
     host::info("locked " + name(record));
@@ -186,9 +187,9 @@ bool DumpSession::checkpoint(pid_t pid) {
     } else {
         externalize(*record, regions, statistics);
     }
-    host::info("checkpointed " + name(*record) + ": "
-               + std::to_string(statistics.staged_bytes >> 20) + " MiB of GPU memory, "
-               + std::to_string(statistics.file_bytes >> 20) + " MiB stored");
+    host::info("checkpointed " + name(*record) + ": " +
+               std::to_string(statistics.staged_bytes >> 20) + " MiB of GPU memory, " +
+               std::to_string(statistics.file_bytes >> 20) + " MiB stored");
     return true;
 }
 
@@ -295,10 +296,10 @@ void DumpSession::undo(TaskRecord& record) noexcept {
         record.settled = true;
         host::info("brought back " + name(record));
     } catch (const std::exception& e) {
-        host::error(name(record) + " is left as it is, its GPU work may hang: " + e.what()
-                    + "; the driver worker tries again when criu is gone, then try cudackpt "
-                      "recover "
-                    + std::to_string(record.pid));
+        host::error(name(record) + " is left as it is, its GPU work may hang: " + e.what() +
+                    "; the driver worker tries again when criu is gone, then try cudackpt "
+                    "recover " +
+                    std::to_string(record.pid));
         statistics_.result = "failed";
         statistics_.error = e.what();
     }

@@ -3,11 +3,11 @@
 #pragma once
 
 #include "core/manifest.hpp"
+#include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver_facts.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
-#include "core/unique_fd.hpp"
 #include "cuda_plugin/worker.hpp"
 
 #include <sys/types.h>

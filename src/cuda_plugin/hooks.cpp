@@ -71,21 +71,18 @@ void finish(int /*stage*/, int result) {
 }
 
 int pause_devices(int pid) {
-    return guarded("PAUSE_DEVICES", pid, [pid] {
-        return dump && dump->pause(pid) ? criu::kDone : kNotMine;
-    });
+    return guarded("PAUSE_DEVICES", pid,
+                   [pid] { return dump && dump->pause(pid) ? criu::kDone : kNotMine; });
 }
 
 int checkpoint_devices(int pid) {
-    return guarded("CHECKPOINT_DEVICES", pid, [pid] {
-        return dump && dump->checkpoint(pid) ? criu::kDone : kNotMine;
-    });
+    return guarded("CHECKPOINT_DEVICES", pid,
+                   [pid] { return dump && dump->checkpoint(pid) ? criu::kDone : kNotMine; });
 }
 
 int resume_devices_late(int pid) {
-    return guarded("RESUME_DEVICES_LATE", pid, [pid] {
-        return restore && restore->resume(pid) ? criu::kDone : kNotMine;
-    });
+    return guarded("RESUME_DEVICES_LATE", pid,
+                   [pid] { return restore && restore->resume(pid) ? criu::kDone : kNotMine; });
 }
 
 } // namespace
@@ -102,7 +99,15 @@ __attribute__((visibility("default"))) cudackpt::criu::PluginDesc CR_PLUGIN_DESC
     .max_hooks = cudackpt::criu::kMaxHooks,
     .hooks =
         {
-            nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
             reinterpret_cast<void*>(&cudackpt::resume_devices_late),
             reinterpret_cast<void*>(&cudackpt::pause_devices),
             reinterpret_cast<void*>(&cudackpt::checkpoint_devices),

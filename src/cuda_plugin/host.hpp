@@ -42,5 +42,4 @@ criu::FinalState final_state();
 /// before. Throws Error: io.
 std::vector<std::pair<std::string, std::string>> plugin_options();
 
-
 } // namespace cudackpt::host

@@ -2,6 +2,7 @@
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
+#include "cuda_plugin/host.hpp"
 #include "cuda_plugin/ptrace_call.hpp"
 #include "cuda_plugin/task_maps.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
@@ -48,8 +49,8 @@ void run_to_syscall_stop(pid_t tid) {
             got = ::waitpid(tid, &status, __WALL);
         while (got < 0 && errno == EINTR);
         if (got != tid || !WIFSTOPPED(status))
-            throw Error(Errc::io, "thread " + std::to_string(tid)
-                                      + " died while a system call was made in its name");
+            throw Error(Errc::io, "thread " + std::to_string(tid) +
+                                      " died while a system call was made in its name");
         if (WSTOPSIG(status) == kSyscallStop)
             return;
     }
@@ -78,8 +79,8 @@ InjectedSyscalls::InjectedSyscalls(TaskRecord& record) : record_(record) {
 InjectedSyscalls::~InjectedSyscalls() {
     try {
         finish();
-    } catch (const Error&) {
-        // Another error is on its way, and that one says more.
+    } catch (const Error& e) {
+        host::debug(e.what()); // another error is on its way, and that one says more
     }
 }
 
@@ -99,8 +100,8 @@ std::int64_t InjectedSyscalls::call(std::uint64_t number, std::uint64_t a, std::
     run_to_syscall_stop(tid); // exit
     ptrace_call(PTRACE_GETREGS, "PTRACE_GETREGS", tid, nullptr, &registers);
     if (registers.rip != instruction_ + kSyscallInstruction.size())
-        throw Error(Errc::io, "thread " + std::to_string(tid)
-                                  + " made another system call than the one it was pointed at");
+        throw Error(Errc::io, "thread " + std::to_string(tid) +
+                                  " made another system call than the one it was pointed at");
     return static_cast<std::int64_t>(registers.rax);
 }
 

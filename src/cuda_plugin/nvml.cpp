@@ -70,7 +70,9 @@ std::unique_ptr<Nvml> Nvml::find(const std::string& soname) {
 
 Nvml::Nvml(std::unique_ptr<Api> api) noexcept : api_(std::move(api)) {}
 
-Nvml::~Nvml() { api_->shutdown(); }
+Nvml::~Nvml() {
+    api_->shutdown();
+}
 
 std::string Nvml::driver_version() const {
     std::array<char, kTextSize> text{};

@@ -28,7 +28,9 @@ UniqueFd duplicate(int fd) {
     return copy;
 }
 
-bool has_manifest(int image_dir) { return ::faccessat(image_dir, kManifestName, F_OK, 0) == 0; }
+bool manifest_exists(int image_dir) {
+    return ::faccessat(image_dir, kManifestName, F_OK, 0) == 0;
+}
 
 const ManifestTask* find_task(const Manifest& manifest, std::uint32_t pid) {
     const auto found = std::ranges::find(manifest.tasks, pid, &ManifestTask::pid);
@@ -67,35 +69,34 @@ bool RestoreSession::read_images() {
     const bool stock = host::take_inventory_plugin(kStockInventoryName);
     if (!ours && !stock)
         return false;
-    const bool have_manifest = has_manifest(image_dir_.get());
-    externalized_ = ours && (!before_plugin_lists || have_manifest);
-    if (!externalized_ && !have_manifest)
+    has_manifest_ = manifest_exists(image_dir_.get());
+    externalized_ = ours && (!before_plugin_lists || has_manifest_);
+    if (!externalized_ && !has_manifest_)
         return true;
 
     manifest_ = read_manifest(image_dir_.get());
-    if (externalized_
-        && !host::take_inventory_plugin(inventory_id_name(manifest_->checkpoint_id)))
-        throw Error(Errc::corrupt_data, std::string(kManifestName)
-                                            + " is not the one that CRIU's images in this "
-                                              "directory were made with");
+    if (externalized_ && !host::take_inventory_plugin(inventory_id_name(manifest_.checkpoint_id)))
+        throw Error(Errc::corrupt_data, std::string(kManifestName) +
+                                            " is not the one that CRIU's images in this "
+                                            "directory were made with");
     open_images();
     return true;
 }
 
 void RestoreSession::open_images() {
-    for (const ManifestTask& task : manifest_->tasks) {
+    for (const ManifestTask& task : manifest_.tasks) {
         if (!task.externalized)
             continue;
         const std::string name = image_name(task.pid);
         if (!externalized_)
-            throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " + name
-                                                + ", which CRIU's inventory knows nothing of");
+            throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " + name +
+                                                ", which CRIU's inventory knows nothing of");
         ImageReader image = ImageReader::open(image_dir_.get(), name);
-        if (image.digest() != task.digest || image.info().pid != task.pid
-            || image.info().checkpoint_id != manifest_->checkpoint_id)
-            throw Error(Errc::corrupt_data, name + " is not the image that " + kManifestName
-                                                + " lists: it belongs to another checkpoint or "
-                                                  "another process");
+        if (image.digest() != task.digest || image.info().pid != task.pid ||
+            image.info().checkpoint_id != manifest_.checkpoint_id)
+            throw Error(Errc::corrupt_data, name + " is not the image that " + kManifestName +
+                                                " lists: it belongs to another checkpoint or "
+                                                "another process");
         images_.emplace(task.pid, std::move(image));
     }
 }
@@ -106,16 +107,16 @@ void RestoreSession::check_machine() {
     statistics_.driver_api_version = facts.api_version;
     statistics_.driver_version = facts.version;
     statistics_.gpus = facts.gpu_infos();
-    host::info("backend: " + statistics_.backend + ", CUDA "
-               + std::to_string(facts.api_version / 1000) + "."
-               + std::to_string(facts.api_version % 1000 / 10));
-    if (!manifest_)
+    host::info("backend: " + statistics_.backend + ", CUDA " +
+               std::to_string(facts.api_version / 1000) + "." +
+               std::to_string(facts.api_version % 1000 / 10));
+    if (!has_manifest_)
         return;
     std::uint64_t staged = 0;
     for (const auto& [pid, image] : images_)
         for (const Region& region : image.info().regions)
             staged += region.length;
-    moves_ = require_restorable(*manifest_, staged, facts);
+    moves_ = require_restorable(manifest_, staged, facts);
     for (const GpuMove& move : moves_)
         if (move.from != move.to)
             host::info("a GPU of the checkpoint is not here; its memory moves to another of the "
@@ -137,7 +138,7 @@ bool RestoreSession::resume(pid_t pid) {
 
 bool RestoreSession::resume_task(pid_t pid) {
     const std::uint32_t image_pid = proc::innermost_pid(pid);
-    if (externalized_ ? find_task(*manifest_, image_pid) == nullptr : !proc::has_cuda_thread(pid))
+    if (externalized_ ? find_task(manifest_, image_pid) == nullptr : !proc::has_cuda_thread(pid))
         return false;
     const auto tid = worker_.restore_thread(pid);
     if (!tid) {
@@ -166,7 +167,7 @@ bool RestoreSession::resume_task(pid_t pid) {
     restore_device(record, statistics);
     host::info("restored pid " + std::to_string(pid));
     ++resumed_;
-    if (manifest_ && resumed_ == manifest_->tasks.size())
+    if (has_manifest_ && resumed_ == manifest_.tasks.size())
         complete();
     return true;
 }
@@ -217,7 +218,7 @@ void RestoreSession::finish(bool succeeded) noexcept {
     const bool unreported = prepared_ && statistics_.result == "ok";
     if (unreported && !succeeded)
         write_failure("criu failed");
-    else if (unreported && manifest_ && resumed_ < manifest_->tasks.size())
+    else if (unreported && has_manifest_ && resumed_ < manifest_.tasks.size())
         host::error("criu restored fewer CUDA processes than its inventory's checkpoint has");
     else if (unreported)
         complete();

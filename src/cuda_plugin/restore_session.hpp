@@ -4,17 +4,16 @@
 
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
+#include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver_facts.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
-#include "core/unique_fd.hpp"
 #include "cuda_plugin/worker.hpp"
 
 #include <sys/types.h>
 
 #include <map>
-#include <optional>
 
 namespace cudackpt {
 
@@ -47,8 +46,9 @@ private:
     UniqueFd image_dir_;
     SharedTaskTable table_;
     Worker worker_;
-    std::optional<Manifest> manifest_; ///< nullopt: made by the stock plugin
-    bool externalized_ = false;        ///< the inventory says: restorable by this plugin alone
+    Manifest manifest_;
+    bool has_manifest_ = false; ///< false: the checkpoint is the stock plugin's
+    bool externalized_ = false; ///< the inventory says: restorable by this plugin alone
     std::map<std::uint32_t, ImageReader> images_; ///< by pid in the innermost namespace
     std::vector<GpuMove> moves_;
     Statistics statistics_;

@@ -23,8 +23,8 @@ std::string hex(std::uint64_t value) {
 }
 
 bool is_readable_anonymous(const Mapping& mapping) noexcept {
-    return (mapping.protection & PROT_READ) != 0
-           && (mapping.is_private_anonymous() || mapping.is_shared_anonymous());
+    return (mapping.protection & PROT_READ) != 0 &&
+           (mapping.is_private_anonymous() || mapping.is_shared_anonymous());
 }
 
 RegionKind kind_of(const Mapping& mapping) noexcept {
@@ -38,8 +38,8 @@ void append(std::vector<Region>& regions, const Mapping& mapping, std::uint64_t 
     if (!regions.empty()) {
         Region& last = regions.back();
         // Shared neighbours are two files, and are dropped as two.
-        if (last.address + last.length == start && last.protection == mapping.protection
-            && last.kind == RegionKind::private_anonymous && !mapping.shared) {
+        if (last.address + last.length == start && last.protection == mapping.protection &&
+            last.kind == RegionKind::private_anonymous && !mapping.shared) {
             last.length += end - start;
             return;
         }
@@ -83,15 +83,16 @@ void require_mapped(const std::vector<Mapping>& maps, const Region& region) {
             continue;
         if (mapping.start > at)
             break;
-        if (!is_readable_anonymous(mapping) || kind_of(mapping) != region.kind
-            || mapping.protection != region.protection)
+        if (!is_readable_anonymous(mapping) || kind_of(mapping) != region.kind ||
+            mapping.protection != region.protection)
             break;
         at = mapping.end;
         if (at >= end)
             return;
     }
-    throw Error(Errc::corrupt_data, "the task does not map " + hex(region.address) + "-" + hex(end)
-                                        + " as its GPU image says (differs at " + hex(at) + ")");
+    throw Error(Errc::corrupt_data, "the task does not map " + hex(region.address) + "-" +
+                                        hex(end) + " as its GPU image says (differs at " + hex(at) +
+                                        ")");
 }
 
 } // namespace
@@ -109,8 +110,8 @@ std::vector<Region> find_staging(const std::vector<Mapping>& before,
         for (std::size_t i = first; i < before.size() && before[i].start < mapping.end; ++i) {
             const Mapping& old = before[i];
             // Only memory of the same kind was there before: what it held is CRIU's business.
-            if (!is_readable_anonymous(old) || old.shared != mapping.shared
-                || old.inode != mapping.inode)
+            if (!is_readable_anonymous(old) || old.shared != mapping.shared ||
+                old.inode != mapping.inode)
                 continue;
             append(regions, mapping, at, std::max(at, old.start));
             at = std::max(at, old.end);

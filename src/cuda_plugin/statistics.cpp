@@ -22,9 +22,7 @@ Json to_json(const Phases& phases) {
 }
 
 Json to_json(const EncodingTotals::Count& count) {
-    return {{"chunks", count.chunks},
-            {"plain_bytes", count.plain},
-            {"stored_bytes", count.stored}};
+    return {{"chunks", count.chunks}, {"plain_bytes", count.plain}, {"stored_bytes", count.stored}};
 }
 
 const char* state_name(ProcessState state) {
@@ -67,9 +65,8 @@ Json to_json(const TaskStatistics& task) {
 Json to_json(const Statistics& statistics) {
     Json gpus = Json::array();
     for (const GpuInfo& gpu : statistics.gpus)
-        gpus.push_back({{"uuid", uuid_text(gpu.uuid)},
-                        {"name", gpu.name},
-                        {"memory_bytes", gpu.memory_size}});
+        gpus.push_back(
+            {{"uuid", uuid_text(gpu.uuid)}, {"name", gpu.name}, {"memory_bytes", gpu.memory_size}});
     Json tasks = Json::array();
     for (const TaskStatistics& task : statistics.tasks)
         tasks.push_back(to_json(task));

@@ -51,9 +51,9 @@ struct TaskStatistics {
 };
 
 struct Statistics {
-    std::string stage;   ///< "dump" or "restore"
+    std::string stage;         ///< "dump" or "restore"
     std::string result = "ok"; ///< or "failed"
-    std::string error;   ///< the first failure, in a sentence
+    std::string error;         ///< the first failure, in a sentence
     std::string backend; ///< "driver", or "emulator": figures made with it say nothing of GPUs
     std::uint32_t driver_api_version = 0;
     std::string driver_version;

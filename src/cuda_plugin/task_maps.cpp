@@ -56,8 +56,8 @@ Mapping parse_line(std::string_view text) {
     const std::string_view flags = line.word();
     if (flags.size() != 4)
         line.fail();
-    mapping.protection = (flags[0] == 'r' ? PROT_READ : 0U) | (flags[1] == 'w' ? PROT_WRITE : 0U)
-                         | (flags[2] == 'x' ? PROT_EXEC : 0U);
+    mapping.protection = (flags[0] == 'r' ? PROT_READ : 0U) | (flags[1] == 'w' ? PROT_WRITE : 0U) |
+                         (flags[2] == 'x' ? PROT_EXEC : 0U);
     mapping.shared = flags[3] == 's';
     line.word(); // offset
     line.word(); // device
@@ -65,8 +65,7 @@ Mapping parse_line(std::string_view text) {
     const std::string_view name_and_inode = line.name();
     const std::size_t inode_end = name_and_inode.find(' ');
     const std::string_view inode = name_and_inode.substr(0, inode_end);
-    if (std::from_chars(inode.data(), inode.data() + inode.size(), mapping.inode).ec
-        != std::errc{})
+    if (std::from_chars(inode.data(), inode.data() + inode.size(), mapping.inode).ec != std::errc{})
         line.fail();
     if (inode_end != std::string_view::npos) {
         const std::size_t name = name_and_inode.find_first_not_of(' ', inode_end);
@@ -79,14 +78,13 @@ Mapping parse_line(std::string_view text) {
 } // namespace
 
 bool Mapping::is_private_anonymous() const noexcept {
-    return !shared && inode == 0
-           && (name.empty() || name == "[heap]" || name.starts_with("[anon:"));
+    return !shared && inode == 0 &&
+           (name.empty() || name == "[heap]" || name.starts_with("[anon:"));
 }
 
 bool Mapping::is_shared_anonymous() const noexcept {
-    return shared
-           && (name == "/dev/zero (deleted)" || name == "/memfd:/dev/zero (deleted)"
-               || name.starts_with("[anon_shmem:"));
+    return shared && (name == "/dev/zero (deleted)" || name == "/memfd:/dev/zero (deleted)" ||
+                      name.starts_with("[anon_shmem:"));
 }
 
 std::vector<Mapping> parse_maps(std::string_view text) {

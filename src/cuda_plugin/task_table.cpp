@@ -21,7 +21,9 @@ SharedTaskTable::SharedTaskTable(OnOrphaned on_orphaned) {
     table_->on_orphaned = on_orphaned;
 }
 
-SharedTaskTable::~SharedTaskTable() { ::munmap(table_, sizeof(TaskTable)); }
+SharedTaskTable::~SharedTaskTable() {
+    ::munmap(table_, sizeof(TaskTable));
+}
 
 TaskRecord& SharedTaskTable::add(pid_t pid) {
     const std::size_t count = table_->task_count;

@@ -14,17 +14,17 @@ namespace cudackpt {
 
 /// Written by criu before it does what the record says, so that a record never says too little.
 struct TaskRecord {
-    pid_t pid = 0;                 ///< as criu sees it
-    std::uint32_t image_pid = 0;   ///< in the task's innermost pid namespace; names its image
-    std::uint64_t start_time = 0;  ///< field 22 of /proc/PID/stat: the pid is still this task
+    pid_t pid = 0;                ///< as criu sees it
+    std::uint32_t image_pid = 0;  ///< in the task's innermost pid namespace; names its image
+    std::uint64_t start_time = 0; ///< field 22 of /proc/PID/stat: the pid is still this task
     pid_t restore_tid = 0;
     ProcessState state_before = ProcessState::running;
     std::atomic<bool> lock_begun = false;
     std::atomic<bool> checkpoint_begun = false;
-    std::atomic<bool> drop_begun = false; ///< staged pages may be gone: the image has them
-    std::atomic<bool> thawed = false;     ///< the restore thread runs with signals blocked
+    std::atomic<bool> drop_begun = false;       ///< staged pages may be gone: the image has them
+    std::atomic<bool> thawed = false;           ///< the restore thread runs with signals blocked
     std::atomic<std::uint64_t> signal_mask = 0; ///< the restore thread's own, while thawed
-    std::atomic<bool> settled = false;    ///< nothing is left to undo
+    std::atomic<bool> settled = false;          ///< nothing is left to undo
 };
 
 /// What the worker does with the tasks once criu is gone without having said goodbye.

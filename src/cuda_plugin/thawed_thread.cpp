@@ -1,6 +1,7 @@
 #include "cuda_plugin/thawed_thread.hpp"
 
 #include "core/error.hpp"
+#include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/ptrace_call.hpp"
 
@@ -17,7 +18,9 @@ constexpr long kTraceSysGood = 0x1;
 constexpr long kSuspendSeccomp = 0x200000;
 constexpr int kEventStop = 128; // PTRACE_EVENT_STOP
 
-void* as_pointer(std::uint64_t value) { return reinterpret_cast<void*>(value); }
+void* as_pointer(std::uint64_t value) {
+    return reinterpret_cast<void*>(value);
+}
 
 } // namespace
 
@@ -34,7 +37,7 @@ void wait_for_event_stop(pid_t tid) {
         if (status >> 16 == kEventStop)
             return;
         ptrace_call(PTRACE_CONT, "PTRACE_CONT", tid, nullptr,
-              as_pointer(static_cast<std::uint64_t>(WSTOPSIG(status))));
+                    as_pointer(static_cast<std::uint64_t>(WSTOPSIG(status))));
     }
 }
 
@@ -52,8 +55,8 @@ ThawedThread::~ThawedThread() {
         return;
     try {
         refreeze();
-    } catch (const Error&) {
-        // Another error is on its way, and that one says more.
+    } catch (const Error& e) {
+        host::debug(e.what()); // another error is on its way, and that one says more
     }
 }
 
@@ -65,7 +68,7 @@ void ThawedThread::refreeze() {
     // As CRIU leaves threads when it has seized them (compel's infect.c and ptrace.c).
     const long options = kTraceSysGood | (proc::has_seccomp(tid) ? kSuspendSeccomp : 0);
     ptrace_call(PTRACE_SETOPTIONS, "PTRACE_SETOPTIONS", tid, nullptr,
-          as_pointer(static_cast<std::uint64_t>(options)));
+                as_pointer(static_cast<std::uint64_t>(options)));
     set_signal_mask(tid, record_.signal_mask);
     record_.thawed = false;
 }

@@ -53,17 +53,15 @@ static_assert(sizeof(Frame) == 8 + 8 + 8 + 24 + 256 + 8);
 bool has_shadow_stack(pid_t pid) {
     const std::string status = proc::read_file("/proc/" + std::to_string(pid) + "/status");
     const std::size_t at = status.find("\nx86_Thread_features:");
-    return at != std::string::npos
-           && status.substr(at + 1, status.find('\n', at + 1) - at).find("shstk")
-                  != std::string::npos;
+    return at != std::string::npos &&
+           status.substr(at + 1, status.find('\n', at + 1) - at).find("shstk") != std::string::npos;
 }
 
 template <std::size_t Size>
 std::uint64_t find(std::span<const std::byte> code, std::uint64_t address,
                    const std::array<std::byte, Size>& wanted) {
     const auto found = std::ranges::search(code, wanted);
-    return found.empty() ? 0
-                         : address + static_cast<std::uint64_t>(found.begin() - code.begin());
+    return found.empty() ? 0 : address + static_cast<std::uint64_t>(found.begin() - code.begin());
 }
 
 // linux/errno.h (kernel-internal): how an interrupted call says that it wants to be made again.
@@ -79,12 +77,12 @@ std::optional<WayBackCode> find_way_back_code(pid_t pid) {
         return std::nullopt;
     std::vector<Mapping> maps = read_maps(pid);
     std::erase_if(maps, [](const Mapping& mapping) {
-        return (mapping.protection & PROT_EXEC) == 0 || mapping.shared || mapping.inode == 0
-               || mapping.end - mapping.start > kMaxCode;
+        return (mapping.protection & PROT_EXEC) == 0 || mapping.shared || mapping.inode == 0 ||
+               mapping.end - mapping.start > kMaxCode;
     });
-    std::ranges::stable_partition(maps, [](const Mapping& mapping) {
-        return mapping.name.find("/libc") != std::string::npos
-               || mapping.name.find("/ld-") != std::string::npos;
+    std::ranges::partition(maps, [](const Mapping& mapping) {
+        return mapping.name.find("/libc") != std::string::npos ||
+               mapping.name.find("/ld-") != std::string::npos;
     });
     WayBackCode code;
     ProcessMemory memory(pid);
@@ -102,8 +100,8 @@ std::optional<WayBackCode> find_way_back_code(pid_t pid) {
     return std::nullopt;
 }
 
-std::uint64_t write_way_back(pid_t pid, const WayBackCode& code,
-                             const user_regs_struct& registers, std::uint64_t signal_mask) {
+std::uint64_t write_way_back(pid_t pid, const WayBackCode& code, const user_regs_struct& registers,
+                             std::uint64_t signal_mask) {
     Frame frame{};
     frame.restorer = code.restorer;
     frame.uc_flags = kUcSigcontextSs | kUcStrictRestoreSs;

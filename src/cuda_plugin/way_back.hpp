@@ -26,7 +26,7 @@ std::optional<WayBackCode> find_way_back_code(pid_t pid);
 /// call that the kernel would restart, to making that call again. Vector registers come back
 /// cleared, which a thread inside a system call cannot notice (System V ABI: caller-saved).
 /// Source: arch/x86/kernel/signal_64.c, struct rt_sigframe. Throws Error: io.
-std::uint64_t write_way_back(pid_t pid, const WayBackCode& code,
-                             const user_regs_struct& registers, std::uint64_t signal_mask);
+std::uint64_t write_way_back(pid_t pid, const WayBackCode& code, const user_regs_struct& registers,
+                             std::uint64_t signal_mask);
 
 } // namespace cudackpt

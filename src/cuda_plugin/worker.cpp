@@ -66,7 +66,7 @@ void fork_orphan(Body&& body) {
     int status = 0;
     pid_t got = 0;
     do
-        got = ::waitpid(middle, &status, __WCLONE);
+        got = ::waitpid(middle, &status, static_cast<int>(__WCLONE));
     while (got < 0 && errno == EINTR);
     if (got != middle || !WIFEXITED(status) || WEXITSTATUS(status) != 0)
         throw Error(Errc::io, "cannot clone the driver worker");
@@ -76,13 +76,13 @@ void fork_orphan(Body&& body) {
 std::string stopped_reason(pid_t tid) {
     siginfo_t info{};
     if (::waitid(P_PID, static_cast<id_t>(tid), &info,
-                 WEXITED | WSTOPPED | WNOHANG | WNOWAIT | __WALL) != 0
-        || info.si_pid == 0)
+                 WEXITED | WSTOPPED | WNOHANG | WNOWAIT | __WALL) != 0 ||
+        info.si_pid == 0)
         return "";
     if (info.si_code == CLD_EXITED || info.si_code == CLD_KILLED || info.si_code == CLD_DUMPED)
         return "the task died";
-    return "its restore thread " + std::to_string(tid) + " stopped with signal "
-           + std::to_string(info.si_status & 0xff) + " inside the driver";
+    return "its restore thread " + std::to_string(tid) + " stopped with signal " +
+           std::to_string(info.si_status & 0xff) + " inside the driver";
 }
 
 [[noreturn]] void throw_reply(const Reply& reply) {
@@ -148,8 +148,8 @@ void Worker::stop() noexcept {
         return;
     Request request;
     request.op = Op::quit;
-    if (::send(socket_.get(), &request, sizeof(request), MSG_NOSIGNAL) < 0
-        || !wait_for_end(kQuitMs)) {
+    if (::send(socket_.get(), &request, sizeof(request), MSG_NOSIGNAL) < 0 ||
+        !wait_for_end(kQuitMs)) {
         kill();
         return;
     }
@@ -264,8 +264,8 @@ void Worker::initialize() {
         call(Op::initialize, "cuInit", 0, config_.driver_timeout_ms);
         return;
     }
-    const Reply reply = receive(std::exchange(initialize_id_, 0), "cuInit", 0,
-                                config_.driver_timeout_ms);
+    const Reply reply =
+        receive(std::exchange(initialize_id_, 0), "cuInit", 0, config_.driver_timeout_ms);
     if (reply.status != Status::done)
         throw_reply(reply);
 }
@@ -300,8 +300,8 @@ void Worker::restore(int pid, const std::vector<GpuMove>& moves) {
     request.op = Op::restore;
     request.pid = pid;
     if (moves.size() > worker_protocol::kMaxGpus)
-        throw Error(Errc::unsupported, "more than " + std::to_string(worker_protocol::kMaxGpus)
-                                           + " GPUs to map");
+        throw Error(Errc::unsupported,
+                    "more than " + std::to_string(worker_protocol::kMaxGpus) + " GPUs to map");
     for (const GpuMove& move : moves) {
         request.move_from[request.move_count] = move.from;
         request.move_to[request.move_count] = move.to;

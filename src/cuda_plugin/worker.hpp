@@ -6,10 +6,10 @@
 /// for want of a criu (worker_process.hpp).
 #pragma once
 
+#include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver.hpp"
 #include "cuda_plugin/task_table.hpp"
-#include "core/unique_fd.hpp"
 #include "cuda_plugin/worker_protocol.hpp"
 
 #include <sys/types.h>

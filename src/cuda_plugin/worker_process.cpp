@@ -72,9 +72,9 @@ void answer_gpus(Driver& driver, Reply& reply) {
         return;
     }
     if (gpus->size() > worker_protocol::kMaxGpus)
-        throw Error(Errc::unsupported, std::to_string(gpus->size()) + " GPUs; at most "
-                                           + std::to_string(worker_protocol::kMaxGpus)
-                                           + " are supported");
+        throw Error(Errc::unsupported, std::to_string(gpus->size()) + " GPUs; at most " +
+                                           std::to_string(worker_protocol::kMaxGpus) +
+                                           " are supported");
     for (const GpuStatus& gpu : *gpus) {
         worker_protocol::Gpu& wire = reply.gpus[reply.gpu_count++];
         wire.uuid = gpu.info.uuid;

@@ -62,8 +62,7 @@ void a_file_that_was_named_must_be_there() {
 void options_of_criu_win_over_the_file() {
     ::unsetenv("CUDACKPT_CONFIG");
     read("threads = 7\nlock_timeout_ms = 9");
-    const Config config =
-        find_config({{"config", path}, {"threads", "3"}, {"externalize", "off"}});
+    const Config config = find_config({{"config", path}, {"threads", "3"}, {"externalize", "off"}});
     CHECK(config.threads == 3 && !config.externalize && config.lock_timeout_ms == 9);
     CHECK_THROWS(Errc::bad_argument, find_config({{"threads", "many"}}));
     CHECK_THROWS(Errc::bad_argument, find_config({{"thread", "3"}}));

@@ -16,8 +16,8 @@ static_assert(offsetof(GpuPair, new_uuid) == offsetof(CUcheckpointGpuPair, newUu
 static_assert(sizeof(RestoreArgs) == sizeof(CUcheckpointRestoreArgs));
 #if CUDA_VERSION >= 13000
 static_assert(offsetof(RestoreArgs, gpu_pairs) == offsetof(CUcheckpointRestoreArgs, gpuPairs));
-static_assert(offsetof(RestoreArgs, gpu_pairs_count)
-              == offsetof(CUcheckpointRestoreArgs, gpuPairsCount));
+static_assert(offsetof(RestoreArgs, gpu_pairs_count) ==
+              offsetof(CUcheckpointRestoreArgs, gpuPairsCount));
 #endif
 static_assert(static_cast<int>(ProcessState::running) == CU_PROCESS_STATE_RUNNING);
 static_assert(static_cast<int>(ProcessState::locked) == CU_PROCESS_STATE_LOCKED);

@@ -34,8 +34,8 @@ void the_same_machine_needs_no_moves() {
 }
 
 void another_gpu_of_the_same_model_is_moved_to() {
-    const auto moves = require_restorable(manifest({gpu(1), gpu(2)}), 10,
-                                          machine({gpu(3), gpu(1)}));
+    const auto moves =
+        require_restorable(manifest({gpu(1), gpu(2)}), 10, machine({gpu(3), gpu(1)}));
     CHECK(moves.size() == 2); // all of them, as the driver demands
     CHECK(moves[0].from == gpu(1).uuid && moves[0].to == gpu(1).uuid);
     CHECK(moves[1].from == gpu(2).uuid && moves[1].to == gpu(3).uuid);

@@ -23,18 +23,18 @@ std::vector<Region> diff(const char* before, const char* after) {
 constexpr std::uint32_t kReadWrite = PROT_READ | PROT_WRITE;
 
 void a_new_mapping_is_staging() {
-    const auto regions = diff("1000-2000 rw-p 0 00:00 0\n",
-                              "1000-2000 rw-p 0 00:00 0\n8000-a000 rw-p 0 00:00 0\n");
-    CHECK((regions == std::vector<Region>{
-                          {0x8000, 0x2000, kReadWrite, RegionKind::private_anonymous}}));
+    const auto regions =
+        diff("1000-2000 rw-p 0 00:00 0\n", "1000-2000 rw-p 0 00:00 0\n8000-a000 rw-p 0 00:00 0\n");
+    CHECK((regions ==
+           std::vector<Region>{{0x8000, 0x2000, kReadWrite, RegionKind::private_anonymous}}));
 }
 
 // The kernel merges a new mapping with its neighbour: only what is new counts.
 void a_grown_mapping_is_staging_where_it_grew() {
     const auto regions = diff("4000-5000 rw-p 0 00:00 0\n", "1000-9000 rw-p 0 00:00 0\n");
-    CHECK((regions
-           == std::vector<Region>{{0x1000, 0x3000, kReadWrite, RegionKind::private_anonymous},
-                                  {0x5000, 0x4000, kReadWrite, RegionKind::private_anonymous}}));
+    CHECK((regions ==
+           std::vector<Region>{{0x1000, 0x3000, kReadWrite, RegionKind::private_anonymous},
+                               {0x5000, 0x4000, kReadWrite, RegionKind::private_anonymous}}));
 }
 
 void a_reservation_or_device_that_became_memory_is_staging() {
