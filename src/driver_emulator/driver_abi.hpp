@@ -84,7 +84,7 @@ struct GpuPair { ///< CUcheckpointGpuPair
 struct RestoreArgs { ///< CUcheckpointRestoreArgs of 13.0; all reserved in 12.8
     const GpuPair* gpu_pairs;
     unsigned int gpu_pair_count;
-    char reserved[52 - sizeof(GpuPair*)];
+    char reserved[44]; // 52 - the size of a pointer
     std::uint64_t reserved1;
 };
 

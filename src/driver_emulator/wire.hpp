@@ -18,8 +18,8 @@ inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'01;
 inline constexpr unsigned kMaxGpus = 16;
 inline constexpr std::size_t kMaxParamBytes = 4096; // of one kernel launch, as on real GPUs
 inline constexpr unsigned kMaxParams = 128;
-inline constexpr std::size_t kMaxAdminText = 64 * 1024;
-inline constexpr std::uint64_t kSegmentSize = 2 * 1024 * 1024; // granularity of VRAM
+inline constexpr std::size_t kMaxAdminText = 65536;
+inline constexpr std::uint64_t kSegmentSize = std::uint64_t{2} << 20; // granularity of VRAM
 
 enum class WireOp : std::uint32_t {
     info = 1,      ///< -> DaemonInfo

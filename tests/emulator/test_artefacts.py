@@ -189,10 +189,11 @@ def test_pinned_memory_is_shared_zero_pages(
 ) -> None:
     job = launch_cuda([compile_cuda(PROGRAMS / "kernel_rounds.c"), kernels])
     job.wait_for("round 1 ok")
-    pinned = [span for span, name in mappings(job.pid).items() if name.startswith("rw-s /dev/zero")]
-    assert [end - start for start, end in pinned] == [4 << 20]
+    shared = [span for span, name in mappings(job.pid).items() if name.startswith("rw-s /dev/zero")]
+    # What it asked for, and what the driver keeps for itself.
+    assert sorted(end - start for start, end in shared) == [2 << 20, 4 << 20]
     checkpoint(caller, job.pid)
-    assert mappings(job.pid)[pinned[0]].startswith("rw-s /dev/zero")
+    assert all(mappings(job.pid)[span].startswith("rw-s /dev/zero") for span in shared)
 
 
 def test_socket_name_that_is_taken_fails_cuda(

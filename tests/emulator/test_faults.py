@@ -15,6 +15,7 @@ from cudackpt.errors import EmulatorError
 from support.job import Job
 
 Call = Callable[..., tuple[int, int]]
+PROGRAMS = Path(__file__).resolve().parent / "programs"
 SUCCESS, NO_MEMORY, OPERATING_SYSTEM = 0, 2, 304
 RUNNING, LOCKED, CHECKPOINTED = range(3)
 CYCLE = ["lock", "checkpoint", "restore", "unlock"]
@@ -195,6 +196,30 @@ def test_init_can_fail(
     emulator.add_fault("init", "error", code=803)
     with pytest.raises(AssertionError, match=r"cuInit\(0\): 803"):
         vectors()
+
+
+@pytest.mark.parametrize(("action", "end"), [("die", 1), ("oom", 1)])
+def test_init_can_end_otherwise(
+    launch_cuda: Callable[..., Job],
+    compile_cuda: Callable[..., Path],
+    emulator: Emulator,
+    action: str,
+    end: int,
+) -> None:
+    emulator.add_fault("init", action)
+    job = launch_cuda([compile_cuda(PROGRAMS / "plain_vectors.c"), "1", "1", "1"])
+    assert job.wait() == end
+    assert ("cuInit(0): 2" in job.output()) is (action == "oom")
+
+
+def test_init_can_hang(
+    launch_cuda: Callable[..., Job], compile_cuda: Callable[..., Path], emulator: Emulator
+) -> None:
+    emulator.add_fault("init", "hang")
+    job = launch_cuda([compile_cuda(PROGRAMS / "plain_vectors.c"), "1", "1", "1"])
+    time.sleep(0.3)
+    assert job.alive()
+    assert job.output() == ""
 
 
 def test_times_can_be_set(vectors: Callable[..., Job], caller: Call, emulator: Emulator) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from cudackpt.emulator import Emulator
 from support.job import Job
 
 Call = Callable[..., tuple[int, int]]
+PROGRAMS = Path(__file__).resolve().parent / "programs"
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 SUCCESS, INVALID_VALUE, NO_MEMORY, NOT_INITIALIZED = 0, 1, 2, 3
 OPERATING_SYSTEM, ILLEGAL_STATE, NOT_READY, NOT_PERMITTED = 304, 401, 600, 800
@@ -128,3 +131,39 @@ def test_restore_without_memory_is_final(
     assert caller("unlock", first.pid)[0] == ILLEGAL_STATE
     assert caller("state", first.pid) == (SUCCESS, CHECKPOINTED)
     assert second.alive()
+
+
+def test_a_process_can_checkpoint_itself(
+    launch_cuda: Callable[..., Job], compile_cuda: Callable[..., Path]
+) -> None:
+    job = launch_cuda([compile_cuda(PROGRAMS / "self_checkpoint.c")])
+    assert job.wait() == 0, job.output()
+    assert job.output().endswith("done\n")
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_every_gpu_is_put_where_it_belongs(
+    launch_cuda: Callable[..., Job],
+    compile_cuda: Callable[..., Path],
+    caller: Call,
+    emulator: Emulator,
+    swap: bool,
+) -> None:
+    uuids = [gpu["uuid"].removeprefix("GPU-").replace("-", "") for gpu in emulator.status()["gpus"]]
+    job = launch_cuda([compile_cuda(PROGRAMS / "two_gpus.c")])
+    job.wait_for("ready")
+    assert f"GPUs {uuids[0]} {uuids[1]}" in job.output()
+    used = [gpu["used_bytes"] for gpu in emulator.status()["gpus"]]
+    assert used == [8 << 20, 16 << 20]
+    bring(caller, job.pid, CHECKPOINTED)
+    pairs = [uuids[0], uuids[1], uuids[1], uuids[0]] if swap else []
+    assert caller("restore", job.pid, "init", *pairs[:2])[0] == (INVALID_VALUE if swap else SUCCESS)
+    if swap:
+        assert caller("restore", job.pid, "init", *pairs)[0] == SUCCESS
+    assert caller("unlock", job.pid)[0] == SUCCESS
+    job.signal(signal.SIGUSR1)
+    job.wait_for("intact")
+    order = reversed(uuids) if swap else uuids
+    assert job.output().splitlines()[-1] == f"GPUs {' '.join(order)} intact"
+    used = [gpu["used_bytes"] for gpu in emulator.status()["gpus"]]
+    assert used == ([16 << 20, 8 << 20] if swap else [8 << 20, 16 << 20])

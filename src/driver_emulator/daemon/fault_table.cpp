@@ -30,7 +30,8 @@ unsigned FaultTable::add(const std::vector<std::string_view>& words) {
     fault.count = 1;
     fault.code = static_cast<int>(Result::operating_system);
     bool coded = false;
-    if (words[0] != "any") {
+    fault.any = words[0] == "any";
+    if (!fault.any) {
         unsigned index = 0;
         while (index < kOperationCount && kOperations[index] != words[0]) {
             ++index;
@@ -84,7 +85,7 @@ unsigned FaultTable::add(const std::vector<std::string_view>& words) {
 
 void FaultTable::apply(Operation operation, pid_t pid, OperationPlan& plan) {
     for (auto fault = faults_.begin(); fault != faults_.end(); ++fault) {
-        if ((fault->operation && *fault->operation != operation) ||
+        if ((!fault->any && fault->operation != operation) ||
             (fault->pid != 0 && fault->pid != pid)) {
             continue;
         }
@@ -105,7 +106,7 @@ std::string FaultTable::json() const {
                                              : kActions[static_cast<unsigned>(fault.action)];
         text += text.size() > 1 ? ", " : "";
         text += "{\"number\": " + std::to_string(fault.number) + ", \"operation\": \"";
-        text += fault.operation ? kOperations[static_cast<unsigned>(*fault.operation)] : "any";
+        text += fault.any ? "any" : kOperations[static_cast<unsigned>(fault.operation)];
         text += "\", \"action\": \"" + std::string(action) +
                 "\", \"code\": " + std::to_string(fault.code) +
                 ", \"count\": " + std::to_string(fault.count) +

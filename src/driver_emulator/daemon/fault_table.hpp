@@ -3,7 +3,6 @@
 
 #include "driver_emulator/wire.hpp"
 
-#include <optional>
 #include <string>
 #include <string_view>
 #include <sys/types.h>
@@ -29,7 +28,8 @@ public:
 private:
     struct Fault {
         unsigned number;
-        std::optional<Operation> operation;
+        bool any;
+        Operation operation; ///< unless `any`
         bool delay_only;
         FaultAction action;
         int code;

@@ -49,7 +49,8 @@ Uuid parse_uuid(std::string_view text) {
         if (error != std::errc{} || end != &c + 1 || count == 32) {
             refuse("not a GPU UUID", text);
         }
-        uuid.bytes[count / 2] = static_cast<unsigned char>(uuid.bytes[count / 2] << 4 | nibble);
+        uuid.bytes[count / 2] =
+            static_cast<unsigned char>(unsigned{uuid.bytes[count / 2]} << 4 | nibble);
         ++count;
     }
     if (count != 32) {

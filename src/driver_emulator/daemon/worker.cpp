@@ -157,8 +157,10 @@ Result Worker::unmap_segment(const SegmentRequest& request) {
         return Result::invalid_value;
     }
     void* address = reinterpret_cast<void*>(window.base + request.offset);
-    mmap(address, request.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
-         -1, 0);
+    if (mmap(address, request.size, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
+        return Result::operating_system;
+    }
     fallocate(window.memory.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
               static_cast<off_t>(request.offset), static_cast<off_t>(request.size));
     window.segments.erase(found);

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kListenBacklog = 128;
 constexpr unsigned kRingEntries = 1024; // 64 bytes each: the 64 KiB of the real doorbell mapping
-constexpr std::size_t kRingBytes = kRingEntries * 64;
+constexpr std::size_t kRingBytes = std::size_t{kRingEntries} * 64;
 
 // Devices that are safe to open, do nothing by being open, and that CRIU has no support for.
 constexpr const char* kDevices[] = {"/dev/fuse", "/dev/loop-control", "/dev/kvm", "/dev/vhost-net"};
@@ -145,7 +145,12 @@ Result open_channel(Channel& channel, bool cloexec) noexcept {
     channel.events[0] = eventfd(0, event_flags);
     channel.events[1] = eventfd(0, event_flags | EFD_NONBLOCK);
     if (channel.events[0] < 0 || channel.events[1] < 0 || pipe2(channel.request, pipe_flags) != 0 ||
-        pipe2(channel.reply, pipe_flags) != 0 || (channel.listener = bind_listener(cloexec)) < 0) {
+        pipe2(channel.reply, pipe_flags) != 0) {
+        close_channel(channel);
+        return Result::operating_system;
+    }
+    channel.listener = bind_listener(cloexec);
+    if (channel.listener < 0) {
         close_channel(channel);
         return Result::operating_system;
     }
@@ -182,13 +187,29 @@ void close_devices(DeviceFiles& files) noexcept {
 }
 
 void reserve_addresses() noexcept {
-    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    // Taken addresses are left alone: the real driver does without as well.
-    mmap(reinterpret_cast<void*>(0x200000000), 0x200200000, PROT_NONE, kFlags | MAP_FIXED_NOREPLACE,
-         -1, 0);
-    mmap(nullptr, 536866816, PROT_NONE, kFlags, -1, 0);
-    mmap(nullptr, 16912384, PROT_NONE, kFlags, -1, 0);
-    mmap(nullptr, 16912384, PROT_NONE, kFlags, -1, 0);
+    struct Reservation {
+        std::uintptr_t address; ///< 0 = anywhere
+        std::size_t size;
+    };
+    constexpr Reservation kReservations[] = {
+        {0x200000000, 0x200200000}, {0, 536866816}, {0, 16912384}, {0, 16912384}};
+    for (const Reservation& wanted : kReservations) {
+        const int fixed = wanted.address != 0 ? MAP_FIXED_NOREPLACE : 0;
+        if (mmap(reinterpret_cast<void*>(wanted.address), wanted.size, PROT_NONE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0) == MAP_FAILED) {
+            continue; // taken, and left alone: the real driver does without as well
+        }
+    }
+}
+
+Result map_system_memory() noexcept {
+    constexpr std::size_t kSize = std::size_t{2} << 20;
+    void* memory = mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+        return Result::out_of_memory;
+    }
+    std::memcpy(memory, "cudackpt driver emulator", 25); // a page of it is in use
+    return Result::success;
 }
 
 } // namespace cudackpt::emulator

@@ -44,4 +44,8 @@ void close_devices(DeviceFiles& files) noexcept;
 /// The reservations of a fresh driver: 8 GiB at 0x200000000 (if it is free) and smaller windows.
 void reserve_addresses() noexcept;
 
+/// The host memory that a driver keeps for itself from the first context on: 2 MiB of shared anonymous
+/// memory ("/dev/zero (deleted)"), which stays during a checkpoint.
+[[nodiscard]] Result map_system_memory() noexcept;
+
 } // namespace cudackpt::emulator

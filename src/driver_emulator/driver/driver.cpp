@@ -2,6 +2,7 @@
 
 #include "driver_emulator/driver/driver_threads.hpp"
 #include "driver_emulator/driver/futex.hpp"
+#include "driver_emulator/driver/staging.hpp"
 
 #include <cstdio>
 #include <cstdlib>
@@ -28,6 +29,20 @@ void fill_devices(Driver& driver) {
     }
 }
 
+/// What a fault makes of cuInit: success if there is none.
+Result fail_init(const OperationPlan& plan) noexcept {
+    switch (plan.action) {
+    case FaultAction::none: return Result::success;
+    case FaultAction::hang:
+        while (true) {
+            sleep_ms(1000);
+        }
+    case FaultAction::die:
+    case FaultAction::oom: fail_midway(plan); return Result::out_of_memory;
+    default: return static_cast<Result>(plan.code);
+    }
+}
+
 Result initialise_locked(Driver& driver) noexcept {
     if (driver.pid.load() != 0) {
         return driver.is_usable() ? Result::success : Result::not_initialized;
@@ -41,8 +56,9 @@ Result initialise_locked(Driver& driver) noexcept {
     }
     const OperationPlan plan = ask_plan(Operation::init);
     sleep_ms(driver.info.init_ms + plan.delay_ms);
-    if (plan.action == FaultAction::error) {
-        return static_cast<Result>(plan.code);
+    const Result fault = fail_init(plan);
+    if (fault != Result::success) {
+        return fault;
     }
     if (driver.info.gpu_count == 0) {
         return Result::no_device;
@@ -77,8 +93,9 @@ bool Driver::is_usable() const noexcept {
 }
 
 Driver& driver() noexcept {
-    static Driver& instance = *new Driver;
-    return instance;
+    alignas(Driver) static unsigned char memory[sizeof(Driver)];
+    static Driver* const instance = new (memory) Driver;
+    return *instance;
 }
 
 Result initialise(Driver& driver) noexcept {
@@ -93,6 +110,9 @@ Result start_first_context(Driver& driver, Device& device) {
             open_devices(driver.devices, kContextDeviceFiles, driver.info.device_path, cloexec);
         if (result == Result::success) {
             result = driver.link.open(driver.devices.device, driver.devices.mapping_kind);
+        }
+        if (result == Result::success) {
+            result = map_system_memory();
         }
         if (result == Result::success) {
             result = start_context_threads(driver);

@@ -17,7 +17,7 @@
 namespace cudackpt::emulator {
 namespace {
 
-constexpr std::size_t kStackBytes = 1024 * 1024;
+constexpr std::size_t kStackBytes = std::size_t{1} << 20;
 
 struct EventFiles {
     int pipe[2] = {-1, -1};

@@ -9,7 +9,7 @@
 namespace cudackpt::emulator {
 namespace {
 
-constexpr std::size_t kStackBytes = 64 * 1024;
+constexpr std::size_t kStackBytes = 65536;
 
 struct Task {
     void (*body)(void*);

@@ -13,8 +13,8 @@
 namespace cudackpt::emulator {
 namespace {
 
-constexpr std::uint64_t kPieceBytes = 16 * 1024 * 1024; // what a helper copies at a time
-constexpr std::size_t kZeroCheckBytes = 64 * 1024;      // untouched VRAM stays untouched
+constexpr std::uint64_t kPieceBytes = std::uint64_t{16} << 20; // what a helper copies at a time
+constexpr std::size_t kZeroCheckBytes = 65536;                 // untouched VRAM stays untouched
 constexpr unsigned kContextDeviceFiles = 16;
 
 /// Walks the segments of all devices piece by piece, for several threads at once.

@@ -8,7 +8,7 @@
 namespace cudackpt::emulator {
 namespace {
 
-constexpr std::size_t kBounceBytes = 64 * 1024;
+constexpr std::size_t kBounceBytes = 65536;
 
 /// The device that an address is of, null for host memory. False if the range is nobody's.
 bool resolve(Driver& driver, std::uint64_t address, std::size_t size, Device** device) noexcept {

@@ -13,10 +13,10 @@ namespace cudackpt::emulator {
 namespace {
 
 constexpr std::uint64_t kAlignment = 512;            // of every device pointer
-constexpr std::uint64_t kSmallLimit = 1024 * 1024;   // larger ones have segments of their own
+constexpr std::uint64_t kSmallLimit = 1 << 20;       // larger ones have segments of their own
 constexpr std::uint64_t kFirstBase = 0x7e0000000000; // below where the kernel puts libraries
 constexpr std::uint64_t kLastBase = 0x100000000000;
-constexpr std::size_t kPatternBytes = 64 * 1024;
+constexpr std::size_t kPatternBytes = 65536;
 
 std::uint64_t round_up(std::uint64_t value, std::uint64_t step) {
     return (value + step - 1) / step * step;

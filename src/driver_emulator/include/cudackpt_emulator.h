@@ -38,11 +38,13 @@
 #include <type_traits>
 #include <utility>
 
+// NOLINTBEGIN(bugprone-reserved-identifier): these are CUDA's names
 #define __host__
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static_assert(false, "the emulator has no shared memory");
 #define __constant__ static_assert(false, "the emulator has no constant memory");
+// NOLINTEND(bugprone-reserved-identifier)
 
 struct uint3 {
     unsigned int x, y, z;

@@ -7,7 +7,8 @@
 
 namespace ours = cudackpt::emulator;
 
-#define SAME(theirs, mine) static_assert(static_cast<long long>(theirs) == static_cast<long long>(mine))
+#define SAME(theirs, mine)                                                                         \
+    static_assert(static_cast<long long>(theirs) == static_cast<long long>(mine))
 #define SAME_LAYOUT(theirs, mine) static_assert(sizeof(theirs) == sizeof(mine))
 #define SAME_FIELD(theirs, field, mine, our_field)                                                 \
     static_assert(offsetof(theirs, field) == offsetof(mine, our_field) &&                          \

@@ -294,8 +294,7 @@ static void entry_points(void) {
     TRUE(found == NULL && status == CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND);
     OK(cuGetProcAddress("cuCheckpointProcessLock", &found, 12000, 0, &status));
     TRUE(found == NULL && status == CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT);
-    EXPECT(CUDA_ERROR_INVALID_VALUE,
-           cuGetProcAddress("cuInit", &found, version + 10, 0, &status));
+    EXPECT(CUDA_ERROR_INVALID_VALUE, cuGetProcAddress("cuInit", &found, version + 10, 0, &status));
     /* The names without _v2 are another, older interface. */
     CUresult (*legacy)(void*, CUdeviceptr, size_t) =
         (CUresult(*)(void*, CUdeviceptr, size_t))dlsym(RTLD_DEFAULT, "cuMemcpyDtoH");

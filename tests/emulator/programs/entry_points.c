@@ -41,12 +41,13 @@ int main(void) {
     OK(((int (*)(unsigned*))dlsym(nvml, "nvmlDeviceGetCount_v2"))(&count));
     TRUE(count == 1);
     OK(((int (*)(unsigned, void**))dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2"))(0, &device));
-    EXPECT(2, ((int (*)(unsigned, void**))dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2"))(1, &device));
+    EXPECT(2,
+           ((int (*)(unsigned, void**))dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2"))(1, &device));
     OK(((int (*)(void*, char*, unsigned))dlsym(nvml, "nvmlDeviceGetName"))(device, text,
-                                                                          sizeof text));
+                                                                           sizeof text));
     TRUE(!strcmp(text, "cudackpt emulated GPU"));
     OK(((int (*)(void*, char*, unsigned))dlsym(nvml, "nvmlDeviceGetUUID"))(device, text,
-                                                                          sizeof text));
+                                                                           sizeof text));
     OK(cuDeviceGetUuid(&uuid, 0));
     for (int i = 0; i < 16; ++i) {
         const size_t end = strlen(uuid_text);
@@ -56,7 +57,7 @@ int main(void) {
     }
     TRUE(!strcmp(text, uuid_text));
     OK(((int (*)(void*, unsigned long long*))dlsym(nvml, "nvmlDeviceGetMemoryInfo"))(device,
-                                                                                    memory));
+                                                                                     memory));
     OK(cuDeviceTotalMem(&total, 0));
     TRUE(memory[0] == total && memory[1] == total && memory[2] == 0);
     EXPECT(7, ((int (*)(char*, unsigned))dlsym(nvml, "nvmlSystemGetDriverVersion"))(text, 3));
