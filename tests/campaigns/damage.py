@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -17,6 +17,7 @@ from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
 from cudackpt._core import MANIFEST_NAME
+from cudackpt.criu.plugin import Scalar
 
 Damage = Callable[[Path], str]  # changes an image directory and says what it did
 
@@ -67,10 +68,13 @@ def run(rig: Rig, random: Random, flips: int, cuts: int) -> Tally:
     return tally
 
 
-def expect_refusal(rig: Rig, job: SteadyJob, images: Path) -> str:
+def expect_refusal(
+    rig: Rig, job: SteadyJob, images: Path, config: Mapping[str, Scalar] | None = None
+) -> str:
     """Restore; it must not come to anything. Says how it was refused."""
     output = job.log.read_bytes()
-    restored = rig.restore(images)
+    restored = rig.restore(images, config=config)
+    job.reap()  # what was killed has come to us
     assert restored.status != 0, "criu says it restored this"
     reasons = [line for line in restored.log.splitlines() if "Error: cuda_plugin: " in line]
     assert reasons, f"no reason in criu's log: {restored.errors}"

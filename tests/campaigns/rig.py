@@ -133,6 +133,7 @@ class Rig:
         plugin: bool = True,
     ) -> Run:
         words = self.restore_words(images, extra, plugin=plugin)
+        _log_path(images, "pid").unlink(missing_ok=True)  # of an earlier one: criu would refuse
         return self.run(words, images, "restore", config)
 
     def run(

@@ -82,13 +82,17 @@ class SteadyJob(Job):
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """As of a Job; the rest of the tree, which has come to us, is waited for as well."""
         status = super().wait(timeout_s)
+        self.reap()
+        return status
+
+    def reap(self) -> None:
+        """Wait for the zombies of the tree, so that its pids are free for a restore."""
         for pid in self.pids:
             try:
-                while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                while process_state(pid) in ("Z", "X") and os.waitpid(pid, os.WNOHANG)[0] == 0:
                     time.sleep(POLL_S)
-            except ChildProcessError:
+            except ChildProcessError:  # its parent's, which is about to go
                 continue
-        return status
 
     def alive_pids(self) -> list[int]:
         return [pid for pid in self.pids if process_state(pid) not in ("", "Z", "X")]

@@ -6,8 +6,6 @@ import os
 import signal
 from random import Random
 
-import pytest
-
 from campaigns import kill_points
 from campaigns.rig import Rig, workers
 from campaigns.steady_job import process_state

@@ -1,0 +1,188 @@
+"""The driver fails: each call of a dump and of a restore, in each way that the emulator knows.
+
+A dump must fail with a sentence that names call, process and CUresult, and leave the job running
+and exact; only where the driver has given the process up, or died with it, may that be impossible.
+A restore must fail, say why, and leave nothing alive.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from campaigns import damage
+from campaigns.rig import Rig, Run
+from campaigns.steady_job import SteadyJob, process_state
+from campaigns.tally import Tally
+
+CODES = (1, 2, 3, 201, 304, 401, 600, 800, 801, 803, 999)  # those that users have met, and unknown
+_CALLS = {
+    "init": "cuInit",
+    "get_state": "cuCheckpointProcessGetState",
+    "lock": "cuCheckpointProcessLock",
+    "checkpoint": "cuCheckpointProcessCheckpoint",
+    "restore": "cuCheckpointProcessRestore",
+    "unlock": "cuCheckpointProcessUnlock",
+}
+DUMP_CALLS = ("get_state", "lock", "checkpoint")
+UNDO_CALLS = ("restore", "unlock")  # those of a dump that leaves the job running
+RESTORE_CALLS = ("get_state", "restore", "unlock")
+_SHORT = {"driver_timeout_ms": 1000, "lock_timeout_ms": 500}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    operation: str
+    action: str
+    code: int | None = None
+    delay_ms: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.action}" + ("" if self.code is None else f" {self.code}")
+
+
+def dump_faults(codes: tuple[int, ...], slow: bool) -> Iterator[Fault]:
+    """slow: also those that meet a deadline of the plugin's that no setting shortens."""
+    for operation in DUMP_CALLS:
+        for code in codes:
+            yield Fault(operation, "error", code)
+        if slow or operation == "checkpoint":
+            yield Fault(operation, "hang")
+        yield Fault(operation, "die")
+        yield Fault(operation, "failed")
+    for operation in ("lock", "checkpoint"):
+        yield Fault(operation, "fail_after", 999)
+    yield Fault("checkpoint", "oom")
+
+
+def restore_faults(codes: tuple[int, ...], slow: bool) -> Iterator[Fault]:
+    """As dump_faults."""
+    for operation in RESTORE_CALLS:
+        for code in codes:
+            yield Fault(operation, "error", code)
+        yield Fault(operation, "die")
+        if slow or operation == "restore":
+            yield Fault(operation, "hang")
+        yield Fault(operation, "failed")
+    yield Fault("restore", "oom")
+    yield Fault("restore", "fail_after", 999)
+
+
+def run_dumps(rig: Rig, codes: tuple[int, ...] = CODES, *, slow: bool = True) -> Tally:
+    """One dump for each fault."""
+    tally = Tally()
+    job = _start(rig)
+    for fault in dump_faults(codes, slow):
+        tally.counts["trials"] += 1
+        try:
+            lives = _try_dump(rig, job, fault)
+        except AssertionError as failure:
+            tally.failures.append(f"dump, {fault}: {failure}")
+            lives = False
+        finally:
+            rig.emulator.clear_faults()
+        if lives:
+            tally.counts["dump failed, job runs on"] += 1
+        else:
+            tally.counts["dump failed, driver gave the job up"] += 1
+            job.end()
+            job = _start(rig)
+    job.end()
+    return tally
+
+
+def run_restores(rig: Rig, codes: tuple[int, ...] = CODES, *, slow: bool = True) -> Tally:
+    """One restore for each fault, of one checkpoint; then one without."""
+    tally = Tally()
+    checkpoint = damage.take(rig, mib=2, children=1)
+    for fault in restore_faults(codes, slow):
+        _add(rig, fault)
+        tally.counts["trials"] += 1
+        try:
+            outcome = damage.expect_refusal(rig, checkpoint.job, checkpoint.images, _SHORT)
+            tally.counts[outcome] += 1
+        except AssertionError as failure:
+            tally.failures.append(f"restore, {fault}: {failure}")
+            checkpoint.job.end()
+        finally:
+            rig.emulator.clear_faults()
+    restored = rig.restore(checkpoint.images)
+    assert restored.status == 0, restored.errors
+    checkpoint.job.run_on()
+    checkpoint.job.end()
+    return tally
+
+
+def run_undos(rig: Rig, codes: tuple[int, ...] = CODES) -> Tally:
+    """One dump that leaves the job running for each fault that meets its way back, once."""
+    tally = Tally()
+    job = _start(rig)
+    faults = [Fault(call, "error", code) for call in UNDO_CALLS for code in codes]
+    faults += [Fault(call, "fail_after", 999) for call in UNDO_CALLS]
+    for fault in faults:
+        tally.counts["trials"] += 1
+        try:
+            tally.counts[_try_undo(rig, job, fault)] += 1
+        except AssertionError as failure:
+            tally.failures.append(f"undo, {fault}: {failure}")
+            job.end()
+            job = _start(rig)
+        finally:
+            rig.emulator.clear_faults()
+    job.end()
+    return tally
+
+
+def _try_undo(rig: Rig, job: SteadyJob, fault: Fault) -> str:
+    threads = job.threads()
+    images = rig.images()
+    _add(rig, fault)
+    dumped = rig.dump(job, images, "--leave-running", config=_SHORT)
+    job.run_on()
+    rig.settle(images)
+    assert job.threads() == threads
+    if "is left as it is" not in dumped.log:
+        return "job runs on at once"
+    _require_reason(dumped, fault, job)
+    assert "brought back" in (images / "cudackpt-undo.log").read_text()
+    return "job was brought back by the worker"
+
+
+def _start(rig: Rig) -> SteadyJob:
+    log = rig.images().with_suffix(".job")
+    return SteadyJob(rig.program, log, rig.environ, mib=2, children=1)
+
+
+def _add(rig: Rig, fault: Fault) -> None:
+    rig.emulator.add_fault(fault.operation, fault.action, code=fault.code, delay_ms=fault.delay_ms)
+
+
+def _try_dump(rig: Rig, job: SteadyJob, fault: Fault) -> bool:
+    """Whether the job runs on, which it must unless the fault was one that ends it."""
+    threads = job.threads()
+    images = rig.images()
+    _add(rig, fault)
+    dumped = rig.dump(job, images, config=_SHORT)
+    assert dumped.status != 0, "criu says it dumped"
+    rig.emulator.clear_faults()
+    _require_reason(dumped, fault, job)
+    assert "t" not in {process_state(pid) for pid in job.pids}, "a task is left traced"
+    if fault.action in ("die", "failed", "hang"):
+        job.end()
+        rig.settle(images)  # a worker waits for a driver that hangs until the job is gone
+        return False
+    job.run_on()
+    rig.settle(images)
+    assert job.threads() == threads
+    return True
+
+
+def _require_reason(dumped: Run, fault: Fault, job: SteadyJob) -> None:
+    reasons = [line for line in dumped.log.splitlines() if "Error: cuda_plugin: " in line]
+    assert reasons, f"no reason in the log: {dumped.errors}"
+    text = "\n".join(reasons)
+    assert any(re.search(rf"\b{pid}\b", text) for pid in job.pids), f"no pid in {text}"
+    if fault.action in ("error", "fail_after"):
+        assert _CALLS[fault.operation] in text, f"no call in {text}"
+        assert re.search(rf"\b{fault.code}\b", text), f"no CUresult in {text}"

@@ -1,0 +1,152 @@
+"""Restores that cannot come to anything are refused before CRIU makes a single process."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from campaigns import damage
+from campaigns.rig import Rig, Run
+from cudackpt.emulator import Options
+
+MIB = 1 << 20
+DRIVER = "580.95.05"
+
+
+def restart(rig: Rig, options: Options) -> list[str]:
+    """Another machine: the emulator with other GPUs. Returns the UUIDs that it had."""
+    uuids = [str(gpu["uuid"]) for gpu in rig.emulator.status()["gpus"]]
+    rig.emulator.stop()
+    rig.emulator.start(options)
+    return uuids
+
+
+def uuids_of(rig: Rig) -> tuple[str, ...]:
+    return tuple(str(gpu["uuid"]) for gpu in rig.emulator.status()["gpus"])
+
+
+def require_refused_before_anything(rig: Rig, checkpoint: damage.Checkpoint, reason: str) -> None:
+    outcome = damage.expect_refusal(rig, checkpoint.job, checkpoint.images)
+    log = checkpoint.images.with_name(f"{checkpoint.images.name}.restore.log").read_text()
+    assert re.search(reason, log), log[-2000:]
+    assert outcome == "refused before anything was made"
+    assert "Forking task" not in log
+
+
+def require_restored(rig: Rig, checkpoint: damage.Checkpoint) -> Run:
+    restored = rig.restore(checkpoint.images)
+    assert restored.status == 0, restored.errors
+    checkpoint.job.run_on()
+    checkpoint.job.end()
+    return restored
+
+
+def test_too_little_gpu_memory_left(own_rig: Rig) -> None:
+    restart(own_rig, Options(gpus=1, memory_bytes=64 * MIB, driver=DRIVER))
+    checkpoint = damage.take(own_rig, mib=40)
+    with own_rig.job(mib=32):
+        require_refused_before_anything(own_rig, checkpoint, r"holds \d+ MiB .* \d+ MiB free")
+    require_restored(own_rig, checkpoint)
+
+
+def test_too_little_memory_left_on_the_gpu_that_needs_it(own_rig: Rig) -> None:
+    """An image does not say which GPU held what: only the driver can tell, when the task stands."""
+    checkpoint = damage.take(own_rig, mib=40)
+    with own_rig.job(mib=32):
+        outcome = damage.expect_refusal(own_rig, checkpoint.job, checkpoint.images)
+        assert outcome == "killed what was made"
+    require_restored(own_rig, checkpoint)
+
+
+def test_fewer_gpus(own_rig: Rig) -> None:
+    checkpoint = damage.take(own_rig, mib=4)
+    uuids = uuids_of(own_rig)
+    restart(own_rig, Options(gpus=1, memory_bytes=64 * MIB, driver=DRIVER, uuids=uuids[:1]))
+    require_refused_before_anything(own_rig, checkpoint, r"2 GPU\(s\), this machine has 1")
+
+
+def test_another_model(own_rig: Rig) -> None:
+    checkpoint = damage.take(own_rig, mib=4)
+    restart(own_rig, Options(gpus=2, memory_bytes=64 * MIB, driver=DRIVER, name="another GPU"))
+    require_refused_before_anything(own_rig, checkpoint, r'needs another GPU "cudackpt emulated')
+
+
+def test_an_older_driver(own_rig: Rig) -> None:
+    checkpoint = damage.take(own_rig, mib=4)
+    uuids = uuids_of(own_rig)
+    older = Options(gpus=2, memory_bytes=64 * MIB, driver="570.124.06", uuids=uuids)
+    restart(own_rig, older)
+    require_refused_before_anything(own_rig, checkpoint, r"CUDA 13\.0, .* is for 12\.8")
+
+
+def test_no_driver(own_rig: Rig) -> None:
+    checkpoint = damage.take(own_rig, mib=4)
+    restored = own_rig.restore(checkpoint.images, config={"driver": "/nonexistent/libcuda.so.1"})
+    assert restored.status != 0
+    assert "Error: cuda_plugin: " in restored.log
+    assert "/nonexistent/libcuda.so.1" in restored.log
+    assert "Forking task" not in restored.log
+    require_restored(own_rig, checkpoint)
+
+
+def test_the_same_model_under_other_uuids(own_rig: Rig) -> None:
+    """GPUs of the same model are as good: the memory moves to them."""
+    checkpoint = damage.take(own_rig, mib=4, pinned_kib=64)
+    uuids = uuids_of(own_rig)
+    restart(own_rig, Options(gpus=2, memory_bytes=64 * MIB, driver=DRIVER))
+    assert set(uuids).isdisjoint(uuids_of(own_rig))
+    restored = require_restored(own_rig, checkpoint)
+    assert "moves to another" in restored.log
+
+
+@pytest.mark.parametrize("externalize", [True, False])
+def test_criu_without_the_plugin_refuses_and_names_it(newest_rig: Rig, externalize: bool) -> None:
+    """What only our plugin can restore names it; the rest names the stock plugin."""
+    with newest_rig.job(mib=4) as job:
+        images = newest_rig.images()
+        dumped = newest_rig.dump(job, images, config={"externalize": externalize})
+        assert dumped.status == 0, dumped.errors
+        job.wait()
+        newest_rig.settle(images)
+        restored = newest_rig.restore(images, plugin=False)
+        assert restored.status != 0
+        assert job.alive_pids() == []
+        missing = set(re.findall(r"[Mm]issing required plugin: (\S+)", restored.log))
+        if externalize:
+            assert "cudackpt" in missing or any(m.startswith("checkpoint-") for m in missing)
+        else:
+            assert missing == {"cuda_plugin"}
+            assert list(images.glob(f"cudackpt-{job.pid}.img")) == []
+            # As a checkpoint of the stock plugin: nothing of ours is needed to restore it.
+            for path in images.glob("cudackpt-*"):
+                path.unlink()
+        assert newest_rig.restore(images).status == 0
+        job.run_on()
+
+
+def test_an_externalised_checkpoint_without_its_files_is_refused(newest_rig: Rig) -> None:
+    checkpoint = damage.take(newest_rig, mib=4)
+    for path in checkpoint.images.glob("cudackpt-*"):
+        path.unlink()
+    require_refused_before_anything(newest_rig, checkpoint, r"cudackpt-manifest\.img")
+
+
+def test_a_task_that_took_the_pid_is_left_alone(newest_rig: Rig) -> None:
+    """A failing restore kills what it made, and nothing else."""
+    checkpoint = damage.take(newest_rig, mib=4)
+    pid = checkpoint.job.pid
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+    other = os.fork()
+    if other == 0:
+        os.execv("/bin/sleep", ["sleep", "60"])
+    try:
+        if other != pid:
+            pytest.fail(f"pid {pid} went to another process, not to {other}; run again")
+        assert newest_rig.restore(checkpoint.images).status != 0
+        assert Path(f"/proc/{other}/comm").read_text() == "sleep\n"
+    finally:
+        os.kill(other, 9)
+        os.waitpid(other, 0)

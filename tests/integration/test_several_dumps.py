@@ -1,0 +1,107 @@
+"""Dumps beside each other and after each other, and jobs that are checkpointed already."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from campaigns.rig import Rig, workers
+from campaigns.steady_job import SteadyJob
+from cudackpt.driver import Driver, ProcessState
+
+DUMPS_AT_ONCE = 3
+LEAK_DUMPS = 8
+
+
+def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
+    jobs = [
+        SteadyJob(rig.program, rig.scratch / f"job-{number}", rig.environ, mib=8, seed=number)
+        for number in range(DUMPS_AT_ONCE)
+    ]
+    try:
+        places = [rig.images() for _ in jobs]
+        running = [
+            rig.start(rig.dump_words(job, images))
+            for job, images in zip(jobs, places, strict=True)
+        ]
+        assert [criu.wait(60) for criu in running] == [0] * DUMPS_AT_ONCE
+        assert [job.wait() for job in jobs] == [-signal.SIGKILL] * DUMPS_AT_ONCE
+        running = [rig.start(rig.restore_words(images)) for images in places]
+        assert [criu.wait(60) for criu in running] == [0] * DUMPS_AT_ONCE
+        for job in jobs:
+            job.run_on()
+    finally:
+        for job in jobs:
+            job.end()
+
+
+@pytest.mark.parametrize("found", [ProcessState.LOCKED, ProcessState.CHECKPOINTED])
+def test_a_job_found_locked_or_checkpointed_is_left_so(
+    rig: Rig, found: ProcessState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDACKPT_EMULATOR", rig.environ["CUDACKPT_EMULATOR"])
+    driver = Driver(str(Path(rig.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"))
+    with rig.job(mib=4) as job:
+        driver.lock(job.pid, 10_000)
+        if found is ProcessState.CHECKPOINTED:
+            driver.checkpoint(job.pid)
+        images = rig.images()
+        dumped = rig.dump(job, images, "--leave-running")
+        assert dumped.status == 0, dumped.errors
+        rig.settle(images)
+        assert driver.get_state(job.pid) is found
+
+        # A restored process runs, whatever it was found in.
+        second = rig.images()
+        dumped = rig.dump(job, second)
+        assert dumped.status == 0, dumped.errors
+        job.wait()
+        rig.settle(second)
+        restored = rig.restore(second)
+        assert restored.status == 0, restored.errors
+        job.run_on()
+        assert driver.get_state(job.pid) is ProcessState.RUNNING
+
+
+def test_a_locked_job_whose_dump_fails_is_left_locked(
+    newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDACKPT_EMULATOR", newest_rig.environ["CUDACKPT_EMULATOR"])
+    library = Path(newest_rig.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"
+    driver = Driver(str(library))
+    with newest_rig.job(mib=4) as job:
+        driver.lock(job.pid, 10_000)
+        newest_rig.emulator.add_fault("checkpoint", "fail_after", code=999)
+        images = newest_rig.images()
+        assert newest_rig.dump(job, images).status != 0
+        newest_rig.settle(images)
+        assert driver.get_state(job.pid) is ProcessState.LOCKED
+        driver.unlock(job.pid)
+        job.run_on()
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def mappings(pid: int) -> int:
+    return len(Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+def test_nothing_piles_up_in_the_job(rig: Rig) -> None:
+    with rig.job(mib=4, pinned_kib=64) as job:
+        threads, seen = job.threads(), []
+        for _ in range(LEAK_DUMPS):
+            images = rig.images()
+            dumped = rig.dump(job, images, "--leave-running")
+            assert dumped.status == 0, dumped.errors
+            job.run_on()
+            assert job.threads() == threads
+            assert workers(images) == []
+            seen.append((descriptors(job.pid), mappings(job.pid)))
+            subprocess.run(["rm", "-r", images], check=True)
+        assert len(set(seen[1:])) == 1, seen
