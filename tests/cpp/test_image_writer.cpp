@@ -80,6 +80,31 @@ void chunks_are_read_in_parallel() {
     CHECK(memory.most_readers <= 4);
 }
 
+/// More memory than the test may hold: compressible, and different at each address.
+class Endless : public MemorySource {
+public:
+    void read(std::uint64_t address, MutBytes out) override {
+        std::ranges::fill(out, static_cast<std::byte>(address / 4096 % 251));
+    }
+};
+
+long peak_kib() {
+    rusage usage{};
+    CHECK(::getrusage(RUSAGE_SELF, &usage) == 0);
+    return usage.ru_maxrss;
+}
+
+void memory_needed_does_not_grow_with_the_image() {
+    const sample::TempDir dir;
+    Endless source;
+    ImageInfo info = info_of(Memory{}, kDefaultChunkSize);
+    info.regions = {{.address = 4096, .length = 512U << 20, .protection = 3}};
+    const long before = peak_kib();
+    write_image(dir.fd(), kName, info, source, {.threads = 4});
+    ImageReader::open(dir.fd(), kName).verify(4);
+    CHECK(peak_kib() - before < 32 << 10);
+}
+
 void a_failing_source_leaves_nothing_behind() {
     for (const unsigned threads : {1U, 4U})
         for (const unsigned fail_at : {1U, 5U, 64U}) {
@@ -206,6 +231,7 @@ void what_breaks_a_limit_is_refused() {
 } // namespace
 
 int main() {
+    memory_needed_does_not_grow_with_the_image(); // first: the peak of others would hide its own
     the_file_does_not_depend_on_threads();
     chunks_are_read_in_parallel();
     a_failing_source_leaves_nothing_behind();
