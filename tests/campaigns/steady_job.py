@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from support.job import POLL_S, TIMEOUT_S, Job
 
 _STEP = re.compile(r"(\d+) step \d+ ok\n")
+_NAMES = ("steady_job", "criu")  # of its processes, and of one that criu has only begun to make
 _EMULATOR = "cudackpt driver emulator: "  # what the emulator says of itself on stderr
 
 
@@ -93,6 +95,17 @@ class SteadyJob(Job):
                     time.sleep(POLL_S)
             except ChildProcessError:  # its parent's, which is about to go
                 continue
+
+    def end(self) -> None:
+        """As of a Job; what a restore has half made, in no session yet, is ended as well."""
+        for pid in self.pids:
+            try:
+                if Path(f"/proc/{pid}/comm").read_text().strip() in _NAMES:
+                    os.kill(pid, signal.SIGKILL)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        super().end()
+        self.reap()
 
     def alive_pids(self) -> list[int]:
         return [pid for pid in self.pids if process_state(pid) not in ("", "Z", "X")]

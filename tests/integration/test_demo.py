@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cudackpt.criu.find import Criu
+from cudackpt.criu.find import Criu, find
 from cudackpt.demo.flow import Demo, prepare_work
 from cudackpt.demo.report import Report
 from cudackpt.demo.training import DemoError, Result, c_program
@@ -58,21 +58,19 @@ def test_the_demo_comes_back_to_the_bit_and_says_so(
 
 
 @pytest.mark.timeout(240)
-def test_a_demo_that_cannot_dump_fails_with_a_sentence(
-    programs: Path, criu: Criu, tmp_path: Path
-) -> None:
+def test_a_demo_that_cannot_dump_fails_with_a_sentence(programs: Path, tmp_path: Path) -> None:
     environ = dict(os.environ) | {"CUDACKPT_PLUGIN_DIR": str(tmp_path)}
-    ended = run_demo(programs, criu, tmp_path, environ)
+    ended = run_demo(programs, find(), tmp_path, environ)
     assert ended.returncode != 0
     assert "demo: " in ended.stderr
     assert "cuda_plugin.so is missing" in ended.stderr
     assert not (tmp_path / "demo.json").exists()
 
 
-def small_demo(programs: Path, criu: Criu, work: Path) -> Demo:
+def small_demo(programs: Path, work: Path) -> Demo:
     prepare_work(work)
     program = c_program(programs, "train_kernels.so", data_mib=2, pool_mib=2, hidden=256)
-    return Demo(program, criu, work, Console(quiet=True))
+    return Demo(program, find(), work, Console(quiet=True))
 
 
 @pytest.fixture
@@ -82,19 +80,19 @@ def on_emulator(emulator_environ: dict[str, str], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("on_emulator")
-def test_one_wrong_bit_of_one_loss_is_told(programs: Path, criu: Criu, tmp_path: Path) -> None:
-    demo = small_demo(programs, criu, tmp_path / "work")
-    reference = demo.reference(600)
+def test_one_wrong_bit_of_one_loss_is_told(programs: Path, tmp_path: Path) -> None:
+    demo = small_demo(programs, tmp_path / "work")
+    reference = demo.reference(300)
     raw = copy.deepcopy(reference.raw)
-    mantissa, exponent = raw["losses"][300].split("p")
-    raw["losses"][300] = f"{mantissa}1p{exponent}"
+    mantissa, exponent = raw["losses"][200].split("p")
+    raw["losses"][200] = f"{mantissa}1p{exponent}"
     assert demo.trip("altered", Result(raw=raw), {}).exact is False
     assert demo.trip("true", reference, {}).exact is True
 
 
 @pytest.mark.usefixtures("on_emulator")
-def test_a_program_that_ends_too_early_is_told(programs: Path, criu: Criu, tmp_path: Path) -> None:
-    demo = small_demo(programs, criu, tmp_path / "work")
+def test_a_program_that_ends_too_early_is_told(programs: Path, tmp_path: Path) -> None:
+    demo = small_demo(programs, tmp_path / "work")
     reference = demo.reference(1)
     with pytest.raises(DemoError, match="ended early"):
         demo.trip("too short", reference, {})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 from subprocess import CompletedProcess
 
-from campaigns import damage, space
+from campaigns import bit_flips, damage, space
 from campaigns.rig import Rig
 from cudackpt._core import MANIFEST_NAME
 
@@ -61,3 +61,8 @@ def test_the_reason_is_on_the_terminal(
     assert restored.returncode == 12
     assert image.name in restored.stderr
     assert checkpoint.job.alive_pids() == []
+
+
+def test_verify_finds_every_flipped_bit(newest_rig: Rig) -> None:
+    checkpoint = damage.take(newest_rig, mib=2, children=1)
+    bit_flips.run(checkpoint.images, Random(SEED), 60).require_clean()

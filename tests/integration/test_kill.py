@@ -6,7 +6,7 @@ import os
 import signal
 from random import Random
 
-from campaigns import kill_points
+from campaigns import kill_points, kill_restore
 from campaigns.rig import Rig, workers
 from campaigns.steady_job import process_state
 
@@ -46,3 +46,7 @@ def test_the_job_dies_during_its_dump(rig: Rig) -> None:
             else:
                 job.wait()
             assert all(process_state(pid) != "t" for pid in job.pids)
+
+
+def test_a_restore_that_breaks_off_leaves_nothing_that_runs_wrong(newest_rig: Rig) -> None:
+    kill_restore.run(newest_rig, Random(SEED), 8).require_clean()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from campaigns.rig import Rig, workers
+from campaigns import repetition
+from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from cudackpt.driver import Driver, ProcessState
 
@@ -84,24 +83,5 @@ def test_a_locked_job_whose_dump_fails_is_left_locked(
         job.run_on()
 
 
-def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def mappings(pid: int) -> int:
-    return len(Path(f"/proc/{pid}/maps").read_text().splitlines())
-
-
-def test_nothing_piles_up_in_the_job(rig: Rig) -> None:
-    with rig.job(mib=4, pinned_kib=64) as job:
-        threads, seen = job.threads(), []
-        for _ in range(LEAK_DUMPS):
-            images = rig.images()
-            dumped = rig.dump(job, images, "--leave-running")
-            assert dumped.status == 0, dumped.errors
-            job.run_on()
-            assert job.threads() == threads
-            assert workers(images) == []
-            seen.append((descriptors(job.pid), mappings(job.pid)))
-            subprocess.run(["rm", "-r", images], check=True)
-        assert len(set(seen[1:])) == 1, seen
+def test_nothing_piles_up_in_the_job(newest_rig: Rig) -> None:
+    repetition.run(newest_rig, LEAK_DUMPS).require_clean()

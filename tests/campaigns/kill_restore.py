@@ -1,0 +1,80 @@
+"""CRIU is killed with SIGKILL at many points of a restore: never a job on wrong memory.
+
+A tree whose restore breaks off is not complete. Either all of it runs and is exact (criu was killed
+when it had let go), or none of it has made a step. What CRIU leaves standing half-made before the
+plugin has had its turn is counted: stock CRIU does the same. After that the worker ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from random import Random
+
+from campaigns import damage
+from campaigns.rig import Rig
+from campaigns.steady_job import SteadyJob
+from campaigns.tally import Tally
+
+_SETTLE_S = 0.3
+_HALF_MADE = "left half-made by criu, does nothing"
+_PLUGIN_TURN = "' hook 9 "  # RESUME_DEVICES_LATE in criu's log
+
+
+def run(rig: Rig, random: Random, count: int) -> Tally:
+    tally = Tally()
+    checkpoint = damage.take(rig, mib=4, children=1)
+    job = checkpoint.job
+    output = job.log.read_bytes()
+    calls = _restore(rig, checkpoint, 0)
+    job.run_on()
+    _end(job, output)
+    for index in range(count):
+        number = 1 + int(random.uniform(index / count, (index + 1) / count) * calls)
+        _restore(rig, checkpoint, number)
+        tally.counts["trials"] += 1
+        try:
+            rig.settle(checkpoint.images)
+            outcome = _judge(job, output)
+            tally.counts[outcome] += 1
+            begun = _PLUGIN_TURN in _log(checkpoint)
+            assert outcome != _HALF_MADE or not begun, "left half-made by the plugin"
+        except AssertionError as failure:
+            tally.failures.append(f"killed at system call {number} of {calls}: {failure}")
+        _end(job, output)
+    return tally
+
+
+def _restore(rig: Rig, checkpoint: damage.Checkpoint, number: int) -> int:
+    """Restore, killing criu at that system call; how many it made."""
+    count = rig.scratch / "system-calls"
+    images = checkpoint.images
+    images.with_name(f"{images.name}.pid").unlink(missing_ok=True)
+    prefix = [str(rig.killer), str(count), str(number), "0"]
+    ended = rig.run([*prefix, *rig.restore_words(images)], images, "restore")
+    assert ended.status in (0, 137), ended.errors
+    return int(count.read_text())
+
+
+def _log(checkpoint: damage.Checkpoint) -> str:
+    images = checkpoint.images
+    log = images.with_name(f"{images.name}.restore.log")
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+def _judge(job: SteadyJob, output: bytes) -> str:
+    job.reap()
+    alive = job.alive_pids()
+    if not alive:
+        assert job.log.read_bytes() == output, "it made steps and died"
+        return "nothing is left"
+    time.sleep(_SETTLE_S)
+    if job.log.read_bytes() == output:
+        return _HALF_MADE
+    job.run_on()
+    return "the job runs and is exact"
+
+
+def _end(job: SteadyJob, output: bytes) -> None:
+    job.end()
+    job.reap()
+    job.log.write_bytes(output)  # CRIU restores a file only at the size that it had

@@ -1,0 +1,1 @@
+"""The long fault campaigns: `make soak`."""

@@ -1,0 +1,159 @@
+"""Which campaigns there are, how long, and with which CRIU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from campaigns import (
+    bit_flips,
+    damage,
+    driver_faults,
+    hook_cost,
+    kill_points,
+    kill_restore,
+    repetition,
+    space,
+)
+from campaigns.rig import Rig
+from campaigns.tally import Tally
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+KILLS = 120
+KILLS_WITH_WORKER = 40
+KILLED_RESTORES = 60
+FLIPS_RESTORED, CUTS_RESTORED = 260, 60
+FLIPS_VERIFIED = 1000
+DISK_SIZES, DISK_SIZES_OTHERS = 100, 25
+DUMPS = 50
+HOOK_CALLS = 20_000
+HOOK_LIMIT_US = 50.0
+FUZZ_INPUTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What the campaigns run on. rigs: oldest CRIU first. hook_cost: the program."""
+
+    rigs: tuple[Rig, ...]
+    hook_cost: Path
+    seed: int
+
+    @property
+    def newest(self) -> Rig:
+        return self.rigs[-1]
+
+    def random(self, name: str) -> Random:
+        """The same numbers for the same seed and campaign, whatever else was run."""
+        return Random(f"{self.seed} {name}")
+
+
+# Yields a name for each part and what it has found.
+Campaign = Callable[[Bench], Iterator[tuple[str, Tally]]]
+
+
+def _kill_points(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for rig in bench.rigs:
+        version = f"criu {rig.criu.version_text}"
+        random = bench.random(f"kill-points {version}")
+        yield f"{version} with the plugin", kill_points.run(rig, random, KILLS)
+        yield f"{version} stock", kill_points.run(rig, random, KILLS, plugin=False)
+
+
+def _kill_with_worker(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for rig in bench.rigs:
+        version = f"criu {rig.criu.version_text}"
+        random = bench.random(f"kill-with-worker {version}")
+        yield version, kill_points.run(rig, random, KILLS_WITH_WORKER, with_worker=True)
+
+
+def _kill_restore(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for rig in bench.rigs:
+        version = f"criu {rig.criu.version_text}"
+        random = bench.random(f"kill-restore {version}")
+        yield version, kill_restore.run(rig, random, KILLED_RESTORES)
+
+
+def _full_disk(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for rig in bench.rigs:
+        version = f"criu {rig.criu.version_text}"
+        sizes = DISK_SIZES if rig is bench.newest else DISK_SIZES_OTHERS
+        yield version, space.run(rig, bench.random(f"full-disk {version}"), sizes)
+
+
+def _damage(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    rig = bench.newest
+    tally = damage.run(rig, bench.random("damage"), FLIPS_RESTORED, CUTS_RESTORED)
+    yield f"criu {rig.criu.version_text}", tally
+
+
+def _driver_faults(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    rig = bench.newest
+    version = f"criu {rig.criu.version_text}"
+    yield f"{version}, dump", driver_faults.run_dumps(rig)
+    yield f"{version}, the way back", driver_faults.run_undos(rig)
+    yield f"{version}, restore", driver_faults.run_restores(rig)
+
+
+def _bit_flips(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    checkpoint = damage.take(bench.newest, mib=4, children=1)
+    tally = bit_flips.run(checkpoint.images, bench.random("bit-flips"), FLIPS_VERIFIED)
+    yield "cudackpt verify", tally
+
+
+def _repetition(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for rig in bench.rigs:
+        yield f"criu {rig.criu.version_text}", repetition.run(rig, DUMPS)
+
+
+def _hook_cost(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    environ = bench.newest.environ
+    yield "per call", hook_cost.run(bench.hook_cost, environ, HOOK_CALLS, HOOK_LIMIT_US)
+
+
+def _fuzz(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    ended = subprocess.run(
+        [REPOSITORY / "ci" / "fuzz", str(FUZZ_INPUTS), str(bench.seed)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    tally = Tally()
+    found = re.search(r"^(\d+) inputs, 0 crashes$", ended.stdout, re.MULTILINE)
+    if ended.returncode == 0 and found is not None:
+        tally.counts["trials"] = int(found[1])
+    else:
+        tally.counts["trials"] = 1
+        tally.failures.append(ended.stdout[-1000:] + ended.stderr[-3000:])
+    yield "image reader, ASan and UBSan", tally
+
+
+CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
+    "kill-points": ("criu is killed with SIGKILL during a dump; no job may be lost", _kill_points),
+    "kill-with-worker": (
+        "criu and the plugin's worker are killed at once during a dump; `cudackpt recover` brings "
+        "the job back",
+        _kill_with_worker,
+    ),
+    "kill-restore": (
+        "criu is killed with SIGKILL during a restore; nothing may run on wrong memory",
+        _kill_restore,
+    ),
+    "full-disk": (
+        "the image directory is full, at each file and at many sizes; no job may be lost",
+        _full_disk,
+    ),
+    "damage": ("our files are damaged, missing or cut; every restore must fail", _damage),
+    "driver-faults": (
+        "each driver call fails, hangs or kills the job; dumps and restores must fail cleanly",
+        _driver_faults,
+    ),
+    "bit-flips": ("single bits are flipped; `cudackpt verify` must find each", _bit_flips),
+    "repetition": ("one job is dumped and left running again and again", _repetition),
+    "hook-cost": ("the hooks of a dump, for a process without CUDA", _hook_cost),
+    "fuzz": ("the image reader reads whatever libFuzzer thinks of", _fuzz),
+}

@@ -1,0 +1,80 @@
+"""The report of the long campaigns: JSON for programs, Markdown for people."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from campaigns.tally import Tally
+from soak.plan import CAMPAIGNS
+
+VERSION = 1
+
+
+def describe_part(name: str, tally: Tally, seconds: float) -> dict[str, Any]:
+    return {
+        "part": name,
+        "trials": tally.trials,
+        "failures": tally.failures,
+        "counts": {key: value for key, value in tally.counts.items() if key != "trials"},
+        "seconds": round(seconds, 1),
+    }
+
+
+def describe_machine(criu_versions: Sequence[str], driver: str, plugin: str) -> dict[str, Any]:
+    return {
+        "backend": "emulator",
+        "emulated_driver": driver,
+        "criu": list(criu_versions),
+        "cudackpt": plugin,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def write_markdown(path: Path, report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    lines = [
+        "# Long fault campaigns",
+        "",
+        "Made by `make soak` (`ci/soak --docs` writes this page); the code is in `tests/campaigns`",
+        "and `tests/soak`. All of it ran on the driver **emulator**: it says how CRIU, the plugin and",
+        "the images behave, and nothing about a real GPU or NVIDIA's driver.",
+        "",
+        f"Date {machine['date']}, seed {report['seed']}, cudackpt {machine['cudackpt']}, "
+        f"CRIU {', '.join(machine['criu'])}, emulated driver {machine['emulated_driver']}, "
+        f"Linux {machine['kernel']}.",
+        f"`ci/soak --seed {report['seed']}` makes the same choices again.",
+        "",
+        "| campaign | part | trials | failed | what came of them | s |",
+        "| --- | --- | ---: | ---: | --- | ---: |",
+    ]
+    for name, parts in report["campaigns"].items():
+        for part in parts:
+            counts = ", ".join(f"{key}: {value}" for key, value in part["counts"].items())
+            lines.append(
+                f"| {name} | {part['part']} | {part['trials']} | {len(part['failures'])} "
+                f"| {counts or '-'} | {part['seconds']:.0f} |"
+            )
+    lines += ["", "What each campaign does:", ""]
+    lines += [f"- **{name}**: {what}." for name, (what, _) in CAMPAIGNS.items()]
+    failures = [
+        f"- {name}, {part['part']}: {text.splitlines()[0]}"
+        for name, parts in report["campaigns"].items()
+        for part in parts
+        for text in part["failures"]
+    ]
+    if failures:
+        lines += ["", "Failures:", "", *failures]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
