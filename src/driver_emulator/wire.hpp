@@ -14,8 +14,9 @@
 
 namespace cudackpt::emulator {
 
-inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'01;
+inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'02;
 inline constexpr unsigned kMaxGpus = 16;
+inline constexpr int kFirstPciBus = 0xe0;
 inline constexpr std::size_t kMaxParamBytes = 4096; // of one kernel launch, as on real GPUs
 inline constexpr unsigned kMaxParams = 128;
 inline constexpr std::size_t kMaxAdminText = 65536;

@@ -11,7 +11,6 @@ using namespace cudackpt::emulator;
 namespace {
 
 constexpr int kLastAttribute = 200; // beyond what any cuda.h has so far
-constexpr int kFirstPciBus = 0xe0;
 
 struct Attribute {
     int number; ///< CUdevice_attribute

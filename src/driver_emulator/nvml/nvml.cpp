@@ -21,6 +21,7 @@ namespace {
 constexpr nvml_result kSuccess = 0;
 constexpr nvml_result kUninitialized = 1;
 constexpr nvml_result kInvalidArgument = 2;
+constexpr nvml_result kNotFound = 6;
 constexpr nvml_result kInsufficientSize = 7;
 constexpr nvml_result kDriverNotLoaded = 9;
 
@@ -94,6 +95,22 @@ NVML_API(nvmlDeviceGetHandleByIndex_v2)(unsigned index, nvml_device* device) {
     return kSuccess;
 }
 
+NVML_API(nvmlDeviceGetHandleByPciBusId_v2)(const char* id, nvml_device* device) {
+    if (!initialised) {
+        return kUninitialized;
+    }
+    unsigned bus = 0;
+    if (device == nullptr || id == nullptr || std::sscanf(id, "%*x:%x:", &bus) != 1) {
+        return kInvalidArgument;
+    }
+    const unsigned index = bus - static_cast<unsigned>(kFirstPciBus);
+    if (index >= machine.gpu_count) {
+        return kNotFound;
+    }
+    *device = &machine.gpus[index];
+    return kSuccess;
+}
+
 NVML_API(nvmlDeviceGetName)(nvml_device device, char* name, unsigned size) {
     return is_device(device) ? give_text(name, size, device->name) : kInvalidArgument;
 }
@@ -134,6 +151,7 @@ extern "C" __attribute__((visibility("default"))) const char* nvmlErrorString(nv
     case kSuccess: return "Success";
     case kUninitialized: return "Uninitialized";
     case kInvalidArgument: return "Invalid Argument";
+    case kNotFound: return "Not Found";
     case kInsufficientSize: return "Insufficient Size";
     case kDriverNotLoaded: return "Driver Not Loaded";
     default: return "Unknown Error";
