@@ -42,7 +42,7 @@ void bad_values_are_named() {
           "lock_timeout_ms = 0", "driver = \"\"", "thread = 1", "[threads]", "threads ="}) {
         try {
             read(text);
-            CHECK(!"nothing was thrown");
+            CHECK(false && "nothing was thrown");
         } catch (const Error& e) {
             CHECK(e.code() == Errc::bad_argument);
             CHECK(std::string(e.what()).find(path) == 0);

@@ -21,7 +21,7 @@ void a_missing_driver_is_an_error_that_names_it() {
     for (int again = 0; again < 2; ++again) {
         try {
             worker.api_version();
-            CHECK(!"nothing was thrown");
+            CHECK(false && "nothing was thrown");
         } catch (const Error& e) {
             CHECK(e.code() == Errc::unsupported);
             CHECK(std::string(e.what()).find(config.driver) != std::string::npos);
