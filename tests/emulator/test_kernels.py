@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,7 +100,7 @@ def test_without_a_daemon_there_is_no_device(
     job = launch([compile_cuda(PROGRAMS / "plain_vectors.c"), "1", "1", "1"], environ)
     assert job.wait() == 1
     assert "cuInit(0): 100 (no CUDA-capable device is detected)" in job.output()
-    assert f"no emulator answers at {tmp_path / 'nothing'}" in job.output()
+    assert f"no emulator of this version answers at {tmp_path / 'nothing'}" in job.output()
 
 
 def test_it_says_that_it_is_an_emulator(
@@ -125,7 +127,7 @@ def test_driver_version_is_an_option(
     version: int,
 ) -> None:
     one = lone(driver=driver)
-    environ = one.environment(api_version_of(driver))
+    environ = os.environ | one.environment(api_version_of(driver))
     job = launch([compile_cuda(PROGRAMS / "entry_points.c")], environ)
     assert job.wait() == 0, job.output()
     newest = "there" if version >= 13040 else "missing"
@@ -135,3 +137,48 @@ def test_driver_version_is_an_option(
         f"cuCheckpointOperationComplete: dlsym {newest}, cuGetProcAddress {newest}\n"
         in job.output()
     )
+
+
+@pytest.mark.parametrize(("driver", "code"), [("580.95.05", 1), ("615.71.09", 801)])
+def test_custom_storage_is_refused(
+    launch: Callable[..., Job],
+    compile_cuda: Callable[..., Path],
+    checkpoint_call: Path,
+    lone: Callable[..., Emulator],
+    driver: str,
+    code: int,
+) -> None:
+    """Where it does not exist its field is a reserved one; where it does, the emulator has it not."""
+    one = lone(driver=driver, settings={"persistence": "1"})
+    environ = os.environ | one.environment(api_version_of(driver))
+    job = launch([compile_cuda(PROGRAMS / "plain_vectors.c"), "1", "1000000", "5"], environ)
+    job.wait_for("round 1 ok")
+
+    def call(*words: str) -> str:
+        argv = [str(checkpoint_call), words[0], str(job.pid), *words[1:]]
+        return subprocess.run(argv, env=environ, capture_output=True, text=True, check=True).stdout
+
+    assert call("lock") == "0 0\n"
+    assert call("custom", "checkpoint") == f"{code} 0\n"
+    assert call("checkpoint") == "0 0\n"
+    assert call("custom", "restore") == f"{code} 0\n"
+    assert call("restore") == "0 0\n"
+
+
+def test_pairs_came_with_13_0(
+    launch: Callable[..., Job],
+    compile_cuda: Callable[..., Path],
+    checkpoint_call: Path,
+    lone: Callable[..., Emulator],
+) -> None:
+    one = lone(driver="570.86.10", settings={"persistence": "1"})
+    environ = os.environ | one.environment(12080)
+    job = launch([compile_cuda(PROGRAMS / "plain_vectors.c"), "1", "1000000", "5"], environ)
+    job.wait_for("round 1 ok")
+    uuid = one.status()["gpus"][0]["uuid"].removeprefix("GPU-").replace("-", "")
+    answers = []
+    for words in (["lock"], ["checkpoint"], ["restore", uuid, uuid], ["restore"]):
+        argv = [str(checkpoint_call), words[0], str(job.pid), *words[1:]]
+        ended = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True)
+        answers.append(ended.stdout)
+    assert answers == ["0 0\n", "0 0\n", "1 0\n", "0 0\n"]

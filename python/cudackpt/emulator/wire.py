@@ -11,7 +11,7 @@ from typing import Any
 from cudackpt.errors import EmulatorError
 
 # As in src/driver_emulator/wire.hpp.
-_MAGIC = 0x656D7501
+_MAGIC = 0x656D7502
 _ADMIN = 3
 _MAX_TEXT = 64 * 1024
 _PATIENCE_S = 10.0

@@ -48,10 +48,11 @@ Result initialise_locked(Driver& driver) noexcept {
         return driver.is_usable() ? Result::success : Result::not_initialized;
     }
     if (!ask_info(driver.info)) {
-        std::fprintf(stderr,
-                     "cudackpt driver emulator: no emulator answers at %s: start one with "
-                     "`cudackpt emulator start`\n",
-                     daemon_path());
+        std::fprintf(
+            stderr,
+            "cudackpt driver emulator: no emulator of this version answers at %s: start one with "
+            "`cudackpt emulator start`\n",
+            daemon_path());
         return Result::no_device;
     }
     const OperationPlan plan = ask_plan(Operation::init);
