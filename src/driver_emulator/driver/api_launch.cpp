@@ -9,6 +9,7 @@ using namespace cudackpt::emulator;
 namespace {
 
 constexpr std::uint64_t kMaxBlockThreads = 1024;
+constexpr std::uint64_t kMaxPending = 1024; // launches; further ones wait for a place
 
 struct Shape {
     unsigned grid[3];
@@ -57,6 +58,13 @@ Result collect(const Function& function, void** params, void** extra,
 int launch(Function* function, const Shape& shape, unsigned shared_bytes, void* stream_handle,
            void** params, void** extra) {
     return call_in_context([=](Driver& driver, Context& context) {
+        const std::uint64_t submitted = driver.link.submitted();
+        if (submitted > kMaxPending) {
+            const Result room = driver.link.wait(submitted - kMaxPending);
+            if (room != Result::success) {
+                return room;
+            }
+        }
         Stream* stream = find_stream(driver, context, stream_handle);
         const std::lock_guard lock(driver.mutex);
         if (stream == nullptr || !driver.objects.functions.contains(function)) {
