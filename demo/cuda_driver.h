@@ -9,9 +9,10 @@
 
 #define DEMO_CUDA_FUNCTIONS(X)                                                                     \
     X(cuInit)                                                                                      \
-    X(cuDriverGetVersion) X(cuGetErrorName) X(cuDeviceGet) X(cuDeviceGetName)                      \
-        X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxSetCurrent) X(cuMemAlloc)  \
-            X(cuMemFree) X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemsetD8) X(cuMemcpyHtoDAsync)     \
+    X(cuDriverGetVersion)                                                                          \
+    X(cuGetErrorName) X(cuDeviceGet) X(cuDeviceGetName) X(cuDevicePrimaryCtxRetain)                \
+        X(cuDevicePrimaryCtxRelease) X(cuCtxSetCurrent) X(cuMemAlloc) X(cuMemFree)                 \
+            X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemsetD8) X(cuMemcpyHtoDAsync)                  \
                 X(cuMemcpyDtoHAsync) X(cuStreamCreate) X(cuStreamDestroy) X(cuStreamSynchronize)   \
                     X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuEventSynchronize)      \
                         X(cuModuleLoad) X(cuModuleGetFunction) X(cuModuleUnload) X(cuLaunchKernel)

@@ -19,7 +19,7 @@
     do {                                                                                           \
         try {                                                                                      \
             static_cast<void>(expr);                                                               \
-            CHECK(false && "nothing was thrown");                                                          \
+            CHECK(false && "nothing was thrown");                                                  \
         } catch (const cudackpt::Error& check_error) {                                             \
             if (check_error.code() != (errc))                                                      \
                 std::fprintf(stderr, "thrown: %s\n", check_error.what());                          \

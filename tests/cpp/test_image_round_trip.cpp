@@ -69,7 +69,9 @@ void every_chunk_can_be_read_alone() {
 void fresh_memory_is_not_touched_for_zero_chunks() {
     class NoZeros : public Memory {
     public:
-        void write_zeros(std::uint64_t, std::uint64_t) override { CHECK(false && "zeros were written"); }
+        void write_zeros(std::uint64_t, std::uint64_t) override {
+            CHECK(false && "zeros were written");
+        }
     };
     const sample::TempDir dir;
     Memory memory;
