@@ -1,8 +1,9 @@
 """CRIU is killed with SIGKILL at many points of a restore: never a job on wrong memory.
 
 A tree whose restore breaks off is not complete. Either all of it runs and is exact (criu was killed
-when it had let go), or none of it has made a step. What CRIU leaves standing half-made before the
-plugin has had its turn is counted: stock CRIU does the same. After that the worker ends it.
+when it had let go), or it is dead, or none of it has made a step. What CRIU leaves standing half-made before the
+plugin has had its turn is counted: stock CRIU does the same. Once a GPU is restored, the plugin's
+worker ends it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from campaigns.tally import Tally
 
 _SETTLE_S = 0.3
 _HALF_MADE = "left half-made by criu, does nothing"
-_PLUGIN_TURN = "' hook 9 "  # RESUME_DEVICES_LATE in criu's log
+_FIRST_RESTORED = "cuda_plugin: restored pid"  # in criu's log
 
 
 def run(rig: Rig, random: Random, count: int) -> Tally:
@@ -36,8 +37,8 @@ def run(rig: Rig, random: Random, count: int) -> Tally:
             rig.settle(checkpoint.images)
             outcome = _judge(job, output)
             tally.counts[outcome] += 1
-            begun = _PLUGIN_TURN in _log(checkpoint)
-            assert outcome != _HALF_MADE or not begun, "left half-made by the plugin"
+            begun = _FIRST_RESTORED in _log(checkpoint)
+            assert outcome != _HALF_MADE or not begun, "left half-made with a GPU restored"
         except AssertionError as failure:
             tally.failures.append(f"killed at system call {number} of {calls}: {failure}")
         _end(job, output)
@@ -65,7 +66,7 @@ def _judge(job: SteadyJob, output: bytes) -> str:
     job.reap()
     alive = job.alive_pids()
     if not alive:
-        assert job.log.read_bytes() == output, "it made steps and died"
+        job.steps()  # some may have been made before it was killed: each was right
         return "nothing is left"
     time.sleep(_SETTLE_S)
     if job.log.read_bytes() == output:

@@ -14,7 +14,8 @@ from pathlib import Path
 from support.job import POLL_S, TIMEOUT_S, Job
 
 _STEP = re.compile(r"(\d+) step \d+ ok\n")
-_NAMES = ("steady_job", "criu")  # of its processes, and of one that criu has only begun to make
+# Names of its processes, and of one that criu, perhaps on a loader, has only begun to make.
+_NAMES = ("steady_job", "criu", "ld-linux-x86-64")
 _EMULATOR = "cudackpt driver emulator: "  # what the emulator says of itself on stderr
 
 
@@ -105,7 +106,10 @@ class SteadyJob(Job):
             except (FileNotFoundError, ProcessLookupError):
                 continue
         super().end()
-        self.reap()
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(process_state(pid) for pid in self.pids) and time.monotonic() < deadline:
+            self.reap()
+            time.sleep(POLL_S)
 
     def alive_pids(self) -> list[int]:
         return [pid for pid in self.pids if process_state(pid) not in ("", "Z", "X")]

@@ -24,8 +24,7 @@ def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
     try:
         places = [rig.images() for _ in jobs]
         running = [
-            rig.start(rig.dump_words(job, images))
-            for job, images in zip(jobs, places, strict=True)
+            rig.start(rig.dump_words(job, images)) for job, images in zip(jobs, places, strict=True)
         ]
         assert [criu.wait(60) for criu in running] == [0] * DUMPS_AT_ONCE
         assert [job.wait() for job in jobs] == [-signal.SIGKILL] * DUMPS_AT_ONCE

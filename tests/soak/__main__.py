@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import cudackpt
 from campaigns.rig import Rig
+from campaigns.tally import Tally
 from cudackpt.criu.find import Criu, find_all
 from cudackpt.criu.plugin import PLUGIN_NAME, plugin_directory
 from cudackpt.emulator import Emulator, Options, library_directory
@@ -89,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
 def run_campaign(name: str, place: Bench) -> list[dict[str, Any]]:
     parts = []
     begin = time.monotonic()
-    for part, tally in CAMPAIGNS[name][1](place):
+    for part, tally in guarded(CAMPAIGNS[name][1](place)):
         seconds = time.monotonic() - begin
         parts.append(report.describe_part(part, tally, seconds))
         failed = len(tally.failures)
@@ -99,6 +101,14 @@ def run_campaign(name: str, place: Bench) -> list[dict[str, Any]]:
         sys.stdout.flush()
         begin = time.monotonic()
     return parts
+
+
+def guarded(parts: Iterator[tuple[str, Tally]]) -> Iterator[tuple[str, Tally]]:
+    """A campaign that cannot go on has failed; the others are run all the same."""
+    try:
+        yield from parts
+    except (AssertionError, OSError, subprocess.SubprocessError) as broken:
+        yield "broken off", Tally(Counter(trials=1), [f"{type(broken).__name__}: {broken}"])
 
 
 def read_result(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]] | None:

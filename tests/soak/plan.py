@@ -135,8 +135,7 @@ def _fuzz(bench: Bench) -> Iterator[tuple[str, Tally]]:
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kill-points": ("criu is killed with SIGKILL during a dump; no job may be lost", _kill_points),
     "kill-with-worker": (
-        "criu and the plugin's worker are killed at once during a dump; `cudackpt recover` brings "
-        "the job back",
+        "criu and the plugin's worker are killed at once; `cudackpt recover` brings the job back",
         _kill_with_worker,
     ),
     "kill-restore": (

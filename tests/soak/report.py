@@ -45,6 +45,11 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
 
 def write_markdown(path: Path, report: dict[str, Any]) -> None:
     machine = report["machine"]
+    conditions = (
+        f"Date {machine['date']}, seed {report['seed']}, cudackpt {machine['cudackpt']}, "
+        f"CRIU {', '.join(machine['criu'])}, emulated driver {machine['emulated_driver']}, "
+        f"Linux {machine['kernel']}."
+    )
     lines = [
         "# Long fault campaigns",
         "",
@@ -52,9 +57,7 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "and `tests/soak`. All of it ran on the driver **emulator**: it says how CRIU, the plugin and",
         "the images behave, and nothing about a real GPU or NVIDIA's driver.",
         "",
-        f"Date {machine['date']}, seed {report['seed']}, cudackpt {machine['cudackpt']}, "
-        f"CRIU {', '.join(machine['criu'])}, emulated driver {machine['emulated_driver']}, "
-        f"Linux {machine['kernel']}.",
+        conditions,
         f"`ci/soak --seed {report['seed']}` makes the same choices again.",
         "",
         "| campaign | part | trials | failed | what came of them | s |",
