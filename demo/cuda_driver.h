@@ -7,15 +7,16 @@
 
 #include <cuda.h>
 
+/* clang-format off: it has another mind about such a list each time it is asked */
 #define DEMO_CUDA_FUNCTIONS(X)                                                                     \
-    X(cuInit)                                                                                      \
-    X(cuDriverGetVersion)                                                                          \
-    X(cuGetErrorName) X(cuDeviceGet) X(cuDeviceGetName) X(cuDevicePrimaryCtxRetain)                \
-        X(cuDevicePrimaryCtxRelease) X(cuCtxSetCurrent) X(cuMemAlloc) X(cuMemFree)                 \
-            X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemsetD8) X(cuMemcpyHtoDAsync)                  \
-                X(cuMemcpyDtoHAsync) X(cuStreamCreate) X(cuStreamDestroy) X(cuStreamSynchronize)   \
-                    X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuEventSynchronize)      \
-                        X(cuModuleLoad) X(cuModuleGetFunction) X(cuModuleUnload) X(cuLaunchKernel)
+    X(cuInit) X(cuDriverGetVersion) X(cuGetErrorName) X(cuDeviceGet) X(cuDeviceGetName)            \
+    X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxSetCurrent)                    \
+    X(cuMemAlloc) X(cuMemFree) X(cuMemHostAlloc) X(cuMemFreeHost) X(cuMemsetD8)                    \
+    X(cuMemcpyHtoDAsync) X(cuMemcpyDtoHAsync) X(cuStreamCreate) X(cuStreamDestroy)                 \
+    X(cuStreamSynchronize) X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord)                     \
+    X(cuEventSynchronize) X(cuModuleLoad) X(cuModuleGetFunction) X(cuModuleUnload)                 \
+    X(cuLaunchKernel)
+/* clang-format on */
 
 struct cuda_driver {
 #define DEMO_CUDA_MEMBER(name) __typeof__(&name) name;
