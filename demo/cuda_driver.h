@@ -7,7 +7,8 @@
 
 #include <cuda.h>
 
-/* clang-format off: it has another mind about such a list each time it is asked */
+/* A list like this comes out differently each time it is formatted. */
+/* clang-format off */
 #define DEMO_CUDA_FUNCTIONS(X)                                                                     \
     X(cuInit) X(cuDriverGetVersion) X(cuGetErrorName) X(cuDeviceGet) X(cuDeviceGetName)            \
     X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxSetCurrent)                    \
