@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,20 @@ def programs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.fixture(scope="module")
-def train(programs: Path) -> Train:
+@pytest.fixture
+def train(programs: Path, emulator_environ: dict[str, str]) -> Train:
     """train(*options): run the program to its end on an emulated GPU."""
 
     def run(*options: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "cudackpt", "emulator", "run", "--"]
-        command += [programs / "train", "--module", programs / "train_kernels.so", *SMALL, *options]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        command = [programs / "train", "--module", programs / "train_kernels.so", *SMALL, *options]
+        return subprocess.run(
+            command,
+            env=emulator_environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
 
     return run
 
