@@ -11,7 +11,6 @@
 #include "cuda_plugin/undo.hpp"
 #include "cuda_plugin/worker_process.hpp"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -36,13 +35,6 @@ Id random_id() {
     if (::getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size()))
         throw io_error("getrandom", errno);
     return id;
-}
-
-UniqueFd duplicate(int fd) {
-    UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
-    if (!copy)
-        throw io_error("cannot use criu's image directory", errno);
-    return copy;
 }
 
 std::string name(const TaskRecord& record) {
@@ -85,7 +77,7 @@ std::string inventory_id_name(const Id& checkpoint_id) {
 }
 
 DumpSession::DumpSession(const Config& config)
-    : config_(config), image_dir_(duplicate(host::image_dir())), table_(OnOrphaned::undo),
+    : config_(config), image_dir_(host::open_image_dir()), table_(OnOrphaned::undo),
       worker_(config_, table_, image_dir_.get()) {
     statistics_.stage = "dump";
     statistics_.config_source = config_.source;

@@ -3,7 +3,9 @@
 #include "core/error.hpp"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 
+#include <cerrno>
 #include <cstdarg>
 #include <cstddef>
 
@@ -58,8 +60,11 @@ void debug(const std::string& text) noexcept {
     log(criu::LogLevel::debug, "", text);
 }
 
-int image_dir() {
-    return criu_get_image_dir();
+UniqueFd open_image_dir() {
+    UniqueFd copy(::fcntl(criu_get_image_dir(), F_DUPFD_CLOEXEC, 3));
+    if (!copy)
+        throw io_error("cannot use criu's image directory", errno);
+    return copy;
 }
 
 void use_interrupt_only_mode() {

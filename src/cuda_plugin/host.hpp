@@ -1,7 +1,7 @@
 /// What the plugin uses of the criu process it is loaded into.
 #pragma once
 
-#include "core/image_info.hpp"
+#include "core/unique_fd.hpp"
 #include "cuda_plugin/criu_abi.hpp"
 
 #include <string>
@@ -20,8 +20,9 @@ void warn(const std::string& text) noexcept;
 void info(const std::string& text) noexcept;
 void debug(const std::string& text) noexcept;
 
-/// The image directory. The descriptor is criu's: dup it to keep it. Negative: there is none.
-int image_dir();
+/// The image directory, by a descriptor of our own: criu closes its own before it is done with us.
+/// Throws Error: io.
+UniqueFd open_image_dir();
 
 /// Ask criu to stop tasks by ptrace alone: a frozen cgroup cannot answer the driver's lock.
 void use_interrupt_only_mode();

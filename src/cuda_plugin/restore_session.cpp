@@ -8,7 +8,6 @@
 #include "cuda_plugin/thawed_thread.hpp"
 #include "cuda_plugin/traced_thread.hpp"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,13 +19,6 @@ namespace {
 
 // No inventory names this; an image from before CRIU recorded plugins answers yes to anything.
 constexpr const char* kNobody = "no-such-plugin";
-
-UniqueFd duplicate(int fd) {
-    UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
-    if (!copy)
-        throw io_error("cannot use criu's image directory", errno);
-    return copy;
-}
 
 bool manifest_exists(int image_dir) {
     return ::faccessat(image_dir, kManifestName, F_OK, 0) == 0;
@@ -40,7 +32,7 @@ const ManifestTask* find_task(const Manifest& manifest, std::uint32_t pid) {
 } // namespace
 
 RestoreSession::RestoreSession(const Config& config)
-    : config_(config), image_dir_(duplicate(host::image_dir())), table_(OnOrphaned::kill),
+    : config_(config), image_dir_(host::open_image_dir()), table_(OnOrphaned::kill),
       worker_(config_, table_, image_dir_.get()) {
     statistics_.stage = "restore";
     statistics_.config_source = config_.source;

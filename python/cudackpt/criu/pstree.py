@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cudackpt.criu.protobuf import fields, packed
 from cudackpt.errors import ImageError
 
 PSTREE_NAME = "pstree.img"
 _IMAGE_MAGIC = 0x54564319  # "1.1 images"
 _PSTREE_MAGIC = 0x50273030
+_THREADS = 5  # pstree_entry.threads, packed or not
 _RECORD_LIMIT = 1 << 20  # bytes; a task with 100,000 threads stays below it
 
 
@@ -65,34 +67,11 @@ def _records(raw: bytes) -> Iterator[bytes]:
 def _task(record: bytes) -> Task:
     single: dict[int, int] = {}
     threads: list[int] = []
-    offset = 0
-    while offset < len(record):
-        key, offset = _varint(record, offset)
-        field, kind = key >> 3, key & 7
-        value, offset = _varint(record, offset)
-        if kind == 0 and field == 5:
-            threads.append(value)
-        elif kind == 0:
-            single[field] = value
-        elif kind == 2:  # threads may be packed; other fields of this kind are not for us
-            end = offset + value
-            while field == 5 and offset < end:
-                tid, offset = _varint(record, offset)
-                threads.append(tid)
-            offset = end
-        else:
-            raise ValueError(f"field {field} has wire type {kind}")
+    for number, value in fields(record):
+        if number == _THREADS:
+            threads += packed(value) if isinstance(value, bytes) else [value]
+        elif isinstance(value, int):
+            single[number] = value
     return Task(
         pid=single[1], ppid=single[2], pgid=single[3], sid=single[4], threads=tuple(threads)
     )
-
-
-def _varint(raw: bytes, offset: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = raw[offset]
-        offset += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, offset
-    raise ValueError("a number is longer than 64 bits")
