@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -91,3 +93,15 @@ def test_what_fails_is_said(train: Train, options: tuple[str, ...], status: int,
     ended = train(*options)
     assert ended.returncode == status
     assert says in ended.stderr
+
+
+def test_the_ptx_in_the_tree_is_of_these_kernels(repository: Path) -> None:
+    """`make -C demo ptx` makes it anew; that takes nvcc, this does not."""
+    source = (repository / "demo/train_kernels.cu").read_bytes()
+    ptx = (repository / "demo/train_kernels.ptx").read_text()
+    assert hashlib.sha256(source).hexdigest() in ptx.splitlines()[0]
+    kernels = set(re.findall(rb"^CUDACKPT_KERNEL\((\w+),", source, re.MULTILINE))
+    assert kernels == {name.encode() for name in re.findall(r"\.entry (\w+)", ptx)}
+    assert ".target sm_75" in ptx
+    assert ".version 7.0" in ptx, "a driver of CUDA 12.8 refuses newer ones"
+    assert ".file" not in ptx, "no path of the machine that made it"
