@@ -75,7 +75,7 @@ class SteadyJob(Job):
             behind = [pid for pid in self.pids if now[pid] < before[pid] + steps]
             if not behind:
                 return
-            gone = [pid for pid in self.pids if process_state(pid) in ("", "Z", "X")]
+            gone = set(self.pids) - set(self.alive_pids())
             if gone or time.monotonic() > deadline:
                 raise AssertionError(
                     "the job does not run on: " + "; ".join(describe(pid) for pid in behind)
@@ -138,10 +138,18 @@ def process_state(pid: int) -> str:
     return stat[stat.rindex(")") + 2]
 
 
+def exit_status(pid: int) -> int:
+    """Of a zombie: its exit status, or minus the signal that killed it."""
+    code = int(Path(f"/proc/{pid}/stat").read_text().split()[-1])  # exit_code, proc(5)
+    return os.waitstatus_to_exitcode(code)
+
+
 def describe(pid: int) -> str:
-    """State, tracer and place of each thread, for a message."""
+    """State, tracer and place of each thread, and how it ended if it has, for a message."""
     parts = []
     try:
+        if process_state(pid) in ("Z", "X"):
+            return f"pid {pid}: ended, {exit_status(pid)}"
         for task in Path(f"/proc/{pid}/task").iterdir():
             status = (task / "status").read_text()
             state, tracer = (
