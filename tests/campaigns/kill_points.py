@@ -7,14 +7,16 @@ point is one in the phase that has had the fewest, as far as earlier points tell
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
-from campaigns.rig import Rig
+from campaigns.rig import Rig, workers
 from campaigns.steady_job import SteadyJob, exit_status, process_state
 from campaigns.tally import Tally
 
@@ -121,6 +123,38 @@ def run(
             job = None
     if job is not None:
         job.end()
+    return tally
+
+
+def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
+    """The plugin's worker alone is killed, at `count` moments of dumps of one job."""
+    tally = Tally()
+    job = start_job(rig, True, random)
+    threads = job.threads()
+    _, seconds = _measure(rig, job, True)
+    for _ in range(count):
+        images = rig.images()
+        moment = random.uniform(0, seconds)
+        criu = rig.start(_words(rig, job, images, True))
+        while criu.poll() is None and not (found := workers(images)):
+            pass
+        time.sleep(moment)
+        for pid in found if criu.poll() is None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        status = criu.wait(60)
+        tally.counts["trials"] += 1
+        tally.counts["dump done" if status == 0 else "dump failed"] += 1
+        try:
+            job.run_on()
+            rig.settle(images)
+            assert job.threads() == threads, "its threads have changed"
+        except AssertionError as lost:
+            tally.failures.append(f"worker killed {moment * 1000:.0f} ms after its start: {lost}")
+            job.end()
+            job = start_job(rig, True, random)
+            threads = job.threads()
+    job.end()
     return tally
 
 

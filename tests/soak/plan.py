@@ -71,6 +71,12 @@ def _kill_with_worker(bench: Bench) -> Iterator[tuple[str, Tally]]:
         yield version, kill_points.run(rig, random, KILLS_WITH_WORKER, with_worker=True)
 
 
+def _kill_worker(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    rig = bench.newest
+    tally = kill_points.run_worker_kills(rig, bench.random("kill-worker"), KILLS)
+    yield f"criu {rig.criu.version_text}", tally
+
+
 def _kill_restore(bench: Bench) -> Iterator[tuple[str, Tally]]:
     for rig in bench.rigs:
         version = f"criu {rig.criu.version_text}"
@@ -137,6 +143,10 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kill-with-worker": (
         "criu and the plugin's worker are killed at once; `cudackpt recover` brings the job back",
         _kill_with_worker,
+    ),
+    "kill-worker": (
+        "the plugin's worker alone is killed during a dump; the job runs on",
+        _kill_worker,
     ),
     "kill-restore": (
         "criu is killed with SIGKILL during a restore; nothing may run on wrong memory",
