@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fcntl.h>
+#include <initializer_list>
 #include <linux/io_uring.h>
 #include <linux/perf_event.h>
 #include <sys/eventfd.h>
