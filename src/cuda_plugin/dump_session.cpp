@@ -128,6 +128,9 @@ bool DumpSession::pause(pid_t pid) {
         return false;
     begin();
 
+    if (proc::is_stopped(*tid))
+        throw Error(Errc::unsupported, "the process is stopped, and so is the thread of it that "
+                                       "the driver needs; continue it (SIGCONT) first");
     const ProcessState before = worker_.state(pid);
     if (before == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");

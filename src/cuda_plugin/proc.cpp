@@ -190,6 +190,10 @@ std::vector<pid_t> traced_by_us() {
     return pids;
 }
 
+bool is_stopped(pid_t tid) {
+    return status_field(read_file(task_path(tid, "status")), "State").starts_with('T');
+}
+
 bool has_seccomp(pid_t tid) {
     return status_field(read_file(task_path(tid, "status")), "Seccomp") != "0";
 }

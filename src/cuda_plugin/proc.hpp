@@ -46,6 +46,9 @@ pid_t tracer_of(pid_t tid);
 /// Every task that this process traces: thread-group leaders only.
 std::vector<pid_t> traced_by_us();
 
+/// Whether thread `tid` is stopped by a signal such as SIGSTOP. Throws Error: io.
+bool is_stopped(pid_t tid);
+
 /// Whether thread `tid` runs under seccomp (field Seccomp of its status is not 0).
 bool has_seccomp(pid_t tid);
 

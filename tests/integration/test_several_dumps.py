@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -79,6 +80,21 @@ def test_a_locked_job_whose_dump_fails_is_left_locked(
         newest_rig.settle(images)
         assert driver.get_state(job.pid) is ProcessState.LOCKED
         driver.unlock(job.pid)
+        job.run_on()
+
+
+def test_a_stopped_job_is_refused_with_the_reason(newest_rig: Rig) -> None:
+    """The driver cannot reach it; waiting for that would be in vain."""
+    with newest_rig.job(mib=4, children=1) as job:
+        os.kill(job.pids[1], signal.SIGSTOP)
+        dumped = newest_rig.dump(job, newest_rig.images())
+        assert dumped.status != 0
+        assert "the process is stopped" in dumped.log
+        assert dumped.seconds < 10
+        os.kill(job.pids[1], signal.SIGCONT)
+        job.run_on()
+        dumped = newest_rig.dump(job, newest_rig.images(), "--leave-running")
+        assert dumped.status == 0, dumped.errors
         job.run_on()
 
 
