@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
 from cudackpt._core import MANIFEST_NAME
 from cudackpt.criu.plugin import Scalar
+
+_DEATH_S = 2.0  # a process that was killed may take a moment to be gone
 
 Damage = Callable[[Path], str]  # changes an image directory and says what it did
 
@@ -74,6 +77,9 @@ def expect_refusal(
     """Restore; it must not come to anything. Says how it was refused."""
     output = job.log.read_bytes()
     restored = rig.restore(images, config=config)
+    deadline = time.monotonic() + _DEATH_S
+    while job.alive_pids() and time.monotonic() < deadline:
+        time.sleep(0.01)
     job.reap()  # what was killed has come to us
     assert restored.status != 0, "criu says it restored this"
     reasons = [line for line in restored.log.splitlines() if "Error: cuda_plugin: " in line]
