@@ -112,13 +112,13 @@ def run(
             if (images / "cudackpt-undo.log").exists():
                 tally.counts["brought back by the worker"] += 1
         except AssertionError as lost:
-            tally.counts["lost"] += 1
+            tally.counts[f"LOST in {phase}"] += 1
             where = f"killed at {point} ({phase}), {images}"
             why = _not_excused(job, phase)
             if why and plugin:
                 tally.failures.append(f"{where}: {lost}; {why}")
             elif not why:
-                tally.counts["lost to a SIGTRAP of criu's own code in the task"] += 1
+                tally.counts["of these to a SIGTRAP of criu's own code"] += 1
             job.end()
             job = None
     if job is not None:

@@ -20,7 +20,7 @@ def describe_part(name: str, tally: Tally, seconds: float) -> dict[str, Any]:
         "part": name,
         "trials": tally.trials,
         "failures": tally.failures,
-        "counts": {key: value for key, value in tally.counts.items() if key != "trials"},
+        "counts": {key: tally.counts[key] for key in sorted(tally.counts) if key != "trials"},
         "seconds": round(seconds, 1),
     }
 
@@ -70,6 +70,14 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
                 f"| {name} | {part['part']} | {part['trials']} | {len(part['failures'])} "
                 f"| {counts or '-'} | {part['seconds']:.0f} |"
             )
+    lines += [
+        "",
+        "LOST counts jobs that did not live on. CRIU runs code of its own in the tasks, by",
+        "breakpoints: a task that stands at one when criu is killed dies of SIGTRAP, with the plugin or",
+        "without. Such a death, in a phase in which the plugin does nothing, is counted and is no",
+        "failure, if all other processes of the tree run on; every other loss is a failure. The stock",
+        "parts kill the same criu without the plugin, on a job without CUDA, for comparison.",
+    ]
     lines += ["", "What each campaign does:", ""]
     lines += [f"- **{name}**: {what}." for name, (what, _) in CAMPAIGNS.items()]
     failures = [
