@@ -20,6 +20,7 @@ cudackpt        cudackpt(*words) -> CompletedProcess: the command, in emulator_e
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -58,6 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # A restored job's parent, criu, ends at once; then the job is ours, so that its end is seen.
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise pytest.UsageError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
+    # What whoever started us left open would be dumped with every job, and may not be dumpable.
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with contextlib.suppress(OSError):  # listdir's own, closed by now
+                os.set_inheritable(int(name), False)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -182,7 +182,7 @@ class _Workspace:
         plugin_errors = log.plugin_errors(text)
         if not plugin_errors:
             statistics = find_statistics(self._images, self._stage)
-            if statistics is not None and not statistics.succeeded:
+            if statistics is not None and not statistics.succeeded and statistics.error:
                 plugin_errors = [statistics.error]
         # A negative return of RESUME_DEVICES_LATE does not fail CRIU: our errors do it here.
         if ended.status != 0 or plugin_errors:
