@@ -36,10 +36,14 @@ class Checkpoint:
 def take(rig: Rig, **options: int) -> Checkpoint:
     name = rig.images().name + "-job"
     job = SteadyJob(rig.program, rig.scratch / name, rig.environ, **options)
-    images = rig.images()
-    dumped = rig.dump(job, images)
-    assert dumped.status == 0, dumped.errors
-    assert job.wait() == -signal.SIGKILL
+    try:
+        images = rig.images()
+        dumped = rig.dump(job, images)
+        assert dumped.status == 0, dumped.errors
+        assert job.wait() == -signal.SIGKILL
+    except BaseException:
+        job.end()
+        raise
     rig.settle(images)
     return Checkpoint(job, images)
 

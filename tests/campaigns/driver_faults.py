@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from campaigns import damage
-from campaigns.rig import Rig, Run
+from campaigns.rig import Jobs, Rig, Run
 from campaigns.steady_job import SteadyJob, process_state
 from campaigns.tally import Tally
 
@@ -72,23 +72,20 @@ def restore_faults(codes: tuple[int, ...], slow: bool) -> Iterator[Fault]:
 def run_dumps(rig: Rig, codes: tuple[int, ...] = CODES, *, slow: bool = True) -> Tally:
     """One dump for each fault."""
     tally = Tally()
-    job = _start(rig)
-    for fault in dump_faults(codes, slow):
-        tally.counts["trials"] += 1
-        try:
-            lives = _try_dump(rig, job, fault)
-        except AssertionError as failure:
-            tally.failures.append(f"dump, {fault}: {failure}")
-            lives = False
-        finally:
-            rig.emulator.clear_faults()
-        if lives:
-            tally.counts["dump failed, job runs on"] += 1
-        else:
-            tally.counts["dump failed, driver gave the job up"] += 1
-            job.end()
-            job = _start(rig)
-    job.end()
+    with Jobs(lambda: _start(rig)) as jobs:
+        for fault in dump_faults(codes, slow):
+            tally.counts["trials"] += 1
+            try:
+                if _try_dump(rig, jobs.get(), fault):
+                    tally.counts["dump failed, job runs on"] += 1
+                else:
+                    tally.counts["dump failed, driver gave the job up"] += 1
+                    jobs.drop()
+            except AssertionError as failure:
+                tally.failures.append(f"dump, {fault}: {failure}")
+                jobs.drop()
+            finally:
+                rig.emulator.clear_faults()
     return tally
 
 
@@ -117,20 +114,18 @@ def run_restores(rig: Rig, codes: tuple[int, ...] = CODES, *, slow: bool = True)
 def run_undos(rig: Rig, codes: tuple[int, ...] = CODES) -> Tally:
     """One dump that leaves the job running for each fault that meets its way back, once."""
     tally = Tally()
-    job = _start(rig)
     faults = [Fault(call, "error", code) for call in UNDO_CALLS for code in codes]
     faults += [Fault(call, "fail_after", 999) for call in UNDO_CALLS]
-    for fault in faults:
-        tally.counts["trials"] += 1
-        try:
-            tally.counts[_try_undo(rig, job, fault)] += 1
-        except AssertionError as failure:
-            tally.failures.append(f"undo, {fault}: {failure}")
-            job.end()
-            job = _start(rig)
-        finally:
-            rig.emulator.clear_faults()
-    job.end()
+    with Jobs(lambda: _start(rig)) as jobs:
+        for fault in faults:
+            tally.counts["trials"] += 1
+            try:
+                tally.counts[_try_undo(rig, jobs.get(), fault)] += 1
+            except AssertionError as failure:
+                tally.failures.append(f"undo, {fault}: {failure}")
+                jobs.drop()
+            finally:
+                rig.emulator.clear_faults()
     return tally
 
 

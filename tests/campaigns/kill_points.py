@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 
-from campaigns.rig import Rig, workers
+from campaigns.rig import Jobs, Rig, workers
 from campaigns.steady_job import SteadyJob, exit_status, process_state
 from campaigns.tally import Tally
 
@@ -79,82 +79,71 @@ def run(
     worker is killed at the same instant, and `cudackpt recover` has to do its work.
     """
     tally = Tally()
-    job: SteadyJob | None = None
-    whole = None
     names = _NAMES if plugin else _STOCK_NAMES
     by_call, by_time = _Aim(random, names, 1.0), _Aim(random, names, _OVERTIME)
-    for index in range(count):
-        if job is None:
-            job = start_job(rig, plugin, random)
-        if whole is None:
-            whole = _measure(rig, job, plugin)
-        images = rig.images()
-        calls, seconds = whole
-        aim = by_call if with_worker or index % 2 == 0 else by_time
-        place = aim.next_place()
-        if aim is by_call:
-            number = 1 + int(place * calls)
-            point = f"system call {number} of {calls}"
-            _kill_at_call(rig, job, images, number, plugin, with_worker)
-        else:
-            point = f"{place * seconds * 1000:.0f} ms of {seconds * 1000:.0f}"
-            _kill_at_time(rig, job, images, place * seconds, plugin)
-        phase = _phase(images)
-        aim.hit(phase, place)
-        tally.counts["trials"] += 1
-        tally.counts[f"in {phase}"] += 1
-        try:
-            if with_worker:
-                _recover(rig, job, images)
-            job.run_on()
-            rig.settle(images)
-            job.threads()
-            if (images / "cudackpt-undo.log").exists():
-                tally.counts["brought back by the worker"] += 1
-        except AssertionError as lost:
-            tally.counts[f"LOST in {phase}"] += 1
-            where = f"killed at {point} ({phase}), {images}"
-            why = _not_excused(job, phase)
-            if why and plugin:
-                tally.failures.append(f"{where}: {lost}; {why}")
-            elif not why:
-                tally.counts["of these to a SIGTRAP of criu's own code"] += 1
-            job.end()
-            job = None
-    if job is not None:
-        job.end()
+    with Jobs(lambda: start_job(rig, plugin, random)) as jobs:
+        calls, seconds = _measure(rig, jobs.get(), plugin)
+        for index in range(count):
+            job, images = jobs.get(), rig.images()
+            aim = by_call if with_worker or index % 2 == 0 else by_time
+            place = aim.next_place()
+            if aim is by_call:
+                number = 1 + int(place * calls)
+                point = f"system call {number} of {calls}"
+                _kill_at_call(rig, job, images, number, plugin, with_worker)
+            else:
+                point = f"{place * seconds * 1000:.0f} ms of {seconds * 1000:.0f}"
+                _kill_at_time(rig, job, images, place * seconds, plugin)
+            phase = _phase(images)
+            aim.hit(phase, place)
+            tally.counts["trials"] += 1
+            tally.counts[f"in {phase}"] += 1
+            try:
+                if with_worker:
+                    _recover(rig, job, images)
+                job.run_on()
+                rig.settle(images)
+                job.threads()
+                if (images / "cudackpt-undo.log").exists():
+                    tally.counts["brought back by the worker"] += 1
+            except AssertionError as lost:
+                tally.counts[f"LOST in {phase}"] += 1
+                why = _not_excused(job, phase)
+                if why and plugin:
+                    tally.failures.append(f"killed at {point} ({phase}), {images}: {lost}; {why}")
+                elif not why:
+                    tally.counts["LOST, of these to a SIGTRAP of criu's own code"] += 1
+                jobs.drop()
     return tally
 
 
 def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
     """The plugin's worker alone is killed, at `count` moments of dumps of one job."""
     tally = Tally()
-    job = start_job(rig, True, random)
-    threads = job.threads()
-    _, seconds = _measure(rig, job, True)
-    for _ in range(count):
-        images = rig.images()
-        moment = random.uniform(0, seconds)
-        criu = rig.start(_words(rig, job, images, True))
-        while criu.poll() is None and not (found := workers(images)):
-            pass
-        time.sleep(moment)
-        for pid in found if criu.poll() is None else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        status = criu.wait(60)
-        tally.counts["trials"] += 1
-        tally.counts["dump done" if status == 0 else "dump failed"] += 1
-        try:
-            job.run_on()
-            rig.settle(images)
-            assert job.threads() == threads, "its threads have changed"
-        except AssertionError as lost:
-            tally.failures.append(f"worker killed {moment * 1000:.0f} ms after its start: {lost}")
-            job.end()
-            job = start_job(rig, True, random)
+    with Jobs(lambda: start_job(rig, True, random)) as jobs:
+        _, seconds = _measure(rig, jobs.get(), True)
+        for _ in range(count):
+            job, images = jobs.get(), rig.images()
             threads = job.threads()
-    job.end()
+            moment = random.uniform(0, seconds)
+            criu = rig.start(_words(rig, job, images, True))
+            while criu.poll() is None and not (found := workers(images)):
+                pass
+            time.sleep(moment)
+            for pid in found if criu.poll() is None else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            status = criu.wait(60)
+            tally.counts["trials"] += 1
+            tally.counts["dump done" if status == 0 else "dump failed"] += 1
+            try:
+                job.run_on()
+                rig.settle(images)
+                assert job.threads() == threads, "its threads have changed"
+            except AssertionError as lost:
+                what = f"worker killed {moment * 1000:.0f} ms after its start"
+                tally.failures.append(f"{what}: {lost}")
+                jobs.drop()
     return tally
 
 

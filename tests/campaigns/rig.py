@@ -7,10 +7,11 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from campaigns.steady_job import SteadyJob
 from cudackpt.criu import command
@@ -41,6 +42,32 @@ class Run:
             line for line in self.log.splitlines() if "Error" in line or "cuda_plugin: " in line
         ]
         return "\n".join(lines[-12:]) or self.output[-600:]
+
+
+class Jobs:
+    """The job of a campaign: one at a time, a new one when the last was lost, ended at the end."""
+
+    def __init__(self, start: Callable[[], SteadyJob]) -> None:
+        self._start = start
+        self._job: SteadyJob | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop()
+
+    def get(self) -> SteadyJob:
+        """The one that runs, started if there is none."""
+        if self._job is None:
+            self._job = self._start()
+        return self._job
+
+    def drop(self) -> None:
+        """End it."""
+        if self._job is not None:
+            self._job.end()
+        self._job = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +209,7 @@ class Rig:
             if time.monotonic() > deadline:
                 raise AssertionError(f"worker {left} is left behind")
             time.sleep(0.01)
+        reap_workers()
 
     def _plugin_directory(self, plugin: bool) -> Path:
         if plugin:
@@ -197,6 +225,17 @@ class Rig:
 def workers(images: Path) -> list[int]:
     """Live workers of the plugin that hold `images` open."""
     return find_users(images, WORKER_COMM)
+
+
+def reap_workers() -> None:
+    """Collect the workers that have ended and come to us as subreaper; nobody else will."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    for pid in map(int, children.split()):
+        try:
+            if Path(f"/proc/{pid}/comm").read_text().strip() == WORKER_COMM:
+                os.waitpid(pid, os.WNOHANG)
+        except (FileNotFoundError, ProcessLookupError, ChildProcessError):
+            continue
 
 
 def _log_path(images: Path, stage: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from random import Random
 
-from campaigns.rig import Rig, small_filesystem
+from campaigns.rig import Jobs, Rig, small_filesystem
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
 
@@ -22,25 +22,21 @@ def run(rig: Rig, random: Random, sizes: int, *, every_file: bool = True) -> Tal
     """Dump into file systems too small by files, one more each time until it fits (or a few of
     them), and by size, at `sizes` places between nothing and enough."""
     tally = Tally()
-    job = _start(rig)
-    need, files = _measure(rig, job)
-    counts = range(1, files + 2) if every_file else sorted(random.sample(range(2, files), 4))
-    trials = [(_AMPLE, count) for count in counts]
-    for index in range(sizes):
-        place = random.uniform(index / sizes, (index + 1) / sizes)
-        trials.append((max(PAGE, int(place * need) // PAGE * PAGE), 0))
-    for size, inodes in trials:
-        what = f"room for {inodes} files" if inodes else f"room for {size} of {need} bytes"
-        try:
-            outcome = _try_one(rig, job, size, inodes)
-        except AssertionError as failure:
-            tally.failures.append(f"{what}: {failure}")
-            job.end()
-            job = _start(rig)
-            outcome = "failure"
-        tally.counts["trials"] += 1
-        tally.counts[outcome] += 1
-    job.end()
+    with Jobs(lambda: _start(rig)) as jobs:
+        need, files = _measure(rig, jobs.get())
+        counts = range(1, files + 2) if every_file else sorted(random.sample(range(2, files), 4))
+        trials = [(_AMPLE, count) for count in counts]
+        for index in range(sizes):
+            place = random.uniform(index / sizes, (index + 1) / sizes)
+            trials.append((max(PAGE, int(place * need) // PAGE * PAGE), 0))
+        for size, inodes in trials:
+            tally.counts["trials"] += 1
+            try:
+                tally.counts[_try_one(rig, jobs.get(), size, inodes)] += 1
+            except AssertionError as failure:
+                what = f"room for {inodes} files" if inodes else f"room for {size} of {need} bytes"
+                tally.failures.append(f"{what}: {failure}")
+                jobs.drop()
     return tally
 
 
