@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from cudackpt.criu.find import Criu
 
 _BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TIMEOUT_S = 120
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_POLL_S = 0.02
 _LIBRARY_PATH = "LIBRARY_PATH_OF_THE_CALLER"
 
 
@@ -59,35 +58,45 @@ def end_programs_in(directory: Path) -> None:
             continue  # it has ended meanwhile
 
 
-@pytest.fixture
-def not_a_subreaper() -> Iterator[None]:
-    """Restored jobs go to init, as a newcomer's do: here they would stay zombies, and their pids
-    taken, for as long as the shell runs."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    assert prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
-    yield
-    assert prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+def run_shell(script: str, home: Path, environ: dict[str, str]) -> tuple[int, str]:
+    """Exit status and output of a script whose orphans are collected as init would do it.
+
+    The test process is a subreaper (tests/conftest.py): a restored job becomes its child, and would
+    stay a zombie, and its pid taken, for as long as the script runs.
+    """
+    log = home / "shell.log"
+    with log.open("wb") as output:
+        shell = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=home,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    deadline = time.monotonic() + _TIMEOUT_S
+    while shell.poll() is None:
+        if time.monotonic() > deadline:
+            shell.kill()
+            shell.wait()
+            raise AssertionError(f"not done in {_TIMEOUT_S} s:\n{log.read_text()}")
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and ended.si_pid != shell.pid:
+            os.waitpid(ended.si_pid, 0)
+        else:
+            time.sleep(_POLL_S)
+    return shell.returncode, log.read_text(errors="replace")
 
 
-@pytest.mark.usefixtures("not_a_subreaper")
 def test_readme(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None:
     home, environ = newcomer
     blocks = shell_blocks(repository / "README.md")
     assert len(blocks) >= 4
     script = "set -eu\n" + "\n".join(blocks)
     try:
-        ended = subprocess.run(
-            ["bash", "-c", script],
-            cwd=home,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
-        assert "emulator" in ended.stdout
+        status, output = run_shell(script, home, environ)
+        assert status == 0, output
+        assert "emulator" in output
         lines = (home / "vectors.log").read_text().splitlines()
         assert lines[-1].startswith("round ")
     finally:

@@ -55,6 +55,8 @@ def test_calls_back_while_it_runs() -> None:
 
 @pytest.mark.parametrize("shielded", [True, False], ids=["shielded", "plain"])
 def test_only_what_is_shielded_survives_ctrl_c(shielded: bool) -> None:
+    # A shell has what it runs in the background ignore SIGINT, these tests perhaps among it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = "import time; time.sleep(1); print('finished')"
     threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
     if shielded:
