@@ -31,6 +31,7 @@ _PHASES = (
     ("dump tasks", "Dumping task (pid:"),
     ("finish", "Writing image inventory"),
 )
+_CRIUS_SIGNALS = {"SIGTRAP", "SIGSEGV"}  # what stock CRIU's victims die of in this campaign
 _PLUGIN_PHASES = ("lock", "checkpoint", "drop")
 _NAMES = tuple(name for name, _ in _PHASES)
 _STOCK_NAMES = ("start", "freeze", "dump tasks", "finish")
@@ -107,12 +108,11 @@ def run(
                 if (images / "cudackpt-undo.log").exists():
                     tally.counts["brought back by the worker"] += 1
             except AssertionError as lost:
-                tally.counts[f"LOST in {phase}"] += 1
-                why = _not_excused(job, phase)
+                signals = _deadly_signals(job)
+                tally.counts[f"LOST in {phase} to {' and '.join(signals) or 'a hang'}"] += 1
+                why = _not_excused(job, phase, signals)
                 if why and plugin:
                     tally.failures.append(f"killed at {point} ({phase}), {images}: {lost}; {why}")
-                elif not why:
-                    tally.counts["LOST, of these to a SIGTRAP of criu's own code"] += 1
                 jobs.drop()
     return tally
 
@@ -147,18 +147,25 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
     return tally
 
 
-def _not_excused(job: SteadyJob, phase: str) -> str:
+def _deadly_signals(job: SteadyJob) -> list[str]:
+    """What killed processes of the tree; children are killed with their parent, which is left
+    out."""
+    statuses = {exit_status(pid) for pid in job.pids if process_state(pid) == "Z"}
+    names = {signal.Signals(-status).name if status < 0 else "exit" for status in statuses}
+    return sorted(names - {"SIGKILL"} or names)
+
+
+def _not_excused(job: SteadyJob, phase: str, signals: list[str]) -> str:
     """Why a loss is more than what CRIU itself may do.
 
-    CRIU runs code of its own in the tasks, by breakpoints; a task that stands at one when criu is
-    killed dies of SIGTRAP, with any plugin or none. Who dies so must be the only one (and its
-    children, which are told to), and never in a phase in which the plugin is at work.
+    CRIU runs code of its own in the tasks, which it puts in the place of the task's and leads by
+    breakpoints: a task that stands there when criu is killed dies, with any plugin or none. Who
+    dies so must be the only one, and never in a phase in which the plugin is at work.
     """
     if phase in _PLUGIN_PHASES:
         return "the plugin was at work"
-    ended = {pid: exit_status(pid) for pid in job.pids if process_state(pid) == "Z"}
-    if -signal.SIGTRAP not in ended.values():
-        return f"nobody died of SIGTRAP, but {ended}"
+    if not signals or not set(signals) <= _CRIUS_SIGNALS:
+        return f"that is not how criu's code in the task ends: {signals or 'a hang'}"
     job.pids = tuple(job.alive_pids())
     try:
         job.run_on()
@@ -168,10 +175,12 @@ def _not_excused(job: SteadyJob, phase: str) -> str:
 
 
 def start_job(rig: Rig, plugin: bool, random: Random) -> SteadyJob:
+    """Without the plugin, one with as many threads and processes, and no CUDA."""
     name = rig.scratch / f"job-{random.randrange(1 << 30):x}"
     if plugin:
         return SteadyJob(rig.program, name, rig.environ, mib=8, children=1, pinned_kib=64)
-    return SteadyJob(rig.program, name, rig.environ, mib=8, cuda=0, plain_children=1)
+    shape = {"cuda": 0, "plain_children": 1, "plain_threads": 3}
+    return SteadyJob(rig.program, name, rig.environ, mib=8, **shape)
 
 
 def _words(rig: Rig, job: SteadyJob, images: Path, plugin: bool) -> list[str]:

@@ -12,7 +12,7 @@ import time
 from random import Random
 
 from campaigns import damage
-from campaigns.rig import Rig
+from campaigns.rig import Rig, end_strays
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
 
@@ -42,6 +42,7 @@ def run(rig: Rig, random: Random, count: int) -> Tally:
         except AssertionError as failure:
             tally.failures.append(f"killed at system call {number} of {calls}: {failure}")
         _end(job, output)
+    end_strays()
     return tally
 
 

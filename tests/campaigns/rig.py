@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -56,6 +57,7 @@ class Jobs:
 
     def __exit__(self, *_: object) -> None:
         self.drop()
+        end_strays()
 
     def get(self) -> SteadyJob:
         """The one that runs, started if there is none."""
@@ -229,13 +231,27 @@ def workers(images: Path) -> list[int]:
 
 def reap_workers() -> None:
     """Collect the workers that have ended and come to us as subreaper; nobody else will."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    for pid in map(int, children.split()):
-        try:
-            if Path(f"/proc/{pid}/comm").read_text().strip() == WORKER_COMM:
-                os.waitpid(pid, os.WNOHANG)
-        except (FileNotFoundError, ProcessLookupError, ChildProcessError):
-            continue
+    for pid in _children_named(WORKER_COMM):
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def end_strays() -> None:
+    """Kill what a killed criu has left of itself: it probes the kernel with children that wait for
+    a signal of its. Not while another criu runs."""
+    for pid in _children_named("criu", "ld-linux-x86-64"):
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _children_named(*names: str) -> list[int]:
+    found = []
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() in names:
+                found.append(int(pid))
+    return found
 
 
 def _log_path(images: Path, stage: str) -> Path:

@@ -39,8 +39,8 @@ class SteadyJob(Job):
     ) -> None:
         """Start it and wait until each of its processes has made two steps.
 
-        options: the program's, with "_" for "-": mib, pinned_kib, children, plain_children, seed,
-        cuda.
+        options: the program's, with "_" for "-": mib, pinned_kib, children, plain_children, plain_threads,
+        seed, cuda.
         """
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         argv = [str(program), *(part for word in words for part in word.split("="))]

@@ -1,18 +1,21 @@
 /* A job that uses GPU memory all the time and knows what must be in it.
  *
  *     steady_job [--mib N] [--pinned-kib N] [--children N] [--plain-children N] [--seed N]
- *                [--cuda 0]
+ *                [--plain-threads N] [--cuda 0]
  *
- * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA. Each CUDA process holds N
- * MiB of device memory (default 4) in four regions - zero, compressible, random, and a pattern that
- * repeats - and N KiB of pinned host memory (default 0). Again and again it reads all of it, compares
- * each byte with a copy of its own, prints "PID step K ok", and changes a stretch of both. A process
- * without CUDA does the same with its own memory. What differs is "PID MISMATCH region R offset O",
- * an error of the driver "PID CALL: NAME"; the process then ends with status 1. Every line is one
- * write to standard output, so the lines of the tree do not mix.
+ * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA.
+ * Each CUDA process holds N MiB of device memory (default 4) in four regions - zero, compressible,
+ * random, and a pattern that repeats - and N KiB of pinned host memory (default 0). Again and again it
+ * reads all of it, compares each byte with a copy of its own, prints "PID step K ok", and changes a
+ * stretch of both. A process without CUDA does the same with its own memory, and has N more threads
+ * that wait (default 0). What differs is "PID MISMATCH region R offset O", an error of the driver
+ * "PID CALL: NAME"; the process then ends with status 1. Every line is one write to standard output,
+ * so the lines of the tree do not mix.
  */
 #define _GNU_SOURCE
 #include <cuda.h>
+#include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -130,7 +133,18 @@ static void run_cuda(size_t size, size_t pinned_size, uint64_t seed) {
     }
 }
 
-static void run_plain(size_t size, uint64_t seed) {
+static void* wait_forever(void* unused) {
+    for (;;)
+        poll(NULL, 0, -1);
+    return unused;
+}
+
+static void run_plain(size_t size, unsigned long threads, uint64_t seed) {
+    for (unsigned long i = 0; i < threads; ++i) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, wait_forever, NULL) != 0)
+            _exit(3);
+    }
     uint8_t* memory = malloc(size);
     uint8_t* wanted = malloc(size);
     if (memory == NULL || wanted == NULL)
@@ -149,7 +163,7 @@ static void run_plain(size_t size, uint64_t seed) {
 
 int main(int argc, char** argv) {
     size_t size = (size_t)4 << 20, pinned_size = 0;
-    unsigned long children = 0, plain_children = 0;
+    unsigned long children = 0, plain_children = 0, plain_threads = 0;
     uint64_t seed = 1;
     bool cuda = true;
     for (int i = 1; i < argc; i += 2) {
@@ -162,6 +176,8 @@ int main(int argc, char** argv) {
             children = value;
         else if (strcmp(argv[i], "--plain-children") == 0)
             plain_children = value;
+        else if (strcmp(argv[i], "--plain-threads") == 0)
+            plain_threads = value;
         else if (strcmp(argv[i], "--seed") == 0)
             seed = value + 1;
         else if (strcmp(argv[i], "--cuda") == 0)
@@ -183,9 +199,9 @@ int main(int argc, char** argv) {
             return 0;
         if (child < children)
             run_cuda(size, pinned_size, seed * 1000003 + child);
-        run_plain(size, seed * 1000003 + child);
+        run_plain(size, plain_threads, seed * 1000003 + child);
     }
     if (cuda)
         run_cuda(size, pinned_size, seed * 1000003 - 1);
-    run_plain(size, seed * 1000003 - 1);
+    run_plain(size, plain_threads, seed * 1000003 - 1);
 }

@@ -72,11 +72,12 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
             )
     lines += [
         "",
-        "LOST counts jobs that did not live on. CRIU runs code of its own in the tasks, by",
-        "breakpoints: a task that stands at one when criu is killed dies of SIGTRAP, with the plugin or",
-        "without. Such a death, in a phase in which the plugin does nothing, is counted and is no",
-        "failure, if all other processes of the tree run on; every other loss is a failure. The stock",
-        "parts kill the same criu without the plugin, on a job without CUDA, for comparison.",
+        "LOST are jobs that did not live on. CRIU runs code of its own in the tasks, in the place of",
+        "theirs and led by breakpoints: a task that stands there when criu is killed dies of SIGTRAP or",
+        "SIGSEGV, with the plugin or without. Such a death, in a phase in which the plugin does",
+        "nothing, is counted and is no failure, if all other processes of the tree run on; every other",
+        "loss is a failure. The stock parts kill the same criu without the plugin, on a job without",
+        "CUDA, for comparison.",
     ]
     lines += ["", "What each campaign does:", ""]
     lines += [f"- **{name}**: {what}." for name, (what, _) in CAMPAIGNS.items()]
