@@ -31,7 +31,7 @@ def describe_machine(criu_versions: Sequence[str], driver: str, plugin: str) -> 
         "emulated_driver": driver,
         "criu": list(criu_versions),
         "cudackpt": plugin,
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
