@@ -79,7 +79,6 @@ void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain) {
             throw Error(Errc::corrupt_data, "lz4 chunk does not decode to its size");
         return;
     }
-    case Encoding::ref: break;
     }
     throw Error(Errc::unsupported,
                 "cannot decode encoding " + std::to_string(static_cast<int>(encoding)));

@@ -9,7 +9,7 @@
 namespace cudackpt {
 
 /// How one chunk is stored; docs/format.md, field encoding. Permanent: never renumber.
-enum class Encoding : std::uint8_t { zero = 0, lz4 = 1, raw = 2, ref = 3 };
+enum class Encoding : std::uint8_t { zero = 0, lz4 = 1, raw = 2 };
 
 inline constexpr std::uint32_t kMinChunkSize = 4U << 10;
 inline constexpr std::uint32_t kMaxChunkSize = 4U << 20;
@@ -43,7 +43,7 @@ EncodedChunk encode_chunk(Bytes plain, bool compress, int lz4_acceleration, MutB
 /// Decode `stored` into `plain`, filling it exactly. Safe on hostile input: never writes outside
 /// `plain`, whatever `stored` holds.
 /// Throws Error: corrupt_data if it does not decode to exactly that size, unsupported if
-/// `encoding` is ref or unknown.
+/// `encoding` is unknown.
 void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain);
 
 } // namespace cudackpt

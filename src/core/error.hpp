@@ -12,6 +12,7 @@ enum class Errc {
     corrupt_data, ///< stored bytes fail a checksum, a bound or a decoder
     unsupported,  ///< well formed, but needs a feature this build does not have
     io,           ///< the operating system refused; what() ends with strerror
+    gone,         ///< the process has ended or has executed another program
 };
 
 class Error : public std::runtime_error {

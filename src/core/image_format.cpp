@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kHashSize = sizeof(Id);
 constexpr std::size_t kHeaderReserved = 164;
 constexpr std::size_t kTrailerReserved = 16;
-constexpr std::size_t kIndexEntryReserved = 3;
+constexpr std::size_t kIndexEntryReserved = 1;
 
 Bytes header_magic() noexcept {
     return std::as_bytes(std::span("\x93"
@@ -44,6 +44,15 @@ Id check_seal(Bytes bytes, const char* part) {
     return hash;
 }
 
+// That the stored bytes of a chunk with a source can be in that source's file.
+void check_source(const IndexEntry& entry, const std::vector<Source>& sources) {
+    if (entry.source > sources.size())
+        corrupt("there is no source " + std::to_string(entry.source));
+    const std::uint64_t size = sources[entry.source - 1U].file_size;
+    if (entry.offset > size || entry.stored_size > size - entry.offset)
+        corrupt("lies beyond the end of its source");
+}
+
 } // namespace
 
 Id hash_at_end(Bytes packed) {
@@ -51,12 +60,9 @@ Id hash_at_end(Bytes packed) {
 }
 
 void check_required_features(std::uint64_t bits) {
-    if ((bits & kParentReferences) != 0)
-        throw Error(Errc::unsupported, "refers to chunks of a parent checkpoint, which this version"
-                                       " cannot read");
     if ((bits & kEncryption) != 0)
         throw Error(Errc::unsupported, "is encrypted, which this version cannot read");
-    if (bits != 0)
+    if ((bits & ~kParent) != 0)
         throw Error(Errc::unsupported, "needs features this version does not know (bits " +
                                            std::to_string(bits) + ")");
 }
@@ -66,8 +72,8 @@ std::vector<std::byte> pack_header(const Header& header) {
     out.append(header_magic());
     out.number(kVersion);
     out.number(static_cast<std::uint32_t>(kHeaderSize));
-    out.number(std::uint64_t{0}); // required_features
-    out.number(std::uint64_t{0}); // optional_features
+    out.number(header.parent_id == Id{} ? std::uint64_t{0} : kParent); // required_features
+    out.number(std::uint64_t{0});                                      // optional_features
     out.append(header.checkpoint_id);
     out.append(header.parent_id);
     out.number(header.pid);
@@ -90,10 +96,13 @@ Header unpack_header(Bytes bytes) {
                                            ", this build reads " + std::to_string(kVersion));
     if (in.number<std::uint32_t>() != kHeaderSize)
         corrupt("header has the wrong size");
-    check_required_features(in.number<std::uint64_t>());
+    const auto required = in.number<std::uint64_t>();
+    check_required_features(required);
     in.number<std::uint64_t>(); // optional_features
     header.checkpoint_id = in.id();
     header.parent_id = in.id();
+    if ((header.parent_id != Id{}) != ((required & kParent) != 0))
+        corrupt("parent and features contradict each other");
     header.pid = in.number<std::uint32_t>();
     header.chunk_size = in.number<std::uint32_t>();
     header.alignment = in.number<std::uint32_t>();
@@ -113,10 +122,12 @@ void pack_index_entry(const IndexEntry& entry, MutBytes out) noexcept {
     put(entry.stored_hash);
     put(entry.stored_size);
     put(entry.encoding);
+    put(entry.source);
     put(std::array<std::byte, kIndexEntryReserved>{});
 }
 
-IndexEntry unpack_index_entry(Bytes bytes, std::uint32_t plain_size) {
+IndexEntry unpack_index_entry(Bytes bytes, std::uint32_t plain_size,
+                              const std::vector<Source>& sources) {
     FieldReader in(bytes);
     IndexEntry entry;
     entry.plain_hash = in.id();
@@ -124,6 +135,7 @@ IndexEntry unpack_index_entry(Bytes bytes, std::uint32_t plain_size) {
     entry.stored_hash = in.number<std::uint64_t>();
     entry.stored_size = in.number<std::uint32_t>();
     const auto encoding = in.number<std::uint8_t>();
+    entry.source = in.number<std::uint16_t>();
     in.reserved(kIndexEntryReserved);
 
     entry.encoding = static_cast<Encoding>(encoding);
@@ -131,20 +143,22 @@ IndexEntry unpack_index_entry(Bytes bytes, std::uint32_t plain_size) {
         corrupt("stored hash of a chunk that is not lz4");
     switch (entry.encoding) {
     case Encoding::zero:
-        if (entry.stored_size != 0 || entry.offset != 0)
-            corrupt("zero chunk has a place in the file");
+        if (entry.stored_size != 0 || entry.offset != 0 || entry.source != 0)
+            corrupt("zero chunk has a place in a file");
         return entry;
     case Encoding::lz4:
         if (entry.stored_size == 0 || entry.stored_size >= plain_size)
             corrupt("size of lz4 chunk out of range");
-        return entry;
+        break;
     case Encoding::raw:
         if (entry.stored_size != plain_size)
             corrupt("raw chunk has the wrong size");
-        return entry;
-    case Encoding::ref: corrupt("reference to a parent in an image that says it has none");
+        break;
+    default: corrupt("unknown encoding " + std::to_string(encoding));
     }
-    corrupt("unknown encoding " + std::to_string(encoding));
+    if (entry.source != 0)
+        check_source(entry, sources);
+    return entry;
 }
 
 std::vector<std::byte> pack_trailer(const Trailer& trailer) {

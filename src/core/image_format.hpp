@@ -16,11 +16,13 @@ inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::size_t kHeaderSize = 256;
 inline constexpr std::size_t kTrailerSize = 128;
 inline constexpr std::size_t kIndexEntrySize = 40;
+/// Of the u16 source in a packed entry.
+inline constexpr std::size_t kIndexSourceOffset = 37;
 
 inline constexpr std::uint32_t kMaxAlignment = 4096;
 
 /// Bits of required_features.
-inline constexpr std::uint64_t kParentReferences = 1U << 0;
+inline constexpr std::uint64_t kParent = 1U << 0;
 inline constexpr std::uint64_t kEncryption = 1U << 1;
 
 constexpr std::uint64_t align_up(std::uint64_t offset, std::uint64_t alignment) noexcept {
@@ -52,13 +54,15 @@ struct IndexEntry {
     std::uint64_t stored_hash = 0;
     std::uint32_t stored_size = 0;
     Encoding encoding = Encoding::zero;
+    std::uint16_t source = 0; ///< 0: this file; n: the n-th source
 };
 
 /// `out` is kIndexEntrySize long.
 void pack_index_entry(const IndexEntry& entry, MutBytes out) noexcept;
-/// Of a chunk of `plain_size` bytes. `bytes` is kIndexEntrySize long. Checks what one entry can
-/// show by itself. Throws Error: corrupt_data.
-IndexEntry unpack_index_entry(Bytes bytes, std::uint32_t plain_size);
+/// Of a chunk of `plain_size` bytes in an image with these sources. `bytes` is kIndexEntrySize
+/// long. Checks what one entry can show by itself. Throws Error: corrupt_data.
+IndexEntry unpack_index_entry(Bytes bytes, std::uint32_t plain_size,
+                              const std::vector<Source>& sources);
 
 struct Trailer {
     std::uint64_t metadata_offset = 0;

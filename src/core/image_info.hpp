@@ -38,6 +38,17 @@ struct GpuInfo {
 /// The driver's view of a process; values of CUprocessState (cuda.h).
 enum class ProcessState : std::uint32_t { running = 0, locked = 1, checkpointed = 2, failed = 3 };
 
+/// An image of an earlier checkpoint that holds chunks of this one.
+struct Source {
+    Id checkpoint_id{};
+    Id digest{};                 ///< of that image
+    std::uint64_t file_size = 0; ///< of that image, in bytes
+    std::uint32_t pid = 0;       ///< its file is image_name(pid)
+    std::uint32_t depth = 0;     ///< parent links from here to its directory; 1: the parent's
+
+    bool operator==(const Source&) const = default;
+};
+
 struct ImageInfo {
     Id checkpoint_id{};           ///< random; the same in every image of one dump
     Id parent_id{};               ///< checkpoint_id of the parent; all zero: none
@@ -51,6 +62,7 @@ struct ImageInfo {
     std::vector<GpuInfo> gpus;            ///< empty: not known
     std::uint32_t chunk_size = 0;         ///< bytes; a power of two, kMinChunkSize..kMaxChunkSize
     std::vector<Region> regions;          ///< ascending by address, not overlapping
+    std::vector<Source> sources;          ///< ascending by depth, then pid
 
     bool operator==(const ImageInfo&) const = default;
 };

@@ -8,7 +8,7 @@
 namespace cudackpt::format {
 namespace {
 
-constexpr std::size_t kFixedReserved = 8;
+constexpr std::size_t kFixedReserved = 4;
 constexpr std::size_t kRegionReserved = 3;
 constexpr std::uint32_t kMaxProtection = 7; // PROT_READ | PROT_WRITE | PROT_EXEC
 
@@ -45,6 +45,30 @@ void check_regions(const ImageInfo& info, Errc blame) {
                                ": the chunk size is too small for this much memory");
 }
 
+void check_sources(const ImageInfo& info, Errc blame) {
+    if (info.sources.size() > kMaxSources)
+        throw Error(blame, "too many sources: " + std::to_string(info.sources.size()));
+    if (!info.sources.empty() && info.parent_id == Id{})
+        throw Error(blame, "has sources, and no parent");
+    std::pair<std::uint32_t, std::uint32_t> last{0, 0};
+    for (const Source& source : info.sources) {
+        const auto refuse = [&](const char* why) {
+            throw Error(blame, "source " + std::to_string(source.pid) + " at depth " +
+                                   std::to_string(source.depth) + ": " + why);
+        };
+        if (source.pid == 0 || source.pid > kMaxPid)
+            refuse("pid out of range");
+        if (source.depth == 0 || source.depth > kMaxDepth)
+            refuse("depth out of range");
+        if (source.file_size > kMaxFileSize)
+            refuse("file size out of range");
+        const std::pair place{source.depth, source.pid};
+        if (place <= last)
+            refuse("out of order");
+        last = place;
+    }
+}
+
 } // namespace
 
 void check_machine(const std::string& driver_version, const std::vector<GpuInfo>& gpus,
@@ -70,6 +94,7 @@ void check_info(const ImageInfo& info, Errc blame) {
         throw Error(blame, "comm is too long or holds a zero byte");
     check_machine(info.driver_version, info.gpus, blame);
     check_regions(info, blame);
+    check_sources(info, blame);
 }
 
 void pack_gpus(const std::vector<GpuInfo>& gpus, FieldWriter& out) {
@@ -92,7 +117,7 @@ std::vector<GpuInfo> unpack_gpus(std::uint32_t count, FieldReader& in) {
 
 std::vector<std::byte> pack_metadata(const ImageInfo& info) {
     FieldWriter out(kMetadataFixedSize + kGpuSize * info.gpus.size() +
-                    kRegionSize * info.regions.size());
+                    kRegionSize * info.regions.size() + kSourceSize * info.sources.size());
     out.number(info.start_time);
     out.append(info.boot_id);
     out.number(static_cast<std::uint32_t>(info.state_before));
@@ -101,6 +126,7 @@ std::vector<std::byte> pack_metadata(const ImageInfo& info) {
     out.number(static_cast<std::uint32_t>(info.gpus.size()));
     out.text(info.comm, kCommWidth);
     out.text(info.driver_version, kDriverVersionWidth);
+    out.number(static_cast<std::uint32_t>(info.sources.size()));
     out.reserved(kFixedReserved);
     pack_gpus(info.gpus, out);
     for (const Region& region : info.regions) {
@@ -109,6 +135,13 @@ std::vector<std::byte> pack_metadata(const ImageInfo& info) {
         out.number(region.protection);
         out.number(static_cast<std::uint8_t>(region.kind));
         out.reserved(kRegionReserved);
+    }
+    for (const Source& source : info.sources) {
+        out.append(source.checkpoint_id);
+        out.append(source.digest);
+        out.number(source.file_size);
+        out.number(source.pid);
+        out.number(source.depth);
     }
     return out.take();
 }
@@ -121,11 +154,13 @@ void unpack_metadata(Bytes bytes, ImageInfo& info) {
     info.driver_api_version = in.number<std::uint32_t>();
     const auto region_count = in.number<std::uint32_t>();
     const auto gpu_count = in.number<std::uint32_t>();
-    if (region_count > kMaxRegions || gpu_count > kMaxGpus ||
-        bytes.size() != kMetadataFixedSize + kGpuSize * gpu_count + kRegionSize * region_count)
-        throw Error(Errc::corrupt_data, "metadata has the wrong size");
     info.comm = in.text(kCommWidth);
     info.driver_version = in.text(kDriverVersionWidth);
+    const auto source_count = in.number<std::uint32_t>();
+    if (region_count > kMaxRegions || gpu_count > kMaxGpus || source_count > kMaxSources ||
+        bytes.size() != kMetadataFixedSize + kGpuSize * gpu_count + kRegionSize * region_count +
+                            kSourceSize * source_count)
+        throw Error(Errc::corrupt_data, "metadata has the wrong size");
     in.reserved(kFixedReserved);
     info.gpus = unpack_gpus(gpu_count, in);
     info.regions.resize(region_count);
@@ -135,6 +170,14 @@ void unpack_metadata(Bytes bytes, ImageInfo& info) {
         region.protection = in.number<std::uint32_t>();
         region.kind = static_cast<RegionKind>(in.number<std::uint8_t>());
         in.reserved(kRegionReserved);
+    }
+    info.sources.resize(source_count);
+    for (Source& source : info.sources) {
+        source.checkpoint_id = in.id();
+        source.digest = in.id();
+        source.file_size = in.number<std::uint64_t>();
+        source.pid = in.number<std::uint32_t>();
+        source.depth = in.number<std::uint32_t>();
     }
 }
 

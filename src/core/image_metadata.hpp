@@ -16,12 +16,16 @@ namespace cudackpt::format {
 inline constexpr std::size_t kMetadataFixedSize = 96;
 inline constexpr std::size_t kGpuSize = 280;
 inline constexpr std::size_t kRegionSize = 24;
+inline constexpr std::size_t kSourceSize = 48;
 
 inline constexpr std::uint64_t kPageSize = 4096;
 inline constexpr std::uint64_t kMaxAddress = std::uint64_t{1} << 57;
 inline constexpr std::uint64_t kMaxChunks = 1U << 25;
 inline constexpr std::uint32_t kMaxRegions = 1U << 20;
 inline constexpr std::uint32_t kMaxGpus = 256;
+inline constexpr std::uint32_t kMaxSources = 65535;
+inline constexpr std::uint32_t kMaxDepth = 65535;
+inline constexpr std::uint64_t kMaxFileSize = std::uint64_t{1} << 62; ///< what an off_t can hold
 inline constexpr std::uint32_t kMaxPid = 0x7fffffff;
 inline constexpr std::uint32_t kMaxState = 3; ///< of ProcessState
 inline constexpr std::size_t kCommWidth = 16;
@@ -29,8 +33,9 @@ inline constexpr std::size_t kDriverVersionWidth = 32;
 inline constexpr std::size_t kGpuNameWidth = 256;
 
 /// The largest metadata block there can be, in bytes.
-inline constexpr std::size_t kMaxMetadataSize =
-    kMetadataFixedSize + kGpuSize * kMaxGpus + kRegionSize * kMaxRegions;
+inline constexpr std::size_t kMaxMetadataSize = kMetadataFixedSize + kGpuSize * kMaxGpus +
+                                                kRegionSize * kMaxRegions +
+                                                kSourceSize * kMaxSources;
 
 /// Throws Error with code `blame` if `info` breaks a limit of docs/format.md.
 void check_info(const ImageInfo& info, Errc blame);

@@ -1,26 +1,26 @@
 #include "core/image_reader.hpp"
 
+#include "core/aligned_buffer.hpp"
+#include "core/chunk_input.hpp"
 #include "core/chunk_map.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_metadata.hpp"
+#include "core/progress_meter.hpp"
 #include "core/workers.hpp"
 
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
-#include <mutex>
+#include <iterator>
 #include <vector>
 
 namespace cudackpt {
 namespace {
 
 using format::align_up;
-
-// How much memory goes by between two calls of a progress function.
-constexpr std::uint64_t kProgressStep = 16U << 20;
 
 [[noreturn]] void corrupt(const std::string& what) {
     throw Error(Errc::corrupt_data, what);
@@ -42,65 +42,41 @@ auto named(const std::string& name, const Body& body) {
     }
 }
 
-// Counts bytes from all workers and tells somebody now and then.
-class ProgressMeter {
-public:
-    explicit ProgressMeter(const ImageReader::Progress& tell) : tell_(tell) {}
-
-    void add(std::uint64_t size) {
-        const std::uint64_t done = done_.fetch_add(size, std::memory_order_relaxed) + size;
-        if (!tell_ || done / kProgressStep == (done - size) / kProgressStep)
-            return;
-        const std::lock_guard lock(mutex_);
-        // Another worker may have told a later state while this one waited.
-        if (done > told_) {
-            told_ = done;
-            tell_(done);
-        }
-    }
-    void finish() {
-        if (tell_ && done_ != told_)
-            tell_(done_);
-    }
-
-private:
-    const ImageReader::Progress& tell_;
-    std::atomic<std::uint64_t> done_ = 0;
-    std::mutex mutex_;
-    std::uint64_t told_ = 0;
-};
-
 } // namespace
 
 struct ImageReader::State {
     std::string name;
-    UniqueFd fd;
+    std::shared_ptr<const UniqueFd> fd;
+    IoMode io = IoMode::automatic;
     ImageInfo info;
     std::uint32_t alignment = 1;
     format::Trailer trailer;
     std::vector<std::byte> index;
     ChunkMap map{{}, kMinChunkSize};
     EncodingTotals totals;
+    /// By number of the source: this file, and those of info.sources once they are attached.
+    std::vector<ChunkInput> inputs;
     Id zero_hash{}; ///< of a whole chunk of zeros, if there is a zero chunk
 
     /// Memory that one worker needs for any chunk.
     struct Scratch {
         explicit Scratch(const State& state)
             : plain(state.info.chunk_size), stored(state.info.chunk_size) {}
-        std::vector<std::byte> plain;
-        std::vector<std::byte> stored;
+        AlignedBuffer plain;
+        AlignedBuffer stored;
     };
 
     void load();
     void check_layout(std::uint64_t size) const;
     void check_index();
     void check_padding(std::uint64_t begin, std::uint64_t end) const;
-    void check_padding_after(const format::IndexEntry& entry) const;
+    std::uint32_t padded_size(const format::IndexEntry& entry) const;
+    const ChunkInput& input_of(const format::IndexEntry& entry) const;
 
     format::IndexEntry entry(std::uint64_t number) const {
         return format::unpack_index_entry(
             Bytes(index).subspan(number * format::kIndexEntrySize, format::kIndexEntrySize),
-            map.at(number).size);
+            map.at(number).size, info.sources);
     }
     void decode(const format::IndexEntry& entry, MutBytes stored, MutBytes plain) const;
     bool is_sound_zero(const format::IndexEntry& entry, MutBytes plain) const;
@@ -114,20 +90,20 @@ struct ImageReader::State {
 };
 
 void ImageReader::State::load() {
-    const std::uint64_t size = cudackpt::file_size(fd.get());
+    const std::uint64_t size = cudackpt::file_size(fd->get());
     if (size < format::kHeaderSize + format::kTrailerSize)
         corrupt("too short for an image: " + std::to_string(size) + " bytes");
     const format::Header header =
-        format::unpack_header(read_part(fd.get(), 0, format::kHeaderSize));
+        format::unpack_header(read_part(fd->get(), 0, format::kHeaderSize));
     trailer = format::unpack_trailer(
-        read_part(fd.get(), size - format::kTrailerSize, format::kTrailerSize));
+        read_part(fd->get(), size - format::kTrailerSize, format::kTrailerSize));
     if (trailer.header_hash != header.hash)
         corrupt("header and trailer are of different images");
     alignment = header.alignment;
     check_layout(size);
 
     const std::vector<std::byte> metadata =
-        read_part(fd.get(), trailer.metadata_offset, trailer.metadata_size);
+        read_part(fd->get(), trailer.metadata_offset, trailer.metadata_size);
     if (hash128(metadata) != trailer.metadata_hash)
         corrupt("metadata does not match its checksum");
     info.checkpoint_id = header.checkpoint_id;
@@ -141,7 +117,7 @@ void ImageReader::State::load() {
     if (trailer.chunk_count != map.count())
         corrupt("number of chunks does not follow from the regions");
     index =
-        read_part(fd.get(), trailer.index_offset, trailer.chunk_count * format::kIndexEntrySize);
+        read_part(fd->get(), trailer.index_offset, trailer.chunk_count * format::kIndexEntrySize);
     if (hash128(index) != trailer.index_hash)
         corrupt("index does not match its checksum");
     check_index();
@@ -173,8 +149,8 @@ void ImageReader::State::check_index() {
     for (std::uint64_t number = 0; number < map.count(); ++number) {
         try {
             const format::IndexEntry chunk = entry(number);
-            totals.add(chunk.encoding, map.at(number).size, chunk.stored_size);
-            if (chunk.encoding == Encoding::zero)
+            totals.add(chunk.encoding, chunk.source, map.at(number).size, chunk.stored_size);
+            if (chunk.encoding == Encoding::zero || chunk.source != 0)
                 continue;
             if (chunk.offset != end)
                 corrupt("not where it should be in the file");
@@ -188,14 +164,20 @@ void ImageReader::State::check_index() {
 }
 
 void ImageReader::State::check_padding(std::uint64_t begin, std::uint64_t end) const {
-    if (!is_zero(read_part(fd.get(), begin, end - begin)))
+    if (!is_zero(read_part(fd->get(), begin, end - begin)))
         corrupt("padding at " + std::to_string(begin) + " is not zero");
 }
 
-void ImageReader::State::check_padding_after(const format::IndexEntry& chunk) const {
-    const std::uint64_t end = chunk.offset + chunk.stored_size;
-    if (const std::uint64_t next = align_up(end, alignment); next != end)
-        check_padding(end, next);
+// Of what is read of a packed chunk. In another image the padding is that one's business.
+std::uint32_t ImageReader::State::padded_size(const format::IndexEntry& chunk) const {
+    return chunk.source != 0 ? chunk.stored_size
+                             : static_cast<std::uint32_t>(align_up(chunk.stored_size, alignment));
+}
+
+const ChunkInput& ImageReader::State::input_of(const format::IndexEntry& chunk) const {
+    if (chunk.source >= inputs.size())
+        throw Error(Errc::bad_argument, "lies in another image, and sources are not attached");
+    return inputs[chunk.source];
 }
 
 // Read and decode into `plain`, which is exactly the chunk's size, and check every hash.
@@ -203,15 +185,17 @@ void ImageReader::State::decode(const format::IndexEntry& chunk, MutBytes stored
                                 MutBytes plain) const {
     switch (chunk.encoding) {
     case Encoding::zero: std::ranges::fill(plain, std::byte{0}); break;
-    case Encoding::raw: read_at(fd.get(), chunk.offset, plain); break;
-    case Encoding::lz4:
-        stored = stored.first(chunk.stored_size);
-        read_at(fd.get(), chunk.offset, stored);
-        if (hash64(stored) != chunk.stored_hash)
+    case Encoding::raw: input_of(chunk).read(chunk.offset, plain.size(), plain); break;
+    case Encoding::lz4: {
+        const Bytes read = input_of(chunk).read(chunk.offset, padded_size(chunk), stored);
+        const Bytes packed = read.first(chunk.stored_size);
+        if (!is_zero(read.subspan(chunk.stored_size)))
+            corrupt("padding behind it is not zero");
+        if (hash64(packed) != chunk.stored_hash)
             corrupt("stored bytes do not match their checksum");
-        decode_chunk(Encoding::lz4, stored, plain);
+        decode_chunk(Encoding::lz4, packed, plain);
         break;
-    case Encoding::ref: throw Error(Errc::unsupported, "refers to a parent");
+    }
     }
     if (hash128(plain) != chunk.plain_hash)
         corrupt("content does not match its checksum");
@@ -234,7 +218,9 @@ void ImageReader::State::for_each_chunk(unsigned threads, const Progress& progre
     FirstFailure failure;
     ProgressMeter meter(progress);
     std::atomic<std::uint64_t> next = 0;
-    run_workers(worker_count(threads, map.count()), failure, [&] {
+    const bool direct = std::ranges::any_of(inputs, &ChunkInput::is_direct);
+    const Waits waits = direct ? Waits::device : Waits::processor;
+    run_workers(worker_count(threads, map.count(), waits), failure, [&] {
         Scratch scratch(*this);
         while (!failure.any()) {
             const std::uint64_t number = next.fetch_add(1, std::memory_order_relaxed);
@@ -242,7 +228,7 @@ void ImageReader::State::for_each_chunk(unsigned threads, const Progress& progre
                 return;
             const ChunkPlace place = map.at(number);
             try {
-                use(entry(number), place, scratch);
+                use(number, entry(number), place, scratch);
             } catch (const Error& e) {
                 blame_chunk(number, e);
             }
@@ -260,12 +246,14 @@ void ImageReader::State::blame_chunk(std::uint64_t number, const Error& error) c
                 "chunk " + std::to_string(number) + " at " + address + ": " + error.what());
 }
 
-ImageReader ImageReader::open(int dir_fd, const std::string& name) {
+ImageReader ImageReader::open(int dir_fd, const std::string& name, IoMode io) {
     return named(name, [&] {
         auto state = std::make_unique<State>();
         state->name = name;
-        state->fd = open_regular(dir_fd, name);
+        state->io = io;
+        state->fd = std::make_shared<UniqueFd>(open_regular(dir_fd, name));
         state->load();
+        state->inputs.emplace_back(state->fd, state->trailer.file_size, io);
         return ImageReader(std::move(state));
     });
 }
@@ -284,6 +272,9 @@ const EncodingTotals& ImageReader::totals() const noexcept {
 std::uint64_t ImageReader::file_size() const noexcept {
     return state_->trailer.file_size;
 }
+std::uint32_t ImageReader::alignment() const noexcept {
+    return state_->alignment;
+}
 Id ImageReader::digest() const noexcept {
     return state_->trailer.digest;
 }
@@ -301,8 +292,20 @@ ChunkInfo ImageReader::chunk(std::uint64_t index) const {
             .plain_size = place.size,
             .stored_size = entry.stored_size,
             .offset = entry.offset,
+            .stored_hash = entry.stored_hash,
             .encoding = entry.encoding,
+            .source = entry.source,
             .hash = entry.plain_hash};
+}
+
+void ImageReader::attach_sources(Lineage& lineage) {
+    named(state_->name, [&] {
+        std::vector<ChunkInput> inputs;
+        for (const Source& source : state_->info.sources)
+            inputs.emplace_back(lineage.file(source), source.file_size, state_->io);
+        state_->inputs.erase(state_->inputs.begin() + 1, state_->inputs.end());
+        std::ranges::move(inputs, std::back_inserter(state_->inputs));
+    });
 }
 
 void ImageReader::read_chunk(std::uint64_t index, MutBytes plain) const {
@@ -311,7 +314,8 @@ void ImageReader::read_chunk(std::uint64_t index, MutBytes plain) const {
     named(state_->name, [&] {
         try {
             const format::IndexEntry entry = state_->entry(index);
-            std::vector<std::byte> stored(entry.encoding == Encoding::lz4 ? entry.stored_size : 0);
+            std::vector<std::byte> stored(
+                entry.encoding == Encoding::lz4 ? state_->padded_size(entry) : 0);
             state_->decode(entry, stored, plain);
         } catch (const Error& e) {
             state_->blame_chunk(index, e);
@@ -322,33 +326,49 @@ void ImageReader::read_chunk(std::uint64_t index, MutBytes plain) const {
 void ImageReader::restore(MemorySink& sink, unsigned threads, bool fresh,
                           const Progress& progress) const {
     named(state_->name, [&] {
-        state_->for_each_chunk(
-            threads, progress,
-            [&](const format::IndexEntry& entry, const ChunkPlace& place, State::Scratch& scratch) {
-                const MutBytes plain = MutBytes(scratch.plain).first(place.size);
-                if (state_->is_sound_zero(entry, plain)) {
-                    if (!fresh)
-                        sink.write_zeros(place.address, place.size);
-                    return;
-                }
-                state_->decode(entry, scratch.stored, plain);
-                state_->check_padding_after(entry);
-                sink.write(place.address, plain);
-            });
+        state_->for_each_chunk(threads, progress,
+                               [&](std::uint64_t, const format::IndexEntry& entry,
+                                   const ChunkPlace& place, State::Scratch& scratch) {
+                                   const MutBytes plain = scratch.plain.bytes().first(place.size);
+                                   if (state_->is_sound_zero(entry, plain)) {
+                                       if (!fresh)
+                                           sink.write_zeros(place.address, place.size);
+                                       return;
+                                   }
+                                   state_->decode(entry, scratch.stored.bytes(), plain);
+                                   sink.write(place.address, plain);
+                               });
+    });
+}
+
+void ImageReader::visit_stored(unsigned threads, const UseStored& use,
+                               const Progress& progress) const {
+    named(state_->name, [&] {
+        state_->for_each_chunk(threads, progress,
+                               [&](std::uint64_t number, const format::IndexEntry& entry,
+                                   const ChunkPlace& place, State::Scratch& scratch) {
+                                   const MutBytes plain = scratch.plain.bytes().first(place.size);
+                                   if (state_->is_sound_zero(entry, plain))
+                                       return;
+                                   state_->decode(entry, scratch.stored.bytes(), plain);
+                                   use(number,
+                                       entry.encoding == Encoding::lz4
+                                           ? Bytes(scratch.stored.bytes()).first(entry.stored_size)
+                                           : Bytes(plain));
+                               });
     });
 }
 
 void ImageReader::verify(unsigned threads, const Progress& progress) const {
     named(state_->name, [&] {
-        state_->for_each_chunk(
-            threads, progress,
-            [&](const format::IndexEntry& entry, const ChunkPlace& place, State::Scratch& scratch) {
-                const MutBytes plain = MutBytes(scratch.plain).first(place.size);
-                if (state_->is_sound_zero(entry, plain))
-                    return;
-                state_->decode(entry, scratch.stored, plain);
-                state_->check_padding_after(entry);
-            });
+        state_->for_each_chunk(threads, progress,
+                               [&](std::uint64_t, const format::IndexEntry& entry,
+                                   const ChunkPlace& place, State::Scratch& scratch) {
+                                   const MutBytes plain = scratch.plain.bytes().first(place.size);
+                                   if (state_->is_sound_zero(entry, plain))
+                                       return;
+                                   state_->decode(entry, scratch.stored.bytes(), plain);
+                               });
     });
 }
 

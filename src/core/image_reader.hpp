@@ -2,8 +2,10 @@
 #pragma once
 
 #include "core/chunk_codec.hpp"
+#include "core/direct_io.hpp"
+#include "core/encoding_totals.hpp"
 #include "core/image_info.hpp"
-#include "core/image_writer.hpp"
+#include "core/lineage.hpp"
 #include "core/memory_port.hpp"
 
 #include <cstdint>
@@ -17,11 +19,16 @@ struct ChunkInfo {
     std::uint64_t address = 0;    ///< in the task
     std::uint32_t plain_size = 0; ///< bytes of memory; chunk_size, or less at a region's end
     std::uint32_t stored_size = 0;
-    std::uint64_t offset = 0; ///< in the file
+    std::uint64_t offset = 0;      ///< in the file
+    std::uint64_t stored_hash = 0; ///< XXH3-64 of the stored bytes, if lz4; else 0
     Encoding encoding = Encoding::zero;
-    Id hash{}; ///< XXH3-128 of the plain bytes, canonical (big-endian) form
+    std::uint16_t source = 0; ///< which file: 0: this one; n: that of info().sources[n - 1]
+    Id hash{};                ///< XXH3-128 of the plain bytes, canonical (big-endian) form
 };
 
+/// One image. Of a checkpoint that has a parent, chunks may lie in images of earlier ones: those
+/// are the sources, and are needed for reading chunks only.
+///
 /// Opening checks everything but the chunks and the padding after them: header, trailer, metadata and index with their
 /// checksums and every bound, and that the file is exactly as long as it says. Methods may be
 /// called from several threads at once. `threads` is as in WriteOptions. Holds the index (40 bytes
@@ -29,7 +36,9 @@ struct ChunkInfo {
 class ImageReader {
 public:
     /// Throws Error: io, corrupt_data, unsupported; what() names the file.
-    static ImageReader open(int dir_fd, const std::string& name);
+    /// `io`: how chunks are read. Automatic: directly where that is possible and most of the file is
+    /// not in the page cache.
+    static ImageReader open(int dir_fd, const std::string& name, IoMode io = IoMode::automatic);
 
     ImageReader(ImageReader&&) noexcept;
     ImageReader& operator=(ImageReader&&) noexcept;
@@ -38,10 +47,16 @@ public:
     const ImageInfo& info() const noexcept;
     const EncodingTotals& totals() const noexcept;
     std::uint64_t file_size() const noexcept;
+    std::uint32_t alignment() const noexcept; ///< of chunks in the file, in bytes
     Id digest() const noexcept; ///< equal to WriteResult::digest of the write that made it
 
     std::uint64_t chunk_count() const noexcept;
     ChunkInfo chunk(std::uint64_t index) const; ///< Throws Error: bad_argument past the end.
+
+    /// Find every source by way of `lineage`, which is that of this image's directory, and keep its
+    /// file. To be called before chunks with a source are read; not while others read.
+    /// Throws Error: io, corrupt_data; what() names the checkpoint that is missing or another.
+    void attach_sources(Lineage& lineage);
 
     /// Read, decode and check one chunk into `plain` (exactly plain_size bytes).
     void read_chunk(std::uint64_t index, MutBytes plain) const;
@@ -55,6 +70,11 @@ public:
     /// in what()); what was written before stays written.
     void restore(MemorySink& sink, unsigned threads, bool fresh,
                  const Progress& progress = {}) const;
+
+    /// Show the stored bytes of every chunk that is not zero to `use(number, stored)`, in parallel
+    /// and in no order, each chunk checked before as restore() does. Throws Error as restore.
+    using UseStored = std::function<void(std::uint64_t number, Bytes stored)>;
+    void visit_stored(unsigned threads, const UseStored& use, const Progress& progress = {}) const;
 
     /// Check every chunk and every padding byte. Throws Error as restore.
     void verify(unsigned threads, const Progress& progress = {}) const;

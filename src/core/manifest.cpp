@@ -14,12 +14,14 @@ namespace {
 
 constexpr std::size_t kFixedSize = 96;
 constexpr std::size_t kTaskSize = 32;
+constexpr std::size_t kParentSize = 32;
 constexpr std::size_t kHashSize = sizeof(Id);
 constexpr std::uint32_t kMaxTasks = 65536;
 constexpr std::size_t kFixedReserved = 4;
 constexpr std::size_t kTaskReserved = 7;
+constexpr std::size_t kParentReserved = 12;
 constexpr std::size_t kMaxSize = kFixedSize + format::kGpuSize * format::kMaxGpus +
-                                 kTaskSize * std::size_t{kMaxTasks} + kHashSize;
+                                 kTaskSize * std::size_t{kMaxTasks} + kParentSize + kHashSize;
 
 Bytes magic() noexcept {
     return std::as_bytes(std::span("\x93"
@@ -35,6 +37,10 @@ void check(const Manifest& manifest, Errc blame) {
     format::check_machine(manifest.driver_version, manifest.gpus, blame);
     if (manifest.tasks.size() > kMaxTasks)
         throw Error(blame, "too many tasks: " + std::to_string(manifest.tasks.size()));
+    if ((manifest.parent_id == Id{}) != (manifest.chain_length == 0))
+        throw Error(blame, "parent and length of the chain contradict each other");
+    if (manifest.chain_length > format::kMaxDepth)
+        throw Error(blame, "chain is too long: " + std::to_string(manifest.chain_length));
     std::uint32_t last = 0;
     for (const ManifestTask& task : manifest.tasks) {
         const auto refuse = [&](const char* why) {
@@ -80,7 +86,9 @@ Manifest unpack(Bytes bytes) {
                                            std::to_string(format::kVersion));
     if (in.number<std::uint32_t>() != kFixedSize)
         corrupt("header has the wrong size");
-    format::check_required_features(in.number<std::uint64_t>());
+    const auto required = in.number<std::uint64_t>();
+    format::check_required_features(required);
+    const bool has_parent = (required & format::kParent) != 0;
     in.number<std::uint64_t>(); // optional_features
 
     Manifest manifest;
@@ -90,26 +98,34 @@ Manifest unpack(Bytes bytes) {
     const auto task_count = in.number<std::uint32_t>();
     in.reserved(kFixedReserved);
     if (gpu_count > format::kMaxGpus || task_count > kMaxTasks ||
-        bytes.size() !=
-            kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count + kHashSize)
+        bytes.size() != kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count +
+                            (has_parent ? kParentSize : 0) + kHashSize)
         corrupt("has the wrong size");
     manifest.driver_version = in.text(format::kDriverVersionWidth);
     manifest.gpus = format::unpack_gpus(gpu_count, in);
     manifest.tasks.reserve(task_count);
     for (std::uint32_t i = 0; i < task_count; ++i)
         manifest.tasks.push_back(unpack_task(in));
+    if (has_parent) {
+        manifest.parent_id = in.id();
+        manifest.chain_length = in.number<std::uint32_t>();
+        in.reserved(kParentReserved);
+        if (manifest.parent_id == Id{})
+            corrupt("parent section without a parent");
+    }
     check(manifest, Errc::corrupt_data);
     return manifest;
 }
 
 std::vector<std::byte> pack(const Manifest& manifest) {
     FieldWriter out(kFixedSize + format::kGpuSize * manifest.gpus.size() +
-                    kTaskSize * manifest.tasks.size() + kHashSize);
+                    kTaskSize * manifest.tasks.size() + kParentSize + kHashSize);
+    const bool has_parent = manifest.parent_id != Id{};
     out.append(magic());
     out.number(format::kVersion);
     out.number(static_cast<std::uint32_t>(kFixedSize));
-    out.number(std::uint64_t{0}); // required_features
-    out.number(std::uint64_t{0}); // optional_features
+    out.number(has_parent ? format::kParent : std::uint64_t{0}); // required_features
+    out.number(std::uint64_t{0});                                // optional_features
     out.append(manifest.checkpoint_id);
     out.number(manifest.driver_api_version);
     out.number(static_cast<std::uint32_t>(manifest.gpus.size()));
@@ -123,6 +139,11 @@ std::vector<std::byte> pack(const Manifest& manifest) {
         out.number(static_cast<std::uint8_t>(task.externalized));
         out.reserved(kTaskReserved);
         out.append(task.digest);
+    }
+    if (has_parent) {
+        out.append(manifest.parent_id);
+        out.number(manifest.chain_length);
+        out.reserved(kParentReserved);
     }
     out.append(hash128(out.bytes()));
     return out.take();

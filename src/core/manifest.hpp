@@ -30,6 +30,8 @@ struct Manifest {
     std::string driver_version;
     std::vector<GpuInfo> gpus;
     std::vector<ManifestTask> tasks; ///< ascending by pid, each pid once
+    Id parent_id{};                  ///< checkpoint_id of the parent; all zero: none
+    std::uint32_t chain_length = 0;  ///< checkpoints this one is built on, 1..65535; 0: none
 
     bool operator==(const Manifest&) const = default;
 };

@@ -47,8 +47,15 @@ void start(std::vector<std::jthread>& threads, unsigned count, const std::functi
 
 } // namespace
 
-unsigned worker_count(unsigned wanted, std::uint64_t jobs) noexcept {
-    const unsigned most = wanted != 0 ? wanted : usable_processors();
+unsigned worker_count(unsigned wanted, std::uint64_t jobs, Waits waits) noexcept {
+    constexpr unsigned kThreadsPerProcessor = 8; // docs/performance.md
+    constexpr unsigned kMostThreads = 64;
+    unsigned most = wanted;
+    if (wanted == 0) {
+        most = usable_processors();
+        if (waits == Waits::device)
+            most = std::max(most, std::min(most * kThreadsPerProcessor, kMostThreads));
+    }
     return static_cast<unsigned>(std::clamp<std::uint64_t>(jobs, 1, most));
 }
 

@@ -9,9 +9,16 @@
 
 namespace cudackpt {
 
-/// How many threads to use for `jobs` jobs: `wanted`, or as many as there are processors to run on
-/// if `wanted` is 0; never more than there are jobs; at least 1.
-unsigned worker_count(unsigned wanted, std::uint64_t jobs) noexcept;
+/// What threads mostly wait for.
+enum class Waits : std::uint8_t {
+    processor,
+    device, ///< direct I/O: while one waits, others can keep processors and device busy
+};
+
+/// How many threads to use for `jobs` jobs: `wanted`, or if that is 0 as many as there are
+/// processors to run on, and eight times that (at most 64) where they wait for a device; never more than
+/// there are jobs; at least 1.
+unsigned worker_count(unsigned wanted, std::uint64_t jobs, Waits waits = Waits::processor) noexcept;
 
 /// The first failure of several threads, which tells the others to stop.
 class FirstFailure {

@@ -79,14 +79,19 @@ void only_error(const Body& body) {
 // What docs/format.md promises of an image that was accepted.
 void check_chunk(const ImageReader& reader, const ChunkInfo& chunk) {
     CHECK(chunk.plain_size != 0 && chunk.plain_size <= reader.info().chunk_size);
-    CHECK(chunk.offset + chunk.stored_size <= reader.file_size());
+    const std::vector<Source>& sources = reader.info().sources;
+    CHECK(chunk.source <= sources.size());
+    const std::uint64_t size =
+        chunk.source == 0 ? reader.file_size() : sources[chunk.source - 1U].file_size;
+    CHECK(chunk.offset <= size && chunk.stored_size <= size - chunk.offset);
     switch (chunk.encoding) {
-    case Encoding::zero: CHECK(chunk.stored_size == 0 && chunk.offset == 0); return;
+    case Encoding::zero:
+        CHECK(chunk.stored_size == 0 && chunk.offset == 0 && chunk.source == 0);
+        return;
     case Encoding::lz4:
         CHECK(chunk.stored_size != 0 && chunk.stored_size < chunk.plain_size);
         return;
     case Encoding::raw: CHECK(chunk.stored_size == chunk.plain_size); return;
-    case Encoding::ref: break;
     }
     CHECK(false && "an encoding that there is not");
 }
@@ -112,13 +117,15 @@ void use_image(const ImageReader& reader) {
         CHECK(chunk.address >= end);
         end = chunk.address + chunk.plain_size;
         total += chunk.plain_size;
+        if (chunk.source != 0)
+            continue; // its file is not there
         plain.resize(chunk.plain_size);
         only_error([&] {
             reader.read_chunk(i, plain);
             CHECK(hash128(plain) == chunk.hash);
         });
     }
-    if (total < kMaxPlain)
+    if (total < kMaxPlain && reader.info().sources.empty())
         only_error([&] { reader.verify(1); });
 }
 
@@ -160,6 +167,11 @@ private:
         std::memcpy(&value, &file_[offset], sizeof value);
         return value;
     }
+    std::uint16_t source_of(std::size_t entry) const {
+        std::uint16_t source;
+        std::memcpy(&source, &file_[entry + format::kIndexSourceOffset], sizeof source);
+        return source;
+    }
     template <class T>
     void put(std::size_t offset, const T& value) {
         std::memcpy(&file_[offset], &value, sizeof value);
@@ -178,7 +190,7 @@ private:
         std::size_t last = 0;
         for (std::uint64_t i = 0; i < count; ++i) {
             const std::size_t entry = index_offset + i * format::kIndexEntrySize;
-            if (file_[entry + 36] == std::byte{0})
+            if (file_[entry + 36] == std::byte{0} || source_of(entry) != 0)
                 continue;
             last = entry;
             put(entry + 16, end);

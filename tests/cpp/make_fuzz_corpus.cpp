@@ -4,6 +4,7 @@
 
 #include "core/image_writer.hpp"
 #include "core/manifest.hpp"
+#include "core/parent_index.hpp"
 
 using namespace cudackpt;
 
@@ -28,6 +29,28 @@ void make_images(int dir_fd) {
                             info_of(*memory, chunk_size), *memory, {.alignment = alignment});
 }
 
+ImageInfo task_info(const sample::Memory& memory) {
+    ImageInfo info = info_of(memory);
+    info.pid = 7;
+    return info;
+}
+
+// On top of a parent that has all of it but one chunk.
+void make_child(int dir_fd) {
+    const sample::TempDir parent;
+    sample::Memory memory;
+    sample::map_mixture(memory);
+    const WriteResult first =
+        write_image(parent.fd(), image_name(7), task_info(memory), memory, {});
+    write_manifest(parent.fd(),
+                   {.checkpoint_id = info_of(memory).checkpoint_id,
+                    .tasks = {{.pid = 7, .externalized = true, .digest = first.digest}}});
+    Lineage lineage = Lineage::above(parent.fd());
+    const ParentIndex index = ParentIndex::read(lineage);
+    memory.write(0x7f0000000000, sample::random_bytes(16, 9));
+    write_image(dir_fd, "child", info_of(memory), memory, {.alignment = 64, .parent = &index});
+}
+
 void make_manifest(int dir_fd) {
     write_manifest(dir_fd, {.checkpoint_id = sample::id_of(1),
                             .driver_version = "580.95.05",
@@ -43,5 +66,6 @@ int main(int argc, char** argv) {
     const int dir_fd = ::open(argv[1], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     CHECK(dir_fd >= 0);
     make_images(dir_fd);
+    make_child(dir_fd);
     make_manifest(dir_fd);
 }

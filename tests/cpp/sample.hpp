@@ -26,8 +26,8 @@ using Buffer = std::vector<std::byte>;
 /// A directory of its own that goes away with everything in it.
 class TempDir {
 public:
-    TempDir() {
-        std::string pattern = "/tmp/cudackpt-test-XXXXXX";
+    explicit TempDir(const std::string& place = "/tmp") {
+        std::string pattern = place + "/cudackpt-test-XXXXXX";
         CHECK(::mkdtemp(pattern.data()) != nullptr);
         path_ = pattern;
         fd_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -150,7 +150,8 @@ inline cudackpt::ImageInfo info_of(const Memory& memory, std::uint32_t chunk_siz
             .driver_version = "580.95.05",
             .gpus = {{.uuid = id_of(0x33), .name = "NVIDIA H200", .memory_size = 150754820096}},
             .chunk_size = chunk_size,
-            .regions = memory.regions()};
+            .regions = memory.regions(),
+            .sources = {}};
 }
 
 /// Zero, compressible and random chunks, a short last chunk (with chunks above 4 KiB), and two

@@ -42,6 +42,38 @@ void what_was_written_is_read(std::uint32_t chunk_size, std::uint32_t alignment,
     CHECK(fresh == memory);
 }
 
+// On the disk that this is built on, where direct I/O is usually to be had, and on tmpfs.
+void the_way_of_io_leaves_no_trace(const char* place) {
+    const sample::TempDir dir(place);
+    Memory memory;
+    map_mixture(memory);
+    memory.map(0x7f2000000000, sample::random_bytes(70U << 20, 4)); // more than is reserved at once
+    memory.map(0x7f3000000000, sample::pattern_bytes(1U << 20));
+    std::vector<Id> digests;
+    for (const IoMode io : {IoMode::automatic, IoMode::buffered, IoMode::direct}) {
+        try {
+            const WriteResult result =
+                write_image(dir.fd(), "cudackpt-1.img", info_of(memory, 65536), memory,
+                            {.threads = 4, .io = io});
+            digests.push_back(result.digest);
+            const UniqueFd fd(::openat(dir.fd(), "cudackpt-1.img", O_RDONLY | O_CLOEXEC));
+            CHECK(::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_DONTNEED) == 0);
+            const ImageReader reader = ImageReader::open(dir.fd(), "cudackpt-1.img", io);
+            CHECK(reader.file_size() == result.file_size);
+            Memory restored;
+            restored.map_like(memory, std::byte{0xaa});
+            reader.restore(restored, 4, false);
+            CHECK(restored == memory);
+        } catch (const Error& e) {
+            CHECK(io == IoMode::direct && e.code() == Errc::unsupported);
+            CHECK(!dir.has(".cudackpt-1.img.part"));
+        }
+    }
+    CHECK(digests.size() >= 2);
+    for (const Id& digest : digests)
+        CHECK(digest == digests[0]);
+}
+
 void every_chunk_can_be_read_alone() {
     const sample::TempDir dir;
     Memory memory;
@@ -124,6 +156,8 @@ int main() {
         for (const std::uint32_t alignment : {1U, 64U, 4096U})
             for (const bool compress : {true, false})
                 what_was_written_is_read(chunk_size, alignment, compress);
+    the_way_of_io_leaves_no_trace(".");
+    the_way_of_io_leaves_no_trace("/dev/shm");
     every_chunk_can_be_read_alone();
     fresh_memory_is_not_touched_for_zero_chunks();
     a_task_without_memory_has_an_image();

@@ -1,0 +1,41 @@
+/// Where a writer puts the stored bytes of chunks.
+#pragma once
+
+#include "core/bytes.hpp"
+#include "core/direct_io.hpp"
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+
+namespace cudackpt {
+
+/// A new, empty file that chunks are written to, each at its offset, by several threads at once.
+class ChunkOutput {
+public:
+    /// `fd` stays the caller's. `alignment`: of the offsets that will come.
+    /// Throws Error: unsupported if `mode` is direct and that is not to be had, io.
+    ChunkOutput(int fd, IoMode mode, std::uint32_t alignment);
+
+    /// Write the first `size` bytes of `buffer` at `offset`. Of an aligned buffer what is behind
+    /// them, up to a multiple of kDirectAlignment, may be written too, and is set to zero for it.
+    /// Throws Error: io.
+    void write(std::uint64_t offset, MutBytes buffer, std::size_t size);
+
+    /// Give back what was reserved beyond `size`, the size of the whole file. Throws Error: io.
+    void finish(std::uint64_t size);
+
+    bool is_direct() const noexcept { return static_cast<bool>(direct_); }
+
+private:
+    bool reserve(std::uint64_t end);
+
+    int fd_;
+    IoMode mode_;
+    UniqueFd direct_; ///< none: buffered
+    std::mutex mutex_;
+    std::atomic<std::uint64_t> reserved_ = 0; ///< space that the file has
+    std::atomic<bool> reserving_ = true;      ///< false: this file system cannot
+};
+
+} // namespace cudackpt

@@ -1,0 +1,29 @@
+#include "core/encoding_totals.hpp"
+
+#include <array>
+
+namespace cudackpt {
+
+void EncodingTotals::add(Encoding encoding, std::uint16_t source, std::uint64_t plain_size,
+                         std::uint64_t stored_size) noexcept {
+    const std::array<Count*, 3> counts{&zero, &lz4, &raw};
+    Count& count = source != 0 ? ref : *counts[static_cast<std::size_t>(encoding)];
+    ++count.chunks;
+    count.plain += plain_size;
+    count.stored += source != 0 ? 0 : stored_size;
+}
+
+EncodingTotals& EncodingTotals::operator+=(const EncodingTotals& other) noexcept {
+    const auto sum = [](Count& to, const Count& from) {
+        to.chunks += from.chunks;
+        to.plain += from.plain;
+        to.stored += from.stored;
+    };
+    sum(zero, other.zero);
+    sum(lz4, other.lz4);
+    sum(raw, other.raw);
+    sum(ref, other.ref);
+    return *this;
+}
+
+} // namespace cudackpt

@@ -1,0 +1,30 @@
+/// How much of an image is stored in which way.
+#pragma once
+
+#include "core/chunk_codec.hpp"
+
+#include <cstdint>
+
+namespace cudackpt {
+
+/// Chunks and bytes by how they are stored. `plain` counts memory, `stored` the bytes of the file
+/// that hold it.
+struct EncodingTotals {
+    struct Count {
+        std::uint64_t chunks = 0;
+        std::uint64_t plain = 0;
+        std::uint64_t stored = 0;
+
+        bool operator==(const Count&) const = default;
+    };
+    Count zero, lz4, raw;
+    Count ref; ///< in the image of an earlier checkpoint, however it is stored there
+
+    /// Count one chunk more. One with a `source` is a ref, of which this file stores nothing.
+    void add(Encoding encoding, std::uint16_t source, std::uint64_t plain_size,
+             std::uint64_t stored_size) noexcept;
+    EncodingTotals& operator+=(const EncodingTotals& other) noexcept;
+    bool operator==(const EncodingTotals&) const = default;
+};
+
+} // namespace cudackpt

@@ -1,0 +1,176 @@
+#include "core/lineage.hpp"
+
+#include "core/error.hpp"
+#include "core/file.hpp"
+#include "core/image_format.hpp"
+#include "core/image_metadata.hpp"
+#include "core/manifest.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
+
+namespace cudackpt {
+namespace {
+
+constexpr const char* kNewLink = ".cudackpt-parent.part";
+
+UniqueFd duplicate(int fd) {
+    UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
+    if (!copy)
+        throw io_error("cannot copy a descriptor", errno);
+    return copy;
+}
+
+bool same_file(const struct stat& a, const struct stat& b) noexcept {
+    return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+struct stat status_of(int fd) {
+    struct stat status {};
+    if (::fstat(fd, &status) != 0)
+        throw io_error("fstat", errno);
+    return status;
+}
+
+// Where locks do not work, whoever removes a checkpoint cannot get the exclusive one either.
+void lock_shared(int fd, const std::string& path) {
+    // Who looks through a store holds a lock for a moment; who removes a checkpoint, until it is gone.
+    constexpr int kPatienceMs = 500;
+    for (int waited = 0; ::flock(fd, LOCK_SH | LOCK_NB) != 0; ++waited) {
+        if (errno == EINTR)
+            continue;
+        if (errno != EWOULDBLOCK)
+            return;
+        if (waited < kPatienceMs) {
+            ::poll(nullptr, 0, 1);
+            continue;
+        }
+        throw Error(Errc::io, path + " is locked: somebody is about to remove that checkpoint");
+    }
+}
+
+} // namespace
+
+std::string id_text(const Id& id) {
+    std::string text;
+    char byte[3];
+    for (const std::byte b : id) {
+        std::snprintf(byte, sizeof byte, "%02x", std::to_integer<unsigned>(b));
+        text += byte;
+    }
+    return text;
+}
+
+std::string directory_path(int dir_fd) {
+    std::error_code error;
+    const auto path =
+        std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(dir_fd), error);
+    return error ? "." : path.string();
+}
+
+void link_parent(int dir_fd, int parent_fd) {
+    if (same_file(status_of(dir_fd), status_of(parent_fd)))
+        throw Error(Errc::bad_argument,
+                    directory_path(dir_fd) + ": a checkpoint cannot be its own parent");
+    const std::filesystem::path from = directory_path(dir_fd);
+    const std::filesystem::path to = directory_path(parent_fd);
+    const std::string text = to.lexically_relative(from).string();
+    ::unlinkat(dir_fd, kNewLink, 0);
+    if (::symlinkat(text.c_str(), dir_fd, kNewLink) != 0 ||
+        ::renameat(dir_fd, kNewLink, dir_fd, kParentLink) != 0 || ::fsync(dir_fd) != 0)
+        throw io_error("cannot make " + (from / kParentLink).string(), errno);
+}
+
+Lineage::Lineage(int dir_fd) {
+    Directory own{duplicate(dir_fd), directory_path(dir_fd)};
+    lock_shared(own.fd.get(), own.path);
+    directories_.push_back(std::move(own));
+}
+
+Lineage Lineage::above(int parent_fd) {
+    Lineage lineage;
+    Directory parent{duplicate(parent_fd), directory_path(parent_fd)};
+    lock_shared(parent.fd.get(), parent.path);
+    // It may have been moved away for removal before the lock was ours.
+    struct stat there {};
+    if (::stat(parent.path.c_str(), &there) != 0 || !same_file(there, status_of(parent.fd.get())))
+        throw Error(Errc::io, parent.path + " was removed or replaced meanwhile");
+    lineage.directories_.emplace_back();
+    lineage.directories_.push_back(std::move(parent));
+    return lineage;
+}
+
+Lineage::Directory Lineage::open_parent(const Directory& child) {
+    const auto open_link = [&] {
+        UniqueFd fd(::openat(child.fd.get(), kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        if (!fd)
+            throw io_error("cannot follow " + child.path + "/" + kParentLink, errno);
+        return fd;
+    };
+    Directory parent{open_link(), {}};
+    parent.path = directory_path(parent.fd.get());
+    lock_shared(parent.fd.get(), parent.path);
+    if (!same_file(status_of(parent.fd.get()), status_of(open_link().get())))
+        throw Error(Errc::io, parent.path + " was removed or replaced meanwhile");
+    return parent;
+}
+
+int Lineage::directory(std::uint32_t depth) {
+    if (depth > format::kMaxDepth)
+        throw Error(Errc::bad_argument, "depth out of range: " + std::to_string(depth));
+    while (directories_.size() <= depth)
+        directories_.push_back(open_parent(directories_.back()));
+    return directories_[depth].fd.get();
+}
+
+const std::string& Lineage::path(std::uint32_t depth) {
+    directory(depth);
+    return directories_[depth].path;
+}
+
+std::shared_ptr<const UniqueFd> Lineage::file(const Source& source) {
+    const auto known = files_.find({source.depth, source.pid});
+    if (known != files_.end() && known->second.first == source.digest)
+        return known->second.second;
+    const std::string whose =
+        "checkpoint " + id_text(source.checkpoint_id) + ", which this one is built on";
+    try {
+        const int dir = directory(source.depth);
+        const std::string name = image_name(source.pid);
+        const auto replaced = [&](const char* how) {
+            throw Error(Errc::corrupt_data,
+                        path(source.depth) + "/" + name + " is another image: " + how);
+        };
+        auto file = std::make_shared<UniqueFd>(open_regular(dir, name));
+        if (const std::uint64_t size = file_size(file->get());
+            size != source.file_size || size < sizeof(Id))
+            replaced("it has another size");
+        Id digest;
+        read_at(file->get(), source.file_size - sizeof(Id), digest);
+        if (digest != source.digest)
+            replaced("it has another digest");
+        files_[{source.depth, source.pid}] = {source.digest, file};
+        return file;
+    } catch (const Error& e) {
+        throw Error(e.code(), whose + ", is missing or was replaced: " + e.what());
+    }
+}
+
+std::vector<int> Lineage::descriptors() const {
+    std::vector<int> all;
+    for (const Directory& directory : directories_)
+        if (directory.fd)
+            all.push_back(directory.fd.get());
+    for (const auto& [place, file] : files_)
+        all.push_back(file.second->get());
+    return all;
+}
+
+} // namespace cudackpt

@@ -1,0 +1,70 @@
+/// The checkpoints that one is built on: their directories and the images in them, found by the
+/// links of docs/format.md and believed by nothing but their digests.
+#pragma once
+
+#include "core/image_info.hpp"
+#include "core/unique_fd.hpp"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace cudackpt {
+
+/// In an image directory: leads to the directory of the parent.
+inline constexpr const char* kParentLink = "cudackpt-parent";
+
+/// Make, or replace in a single step, the parent link of `dir_fd` to the directory `parent_fd`. Its text is relative.
+/// Throws Error: bad_argument if both are the same directory, io.
+void link_parent(int dir_fd, int parent_fd);
+
+/// "3f2a…": `id` in hex.
+std::string id_text(const Id& id);
+
+/// The path a directory was opened at, as the kernel knows it; for messages.
+std::string directory_path(int dir_fd);
+
+/// Opens what it is asked for and keeps it open, with a shared lock on each directory, so that nobody
+/// removes it meanwhile. Not for several threads at once; the descriptors it gives are.
+class Lineage {
+public:
+    /// Of the checkpoint in directory `dir_fd`, which is copied. Throws Error: io if somebody
+    /// is about to remove it.
+    explicit Lineage(int dir_fd);
+
+    /// Of a checkpoint that is to be made on top of the one in `parent_fd`, which is copied: that
+    /// is depth 1, and there is no depth 0.
+    static Lineage above(int parent_fd);
+
+    /// The directory `depth` links away; 0: the checkpoint's own. Throws Error: io, naming the
+    /// link that leads nowhere, and if somebody is about to remove it.
+    int directory(std::uint32_t depth);
+    /// Where that is; for messages.
+    const std::string& path(std::uint32_t depth);
+
+    /// The file of `source`, found to be the very image that is meant.
+    /// Throws Error: io if it is missing, corrupt_data if it is another one; what() names the
+    /// checkpoint and the path.
+    std::shared_ptr<const UniqueFd> file(const Source& source);
+
+    /// Every descriptor it holds; they stay its own.
+    std::vector<int> descriptors() const;
+
+private:
+    struct Directory {
+        UniqueFd fd;
+        std::string path;
+    };
+    Lineage() = default;
+    static Directory open_parent(const Directory& child);
+
+    std::vector<Directory> directories_; ///< by depth
+    std::map<std::pair<std::uint32_t, std::uint32_t>,
+             std::pair<Id, std::shared_ptr<const UniqueFd>>>
+        files_; ///< by depth and pid: digest, file
+};
+
+} // namespace cudackpt
