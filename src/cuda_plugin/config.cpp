@@ -18,6 +18,7 @@ namespace {
 
 constexpr const char* kDefaultPath = "/etc/cudackpt/config.toml";
 constexpr std::int64_t kMaxThreads = 1024;
+constexpr std::int64_t kMaxChain = 65535;
 constexpr std::int64_t kMaxChunkSize = std::int64_t{4} << 20;
 
 [[noreturn]] void reject(const std::string& path, std::string_view key, const toml::node& node,
@@ -54,6 +55,26 @@ bool on_or_off(const std::string& path, std::string_view key, const toml::node& 
     reject(path, key, node, "true, false, \"on\" or \"off\"");
 }
 
+IoMode io_mode(const std::string& path, std::string_view key, const toml::node& node) {
+    const std::string word = text(path, key, node);
+    if (word == "auto")
+        return IoMode::automatic;
+    if (word == "buffered")
+        return IoMode::buffered;
+    if (word == "direct")
+        return IoMode::direct;
+    reject(path, key, node, "\"auto\", \"buffered\" or \"direct\"");
+}
+
+HugePages huge_pages(const std::string& path, std::string_view key, const toml::node& node) {
+    if (node.value_exact<std::string>() == "auto")
+        return HugePages::automatic;
+    if (!node.is_boolean() && node.value_exact<std::string>() != "on" &&
+        node.value_exact<std::string>() != "off")
+        reject(path, key, node, "\"auto\", \"on\" or \"off\"");
+    return on_or_off(path, key, node) ? HugePages::on : HugePages::off;
+}
+
 void set(Config& config, const std::string& path, std::string_view key, const toml::node& node) {
     constexpr std::int64_t kMaxMs = std::numeric_limits<std::int32_t>::max();
     if (key == "externalize") {
@@ -69,6 +90,14 @@ void set(Config& config, const std::string& path, std::string_view key, const to
         config.chunk_size = number(path, key, node, 4096, kMaxChunkSize);
         if ((config.chunk_size & (config.chunk_size - 1)) != 0)
             reject(path, key, node, "a power of two");
+    } else if (key == "io") {
+        config.io = io_mode(path, key, node);
+    } else if (key == "huge_pages") {
+        config.huge_pages = huge_pages(path, key, node);
+    } else if (key == "parent") {
+        config.parent = text(path, key, node);
+    } else if (key == "max_chain") {
+        config.max_chain = number(path, key, node, 1, kMaxChain);
     } else if (key == "lock_timeout_ms") {
         config.lock_timeout_ms = number(path, key, node, 1, kMaxMs);
     } else if (key == "driver_timeout_ms") {

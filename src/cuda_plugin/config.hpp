@@ -1,6 +1,8 @@
 /// What the user asked for: one TOML file. docs/operating.md explains every key.
 #pragma once
 
+#include "core/direct_io.hpp"
+
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -8,12 +10,20 @@
 
 namespace cudackpt {
 
+/// Automatic: unless this is a machine where they are known to cost more (huge_pages.hpp).
+enum class HugePages : std::uint8_t { automatic, on, off };
+
 struct Config {
-    bool externalize = true;                ///< false: the staged memory stays in CRIU's own images
-    bool compress = true;                   ///< key compress = "lz4" | "none"
-    unsigned threads = 0;                   ///< 0: as many as processors; at most 1024
-    std::uint32_t chunk_size = 0;           ///< bytes; 0: the format's default
-    std::uint32_t lock_timeout_ms = 10'000; ///< for submitted GPU work to drain; not 0
+    bool externalize = true;       ///< false: the staged memory stays in CRIU's own images
+    bool compress = true;          ///< key compress = "lz4" | "none"
+    unsigned threads = 0;          ///< 0: as many as processors; at most 1024
+    std::uint32_t chunk_size = 0;  ///< bytes; 0: the format's default
+    IoMode io = IoMode::automatic; ///< key io = "auto" | "buffered" | "direct"
+    HugePages huge_pages = HugePages::automatic; ///< asked for before staged memory is refilled
+    std::string
+        parent; ///< directory of the checkpoint to build on; relative to the image directory
+    std::uint32_t max_chain = 100;             ///< checkpoints to build on, at most; 1..65535
+    std::uint32_t lock_timeout_ms = 10'000;    ///< for submitted GPU work to drain; not 0
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0
     std::string driver = "libcuda.so.1";
     std::string nvml = "libnvidia-ml.so.1";

@@ -3,13 +3,13 @@
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
 #include "cuda_plugin/host.hpp"
-#include "cuda_plugin/injected_syscall.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/staging.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
 #include "cuda_plugin/traced_thread.hpp"
 #include "cuda_plugin/undo.hpp"
 #include "cuda_plugin/worker_process.hpp"
+#include "tracee/injected_syscall.hpp"
 
 #include <poll.h>
 #include <sys/mman.h>
@@ -19,7 +19,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 
 namespace cudackpt {
@@ -67,18 +66,12 @@ private:
 } // namespace
 
 std::string inventory_id_name(const Id& checkpoint_id) {
-    std::string text = "checkpoint-";
-    char byte[3];
-    for (const std::byte b : checkpoint_id) {
-        std::snprintf(byte, sizeof(byte), "%02x", std::to_integer<unsigned>(b));
-        text += byte;
-    }
-    return text;
+    return "checkpoint-" + id_text(checkpoint_id);
 }
 
 DumpSession::DumpSession(const Config& config)
-    : config_(config), image_dir_(host::open_image_dir()), table_(OnOrphaned::undo),
-      worker_(config_, table_, image_dir_.get()) {
+    : config_(config), image_dir_(host::open_image_dir()), lineage_(image_dir_.get()),
+      table_(OnOrphaned::undo), worker_(config_, table_, lineage_) {
     statistics_.stage = "dump";
     statistics_.config_source = config_.source;
     statistics_.threads = config_.threads;
@@ -93,6 +86,27 @@ TaskStatistics& DumpSession::statistics_of(const TaskRecord& record) {
     added.image_pid = record.image_pid;
     added.state_before = record.state_before;
     return added;
+}
+
+// While the tasks still run, and before the worker starts: it inherits the files of the chain.
+void DumpSession::choose_parent_once() {
+    if (parent_chosen_)
+        return;
+    parent_ =
+        statistics_.phases.time("read_parent", [&] { return choose_parent(config_, lineage_); });
+    parent_chosen_ = true;
+    statistics_.parent_directory = parent_.directory;
+    statistics_.full_because = parent_.reason;
+    if (parent_.index) {
+        manifest_.parent_id = parent_.index->manifest().checkpoint_id;
+        manifest_.chain_length = parent_.index->manifest().chain_length + 1;
+        statistics_.parent_id = id_text(manifest_.parent_id);
+        statistics_.chain_length = manifest_.chain_length;
+        host::info("parent: " + parent_.directory + ", " + std::to_string(parent_.index->size()) +
+                   " chunks");
+    } else {
+        host::info("a full checkpoint: " + parent_.reason);
+    }
 }
 
 void DumpSession::begin() {
@@ -123,6 +137,7 @@ bool DumpSession::pause(pid_t pid) {
     if (!proc::has_cuda_thread(pid))
         return false;
     const PausedAlarm paused;
+    choose_parent_once();
     const auto tid = worker_.restore_thread(pid);
     if (!tid)
         return false;
@@ -217,7 +232,10 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     info.regions = regions;
 
     ProcessMemory memory(record.pid);
-    const WriteOptions options{.threads = config_.threads, .compress = config_.compress};
+    const WriteOptions options{.threads = config_.threads,
+                               .compress = config_.compress,
+                               .io = config_.io,
+                               .parent = parent_.index ? &*parent_.index : nullptr};
     const WriteResult written = statistics.phases.time("write", [&] {
         return write_image(image_dir_.get(), image_name(record.image_pid), info, memory, options);
     });
@@ -236,7 +254,7 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
 
 void DumpSession::drop(TaskRecord& record, const std::vector<Region>& regions) {
     record.drop_begun = true;
-    InjectedSyscalls task(record);
+    InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
     if (!task.has_way_back())
         host::warn(name(record) + " would not survive this criu being killed while its staged "
                                   "memory is dropped");
@@ -282,10 +300,10 @@ void DumpSession::undo(TaskRecord& record) noexcept {
             if (is_traced_by_us(record.restore_tid)) {
                 ThawedThread thawed(record);
                 const WatchedThread watched(worker_, record.restore_tid);
-                undo_task(record, worker_, image_dir_.get(), config_.threads);
+                undo_task(record, worker_, lineage_, config_.threads);
                 thawed.refreeze();
             } else {
-                undo_task(record, worker_, image_dir_.get(), config_.threads);
+                undo_task(record, worker_, lineage_, config_.threads);
             }
         });
         record.settled = true;

@@ -6,6 +6,7 @@
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver_facts.hpp"
+#include "cuda_plugin/parent_choice.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
 #include "cuda_plugin/worker.hpp"
@@ -34,6 +35,7 @@ public:
 
 private:
     TaskStatistics& statistics_of(const TaskRecord& record);
+    void choose_parent_once();
     void begin();
     void lock(TaskRecord& record, TaskStatistics& statistics);
     void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);
@@ -46,10 +48,13 @@ private:
 
     Config config_;
     UniqueFd image_dir_;
+    Lineage lineage_;
     SharedTaskTable table_;
     Worker worker_;
+    ParentChoice parent_;
     Manifest manifest_;
     Statistics statistics_;
+    bool parent_chosen_ = false;
     bool begun_ = false;
     bool named_ours_ = false;
     bool named_stock_ = false;

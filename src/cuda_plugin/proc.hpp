@@ -1,55 +1,16 @@
-/// What /proc says about a task.
+/// What /proc says about a CUDA task.
 #pragma once
 
-#include "core/image_info.hpp"
-
-#include <sys/types.h>
-
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
+#include "tracee/proc.hpp"
 
 namespace cudackpt::proc {
 
-/// A whole small file. Throws Error: io naming `path`.
-std::string read_file(const std::string& path);
-
-/// The task's id in its innermost pid namespace (last field of NSpid). Throws Error: io.
-std::uint32_t innermost_pid(pid_t pid);
-
-/// Field 22 of /proc/PID/stat, in clock ticks since boot. Throws Error: io.
-std::uint64_t start_time(pid_t pid);
-
-/// /proc/PID/comm without the newline. Throws Error: io.
-std::string comm(pid_t pid);
-
-/// /proc/sys/kernel/random/boot_id. Throws Error: io.
-Id boot_id();
-
 /// Whether a thread of the task is named as the driver names its restore thread: "cuda" and more.
 /// The driver finds its thread by that name (docs/design.md), so a task without one has no CUDA
-/// state that a checkpoint call could reach. Throws Error: io if the task is gone.
-bool has_cuda_thread(pid_t pid);
-
-/// Ids of the task's threads, ascending. Throws Error: io.
-std::vector<pid_t> threads(pid_t pid);
-
-enum class Liveness { dead, traced, untraced };
-
-/// dead: no such task, a zombie, or another task that has got the same id.
-Liveness liveness(pid_t pid, std::uint64_t start_time) noexcept;
-
-/// The process that traces thread `tid`; 0: none. Throws Error: io.
-pid_t tracer_of(pid_t tid);
-
-/// Every task that this process traces: thread-group leaders only.
-std::vector<pid_t> traced_by_us();
-
-/// Whether thread `tid` is stopped by a signal such as SIGSTOP. Throws Error: io.
-bool is_stopped(pid_t tid);
-
-/// Whether thread `tid` runs under seccomp (field Seccomp of its status is not 0).
-bool has_seccomp(pid_t tid);
+/// state that a checkpoint call could reach. "cuda-EvtHandlr" and programs called "cuda..." pass
+/// too: the driver has the last word. Throws Error: io if the task is gone.
+inline bool has_cuda_thread(pid_t pid) {
+    return has_thread_named(pid, "cuda");
+}
 
 } // namespace cudackpt::proc

@@ -3,6 +3,7 @@
 #include "core/error.hpp"
 #include "cuda_plugin/dump_session.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/huge_pages.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/staging.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
@@ -32,8 +33,8 @@ const ManifestTask* find_task(const Manifest& manifest, std::uint32_t pid) {
 } // namespace
 
 RestoreSession::RestoreSession(const Config& config)
-    : config_(config), image_dir_(host::open_image_dir()), table_(OnOrphaned::kill),
-      worker_(config_, table_, image_dir_.get()) {
+    : config_(config), image_dir_(host::open_image_dir()), lineage_(image_dir_.get()),
+      table_(OnOrphaned::kill), worker_(config_, table_, lineage_) {
     statistics_.stage = "restore";
     statistics_.config_source = config_.source;
     statistics_.threads = config_.threads;
@@ -83,12 +84,14 @@ void RestoreSession::open_images() {
         if (!externalized_)
             throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " + name +
                                                 ", which CRIU's inventory knows nothing of");
-        ImageReader image = ImageReader::open(image_dir_.get(), name);
+        ImageReader image = ImageReader::open(image_dir_.get(), name, config_.io);
         if (image.digest() != task.digest || image.info().pid != task.pid ||
-            image.info().checkpoint_id != manifest_.checkpoint_id)
+            image.info().checkpoint_id != manifest_.checkpoint_id ||
+            image.info().parent_id != manifest_.parent_id)
             throw Error(Errc::corrupt_data, name + " is not the image that " + kManifestName +
                                                 " lists: it belongs to another checkpoint or "
                                                 "another process");
+        image.attach_sources(lineage_);
         images_.emplace(task.pid, std::move(image));
     }
 }
@@ -132,13 +135,14 @@ bool RestoreSession::resume_task(pid_t pid) {
     const std::uint32_t image_pid = proc::innermost_pid(pid);
     if (externalized_ ? find_task(manifest_, image_pid) == nullptr : !proc::has_cuda_thread(pid))
         return false;
+    // Before anything is asked of the worker: criu may die while that is under way.
+    expect_death_of_all();
     const auto tid = worker_.restore_thread(pid);
     if (!tid) {
         if (externalized_)
             throw Error(Errc::corrupt_data, "the restored process has no CUDA restore thread");
         return false;
     }
-    expect_death_of_all();
 
     TaskRecord& record = table_.add(pid);
     record.image_pid = image_pid;
@@ -154,6 +158,10 @@ bool RestoreSession::resume_task(pid_t pid) {
         statistics.regions = image->second.info().regions.size();
         for (const Region& region : image->second.info().regions)
             statistics.staged_bytes += region.length;
+        statistics.phases.time("ask_huge_pages", [&] {
+            statistics.huge_pages =
+                ask_for_huge_pages(config_.huge_pages, record, image->second.info());
+        });
         statistics.phases.time("refill", [&] { refill(pid, image->second, config_.threads); });
     }
     restore_device(record, statistics);

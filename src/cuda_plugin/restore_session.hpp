@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/image_reader.hpp"
+#include "core/lineage.hpp"
 #include "core/manifest.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
@@ -44,6 +45,7 @@ private:
 
     Config config_;
     UniqueFd image_dir_;
+    Lineage lineage_;
     SharedTaskTable table_;
     Worker worker_;
     Manifest manifest_;

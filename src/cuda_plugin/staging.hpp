@@ -3,7 +3,7 @@
 
 #include "core/image_info.hpp"
 #include "core/image_reader.hpp"
-#include "cuda_plugin/task_maps.hpp"
+#include "tracee/task_maps.hpp"
 
 #include <sys/types.h>
 

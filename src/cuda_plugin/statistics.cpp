@@ -59,7 +59,16 @@ Json to_json(const TaskStatistics& task) {
             {"raw", to_json(task.totals.raw)},
             {"ref", to_json(task.totals.ref)},
             {"file_bytes", task.file_bytes},
+            {"huge_pages", task.huge_pages},
             {"phases_ms", to_json(task.phases)}};
+}
+
+Json parent_json(const Statistics& statistics) {
+    if (statistics.parent_directory.empty())
+        return nullptr;
+    return {{"directory", statistics.parent_directory},
+            {"checkpoint_id", statistics.parent_id},
+            {"chain_length", statistics.chain_length}};
 }
 
 Json to_json(const Statistics& statistics) {
@@ -78,6 +87,8 @@ Json to_json(const Statistics& statistics) {
             {"driver_api_version", statistics.driver_api_version},
             {"driver_version", statistics.driver_version},
             {"gpus", std::move(gpus)},
+            {"parent", parent_json(statistics)},
+            {"full_because", statistics.full_because},
             {"config", statistics.config_source},
             {"threads", statistics.threads},
             {"tasks", std::move(tasks)},

@@ -47,6 +47,7 @@ struct TaskStatistics {
     std::uint64_t staged_bytes = 0;
     EncodingTotals totals;
     std::uint64_t file_bytes = 0;
+    bool huge_pages = false; ///< of a restore: they were asked for
     Phases phases;
 };
 
@@ -58,6 +59,10 @@ struct Statistics {
     std::uint32_t driver_api_version = 0;
     std::string driver_version;
     std::vector<GpuInfo> gpus;
+    std::string parent_directory;   ///< empty: a full checkpoint
+    std::string parent_id;          ///< in hex
+    std::uint32_t chain_length = 0; ///< checkpoints it is built on
+    std::string full_because;       ///< of a dump that has no parent: why
     std::string config_source;
     unsigned threads = 0;
     std::vector<TaskStatistics> tasks;

@@ -2,44 +2,23 @@
 
 #include "core/error.hpp"
 #include "cuda_plugin/host.hpp"
-#include "cuda_plugin/proc.hpp"
-#include "cuda_plugin/ptrace_call.hpp"
+#include "tracee/proc.hpp"
+#include "tracee/ptrace_call.hpp"
+#include "tracee/ptrace_stop.hpp"
 
-#include <sys/wait.h>
-
-#include <cerrno>
 #include <cstdint>
-#include <string>
 
 namespace cudackpt {
 namespace {
 
 constexpr long kTraceSysGood = 0x1;
 constexpr long kSuspendSeccomp = 0x200000;
-constexpr int kEventStop = 128; // PTRACE_EVENT_STOP
 
 void* as_pointer(std::uint64_t value) {
     return reinterpret_cast<void*>(value);
 }
 
 } // namespace
-
-void wait_for_event_stop(pid_t tid) {
-    for (;;) {
-        int status = 0;
-        const pid_t got = ::waitpid(tid, &status, __WALL);
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got != tid)
-            throw io_error("cannot wait for thread " + std::to_string(tid), errno);
-        if (!WIFSTOPPED(status))
-            throw Error(Errc::io, "thread " + std::to_string(tid) + " died");
-        if (status >> 16 == kEventStop)
-            return;
-        ptrace_call(PTRACE_CONT, "PTRACE_CONT", tid, nullptr,
-                    as_pointer(static_cast<std::uint64_t>(WSTOPSIG(status))));
-    }
-}
 
 ThawedThread::ThawedThread(TaskRecord& record) : record_(record) {
     const pid_t tid = record.restore_tid;

@@ -27,8 +27,4 @@ private:
     bool frozen_ = false;
 };
 
-/// Wait until tracee `tid`, which has been sent PTRACE_INTERRUPT, is in its event stop; signals
-/// that stop it first are let through. Throws Error: io if it dies.
-void wait_for_event_stop(pid_t tid);
-
 } // namespace cudackpt

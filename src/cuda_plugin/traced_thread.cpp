@@ -1,6 +1,6 @@
 #include "cuda_plugin/traced_thread.hpp"
 
-#include "cuda_plugin/proc.hpp"
+#include "tracee/proc.hpp"
 
 #include <unistd.h>
 

@@ -2,9 +2,10 @@
 
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
-#include "cuda_plugin/ptrace_call.hpp"
 #include "cuda_plugin/staging.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
+#include "tracee/ptrace_call.hpp"
+#include "tracee/ptrace_stop.hpp"
 
 namespace cudackpt {
 namespace {
@@ -21,13 +22,17 @@ void unlock(pid_t pid, Driver& driver) {
 
 } // namespace
 
-void undo_task(const TaskRecord& record, Driver& driver, int image_dir, unsigned threads) {
+void undo_task(const TaskRecord& record, Driver& driver, Lineage& lineage, unsigned threads) {
     ProcessState state = driver.state(record.pid);
     if (state == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");
     if (state == ProcessState::checkpointed && record.state_before != ProcessState::checkpointed) {
-        if (record.drop_begun)
-            refill(record.pid, ImageReader::open(image_dir, image_name(record.image_pid)), threads);
+        if (record.drop_begun) {
+            ImageReader image =
+                ImageReader::open(lineage.directory(0), image_name(record.image_pid));
+            image.attach_sources(lineage);
+            refill(record.pid, image, threads);
+        }
         driver.initialize();
         driver.restore(record.pid, {});
         state = ProcessState::locked;

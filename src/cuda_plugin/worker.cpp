@@ -101,7 +101,7 @@ void Worker::start() {
     UniqueFd theirs(ends[1]);
     fork_orphan([&] {
         ours.reset();
-        run_worker(config_, *table_, image_dir_, theirs.get());
+        run_worker(config_, *table_, lineage_, theirs.get());
     });
     theirs.reset();
     // Its first word is its pid. It lives until its socket closes, so the pid is still its own.

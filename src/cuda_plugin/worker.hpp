@@ -6,6 +6,7 @@
 /// for want of a criu (worker_process.hpp).
 #pragma once
 
+#include "core/lineage.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver.hpp"
@@ -23,9 +24,10 @@ namespace cudackpt {
 /// call starts a new worker. Call from one thread, while no other thread of this process runs.
 class Worker final : public Driver {
 public:
-    /// All three must outlive the worker. `image_dir`: where the images for an undo are.
-    Worker(const Config& config, SharedTaskTable& table, int image_dir) noexcept
-        : config_(config), table_(table), image_dir_(image_dir) {}
+    /// All three must outlive the worker. `lineage`: where the images for an undo are; what it has
+    /// open when the process starts is what the process can use.
+    Worker(const Config& config, SharedTaskTable& table, Lineage& lineage) noexcept
+        : config_(config), table_(table), lineage_(lineage) {}
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
     /// As if this process had died: whoever knows that all is well says so by stop().
@@ -72,7 +74,7 @@ private:
 
     const Config& config_;
     SharedTaskTable& table_;
-    int image_dir_;
+    Lineage& lineage_;
     UniqueFd process_; ///< pidfd of the worker; none: there is no worker
     UniqueFd socket_;
     std::uint64_t last_id_ = 0;

@@ -2,9 +2,9 @@
 
 #include "core/error.hpp"
 #include "cuda_plugin/driver_library.hpp"
-#include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/undo.hpp"
 #include "cuda_plugin/worker_protocol.hpp"
+#include "tracee/proc.hpp"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -38,10 +38,10 @@ void copy_text(char* out, std::size_t size, const std::string& text) noexcept {
     out[count] = '\0';
 }
 
-/// Keep nothing of criu's but `socket` and `image_dir`: its descriptors hold images, pipes and
+/// Keep nothing of criu's but `keep`: its descriptors hold images, pipes and
 /// sockets open that others wait on, its signal handlers are not ours, and a signal from its
 /// terminal must not end the one process that can undo a dump.
-void shed_criu(int socket, int image_dir) noexcept {
+void shed_criu(std::vector<int> keep) {
     for (int signal = 1; signal < NSIG; ++signal)
         ::signal(signal, SIG_DFL);
     sigset_t none;
@@ -53,14 +53,14 @@ void shed_criu(int socket, int image_dir) noexcept {
     const int null = ::open("/dev/null", O_RDWR);
     for (int fd = 0; fd <= STDERR_FILENO; ++fd)
         ::dup2(null, fd);
-    const auto [low, high] = std::minmax(socket, image_dir);
+    std::ranges::sort(keep);
     unsigned next = STDERR_FILENO + 1;
-    for (const int keep : {low, high}) {
-        if (keep < static_cast<int>(next))
+    for (const int fd : keep) {
+        if (fd < static_cast<int>(next))
             continue;
-        if (static_cast<unsigned>(keep) > next)
-            ::close_range(next, static_cast<unsigned>(keep) - 1, 0);
-        next = static_cast<unsigned>(keep) + 1;
+        if (static_cast<unsigned>(fd) > next)
+            ::close_range(next, static_cast<unsigned>(fd) - 1, 0);
+        next = static_cast<unsigned>(fd) + 1;
     }
     ::close_range(next, ~0U, 0);
 }
@@ -186,7 +186,7 @@ bool anything_to_undo(const TaskTable& table) noexcept {
     return false;
 }
 
-void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, int image_dir) {
+void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineage& lineage) {
     std::unique_ptr<UndoLog> log; // made when there is something to tell
     while (anything_to_undo(table)) {
         for (std::size_t i = 0; i < table.task_count; ++i) {
@@ -200,11 +200,11 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, int im
             if (life == proc::Liveness::dead)
                 continue;
             if (!log)
-                log = std::make_unique<UndoLog>(image_dir);
+                log = std::make_unique<UndoLog>(lineage.directory(0));
             const std::string who = "pid " + std::to_string(record.pid) + ": ";
             try {
                 reset_signal_mask(record);
-                undo_task(record, driver.get(), image_dir, config.threads);
+                undo_task(record, driver.get(), lineage, config.threads);
                 (*log)(who + "criu is gone; the task was brought back and runs on");
             } catch (const std::exception& e) {
                 (*log)(who + e.what() + "; try cudackpt recover");
@@ -221,9 +221,11 @@ void kill_all(const TaskTable& table) noexcept {
 
 } // namespace
 
-void run_worker(const Config& config, TaskTable& table, int image_dir, int socket) {
+void run_worker(const Config& config, TaskTable& table, Lineage& lineage, int socket) {
     try {
-        shed_criu(socket, image_dir);
+        std::vector<int> keep = lineage.descriptors();
+        keep.push_back(socket);
+        shed_criu(std::move(keep));
         LazyDriver driver(config);
         const pid_t pid = ::getpid();
         if (::send(socket, &pid, sizeof(pid), MSG_NOSIGNAL) < 0)
@@ -232,7 +234,7 @@ void run_worker(const Config& config, TaskTable& table, int image_dir, int socke
             if (table.on_orphaned == OnOrphaned::kill)
                 kill_all(table);
             else
-                undo_all(driver, config, table, image_dir);
+                undo_all(driver, config, table, lineage);
         }
     } catch (...) {
         // Nobody is left to be told, and nothing may unwind into criu's frames.

@@ -1,6 +1,7 @@
 /// The worker's side of worker.hpp.
 #pragma once
 
+#include "core/lineage.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/task_table.hpp"
 
@@ -11,7 +12,8 @@ inline constexpr const char* kUndoLogName = "cudackpt-undo.log";
 
 /// Send this process's pid on `socket`, then serve requests on it until it is told to quit, or until the other end is gone: then wait
 /// until each unsettled task of `table` has died or is no longer traced, and undo or kill as the
-/// table says, leaving an account in the file cudackpt-undo.log of `image_dir`. Never returns.
-[[noreturn]] void run_worker(const Config& config, TaskTable& table, int image_dir, int socket);
+/// table says, leaving an account in the file cudackpt-undo.log
+/// of the checkpoint's directory. `lineage` keeps what an undo reads from. Never returns.
+[[noreturn]] void run_worker(const Config& config, TaskTable& table, Lineage& lineage, int socket);
 
 } // namespace cudackpt

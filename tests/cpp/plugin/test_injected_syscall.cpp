@@ -1,9 +1,10 @@
 #include "check.hpp"
 
-#include "cuda_plugin/injected_syscall.hpp"
-#include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
 #include "cuda_plugin/undo.hpp"
+#include "tracee/injected_syscall.hpp"
+#include "tracee/proc.hpp"
+#include "tracee/ptrace_stop.hpp"
 
 #include <poll.h>
 #include <sys/mman.h>
@@ -109,7 +110,7 @@ void memory_is_dropped_and_the_task_runs_on() {
     TaskRecord& record = table.add(target.pid);
     fill_record(record, target);
     {
-        InjectedSyscalls task(record);
+        InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
         CHECK(task.has_way_back());
         CHECK(drop(task, target) == 0);
         CHECK(task.call(SYS_getpid, 0, 0, 0) == target.pid);
@@ -136,7 +137,8 @@ void the_task_survives_the_tracers_death() {
         const pid_t tracer = ::fork();
         if (tracer == 0) {
             seize(target.pid);
-            InjectedSyscalls task(record);
+            InjectedSyscalls task(
+                {record.pid, record.restore_tid, record.thawed, record.signal_mask});
             for (;;) {
                 drop(task, target);
                 // Fill a part again, so that the next drop takes its time too.

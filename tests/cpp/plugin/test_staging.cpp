@@ -1,5 +1,6 @@
 #include "check.hpp"
 
+#include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
 #include "cuda_plugin/staging.hpp"
 

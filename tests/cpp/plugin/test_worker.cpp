@@ -16,8 +16,9 @@ void a_missing_driver_is_an_error_that_names_it() {
     Config config;
     config.driver = "/nonexistent/libcuda.so.1";
     SharedTaskTable table(OnOrphaned::undo);
-    const int dir = ::open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    Worker worker(config, table, dir);
+    const UniqueFd dir(::open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    Lineage lineage(dir.get());
+    Worker worker(config, table, lineage);
     for (int again = 0; again < 2; ++again) {
         try {
             worker.api_version();
@@ -29,7 +30,6 @@ void a_missing_driver_is_an_error_that_names_it() {
     }
     worker.stop();
     worker.stop(); // no worker is left to be stopped, and that is fine
-    ::close(dir);
 }
 
 void records_are_found_by_pid() {

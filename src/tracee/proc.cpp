@@ -1,4 +1,4 @@
-#include "cuda_plugin/proc.hpp"
+#include "tracee/proc.hpp"
 
 #include "core/error.hpp"
 #include "core/unique_fd.hpp"
@@ -53,9 +53,9 @@ std::string_view status_field(std::string_view status, std::string_view key) {
 }
 
 template <class Number>
-Number parse(std::string_view text, const std::string& what) {
+Number parse(std::string_view text, const std::string& what, int base = 10) {
     Number number{};
-    const auto [at, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+    const auto [at, error] = std::from_chars(text.data(), text.data() + text.size(), number, base);
     if (error != std::errc{})
         throw Error(Errc::io, what + " holds no number where one is expected");
     return number;
@@ -67,10 +67,14 @@ std::string read_file(const std::string& path) {
     const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
     if (!fd)
         throw io_error("cannot open " + path, errno);
+    return read_rest(fd.get(), path);
+}
+
+std::string read_rest(int fd, const std::string& path) {
     std::string content;
     std::array<char, 4096> buffer;
     for (;;) {
-        const ssize_t got = ::read(fd.get(), buffer.data(), buffer.size());
+        const ssize_t got = ::read(fd, buffer.data(), buffer.size());
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0)
@@ -123,7 +127,7 @@ Id boot_id() {
     return id;
 }
 
-bool has_cuda_thread(pid_t pid) {
+bool has_thread_named(pid_t pid, std::string_view prefix) {
     const std::string path = task_path(pid, "task");
     const Directory dir = open_dir(path);
     while (const dirent* entry = ::readdir(dir.get())) {
@@ -135,8 +139,8 @@ bool has_cuda_thread(pid_t pid) {
         if (!fd)
             continue; // the thread has ended meanwhile
         const ssize_t got = ::read(fd.get(), name.data(), name.size());
-        // "cuda-EvtHandlr" and programs called "cuda..." pass too: the driver has the last word.
-        if (got > 4 && std::memcmp(name.data(), "cuda", 4) == 0)
+        if (got > 0 &&
+            std::string_view(name.data(), static_cast<std::size_t>(got)).starts_with(prefix))
             return true;
     }
     return false;
@@ -190,8 +194,26 @@ std::vector<pid_t> traced_by_us() {
     return pids;
 }
 
+char state(pid_t tid) {
+    const std::string path = task_path(tid, "status");
+    const std::string status = read_file(path);
+    const std::string_view field = status_field(status, "State");
+    if (field.empty())
+        throw Error(Errc::io, path + " says nothing of a state");
+    return field.front();
+}
+
+bool has_signal(pid_t tid) {
+    const std::string path = task_path(tid, "status");
+    const std::string status = read_file(path);
+    const auto set = [&](const char* key) {
+        return parse<std::uint64_t>(status_field(status, key), path, 16);
+    };
+    return ((set("SigPnd") | set("ShdPnd")) & ~set("SigBlk")) != 0;
+}
+
 bool is_stopped(pid_t tid) {
-    return status_field(read_file(task_path(tid, "status")), "State").starts_with('T');
+    return state(tid) == 'T';
 }
 
 bool has_seccomp(pid_t tid) {

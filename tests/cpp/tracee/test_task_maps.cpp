@@ -1,6 +1,6 @@
 #include "check.hpp"
 
-#include "cuda_plugin/task_maps.hpp"
+#include "tracee/task_maps.hpp"
 
 #include <sys/mman.h>
 #include <unistd.h>

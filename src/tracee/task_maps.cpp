@@ -1,7 +1,7 @@
-#include "cuda_plugin/task_maps.hpp"
+#include "tracee/task_maps.hpp"
 
 #include "core/error.hpp"
-#include "cuda_plugin/proc.hpp"
+#include "tracee/proc.hpp"
 
 #include <sys/mman.h>
 

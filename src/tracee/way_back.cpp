@@ -1,15 +1,17 @@
-#include "cuda_plugin/way_back.hpp"
+#include "tracee/way_back.hpp"
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
-#include "cuda_plugin/proc.hpp"
-#include "cuda_plugin/task_maps.hpp"
+#include "tracee/proc.hpp"
+#include "tracee/task_maps.hpp"
+#include "tracee/vector_state.hpp"
 
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstring>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,6 +28,7 @@ constexpr std::uint64_t kRedZone = 128;
 constexpr std::uint64_t kMaxCode = 64U << 20; // no C library is larger; do not read a JIT's arena
 
 // arch/x86/include/uapi/asm/ucontext.h
+constexpr std::uint64_t kUcFpXstate = 0x1;
 constexpr std::uint64_t kUcSigcontextSs = 0x2;
 constexpr std::uint64_t kUcStrictRestoreSs = 0x4;
 // No flag sigaltstack(2) knows: the kernel keeps the thread's alternate stack as it is.
@@ -101,7 +104,9 @@ std::optional<WayBackCode> find_way_back_code(pid_t pid) {
 }
 
 std::uint64_t write_way_back(pid_t pid, const WayBackCode& code, const user_regs_struct& registers,
-                             std::uint64_t signal_mask) {
+                             Bytes vector_state, std::uint64_t signal_mask) {
+    const std::uint64_t vectors_at =
+        (registers.rsp - kRedZone - vector_state.size()) & ~(kVectorStateAlignment - 1);
     Frame frame{};
     frame.restorer = code.restorer;
     frame.uc_flags = kUcSigcontextSs | kUcStrictRestoreSs;
@@ -127,14 +132,25 @@ std::uint64_t write_way_back(pid_t pid, const WayBackCode& code, const user_regs
     frame.cs = static_cast<std::uint16_t>(registers.cs);
     frame.ss = static_cast<std::uint16_t>(registers.ss);
     frame.signal_mask = signal_mask;
+    if (!vector_state.empty()) {
+        frame.uc_flags |= kUcFpXstate;
+        frame.fpstate = vectors_at;
+    }
     if (static_cast<std::int64_t>(registers.orig_rax) >= 0 && wants_restart(registers.rax)) {
         constexpr std::uint64_t kSyscallSize = 2;
         frame.rax = registers.orig_rax;
         frame.rip = registers.rip - kSyscallSize;
     }
-    const std::uint64_t at = (registers.rsp - kRedZone - sizeof(frame)) & ~std::uint64_t{15};
-    ProcessMemory(pid).write(at, std::as_bytes(std::span(&frame, 1)));
+    const std::uint64_t at = (vectors_at - sizeof(frame)) & ~std::uint64_t{15};
+    std::vector<std::byte> bytes(vectors_at - at + vector_state.size());
+    std::memcpy(bytes.data(), &frame, sizeof(frame));
+    std::ranges::copy(vector_state, bytes.begin() + static_cast<std::ptrdiff_t>(vectors_at - at));
+    ProcessMemory(pid).write(at, bytes);
     return at;
+}
+
+std::uint64_t way_back_size(Bytes vector_state) noexcept {
+    return kRedZone + kVectorStateAlignment + vector_state.size() + sizeof(Frame) + 16;
 }
 
 } // namespace cudackpt

@@ -1,6 +1,8 @@
 /// A signal frame that leads a borrowed thread home by itself, should its tracer die.
 #pragma once
 
+#include "core/bytes.hpp"
+
 #include <sys/types.h>
 #include <sys/user.h>
 
@@ -21,12 +23,14 @@ struct WayBackCode {
 std::optional<WayBackCode> find_way_back_code(pid_t pid);
 
 /// Write, below the red zone of the thread's stack, the address of the restorer and a signal
-/// frame that holds `registers` and `signal_mask`. A thread that then executes `syscall; ret`
-/// with the stack pointer returned here goes back to what it did: if it was stopped in a system
-/// call that the kernel would restart, to making that call again. Vector registers come back
-/// cleared, which a thread inside a system call cannot notice (System V ABI: caller-saved).
+/// frame that holds `registers`, `vector_state` (vector_state.hpp) and `signal_mask`. A thread that
+/// then executes `syscall; ret` with the stack pointer returned here goes back to what it did: if
+/// it was stopped in a system call that the kernel would restart, to making that call again.
 /// Source: arch/x86/kernel/signal_64.c, struct rt_sigframe. Throws Error: io.
 std::uint64_t write_way_back(pid_t pid, const WayBackCode& code, const user_regs_struct& registers,
-                             std::uint64_t signal_mask);
+                             Bytes vector_state, std::uint64_t signal_mask);
+
+/// Bytes below a thread's stack pointer that write_way_back() may write to, at most.
+std::uint64_t way_back_size(Bytes vector_state) noexcept;
 
 } // namespace cudackpt

@@ -1,0 +1,27 @@
+/// Which checkpoint a dump builds on.
+#pragma once
+
+#include "core/lineage.hpp"
+#include "core/parent_index.hpp"
+#include "cuda_plugin/config.hpp"
+
+#include <optional>
+#include <string>
+
+namespace cudackpt {
+
+/// What was chosen, and in words for the log and the statistics.
+struct ParentChoice {
+    std::optional<ParentIndex> index; ///< none: the dump is a full one
+    std::string directory;            ///< the parent's, or empty
+    std::string reason;               ///< why it is a full one, or empty
+};
+
+/// The directory that the key `parent` names, else the first with a manifest of ours along CRIU's
+/// own `parent` links (criu dump --prev-images-dir), else none. Makes the parent link of the checkpoint that
+/// `lineage` is of, or removes what an earlier dump left; `lineage` keeps the chain's files open.
+/// A chain that would get longer than config.max_chain is not continued.
+/// Throws Error: io, corrupt_data, unsupported; bad_argument if what was named cannot serve.
+ParentChoice choose_parent(const Config& config, Lineage& lineage);
+
+} // namespace cudackpt
