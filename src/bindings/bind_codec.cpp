@@ -53,8 +53,7 @@ void bind_codec(py::module_& m) {
     py::enum_<Encoding>(m, "Encoding", "How a chunk is stored; see docs/format.md.")
         .value("ZERO", Encoding::zero)
         .value("LZ4", Encoding::lz4)
-        .value("RAW", Encoding::raw)
-        .value("REF", Encoding::ref);
+        .value("RAW", Encoding::raw);
 
     m.attr("MIN_CHUNK_SIZE") = kMinChunkSize;
     m.attr("MAX_CHUNK_SIZE") = kMaxChunkSize;
@@ -66,8 +65,7 @@ void bind_codec(py::module_& m) {
           "Raises ValueError if a size or number is out of range. Releases the GIL.");
     m.def("decode_chunk", &decode, py::arg("encoding"), py::arg("stored"), py::arg("plain"),
           "Decode `stored` into the writable buffer `plain`, filling it exactly.\n"
-          "Raises CorruptDataError if it does not decode to that size, UnsupportedDataError for "
-          "Encoding.REF. Releases the GIL.");
+          "Raises CorruptDataError if it does not decode to that size. Releases the GIL.");
     m.def("hash128", &hash128_of, py::arg("data"),
           "XXH3-128 of a buffer, canonical: 16 bytes. Releases the GIL.");
     m.def("hash64", &hash64_of, py::arg("data"), "XXH3-64 of a buffer. Releases the GIL.");

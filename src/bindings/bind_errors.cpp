@@ -2,6 +2,7 @@
 #include "core/error.hpp"
 
 #include <exception>
+#include <string>
 
 namespace py = pybind11;
 
@@ -41,6 +42,7 @@ void bind_errors(py::module_& m) {
             case Errc::corrupt_data: return py::set_error(types.get_stored().corrupt, e.what());
             case Errc::unsupported: return py::set_error(types.get_stored().unsupported, e.what());
             case Errc::io: return py::set_error(PyExc_OSError, e.what());
+            case Errc::gone: return py::set_error(PyExc_ProcessLookupError, e.what());
             }
         }
     });

@@ -2,7 +2,8 @@
 #include "bindings/buffer_view.hpp"
 #include "bindings/convert.hpp"
 #include "bindings/memory_buffers.hpp"
-#include "core/file.hpp"
+#include "bindings/open_dir.hpp"
+#include "core/image_flatten.hpp"
 #include "core/image_reader.hpp"
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
@@ -10,9 +11,6 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
-#include <fcntl.h>
-
-#include <cerrno>
 #include <filesystem>
 #include <optional>
 #include <utility>
@@ -41,7 +39,25 @@ ImageReader open_image(const std::filesystem::path& path) {
     return ImageReader::open(AT_FDCWD, path.string());
 }
 
-py::bytes read_chunk(const ImageReader& self, std::uint64_t index) {
+// A reader and what its sources are found by: the locks are held as long as it lives.
+struct OpenImage {
+    ImageReader reader;
+    std::filesystem::path path;
+    std::optional<Lineage> lineage = std::nullopt;
+};
+
+OpenImage open_with_path(const std::filesystem::path& path) {
+    return {open_image(path), path};
+}
+
+void attach_sources(OpenImage& self) {
+    const py::gil_scoped_release unlocked;
+    self.lineage.emplace(open_dir_of(self.path).get());
+    self.reader.attach_sources(*self.lineage);
+}
+
+py::bytes read_chunk(const OpenImage& image, std::uint64_t index) {
+    const ImageReader& self = image.reader;
     const Py_ssize_t size = self.chunk(index).plain_size;
     auto plain = py::reinterpret_steal<py::bytes>(PyBytes_FromStringAndSize(nullptr, size));
     if (!plain)
@@ -54,40 +70,38 @@ py::bytes read_chunk(const ImageReader& self, std::uint64_t index) {
     return plain;
 }
 
-void read_chunk_into(const ImageReader& self, std::uint64_t index, const py::buffer& plain) {
+void read_chunk_into(const OpenImage& self, std::uint64_t index, const py::buffer& plain) {
     const BufferView out(plain, PyBUF_WRITABLE);
     const py::gil_scoped_release unlocked;
-    self.read_chunk(index, out.writable());
+    self.reader.read_chunk(index, out.writable());
 }
 
-void verify(const ImageReader& self, unsigned threads, const Tell& progress) {
+void verify(const OpenImage& self, unsigned threads, const Tell& progress) {
     const py::gil_scoped_release unlocked;
-    self.verify(threads, progress_of(progress));
+    self.reader.verify(threads, progress_of(progress));
 }
 
-void restore_to_process(const ImageReader& self, pid_t pid, unsigned threads, bool fresh,
+void restore_to_process(const OpenImage& self, pid_t pid, unsigned threads, bool fresh,
                         const Tell& progress) {
     const py::gil_scoped_release unlocked;
     ProcessMemory memory(pid);
-    self.restore(memory, threads, fresh, progress_of(progress));
+    self.reader.restore(memory, threads, fresh, progress_of(progress));
 }
 
 WriteResult write(const std::filesystem::path& path, const ImageInfo& info,
                   const std::vector<std::pair<std::uint64_t, py::buffer>>& memory, unsigned threads,
-                  bool compress, int lz4_acceleration, std::uint32_t alignment) {
+                  bool compress, int lz4_acceleration, std::uint32_t alignment,
+                  const ParentIndex* parent) {
     MemoryBuffers source;
     for (const auto& [address, buffer] : memory)
         source.add(address, BufferView(buffer));
     const py::gil_scoped_release unlocked;
-    const std::string dir_name = path.has_parent_path() ? path.parent_path().string() : ".";
-    const UniqueFd dir(::open(dir_name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    if (dir.get() < 0)
-        throw io_error(dir_name, errno);
-    return write_image(dir.get(), path.filename().string(), info, source,
+    return write_image(open_dir_of(path).get(), path.filename().string(), info, source,
                        {.threads = threads,
                         .compress = compress,
                         .lz4_acceleration = lz4_acceleration,
-                        .alignment = alignment});
+                        .alignment = alignment,
+                        .parent = parent});
 }
 
 void bind_totals(py::module_& m) {
@@ -113,11 +127,12 @@ void bind_writer(py::module_& m) {
 
     m.def("write_image", &write, py::arg("path"), py::arg("info"), py::arg("memory"), py::kw_only(),
           py::arg("threads") = 0, py::arg("compress") = true, py::arg("lz4_acceleration") = 1,
-          py::arg("alignment") = WriteOptions{}.alignment,
+          py::arg("alignment") = WriteOptions{}.alignment, py::arg("parent") = py::none(),
           "Write the regions of `info` from `memory`, a list of (address, buffer) that covers\n"
           "them. Complete and durable on return; nothing is left of it on an exception.\n"
           "Raises ValueError if info or an option breaks a limit of docs/format.md or memory is\n"
-          "missing, OSError if the file cannot be written. Releases the GIL.");
+          "missing, OSError if the file cannot be written. Releases the GIL.\n"
+          "parent: chunks that it has become references to it.");
 }
 
 void bind_reader(py::module_& m) {
@@ -127,21 +142,35 @@ void bind_reader(py::module_& m) {
         .def_readonly("stored_size", &ChunkInfo::stored_size, "bytes of the file")
         .def_readonly("offset", &ChunkInfo::offset, "in the file; 0 if zero")
         .def_readonly("encoding", &ChunkInfo::encoding)
+        .def_readonly("source", &ChunkInfo::source,
+                      "0: in this file; n: in that of info.sources[n - 1]")
         .def_property_readonly("hash", [](const ChunkInfo& self) { return to_python(self.hash); });
 
-    py::class_<ImageReader>(m, "ImageReader",
-                            "An image, opened and checked but for its chunks.\n"
-                            "Safe on hostile files and from several threads.")
-        .def_static("open", &open_image, py::arg("path"),
+    py::class_<OpenImage>(m, "ImageReader",
+                          "An image, opened and checked but for its chunks.\n"
+                          "Safe on hostile files and from several threads.")
+        .def_static("open", &open_with_path, py::arg("path"),
                     "Raises OSError, CorruptDataError, UnsupportedDataError; each names the file.")
-        .def_property_readonly("info", &ImageReader::info)
-        .def_property_readonly("totals", &ImageReader::totals)
-        .def_property_readonly("file_size", &ImageReader::file_size)
-        .def_property_readonly("digest",
-                               [](const ImageReader& self) { return to_python(self.digest()); })
-        .def("__len__", &ImageReader::chunk_count)
-        .def("chunk", &ImageReader::chunk, py::arg("index"),
-             "Raises ValueError past the last chunk.")
+        .def_property_readonly(
+            "info", [](const OpenImage& self) -> const ImageInfo& { return self.reader.info(); })
+        .def_property_readonly(
+            "totals",
+            [](const OpenImage& self) -> const EncodingTotals& { return self.reader.totals(); })
+        .def_property_readonly("file_size",
+                               [](const OpenImage& self) { return self.reader.file_size(); })
+        .def_property_readonly(
+            "digest", [](const OpenImage& self) { return to_python(self.reader.digest()); })
+        .def(
+            "attach_sources", &attach_sources,
+            "Find every source by the links from this image's directory, and lock the directories\n"
+            "(shared) as long as this object lives. Needed before chunks with a source are read;\n"
+            "not from several threads. Raises OSError, CorruptDataError: they name the checkpoint\n"
+            "that is missing or another. Releases the GIL.")
+        .def("__len__", [](const OpenImage& self) { return self.reader.chunk_count(); })
+        .def(
+            "chunk",
+            [](const OpenImage& self, std::uint64_t index) { return self.reader.chunk(index); },
+            py::arg("index"), "Raises ValueError past the last chunk.")
         .def("read_chunk", &read_chunk, py::arg("index"),
              "The plain bytes of a chunk, checked. Releases the GIL.")
         .def("read_chunk_into", &read_chunk_into, py::arg("index"), py::arg("plain"),
@@ -158,12 +187,50 @@ void bind_reader(py::module_& m) {
              "written before stays written. Releases the GIL.");
 }
 
+WriteResult flatten(const OpenImage& image, const std::filesystem::path& path, unsigned threads,
+                    const Tell& progress) {
+    const py::gil_scoped_release unlocked;
+    return flatten_image(image.reader, open_dir_of(path).get(), path.filename().string(), threads,
+                         progress_of(progress));
+}
+
+void bind_parent(py::module_& m) {
+    m.attr("PARENT_LINK") = kParentLink;
+    m.def(
+        "link_parent",
+        [](const std::filesystem::path& dir, const std::filesystem::path& parent) {
+            link_parent(open_dir(dir).get(), open_dir(parent).get());
+        },
+        py::arg("dir"), py::arg("parent"),
+        "Make the link of `dir` to its parent, or replace it. Raises OSError, ValueError.");
+    py::class_<ParentIndex>(m, "ParentIndex", "The chunks of a parent, by content.")
+        .def_static(
+            "read",
+            [](const std::filesystem::path& dir) {
+                const py::gil_scoped_release unlocked;
+                Lineage lineage = Lineage::above(open_dir(dir).get());
+                return ParentIndex::read(lineage);
+            },
+            py::arg("dir"),
+            "Of the checkpoint in `dir`. Raises OSError, CorruptDataError, UnsupportedDataError;\n"
+            "ValueError if it holds no GPU memory. Releases the GIL.")
+        .def_property_readonly("manifest", &ParentIndex::manifest)
+        .def_property_readonly("chunk_size", &ParentIndex::chunk_size, "in bytes")
+        .def("__len__", &ParentIndex::size, "Chunks that are not zero.");
+}
+
 } // namespace
 
 void bind_image(py::module_& m) {
     bind_totals(m);
+    bind_parent(m);
     bind_writer(m);
     bind_reader(m);
+    m.def(
+        "flatten_image", &flatten, py::arg("image"), py::arg("path"), py::arg("threads") = 0,
+        py::arg("progress") = py::none(),
+        "Write a copy of `image`, whose sources are attached, that has none. Complete and durable\n"
+        "on return. Raises CorruptDataError, OSError. Releases the GIL.");
 }
 
 } // namespace cudackpt::bindings

@@ -48,13 +48,24 @@ void bind_gpu(py::module_& m) {
         .def("__eq__", &equal<GpuInfo>, py::is_operator());
 }
 
-ImageInfo make_info(std::uint32_t pid, const py::bytes& checkpoint_id, const py::bytes& parent_id,
-                    std::uint64_t start_time, const py::bytes& boot_id, const py::str& comm,
-                    ProcessState state_before, std::uint32_t driver_api_version,
-                    const py::str& driver_version, std::vector<GpuInfo> gpus,
-                    std::uint32_t chunk_size, std::vector<Region> regions) {
+void bind_source(py::module_& m) {
+    py::class_<Source>(m, "Source", "An image of an earlier checkpoint that holds chunks of this.")
+        .def_property_readonly("checkpoint_id",
+                               [](const Source& self) { return to_python(self.checkpoint_id); })
+        .def_property_readonly("digest", [](const Source& self) { return to_python(self.digest); })
+        .def_readonly("file_size", &Source::file_size, "of that image, in bytes")
+        .def_readonly("pid", &Source::pid)
+        .def_readonly("depth", &Source::depth, "parent links to its directory; 1: the parent's")
+        .def("__eq__", &equal<Source>, py::is_operator());
+}
+
+ImageInfo make_info(std::uint32_t pid, const py::bytes& checkpoint_id, std::uint64_t start_time,
+                    const py::bytes& boot_id, const py::str& comm, ProcessState state_before,
+                    std::uint32_t driver_api_version, const py::str& driver_version,
+                    std::vector<GpuInfo> gpus, std::uint32_t chunk_size,
+                    std::vector<Region> regions) {
     return {.checkpoint_id = to_id(checkpoint_id),
-            .parent_id = to_id(parent_id),
+            .parent_id = {},
             .pid = pid,
             .start_time = start_time,
             .boot_id = to_id(boot_id),
@@ -64,7 +75,8 @@ ImageInfo make_info(std::uint32_t pid, const py::bytes& checkpoint_id, const py:
             .driver_version = to_text(driver_version),
             .gpus = std::move(gpus),
             .chunk_size = chunk_size,
-            .regions = std::move(regions)};
+            .regions = std::move(regions),
+            .sources = {}};
 }
 
 } // namespace
@@ -77,16 +89,16 @@ void bind_info(py::module_& m) {
         .value("FAILED", ProcessState::failed);
     bind_region(m);
     bind_gpu(m);
+    bind_source(m);
 
     const py::bytes no_id(std::string(sizeof(Id), '\0'));
     py::class_<ImageInfo>(m, "ImageInfo",
                           "What an image says about its task; fields as in docs/format.md.")
         .def(py::init(&make_info), py::kw_only(), py::arg("pid"), py::arg("checkpoint_id"),
-             py::arg("parent_id") = no_id, py::arg("start_time") = 0, py::arg("boot_id") = no_id,
-             py::arg("comm") = "", py::arg("state_before") = ProcessState::running,
-             py::arg("driver_api_version") = 0, py::arg("driver_version") = "",
-             py::arg("gpus") = std::vector<GpuInfo>{}, py::arg("chunk_size") = 0,
-             py::arg("regions") = std::vector<Region>{})
+             py::arg("start_time") = 0, py::arg("boot_id") = no_id, py::arg("comm") = "",
+             py::arg("state_before") = ProcessState::running, py::arg("driver_api_version") = 0,
+             py::arg("driver_version") = "", py::arg("gpus") = std::vector<GpuInfo>{},
+             py::arg("chunk_size") = 0, py::arg("regions") = std::vector<Region>{})
         .def_property_readonly("checkpoint_id",
                                [](const ImageInfo& self) { return to_python(self.checkpoint_id); })
         .def_property_readonly("parent_id",
@@ -103,6 +115,7 @@ void bind_info(py::module_& m) {
         .def_readonly("gpus", &ImageInfo::gpus)
         .def_readonly("chunk_size", &ImageInfo::chunk_size, "in bytes")
         .def_readonly("regions", &ImageInfo::regions)
+        .def_readonly("sources", &ImageInfo::sources)
         .def("__eq__", &equal<ImageInfo>, py::is_operator());
 }
 

@@ -1,30 +1,16 @@
 #include "bindings/bind.hpp"
 #include "bindings/convert.hpp"
-#include "core/file.hpp"
+#include "bindings/open_dir.hpp"
 #include "core/manifest.hpp"
 
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
-#include <fcntl.h>
-
-#include <cerrno>
 #include <filesystem>
 
 namespace py = pybind11;
 
 namespace cudackpt::bindings {
-namespace {
-
-UniqueFd open_dir(const std::filesystem::path& path) {
-    UniqueFd dir(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    if (dir.get() < 0)
-        throw io_error(path.string(), errno);
-    return dir;
-}
-
-} // namespace
-
 void bind_manifest(py::module_& m) {
     m.attr("MANIFEST_NAME") = kManifestName;
     m.def("image_name", &image_name, py::arg("pid"), "The file name of the image of task `pid`.");
@@ -47,13 +33,16 @@ void bind_manifest(py::module_& m) {
     py::class_<Manifest>(m, "Manifest", "Which images belong to a checkpoint.")
         .def(py::init([](const py::bytes& checkpoint_id, std::uint32_t driver_api_version,
                          const py::str& driver_version, std::vector<GpuInfo> gpus,
-                         std::vector<ManifestTask> tasks) {
+                         std::vector<ManifestTask> tasks, const py::bytes& parent_id,
+                         std::uint32_t chain_length) {
                  return Manifest{to_id(checkpoint_id), driver_api_version, to_text(driver_version),
-                                 std::move(gpus), std::move(tasks)};
+                                 std::move(gpus),      std::move(tasks),   to_id(parent_id),
+                                 chain_length};
              }),
              py::kw_only(), py::arg("checkpoint_id"), py::arg("driver_api_version") = 0,
              py::arg("driver_version") = "", py::arg("gpus") = std::vector<GpuInfo>{},
-             py::arg("tasks") = std::vector<ManifestTask>{})
+             py::arg("tasks") = std::vector<ManifestTask>{}, py::arg("parent_id") = no_id,
+             py::arg("chain_length") = 0)
         .def_property_readonly("checkpoint_id",
                                [](const Manifest& self) { return to_python(self.checkpoint_id); })
         .def_readonly("driver_api_version", &Manifest::driver_api_version)
@@ -61,6 +50,10 @@ void bind_manifest(py::module_& m) {
                                [](const Manifest& self) { return to_python(self.driver_version); })
         .def_readonly("gpus", &Manifest::gpus)
         .def_readonly("tasks", &Manifest::tasks)
+        .def_property_readonly("parent_id",
+                               [](const Manifest& self) { return to_python(self.parent_id); })
+        .def_readonly("chain_length", &Manifest::chain_length,
+                      "how many checkpoints it is built on; 0: none")
         .def("__eq__", &equal<Manifest>, py::is_operator());
 
     m.def(

@@ -8,4 +8,5 @@ PYBIND11_MODULE(_core, m) {
     bind_info(m);
     bind_image(m);
     bind_manifest(m);
+    bind_dirty_tracker(m);
 }

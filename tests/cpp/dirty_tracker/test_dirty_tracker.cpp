@@ -1,0 +1,148 @@
+#include "check.hpp"
+
+#include "dirty_tracker/address_space.hpp"
+#include "dirty_tracker/dirty_tracker.hpp"
+#include "dirty_tracker/page_scan.hpp"
+#include "dirty_tracker/userfault.hpp"
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+#include <set>
+#include <vector>
+
+using namespace cudackpt;
+
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+std::byte* map(std::size_t pages) {
+    void* at =
+        ::mmap(nullptr, pages * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(at != MAP_FAILED);
+    ::madvise(at, pages * kPage, MADV_NOHUGEPAGE);
+    return static_cast<std::byte*>(at);
+}
+
+/// Indices of the pages from `start` on that were written.
+std::set<std::size_t> dirty_in(const DirtyPages& pages, const std::byte* start, std::size_t count) {
+    std::set<std::size_t> found;
+    const auto begin = reinterpret_cast<std::uint64_t>(start);
+    for (const PageRange& range : pages.ranges)
+        for (std::uint64_t at = range.address; at < range.address + range.length; at += kPage)
+            if (at >= begin && at < begin + count * kPage)
+                found.insert((at - begin) / kPage);
+    return found;
+}
+
+void ranges_are_joined_and_nothing_counts_twice() {
+    DirtyPages pages;
+    pages.add(0x1000, 0x2000);
+    pages.add(0x3000, 0x1000);
+    pages.add(0x3000, 0x1000);
+    pages.add(0x3000, 0x2000);
+    pages.add(0x8000, 0x1000);
+    CHECK(pages.ranges.size() == 2 && pages.ranges[0].length == 0x4000);
+    CHECK(pages.dirty_bytes == 0x5000);
+}
+
+void mappings_are_told_apart() {
+    const auto use = [](const char* line) { return use_of(parse_maps(line)[0]); };
+    CHECK(use("1000-2000 rw-p 0 00:00 0 [heap]") == MappingUse::private_memory);
+    CHECK(use("1000-2000 ---p 0 00:00 0") == MappingUse::private_memory);
+    CHECK(use("1000-2000 r--p 0 08:01 7 /lib/libc.so.6") == MappingUse::private_memory);
+    CHECK(use("1000-2000 r-xp 0 08:01 7 /lib/libc.so.6") == MappingUse::ignored);
+    CHECK(use("1000-2000 r-xp 0 00:00 0 [vdso]") == MappingUse::ignored);
+    CHECK(use("1000-2000 rw-s 0 00:01 9 /dev/zero (deleted)") == MappingUse::shared_memory);
+    CHECK(use("1000-2000 rw-s 0 00:01 9 /memfd:x (deleted)") == MappingUse::shared_memory);
+    CHECK(use("1000-2000 rw-s 0 00:05 9 /dev/nvidia0") == MappingUse::ignored);
+    CHECK(use("1000-2000 rw-s 0 08:01 9 /data/x") == MappingUse::untracked);
+    CHECK(use("1000-2000 r--s 0 08:01 9 /data/x") == MappingUse::ignored);
+}
+
+void pages_of_this_process() {
+    std::byte* memory = map(16);
+    std::memset(memory, 1, 8 * kPage);
+    DirtyTracker tracker(::getpid(), DirtyBackend::write_protect);
+    CHECK(dirty_in(tracker.scan(false), memory, 16).size() == 8); // before any mark: all
+    tracker.mark();
+    CHECK(dirty_in(tracker.scan(false), memory, 16).empty());
+    memory[3 * kPage] = std::byte{2};
+    memory[9 * kPage] = std::byte{2};
+    CHECK(*static_cast<volatile std::byte*>(memory + 12 * kPage) == std::byte{0}); // read only
+    CHECK((dirty_in(tracker.scan(false), memory, 16) == std::set<std::size_t>{3, 9}));
+    CHECK((dirty_in(tracker.scan(true), memory, 16) == std::set<std::size_t>{3, 9}));
+    CHECK(dirty_in(tracker.scan(true), memory, 16).empty());
+    memory[12 * kPage] = std::byte{2};
+    CHECK((dirty_in(tracker.scan(true), memory, 16) == std::set<std::size_t>{12}));
+    tracker.close();
+    tracker.close();
+    CHECK_THROWS(Errc::bad_argument, tracker.mark());
+    memory[0] = std::byte{5};
+    ::munmap(memory, 16 * kPage);
+}
+
+// A mapping that is taken apart while it is scanned must not lose what was protected already.
+void what_was_protected_before_an_unregistered_part_is_kept() {
+    std::byte* memory = map(8);
+    std::memset(memory, 1, 8 * kPage);
+    const auto start = reinterpret_cast<std::uint64_t>(memory);
+    const AddressSpace self(::getpid());
+    Userfault userfault(self);
+    PageScanner scanner(self.pagemap());
+    CHECK(userfault.add(start, start + 4 * kPage));
+    const PageQuery query{.inverted = 0, .all_of = kPageWritten, .any_of = kPagePresent};
+    std::vector<PageRange> found;
+    CHECK(!scanner.scan(start, start + 8 * kPage, query, ScanMode::protect, true, found));
+    CHECK(found.size() == 1 && found[0].address == start && found[0].length == 4 * kPage);
+    found.clear();
+    CHECK(userfault.add(start, start + 8 * kPage));
+    CHECK(scanner.scan(start, start + 8 * kPage, query, ScanMode::protect, true, found));
+    CHECK(found.size() == 1 && found[0].address == start + 4 * kPage);
+    ::munmap(memory, 8 * kPage);
+}
+
+void more_ranges_than_one_call_returns() {
+    constexpr std::size_t kPages = 20000;
+    std::byte* memory = map(kPages);
+    std::memset(memory, 1, kPages * kPage);
+    DirtyTracker tracker(::getpid(), DirtyBackend::write_protect);
+    tracker.mark();
+    for (std::size_t page = 0; page < kPages; page += 2)
+        memory[page * kPage] = std::byte{2};
+    const auto found = dirty_in(tracker.scan(true), memory, kPages);
+    CHECK(found.size() == kPages / 2 && *found.rbegin() == kPages - 2);
+    ::munmap(memory, kPages * kPage);
+}
+
+void processes_that_cannot_be_tracked() {
+    CHECK_THROWS(Errc::bad_argument, DirtyTracker(-1, std::nullopt));
+    CHECK_THROWS(Errc::gone, DirtyTracker(0x3ffffe, std::nullopt));
+    const pid_t child = ::fork();
+    if (child == 0)
+        ::pause();
+    {
+        DirtyTracker tracker(child, std::nullopt);
+        tracker.mark();
+        ::kill(child, SIGKILL);
+        ::usleep(20000);
+        CHECK_THROWS(Errc::gone, tracker.scan(false)); // a zombie
+        ::waitpid(child, nullptr, 0);
+        CHECK_THROWS(Errc::gone, tracker.scan(true));
+    }
+}
+
+} // namespace
+
+int main() {
+    ranges_are_joined_and_nothing_counts_twice();
+    mappings_are_told_apart();
+    processes_that_cannot_be_tracked();
+    pages_of_this_process();
+    what_was_protected_before_an_unregistered_part_is_kept();
+    more_ranges_than_one_call_returns();
+}
