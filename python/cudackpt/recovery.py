@@ -168,6 +168,7 @@ def _refill(
             raise ImageError(f"{path} is of another process than {task.pid}; nothing was changed")
         if image.digest != found[0].digest:
             raise ImageError(f"{path} is not the one that the manifest names; nothing was changed")
+        image.attach_sources()
         image.verify(threads)
         _require_same_pages(task, image)
         image.restore_to_process(task.pid, threads, progress=on_progress)

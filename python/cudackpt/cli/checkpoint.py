@@ -11,6 +11,7 @@ from cudackpt.cli.progress import criu_progress
 from cudackpt.criu import run
 from cudackpt.criu.find import find
 from cudackpt.errors import CheckpointError
+from cudackpt.image.checkpoint import find_manifest
 
 _INVENTORY = "inventory.img"  # CRIU writes it into every complete checkpoint
 
@@ -32,6 +33,17 @@ _INVENTORY = "inventory.img"  # CRIU writes it into every complete checkpoint
     type=click.Choice(["on", "off"]),
     help="off: GPU memory goes into CRIU's own images, as with the stock plugin.",
 )
+@click.option(
+    "--parent",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="An earlier checkpoint of the job: GPU memory that it holds is not stored again.",
+)
+@click.option(
+    "--max-chain",
+    type=click.IntRange(1, 65535),
+    metavar="N",
+    help="A chain of N on top of a full checkpoint gets no longer: the next one is full again.",
+)
 @click.option("--compress", type=click.Choice(["lz4", "none"]), help="How GPU memory is stored.")
 @criu_options
 def command(
@@ -40,6 +52,8 @@ def command(
     leave_running: bool,
     leave_stopped: bool,
     externalize: str | None,
+    parent: Path | None,
+    max_chain: int | None,
     compress: str | None,
     threads: int | None,
     work_dir: Path | None,
@@ -51,10 +65,17 @@ def command(
     if leave_running and leave_stopped:
         raise click.UsageError("--leave-running and --stop exclude each other")
     criu = find(criu_program)
+    based_on = None if parent is None else _parent(parent, images)
     _prepare(images)
     with criu_progress(f"checkpointing process {pid}", images) as on_line:
         settings = run.Settings(
-            plugin=plugin_settings(externalize=externalize, compress=compress, threads=threads),
+            plugin=plugin_settings(
+                externalize=externalize,
+                compress=compress,
+                threads=threads,
+                parent=based_on,
+                max_chain=max_chain,
+            ),
             work=work_dir,
             shell_job=SHELL_JOB[shell_job],
             extra=extra,
@@ -72,6 +93,19 @@ def command(
         f"process {pid} is in {images}: {describe(outcome.statistics)} "
         f"(criu {criu.version_text}, {outcome.seconds:.2f} s)"
     )
+    statistics = outcome.statistics
+    if based_on is not None and statistics is not None and statistics.full_because:
+        click.echo(f"{images} is a full checkpoint: {statistics.full_because}")
+
+
+def _parent(parent: Path, images: Path) -> str:
+    """The parent's directory without links, as the plugin is to be told."""
+    directory = parent.resolve()
+    if find_manifest(directory) is None:
+        raise CheckpointError(f"{parent} is no parent: it holds no GPU state saved by cudackpt")
+    if directory == images.resolve():
+        raise CheckpointError(f"{parent} cannot be its own parent; name another directory")
+    return str(directory)
 
 
 def _prepare(images: Path) -> None:

@@ -11,16 +11,20 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
+from cudackpt._core import image_name
 from cudackpt.criu.statistics import EMULATOR
+from cudackpt.image.chain import State
 from cudackpt.image.inspection import (
     ImageView,
     Inspection,
+    ParentView,
     ProcessView,
     RegionView,
     inspect_directory,
 )
 
 _FILE_WIDTH = 160  # columns, where no terminal says how many there are
+_SOURCES_SHOWN = 8
 _REGIONS_SHOWN = 8  # of a task; --json has them all
 
 
@@ -58,12 +62,26 @@ def _summary(found: Inspection) -> Table:
         rows.append(("Driver", _driver_text(found)))
         rows += [("GPU", f"{gpu.name}, {_mib(gpu.memory_bytes)}, {gpu.uuid}") for gpu in found.gpus]
         rows.append(("GPU memory", f"{_mib(gpu_bytes)} in {_mib(found.gpu_image_bytes)} of images"))
+    if found.parent is not None:
+        rows += _parent_rows(found.parent)
     rows.append(("Other images", _mib(found.other_bytes)))
     for stage, phases in found.timings_ms.items():
         rows.append((f"Times, {stage}", ", ".join(f"{k} {v:.1f} ms" for k, v in phases.items())))
     for name, text in rows:
         table.add_row(name, escape(text))
     return table
+
+
+def _parent_rows(parent: ParentView) -> list[tuple[str, str]]:
+    where = "no link to it" if parent.directory is None else parent.directory
+    return [
+        ("Parent", f"{parent.checkpoint_id}: {where}{_state_text(parent.state)}"),
+        ("Chain", f"on top of {parent.chain_length}"),
+    ]
+
+
+def _state_text(state: str) -> str:
+    return "" if state == State.RIGHT else f" ({state.upper()})"
 
 
 def _process_tree(processes: tuple[ProcessView, ...]) -> Tree:
@@ -96,6 +114,13 @@ def _add_image(node: Tree, image: ImageView) -> None:
         if count.chunks:
             chunks = f"{count.chunks} chunk{'s' if count.chunks > 1 else ''}"
             branch.add(f"{name}: {_mib(count.plain_bytes)} in {_mib(count.stored_bytes)}, {chunks}")
+    telling_first = sorted(image.sources, key=lambda source: source.state == State.RIGHT)
+    for source in telling_first[:_SOURCES_SHOWN]:
+        where = source.directory or "no link leads to it"
+        text = f"from {where}/{image_name(source.pid)}, depth {source.depth}"
+        branch.add(escape(text + _state_text(source.state)))
+    if len(image.sources) > _SOURCES_SHOWN:
+        branch.add(f"and from {len(image.sources) - _SOURCES_SHOWN} more")
     regions = branch.add(f"{len(image.regions)} regions")
     for region in image.regions[:_REGIONS_SHOWN]:
         regions.add(escape(_region_text(region)))

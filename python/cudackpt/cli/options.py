@@ -60,6 +60,8 @@ def describe(statistics: Statistics | None) -> str:
     count = len(statistics.tasks)
     text = f"{count} CUDA process{'es' if count > 1 else ''}"
     text += f", {statistics.staged_bytes / 2**20:.1f} MiB of GPU memory"
+    if statistics.same_bytes:
+        text += f", {statistics.same_bytes / 2**20:.1f} MiB of it in earlier checkpoints already"
     if any(task.externalized for task in statistics.tasks):
         text += f" stored in {statistics.file_bytes / 2**20:.1f} MiB"
     return text + (" (emulator: no real GPU)" if statistics.emulated else "")

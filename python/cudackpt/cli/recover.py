@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from cudackpt.criu.plugin import driver_libraries
 from cudackpt.driver import Driver
+from cudackpt.image.lock import allow_many_files
 from cudackpt.recovery import recover
 
 
@@ -37,6 +38,7 @@ def command(pid: int, images: Path, threads: int) -> None:
     the driver restore and unlock the process. A process found locked or checkpointed by the dump
     is left so. For a tree, run it for each CUDA process.
     """
+    allow_many_files()
     library, _ = driver_libraries(os.environ)
     driver = Driver(library)
     bar = Progress(

@@ -10,7 +10,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
 from cudackpt.errors import ImageError
-from cudackpt.image.verification import OnProgress, verify_directory
+from cudackpt.image.lock import allow_many_files
+from cudackpt.image.verification import OnProgress, Verification, verify_directory
 
 
 @click.command("verify")
@@ -21,9 +22,10 @@ from cudackpt.image.verification import OnProgress, verify_directory
 def command(directory: Path, threads: int) -> None:
     """Check every hash of the GPU images in DIRECTORY and of their manifest.
 
-    Exits 0 if all is whole, 10 if anything is not; each problem is a line. CRIU's own images have
+    What an earlier checkpoint holds for this one is read and checked there. Exits 0 if all is whole, 10 if anything is not; each problem is a line. CRIU's own images have
     no checksums and are not looked at.
     """
+    allow_many_files()
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
@@ -42,8 +44,16 @@ def command(directory: Path, threads: int) -> None:
         raise ImageError(f"{directory}: {count} problem{'s' if count > 1 else ''} found")
     click.echo(
         f"{directory}: manifest and {found.images} image{'' if found.images == 1 else 's'} whole, "
-        f"{found.plain_bytes / 2**20:.1f} MiB of GPU memory"
+        f"{found.plain_bytes / 2**20:.1f} MiB of GPU memory{_earlier_text(found)}"
     )
+
+
+def _earlier_text(found: Verification) -> str:
+    count = found.earlier_checkpoints
+    if count == 0:
+        return ""
+    plural = "s" if count > 1 else ""
+    return f", {found.earlier_bytes / 2**20:.1f} MiB of it in {count} earlier checkpoint{plural}"
 
 
 def _shown_on(bars: Progress) -> OnProgress:

@@ -17,23 +17,29 @@ EMULATOR = "emulator"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStatistics:
-    """One CUDA process. Sizes in bytes; times by phase in milliseconds."""
+    """One CUDA process. Sizes in bytes; times by phase in milliseconds. same_bytes: memory that an
+    earlier checkpoint holds already."""
 
     pid: int
     image_pid: int
     externalized: bool
     staged_bytes: int
+    same_bytes: int
     file_bytes: int
     phases_ms: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """The whole dump or restore. backend: "driver", or "emulator" when no GPU took part."""
+    """The whole dump or restore. backend: "driver", or "emulator" when no GPU took part.
+
+    full_because: of a dump without a parent, why it has none; "" else.
+    """
 
     succeeded: bool
     error: str
     backend: str
+    full_because: str
     tasks: tuple[TaskStatistics, ...]
     phases_ms: dict[str, float]
 
@@ -44,6 +50,10 @@ class Statistics:
     @property
     def staged_bytes(self) -> int:
         return sum(task.staged_bytes for task in self.tasks)
+
+    @property
+    def same_bytes(self) -> int:
+        return sum(task.same_bytes for task in self.tasks)
 
     @property
     def file_bytes(self) -> int:
@@ -71,6 +81,7 @@ def find_statistics(images: Path, stage: Stage) -> Statistics | None:
             succeeded=raw["result"] == "ok",
             error=str(raw["error"]),
             backend=str(raw["backend"]),
+            full_because=str(raw.get("full_because", "")),
             tasks=tuple(_task(task) for task in raw["tasks"]),
             phases_ms=_phases(raw["phases_ms"]),
         )
@@ -84,6 +95,7 @@ def _task(raw: dict[str, Any]) -> TaskStatistics:
         image_pid=int(raw["image_pid"]),
         externalized=bool(raw["externalized"]),
         staged_bytes=int(raw["staged_bytes"]),
+        same_bytes=int(raw["ref"]["plain_bytes"]) if "ref" in raw else 0,
         file_bytes=int(raw["file_bytes"]),
         phases_ms=_phases(raw["phases_ms"]),
     )

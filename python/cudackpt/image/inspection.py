@@ -19,6 +19,13 @@ from cudackpt.criu.core_image import read_comm
 from cudackpt.criu.pstree import PSTREE_NAME, read_pstree
 from cudackpt.criu.statistics import Statistics, find_statistics
 from cudackpt.errors import ImageError
+from cudackpt.image.chain import (
+    NO_PARENT,
+    FoundSource,
+    find_sources,
+    parent_directory,
+    parent_state,
+)
 from cudackpt.image.checkpoint import find_manifest, gpu_uuid, open_image
 
 ENCODINGS = ("zero", "lz4", "raw", "ref")
@@ -55,6 +62,35 @@ class GpuView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceView:
+    """An image of an earlier checkpoint that holds chunks of this one, `depth` parent links away.
+
+    directory: where the links lead; None: not so far. state: "right", "missing" or "replaced".
+    """
+
+    checkpoint_id: str
+    pid: int
+    depth: int
+    file_bytes: int
+    digest: str
+    directory: str | None
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParentView:
+    """The checkpoint that this one was made on top of, itself on top of chain_length - 1 others.
+
+    directory: where the link leads; None: there is no link. state: as of a source.
+    """
+
+    checkpoint_id: str
+    chain_length: int
+    directory: str | None
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageView:
     """The image of one task."""
 
@@ -68,6 +104,7 @@ class ImageView:
     boot_id: str
     encodings: dict[str, EncodingView]
     regions: tuple[RegionView, ...]
+    sources: tuple[SourceView, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +131,14 @@ class ProcessView:
 class Inspection:
     """A whole image directory. Sizes in bytes, times by phase in milliseconds.
 
-    checkpoint_id is None, and the driver unknown, if we saved nothing in it. backend is None where
+    checkpoint_id is None, and the driver unknown, if we saved nothing in it. parent is None for a
+    checkpoint that needs no other. backend is None where
     no statistics say it, else "driver" or "emulator".
     """
 
     directory: str
     checkpoint_id: str | None
+    parent: ParentView | None
     backend: str | None
     driver_api_version: int
     driver_version: str
@@ -115,7 +154,7 @@ class Inspection:
 
 
 def inspect_directory(directory: Path) -> Inspection:
-    """Look into `directory` without reading GPU memory.
+    """Look into `directory` without reading GPU memory; earlier checkpoints may be missing.
 
     Raises ImageError if it is no checkpoint or something in it is damaged, UnsupportedError if it
     needs a newer version of this package.
@@ -135,6 +174,7 @@ def inspect_directory(directory: Path) -> Inspection:
     return Inspection(
         directory=str(directory),
         checkpoint_id=None if manifest is None else manifest.checkpoint_id.hex(),
+        parent=None if manifest is None else _parent_view(directory, manifest),
         backend=_backend(statistics),
         driver_api_version=0 if manifest is None else manifest.driver_api_version,
         driver_version="" if manifest is None else manifest.driver_version,
@@ -178,13 +218,28 @@ def _cuda_views(directory: Path, manifest: Manifest) -> dict[int, CudaView]:
 def _cuda_view(directory: Path, manifest: Manifest, task: ManifestTask) -> CudaView:
     image = None
     if task.externalized:
-        image = _image_view(open_image(directory, manifest, task), image_name(task.pid))
+        image = _image_view(directory, open_image(directory, manifest, task), task.pid)
     return CudaView(
         state_before=task.state_before.name.lower(), externalized=task.externalized, image=image
     )
 
 
-def _image_view(image: ImageReader, file: str) -> ImageView:
+def _parent_view(directory: Path, manifest: Manifest) -> ParentView | None:
+    if manifest.parent_id == NO_PARENT:
+        return None
+    try:
+        parent = parent_directory(directory)
+    except ImageError:  # no link; parent_state says so
+        parent = None
+    return ParentView(
+        checkpoint_id=manifest.parent_id.hex(),
+        chain_length=manifest.chain_length,
+        directory=None if parent is None else str(parent),
+        state=parent_state(directory, manifest),
+    )
+
+
+def _image_view(directory: Path, image: ImageReader, pid: int) -> ImageView:
     info = image.info
     regions = tuple(
         RegionView(
@@ -196,7 +251,7 @@ def _image_view(image: ImageReader, file: str) -> ImageView:
         for region in info.regions
     )
     return ImageView(
-        file=file,
+        file=image_name(pid),
         file_bytes=image.file_size,
         plain_bytes=sum(region.length for region in regions),
         digest=image.digest.hex(),
@@ -206,6 +261,19 @@ def _image_view(image: ImageReader, file: str) -> ImageView:
         boot_id=info.boot_id.hex(),
         encodings=_encoding_views(image.totals),
         regions=regions,
+        sources=tuple(_source_view(found) for found in find_sources(directory, info.sources)),
+    )
+
+
+def _source_view(found: FoundSource) -> SourceView:
+    return SourceView(
+        checkpoint_id=found.source.checkpoint_id.hex(),
+        pid=found.source.pid,
+        depth=found.source.depth,
+        file_bytes=found.source.file_size,
+        digest=found.source.digest.hex(),
+        directory=None if found.directory is None else str(found.directory),
+        state=found.state,
     )
 
 

@@ -16,10 +16,15 @@ OnProgress = Callable[[str, int, int], object]
 
 @dataclass(slots=True)
 class Verification:
-    """What was found. problems: a sentence each, with file and, of a chunk, number and address."""
+    """What was found. problems: a sentence each, with file and, of a chunk, number and address.
+
+    earlier_bytes: those of plain_bytes that were read from earlier_checkpoints others.
+    """
 
     images: int = 0
     plain_bytes: int = 0
+    earlier_bytes: int = 0
+    earlier_checkpoints: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -28,6 +33,7 @@ def verify_directory(
 ) -> Verification:
     """Check the manifest in `directory` and every image; go on after a problem with the next file.
 
+    Chunks that an earlier checkpoint holds are read and checked there.
     threads: 0 for as many as there are processors. Nothing is raised for what is found; a
     directory that cannot be listed raises ImageError.
     """
@@ -59,6 +65,7 @@ def _check_images(
     on_progress: OnProgress | None,
     found: Verification,
 ) -> None:
+    earlier: set[bytes] = set()
     for task in manifest.tasks:
         if not task.externalized:
             continue
@@ -70,6 +77,9 @@ def _check_images(
             continue
         found.images += 1
         found.plain_bytes += plain_size(image)
+        found.earlier_bytes += image.totals.ref.plain
+        earlier |= {source.checkpoint_id for source in image.info.sources}
+    found.earlier_checkpoints = len(earlier)
 
 
 def _check_content(
@@ -78,6 +88,7 @@ def _check_content(
     total = plain_size(image)
     tell = None if on_progress is None else lambda done: on_progress(name, done, total)
     with image_errors():
+        image.attach_sources()
         image.verify(threads, tell)
 
 
