@@ -1,7 +1,7 @@
 # Everything a newcomer needs: `make demo` and `make test` install, build and run. Both can be run
 # again at any time; what is done already is not done twice. The work is in ci/.
 
-.PHONY: help setup build lint format test demo soak clean
+.PHONY: help setup build lint format test demo bench soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -11,6 +11,7 @@ help:
 	@echo 'make setup   system packages and the roots that CRIU is taken from'
 	@echo 'make lint    formatters, linters and types only'
 	@echo 'make format  put C++ and Python files into their format'
+	@echo 'make bench   beside stock CRIU, on this machine; build/bench.json, docs/performance.md'
 	@echo 'make soak    the long fault campaigns; report in build/soak.json'
 	@echo 'make clean   remove build/ (the cached roots stay)'
 
@@ -33,6 +34,9 @@ test: setup build
 
 demo: setup build
 	@ci/demo
+
+bench: setup build
+	@ci/bench --docs docs/performance.md
 
 soak: setup build
 	@ci/soak

@@ -14,14 +14,19 @@ from cudackpt.errors import CheckpointError
 
 # Name -> one line of help. Modules are imported when their command runs: `--help` stays fast.
 COMMANDS: dict[str, str] = {
+    "bench": "measure this machine, beside stock CRIU",
     "checkpoint": "dump a process tree, GPU memory included",
+    "diff": "say what changed in GPU memory between two checkpoints",
     "doctor": "say what this machine lacks and what to do about it",
     "emulator": "run programs on emulated GPUs, for tests and trials",
+    "flatten": "copy a checkpoint so that it needs no other",
     "inspect": "say what a checkpoint holds",
     "plugin-dir": "print the directory to give to criu as --libdir",
+    "prune": "remove old checkpoints from a directory of them",
     "recover": "bring back a task left behind by a criu that died",
     "restore": "restore a process tree from a checkpoint",
     "verify": "check every byte of a checkpoint",
+    "watch": "show how fast a job writes to its memory, and what follows",
 }
 
 

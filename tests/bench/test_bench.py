@@ -1,0 +1,235 @@
+"""The benchmark itself, short, with a real criu on the emulator."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cudackpt.bench.checkpointing import Checkpointing
+from cudackpt.bench.contender import CONTENDERS, OURS
+from cudackpt.bench.content import Content, ContentWriter, find_content, make_content
+from cudackpt.bench.course import Course
+from cudackpt.bench.errors import BenchError, WrongMemoryError
+from cudackpt.bench.markdown import write_page
+from cudackpt.bench.medium import Medium, filesystem_of, remove_leftovers, resident_share
+from cudackpt.bench.program import compile_program
+from cudackpt.criu.find import Criu, find_all
+
+MIB = 1 << 20
+TMPFS = Path("/dev/shm")
+
+
+@pytest.fixture
+def newest_criu() -> Criu:
+    return max((found for found in find_all() if found.usable), key=lambda criu: criu.version)
+
+
+def run_bench(environ: dict[str, str], work: Path, *words: str) -> dict[str, Any]:
+    """The report of a run of the command."""
+    out = work / "bench.json"
+    command = [sys.executable, "-m", "cudackpt", "bench", "--size", "0.03125", "--pairs", "1"]
+    command += ["--work", str(work / "bench"), "--out", str(out), *words]
+    ended = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "EMULATOR" in ended.stdout
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
+def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repository: Path) -> None:
+    whole = run_bench(
+        emulator_environ,
+        tmp_path,
+        *("--workloads", "random,zeros", "--media", "tmpfs"),
+        *("--contenders", "ours,stock,stock+lz4"),
+    )
+    assert (whole["complete"], whole["failures"], whole["backend"]) == (True, [], "emulator")
+    assert whole["restored_bit_exact"] is True
+    size = 32 * MIB
+    found = {(each["workload"], each["contender"]): each for each in whole["results"]}
+    names = ("ours", "stock", "stock+sync", "stock+lz4")
+    assert set(found) == {(load, name) for load in ("random", "zeros") for name in names}
+    for each in found.values():
+        assert 0 < each["frozen_seconds"] < each["dump_seconds"]
+        assert each["restore_seconds"] > 0
+        assert 0 < each["peak_rss_bytes"] < 256 * MIB
+        assert min(each["driver_seconds"].values()) > 0
+    assert size < found["random", "ours"]["stored_bytes"] < size * 1.02
+    assert found["zeros", "ours"]["stored_bytes"] < MIB
+    assert found["zeros", "stock"]["stored_bytes"] > size
+    assert found["zeros", "stock+lz4"]["stored_bytes"] < MIB
+    assert found["random", "stock+lz4"]["stored_bytes"] > size
+    stock, synced = found["random", "stock"], found["random", "stock+sync"]
+    assert synced["dump_seconds"] > stock["dump_seconds"]
+    assert synced["restore_seconds"] == stock["restore_seconds"]
+    limits = whole["limits"]
+    assert min(*limits["tmpfs"]["write"].values(), *limits["read_process"].values()) > 0
+    assert {"random dump, stock over ours", "hooks, for a process without CUDA, us"} <= {
+        bound["name"] for bound in whole["bounds"]
+    }
+    assert not list(TMPFS.glob(f"cudackpt-bench-{os.getpid()}-*"))
+
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- bench:begin -->\nstale\n<!-- bench:end -->\nafter\n")
+    for _ in range(2):  # again over what it wrote
+        write_page(whole, page, Path("plot.svg"))
+    text = page.read_text()
+    assert text.startswith("before\n<!-- bench:begin -->\nTaken on ")
+    assert text.endswith("<!-- bench:end -->\nafter\n")
+    assert "stale" not in text
+    assert text.count("| random | ours |") == 1
+    assert "**emulator**" in text
+    # The page in the tree has its place.
+    assert (repository / "docs/performance.md").read_text().count("<!-- bench:begin -->") == 1
+
+
+def test_a_page_without_a_place_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here\n")
+    with pytest.raises(BenchError, match="no place for results"):
+        write_page({}, page, Path("plot.svg"))
+    assert page.read_text() == "nothing here\n"
+
+
+def test_without_the_extra_its_workloads_are_refused(emulator_environ: dict[str, str]) -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "sys.argv = ['cudackpt', 'bench', '--workloads', 'random,inference']\n"
+        "from cudackpt.cli import main; main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env=emulator_environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 20
+    assert "cudackpt[bench]" in ended.stderr
+    assert "inference" in ended.stderr
+
+
+def fill_two_states(writer: ContentWriter) -> None:
+    writer.add("first", "noise", os.urandom(3 * MIB))
+    writer.add("second", "noise", os.urandom(1000))
+    writer.add_untouched("third", "nothing", 12 * MIB)
+    writer.next_state()
+    writer.change("second", os.urandom(1000))
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> Content:
+    return make_content(tmp_path / "contents", "sample", "key", fill_two_states)
+
+
+@pytest.fixture
+def course(emulator_environ: dict[str, str], newest_criu: Criu, tmp_path: Path) -> Course:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    return Course(
+        checkpointing=Checkpointing(criu=newest_criu, environ=emulator_environ, logs=logs),
+        program=compile_program("target", tmp_path),
+        work=tmp_path,
+        environ=emulator_environ,
+        say=lambda line: None,
+    )
+
+
+@pytest.fixture
+def medium(tmp_path: Path) -> Iterator[Medium]:
+    folder = tmp_path / "medium"
+    folder.mkdir()
+    yield Medium(name="disk", folder=folder, filesystem=filesystem_of(folder))
+
+
+def test_content_is_kept_and_found(content: Content, tmp_path: Path) -> None:
+    assert (content.segments, content.states, content.tensors) == (2, 2, 3)
+    assert content.gpu_bytes == (20 + 2) * MIB  # the third lies beside the first
+    assert find_content(tmp_path / "contents", "sample", "key") == content
+    assert find_content(tmp_path / "contents", "sample", "other") is None
+
+
+def test_the_target_holds_what_it_is_told_to(course: Course, content: Content) -> None:
+    with course.target(content) as target:
+        first = target.digest()
+        assert first.endswith(f" {content.gpu_bytes}")
+        target.load(content.layout(1))
+        assert target.digest() != first
+        target.load(content.layout(0))
+        assert target.digest() == first
+        with pytest.raises(BenchError, match="cannot open"):
+            target.load(content.folder / "none.layout")
+
+
+def test_a_restored_process_that_differs_is_told(
+    course: Course, content: Content, medium: Medium
+) -> None:
+    ours = CONTENDERS[OURS]
+    with course.target(content) as target, course.images(medium) as images:
+        wanted = target.digest()
+        dumped = course.checkpointing.dump(target, images, ours)
+        assert dumped.staged_bytes >= content.gpu_bytes
+        wrong = ("1" if wanted[0] == "0" else "0") + wanted[1:]
+        with pytest.raises(WrongMemoryError, match="restored GPU memory"):
+            course.restore(target, wrong, medium, [images], ours)
+        target.kill()
+        course.restore(target, wanted, medium, [images], ours)
+
+
+def test_a_second_checkpoint_refers_to_the_first(
+    course: Course, content: Content, medium: Medium
+) -> None:
+    ours = CONTENDERS[OURS]
+    with (
+        course.target(content) as target,
+        course.images(medium) as first,
+        course.images(medium) as second,
+    ):
+        course.checkpointing.dump(target, first, ours, leave_running=True)
+        target.load(content.layout(1))
+        wanted = target.digest()
+        dumped = course.checkpointing.dump(target, second, ours, first)
+        assert dumped.count("ref") >= 12
+        assert dumped.count("raw") + dumped.count("lz4") == 1
+        course.restore(target, wanted, medium, [first, second], ours)
+
+
+def test_a_dump_that_fails_says_why(course: Course, content: Content, medium: Medium) -> None:
+    with (
+        course.target(content) as target,
+        course.images(medium) as images,
+        pytest.raises(BenchError, match="cannot open the parent"),
+    ):
+        course.checkpointing.dump(target, images, CONTENDERS[OURS], medium.folder / "none")
+
+
+def test_cold_files_are_cold(medium: Medium) -> None:
+    path = medium.folder / "sub" / "file"
+    path.parent.mkdir()
+    path.write_bytes(os.urandom(4 * MIB))
+    assert resident_share([path]) == 1.0
+    how = medium.cool([path.parent])
+    if medium.in_memory:
+        assert (how, resident_share([path])) == ("in memory", 1.0)
+    else:
+        assert how.startswith("POSIX_FADV_DONTNEED")
+        assert resident_share([path]) <= 0.01
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    for owner in (ended.pid, os.getpid()):
+        (tmp_path / f"cudackpt-bench-{owner}-disk" / "images-0").mkdir(parents=True)
+    remove_leftovers(tmp_path, "cudackpt-bench-*-*")
+    assert [each.name for each in tmp_path.iterdir()] == [f"cudackpt-bench-{os.getpid()}-disk"]
