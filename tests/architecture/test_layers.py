@@ -17,8 +17,10 @@ MAX_LINES = 400
 # Folder of src/ -> the folders of src/ that it may include.
 CPP_ARROWS = {
     "core": {"core"},
-    "bindings": {"bindings", "core"},
-    "cuda_plugin": {"cuda_plugin", "core"},
+    "tracee": {"tracee", "core"},
+    "dirty_tracker": {"dirty_tracker", "tracee", "core"},
+    "bindings": {"bindings", "dirty_tracker", "core"},
+    "cuda_plugin": {"cuda_plugin", "tracee", "core"},
     "driver_emulator": {"driver_emulator"},
 }
 # What core may include beyond itself, the standard library and the system: bytes only.
@@ -35,16 +37,21 @@ PYTHON_ARROWS = {
     "driver": {"errors"},
     "nvml": {"errors"},
     "task": {"errors"},
+    "dirty_rate": {"errors"},
+    "watching": {"errors", "_core", "dirty_rate"},
     "image": {"errors", "_core", "criu"},
     "criu": {"errors", "process", "driver", "nvml"},
+    "store": {"errors", "image", "criu", "_core"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
     "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
     "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
     "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
+    "bench": {"__init__", "errors", "process", "criu", "_core", "demo"},
     "cli": {
-        *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "recovery"),
-        *("emulator", "diagnosis", "_core"),
+        *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
+        *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
+        *("dirty_rate", "watching"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.

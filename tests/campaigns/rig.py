@@ -25,6 +25,7 @@ from cudackpt.task import find_users
 CRIU_TIMEOUT_S = 120.0
 SETTLE_S = 20.0  # a worker left behind has done its work by then
 CONFIG_NAME = "config.toml"
+_DISK_SIZE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +195,13 @@ class Rig:
             seconds=time.monotonic() - begin,
         )
 
-    def start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Run criu in the background, for a test that kills it."""
+    def start(
+        self, words: Sequence[str], config: Mapping[str, Scalar] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Run criu in the background, for a test that does something else meanwhile."""
         return subprocess.Popen(
             words,
-            env=dict(self.environ),
+            env=self.environment(config),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -259,6 +262,31 @@ def _log_path(images: Path, stage: str) -> Path:
 
 
 @contextmanager
+def small_disk(mount_point: Path, size: int) -> Iterator[Path]:
+    """A disk with `size` bytes free, of ext4: chunks are written past the page cache there."""
+    mount_point.mkdir(mode=0o700)
+    device = mount_point.with_suffix(".img")
+    with device.open("wb") as file:
+        file.truncate(_DISK_SIZE)
+    for words in (
+        ["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", device],
+        ["mount", "-o", "loop", device, mount_point],
+    ):
+        subprocess.run(words, check=True, timeout=60)
+    try:
+        status = os.statvfs(mount_point)
+        taken = status.f_bavail * status.f_frsize - size
+        with (mount_point / "taken").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, taken)
+        images = mount_point / "images"
+        images.mkdir(mode=0o700)
+        yield images
+    finally:
+        _unmount(mount_point)
+        device.unlink()
+
+
+@contextmanager
 def small_filesystem(mount_point: Path, size: int, inodes: int) -> Iterator[Path]:
     """An empty file system of `size` bytes and `inodes` files (0: as many as you like)."""
     mount_point.mkdir(mode=0o700)
@@ -269,8 +297,12 @@ def small_filesystem(mount_point: Path, size: int, inodes: int) -> Iterator[Path
     try:
         yield mount_point
     finally:
-        deadline = time.monotonic() + SETTLE_S
-        while subprocess.run(["umount", mount_point], capture_output=True, check=False).returncode:
-            assert time.monotonic() < deadline, f"{mount_point} stays busy"
-            time.sleep(0.02)
-        os.rmdir(mount_point)
+        _unmount(mount_point)
+
+
+def _unmount(mount_point: Path) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while subprocess.run(["umount", mount_point], capture_output=True, check=False).returncode:
+        assert time.monotonic() < deadline, f"{mount_point} stays busy"
+        time.sleep(0.02)
+    os.rmdir(mount_point)

@@ -7,15 +7,17 @@ fit was not needed) must be a checkpoint: it is restored, and the job must be ex
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from random import Random
 
-from campaigns.rig import Jobs, Rig, small_filesystem
+from campaigns.rig import Jobs, Rig, small_disk, small_filesystem
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
 
 PAGE = 4096  # what a tmpfs counts in
 _AMPLE = 64 << 20
 _ROUND = 1 << 16
+_DISK_SLACK = 1.5  # ext4 needs room of its own
 
 
 def run(rig: Rig, random: Random, sizes: int, *, every_file: bool = True) -> Tally:
@@ -40,6 +42,24 @@ def run(rig: Rig, random: Random, sizes: int, *, every_file: bool = True) -> Tal
     return tally
 
 
+def run_disk(rig: Rig, random: Random, sizes: int) -> Tally:
+    """The same by size on a disk, where space is reserved ahead of what is written."""
+    tally = Tally()
+    with Jobs(lambda: _start(rig)) as jobs:
+        need, _ = _measure(rig, jobs.get())
+        for index in range(sizes):
+            place = random.uniform(index / sizes, (index + 1) / sizes) * _DISK_SLACK
+            size = max(PAGE, int(place * need) // PAGE * PAGE)
+            tally.counts["trials"] += 1
+            try:
+                with small_disk(rig.scratch / "full", size) as images:
+                    tally.counts[_dump_into(rig, jobs.get(), images)] += 1
+            except AssertionError as failure:
+                tally.failures.append(f"room for {size} of {need} bytes: {failure}")
+                jobs.drop()
+    return tally
+
+
 def _start(rig: Rig) -> SteadyJob:
     return SteadyJob(rig.program, rig.scratch / "full-job", rig.environ, mib=4, children=1)
 
@@ -55,18 +75,22 @@ def _measure(rig: Rig, job: SteadyJob) -> tuple[int, int]:
 
 
 def _try_one(rig: Rig, job: SteadyJob, size: int, inodes: int) -> str:
-    threads = job.threads()
     with small_filesystem(rig.scratch / "full", size, inodes) as images:
-        dumped = rig.dump(job, images)
-        if dumped.status != 0:
-            assert "No space left on device" in dumped.log + dumped.output, dumped.errors
-            job.run_on()
-            rig.settle(images)
-            assert job.threads() == threads
-            return "dump failed, job runs on"
-        assert job.wait() == -signal.SIGKILL
-        rig.settle(images)
-        restored = rig.restore(images)
-        assert restored.status == 0, f"dumped, not restored: {restored.errors}"
+        return _dump_into(rig, job, images)
+
+
+def _dump_into(rig: Rig, job: SteadyJob, images: Path) -> str:
+    threads = job.threads()
+    dumped = rig.dump(job, images)
+    if dumped.status != 0:
+        assert "No space left on device" in dumped.log + dumped.output, dumped.errors
         job.run_on()
-        return "dumped and restored"
+        rig.settle(images)
+        assert job.threads() == threads
+        return "dump failed, job runs on"
+    assert job.wait() == -signal.SIGKILL
+    rig.settle(images)
+    restored = rig.restore(images)
+    assert restored.status == 0, f"dumped, not restored: {restored.errors}"
+    job.run_on()
+    return "dumped and restored"

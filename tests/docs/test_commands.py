@@ -1,4 +1,4 @@
-"""The commands in README.md work as they stand there."""
+"""The commands in README.md and docs/operating.md work as they stand there."""
 
 from __future__ import annotations
 
@@ -100,10 +100,34 @@ def test_readme(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None
         lines = (home / "vectors.log").read_text().splitlines()
         assert lines[-1].startswith("round ")
     finally:
-        end_programs_in(home)
-        subprocess.run(
-            [sys.executable, "-m", "cudackpt", "emulator", "stop"],
-            env=environ,
-            capture_output=True,
-            check=False,
-        )
+        clean_up(home, environ)
+
+
+def clean_up(home: Path, environ: dict[str, str]) -> None:
+    end_programs_in(home)
+    subprocess.run(
+        [sys.executable, "-m", "cudackpt", "emulator", "stop"],
+        env=environ,
+        capture_output=True,
+        check=False,
+    )
+
+
+def test_operating(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None:
+    """Of a job that runs, with its pid in $pid: README.md's."""
+    home, environ = newcomer
+    start = shell_blocks(repository / "README.md")[:2]
+    blocks = shell_blocks(repository / "docs" / "operating.md")
+    assert len(blocks) >= 5
+    script = "set -eu\n" + "\n".join([*start, *blocks])
+    try:
+        status, output = run_shell(script, home, environ)
+        assert status == 0, output
+        assert "in earlier checkpoints already" in output
+        assert "of it in 1 earlier checkpoint\n" in output
+        assert "alone: manifest and 1 image whole" in output
+        assert "s between the two" in output
+        assert len(list((home / "jobs").iterdir())) == 2 + 1  # the last two, and their first
+        assert (home / "vectors.log").read_text().splitlines()[-1].startswith("round ")
+    finally:
+        clean_up(home, environ)

@@ -50,6 +50,19 @@ def test_twice_there_and_back(rig: Rig) -> None:
             assert workers(images) == []
 
 
+def test_huge_pages_are_asked_for_before_the_refill(rig: Rig) -> None:
+    """By name: a virtual machine that gives its memory back is not asked by default."""
+    with rig.job(mib=16) as job:
+        images = rig.images()
+        assert rig.dump(job, images).status == 0
+        job.wait()
+        restored = rig.restore(images, config={"huge_pages": "on"})
+        assert restored.status == 0, restored.errors
+        (task,) = json.loads((images / "cudackpt-restore.json").read_text())["tasks"]
+        assert task["huge_pages"] is True
+        job.run_on()
+
+
 def test_what_the_statistics_say(rig: Rig) -> None:
     with rig.job(mib=8) as job:
         images = rig.images()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cudackpt.cli.options import describe
 from cudackpt.criu.statistics import find_statistics, statistics_path
 from cudackpt.errors import ImageError
 
@@ -38,6 +39,23 @@ def test_sums_over_the_tasks(tmp_path: Path) -> None:
     assert statistics.succeeded
     assert statistics.emulated
     assert statistics.tasks[0].phases_ms == {"lock": 1.5}
+
+
+def test_what_an_earlier_checkpoint_has_is_summed_too(tmp_path: Path) -> None:
+    ref = {"ref": {"chunks": 3, "plain_bytes": 1 << 20, "stored_bytes": 0}}
+    write(tmp_path, DUMP | {"tasks": [TASK | ref, TASK], "full_because": ""})
+    statistics = find_statistics(tmp_path, "dump")
+    assert statistics is not None
+    assert statistics.same_bytes == 1 << 20
+    assert "1.0 MiB of it in earlier checkpoints already" in describe(statistics)
+
+
+def test_why_a_checkpoint_is_full(tmp_path: Path) -> None:
+    write(tmp_path, DUMP | {"full_because": "max_chain: c ends a chain of 2", "parent": None})
+    statistics = find_statistics(tmp_path, "dump")
+    assert statistics is not None
+    assert statistics.full_because == "max_chain: c ends a chain of 2"
+    assert "earlier" not in describe(statistics)
 
 
 def test_there_may_be_none(tmp_path: Path) -> None:

@@ -104,11 +104,11 @@ def test_a_newer_image_is_a_problem_of_its_own(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, {7: []})
     path = tmp_path / image_name(7)
     raw = bytearray(path.read_bytes())
-    raw[16] = 1
+    raw[16] = 2
     raw[240:256] = xxhash.xxh3_128_digest(raw[:240])
     path.write_bytes(raw)
     (problem,) = problems(tmp_path)
-    assert "parent checkpoint, which this version cannot read" in problem
+    assert "is encrypted, which this version cannot read" in problem
 
 
 class TestCommand:

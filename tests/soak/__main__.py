@@ -25,6 +25,7 @@ from typing import Any
 import cudackpt
 from campaigns.rig import Rig
 from campaigns.tally import Tally
+from cudackpt.bench.program import compile_program as compile_packaged
 from cudackpt.criu.find import Criu, find_all
 from cudackpt.criu.plugin import PLUGIN_NAME, plugin_directory
 from cudackpt.emulator import Emulator, Options, library_directory
@@ -148,7 +149,7 @@ def bench(versions: tuple[Criu, ...], seed: int) -> Iterator[Bench]:
     cuda = [f"-isystem{os.environ['CUDA_INCLUDE']}", f"-L{library}", "-l:libcuda.so.1"]
     job = compile_program("steady_job", scratch, *cuda)
     killer = compile_program("kill_at_syscall", scratch)
-    cost = compile_program("hook_cost", scratch, "-rdynamic", "-ldl")
+    cost = compile_packaged("hook_cost", scratch)
     emulator = Emulator(path=scratch / "emulator" / "socket")
     emulator.start(Options(gpus=2, memory_bytes=MEMORY_SIZE, driver=DRIVER))
     environ = dict(os.environ) | emulator.environment(api_version_of(DRIVER))

@@ -11,6 +11,8 @@ from random import Random
 
 from campaigns import (
     bit_flips,
+    chain_kills,
+    chains,
     damage,
     driver_faults,
     hook_cost,
@@ -32,6 +34,9 @@ DISK_SIZES, DISK_SIZES_OTHERS = 100, 25
 DUMPS = 50
 HOOK_CALLS = 20_000
 HOOK_LIMIT_US = 50.0
+KILLS_ON_PARENT = 60
+KILLED_COMMANDS = 300
+STORE_ROUNDS = 150
 FUZZ_INPUTS = 1_000_000
 
 
@@ -89,6 +94,9 @@ def _full_disk(bench: Bench) -> Iterator[tuple[str, Tally]]:
         version = f"criu {rig.criu.version_text}"
         sizes = DISK_SIZES if rig is bench.newest else DISK_SIZES_OTHERS
         yield version, space.run(rig, bench.random(f"full-disk {version}"), sizes)
+    rig = bench.newest
+    tally = space.run_disk(rig, bench.random("full-disk ext4"), DISK_SIZES_OTHERS)
+    yield f"criu {rig.criu.version_text}, ext4", tally
 
 
 def _damage(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -119,6 +127,28 @@ def _repetition(bench: Bench) -> Iterator[tuple[str, Tally]]:
 def _hook_cost(bench: Bench) -> Iterator[tuple[str, Tally]]:
     environ = bench.newest.environ
     yield "per call", hook_cost.run(bench.hook_cost, environ, HOOK_CALLS, HOOK_LIMIT_US)
+
+
+def _kill_on_parent(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for rig in bench.rigs:
+        version = f"criu {rig.criu.version_text}"
+        random = bench.random(f"kill-on-parent {version}")
+        by_worker, by_hand = chains.run_kills(rig, random, KILLS_ON_PARENT)
+        yield version, by_worker
+        yield f"{version}, worker killed too", by_hand
+
+
+def _chains(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for rig in bench.rigs:
+        version = f"criu {rig.criu.version_text}"
+        yield version, chains.run(rig, bench.random(f"chains {version}"), STORE_ROUNDS)
+
+
+def _kill_store(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    rig, random = bench.newest, bench.random("kill-store")
+    flattened = chain_kills.run_flatten(rig.killer, rig.scratch, random, KILLED_COMMANDS)
+    yield "cudackpt flatten", flattened
+    yield "cudackpt prune", chain_kills.run_prune(rig.killer, rig.scratch, random, KILLED_COMMANDS)
 
 
 def _fuzz(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -164,5 +194,17 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "bit-flips": ("single bits are flipped; `cudackpt verify` must find each", _bit_flips),
     "repetition": ("one job is dumped and left running again and again", _repetition),
     "hook-cost": ("the hooks of a dump, for a process without CUDA", _hook_cost),
+    "kill-on-parent": (
+        "criu is killed during dumps on top of a parent; the job comes back through the chain",
+        _kill_on_parent,
+    ),
+    "chains": (
+        "a store in daily use: dumps on parents, flatten, prune, deaths and restores",
+        _chains,
+    ),
+    "kill-store": (
+        "flatten and prune are killed at any system call; every checkpoint is whole or gone",
+        _kill_store,
+    ),
     "fuzz": ("the image reader reads whatever libFuzzer thinks of", _fuzz),
 }

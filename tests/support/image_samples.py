@@ -129,7 +129,6 @@ def samples(draw: st.DrawFn) -> Sample:
     info = ImageInfo(
         pid=draw(st.integers(1, 2**31 - 1)),
         checkpoint_id=draw(st.binary(min_size=16, max_size=16)),
-        parent_id=draw(st.binary(min_size=16, max_size=16)),
         start_time=draw(st.integers(0, 2**64 - 1)),
         boot_id=draw(st.binary(min_size=16, max_size=16)),
         comm=draw(_text),
