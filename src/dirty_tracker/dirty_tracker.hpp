@@ -16,7 +16,8 @@ class DirtyMethod;
 
 /// Sees writes by the process itself, the kernel in its name included; not those by a device, nor,
 /// in shared memory, those by another process. Before the first mark everything counts as written;
-/// so do mappings that are new since the mark, and a huge page that came to be since then, whole.
+/// so do mappings that are new since the mark, a huge page that came to be since then, whole, and
+/// a page of shared memory that the process has touched for the first time, if only to read it.
 /// A page that was given back (munmap, MADV_DONTNEED) is not found.
 /// Calls from several threads take turns.
 class DirtyTracker {

@@ -51,8 +51,7 @@ class Bench:
                 return
             if name == "fork":  # the child writes; the parent's pages stay as they were
                 self.target.ask("fork", *map(region.at, chosen))
-                if region.kind == "s":
-                    region.populated |= set(chosen)
+                region.write_by_another(chosen)
                 return
             self.target.ask("write", *map(region.at, chosen))
             region.write(chosen)

@@ -76,7 +76,9 @@ class Region:
     """A mapping of the target, and which of its pages hold what, by index.
 
     populated: a page of the process's own is there. written: since the mark. vague: may be found
-    too, for a reason that DirtyTracker's documentation gives.
+    too, for a reason that DirtyTracker's documentation gives. foreign: another process has put a
+    page into the file behind it; the kernel may map it with any neighbour that is touched, and
+    from then on it is as one that was read.
     """
 
     kind: str
@@ -85,6 +87,7 @@ class Region:
     populated: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
     vague: set[int] = field(default_factory=set)
+    foreign: set[int] = field(default_factory=set)
     readonly: bool = False
 
     def at(self, page: int) -> int:
@@ -99,13 +102,19 @@ class Region:
                     self.populated |= whole
                     self.vague |= whole
             self.populated.add(page)
+            self.foreign.discard(page)
             self.written.add(page)
 
     def read(self, pages: Iterable[int]) -> None:
         if self.kind == "s":  # there is no zero page in shared memory
             new = set(pages) - self.populated
             self.populated |= new
+            self.foreign -= new
             self.vague |= new
+
+    def write_by_another(self, pages: Iterable[int]) -> None:
+        if self.kind == "s":
+            self.foreign |= set(pages) - self.populated
 
     def drop(self, first: int, count: int) -> None:
         """Of private memory only: shared memory stays in its file."""
@@ -132,6 +141,6 @@ def found_in(pages: DirtyPages, region: Region) -> set[int]:
 def check(pages: DirtyPages, region: Region) -> None:
     found = found_in(pages, region)
     missed = region.written - found
-    too_many = found - region.written - region.vague
+    too_many = found - region.written - region.vague - region.foreign
     assert not missed, (region.kind, "missed", sorted(missed)[:8])
     assert not too_many, (region.kind, "too many", sorted(too_many)[:8])
