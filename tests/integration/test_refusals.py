@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -134,19 +136,30 @@ def test_an_externalised_checkpoint_without_its_files_is_refused(newest_rig: Rig
     require_refused_before_anything(newest_rig, checkpoint, r"cudackpt-manifest\.img")
 
 
+def sleep_as(pid: int) -> None:
+    """Start a `sleep` of this pid. Others start processes too: the number may be one of theirs for
+    a moment."""
+    deadline = time.monotonic() + 30
+    while True:
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        other = os.fork()
+        if other == 0:
+            os.execv("/bin/sleep", ["sleep", "60"])
+        if other == pid:
+            return
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+        assert time.monotonic() < deadline, f"pid {pid} is another process's"
+
+
 def test_a_task_that_took_the_pid_is_left_alone(newest_rig: Rig) -> None:
     """A failing restore kills what it made, and nothing else."""
     checkpoint = damage.take(newest_rig, mib=4)
     pid = checkpoint.job.pid
-    Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
-    other = os.fork()
-    if other == 0:
-        os.execv("/bin/sleep", ["sleep", "60"])
+    sleep_as(pid)
     try:
-        if other != pid:
-            pytest.fail(f"pid {pid} went to another process, not to {other}; run again")
         assert newest_rig.restore(checkpoint.images).status != 0
-        assert Path(f"/proc/{other}/comm").read_text() == "sleep\n"
+        assert Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
     finally:
-        os.kill(other, 9)
-        os.waitpid(other, 0)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
