@@ -33,7 +33,15 @@ public:
     PartFile& operator=(const PartFile&) = delete;
     ~PartFile();
 
+    /// ".<name>.part"
+    static std::string part_name(const std::string& name) { return "." + name + ".part"; }
+
     int fd() const noexcept { return fd_.get(); }
+
+    /// Bring what was written to the medium; nothing more comes. commit() does it where this was not
+    /// called: of files that belong together, all can be synced before the first gets its name.
+    /// Throws Error: io.
+    void sync();
 
     /// Sync, rename to the name, sync the directory. On an exception neither name is left, unless
     /// an older file of the name was there and the rename was not reached. Throws Error: io.
@@ -44,6 +52,7 @@ private:
     std::string name_;
     std::string part_;
     UniqueFd fd_;
+    bool synced_ = false;
     bool committed_ = false;
 };
 

@@ -14,6 +14,8 @@ FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                                                                .pid = info.pid,
                                                                .chunk_size = info.chunk_size,
                                                                .alignment = alignment,
+                                                               .striped =
+                                                                   format::has_stripes(info.sources),
                                                                .hash = {}});
     const std::vector<std::byte> metadata = format::pack_metadata(info);
     format::Trailer trailer;
