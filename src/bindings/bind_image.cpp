@@ -164,14 +164,15 @@ void bind_reader(py::module_& m) {
             [](const OpenImage& self) -> const EncodingTotals& { return self.reader.totals(); })
         .def_property_readonly("file_size",
                                [](const OpenImage& self) { return self.reader.file_size(); })
-        .def_property_readonly("total_size",
-                               [](const OpenImage& self) { return self.reader.total_size(); },
-                               "of the image file and its stripes")
+        .def_property_readonly(
+            "total_size", [](const OpenImage& self) { return self.reader.total_size(); },
+            "of the image file and its stripes")
         .def_property_readonly(
             "digest", [](const OpenImage& self) { return to_python(self.reader.digest()); })
         .def(
             "attach_sources", &attach_sources,
-            "Find every source of earlier checkpoints by the links from this image's directory, and lock the directories\n"
+            "Find every source of earlier checkpoints by the links from this image's directory, "
+            "and lock the directories\n"
             "(shared) as long as this object lives. Needed before chunks that lie there are read;\n"
             "not from several threads. Raises OSError, CorruptDataError: they name the checkpoint\n"
             "that is missing or another. Releases the GIL.")

@@ -55,7 +55,8 @@ void bind_source(py::module_& m) {
         .def_property_readonly("digest", [](const Source& self) { return to_python(self.digest); })
         .def_readonly("file_size", &Source::file_size, "of that file, in bytes")
         .def_readonly("pid", &Source::pid)
-        .def_readonly("depth", &Source::depth, "parent links to its directory; 0: own, 1: the parent's")
+        .def_readonly("depth", &Source::depth,
+                      "parent links to its directory; 0: own, 1: the parent's")
         .def_readonly("stripe", &Source::stripe, "0: the image file; else that stripe of it")
         .def("__eq__", &equal<Source>, py::is_operator());
 }

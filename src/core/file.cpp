@@ -51,6 +51,12 @@ void read_at(int fd, std::uint64_t offset, MutBytes out) {
     }
 }
 
+std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t size) {
+    std::vector<std::byte> bytes(size);
+    read_at(fd, offset, bytes);
+    return bytes;
+}
+
 void write_at(int fd, std::uint64_t offset, Bytes bytes) {
     while (!bytes.empty()) {
         const ssize_t put = ::pwrite(fd, bytes.data(), bytes.size(), static_cast<off_t>(offset));

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace cudackpt {
 
@@ -18,6 +19,9 @@ std::uint64_t file_size(int fd);
 
 /// Fill `out` from `offset`. Throws Error: io, corrupt_data if the file ends before.
 void read_at(int fd, std::uint64_t offset, MutBytes out);
+
+/// The `size` bytes from `offset`. The caller has checked `size`. Throws as read_at().
+std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t size);
 
 /// Write all of `bytes` at `offset`. Throws Error: io.
 void write_at(int fd, std::uint64_t offset, Bytes bytes);

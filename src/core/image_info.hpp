@@ -45,8 +45,8 @@ struct Source {
     Id digest{};                 ///< of that file
     std::uint64_t file_size = 0; ///< of that file, in bytes
     std::uint32_t pid = 0;       ///< the file is image_name(pid, stripe)
-    std::uint32_t depth = 0;     ///< parent links from here to its directory; 0: own, 1: the parent's
-    std::uint32_t stripe = 0;    ///< 0: the image file; else a stripe file, less than kMaxStripes
+    std::uint32_t depth = 0;  ///< parent links from here to its directory; 0: own, 1: the parent's
+    std::uint32_t stripe = 0; ///< 0: the image file; else a stripe file, less than kMaxStripes
 
     bool operator==(const Source&) const = default;
 };

@@ -50,7 +50,7 @@ public:
     const EncodingTotals& totals() const noexcept;
     std::uint64_t file_size() const noexcept;  ///< of the image file
     std::uint64_t total_size() const noexcept; ///< of that and its stripes
-    std::uint32_t alignment() const noexcept; ///< of chunks in the file, in bytes
+    std::uint32_t alignment() const noexcept;  ///< of chunks in the file, in bytes
     Id digest() const noexcept; ///< equal to WriteResult::digest of the write that made it
 
     std::uint64_t chunk_count() const noexcept;

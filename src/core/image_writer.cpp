@@ -128,7 +128,8 @@ private:
         format::pack_index_entry(entry, MutBytes(index_).subspan(index * format::kIndexEntrySize,
                                                                  format::kIndexEntrySize));
         totals.add(entry.encoding, entry.source >= output_.files(), plain.size(), stored.size());
-        output_.write(index, *offset, entry.encoding == Encoding::lz4 ? packed : plain, stored.size());
+        output_.write(index, *offset, entry.encoding == Encoding::lz4 ? packed : plain,
+                      stored.size());
         return true;
     }
 
@@ -224,8 +225,8 @@ WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& in
         const std::vector<Source> used = pipeline.keep_used_sources();
         checked.sources = output.finish_stripes(checked, pipeline.index());
         checked.sources.insert(checked.sources.end(), used.begin(), used.end());
-        const FrameResult frame = write_frame(file.fd(), checked, options.alignment,
-                                              output.data_end(), pipeline.index());
+        const FrameResult frame =
+            write_frame(file.fd(), checked, options.alignment, output.data_end(), pipeline.index());
         output.finish_image(frame.file_size);
         const std::uint64_t total_size = output.total_size();
         output.commit();

@@ -141,8 +141,8 @@ std::shared_ptr<const UniqueFd> Lineage::file(const Source& source) {
     if (known != files_.end() && known->second.first == source.digest)
         return known->second.second;
     const std::string name = image_name(source.pid, source.stripe);
-    const std::string whose = name + " of checkpoint " + id_text(source.checkpoint_id) +
-                              ", which this one is built on";
+    const std::string whose =
+        name + " of checkpoint " + id_text(source.checkpoint_id) + ", which this one is built on";
     try {
         const int dir = directory(source.depth);
         const auto replaced = [&](const char* how) {

@@ -62,8 +62,8 @@ private:
     Lineage() = default;
     static Directory open_parent(const Directory& child);
 
-    std::vector<Directory> directories_; ///< by depth
-    using Place = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>; ///< depth, pid, stripe
+    std::vector<Directory> directories_;                                    ///< by depth
+    using Place = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>;  ///< depth, pid, stripe
     std::map<Place, std::pair<Id, std::shared_ptr<const UniqueFd>>> files_; ///< digest, file
 };
 

@@ -48,8 +48,8 @@ std::vector<std::byte> pack_header(const Stripe& stripe) {
     out.append(header_magic());
     out.number(format::kVersion);
     out.number(static_cast<std::uint32_t>(kStripeHeaderSize));
-    out.number(format::kStripes);      // required_features
-    out.number(std::uint64_t{0});      // optional_features
+    out.number(format::kStripes); // required_features
+    out.number(std::uint64_t{0}); // optional_features
     out.append(stripe.checkpoint_id);
     out.number(stripe.pid);
     out.number(stripe.number);
@@ -112,12 +112,6 @@ void check_trailer(Bytes bytes, const Source& source, const Stripe& expected,
         corrupt("header and trailer are of different stripes");
     if (entries_hash != expected.entries_hash)
         corrupt("does not hold the chunks that the image's index says");
-}
-
-std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t size) {
-    std::vector<std::byte> bytes(size);
-    read_at(fd, offset, bytes);
-    return bytes;
 }
 
 void remove_file(int dir_fd, const std::string& name) {

@@ -63,7 +63,6 @@ void names_follow_from_the_image() {
     CHECK(image_name(7) == "cudackpt-7.img");
     CHECK(image_name(7, 2) == "cudackpt-7.2.img");
     CHECK(stripe_name("other", 15) == "other.15");
-    CHECK(stripe_name("other", 0) == "other");
 }
 
 void what_was_written_is_read(unsigned stripes, std::uint32_t chunk_size, std::uint32_t alignment) {
@@ -172,7 +171,6 @@ void another_stripe_is_not_taken_for_the_right_one() {
     };
     check_refused([](ImageInfo& info, Memory&) { info.checkpoint_id = sample::id_of(0x77); });
     check_refused([](ImageInfo& info, Memory&) { info.pid = 4243; });
-    // Of the same checkpoint by its id, and with other memory: only in a chunk of stripe 1.
     check_refused(
         [](ImageInfo&, Memory& changed) { changed.write(0x11000, Buffer(16, std::byte{1})); });
     sample::write_file(dir.fd(), name, sample::read_file(dir.fd(), stripe_name(kName, 2)));
@@ -250,8 +248,7 @@ void stripes_without_their_image_are_removed() {
     Memory memory;
     memory.map(0x10000, sample::random_bytes(8 * 4096, 1));
     CHECK(::mkdirat(dir.fd(), kName.c_str(), 0700) == 0);
-    CHECK_THROWS(Errc::io,
-                 write_image(dir.fd(), kName, info_of(memory), memory, {.stripes = 4}));
+    CHECK_THROWS(Errc::io, write_image(dir.fd(), kName, info_of(memory), memory, {.stripes = 4}));
     CHECK(::unlinkat(dir.fd(), kName.c_str(), AT_REMOVEDIR) == 0);
     CHECK(dir.empty());
 }
