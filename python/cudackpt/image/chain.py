@@ -87,7 +87,9 @@ def _find(source: Source, directories: list[Path]) -> FoundSource:
         return FoundSource(source=source, directory=None, state=State.MISSING)
     directory = directories[source.depth]
     return FoundSource(
-        source=source, directory=directory, state=_state(directory / image_name(source.pid, source.stripe), source)
+        source=source,
+        directory=directory,
+        state=_state(directory / image_name(source.pid, source.stripe), source),
     )
 
 

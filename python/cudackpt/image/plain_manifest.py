@@ -6,6 +6,8 @@ import struct
 from dataclasses import dataclass
 
 from cudackpt.image.plain_fields import (
+    FEATURE_PARENT,
+    FEATURE_STRIPES,
     GPU,
     MAX_DEPTH,
     MAX_GPUS,

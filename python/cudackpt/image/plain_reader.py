@@ -254,18 +254,14 @@ class PlainImage:
         self._check_sources()
 
     def _check_sources(self) -> None:
-        require(
-            self.has_parent or len(self.sources) == self._stripes, "sources without a parent"
-        )
+        require(self.has_parent or len(self.sources) == self._stripes, "sources without a parent")
         require(
             any(source.stripe for source in self.sources) == self._has_stripes,
             "stripes and feature disagree",
         )
         for number, source in enumerate(self.sources[: self._stripes], 1):
             found = (source.checkpoint_id, source.pid, source.stripe)
-            require(
-                found == (self.checkpoint_id, self.pid, number), "not a stripe of this image"
-            )
+            require(found == (self.checkpoint_id, self.pid, number), "not a stripe of this image")
 
     def _parse_index(self) -> tuple[PlainChunk, ...]:
         raw = self._file[self._index_offset : -TRAILER_SIZE]
