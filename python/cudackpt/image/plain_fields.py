@@ -48,7 +48,7 @@ def check_start(file: bytes, magic: bytes, size: int, found_hash: bytes, hashed:
     require(header_size == size, "header has the wrong size")
     if required & ~(FEATURE_PARENT | FEATURE_STRIPES):
         raise UnsupportedError(f"required features {required:#x} are not all known")
-    return required
+    return int(required)
 
 
 def text(field: bytes) -> bytes:
