@@ -20,7 +20,7 @@ from cudackpt._core import (
 )
 from cudackpt.errors import ImageError, UnsupportedError
 
-_IMAGE_NAME = re.compile(r"cudackpt-[1-9][0-9]*\.img")
+_IMAGE_NAME = re.compile(r"cudackpt-[1-9][0-9]*(\.[1-9][0-9]*)?\.img")
 
 
 @contextmanager
@@ -60,9 +60,15 @@ def open_image(directory: Path, manifest: Manifest, task: ManifestTask) -> Image
 
 
 def image_names(directory: Path) -> list[str]:
-    """Names in `directory` that are those of images, sorted. Raises ImageError."""
+    """Names in `directory` that are those of images and their stripes, sorted. Raises ImageError."""
     with image_errors():
         return sorted(p.name for p in directory.iterdir() if _IMAGE_NAME.fullmatch(p.name))
+
+
+def own_names(image: ImageReader) -> list[str]:
+    """The files that an image opened by open_image() is: its own, and its stripes."""
+    stripes = [source.stripe for source in image.info.sources if source.depth == 0]
+    return [image_name(image.info.pid, stripe) for stripe in (0, *stripes)]
 
 
 def gpu_uuid(raw: bytes) -> str:

@@ -63,14 +63,16 @@ class GpuView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceView:
-    """An image of an earlier checkpoint that holds chunks of this one, `depth` parent links away.
+    """Another file that holds chunks of an image, in the directory `depth` parent links away: a
+    stripe of the image itself (depth 0), or an image of an earlier checkpoint or a stripe of one.
 
-    directory: where the links lead; None: not so far. state: "right", "missing" or "replaced".
+    stripe: 0: the image file of `pid`, else that stripe of it. directory: where the links lead; None: not so far. state: "right", "missing" or "replaced".
     """
 
     checkpoint_id: str
     pid: int
     depth: int
+    stripe: int
     file_bytes: int
     digest: str
     directory: str | None
@@ -92,7 +94,7 @@ class ParentView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageView:
-    """The image of one task."""
+    """The image of one task. file_bytes: with its stripes."""
 
     file: str
     file_bytes: int
@@ -180,7 +182,7 @@ def inspect_directory(directory: Path) -> Inspection:
         driver_version="" if manifest is None else manifest.driver_version,
         gpus=() if manifest is None else tuple(_gpu_view(gpu) for gpu in manifest.gpus),
         gpu_image_bytes=sum(image.file_bytes for image in images),
-        other_bytes=sum(sizes.values()) - sum(sizes[image.file] for image in images),
+        other_bytes=sum(sizes.values()) - sum(image.file_bytes for image in images),
         processes=processes,
         timings_ms={stage: found.phases_ms for stage, found in statistics.items()},
     )
@@ -252,7 +254,7 @@ def _image_view(directory: Path, image: ImageReader, pid: int) -> ImageView:
     )
     return ImageView(
         file=image_name(pid),
-        file_bytes=image.file_size,
+        file_bytes=image.total_size,
         plain_bytes=sum(region.length for region in regions),
         digest=image.digest.hex(),
         chunk_bytes=info.chunk_size,
@@ -270,6 +272,7 @@ def _source_view(found: FoundSource) -> SourceView:
         checkpoint_id=found.source.checkpoint_id.hex(),
         pid=found.source.pid,
         depth=found.source.depth,
+        stripe=found.source.stripe,
         file_bytes=found.source.file_size,
         digest=found.source.digest.hex(),
         directory=None if found.directory is None else str(found.directory),
