@@ -25,8 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Return the exit status. arguments: nothing, or the stage; without it the state tells."""
     words = sys.argv[1:] if arguments is None else arguments
     raw = sys.stdin.buffer.read(MAX_STATE_BYTES + 1)
-    # JSON may write any letter as \\uXXXX.
-    if not words and b"cudackpt" not in raw and b"\\u" not in raw and b'"stopped"' not in raw:
+    if words in ([], ["createRuntime"]) and _has_nothing_of_ours(raw):
         return 0
 
     from cudackpt.errors import CheckpointError
@@ -46,6 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"cudackpt: {exc}", file=sys.stderr)
         return 1
     return 0
+
+
+def _has_nothing_of_ours(raw: bytes) -> bool:
+    """Whether it can be told without reading the JSON, which may write any letter as \\uXXXX, that
+    there is no annotation of ours, and that this is not the end of a container."""
+    return b"cudackpt" not in raw and b"\\u" not in raw and b'"stopped"' not in raw
 
 
 if __name__ == "__main__":

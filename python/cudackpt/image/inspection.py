@@ -23,6 +23,7 @@ from cudackpt.image.chain import (
     NO_PARENT,
     FoundSource,
     find_sources,
+    find_parent,
     parent_directory,
     parent_state,
 )
@@ -228,7 +229,7 @@ def _parent_view(directory: Path, manifest: Manifest) -> ParentView | None:
     if manifest.parent_id == NO_PARENT:
         return None
     try:
-        parent = parent_directory(directory)
+        parent = find_parent(directory) or parent_directory(directory)
     except ImageError:  # no link; parent_state says so
         parent = None
     return ParentView(
