@@ -50,9 +50,7 @@ class Annotation:
 
     __slots__ = ("allowed", "key", "meaning", "parse")
 
-    def __init__(
-        self, key: str, allowed: str, meaning: str, parse: Callable[[str], Value]
-    ) -> None:
+    def __init__(self, key: str, allowed: str, meaning: str, parse: Callable[[str], Value]) -> None:
         self.key = key
         self.allowed = allowed
         self.meaning = meaning

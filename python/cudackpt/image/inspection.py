@@ -22,8 +22,8 @@ from cudackpt.errors import ImageError
 from cudackpt.image.chain import (
     NO_PARENT,
     FoundSource,
-    find_sources,
     find_parent,
+    find_sources,
     parent_directory,
     parent_state,
 )
