@@ -73,7 +73,7 @@ def test_a_chain_whose_image_directories_the_engine_deletes(rig: Rig, made: Cont
         moved.parent.mkdir()
         shutil.move(last, moved)
         assert not (moved / PARENT_LINK).exists()
-        hidden = made.store.with_name(f"{made.store.name}-hidden")
+        hidden = made.store.parent.parent / f"{made.store.name}-hidden"
         made.store.rename(hidden)
         try:
             failed = rig.restore(moved)
