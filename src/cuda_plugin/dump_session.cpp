@@ -388,9 +388,9 @@ void DumpSession::finish(bool succeeded) noexcept {
             worker_.stop();
         if (succeeded)
             keep_in_store();
+        write_statistics(image_dir_.get(), statistics_);
         if (killed && !policy_.empty())
             PolicyDirectory().mark_checkpointed(policy_);
-        write_statistics(image_dir_.get(), statistics_);
     } catch (const std::exception& e) {
         host::warn(std::string("at the end of the dump: ") + e.what());
     }

@@ -103,6 +103,26 @@ def test_a_container_without_policy_is_dumped_as_the_host_says(
         assert not made.store.exists()
 
 
+def test_the_first_task_says_which_container_it_is(newest_rig: Rig, made: Container) -> None:
+    """It need not use CUDA itself, and its child may be anywhere."""
+    with (
+        cgroup(made.container_id) as folder,
+        newest_rig.job(mib=2, cuda=0, children=1) as job,
+        container() as other,
+        cgroup(other.container_id) as elsewhere,
+    ):
+        (folder / "cgroup.procs").write_text(str(job.pid))
+        ask(made, job, threads="2")
+        (elsewhere / "cgroup.procs").write_text(str(job.pids[1]))
+        assert other.create(job.pids[1], threads="3").returncode == 0
+        images = newest_rig.images()
+        dumped = newest_rig.dump(job, images, "--leave-running")
+        assert dumped.status == 0, dumped.errors
+        assert statistics(images)["threads"] == 2
+        job.run_on()
+        job.end()
+
+
 def no_toml(path: Path) -> None:
     path.write_text("threads = [")
 
