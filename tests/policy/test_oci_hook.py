@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import subprocess
 import time
 import tomllib
@@ -149,6 +150,31 @@ def test_the_stage_can_be_given(made: Container, pid: int) -> None:
     wrong = run_hook(state, "prestart")
     assert wrong.returncode == 1
     assert "usage: " in wrong.stderr
+
+
+def test_what_crun_would_lose_goes_through_its_log_and_stderr(
+    made: Container, pid: int, tmp_path: Path
+) -> None:
+    """It gives hooks no stderr. Here a shell with the same options is in its place."""
+    log = tmp_path / "oci-log"
+    log.touch()
+    state = json.dumps(made.state("creating", pid, {"io.cudackpt.threads": "many"}))
+    script = f"{shlex.join(hook_words())} 2>/dev/null; exit $?"
+    runtime = subprocess.run(
+        ["sh", "-c", script, "--log-format=json", "--log", str(log)],
+        input=state,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        check=False,
+    )
+    assert runtime.returncode == 1
+    sentence = 'annotation io.cudackpt.threads = "many": must be a number from 0 to 1024'
+    assert runtime.stderr == f"cudackpt: {sentence}\n"
+    assert json.loads(log.read_text())["msg"] == f"cudackpt: {sentence}"
+    assert made.refusal.read_text() == f"{sentence}\n"
+    assert made.create(pid, threads="2").returncode == 0
+    assert not made.refusal.exists()
 
 
 def test_links_and_files_of_others_are_not_followed(

@@ -45,6 +45,10 @@ class Container:
         return Path(POLICY_DIRECTORY) / f"{self.container_id}.checkpointed"
 
     @property
+    def refusal(self) -> Path:
+        return Path(POLICY_DIRECTORY) / f"{self.container_id}.refused"
+
+    @property
     def store(self) -> Path:
         return Path(STORE_DIRECTORY) / self.container_id
 
@@ -91,6 +95,7 @@ def container() -> Iterator[Container]:
     finally:
         made.policy.unlink(missing_ok=True)
         made.mark.unlink(missing_ok=True)
+        made.refusal.unlink(missing_ok=True)
         shutil.rmtree(made.store, ignore_errors=True)
         with suppress(OSError):  # others are there
             made.store.parent.rmdir()

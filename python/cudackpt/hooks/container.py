@@ -19,6 +19,7 @@ from cudackpt.policy import (
     shown,
 )
 
+REFUSAL_SUFFIX = ".refused"  # why a container did not start
 MARK_SUFFIX = ".checkpointed"  # of a container that ended by a checkpoint; the plugin makes it
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_CGROUP_BYTES = 1 << 20
@@ -81,6 +82,25 @@ def keep_policy(state: State) -> None:
     directory = _open_directory(POLICY_DIRECTORY, make=True)
     try:
         _write(directory, f"{state.container_id}.toml", encoded)
+        _remove(directory, state.container_id + REFUSAL_SUFFIX)
+    finally:
+        os.close(directory)
+
+
+def keep_refusal(state: State, sentence: str) -> None:
+    """Leave the sentence where it can be found, if it can be left; whatever was there of an earlier
+    start of this container goes."""
+    if not is_container_id(state.container_id):
+        return
+    try:
+        directory = _open_directory(POLICY_DIRECTORY, make=True)
+    except (OSError, PolicyError):  # the sentence is perhaps about this very place
+        return
+    try:
+        _remove(directory, f"{state.container_id}.toml")
+        _write(directory, state.container_id + REFUSAL_SUFFIX, f"{sentence}\n".encode())
+    except (OSError, PolicyError):
+        pass
     finally:
         os.close(directory)
 
