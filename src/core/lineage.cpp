@@ -15,6 +15,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <exception>
 #include <filesystem>
 
 namespace cudackpt {
@@ -57,6 +58,15 @@ void lock_shared(int fd, const std::string& path) {
     }
 }
 
+/// Zero also where there is no manifest: in the directory of a dump that has not come so far.
+Id parent_of(int dir_fd) noexcept {
+    try {
+        return read_manifest(dir_fd).parent_id;
+    } catch (const std::exception&) {
+        return {};
+    }
+}
+
 /// By the link in `child_fd`; where that leads nowhere, as in a checkpoint that came from another host,
 /// by the id that its manifest gives.
 UniqueFd open_link_or_search(int child_fd, const std::string& child) {
@@ -65,14 +75,11 @@ UniqueFd open_link_or_search(int child_fd, const std::string& child) {
         return fd;
     const std::string link = child + "/" + kParentLink;
     const int why = errno;
-    Id parent{};
-    try {
-        parent = read_manifest(child_fd).parent_id;
-    } catch (const Error&) { // a dump that has none yet
-    }
+    const Id parent = parent_of(child_fd);
     if (parent == Id{})
         throw io_error("cannot follow " + link, why);
-    if ((fd = find_checkpoint(parent)))
+    fd = find_checkpoint(parent);
+    if (fd)
         return fd;
     throw io_error("the parent of " + child + ", checkpoint " + id_text(parent) + ", is not in " +
                        searched_places() + ", and " + link + " leads nowhere",
