@@ -67,8 +67,8 @@ Id parent_of(int dir_fd) noexcept {
     }
 }
 
-/// By the link in `child_fd`; where that leads nowhere, as in a checkpoint that came from another host,
-/// by the id that its manifest gives.
+/// By the link in `child_fd`; where that leads nowhere, as in a checkpoint that came from another
+/// host, by the id that its manifest gives.
 UniqueFd open_link_or_search(int child_fd, const std::string& child) {
     UniqueFd fd(::openat(child_fd, kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (fd)

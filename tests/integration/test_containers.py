@@ -1,4 +1,4 @@
-"""A job in a cgroup named like a container's: its policy, its store, and restores without either."""
+"""A job in a cgroup named like a container's: its policy, its store, restores without either."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_chain_whose_image_directories_the_engine_deletes(rig: Rig, made: Cont
         assert made.mark.exists()
         assert (last / PARENT_LINK).resolve().parent == made.store
 
-        # Elsewhere the link leads nowhere: the parent is found by its id, or it is said which is missing.
+        # Elsewhere the link leads nowhere: the parent is found by its id, or is said to be missing.
         moved = rig.images() / "a" / "b"
         moved.parent.mkdir()
         shutil.move(last, moved)

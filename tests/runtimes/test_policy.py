@@ -1,5 +1,5 @@
-"""Annotations of Podman's containers, with runc and with crun: the hook that they start really runs,
-the plugin finds what it left, and chains hold whatever Podman does with image directories."""
+"""Annotations of Podman's containers, with runc and with crun: the hook really runs, the plugin
+finds what it left, and chains hold whatever Podman does with image directories."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_chain_across_stops_and_hosts(
     assert dumped(container)["full_because"].startswith("no checkpoint in ")
     container.run_on()
 
-    # Podman empties the image directory at each checkpoint; the hook does not run at a restore by crun.
+    # Podman empties the image directory at each checkpoint; crun's restore runs no hook.
     for length in (1, 2):
         checkpoint(container)
         found = dumped(container)

@@ -4,8 +4,8 @@ The runtime gives the container's state as JSON on stdin (OCI runtime specificat
 "Hooks"). At createRuntime a status other than 0 stops the start of the container, and what stands
 on stderr is shown to the user. At poststop runtimes go on whatever happens.
 
-crun gives hooks no stderr; how the sentence gets out then is in runtime_log.py. It also stays beside the
-policies as ID.refused until the container is started again.
+crun gives hooks no stderr; how the sentence gets out then is in runtime_log.py. It also stays
+beside the policies as ID.refused until the container is started again.
 
 Hooks do not run at a checkpoint, and crun runs none at a restore. So a policy file outlives the
 container if it ended by a checkpoint: the plugin leaves a mark beside the file then, and the next

@@ -1,9 +1,9 @@
-"""Saying something through the runtime that has started the hook, when the hook's stderr goes nowhere.
+"""Saying something through the runtime that has started the hook, when its stderr goes nowhere.
 
 crun gives hooks /dev/null, and says only that one failed. It was itself given a log by the engine,
-`--log FILE --log-format=json`, and a stderr that the engine reads. Podman shows what the log says if
-that is one JSON object, and else stderr; CRI-O shows stderr. So the sentence is written to both.
-Whatever of this cannot be done is left: the start is refused all the same.
+`--log FILE --log-format=json`, and a stderr. Podman shows what either of them says; CRI-O shows
+stderr. So the sentence is written to both. Whatever of this cannot be done is left: the start is
+refused all the same.
 """
 
 from __future__ import annotations
