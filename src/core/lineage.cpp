@@ -73,17 +73,15 @@ UniqueFd open_link_or_search(int child_fd, const std::string& child) {
     UniqueFd fd(::openat(child_fd, kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (fd)
         return fd;
-    const std::string link = child + "/" + kParentLink;
-    const int why = errno;
+    const Error why = io_error("cannot follow " + child + "/" + kParentLink, errno);
     const Id parent = parent_of(child_fd);
     if (parent == Id{})
-        throw io_error("cannot follow " + link, why);
+        throw why;
     fd = find_checkpoint(parent);
     if (fd)
         return fd;
-    throw io_error("the parent of " + child + ", checkpoint " + id_text(parent) + ", is not in " +
-                       searched_places() + ", and " + link + " leads nowhere",
-                   why);
+    throw Error(Errc::io, std::string(why.what()) + "; and the parent, checkpoint " +
+                              id_text(parent) + ", is not in " + searched_places());
 }
 
 } // namespace

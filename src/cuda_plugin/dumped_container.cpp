@@ -11,8 +11,18 @@ void DumpedContainer::settle(pid_t root, Config& config, const PluginOptions& op
     const std::vector<std::string> ids =
         container_ids(proc::read_file("/proc/" + std::to_string(root) + "/cgroup"),
                       proc::read_file("/proc/self/cgroup"));
-    policy_ = PolicyDirectory().apply(config, ids);
-    set_options(config, options);
+    Config settled = config;
+    if (!config.named.empty()) {
+        settled = Config();
+        settled.source = "defaults";
+    }
+    policy_ = PolicyDirectory().apply(settled, ids);
+    if (!policy_.empty()) {
+        if (!config.named.empty())
+            set_from_file(settled, config.named);
+        set_options(settled, options);
+        config = settled;
+    }
     if (config.incremental)
         open_store(root, config, policy_.empty() ? ids : std::vector{policy_});
 }

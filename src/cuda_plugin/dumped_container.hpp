@@ -14,10 +14,10 @@ namespace cudackpt {
 
 class DumpedContainer {
 public:
-    /// Of the tree whose first task is `root`. Sets in `config` what the container's policy says,
-    /// and then once more what `options` say; opens the store if the result is `incremental`.
-    /// Throws Error: io; bad_argument if the policy cannot be used, or `incremental` cannot be
-    /// done.
+    /// Of the tree whose first task is `root`. Sets in `config` what the container's policy says;
+    /// then once more what config.named and `options` say, which win. Opens the store if the
+    /// result is `incremental`. Throws Error: io; bad_argument if the policy cannot be used, or
+    /// `incremental` cannot be done.
     void settle(pid_t root, Config& config, const PluginOptions& options);
 
     /// Nullptr: checkpoints of this tree are not kept.

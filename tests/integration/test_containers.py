@@ -123,6 +123,23 @@ def test_the_first_task_says_which_container_it_is(newest_rig: Rig, made: Contai
         job.end()
 
 
+def test_what_is_named_for_one_run_wins_over_the_policy(newest_rig: Rig, made: Container) -> None:
+    with contained(newest_rig, made, mib=2) as job:
+        ask(made, job, threads="2", compress="none", incremental="true")
+        parent, images = newest_rig.images(), newest_rig.images()
+        dumped = newest_rig.dump(job, parent, "--leave-running")
+        assert dumped.status == 0, dumped.errors
+        config: dict[str, bool | int | str] = {"threads": 3, "parent": str(parent)}
+        dumped = newest_rig.dump(job, images, "--leave-running", config=config)
+        assert dumped.status == 0, dumped.errors
+        found = statistics(images)
+        assert found["config"].startswith(f"defaults, {made.policy}, ")
+        assert found["threads"] == 3
+        assert found["tasks"][0]["lz4"]["chunks"] == 0
+        assert found["parent"]["directory"] == str(parent)
+        assert len([path for path in made.store.iterdir() if path.is_dir()]) == 2
+
+
 def no_toml(path: Path) -> None:
     path.write_text("threads = [")
 
