@@ -45,14 +45,15 @@ def statistics(images: Path) -> dict[str, Any]:
 
 
 def test_a_chain_whose_image_directories_the_engine_deletes(rig: Rig, made: Container) -> None:
-    with contained(rig, made, mib=8) as job:
+    small: dict[str, bool | int | str] = {"chunk_size": 4096}  # more of them stay the same
+    with contained(rig, made, mib=16) as job:
         ask(made, job, incremental="true", compress="none", threads="1", keep="2")
         for number in range(3):
             images = rig.images()
-            dumped = rig.dump(job, images, "--leave-running")
+            dumped = rig.dump(job, images, "--leave-running", config=small)
             assert dumped.status == 0, dumped.errors
             found = statistics(images)
-            assert found["config"] == f"defaults, {made.policy}"
+            assert found["config"].startswith(f"defaults, {made.policy}, ")
             assert (found["threads"], found["not_kept_because"]) == (1, "")
             assert found["tasks"][0]["lz4"]["chunks"] == 0
             assert read_manifest(images).chain_length == number
@@ -61,7 +62,7 @@ def test_a_chain_whose_image_directories_the_engine_deletes(rig: Rig, made: Cont
             job.run_on()
 
         last = rig.images()
-        dumped = rig.dump(job, last)
+        dumped = rig.dump(job, last, config=small)
         assert dumped.status == 0, dumped.errors
         assert job.wait() == -signal.SIGKILL
         rig.settle(last)
