@@ -16,6 +16,8 @@ import pytest
 from campaigns.rig import Rig, small_filesystem
 from campaigns.steady_job import SteadyJob
 from cudackpt._core import PARENT_LINK, read_manifest
+from cudackpt.store.prune import Action, prune
+from cudackpt.store.retention import Rules
 from support.container import Container, cgroup, container
 
 
@@ -89,7 +91,8 @@ def test_a_chain_whose_image_directories_the_engine_deletes(rig: Rig, made: Cont
         # The policy outlives this end, and retention leaves what the last two are built on.
         assert made.stop().returncode == 0
         assert made.policy.exists()
-        assert len([path for path in made.store.iterdir() if path.is_dir()]) == 5
+        verdicts = prune(made.store, Rules(last=1), dry_run=True).verdicts
+        assert [verdict.action for verdict in verdicts] == [Action.KEPT] * 4
 
 
 def test_a_container_without_policy_is_dumped_as_the_host_says(
