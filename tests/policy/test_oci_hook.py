@@ -67,6 +67,9 @@ def test_after_a_checkpoint_the_policy_stays_once(made: Container, pid: int) -> 
     assert made.stop().returncode == 0
     assert made.policy.exists()
     assert not made.mark.exists()
+    made.mark.touch(mode=0o600)  # its end was missed
+    assert made.create(pid, threads="2").returncode == 0
+    assert not made.mark.exists()
     assert made.stop().returncode == 0
     assert not made.policy.exists()
 
@@ -197,6 +200,20 @@ def test_links_and_files_of_others_are_not_followed(
     assert done.returncode == 1
     assert str(made.policy) in done.stderr
     assert victim.read_text() == "precious"
+
+
+def test_a_directory_in_the_policys_place_is_named(made: Container, pid: int) -> None:
+    assert made.create(pid, threads="2").returncode == 0
+    made.policy.unlink()
+    made.policy.mkdir()
+    try:
+        for done in (made.create(pid, threads="2"), made.stop()):
+            assert done.returncode == 1
+            assert done.stderr.startswith("cudackpt: cannot ")
+            assert str(made.policy) in done.stderr
+            assert done.stderr.count("\n") == 1
+    finally:
+        made.policy.rmdir()
 
 
 def test_retention_when_the_container_ends(made: Container, pid: int) -> None:
