@@ -1,5 +1,6 @@
 #include "core/lineage.hpp"
 
+#include "core/checkpoint_search.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/image_format.hpp"
@@ -14,6 +15,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <exception>
 #include <filesystem>
 
 namespace cudackpt {
@@ -54,6 +56,32 @@ void lock_shared(int fd, const std::string& path) {
         }
         throw Error(Errc::io, path + " is locked: somebody is about to remove that checkpoint");
     }
+}
+
+/// Zero also where there is no manifest: in the directory of a dump that has not come so far.
+Id parent_of(int dir_fd) noexcept {
+    try {
+        return read_manifest(dir_fd).parent_id;
+    } catch (const std::exception&) {
+        return {};
+    }
+}
+
+/// By the link in `child_fd`; where that leads nowhere, as in a checkpoint that came from another
+/// host, by the id that its manifest gives.
+UniqueFd open_link_or_search(int child_fd, const std::string& child) {
+    UniqueFd fd(::openat(child_fd, kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (fd)
+        return fd;
+    const Error why = io_error("cannot follow " + child + "/" + kParentLink, errno);
+    const Id parent = parent_of(child_fd);
+    if (parent == Id{})
+        throw why;
+    fd = find_checkpoint(parent);
+    if (fd)
+        return fd;
+    throw Error(Errc::io, std::string(why.what()) + "; and the parent, checkpoint " +
+                              id_text(parent) + ", is not in " + searched_places());
 }
 
 } // namespace
@@ -108,16 +136,11 @@ Lineage Lineage::above(int parent_fd) {
 }
 
 Lineage::Directory Lineage::open_parent(const Directory& child) {
-    const auto open_link = [&] {
-        UniqueFd fd(::openat(child.fd.get(), kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-        if (!fd)
-            throw io_error("cannot follow " + child.path + "/" + kParentLink, errno);
-        return fd;
-    };
-    Directory parent{open_link(), {}};
+    Directory parent{open_link_or_search(child.fd.get(), child.path), {}};
     parent.path = directory_path(parent.fd.get());
     lock_shared(parent.fd.get(), parent.path);
-    if (!same_file(status_of(parent.fd.get()), status_of(open_link().get())))
+    if (!same_file(status_of(parent.fd.get()),
+                   status_of(open_link_or_search(child.fd.get(), child.path).get())))
         throw Error(Errc::io, parent.path + " was removed or replaced meanwhile");
     return parent;
 }

@@ -2,6 +2,8 @@
 
 #include "core/error.hpp"
 #include "core/stripe_file.hpp"
+#include "cuda_plugin/config_keys.hpp"
+#include "tracee/proc.hpp"
 
 #include <unistd.h>
 
@@ -10,9 +12,6 @@
 #include <cstdlib>
 #include <limits>
 #include <sstream>
-
-#define TOML_EXCEPTIONS 1
-#include <toml++/toml.h>
 
 namespace cudackpt {
 namespace {
@@ -76,7 +75,24 @@ HugePages huge_pages(const std::string& path, std::string_view key, const toml::
     return on_or_off(path, key, node) ? HugePages::on : HugePages::off;
 }
 
-void set(Config& config, const std::string& path, std::string_view key, const toml::node& node) {
+/// `value` as an option has it, without quotes: a number or a word.
+void set_from_text(Config& config, const std::string& key, const std::string& value) {
+    const std::string where = "--plugin-option=cuda_plugin." + key;
+    std::int64_t parsed = 0;
+    const char* end = value.data() + value.size();
+    const auto [at, error] = std::from_chars(value.data(), end, parsed);
+    if (error == std::errc{} && at == end)
+        set_key(config, where, key, toml::value<std::int64_t>(parsed));
+    else if (value == "true" || value == "false")
+        set_key(config, where, key, toml::value<bool>(value == "true"));
+    else
+        set_key(config, where, key, toml::value<std::string>(value));
+}
+
+} // namespace
+
+void set_key(Config& config, const std::string& path, std::string_view key,
+             const toml::node& node) {
     constexpr std::int64_t kMaxMs = std::numeric_limits<std::int32_t>::max();
     if (key == "externalize") {
         config.externalize = on_or_off(path, key, node);
@@ -99,6 +115,8 @@ void set(Config& config, const std::string& path, std::string_view key, const to
         config.huge_pages = huge_pages(path, key, node);
     } else if (key == "parent") {
         config.parent = text(path, key, node);
+    } else if (key == "incremental") {
+        config.incremental = on_or_off(path, key, node);
     } else if (key == "max_chain") {
         config.max_chain = number(path, key, node, 1, kMaxChain);
     } else if (key == "lock_timeout_ms") {
@@ -114,37 +132,37 @@ void set(Config& config, const std::string& path, std::string_view key, const to
     }
 }
 
-/// `value` as an option has it, without quotes: a number or a word.
-void set_from_text(Config& config, const std::string& key, const std::string& value) {
-    const std::string where = "--plugin-option=cuda_plugin." + key;
-    std::int64_t parsed = 0;
-    const char* end = value.data() + value.size();
-    const auto [at, error] = std::from_chars(value.data(), end, parsed);
-    if (error == std::errc{} && at == end)
-        set(config, where, key, toml::value<std::int64_t>(parsed));
-    else if (value == "true" || value == "false")
-        set(config, where, key, toml::value<bool>(value == "true"));
-    else
-        set(config, where, key, toml::value<std::string>(value));
-}
-
-} // namespace
-
-Config read_config(const std::string& path) {
-    // Opened here first: the parser's own message for a missing file names no errno.
-    if (::access(path.c_str(), R_OK) != 0)
-        throw io_error("cannot read configuration " + path, errno);
-    Config config;
-    config.source = path;
+toml::table parse_toml(std::string_view text, const std::string& path) {
     try {
-        for (const auto& [key, node] : toml::parse_file(path))
-            set(config, path, key.str(), node);
+        return toml::parse(text, path);
     } catch (const toml::parse_error& e) {
         std::ostringstream where;
         where << e.source().begin;
         throw Error(Errc::bad_argument,
                     path + ": " + std::string(e.description()) + " (" + where.str() + ")");
     }
+}
+
+void set_keys(Config& config, const std::string& path, const toml::table& table) {
+    if (table.contains("parent"))
+        config.incremental = false;
+    if (table.contains("incremental"))
+        config.parent.clear();
+    for (const auto& [key, node] : table)
+        set_key(config, path, key.str(), node);
+    config.source = config.source.empty() ? path : config.source + ", " + path;
+}
+
+void set_from_file(Config& config, const std::string& path) {
+    // Opened here first: the parser's own message for a missing file names no errno.
+    if (::access(path.c_str(), R_OK) != 0)
+        throw io_error("cannot read configuration " + path, errno);
+    set_keys(config, path, parse_toml(proc::read_file(path), path));
+}
+
+Config read_config(const std::string& path) {
+    Config config;
+    set_from_file(config, path);
     return config;
 }
 
@@ -152,18 +170,31 @@ Config find_config(const PluginOptions& options) {
     Config config;
     const auto named = std::ranges::find(options, "config", &PluginOptions::value_type::first);
     const char* environment = std::getenv("CUDACKPT_CONFIG");
+    std::string file;
     if (named != options.end())
-        config = read_config(named->second);
-    else if (environment != nullptr && *environment != '\0')
-        config = read_config(environment);
+        file = named->second;
+    else if (environment != nullptr)
+        file = environment;
+    if (!file.empty())
+        config = read_config(file);
     else if (::access(kDefaultPath, F_OK) == 0)
         config = read_config(kDefaultPath);
     else
         config.source = "defaults";
-    for (const auto& [key, value] : options)
+    config.named = file;
+    set_options(config, options);
+    return config;
+}
+
+void set_options(Config& config, const PluginOptions& options) {
+    for (const auto& [key, value] : options) {
+        if (key == "parent")
+            config.incremental = false;
+        if (key == "incremental")
+            config.parent.clear();
         if (key != "config")
             set_from_text(config, key, value);
-    return config;
+    }
 }
 
 } // namespace cudackpt

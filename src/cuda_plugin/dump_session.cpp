@@ -69,12 +69,10 @@ std::string inventory_id_name(const Id& checkpoint_id) {
     return "checkpoint-" + id_text(checkpoint_id);
 }
 
-DumpSession::DumpSession(const Config& config)
-    : config_(config), image_dir_(host::open_image_dir()), lineage_(image_dir_.get()),
-      table_(OnOrphaned::undo), worker_(config_, table_, lineage_) {
+DumpSession::DumpSession(const Config& config, PluginOptions options)
+    : config_(config), options_(std::move(options)), image_dir_(host::open_image_dir()),
+      lineage_(image_dir_.get()), table_(OnOrphaned::undo), worker_(config_, table_, lineage_) {
     statistics_.stage = "dump";
-    statistics_.config_source = config_.source;
-    statistics_.threads = config_.threads;
 }
 
 TaskStatistics& DumpSession::statistics_of(const TaskRecord& record) {
@@ -92,8 +90,12 @@ TaskStatistics& DumpSession::statistics_of(const TaskRecord& record) {
 void DumpSession::choose_parent_once() {
     if (parent_chosen_)
         return;
-    parent_ =
-        statistics_.phases.time("read_parent", [&] { return choose_parent(config_, lineage_); });
+    container_.settle(root_, config_, options_); // the worker reads config_ as well
+    statistics_.config_source = config_.source;
+    statistics_.threads = config_.threads;
+    host::info("configuration: " + config_.source);
+    parent_ = statistics_.phases.time(
+        "read_parent", [&] { return choose_parent(config_, lineage_, container_.store()); });
     parent_chosen_ = true;
     statistics_.parent_directory = parent_.directory;
     statistics_.full_because = parent_.reason;
@@ -134,6 +136,8 @@ void DumpSession::begin() {
 }
 
 bool DumpSession::pause(pid_t pid) {
+    if (root_ == 0)
+        root_ = pid;
     if (!proc::has_cuda_thread(pid))
         return false;
     const PausedAlarm paused;
@@ -319,6 +323,21 @@ void DumpSession::undo(TaskRecord& record) noexcept {
     }
 }
 
+// The checkpoint is good without it, and the next can be built on what the store had before.
+void DumpSession::keep_in_store() {
+    const ContainerStore* store = container_.store();
+    if (store == nullptr || !named_ours_)
+        return;
+    try {
+        statistics_.phases.time("store",
+                                [&] { store->keep(image_dir_.get(), manifest_.checkpoint_id); });
+        host::info("kept in " + store->path() + " for the next checkpoint of the container");
+    } catch (const Error& e) {
+        host::warn("not kept for the next checkpoint of the container: " + std::string(e.what()));
+        statistics_.not_kept_because = e.what();
+    }
+}
+
 void DumpSession::finish(bool succeeded) noexcept {
     try {
         if (!begun_) {
@@ -339,7 +358,11 @@ void DumpSession::finish(bool succeeded) noexcept {
             worker_.leave();
         else
             worker_.stop();
+        if (succeeded)
+            keep_in_store();
         write_statistics(image_dir_.get(), statistics_);
+        if (killed)
+            container_.mark_checkpointed();
     } catch (const std::exception& e) {
         host::warn(std::string("at the end of the dump: ") + e.what());
     }

@@ -6,6 +6,7 @@
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver_facts.hpp"
+#include "cuda_plugin/dumped_container.hpp"
 #include "cuda_plugin/parent_choice.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
@@ -19,7 +20,8 @@ namespace cudackpt {
 /// to do with CUDA.
 class DumpSession {
 public:
-    explicit DumpSession(const Config& config);
+    /// `options` win over what the container's policy says.
+    DumpSession(const Config& config, PluginOptions options);
 
     /// The task runs. Lock it.
     bool pause(pid_t pid);
@@ -46,7 +48,12 @@ private:
     void note_in_inventory(bool externalized);
     void undo(TaskRecord& record) noexcept;
 
+    void keep_in_store();
+
     Config config_;
+    PluginOptions options_;
+    pid_t root_ = 0; ///< of the tree: the first that criu asks about
+    DumpedContainer container_;
     UniqueFd image_dir_;
     Lineage lineage_;
     SharedTaskTable table_;

@@ -42,6 +42,8 @@ PYTHON_ARROWS = {
     "image": {"errors", "_core", "criu"},
     "criu": {"errors", "process", "driver", "nvml"},
     "store": {"errors", "image", "criu", "_core"},
+    "policy": {"errors"},
+    "hooks": {"errors", "policy", "image", "store"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
     "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},

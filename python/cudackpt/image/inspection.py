@@ -22,6 +22,7 @@ from cudackpt.errors import ImageError
 from cudackpt.image.chain import (
     NO_PARENT,
     FoundSource,
+    find_parent,
     find_sources,
     parent_directory,
     parent_state,
@@ -230,7 +231,7 @@ def _parent_view(directory: Path, manifest: Manifest) -> ParentView | None:
     if manifest.parent_id == NO_PARENT:
         return None
     try:
-        parent = parent_directory(directory)
+        parent = find_parent(directory) or parent_directory(directory)
     except ImageError:  # no link; parent_state says so
         parent = None
     return ParentView(

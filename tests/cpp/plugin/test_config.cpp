@@ -25,14 +25,14 @@ void every_key_is_taken() {
              "chunk_size = 65536\nstripes = 3\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
              "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
              "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
-             "max_chain = 8\n");
+             "max_chain = 8\nincremental = true\n");
     CHECK(!config.externalize && !config.compress && config.threads == 3);
     CHECK(config.stripes == 3);
     CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
     CHECK(config.driver_timeout_ms == 6 && config.driver == "/x/libcuda.so.1");
     CHECK(config.nvml == "/x/nvml.so" && config.source == path);
     CHECK(config.io == IoMode::direct && config.huge_pages == HugePages::off);
-    CHECK(config.parent == "../a" && config.max_chain == 8);
+    CHECK(config.parent == "../a" && config.max_chain == 8 && config.incremental);
     CHECK(read("huge_pages = \"on\"").huge_pages == HugePages::on);
     CHECK(read("huge_pages = \"auto\"").huge_pages == HugePages::automatic);
     CHECK(read("io = \"auto\"").io == IoMode::automatic);
@@ -62,6 +62,7 @@ void bad_values_are_named() {
                              "parent = \"\"",
                              "max_chain = 0",
                              "max_chain = 65536",
+                             "incremental = 1",
                              "lock_timeout_ms = 0",
                              "driver = \"\"",
                              "thread = 1",
@@ -83,7 +84,19 @@ void a_file_that_was_named_must_be_there() {
     CHECK_THROWS(Errc::io, find_config({}));
     read("threads = 7");
     ::setenv("CUDACKPT_CONFIG", path.c_str(), 1);
-    CHECK(find_config({}).threads == 7);
+    CHECK(find_config({}).threads == 7 && find_config({}).named == path);
+}
+
+void of_parent_and_incremental_the_later_holds() {
+    Config config = read("parent = \"/a\"\nthreads = 2");
+    std::ofstream(path) << "incremental = true";
+    set_from_file(config, path);
+    CHECK(config.incremental && config.parent.empty() && config.threads == 2);
+    CHECK(config.source == path + ", " + path);
+    set_options(config, {{"parent", "/b"}});
+    CHECK(!config.incremental && config.parent == "/b");
+    set_options(config, {{"incremental", "true"}});
+    CHECK(config.incremental && config.parent.empty());
 }
 
 void options_of_criu_win_over_the_file() {
@@ -106,6 +119,7 @@ int main() {
     an_empty_file_is_the_defaults();
     bad_values_are_named();
     a_file_that_was_named_must_be_there();
+    of_parent_and_incremental_the_later_holds();
     options_of_criu_win_over_the_file();
     ::unlink(name);
 }
