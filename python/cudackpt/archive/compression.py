@@ -77,9 +77,7 @@ class UnpackedStream:
     Memory: the decompressor's window and what one `read` asks for.
     """
 
-    def __init__(
-        self, file: BinaryIO, compression: Compression, limits: Limits, name: str
-    ) -> None:
+    def __init__(self, file: BinaryIO, compression: Compression, limits: Limits, name: str) -> None:
         """file: at its beginning, and not used by anybody else."""
         self.name = name
         self.position = 0  # bytes handed out or skipped

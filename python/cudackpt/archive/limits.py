@@ -27,7 +27,7 @@ class Limits:
     name_parts: int = 32
     header_bytes: int = 1 * MIB
     kept_bytes: int = 64 * MIB
-    kept_file_bytes: int = 16 * MIB
+    kept_file_bytes: int = 4 * MIB
     index_bytes: int = 512 * MIB
     unpacked_bytes: int = 16 << 40
     ratio: int = 1024

@@ -12,7 +12,7 @@ from enum import Enum
 
 from cudackpt.archive.compression import UnpackedStream
 from cudackpt.archive.limits import Limits
-from cudackpt.archive.tar_header import BLOCK_SIZE, TarHeader, pax_records, parse_header
+from cudackpt.archive.tar_header import BLOCK_SIZE, TarHeader, parse_header, pax_records
 from cudackpt.errors import ArchiveError
 
 _PAX, _PAX_GLOBAL, _LONG_NAME, _LONG_TARGET = b"x", b"g", b"L", b"K"
@@ -66,7 +66,7 @@ class TarReader:
         self._headers = 0
         self._left = 0  # bytes of the member not read yet
         self._padding = 0
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, Kind | None] = {}  # None: a directory that only names imply
         self._names_bytes = 0
 
     def __iter__(self) -> Iterator[Member]:
@@ -226,20 +226,17 @@ class TarReader:
         parts = name.split("/")
         for count in range(1, len(parts)):
             above = "/".join(parts[:count])
-            if self._kinds.get(above, Kind.DIRECTORY) is not Kind.DIRECTORY:
+            if self._kinds.setdefault(above, None) not in (None, Kind.DIRECTORY):
                 raise self._error(f"member {name!r} lies in {above!r}, which is no directory")
-            self._note(above, Kind.DIRECTORY)
-        before = self._kinds.get(name)
-        if before is not None and (before, kind) != (Kind.DIRECTORY, Kind.DIRECTORY):
-            raise self._error(f"member {name!r} comes twice")
-        self._note(name, kind)
-
-    def _note(self, name: str, kind: Kind) -> None:
         if name not in self._kinds:
-            self._names_bytes += len(name) + _NAME_COST
+            self._names_bytes += (len(name) + _NAME_COST) * len(parts)
             if self._names_bytes > self._limits.names_bytes:
-                raise self._error(f"its names take more than {self._limits.names_bytes} bytes of memory")
-            self._kinds[name] = kind
+                raise self._error(
+                    f"its names take more than {self._limits.names_bytes} bytes of memory"
+                )
+        elif self._kinds[name] is not None or kind is not Kind.DIRECTORY:
+            raise self._error(f"member {name!r} comes twice")
+        self._kinds[name] = kind
 
     def _error(self, what: str) -> ArchiveError:
         return ArchiveError(f"{self._stream.name}: {what}")

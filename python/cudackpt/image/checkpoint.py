@@ -24,14 +24,17 @@ _IMAGE_NAME = re.compile(r"cudackpt-([1-9][0-9]{0,9})\.img")
 
 
 @contextmanager
-def image_errors() -> Iterator[None]:
-    """Turn what _core raises for a bad file into this package's exceptions."""
+def image_errors(rename: tuple[str, str] = ("", "")) -> Iterator[None]:
+    """Turn what _core raises for a bad file into this package's exceptions.
+
+    rename: a path that the messages name, and what they shall name instead.
+    """
     try:
         yield
     except (CorruptDataError, OSError) as exc:
-        raise ImageError(str(exc)) from exc
+        raise ImageError(str(exc).replace(*rename)) from exc
     except UnsupportedDataError as exc:
-        raise UnsupportedError(str(exc)) from exc
+        raise UnsupportedError(str(exc).replace(*rename)) from exc
 
 
 def find_manifest(directory: Path) -> Manifest | None:

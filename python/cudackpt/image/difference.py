@@ -130,9 +130,7 @@ def _open(files: CheckpointFiles) -> _Side:
 
 def _images(files: CheckpointFiles, manifest: Manifest) -> dict[int, ImageReader]:
     return {
-        task.pid: files.open_image(manifest, task)
-        for task in manifest.tasks
-        if task.externalized
+        task.pid: files.open_image(manifest, task) for task in manifest.tasks if task.externalized
     }
 
 

@@ -10,6 +10,8 @@ from cudackpt.errors import ImageError
 from cudackpt.image.chain import FoundSource, State, find_sources, parent_directory, parent_state
 from cudackpt.image.checkpoint import find_manifest, open_image
 
+READ_LIMIT = 64 << 20  # bytes of a small file
+
 
 class CheckpointFiles(Protocol):
     """What a checkpoint consists of. Every method raises ImageError for what is damaged, and
@@ -63,11 +65,15 @@ class DirectoryFiles:
 
     def read(self, name: str) -> bytes | None:
         try:
-            return (self.directory / name).read_bytes()
+            with (self.directory / name).open("rb") as file:
+                raw = file.read(READ_LIMIT + 1)
         except FileNotFoundError:
             return None
         except OSError as exc:
             raise ImageError(f"cannot read {self.place(name)}: {exc.strerror}") from exc
+        if len(raw) > READ_LIMIT:
+            raise ImageError(f"{self.place(name)}: is longer than {READ_LIMIT} bytes")
+        return raw
 
     def place(self, name: str) -> str:
         return str(self.directory / name)

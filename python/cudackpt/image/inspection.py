@@ -126,12 +126,40 @@ class ProcessView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveView:
+    """What an archive says of the container, and how large its parts are, in bytes.
+
+    engine: "podman", "cri-o", "containerd" or "unknown". image: as the user named it. created,
+    checkpointed: RFC 3339; "": it does not say. file_bytes: of the archive; unpacked_bytes: of all
+    in it; checkpoint_bytes: of CRIU's image directory.
+    """
+
+    engine: str
+    compression: str
+    container_name: str
+    container_id: str
+    pod: str
+    namespace: str
+    image: str
+    image_id: str
+    runtime: str
+    created: str
+    checkpointed: str
+    members: int
+    file_bytes: int
+    unpacked_bytes: int
+    checkpoint_bytes: int
+    rootfs_diff_bytes: int
+    volumes_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """A whole checkpoint. Sizes in bytes, times by phase in milliseconds.
 
     checkpoint_id is None, and the driver unknown, if we saved nothing in it. parent is None for a
     checkpoint that needs no other. backend is None where
-    no statistics say it, else "driver" or "emulator".
+    no statistics say it, else "driver" or "emulator". archive: None of a directory.
     """
 
     directory: str
@@ -145,6 +173,7 @@ class Inspection:
     other_bytes: int
     processes: tuple[ProcessView, ...]
     timings_ms: dict[str, dict[str, float]]
+    archive: ArchiveView | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For json.dumps; the keys are the fields above."""
