@@ -85,11 +85,8 @@ def _find_tool(wanted: str | None) -> str:
     for tool in TOOLS if wanted is None else (wanted,):
         if shutil.which(tool) is not None:
             return tool
-    names = wanted or " nor ".join(TOOLS)
-    either = "" if wanted else "neither "
-    raise UnsupportedError(
-        f"{either}{names} is in PATH; one of them has to be installed to build an image"
-    )
+    absent = f"{wanted} is not" if wanted else f"neither {' nor '.join(TOOLS)} is"
+    raise UnsupportedError(f"{absent} in PATH; it is needed to build an image")
 
 
 def _with_buildah(archive: Path, name: str, notes: Mapping[str, str]) -> None:
