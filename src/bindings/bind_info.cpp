@@ -49,13 +49,15 @@ void bind_gpu(py::module_& m) {
 }
 
 void bind_source(py::module_& m) {
-    py::class_<Source>(m, "Source", "An image of an earlier checkpoint that holds chunks of this.")
+    py::class_<Source>(m, "Source", "Another file that holds chunks of an image.")
         .def_property_readonly("checkpoint_id",
                                [](const Source& self) { return to_python(self.checkpoint_id); })
         .def_property_readonly("digest", [](const Source& self) { return to_python(self.digest); })
-        .def_readonly("file_size", &Source::file_size, "of that image, in bytes")
+        .def_readonly("file_size", &Source::file_size, "of that file, in bytes")
         .def_readonly("pid", &Source::pid)
-        .def_readonly("depth", &Source::depth, "parent links to its directory; 1: the parent's")
+        .def_readonly("depth", &Source::depth,
+                      "parent links to its directory; 0: own, 1: the parent's")
+        .def_readonly("stripe", &Source::stripe, "0: the image file; else that stripe of it")
         .def("__eq__", &equal<Source>, py::is_operator());
 }
 

@@ -4,13 +4,13 @@
 
 namespace cudackpt {
 
-void EncodingTotals::add(Encoding encoding, std::uint16_t source, std::uint64_t plain_size,
+void EncodingTotals::add(Encoding encoding, bool reference, std::uint64_t plain_size,
                          std::uint64_t stored_size) noexcept {
     const std::array<Count*, 3> counts{&zero, &lz4, &raw};
-    Count& count = source != 0 ? ref : *counts[static_cast<std::size_t>(encoding)];
+    Count& count = reference ? ref : *counts[static_cast<std::size_t>(encoding)];
     ++count.chunks;
     count.plain += plain_size;
-    count.stored += source != 0 ? 0 : stored_size;
+    count.stored += reference ? 0 : stored_size;
 }
 
 EncodingTotals& EncodingTotals::operator+=(const EncodingTotals& other) noexcept {

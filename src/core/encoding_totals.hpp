@@ -20,8 +20,8 @@ struct EncodingTotals {
     Count zero, lz4, raw;
     Count ref; ///< in the image of an earlier checkpoint, however it is stored there
 
-    /// Count one chunk more. One with a `source` is a ref, of which this file stores nothing.
-    void add(Encoding encoding, std::uint16_t source, std::uint64_t plain_size,
+    /// Count one chunk more. `reference`: this image stores nothing of it.
+    void add(Encoding encoding, bool reference, std::uint64_t plain_size,
              std::uint64_t stored_size) noexcept;
     EncodingTotals& operator+=(const EncodingTotals& other) noexcept;
     bool operator==(const EncodingTotals&) const = default;

@@ -51,6 +51,12 @@ void read_at(int fd, std::uint64_t offset, MutBytes out) {
     }
 }
 
+std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t size) {
+    std::vector<std::byte> bytes(size);
+    read_at(fd, offset, bytes);
+    return bytes;
+}
+
 void write_at(int fd, std::uint64_t offset, Bytes bytes) {
     while (!bytes.empty()) {
         const ssize_t put = ::pwrite(fd, bytes.data(), bytes.size(), static_cast<off_t>(offset));
@@ -64,7 +70,7 @@ void write_at(int fd, std::uint64_t offset, Bytes bytes) {
 }
 
 PartFile::PartFile(int dir_fd, const std::string& name)
-    : dir_fd_(dir_fd), name_(name), part_("." + name + ".part") {
+    : dir_fd_(dir_fd), name_(name), part_(part_name(name)) {
     if (name.empty() || name == "." || name == ".." || name.size() > kMaxNameSize ||
         name.find('/') != std::string::npos || name.find('\0') != std::string::npos)
         throw Error(Errc::bad_argument, "not a plain file name: " + name);
@@ -81,9 +87,15 @@ PartFile::~PartFile() {
         ::unlinkat(dir_fd_, part_.c_str(), 0);
 }
 
-void PartFile::commit() {
+void PartFile::sync() {
     if (::fsync(fd_.get()) != 0)
         throw io_error("sync " + part_, errno);
+    synced_ = true;
+}
+
+void PartFile::commit() {
+    if (!synced_)
+        sync();
 
     // Two writers of one name would each have taken the other's part for a stale one.
     struct stat named {};

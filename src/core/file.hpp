@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace cudackpt {
 
@@ -18,6 +19,9 @@ std::uint64_t file_size(int fd);
 
 /// Fill `out` from `offset`. Throws Error: io, corrupt_data if the file ends before.
 void read_at(int fd, std::uint64_t offset, MutBytes out);
+
+/// The `size` bytes from `offset`. The caller has checked `size`. Throws as read_at().
+std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t size);
 
 /// Write all of `bytes` at `offset`. Throws Error: io.
 void write_at(int fd, std::uint64_t offset, Bytes bytes);
@@ -33,7 +37,15 @@ public:
     PartFile& operator=(const PartFile&) = delete;
     ~PartFile();
 
+    /// ".<name>.part"
+    static std::string part_name(const std::string& name) { return "." + name + ".part"; }
+
     int fd() const noexcept { return fd_.get(); }
+
+    /// Bring what was written to the medium; nothing more comes. commit() does it where this was not
+    /// called: of files that belong together, all can be synced before the first gets its name.
+    /// Throws Error: io.
+    void sync();
 
     /// Sync, rename to the name, sync the directory. On an exception neither name is left, unless
     /// an older file of the name was there and the rename was not reached. Throws Error: io.
@@ -44,6 +56,7 @@ private:
     std::string name_;
     std::string part_;
     UniqueFd fd_;
+    bool synced_ = false;
     bool committed_ = false;
 };
 

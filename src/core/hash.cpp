@@ -8,6 +8,19 @@
 #include <cstring>
 
 namespace cudackpt {
+namespace {
+
+Id canonical_id(const XXH128_hash_t& hash) noexcept {
+    XXH128_canonical_t canonical;
+    XXH128_canonicalFromHash(&canonical, hash);
+    Id id;
+    static_assert(sizeof id == sizeof canonical);
+    std::memcpy(id.data(), canonical.digest, sizeof id);
+    return id;
+}
+
+} // namespace
+
 #ifdef CUDACKPT_HASH_AVX2
 namespace {
 
@@ -27,12 +40,24 @@ Id hash128(Bytes bytes) noexcept {
         return fast;
     }
 #endif
-    XXH128_canonical_t canonical;
-    XXH128_canonicalFromHash(&canonical, XXH3_128bits(bytes.data(), bytes.size()));
-    Id id;
-    static_assert(sizeof id == sizeof canonical);
-    std::memcpy(id.data(), canonical.digest, sizeof id);
-    return id;
+    return canonical_id(XXH3_128bits(bytes.data(), bytes.size()));
+}
+
+struct StreamHash128::State {
+    XXH3_state_t xxh3;
+};
+
+StreamHash128::StreamHash128() : state_(std::make_unique<State>()) {
+    XXH3_128bits_reset(&state_->xxh3);
+}
+StreamHash128::~StreamHash128() = default;
+
+void StreamHash128::add(Bytes bytes) noexcept {
+    XXH3_128bits_update(&state_->xxh3, bytes.data(), bytes.size());
+}
+
+Id StreamHash128::value() const noexcept {
+    return canonical_id(XXH3_128bits_digest(&state_->xxh3));
 }
 
 std::uint64_t hash64(Bytes bytes) noexcept {

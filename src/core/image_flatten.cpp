@@ -4,6 +4,7 @@
 #include "core/file.hpp"
 #include "core/image_format.hpp"
 #include "core/image_frame.hpp"
+#include "core/stripe_file.hpp"
 
 #include <vector>
 
@@ -32,7 +33,7 @@ WriteResult flatten_image(const ImageReader& image, int dir_fd, const std::strin
             entry.offset = offsets[number] = end;
             end = format::align_up(end + chunk.stored_size, alignment);
         }
-        totals.add(entry.encoding, 0, chunk.plain_size, entry.stored_size);
+        totals.add(entry.encoding, false, chunk.plain_size, entry.stored_size);
         format::pack_index_entry(entry, MutBytes(index).subspan(number * format::kIndexEntrySize,
                                                                 format::kIndexEntrySize));
     }
@@ -43,6 +44,7 @@ WriteResult flatten_image(const ImageReader& image, int dir_fd, const std::strin
         [&](std::uint64_t number, Bytes stored) { write_at(file.fd(), offsets[number], stored); },
         progress);
     const FrameResult frame = write_frame(file.fd(), info, alignment, end, index);
+    remove_stripes(dir_fd, name, 1);
     file.commit();
     return {.totals = totals, .file_size = frame.file_size, .digest = frame.digest};
 }

@@ -9,12 +9,14 @@ namespace cudackpt {
 
 FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index) {
-    const std::vector<std::byte> header = format::pack_header({.checkpoint_id = info.checkpoint_id,
-                                                               .parent_id = info.parent_id,
-                                                               .pid = info.pid,
-                                                               .chunk_size = info.chunk_size,
-                                                               .alignment = alignment,
-                                                               .hash = {}});
+    const std::vector<std::byte> header =
+        format::pack_header({.checkpoint_id = info.checkpoint_id,
+                             .parent_id = info.parent_id,
+                             .pid = info.pid,
+                             .chunk_size = info.chunk_size,
+                             .alignment = alignment,
+                             .striped = format::has_stripes(info.sources),
+                             .hash = {}});
     const std::vector<std::byte> metadata = format::pack_metadata(info);
     format::Trailer trailer;
     trailer.metadata_offset = data_end;

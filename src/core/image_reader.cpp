@@ -9,9 +9,11 @@
 #include "core/image_format.hpp"
 #include "core/image_metadata.hpp"
 #include "core/progress_meter.hpp"
+#include "core/stripe_file.hpp"
 #include "core/workers.hpp"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <iterator>
@@ -24,12 +26,6 @@ using format::align_up;
 
 [[noreturn]] void corrupt(const std::string& what) {
     throw Error(Errc::corrupt_data, what);
-}
-
-std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t size) {
-    std::vector<std::byte> bytes(size);
-    read_at(fd, offset, bytes);
-    return bytes;
 }
 
 // Errors of the reader name the file.
@@ -54,7 +50,9 @@ struct ImageReader::State {
     std::vector<std::byte> index;
     ChunkMap map{{}, kMinChunkSize};
     EncodingTotals totals;
-    /// By number of the source: this file, and those of info.sources once they are attached.
+    unsigned files = 1; ///< of this image: sources from this number on are others'
+    /// By number of the source: this file, its stripes, and the rest of info.sources once they are
+    /// attached.
     std::vector<ChunkInput> inputs;
     Id zero_hash{}; ///< of a whole chunk of zeros, if there is a zero chunk
 
@@ -69,6 +67,7 @@ struct ImageReader::State {
     void load();
     void check_layout(std::uint64_t size) const;
     void check_index();
+    void open_files(int dir_fd);
     void check_padding(std::uint64_t begin, std::uint64_t end) const;
     std::uint32_t padded_size(const format::IndexEntry& entry) const;
     const ChunkInput& input_of(const format::IndexEntry& entry) const;
@@ -112,6 +111,9 @@ void ImageReader::State::load() {
     info.chunk_size = header.chunk_size;
     format::unpack_metadata(metadata, info);
     format::check_info(info, Errc::corrupt_data);
+    if (format::has_stripes(info.sources) != header.striped)
+        corrupt("stripes and features contradict each other");
+    files = format::own_files(info.sources);
 
     map = ChunkMap(info.regions, info.chunk_size);
     if (trailer.chunk_count != map.count())
@@ -145,13 +147,17 @@ void ImageReader::State::check_layout(std::uint64_t size) const {
 }
 
 void ImageReader::State::check_index() {
-    std::uint64_t end = align_up(format::kHeaderSize, alignment);
+    std::array<std::uint64_t, kMaxStripes> ends{};
+    ends.fill(align_up(kStripeHeaderSize, alignment));
+    ends[0] = align_up(format::kHeaderSize, alignment);
     for (std::uint64_t number = 0; number < map.count(); ++number) {
         try {
             const format::IndexEntry chunk = entry(number);
-            totals.add(chunk.encoding, chunk.source, map.at(number).size, chunk.stored_size);
-            if (chunk.encoding == Encoding::zero || chunk.source != 0)
+            totals.add(chunk.encoding, chunk.source >= files, map.at(number).size,
+                       chunk.stored_size);
+            if (chunk.encoding == Encoding::zero || chunk.source >= files)
                 continue;
+            std::uint64_t& end = ends[chunk.source];
             if (chunk.offset != end)
                 corrupt("not where it should be in the file");
             end = align_up(end + chunk.stored_size, alignment);
@@ -159,8 +165,28 @@ void ImageReader::State::check_index() {
             blame_chunk(number, e);
         }
     }
-    if (end != trailer.metadata_offset)
+    if (ends[0] != trailer.metadata_offset)
         corrupt("chunks do not fill the space between header and metadata");
+    for (unsigned number = 1; number < files; ++number)
+        if (info.sources[number - 1].file_size != ends[number] + kStripeTrailerSize)
+            corrupt("chunks do not fill " + stripe_name(name, number));
+}
+
+// This image's own: once its index is known to be sound.
+void ImageReader::State::open_files(int dir_fd) {
+    inputs.emplace_back(fd, trailer.file_size, io);
+    const auto entries = hash_stripe_entries(index, files);
+    for (unsigned number = 1; number < files; ++number) {
+        const Source& source = info.sources[number - 1];
+        auto stripe =
+            std::make_shared<UniqueFd>(open_stripe(dir_fd, stripe_name(name, number), source,
+                                                   {.checkpoint_id = info.checkpoint_id,
+                                                    .pid = info.pid,
+                                                    .number = number,
+                                                    .alignment = alignment,
+                                                    .entries_hash = entries[number]}));
+        inputs.emplace_back(std::move(stripe), source.file_size, io);
+    }
 }
 
 void ImageReader::State::check_padding(std::uint64_t begin, std::uint64_t end) const {
@@ -170,8 +196,9 @@ void ImageReader::State::check_padding(std::uint64_t begin, std::uint64_t end) c
 
 // Of what is read of a packed chunk. In another image the padding is that one's business.
 std::uint32_t ImageReader::State::padded_size(const format::IndexEntry& chunk) const {
-    return chunk.source != 0 ? chunk.stored_size
-                             : static_cast<std::uint32_t>(align_up(chunk.stored_size, alignment));
+    return chunk.source >= files
+               ? chunk.stored_size
+               : static_cast<std::uint32_t>(align_up(chunk.stored_size, alignment));
 }
 
 const ChunkInput& ImageReader::State::input_of(const format::IndexEntry& chunk) const {
@@ -253,7 +280,7 @@ ImageReader ImageReader::open(int dir_fd, const std::string& name, IoMode io) {
         state->io = io;
         state->fd = std::make_shared<UniqueFd>(open_regular(dir_fd, name));
         state->load();
-        state->inputs.emplace_back(state->fd, state->trailer.file_size, io);
+        state->open_files(dir_fd);
         return ImageReader(std::move(state));
     });
 }
@@ -271,6 +298,12 @@ const EncodingTotals& ImageReader::totals() const noexcept {
 }
 std::uint64_t ImageReader::file_size() const noexcept {
     return state_->trailer.file_size;
+}
+std::uint64_t ImageReader::total_size() const noexcept {
+    std::uint64_t size = state_->trailer.file_size;
+    for (unsigned number = 1; number < state_->files; ++number)
+        size += state_->info.sources[number - 1].file_size;
+    return size;
 }
 std::uint32_t ImageReader::alignment() const noexcept {
     return state_->alignment;
@@ -301,9 +334,10 @@ ChunkInfo ImageReader::chunk(std::uint64_t index) const {
 void ImageReader::attach_sources(Lineage& lineage) {
     named(state_->name, [&] {
         std::vector<ChunkInput> inputs;
-        for (const Source& source : state_->info.sources)
+        const auto own = static_cast<std::ptrdiff_t>(state_->files);
+        for (const Source& source : std::span(state_->info.sources).subspan(state_->files - 1))
             inputs.emplace_back(lineage.file(source), source.file_size, state_->io);
-        state_->inputs.erase(state_->inputs.begin() + 1, state_->inputs.end());
+        state_->inputs.erase(state_->inputs.begin() + own, state_->inputs.end());
         std::ranges::move(inputs, std::back_inserter(state_->inputs));
     });
 }
@@ -360,16 +394,7 @@ void ImageReader::visit_stored(unsigned threads, const UseStored& use,
 }
 
 void ImageReader::verify(unsigned threads, const Progress& progress) const {
-    named(state_->name, [&] {
-        state_->for_each_chunk(threads, progress,
-                               [&](std::uint64_t, const format::IndexEntry& entry,
-                                   const ChunkPlace& place, State::Scratch& scratch) {
-                                   const MutBytes plain = scratch.plain.bytes().first(place.size);
-                                   if (state_->is_sound_zero(entry, plain))
-                                       return;
-                                   state_->decode(entry, scratch.stored.bytes(), plain);
-                               });
-    });
+    visit_stored(threads, [](std::uint64_t, Bytes) {}, progress);
 }
 
 } // namespace cudackpt

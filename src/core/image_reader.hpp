@@ -19,15 +19,16 @@ struct ChunkInfo {
     std::uint64_t address = 0;    ///< in the task
     std::uint32_t plain_size = 0; ///< bytes of memory; chunk_size, or less at a region's end
     std::uint32_t stored_size = 0;
-    std::uint64_t offset = 0;      ///< in the file
+    std::uint64_t offset = 0;      ///< in the file that `source` says
     std::uint64_t stored_hash = 0; ///< XXH3-64 of the stored bytes, if lz4; else 0
     Encoding encoding = Encoding::zero;
     std::uint16_t source = 0; ///< which file: 0: this one; n: that of info().sources[n - 1]
     Id hash{};                ///< XXH3-128 of the plain bytes, canonical (big-endian) form
 };
 
-/// One image. Of a checkpoint that has a parent, chunks may lie in images of earlier ones: those
-/// are the sources, and are needed for reading chunks only.
+/// One image. Its chunks may lie in stripe files beside it, which are opened and checked with it. Of a
+/// checkpoint that has a parent, chunks may lie in images of earlier ones: those are needed for
+/// reading chunks only. Both are its sources.
 ///
 /// Opening checks everything but the chunks and the padding after them: header, trailer, metadata and index with their
 /// checksums and every bound, and that the file is exactly as long as it says. Methods may be
@@ -35,7 +36,8 @@ struct ChunkInfo {
 /// per chunk) and, while restoring or verifying, about two chunks of memory per thread.
 class ImageReader {
 public:
-    /// Throws Error: io, corrupt_data, unsupported; what() names the file.
+    /// Throws Error: io, corrupt_data, unsupported; what() names the file, and of a stripe that is
+    /// missing or another, that too.
     /// `io`: how chunks are read. Automatic: directly where that is possible and most of the file is
     /// not in the page cache.
     static ImageReader open(int dir_fd, const std::string& name, IoMode io = IoMode::automatic);
@@ -46,15 +48,16 @@ public:
 
     const ImageInfo& info() const noexcept;
     const EncodingTotals& totals() const noexcept;
-    std::uint64_t file_size() const noexcept;
-    std::uint32_t alignment() const noexcept; ///< of chunks in the file, in bytes
+    std::uint64_t file_size() const noexcept;  ///< of the image file
+    std::uint64_t total_size() const noexcept; ///< of that and its stripes
+    std::uint32_t alignment() const noexcept;  ///< of chunks in the file, in bytes
     Id digest() const noexcept; ///< equal to WriteResult::digest of the write that made it
 
     std::uint64_t chunk_count() const noexcept;
     ChunkInfo chunk(std::uint64_t index) const; ///< Throws Error: bad_argument past the end.
 
-    /// Find every source by way of `lineage`, which is that of this image's directory, and keep its
-    /// file. To be called before chunks with a source are read; not while others read.
+    /// Find every source of an earlier checkpoint by way of `lineage`, which is that of this image's directory, and keep its
+    /// file. To be called before chunks that lie there are read; not while others read.
     /// Throws Error: io, corrupt_data; what() names the checkpoint that is missing or another.
     void attach_sources(Lineage& lineage);
 

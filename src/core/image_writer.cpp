@@ -3,14 +3,13 @@
 #include "core/aligned_buffer.hpp"
 #include "core/chunk_codec.hpp"
 #include "core/chunk_map.hpp"
-#include "core/chunk_output.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_frame.hpp"
 #include "core/image_metadata.hpp"
-#include "core/place_in_order.hpp"
+#include "core/striped_output.hpp"
 #include "core/workers.hpp"
 
 #include <atomic>
@@ -29,12 +28,11 @@ std::vector<std::byte> buffer(std::size_t size) {
 // One image being written: what the workers share.
 class Pipeline {
 public:
-    Pipeline(int fd, const ImageInfo& info, MemorySource& source, const WriteOptions& options)
-        : output_(fd, options.io, options.alignment), source_(source), options_(options),
-          chunk_size_(info.chunk_size), map_(info.regions, info.chunk_size),
-          places_(format::align_up(format::kHeaderSize, options.alignment), options.alignment),
-          index_(map_.count() * format::kIndexEntrySize),
-          zero_hash_(hash128(buffer(info.chunk_size))) {}
+    Pipeline(StripedOutput& output, const ImageInfo& info, MemorySource& source,
+             const WriteOptions& options)
+        : output_(output), source_(source), options_(options), chunk_size_(info.chunk_size),
+          map_(info.regions, info.chunk_size), index_(map_.count() * format::kIndexEntrySize),
+          zero_hash_(hash128(buffer(info.chunk_size))), next_(output.files()) {}
 
     void run() {
         FirstFailure failure;
@@ -43,7 +41,7 @@ public:
                 take_chunks(failure);
             } catch (...) {
                 failure.record();
-                places_.cancel();
+                output_.cancel();
             }
         };
         run_workers(worker_count(options_.threads, map_.count(),
@@ -57,35 +55,32 @@ public:
         if (options_.parent == nullptr)
             return {};
         const std::vector<Source>& all = options_.parent->sources();
-        std::vector<std::uint16_t> numbers(all.size() + 1);
-        for_each_source([&](std::uint16_t source) { numbers[source] = 1; });
+        const unsigned own = output_.files(); // sources of one's own come first, and stay
+        std::vector<std::uint16_t> numbers(all.size());
+        for_each_reference([&](std::uint16_t source) { numbers[source - own] = 1; });
         std::vector<Source> used;
         for (std::size_t i = 0; i < all.size(); ++i) {
-            if (numbers[i + 1] == 0)
+            if (numbers[i] == 0)
                 continue;
+            numbers[i] = static_cast<std::uint16_t>(own + used.size());
             used.push_back(all[i]);
-            numbers[i + 1] = static_cast<std::uint16_t>(used.size());
         }
-        for_each_source([&](std::uint16_t& source) { source = numbers[source]; });
+        for_each_reference([&](std::uint16_t& source) { source = numbers[source - own]; });
         return used;
     }
 
-    /// The file is to be `size` long: nothing more comes.
-    void finish(std::uint64_t size) { output_.finish(size); }
-
-    std::uint64_t data_end() const noexcept { return places_.end(); }
     Bytes index() const noexcept { return index_; }
     const EncodingTotals& totals() const noexcept { return totals_; }
 
 private:
     template <class Use>
-    void for_each_source(const Use& use) {
+    void for_each_reference(const Use& use) {
         for (std::uint64_t number = 0; number < map_.count(); ++number) {
             std::byte* at =
                 index_.data() + number * format::kIndexEntrySize + format::kIndexSourceOffset;
             std::uint16_t source;
             std::memcpy(&source, at, sizeof source);
-            if (source == 0)
+            if (source < output_.files())
                 continue;
             use(source);
             std::memcpy(at, &source, sizeof source);
@@ -96,15 +91,23 @@ private:
         AlignedBuffer plain(chunk_size_);
         AlignedBuffer packed(options_.compress ? lz4_limit(chunk_size_) : 0);
         EncodingTotals totals;
-        while (!failure.any()) {
-            const std::uint64_t index = next_.fetch_add(1, std::memory_order_relaxed);
-            if (index >= map_.count())
-                break;
-            const ChunkPlace place = map_.at(index);
-            const MutBytes bytes = plain.bytes().first(place.size);
-            source_.read(place.address, bytes);
-            if (!write_chunk(index, bytes, packed.bytes(), totals))
-                break;
+        // Each thread has a file of its own as long as that has chunks: who writes to one that
+        // another writes to may have to wait for it.
+        const unsigned files = output_.files();
+        const unsigned first = started_.fetch_add(1, std::memory_order_relaxed);
+        for (unsigned i = 0; i < files && !failure.any(); ++i) {
+            const unsigned file = (first + i) % files;
+            while (!failure.any()) {
+                const std::uint64_t index =
+                    next_[file].fetch_add(1, std::memory_order_relaxed) * files + file;
+                if (index >= map_.count())
+                    break;
+                const ChunkPlace place = map_.at(index);
+                const MutBytes bytes = plain.bytes().first(place.size);
+                source_.read(place.address, bytes);
+                if (!write_chunk(index, bytes, packed.bytes(), totals))
+                    break;
+            }
         }
         const std::lock_guard lock(totals_mutex_);
         totals_ += totals;
@@ -114,16 +117,19 @@ private:
     bool write_chunk(std::uint64_t index, MutBytes plain, MutBytes packed, EncodingTotals& totals) {
         Bytes stored;
         const format::IndexEntry made = make_entry(plain, packed, stored);
-        const auto offset = places_.take(index, stored.size());
+        const auto offset = output_.take(index, stored.size());
         if (!offset)
             return false;
         format::IndexEntry entry = made;
-        if (!stored.empty())
+        if (!stored.empty()) {
             entry.offset = *offset;
+            entry.source = static_cast<std::uint16_t>(index % output_.files());
+        }
         format::pack_index_entry(entry, MutBytes(index_).subspan(index * format::kIndexEntrySize,
                                                                  format::kIndexEntrySize));
-        totals.add(entry.encoding, entry.source, plain.size(), stored.size());
-        output_.write(*offset, entry.encoding == Encoding::lz4 ? packed : plain, stored.size());
+        totals.add(entry.encoding, entry.source >= output_.files(), plain.size(), stored.size());
+        output_.write(index, *offset, entry.encoding == Encoding::lz4 ? packed : plain,
+                      stored.size());
         return true;
     }
 
@@ -157,19 +163,19 @@ private:
         entry.stored_hash = place->stored_hash;
         entry.stored_size = place->stored_size;
         entry.encoding = place->encoding;
-        entry.source = static_cast<std::uint16_t>(place->source + 1);
+        entry.source = static_cast<std::uint16_t>(place->source + output_.files());
         return true;
     }
 
-    ChunkOutput output_;
+    StripedOutput& output_;
     MemorySource& source_;
     const WriteOptions& options_;
     const std::uint32_t chunk_size_;
     const ChunkMap map_;
-    PlaceInOrder places_;
     std::vector<std::byte> index_;
     const Id zero_hash_; // of a whole chunk of zeros: most zero chunks are whole
-    std::atomic<std::uint64_t> next_ = 0;
+    std::vector<std::atomic<std::uint64_t>> next_; // by file: how many of its chunks are taken
+    std::atomic<unsigned> started_ = 0;
     std::mutex totals_mutex_;
     EncodingTotals totals_;
 };
@@ -187,6 +193,16 @@ void check_options(const ImageInfo& info, const WriteOptions& options) {
                     "alignment out of range: " + std::to_string(options.alignment));
 }
 
+unsigned count_files(const ImageInfo& info, const WriteOptions& options, int fd) {
+    const ChunkMap map(info.regions, info.chunk_size);
+    const unsigned threads = worker_count(options.threads, map.count(), Waits::processor);
+    const unsigned files = stripe_count(options.stripes, fd, threads, map.plain_size());
+    const std::size_t others = options.parent != nullptr ? options.parent->sources().size() : 0;
+    if (files - 1 + others > format::kMaxSources)
+        throw Error(Errc::bad_argument, "the chain of parents is too long to build on");
+    return files;
+}
+
 } // namespace
 
 WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& info,
@@ -202,14 +218,22 @@ WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& in
 
     try {
         PartFile file(dir_fd, name);
-        Pipeline pipeline(file.fd(), checked, source, options);
+        const unsigned files = count_files(checked, options, file.fd());
+        StripedOutput output(file, dir_fd, name, files, options.io, options.alignment);
+        Pipeline pipeline(output, checked, source, options);
         pipeline.run();
-        checked.sources = pipeline.keep_used_sources();
-        const FrameResult frame = write_frame(file.fd(), checked, options.alignment,
-                                              pipeline.data_end(), pipeline.index());
-        pipeline.finish(frame.file_size);
-        file.commit();
-        return {.totals = pipeline.totals(), .file_size = frame.file_size, .digest = frame.digest};
+        const std::vector<Source> used = pipeline.keep_used_sources();
+        checked.sources = output.finish_stripes(checked, pipeline.index());
+        checked.sources.insert(checked.sources.end(), used.begin(), used.end());
+        const FrameResult frame =
+            write_frame(file.fd(), checked, options.alignment, output.data_end(), pipeline.index());
+        output.finish_image(frame.file_size);
+        const std::uint64_t total_size = output.total_size();
+        output.commit();
+        return {.totals = pipeline.totals(),
+                .file_size = frame.file_size,
+                .total_size = total_size,
+                .digest = frame.digest};
     } catch (const Error& e) {
         throw Error(e.code(), name + ": " + e.what());
     }

@@ -136,14 +136,15 @@ const std::string& Lineage::path(std::uint32_t depth) {
 }
 
 std::shared_ptr<const UniqueFd> Lineage::file(const Source& source) {
-    const auto known = files_.find({source.depth, source.pid});
+    const Place place{source.depth, source.pid, source.stripe};
+    const auto known = files_.find(place);
     if (known != files_.end() && known->second.first == source.digest)
         return known->second.second;
+    const std::string name = image_name(source.pid, source.stripe);
     const std::string whose =
-        "checkpoint " + id_text(source.checkpoint_id) + ", which this one is built on";
+        name + " of checkpoint " + id_text(source.checkpoint_id) + ", which this one is built on";
     try {
         const int dir = directory(source.depth);
-        const std::string name = image_name(source.pid);
         const auto replaced = [&](const char* how) {
             throw Error(Errc::corrupt_data,
                         path(source.depth) + "/" + name + " is another image: " + how);
@@ -156,7 +157,7 @@ std::shared_ptr<const UniqueFd> Lineage::file(const Source& source) {
         read_at(file->get(), source.file_size - sizeof(Id), digest);
         if (digest != source.digest)
             replaced("it has another digest");
-        files_[{source.depth, source.pid}] = {source.digest, file};
+        files_[place] = {source.digest, file};
         return file;
     } catch (const Error& e) {
         throw Error(e.code(), whose + ", is missing or was replaced: " + e.what());
@@ -168,7 +169,7 @@ std::vector<int> Lineage::descriptors() const {
     for (const Directory& directory : directories_)
         if (directory.fd)
             all.push_back(directory.fd.get());
-    for (const auto& [place, file] : files_)
+    for (const auto& [where, file] : files_)
         all.push_back(file.second->get());
     return all;
 }

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -61,10 +62,9 @@ private:
     Lineage() = default;
     static Directory open_parent(const Directory& child);
 
-    std::vector<Directory> directories_; ///< by depth
-    std::map<std::pair<std::uint32_t, std::uint32_t>,
-             std::pair<Id, std::shared_ptr<const UniqueFd>>>
-        files_; ///< by depth and pid: digest, file
+    std::vector<Directory> directories_;                                    ///< by depth
+    using Place = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>;  ///< depth, pid, stripe
+    std::map<Place, std::pair<Id, std::shared_ptr<const UniqueFd>>> files_; ///< digest, file
 };
 
 } // namespace cudackpt

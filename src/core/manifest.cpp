@@ -6,6 +6,7 @@
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_metadata.hpp"
+#include "core/stripe_file.hpp"
 
 #include <algorithm>
 
@@ -88,6 +89,8 @@ Manifest unpack(Bytes bytes) {
         corrupt("header has the wrong size");
     const auto required = in.number<std::uint64_t>();
     format::check_required_features(required);
+    if ((required & format::kStripes) != 0)
+        corrupt("only images have stripes");
     const bool has_parent = (required & format::kParent) != 0;
     in.number<std::uint64_t>(); // optional_features
 
@@ -151,8 +154,8 @@ std::vector<std::byte> pack(const Manifest& manifest) {
 
 } // namespace
 
-std::string image_name(std::uint32_t pid) {
-    return "cudackpt-" + std::to_string(pid) + ".img";
+std::string image_name(std::uint32_t pid, std::uint32_t stripe) {
+    return stripe_name("cudackpt-" + std::to_string(pid) + ".img", stripe);
 }
 
 void write_manifest(int dir_fd, const Manifest& manifest) {

@@ -11,8 +11,8 @@ namespace cudackpt {
 
 inline constexpr const char* kManifestName = "cudackpt-manifest.img";
 
-/// "cudackpt-<pid>.img"
-std::string image_name(std::uint32_t pid);
+/// "cudackpt-<pid>.img"; of a stripe that is not 0 "cudackpt-<pid>.<stripe>.img".
+std::string image_name(std::uint32_t pid, std::uint32_t stripe = 0);
 
 /// One CUDA task of the tree.
 struct ManifestTask {

@@ -1,6 +1,7 @@
 #include "cuda_plugin/config.hpp"
 
 #include "core/error.hpp"
+#include "core/stripe_file.hpp"
 
 #include <unistd.h>
 
@@ -86,6 +87,8 @@ void set(Config& config, const std::string& path, std::string_view key, const to
         config.compress = word == "lz4";
     } else if (key == "threads") {
         config.threads = number(path, key, node, 0, kMaxThreads);
+    } else if (key == "stripes") {
+        config.stripes = number(path, key, node, 0, kMaxStripes);
     } else if (key == "chunk_size") {
         config.chunk_size = number(path, key, node, 4096, kMaxChunkSize);
         if ((config.chunk_size & (config.chunk_size - 1)) != 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ from support.archives import COMPRESSIONS, ENGINES, pack
 from support.chains import contents, make_chain, make_link, memory_of
 
 
-@pytest.fixture
-def chain(tmp_path: Path) -> list[Path]:
-    """Directories: a full one and three on top of it."""
+@pytest.fixture(params=[1, 3], ids=["one-file", "three-files"])
+def chain(tmp_path: Path, request: pytest.FixtureRequest) -> list[Path]:
+    """Directories: a full one and three on top of it; images of one file and of three."""
     store = tmp_path / "store"
     store.mkdir()
-    return make_chain(store, 3)
+    return make_chain(store, 3, stripes=request.param)
 
 
 @pytest.fixture
@@ -51,16 +52,16 @@ def test_inspect_says_which_parent_is_needed(chain: list[Path], archives: list[P
         "state": "outside",
     }
     image = next(p["cuda"]["image"] for p in found["processes"] if p["cuda"])
-    assert {source["state"] for source in image["sources"]} == {"outside"}
+    assert {s["state"] for s in image["sources"] if s["depth"]} == {"outside"}
+    assert {s["state"] for s in image["sources"] if not s["depth"]} <= {"right"}
     shown = run("inspect", archives[3]).output
     assert f"{below.checkpoint_id.hex()}: not in the archive" in shown
     found = json.loads(run("inspect", "--json", archives[3], *with_parents(archives[:3])).stdout)
     assert found["parent"]["directory"] == str(archives[2])
     assert found["parent"]["state"] == "right"
     image = next(p["cuda"]["image"] for p in found["processes"] if p["cuda"])
-    assert [source["directory"] for source in image["sources"]] == [
-        str(path) for path in reversed(archives[:3])
-    ]
+    places = {s["depth"]: s["directory"] for s in image["sources"] if s["depth"]}
+    assert places == {1: str(archives[2]), 2: str(archives[1]), 3: str(archives[0])}
 
 
 def test_verify_checks_its_own_and_says_what_is_elsewhere(archives: list[Path]) -> None:
@@ -84,7 +85,9 @@ def test_a_parent_that_is_missing_or_another_is_named(
         result = run(*command, archives[3], *with_parents(archives[1:3]))
         assert isinstance(result.exception, ImageError)
         said = result.output + str(result.exception)
-        assert f"needs cudackpt-7.img of checkpoint {first}, 3 before this one" in said
+        assert re.search(
+            rf"needs cudackpt-7(\.\d)?\.img of checkpoint {first}, 3 before this one", said
+        )
     assert not (tmp_path / "out").exists()
     result = run("verify", chain[3], "--parent", archives[2])
     assert isinstance(result.exception, CheckpointError)
@@ -107,14 +110,16 @@ def test_flatten_is_the_same_memory_and_needs_nobody(
         assert not (out / "cudackpt-parent").is_symlink()
 
 
-def test_flatten_writes_what_a_full_dump_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stripes", [1, 2, 5])
+def test_flatten_writes_what_a_full_dump_writes(tmp_path: Path, stripes: int) -> None:
     """Byte for byte: a copy has no trace of where its chunks came from."""
     words = [["A", "b", "0", "C"], ["A", "D", "0", "b"]]
-    make_link(tmp_path / "one", {7: memory_of(words[0]), 9: memory_of(["E"])})
+    make_link(tmp_path / "one", {7: memory_of(words[0]), 9: memory_of(["E"])}, stripes=6 - stripes)
     make_link(
         tmp_path / "two",
         {7: memory_of(words[1]), 9: memory_of(["C", "E", "E"])},
         parent=tmp_path / "one",
+        stripes=stripes,
     )
     parent = pack(tmp_path / "one", tmp_path / "one.tar.gz", compression="gzip")
     archive = pack(tmp_path / "two", tmp_path / "two.tar")
@@ -132,10 +137,10 @@ def test_flatten_writes_what_a_full_dump_writes(tmp_path: Path) -> None:
 def test_damage_in_a_parent_is_found(tmp_path: Path, chain: list[Path]) -> None:
     """Its digest is the right one; the chunk is not."""
     archive = pack(chain[1], tmp_path / "one.tar")
-    path = chain[0] / image_name(7)
+    chunk = ImageReader.open(chain[0] / image_name(7)).chunk(2)
+    path = chain[0] / image_name(7, chunk.source)
     raw = bytearray(path.read_bytes())
-    offset = ImageReader.open(path).chunk(2).offset
-    raw[offset] ^= 1
+    raw[chunk.offset] ^= 1
     path.write_bytes(raw)
     for parent in (chain[0], pack(chain[0], tmp_path / "zero.tar")):
         result = run("verify", archive, "--parent", parent)

@@ -22,7 +22,7 @@ from cudackpt.archive.tar_reader import Kind, TarReader
 from cudackpt.archive.verification import verify_archive
 from cudackpt.errors import ArchiveError, CheckpointError
 from support.archives import COMPRESSIONS, compressed, pack
-from support.chains import make_chain
+from support.chains import make_chain, make_link, memory_of
 from support.image_samples import make_checkpoint, mixture
 from support.image_seal import sealed
 
@@ -37,8 +37,8 @@ ONE_DIRECTORY = settings(
 def sample(tmp_path: Path) -> bytes:
     images = tmp_path / "images"
     images.mkdir()
-    make_checkpoint(images, {7: mixture(), 9: mixture()}, staged_in_criu=(8,))
-    (images / "inventory.img").write_bytes(b"inventory")
+    words = ["A", "b", "0", "C"]
+    make_link(images, {7: memory_of(words), 9: memory_of(words)}, stripes=2)
     return pack(images, tmp_path / "sample.tar").read_bytes()
 
 

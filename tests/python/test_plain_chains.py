@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cudackpt._core import (
     CorruptDataError,
     ImageReader,
+    Source,
     UnsupportedDataError,
     image_name,
     read_manifest,
@@ -32,15 +33,22 @@ def reader_of(chain: list[Path]) -> PlainImage:
     """Of the last one; the others are where `depth` says."""
 
     def read_source(source: PlainSource) -> bytes:
-        return (chain[-1 - source.depth] / image_name(source.pid)).read_bytes()
+        return (chain[-1 - source.depth] / image_name(source.pid, source.stripe)).read_bytes()
 
     return PlainImage((chain[-1] / image_name(7)).read_bytes(), read_source)
 
 
+def fields(source: PlainSource | Source) -> tuple[bytes, bytes, int, int, int, int]:
+    return (
+        *(source.checkpoint_id, source.digest, source.file_size),
+        *(source.pid, source.depth, source.stripe),
+    )
+
+
 def assert_same(image: ImageReader, plain: PlainImage) -> None:
     assert plain.parent_id == image.info.parent_id
-    assert [(s.checkpoint_id, s.digest, s.file_size, s.pid, s.depth) for s in plain.sources] == [
-        (s.checkpoint_id, s.digest, s.file_size, s.pid, s.depth) for s in image.info.sources
+    assert [fields(source) for source in plain.sources] == [
+        fields(source) for source in image.info.sources
     ]
     for index, chunk in enumerate(plain.chunks):
         other = image.chunk(index)
@@ -68,13 +76,14 @@ words = st.lists(st.sampled_from("0ABCdef"), min_size=1, max_size=6)
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(links=st.lists(st.tuples(words, words), min_size=1, max_size=5))
-def test_any_chain(tmp_path: Path, links: list[tuple[list[str], list[str]]]) -> None:
+@given(links=st.lists(st.tuples(words, words, st.integers(1, 4)), min_size=1, max_size=5))
+def test_any_chain(tmp_path: Path, links: list[tuple[list[str], list[str], int]]) -> None:
     place = Path(tempfile.mkdtemp(dir=tmp_path))
     chain: list[Path] = []
-    for number, (one, two) in enumerate(links):
+    for number, (one, two, stripes) in enumerate(links):
         images = {7: memory_of(one), 9: memory_of(two)}
-        make_link(place / f"c{number}", images, parent=chain[-1] if chain else None)
+        parent = chain[-1] if chain else None
+        make_link(place / f"c{number}", images, parent=parent, stripes=stripes)
         chain.append(place / f"c{number}")
     image = ImageReader.open(chain[-1] / image_name(7))
     image.attach_sources()
@@ -112,7 +121,7 @@ def verdict_of_plain(file: bytes, chain: list[Path]) -> str:
     def read_source(source: PlainSource) -> bytes:
         if source.depth >= len(chain):
             raise ImageError("the links do not lead so far")
-        path = chain[-1 - source.depth] / image_name(source.pid)
+        path = chain[-1 - source.depth] / image_name(source.pid, source.stripe)
         if not path.exists():
             raise ImageError("missing")
         return path.read_bytes()
@@ -126,15 +135,18 @@ def verdict_of_plain(file: bytes, chain: list[Path]) -> str:
     return "whole"
 
 
-def test_both_readers_refuse_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stripes", [1, 3])
+def test_both_readers_refuse_the_same(tmp_path: Path, stripes: int) -> None:
     """One byte changed, all checksums made right: in header, metadata, sources, index, trailer."""
-    chain = make_chain(tmp_path, 2)
+    chain = make_chain(tmp_path, 2, stripes=stripes)
     path = chain[-1] / image_name(7)
     whole = path.read_bytes()
     assert verdict_of_core(path) == verdict_of_plain(whole, chain) == "whole"
-    tail = METADATA_SIZE + GPU_SIZE + REGION_SIZE + 2 * SOURCE_SIZE + 8 * ENTRY_SIZE + 128
+    count = len(ImageReader.open(path).info.sources)
+    assert count == 2 if stripes == 1 else count > 5
+    tail = METADATA_SIZE + GPU_SIZE + REGION_SIZE + count * SOURCE_SIZE + 8 * ENTRY_SIZE + 128
     sources = len(whole) - tail + METADATA_SIZE + GPU_SIZE + REGION_SIZE
-    index = sources + 2 * SOURCE_SIZE
+    index = sources + count * SOURCE_SIZE
     generator = random.Random(7)
     places = [
         *generator.choices(range(256), k=300),

@@ -71,7 +71,7 @@ def test_a_tool_that_fails_or_is_not_there_is_told(archive: SteadyContainer) -> 
     assert "buildah commit failed (exit " in failed.stderr
     assert "Traceback" not in failed.stderr
     assert root.run("buildah", "containers", "--quiet").stdout == ""
-    words = ("build-image", ARCHIVE, "-t", "localhost/none:1")
-    absent = root.run("cudackpt", *words, check=False, environ={"PATH": "/usr/local/bin:/none"})
+    words = ("/usr/local/bin/cudackpt", "build-image", ARCHIVE, "-t", "localhost/none:1")
+    absent = root.run("env", "PATH=/none", *words, check=False)
     assert absent.returncode == 20
     assert "neither buildah nor podman is in PATH" in absent.stderr

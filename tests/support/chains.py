@@ -51,6 +51,7 @@ def make_link(
     taken: float | None = None,
     chunk_size: int = PAGE,
     finished: bool = True,
+    stripes: int = 1,
 ) -> Manifest:
     """Make `directory` a checkpoint with these images, on top of `parent` if there is one.
 
@@ -74,7 +75,13 @@ def make_link(
             regions=[Region(address, len(content)) for address, content in memory],
         )
         written = write_image(
-            directory / image_name(pid), info, memory, alignment=64, threads=1, parent=index
+            directory / image_name(pid),
+            info,
+            memory,
+            alignment=64,
+            threads=1,
+            parent=index,
+            stripes=stripes,
         )
         tasks.append(ManifestTask(pid=pid, externalized=True, digest=written.digest))
     manifest = Manifest(
@@ -108,7 +115,7 @@ def is_whole(directory: Path) -> bool:
     return not verify_directory(directory, threads=1).problems
 
 
-def make_chain(store: Path, length: int, *, pages: int = 8) -> list[Path]:
+def make_chain(store: Path, length: int, *, pages: int = 8, stripes: int = 1) -> list[Path]:
     """A full checkpoint and `length` on top of it, a page changed in each: c000, c001, ..."""
     words = [f"a{page}" if page % 2 else f"A{page}" for page in range(pages)]
     made: list[Path] = []
@@ -117,6 +124,12 @@ def make_chain(store: Path, length: int, *, pages: int = 8) -> list[Path]:
             words[number % pages] = f"B{number}"
         directory = store / f"c{number:03}"
         parent = made[-1] if made else None
-        make_link(directory, {7: memory_of(words)}, parent=parent, taken=1_800_000_000 + number)
+        make_link(
+            directory,
+            {7: memory_of(words)},
+            parent=parent,
+            taken=1_800_000_000 + number,
+            stripes=stripes,
+        )
         made.append(directory)
     return made

@@ -28,7 +28,7 @@ from cudackpt.archive.verification import Wanted, collect
 from cudackpt.criu.pagemap import PARENT_LINK as CRIU_PARENT_LINK
 from cudackpt.criu.pagemap import count_parent_pages, is_pagemap
 from cudackpt.errors import ArchiveError, CheckpointError, ImageError
-from cudackpt.image.checkpoint import image_errors, image_pid
+from cudackpt.image.checkpoint import ImageFile, image_errors, image_file
 from cudackpt.image.flatten import Flattened, OnFile, without_parent
 from cudackpt.image.new_directory import (
     INVENTORY_NAME,
@@ -104,9 +104,9 @@ class _Copy:
                 for pid, image in self._images.items()
             }
             self._read_archive(flat, threads)
-            for parent, by_pid in wanted.items():
-                for pid, stream in parent.image_streams(by_pid.keys()):
-                    for chunk, stored in checked(placed_chunks(by_pid[pid], stream), threads):
+            for parent, by_file in wanted.items():
+                for file, stream in parent.image_streams(by_file.keys()):
+                    for chunk, stored in checked(placed_chunks(by_file[file], stream), threads):
                         flat[chunk.image.pid].put(chunk, stored)
             written = {pid: image.finish() for pid, image in flat.items()}
         tasks = [
@@ -131,16 +131,25 @@ class _Copy:
             name = member.name.removeprefix(CHECKPOINT)
             if not _is_copied(member):
                 continue
-            pid = image_pid(name)
-            if pid in flat:
-                self._tell(name)
-                for chunk, stored in checked(own_chunks(self._images[pid], reader), threads):
-                    flat[pid].put(chunk, stored)
+            file = image_file(name)
+            if file is not None:
+                self._read_image(file, reader, flat, threads)
             elif name == INVENTORY_NAME:
                 self._inventory = member, self._read_whole(member, reader)
-            elif name != MANIFEST_NAME and pid is None:
+            elif name != MANIFEST_NAME:
                 self._tell(name)
                 self._copy(name, member, reader)
+
+    def _read_image(
+        self, file: ImageFile, reader: TarReader, flat: dict[int, FlatImage], threads: int
+    ) -> None:
+        """What does not belong to the checkpoint is left out."""
+        pid, stripe = file
+        if pid not in flat or stripe > self._images[pid].stripes():
+            return
+        self._tell(image_name(*file))
+        for chunk, stored in checked(own_chunks(self._images[pid], stripe, reader), threads):
+            flat[pid].put(chunk, stored)
 
     def _copy(self, name: str, member: Member, reader: TarReader) -> None:
         if is_pagemap(name):

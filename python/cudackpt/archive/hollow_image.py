@@ -1,24 +1,26 @@
-"""An image of an archive without its chunk data: header, metadata, index and trailer.
+"""An image of an archive, and its stripes, without their chunk data: headers, metadata, index, trailers.
 
-They are put into a file in memory that is as long as the image and has a hole where chunk data is,
-so that the core's reader can open it and check all of it. Memory: twice the index.
+They are put into files in memory that are as long as those of the archive and have a hole where
+chunk data is, so that the core's reader can open them and check all of that. Memory: twice the index.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import Self
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
-from cudackpt._core import ImageReader, Manifest, ManifestTask
+from cudackpt._core import ImageReader, Manifest, ManifestTask, image_name
 from cudackpt.archive.compression import ByteStream
 from cudackpt.errors import ImageError
 from cudackpt.image.checkpoint import image_errors, require_meant
 from cudackpt.image.plain_reader import HEADER_SIZE, INDEX_ENTRY_SIZE, TRAILER_SIZE
+from cudackpt.image.plain_stripe import HEADER_SIZE as STRIPE_HEADER_SIZE
+from cudackpt.image.plain_stripe import TRAILER_SIZE as STRIPE_TRAILER_SIZE
 
-DIGEST_SIZE = 16  # bytes at the end of an image
+DIGEST_SIZE = 16  # bytes at the end of an image or a stripe
 _FIRST_TAIL = 16 << 20  # bytes read of the end before it is known where the index begins
 _PIECE = 1 << 20
 _STORED_HASH_OFFSET = 24  # in an index entry
@@ -26,11 +28,14 @@ _WORD = struct.Struct("<Q")
 _TRAILER_PLACES = struct.Struct("<QQ16sQ")  # metadata offset, size and hash, index offset
 
 
-class HollowImage:
-    """size: of the image. tail_offset: where what is kept of its end begins."""
+class HollowFile:
+    """size: of the file in the archive. tail_offset: where what is kept of its end begins.
+    digest: its last bytes. fd: of the file in memory, open until closed."""
 
-    def __init__(self, size: int, header: bytes, tail: Iterable[bytes], length: int, place: str):
-        """tail: in pieces, `length` bytes together. place: of the image, for messages."""
+    def __init__(
+        self, size: int, header: bytes, tail: Iterable[bytes], length: int, place: str
+    ) -> None:
+        """tail: in pieces, `length` bytes together. place: of the file, for messages."""
         self.size = size
         self.place = place
         self.header = header
@@ -43,37 +48,55 @@ class HollowImage:
             for piece in tail:
                 write_at(self.fd, offset, piece)
                 offset += len(piece)
-            trailer = read_part(self.fd, size - TRAILER_SIZE, TRAILER_SIZE)
+            self.digest = read_part(self.fd, size - DIGEST_SIZE, DIGEST_SIZE)
         except BaseException:
             self.close()
             raise
-        self.digest = trailer[-DIGEST_SIZE:]
-        self.metadata_offset, _, _, self.index_offset = _TRAILER_PLACES.unpack_from(trailer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
 
+    def require_header(self, stream: ByteStream) -> None:
+        """Raise ImageError unless what `stream` begins with is what was kept."""
+        if stream.read(len(self.header)) != self.header:
+            raise ImageError(f"{self.place}: was changed while it was read")
+
+    def require_tail(self, stream: ByteStream) -> None:
+        """Raise ImageError unless what `stream` goes on with is what was kept."""
+        for offset, size in _pieces(self.tail_offset, self.size):
+            if stream.read(size) != read_part(self.fd, offset, size):
+                raise ImageError(f"{self.place}: was changed while it was read")
+
+
+class HollowImage:
+    """files: by stripe; 0: the image file."""
+
+    def __init__(self, pid: int, files: Mapping[int, HollowFile]) -> None:
+        self.pid = pid
+        self.files = files
+        main = files[0]
+        self.place = main.place
+        self.header = main.header
+        self._fd = main.fd
+        trailer = read_part(main.fd, main.size - TRAILER_SIZE, TRAILER_SIZE)
+        self.metadata_offset, _, _, self.index_offset = _TRAILER_PLACES.unpack_from(trailer)
+
     def open(self, manifest: Manifest, task: ManifestTask) -> ImageReader:
         """The image, checked but for its chunks, which cannot be read through it.
 
-        Raises ImageError, UnsupportedError; each names the image.
+        Raises ImageError, UnsupportedError; each names the file.
         """
-        path = f"/proc/self/fd/{self.fd}"
-        with image_errors(rename=(path, self.place)):
-            image = ImageReader.open(path)
+        # The core finds stripes by name beside the image. Only links are written, and for a moment.
+        with tempfile.TemporaryDirectory(prefix="cudackpt-") as names:
+            for stripe, file in self.files.items():
+                link = Path(names) / image_name(self.pid, stripe)
+                link.symlink_to(f"/proc/self/fd/{file.fd}")
+            path = Path(names) / image_name(self.pid)
+            archive = self.place.removesuffix(path.name)
+            with image_errors(rename=(f"{names}/", archive)):
+                image = ImageReader.open(path)
         require_meant(image, manifest, task, self.place)
         return image
 
@@ -81,18 +104,21 @@ class HollowImage:
         """Of the stored bytes of a chunk of an image that was opened."""
         offset = self.index_offset + INDEX_ENTRY_SIZE * number + _STORED_HASH_OFFSET
         found: int
-        (found,) = _WORD.unpack(os.pread(self.fd, _WORD.size, offset))
+        (found,) = _WORD.unpack(os.pread(self._fd, _WORD.size, offset))
         return found
 
     def metadata(self) -> bytes:
         """As it stands in the image."""
-        return read_part(self.fd, self.metadata_offset, self.index_offset - self.metadata_offset)
+        return read_part(self._fd, self.metadata_offset, self.index_offset - self.metadata_offset)
 
-    def require_tail(self, stream: ByteStream) -> None:
-        """Raise ImageError unless what `stream` goes on with is what was kept."""
-        for offset, size in _pieces(self.tail_offset, self.size):
-            if stream.read(size) != read_part(self.fd, offset, size):
-                raise ImageError(f"{self.place}: was changed while it was read")
+
+def read_stripe_ends(stream: ByteStream, size: int, place: str) -> tuple[bytes, bytes]:
+    """Header and trailer of a stripe that `stream` begins with. Raises ImageError."""
+    if size < STRIPE_HEADER_SIZE + STRIPE_TRAILER_SIZE:
+        raise ImageError(f"{place}: too short for a stripe: {size} bytes")
+    header = stream.read(STRIPE_HEADER_SIZE)
+    stream.skip(size - STRIPE_HEADER_SIZE - STRIPE_TRAILER_SIZE)
+    return header, stream.read(STRIPE_TRAILER_SIZE)
 
 
 def read_ends(stream: ByteStream, size: int, limit: int, place: str) -> tuple[bytes, bytes] | int:

@@ -12,9 +12,23 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from cudackpt._core import MANIFEST_NAME, ImageReader, Manifest, ManifestTask, Source, image_name
+from cudackpt._core import (
+    MANIFEST_NAME,
+    MAX_STRIPES,
+    ImageReader,
+    Manifest,
+    ManifestTask,
+    Source,
+    image_name,
+)
 from cudackpt.archive.compression import ByteStream, Compression, UnpackedStream, detect
-from cudackpt.archive.hollow_image import HollowImage, read_ends, read_long_tail
+from cudackpt.archive.hollow_image import (
+    HollowFile,
+    HollowImage,
+    read_ends,
+    read_long_tail,
+    read_stripe_ends,
+)
 from cudackpt.archive.layout import (
     CHECKPOINT,
     ContainerFacts,
@@ -28,22 +42,22 @@ from cudackpt.archive.parents import Parents
 from cudackpt.archive.tar_reader import Kind, Member, TarReader
 from cudackpt.errors import ArchiveError, ImageError
 from cudackpt.image.chain import FoundSource, State
-from cudackpt.image.checkpoint import image_pid
+from cudackpt.image.checkpoint import ImageFile, image_file
 
 
 class Archive:
     """One archive. Make it with open_archive. Implements cudackpt.image.files.CheckpointFiles.
 
-    members: by name. images: by pid. file_bytes, unpacked_bytes: of all. damaged_images: those
-    that are no images at all, by pid, and why.
+    members: by name. image_files: by pid and stripe (0: the image file itself). file_bytes,
+    unpacked_bytes: of all. damaged_files: those of image_files that are none at all, and why.
     """
 
     def __init__(self, path: Path, fd: int, limits: Limits, parents: Parents) -> None:
         self.path = path
         self.name = str(path)
         self.members: dict[str, Member] = {}
-        self.images: dict[int, HollowImage] = {}
-        self.damaged_images: dict[int, ImageError] = {}
+        self.image_files: dict[ImageFile, HollowFile] = {}
+        self.damaged_files: dict[ImageFile, ImageError] = {}
         self.unpacked_bytes = 0
         self.file_bytes = os.fstat(fd).st_size
         self.compression = Compression.NONE
@@ -74,12 +88,12 @@ class Archive:
         if seen < len(self.members):
             raise ArchiveError(f"{self.name}: was changed while it was read: it ends earlier")
 
-    def images_again(self) -> Iterator[tuple[Member, TarReader, int]]:
-        """The members that are images, and their pids, on a later pass. Raises as again."""
+    def images_again(self) -> Iterator[tuple[Member, TarReader, ImageFile]]:
+        """The members that are images or stripes, on a later pass. Raises as again."""
         for member, reader in self.again():
-            pid = _image_pid(member)
-            if pid is not None:
-                yield member, reader, pid
+            file = _image_file(member)
+            if file is not None:
+                yield member, reader, file
 
     def checkpoint_id(self) -> bytes | None:
         """As a parent: of its manifest; None: it has none."""
@@ -87,16 +101,15 @@ class Archive:
         return None if manifest is None else manifest.checkpoint_id
 
     def holds(self, source: Source) -> bool:
-        """As a parent: whether the image that is meant is in it, told by size and digest."""
-        image = self.images.get(source.pid)
-        found = None if image is None else (image.size, image.digest)
-        return found == (source.file_size, source.digest)
+        """As a parent: whether the file that is meant is in it, told by size and digest."""
+        file = self.image_files.get((source.pid, source.stripe))
+        return file is not None and (file.size, file.digest) == (source.file_size, source.digest)
 
-    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
-        """As a parent: the images of these pids, each from its beginning."""
-        for _, reader, pid in self.images_again():
-            if pid in pids:
-                yield pid, reader
+    def image_streams(self, files: Collection[ImageFile]) -> Iterator[tuple[ImageFile, ByteStream]]:
+        """As a parent: these images and stripes, each from its beginning."""
+        for _, reader, file in self.images_again():
+            if file in files:
+                yield file, reader
 
     def facts(self) -> ContainerFacts:
         """What it says of its container. Raises ArchiveError."""
@@ -111,13 +124,17 @@ class Archive:
         return self.hollow_image(task.pid).open(manifest, task)
 
     def hollow_image(self, pid: int) -> HollowImage:
-        """Raises ImageError if there is none, or it is damaged so that it was not kept."""
-        if pid in self.damaged_images:
-            raise self.damaged_images[pid]
-        if pid not in self.images:
+        """Raises ImageError if there is none, or a file of it is damaged so that it was not kept."""
+        for stripe in range(MAX_STRIPES):
+            if (pid, stripe) in self.damaged_files:
+                raise self.damaged_files[pid, stripe]
+        if (pid, 0) not in self.image_files:
             self._regular(image_name(pid))
             raise ImageError(f"{self.place(image_name(pid))}: is not in the archive")
-        return self.images[pid]
+        names = [(pid, stripe) for stripe in range(MAX_STRIPES)]
+        return HollowImage(
+            pid, {name[1]: self.image_files[name] for name in names if name in self.image_files}
+        )
 
     def read(self, name: str) -> bytes | None:
         return self._regular(name)
@@ -139,7 +156,12 @@ class Archive:
         return self.parents.find_parent(manifest)
 
     def find_sources(self, sources: list[Source]) -> tuple[FoundSource, ...]:
-        return self.parents.find_sources(sources)
+        return tuple(
+            FoundSource(source=source, directory=self.path, state=State.RIGHT)
+            if source.depth == 0  # a stripe, and the image could be opened
+            else self.parents.find_source(source)
+            for source in sources
+        )
 
     def _regular(self, name: str) -> bytes | None:
         """Raises ArchiveError if there is something else of that name."""
@@ -148,60 +170,65 @@ class Archive:
             raise ArchiveError(f"{self.place(name)}: is a {member.kind.value}, no file")
         return self._small.get(CHECKPOINT + name)
 
-    def _survey(self, images: ExitStack) -> None:
+    def _survey(self, kept: ExitStack) -> None:
         """The first pass, and a second one if an index is too long for the first."""
-        long_tails: dict[int, int] = {}
+        long_tails: dict[ImageFile, int] = {}
         for member, reader in self.walk():
             self.members[member.name] = member
-            pid = _image_pid(member)
-            if pid is not None:
-                self._note_image(pid, member, reader, images, long_tails)
+            file = _image_file(member)
+            if file is not None:
+                self._note_image(file, member, reader, kept, long_tails)
             elif member.kind is Kind.FILE and is_small(member.name):
                 self._small[member.name] = self._read_small(member, reader)
         require_container(self.members.keys(), self.name)
         if not long_tails:
             return
-        for member, reader, pid in self.images_again():
-            if pid in long_tails:
-                header, tail = read_long_tail(reader, member.size, long_tails[pid])
-                self._keep_image(pid, member, header, tail, long_tails[pid], images)
+        for member, reader, file in self.images_again():
+            if file in long_tails:
+                header, tail = read_long_tail(reader, member.size, long_tails[file])
+                self._keep(file, member, header, tail, long_tails[file], kept)
 
     def _note_image(
         self,
-        pid: int,
+        file: ImageFile,
         member: Member,
         reader: TarReader,
-        images: ExitStack,
-        long_tails: dict[int, int],
+        kept: ExitStack,
+        long_tails: dict[ImageFile, int],
     ) -> None:
-        place = self.place(image_name(pid))
+        place = self.place(image_name(*file))
         left = self._limits.index_bytes - self._index_bytes
         try:
-            found = read_ends(reader, member.size, left, place)
+            if file[1]:
+                found: tuple[bytes, bytes] | int = read_stripe_ends(reader, member.size, place)
+            else:
+                found = read_ends(reader, member.size, left, place)
         except ArchiveError:
             raise
         except ImageError as exc:
-            self.damaged_images[pid] = exc
+            self.damaged_files[file] = exc
             return
         if isinstance(found, int):
-            long_tails[pid] = found
+            long_tails[file] = found
             self._index_bytes += found
         else:
             header, tail = found
             self._index_bytes += len(tail)
-            self._keep_image(pid, member, header, [tail], len(tail), images)
+            self._keep(file, member, header, [tail], len(tail), kept)
 
-    def _keep_image(
+    def _keep(
         self,
-        pid: int,
+        file: ImageFile,
         member: Member,
         header: bytes,
         tail: Iterable[bytes],
         length: int,
-        images: ExitStack,
+        kept: ExitStack,
     ) -> None:
-        image = HollowImage(member.size, header, tail, length, self.place(image_name(pid)))
-        self.images[pid] = images.enter_context(image)
+        place = self.place(image_name(*file))
+        hollow = HollowFile(member.size, header, tail, length, place)
+        kept.callback(hollow.close)
+        self.image_files[file] = hollow
 
     def _read_small(self, member: Member, reader: TarReader) -> bytes:
         limits = self._limits
@@ -235,12 +262,11 @@ def open_archive(
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ArchiveError(f"{path}: is neither a directory nor an ordinary file")
         archive = Archive(path, fd, limits, parents or Parents())
-        images = stack.enter_context(ExitStack())
-        archive._survey(images)
+        archive._survey(stack)
         yield archive
 
 
-def _image_pid(member: Member) -> int | None:
+def _image_file(member: Member) -> ImageFile | None:
     if member.kind is not Kind.FILE or not member.name.startswith(CHECKPOINT):
         return None
-    return image_pid(member.name.removeprefix(CHECKPOINT))
+    return image_file(member.name.removeprefix(CHECKPOINT))

@@ -13,7 +13,7 @@ from cudackpt.archive.compression import ByteStream
 from cudackpt.archive.hollow_image import DIGEST_SIZE
 from cudackpt.errors import ImageError, UnsupportedError
 from cudackpt.image.chain import FoundSource, State
-from cudackpt.image.checkpoint import find_manifest
+from cudackpt.image.checkpoint import ImageFile, find_manifest
 
 
 class Parent(Protocol):
@@ -27,10 +27,10 @@ class Parent(Protocol):
         """None: it has no manifest."""
 
     def holds(self, source: Source) -> bool:
-        """Whether the image that is meant is in it, told by size and digest."""
+        """Whether the image or stripe that is meant is in it, told by size and digest."""
 
-    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
-        """The images of these pids, each from its beginning."""
+    def image_streams(self, files: Collection[ImageFile]) -> Iterator[tuple[ImageFile, ByteStream]]:
+        """These images and stripes, each from its beginning."""
 
 
 class Parents:
@@ -55,19 +55,16 @@ class Parents:
                 continue  # then it is not the one; who reads it hears why
         return None, self._absent
 
-    def find_sources(self, sources: Sequence[Source]) -> tuple[FoundSource, ...]:
-        """See CheckpointFiles."""
-        return tuple(self._find(source) for source in sources)
-
-    @property
-    def _absent(self) -> State:
-        return State.MISSING if self._named else State.OUTSIDE
-
-    def _find(self, source: Source) -> FoundSource:
+    def find_source(self, source: Source) -> FoundSource:
+        """See CheckpointFiles, of one."""
         parent = self.find(source)
         if parent is None:
             return FoundSource(source=source, directory=None, state=self._absent)
         return FoundSource(source=source, directory=parent.path, state=State.RIGHT)
+
+    @property
+    def _absent(self) -> State:
+        return State.MISSING if self._named else State.OUTSIDE
 
 
 class DirectoryParent:
@@ -82,7 +79,7 @@ class DirectoryParent:
 
     def holds(self, source: Source) -> bool:
         try:
-            with (self.path / image_name(source.pid)).open("rb") as file:
+            with (self.path / image_name(source.pid, source.stripe)).open("rb") as file:
                 if file.seek(0, os.SEEK_END) != source.file_size:
                     return False
                 file.seek(source.file_size - DIGEST_SIZE)
@@ -90,12 +87,12 @@ class DirectoryParent:
         except OSError:
             return False
 
-    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
-        for pid in sorted(pids):
-            path = self.path / image_name(pid)
+    def image_streams(self, files: Collection[ImageFile]) -> Iterator[tuple[ImageFile, ByteStream]]:
+        for name in sorted(files):
+            path = self.path / image_name(*name)
             try:
                 with path.open("rb") as file:
-                    yield pid, FileStream(file, str(path))
+                    yield name, FileStream(file, str(path))
             except OSError as exc:
                 raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
 

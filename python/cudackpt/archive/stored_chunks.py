@@ -22,11 +22,9 @@ from cudackpt._core import (
     hash128,
 )
 from cudackpt.archive.compression import ByteStream
-from cudackpt.archive.hollow_image import HollowImage
+from cudackpt.archive.hollow_image import HollowFile, HollowImage
 from cudackpt.errors import ImageError
-from cudackpt.image.plain_reader import HEADER_SIZE
 
-OWN = 0  # the source of a chunk whose stored bytes are in its own image
 _IN_FLIGHT_BYTES = 32 << 20  # of stored chunks that wait for a thread
 _WHOLE_PIECE = 1 << 20  # bytes of padding read at once
 
@@ -36,7 +34,7 @@ Tag = TypeVar("Tag")
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
     """One chunk of `image`, by number, and the place of its stored bytes: in the file of the
-    `source`-th source (OWN: the image's own), at `offset`, `size` bytes."""
+    `source`-th source (0: in the image file), at `offset`, `size` bytes."""
 
     image: OpenImage
     number: int
@@ -92,32 +90,39 @@ class OpenImage:
             plain_hash=found.hash,
         )
 
+    def stripes(self) -> int:
+        """How many it has beside the image file; they are its first sources."""
+        return sum(source.depth == 0 for source in self.reader.info.sources)
+
     def plain_bytes(self) -> int:
         return sum(region.length for region in self.reader.info.regions)
 
 
-def own_chunks(image: OpenImage, stream: ByteStream) -> Iterator[tuple[StoredChunk, bytes]]:
-    """Each chunk with bytes in the image, which `stream` begins with, and these bytes, unchecked.
+def own_chunks(
+    image: OpenImage, stripe: int, stream: ByteStream
+) -> Iterator[tuple[StoredChunk, bytes]]:
+    """Each chunk with bytes in the image file (stripe 0) or that stripe, which `stream` begins
+    with, and these bytes, unchecked.
 
     The zeros between them, and that the rest is what it was at the first pass, are checked here;
-    so are chunks of zeros. Raises ImageError.
+    with stripe 0 also the chunks of zeros. Raises ImageError.
     """
-    if stream.read(HEADER_SIZE) != image.hollow.header:
-        raise ImageError(f"{image.hollow.place}: was changed while it was read")
+    file = image.hollow.files[stripe]
+    file.require_header(stream)
     zeros: dict[int, bytes] = {}
-    position = HEADER_SIZE
+    position = len(file.header)
     for number in range(len(image.reader)):
         chunk = image.chunk(number)
         if chunk.encoding == Encoding.ZERO:
             size = chunk.plain_size
-            if zeros.setdefault(size, hash128(bytes(size))) != chunk.plain_hash:
+            if not stripe and zeros.setdefault(size, hash128(bytes(size))) != chunk.plain_hash:
                 raise chunk.damaged("content does not match its checksum")
-        elif chunk.source == OWN:
-            _require_zeros(stream, position, chunk.offset, image)
+        elif chunk.source == stripe:  # stripes are the first sources
+            _require_zeros(stream, position, chunk.offset, file)
             yield chunk, stream.read(chunk.size)
             position = chunk.offset + chunk.size
-    _require_zeros(stream, position, image.hollow.tail_offset, image)
-    image.hollow.require_tail(stream)
+    _require_zeros(stream, position, file.tail_offset, file)
+    file.require_tail(stream)
 
 
 def placed_chunks(
@@ -167,23 +172,24 @@ def checked(
 
 
 def by_source(image: OpenImage) -> dict[int, list[tuple[int, int, OpenImage]]]:
-    """Offset and number of each chunk that is not in the image itself, by number of its source."""
+    """Offset and number of each chunk in an earlier checkpoint, by number of its source."""
     found: dict[int, list[tuple[int, int, OpenImage]]] = {}
+    stripes = image.stripes()
     if image.reader.totals.ref.chunks:
         for number in range(len(image.reader)):
             chunk = image.chunk(number)
-            if chunk.source != OWN:
+            if chunk.source > stripes:
                 found.setdefault(chunk.source, []).append((chunk.offset, number, image))
     return found
 
 
-def _require_zeros(stream: ByteStream, begin: int, end: int, image: OpenImage) -> None:
+def _require_zeros(stream: ByteStream, begin: int, end: int, file: HollowFile) -> None:
     while begin < end:
         size = min(end - begin, _WHOLE_PIECE)
         if any(stream.read(size)):
             raise ImageError(
-                f"{image.hollow.place}: padding between {begin} and {begin + size} is not zero"
+                f"{file.place}: padding between {begin} and {begin + size} is not zero"
             )
         begin += size
     if begin != end:
-        raise ImageError(f"{image.hollow.place}: a chunk before the end of the one before")
+        raise ImageError(f"{file.place}: a chunk before the end of the one before")

@@ -13,9 +13,11 @@ from cudackpt.archive.stored_chunks import (
     placed_chunks,
 )
 from cudackpt.errors import ArchiveError, ImageError, UnsupportedError
+from cudackpt.image.checkpoint import ImageFile
 from cudackpt.image.verification import OnProgress, Verification
 
-Wanted = dict[Parent, dict[int, list[tuple[int, int, OpenImage]]]]
+# Offset, number and image of chunks, by the file of the parent that has their bytes.
+Wanted = dict[Parent, dict[ImageFile, list[tuple[int, int, OpenImage]]]]
 
 
 def verify_archive(
@@ -49,12 +51,18 @@ def verify_archive(
         found.images += 1
         found.plain_bytes += image.plain_bytes()
     wanted = {task.pid for task in manifest.tasks if task.externalized}
-    there = {*archive.images, *archive.damaged_images}
+    there = {*archive.image_files, *archive.damaged_files}
     found.problems += [
-        f"{archive.place(image_name(pid))}: not named by the manifest"
-        for pid in sorted(there - wanted)
+        f"{archive.place(image_name(*file))}: not named by the manifest, or by the image of its process"
+        for file in sorted(there)
+        if file[0] not in wanted or _is_unnamed(images.get(file[0]), file[1])
     ]
     return found
+
+
+def _is_unnamed(image: OpenImage | None, stripe: int) -> bool:
+    """Whether a sound image does not know of that stripe."""
+    return image is not None and stripe > image.stripes()
 
 
 def _open_images(archive: Archive, manifest: Manifest, found: Verification) -> dict[int, OpenImage]:
@@ -79,23 +87,24 @@ def _check_own(
     found: Verification,
 ) -> None:
     """What is in the archive itself; a damaged image is taken out of `images`."""
-    for _, reader, pid in archive.images_again():
-        if pid not in images:
+    done = dict.fromkeys(images, 0)
+    for _, reader, (pid, stripe) in archive.images_again():
+        if pid not in images or stripe > images[pid].stripes():
             continue
-        image = images[pid]
-        done, total = 0, image.plain_bytes()
+        total = images[pid].plain_bytes()
         try:
-            for chunk, _stored in checked(own_chunks(image, reader), threads):
-                done += chunk.plain_size
+            for chunk, _stored in checked(own_chunks(images[pid], stripe, reader), threads):
+                done[pid] += chunk.plain_size
                 if on_progress is not None:
-                    on_progress(image_name(pid), done, total)
+                    on_progress(image_name(pid), done[pid], total)
         except ArchiveError:
             raise
         except ImageError as exc:
             found.problems.append(str(exc))
             del images[pid]
-        if on_progress is not None:
-            on_progress(image_name(pid), total, total)
+    if on_progress is not None:
+        for pid, image in images.items():
+            on_progress(image_name(pid), image.plain_bytes(), image.plain_bytes())
 
 
 def _check_earlier(
@@ -106,7 +115,7 @@ def _check_earlier(
     wanted: Wanted = {}
     for image in list(images.values()):
         referred = image.reader.totals.ref.plain
-        sources = image.reader.info.sources
+        sources = image.reader.info.sources[image.stripes() :]
         if not archive.parents:
             found.outside_bytes += referred
             outside |= {source.checkpoint_id.hex() for source in sources}
@@ -121,15 +130,15 @@ def _check_earlier(
         earlier |= {source.checkpoint_id for source in sources}
     found.outside_checkpoints = sorted(outside)
     found.earlier_checkpoints = len(earlier)
-    for parent, by_pid in wanted.items():
-        for pid, stream in parent.image_streams(by_pid.keys()):
+    for parent, by_file in wanted.items():
+        for file, stream in parent.image_streams(by_file.keys()):
             try:
-                for _ in checked(placed_chunks(by_pid[pid], stream), threads):
+                for _ in checked(placed_chunks(by_file[file], stream), threads):
                     pass
             except ArchiveError:
                 raise
             except ImageError as exc:
-                found.problems.append(f"{exc} (in {image_name(pid)} of {parent.path})")
+                found.problems.append(f"{exc} (in {image_name(*file)} of {parent.path})")
 
 
 def collect(archive: Archive, image: OpenImage, wanted: Wanted) -> None:
@@ -137,22 +146,24 @@ def collect(archive: Archive, image: OpenImage, wanted: Wanted) -> None:
 
     Raises ImageError that names the first checkpoint that is not there.
     """
+    stripes = image.stripes()
     sources = image.reader.info.sources
-    parents = [archive.parents.find(source) for source in sources]
-    for source, parent in zip(sources, parents, strict=True):
+    parents: list[Parent] = []
+    for source in sources[stripes:]:
+        parent = archive.parents.find(source)
         if parent is None:
             raise ImageError(missing_source(archive, image, source))
+        parents.append(parent)
     for number, chunks in by_source(image).items():
-        parent = parents[number - 1]
-        assert parent is not None  # else raised above
-        pid = sources[number - 1].pid
-        wanted.setdefault(parent, {}).setdefault(pid, []).extend(chunks)
+        source, parent = sources[number - 1], parents[number - 1 - stripes]
+        by_file = wanted.setdefault(parent, {})
+        by_file.setdefault((source.pid, source.stripe), []).extend(chunks)
 
 
 def missing_source(archive: Archive, image: OpenImage, source: Source) -> str:
     """A sentence that says which earlier image is needed."""
     return (
-        f"{image.hollow.place}: needs {image_name(source.pid)} of checkpoint "
+        f"{image.hollow.place}: needs {image_name(source.pid, source.stripe)} of checkpoint "
         f"{source.checkpoint_id.hex()}, {source.depth} before this one, which is not in "
         f"{archive.name} and no --parent holds"
     )

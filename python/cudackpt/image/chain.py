@@ -1,4 +1,4 @@
-"""The chain below a checkpoint: directories of its parents, and the images that hold its chunks."""
+"""The chain below a checkpoint: directories of its parents, and the files that hold its chunks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def _find(source: Source, directories: list[Path]) -> FoundSource:
         return FoundSource(source=source, directory=None, state=State.MISSING)
     directory = directories[source.depth]
     return FoundSource(
-        source=source, directory=directory, state=_state(directory / image_name(source.pid), source)
+        source=source,
+        directory=directory,
+        state=_state(directory / image_name(source.pid, source.stripe), source),
     )
 
 

@@ -20,7 +20,10 @@ from cudackpt._core import (
 )
 from cudackpt.errors import ImageError, UnsupportedError
 
-_IMAGE_NAME = re.compile(r"cudackpt-([1-9][0-9]{0,9})\.img")
+# Pid and stripe; 0: the image file itself.
+ImageFile = tuple[int, int]
+
+_IMAGE_NAME = re.compile(r"cudackpt-([1-9][0-9]{0,9})(?:\.([1-9][0-9]{0,2}))?\.img")
 
 
 @contextmanager
@@ -68,15 +71,21 @@ def require_meant(image: ImageReader, manifest: Manifest, task: ManifestTask, pa
 
 
 def image_names(directory: Path) -> list[str]:
-    """Names in `directory` that are those of images, sorted. Raises ImageError."""
+    """Names in `directory` that are those of images and their stripes, sorted. Raises ImageError."""
     with image_errors():
-        return sorted(p.name for p in directory.iterdir() if image_pid(p.name) is not None)
+        return sorted(p.name for p in directory.iterdir() if image_file(p.name) is not None)
 
 
-def image_pid(name: str) -> int | None:
-    """The pid in the name of an image; None if it is no image's."""
+def image_file(name: str) -> ImageFile | None:
+    """What the name of an image or a stripe says; None if it is none's."""
     match = _IMAGE_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def own_names(image: ImageReader) -> list[str]:
+    """The files that an image opened by open_image() is: its own, and its stripes."""
+    stripes = [source.stripe for source in image.info.sources if source.depth == 0]
+    return [image_name(image.info.pid, stripe) for stripe in (0, *stripes)]
 
 
 def gpu_uuid(raw: bytes) -> str:

@@ -60,15 +60,18 @@ class GpuView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceView:
-    """An image of an earlier checkpoint that holds chunks of this one, `depth` parent links away.
+    """Another file that holds chunks of an image, in the directory `depth` parent links away: a
+    stripe of the image itself (depth 0), or an image of an earlier checkpoint or a stripe of one.
 
-    directory: where the links lead; None: not so far. state: "right", "missing" or "replaced";
-    "outside": not in the archive, and no parent was named.
+    stripe: 0: the image file of `pid`, else that stripe of it. directory: where the links lead; None:
+    not so far. state: "right", "missing" or "replaced"; "outside": not in the archive, and no parent
+    was named.
     """
 
     checkpoint_id: str
     pid: int
     depth: int
+    stripe: int
     file_bytes: int
     digest: str
     directory: str | None
@@ -90,7 +93,7 @@ class ParentView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageView:
-    """The image of one task."""
+    """The image of one task. file_bytes: with its stripes."""
 
     file: str
     file_bytes: int
@@ -209,7 +212,7 @@ def inspect_files(files: CheckpointFiles) -> Inspection:
         driver_version="" if manifest is None else manifest.driver_version,
         gpus=() if manifest is None else tuple(_gpu_view(gpu) for gpu in manifest.gpus),
         gpu_image_bytes=sum(image.file_bytes for image in images),
-        other_bytes=sum(sizes.values()) - sum(sizes[image.file] for image in images),
+        other_bytes=sum(sizes.values()) - sum(image.file_bytes for image in images),
         processes=processes,
         timings_ms={stage: found.phases_ms for stage, found in statistics.items()},
     )
@@ -296,7 +299,7 @@ def _image_view(files: CheckpointFiles, image: ImageReader, pid: int) -> ImageVi
     )
     return ImageView(
         file=image_name(pid),
-        file_bytes=image.file_size,
+        file_bytes=image.total_size,
         plain_bytes=sum(region.length for region in regions),
         digest=image.digest.hex(),
         chunk_bytes=info.chunk_size,
@@ -314,6 +317,7 @@ def _source_view(found: FoundSource) -> SourceView:
         checkpoint_id=found.source.checkpoint_id.hex(),
         pid=found.source.pid,
         depth=found.source.depth,
+        stripe=found.source.stripe,
         file_bytes=found.source.file_size,
         digest=found.source.digest.hex(),
         directory=None if found.directory is None else str(found.directory),

@@ -10,6 +10,7 @@ import xxhash
 from cudackpt.errors import ImageError, UnsupportedError
 
 FEATURE_PARENT = 1 << 0
+FEATURE_STRIPES = 1 << 2
 NO_ID = bytes(16)
 MAX_GPUS = 256
 MAX_DEPTH = 65535  # of a source, and length of a chain
@@ -34,8 +35,8 @@ def parse_gpus(raw: bytes, offset: int, count: int) -> tuple[PlainGpu, ...]:
     return tuple(gpus)
 
 
-def check_start(file: bytes, magic: bytes, size: int, found_hash: bytes, hashed: bytes) -> bool:
-    """Check what images and manifests begin with; whether there is a parent.
+def check_start(file: bytes, magic: bytes, size: int, found_hash: bytes, hashed: bytes) -> int:
+    """Check what images, stripes and manifests begin with; their required features.
 
     found_hash: as stored; hashed: what it covers. Raises ImageError, UnsupportedError.
     """
@@ -45,9 +46,9 @@ def check_start(file: bytes, magic: bytes, size: int, found_hash: bytes, hashed:
     if version != _VERSION:
         raise UnsupportedError(f"format version {version}, this reader knows {_VERSION}")
     require(header_size == size, "header has the wrong size")
-    if required & ~FEATURE_PARENT:
+    if required & ~(FEATURE_PARENT | FEATURE_STRIPES):
         raise UnsupportedError(f"required features {required:#x} are not all known")
-    return bool(required)
+    return int(required)
 
 
 def text(field: bytes) -> bytes:

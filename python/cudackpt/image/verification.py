@@ -6,9 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cudackpt._core import MANIFEST_NAME, ImageReader, Manifest, image_name
+from cudackpt._core import MANIFEST_NAME, MAX_STRIPES, ImageReader, Manifest, image_name
 from cudackpt.errors import ImageError, UnsupportedError
-from cudackpt.image.checkpoint import find_manifest, image_errors, image_names, open_image
+from cudackpt.image.checkpoint import (
+    find_manifest,
+    image_errors,
+    image_names,
+    open_image,
+    own_names,
+)
 
 # Name of a file, bytes of memory done, bytes of memory in all.
 OnProgress = Callable[[str, int, int], object]
@@ -54,10 +60,11 @@ def verify_directory(
             "GPU state saved by cudackpt"
         )
         return found
-    _check_images(directory, manifest, threads, on_progress, found)
-    wanted = {image_name(task.pid) for task in manifest.tasks if task.externalized}
+    wanted = _check_images(directory, manifest, threads, on_progress, found)
     found.problems += [
-        f"{directory / name}: not named by the manifest" for name in names if name not in wanted
+        f"{directory / name}: not named by the manifest, or by the image of its process"
+        for name in names
+        if name not in wanted
     ]
     return found
 
@@ -68,13 +75,22 @@ def _check_images(
     threads: int,
     on_progress: OnProgress | None,
     found: Verification,
-) -> None:
+) -> set[str]:
+    """Names of the files that belong to the checkpoint; of an image that cannot be opened, all that
+    could be its."""
     earlier: set[bytes] = set()
+    wanted: set[str] = set()
     for task in manifest.tasks:
         if not task.externalized:
             continue
         try:
             image = open_image(directory, manifest, task)
+        except (ImageError, UnsupportedError) as exc:
+            found.problems.append(str(exc))
+            wanted |= {image_name(task.pid, stripe) for stripe in range(MAX_STRIPES)}
+            continue
+        wanted |= set(own_names(image))
+        try:
             _check_content(image, image_name(task.pid), threads, on_progress)
         except (ImageError, UnsupportedError) as exc:
             found.problems.append(str(exc))
@@ -82,8 +98,9 @@ def _check_images(
         found.images += 1
         found.plain_bytes += plain_size(image)
         found.earlier_bytes += image.totals.ref.plain
-        earlier |= {source.checkpoint_id for source in image.info.sources}
+        earlier |= {source.checkpoint_id for source in image.info.sources if source.depth > 0}
     found.earlier_checkpoints = len(earlier)
+    return wanted
 
 
 def _check_content(

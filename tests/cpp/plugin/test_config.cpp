@@ -20,12 +20,14 @@ Config read(const std::string& text) {
 }
 
 void every_key_is_taken() {
-    const Config config = read("externalize = \"off\"\ncompress = \"none\"\nthreads = 3\n"
-                               "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
-                               "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
-                               "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
-                               "max_chain = 8\n");
+    const Config config =
+        read("externalize = \"off\"\ncompress = \"none\"\nthreads = 3\n"
+             "chunk_size = 65536\nstripes = 3\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
+             "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
+             "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
+             "max_chain = 8\n");
     CHECK(!config.externalize && !config.compress && config.threads == 3);
+    CHECK(config.stripes == 3);
     CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
     CHECK(config.driver_timeout_ms == 6 && config.driver == "/x/libcuda.so.1");
     CHECK(config.nvml == "/x/nvml.so" && config.source == path);
@@ -44,12 +46,27 @@ void an_empty_file_is_the_defaults() {
 }
 
 void bad_values_are_named() {
-    for (const char* text :
-         {"threads = -1", "threads = 1025", "threads = \"two\"", "chunk_size = 5000",
-          "chunk_size = 1024", "externalize = 1", "externalize = \"yes\"", "compress = \"zstd\"",
-          "io = \"mmap\"", "io = 1", "huge_pages = \"maybe\"", "parent = \"\"", "max_chain = 0",
-          "max_chain = 65536", "lock_timeout_ms = 0", "driver = \"\"", "thread = 1", "[threads]",
-          "threads ="}) {
+    for (const char* text : {"threads = -1",
+                             "threads = 1025",
+                             "threads = \"two\"",
+                             "chunk_size = 5000",
+                             "stripes = 17",
+                             "stripes = -1",
+                             "chunk_size = 1024",
+                             "externalize = 1",
+                             "externalize = \"yes\"",
+                             "compress = \"zstd\"",
+                             "io = \"mmap\"",
+                             "io = 1",
+                             "huge_pages = \"maybe\"",
+                             "parent = \"\"",
+                             "max_chain = 0",
+                             "max_chain = 65536",
+                             "lock_timeout_ms = 0",
+                             "driver = \"\"",
+                             "thread = 1",
+                             "[threads]",
+                             "threads ="}) {
         try {
             read(text);
             CHECK(false && "nothing was thrown");
