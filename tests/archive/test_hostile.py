@@ -157,8 +157,28 @@ def test_bounds_are_kept(tmp_path: Path) -> None:
     cores = [Raw(b"checkpoint/core-%d.img" % number, b"x" * 1000) for number in range(20)]
     kept = replace(DEFAULT_LIMITS, kept_bytes=10_000)
     assert "more than 10000 bytes" in refused(tmp_path, tar([ROOT, *cores]), kept)
+    images = [Raw(b"checkpoint/cudackpt-%d.img" % pid, bytes(500)) for pid in range(1, 20)]
+    files = replace(DEFAULT_LIMITS, image_files=10)
+    assert "more than 10 images" in refused(tmp_path, tar([ROOT, *images]), files)
     unpacked = replace(DEFAULT_LIMITS, unpacked_bytes=10_000)
     assert "10000 are the limit" in refused(tmp_path, tar([ROOT, *cores]), unpacked)
+
+
+@pytest.mark.parametrize("limit", [20, 40])
+def test_too_few_descriptors_are_a_sentence(tmp_path: Path, limit: int) -> None:
+    images = [Raw(b"checkpoint/cudackpt-%d.img" % pid, bytes(500)) for pid in range(1, 60)]
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar([ROOT, *images]))
+    ended = subprocess.run(
+        [sys.executable, "-m", "cudackpt", "verify", path],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
+    )
+    assert ended.returncode == 10
+    assert ended.stderr.count("\n") == 1
+    assert "cannot be looked at: Too many open files" in ended.stderr
 
 
 def test_an_endless_list_of_extended_headers_ends(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cudackpt._core import ImageReader, Manifest, ManifestTask, image_name
 from cudackpt.archive.compression import ByteStream
-from cudackpt.errors import ImageError
+from cudackpt.errors import ArchiveError, ImageError
 from cudackpt.image.checkpoint import image_errors, require_meant
 from cudackpt.image.plain_reader import HEADER_SIZE, INDEX_ENTRY_SIZE, TRAILER_SIZE
 from cudackpt.image.plain_stripe import HEADER_SIZE as STRIPE_HEADER_SIZE
@@ -40,7 +40,10 @@ class HollowFile:
         self.place = place
         self.header = header
         self.tail_offset = size - length
-        self.fd = os.memfd_create("cudackpt-image")
+        try:
+            self.fd = os.memfd_create("cudackpt-image")
+        except OSError as exc:
+            raise ArchiveError(f"{place}: cannot be looked at: {exc.strerror}") from exc
         try:
             os.ftruncate(self.fd, size)
             write_at(self.fd, 0, header)
@@ -49,6 +52,9 @@ class HollowFile:
                 write_at(self.fd, offset, piece)
                 offset += len(piece)
             self.digest = read_part(self.fd, size - DIGEST_SIZE, DIGEST_SIZE)
+        except OSError as exc:
+            self.close()
+            raise ArchiveError(f"{place}: cannot be looked at: {exc.strerror}") from exc
         except BaseException:
             self.close()
             raise
@@ -88,17 +94,27 @@ class HollowImage:
 
         Raises ImageError, UnsupportedError; each names the file.
         """
-        # The core finds stripes by name beside the image. Only links are written, and for a moment.
-        with tempfile.TemporaryDirectory(prefix="cudackpt-") as names:
-            for stripe, file in self.files.items():
-                link = Path(names) / image_name(self.pid, stripe)
-                link.symlink_to(f"/proc/self/fd/{file.fd}")
-            path = Path(names) / image_name(self.pid)
-            archive = self.place.removesuffix(path.name)
-            with image_errors(rename=(f"{names}/", archive)):
+        if len(self.files) == 1:
+            path = f"/proc/self/fd/{self._fd}"
+            with image_errors(rename=(path, self.place)):
                 image = ImageReader.open(path)
+        else:
+            image = self._open_with_stripes()
         require_meant(image, manifest, task, self.place)
         return image
+
+    def _open_with_stripes(self) -> ImageReader:
+        """The core finds them by name beside the image: links are made for it, and for a moment."""
+        main = image_name(self.pid)
+        try:
+            with tempfile.TemporaryDirectory(prefix="cudackpt-") as names:
+                for stripe, file in self.files.items():
+                    link = Path(names) / image_name(self.pid, stripe)
+                    link.symlink_to(f"/proc/self/fd/{file.fd}")
+                with image_errors(rename=(f"{names}/", self.place.removesuffix(main))):
+                    return ImageReader.open(Path(names) / main)
+        except OSError as exc:
+            raise ArchiveError(f"{self.place}: cannot be looked at: {exc}") from exc
 
     def stored_hash(self, number: int) -> int:
         """Of the stored bytes of a chunk of an image that was opened."""

@@ -197,6 +197,10 @@ class Archive:
         long_tails: dict[ImageFile, int],
     ) -> None:
         place = self.place(image_name(*file))
+        if len(self.image_files) + len(long_tails) >= self._limits.image_files:
+            raise ArchiveError(
+                f"{self.name}: has more than {self._limits.image_files} images and stripes"
+            )
         left = self._limits.index_bytes - self._index_bytes
         try:
             if file[1]:

@@ -97,7 +97,7 @@ def parse_statistics(file: bytes, path: str) -> Statistics:
             tasks=tuple(_task(task) for task in raw["tasks"]),
             phases_ms=_phases(raw["phases_ms"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as exc:
         raise ImageError(f"{path} is malformed: {exc!r}") from exc
 
 
