@@ -7,6 +7,7 @@ from cudackpt.archive.opened import Archive
 from cudackpt.archive.parents import Parent
 from cudackpt.archive.stored_chunks import (
     OpenImage,
+    Places,
     by_source,
     checked,
     own_chunks,
@@ -16,8 +17,8 @@ from cudackpt.errors import ArchiveError, ImageError, UnsupportedError
 from cudackpt.image.checkpoint import ImageFile
 from cudackpt.image.verification import OnProgress, Verification
 
-# Offset, number and image of chunks, by the file of the parent that has their bytes.
-Wanted = dict[Parent, dict[ImageFile, list[tuple[int, int, OpenImage]]]]
+# Places of chunks, by the file of the parent that has their bytes.
+Wanted = dict[Parent, dict[ImageFile, list[Places]]]
 
 
 def verify_archive(
@@ -154,10 +155,10 @@ def collect(archive: Archive, image: OpenImage, wanted: Wanted) -> None:
         if parent is None:
             raise ImageError(missing_source(archive, image, source))
         parents.append(parent)
-    for number, chunks in by_source(image).items():
+    for number, places in by_source(image).items():
         source, parent = sources[number - 1], parents[number - 1 - stripes]
         by_file = wanted.setdefault(parent, {})
-        by_file.setdefault((source.pid, source.stripe), []).extend(chunks)
+        by_file.setdefault((source.pid, source.stripe), []).append(places)
 
 
 def missing_source(archive: Archive, image: OpenImage, source: Source) -> str:
