@@ -33,6 +33,7 @@ PYTHON_ARROWS = {
     "errors": set[str](),
     "__init__": set[str](),
     "__main__": {"cli"},
+    "checkpointctl": {"cli"},
     "process": {"errors"},
     "driver": {"errors"},
     "nvml": {"errors"},
@@ -40,6 +41,7 @@ PYTHON_ARROWS = {
     "dirty_rate": {"errors"},
     "watching": {"errors", "_core", "dirty_rate"},
     "image": {"errors", "_core", "criu"},
+    "archive": {"errors", "_core", "image", "criu", "process"},
     "criu": {"errors", "process", "driver", "nvml"},
     "store": {"errors", "image", "criu", "_core"},
     "policy": {"errors"},
@@ -53,7 +55,7 @@ PYTHON_ARROWS = {
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        *("dirty_rate", "watching"),
+        *("dirty_rate", "watching", "archive"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.

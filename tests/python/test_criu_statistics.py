@@ -77,6 +77,7 @@ DAMAGED = [
     '{"version": 99}',
     '{"version": 1}',
     '{"version": 1, "tasks": 3}',
+    json.dumps(DUMP | {"tasks": [TASK | {"file_bytes": float("inf")}]}),
     "\xff",
 ]
 
