@@ -15,6 +15,12 @@ class ImageError(CheckpointError):
     exit_code = 10
 
 
+class ArchiveError(ImageError):
+    """A checkpoint archive is damaged, out of bounds, or of a layout that is not known."""
+
+    exit_code = 10
+
+
 class DriverError(CheckpointError):
     """The CUDA driver is missing or refused a call.
 

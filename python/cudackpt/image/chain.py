@@ -17,16 +17,18 @@ _DIGEST_SIZE = 16  # bytes at the end of an image
 
 
 class State(StrEnum):
-    """What is found where an earlier checkpoint should be."""
+    """What is found where an earlier checkpoint should be. OUTSIDE: nowhere to look for it."""
 
     RIGHT = "right"
     MISSING = "missing"
     REPLACED = "replaced"
+    OUTSIDE = "outside"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSource:
-    """A source of an image and what is there. directory: None if the links do not lead so far."""
+    """A source of an image and what is there. directory: None if the links do not lead so far; of an archive
+    that was named as a parent, the archive."""
 
     source: Source
     directory: Path | None
