@@ -46,6 +46,12 @@ class EmulatorError(CheckpointError):
     exit_code = 15
 
 
+class PolicyError(CheckpointError):
+    """What a container asks of its checkpoints cannot be done, or its policy file cannot be used."""
+
+    exit_code = 17
+
+
 class UnsupportedError(CheckpointError):
     """What was asked for cannot be done on this machine."""
 

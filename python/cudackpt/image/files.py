@@ -7,7 +7,14 @@ from typing import Protocol
 
 from cudackpt._core import MANIFEST_NAME, ImageReader, Manifest, ManifestTask, Source
 from cudackpt.errors import ImageError
-from cudackpt.image.chain import FoundSource, State, find_sources, parent_directory, parent_state
+from cudackpt.image.chain import (
+    FoundSource,
+    State,
+    find_parent,
+    find_sources,
+    parent_directory,
+    parent_state,
+)
 from cudackpt.image.checkpoint import find_manifest, open_image
 
 READ_LIMIT = 64 << 20  # bytes of a small file
@@ -86,7 +93,7 @@ class DirectoryFiles:
 
     def find_parent(self, manifest: Manifest) -> tuple[str | None, State]:
         try:
-            parent = parent_directory(self.directory)
+            parent = find_parent(self.directory) or parent_directory(self.directory)
         except ImageError:  # no link; parent_state says so
             parent = None
         where = None if parent is None else str(parent)
