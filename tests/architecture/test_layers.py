@@ -42,6 +42,7 @@ PYTHON_ARROWS = {
     "image": {"errors", "_core", "criu"},
     "archive": {"errors", "_core", "image", "criu", "process"},
     "criu": {"errors", "process", "driver", "nvml"},
+    "runtimes": {"errors", "criu", "image", "archive", "_core"},
     "store": {"errors", "image", "criu", "_core"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
@@ -52,7 +53,7 @@ PYTHON_ARROWS = {
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        *("dirty_rate", "watching", "archive"),
+        *("dirty_rate", "watching", "archive", "runtimes"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.
