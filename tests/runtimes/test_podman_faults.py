@@ -30,13 +30,22 @@ def slow_copies(root: EngineRoot, ms_per_gib: int) -> Iterator[None]:
         root.run("cudackpt", "emulator", "set", "d2h_ms_per_gib", "0")
 
 
-def wait_for_dump(container: SteadyContainer, child: subprocess.Popen[str]) -> None:
-    """Until CRIU's log says that the plugin is at work."""
+def start_dump(container: SteadyContainer, *words: str) -> subprocess.Popen[str]:
+    """Start one, and wait until CRIU's log says that the plugin is at work."""
     path = container.root.path(container.images()).parent / "dump.log"
+    child = container.root.start("podman", "container", "checkpoint", *words, container.name)
     deadline = time.monotonic() + TIMEOUT_S
-    while "cuda_plugin: locked" not in (path.read_text() if path.exists() else ""):
-        assert child.poll() is None and time.monotonic() < deadline, path
+    while "cuda_plugin: locked" not in read(path):
+        assert child.poll() is None and time.monotonic() < deadline, read(path)
         time.sleep(POLL_S)
+    return child
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:  # not yet, or, when the dump is done, no more
+        return ""
 
 
 def in_root(root: EngineRoot, name: str) -> list[int]:
@@ -60,8 +69,7 @@ def test_podman_killed_in_the_middle(steady: Steady, runtime: str) -> None:
     root = container.root
     for victims in (["podman"], ["podman", runtime, "criu"]):
         with slow_copies(root, 30_000):
-            child = root.start("podman", "container", "checkpoint", "-R", container.name)
-            wait_for_dump(container, child)
+            child = start_dump(container, "--leave-running")
             for name in victims:
                 for pid in in_root(root, name):
                     os.kill(pid, signal.SIGKILL)
@@ -148,8 +156,7 @@ def test_removed_in_the_middle(steady: Steady) -> None:
     container = steady("removed", "runc", mib=16)
     root = container.root
     with slow_copies(root, 30_000):
-        child = root.start("podman", "container", "checkpoint", container.name)
-        wait_for_dump(container, child)
+        child = start_dump(container)
         root.run("podman", "rm", "--force", "--time", "0", container.name)
         child.wait(TIMEOUT_S)
     assert in_root(root, "criu") == [] and in_root(root, "steady_job") == []
