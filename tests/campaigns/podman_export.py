@@ -1,5 +1,6 @@
 """How long `podman container checkpoint --export` takes for a container with GPU memory, and how large
-its archive is: with our plugin, and with GPU memory left to CRIU, as the stock plugin has it.
+its archive is: with our plugin, the first time and on top of an earlier one, and with GPU memory left
+to CRIU, as the stock plugin has it.
 
     PYTHONPATH=tests python -m campaigns.podman_export [--size GIB] [--pairs N] [--out bench.json]
 
@@ -29,7 +30,11 @@ from support.engine_image import IMAGE, import_image
 from support.engine_root import EngineRoot
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-CONTENDERS = {"ours": (), "stock": ("externalize = false",)}
+CONTENDERS = {
+    "ours": (),
+    "ours, incremental": ("incremental = true",),  # the container has been exported once before
+    "stock": ("externalize = false",),
+}
 COMPRESSIONS = ("none", "zstd", "gzip")
 PODMAN_DEFAULT = "zstd"
 BOUND = 0.5  # of stock with Podman's default
@@ -105,6 +110,7 @@ def run(content: Content, work: Path, pairs: int) -> dict[str, Any]:
         target = Target(root)
         target.start(content)
         digest = target.ask("hash")
+        measure(root, target, "ours, incremental", "none")  # the parent, which counts for nothing
         for turn in range(pairs):
             for compress in COMPRESSIONS:
                 # Whoever is second finds the machine as the first has left it.
@@ -130,38 +136,52 @@ def report(
             "contender": contender,
             "compress": compress,
             "seconds": statistics.median(one["seconds"] for one in ones),
+            "seconds_least": min(one["seconds"] for one in ones),
             "seconds_all": [one["seconds"] for one in ones],
             "bytes": round(statistics.median(one["bytes"] for one in ones)),
         }
         for (contender, compress), ones in found.items()
     ]
-    base = next(
-        one for one in results if (one["contender"], one["compress"]) == ("stock", PODMAN_DEFAULT)
-    )
+    base = _find(results, "stock", PODMAN_DEFAULT)
     for one in results:
         one["seconds_of_stock"] = one["seconds"] / base["seconds"]
         one["bytes_of_stock"] = one["bytes"] / base["bytes"]
-    ours = min(
-        (one for one in results if one["contender"] == "ours"), key=lambda one: one["seconds"]
-    )
+    best = {
+        contender: min(
+            (one for one in results if one["contender"] == contender),
+            key=lambda one: one["seconds"],
+        )
+        for contender in CONTENDERS
+        if contender != "stock"
+    }
     return {
         "workload": content.workload,
         "gpu_bytes": content.gpu_bytes,
         "backend": "emulator",
         "pairs": pairs,
+        "load_average": os.getloadavg()[2],
         "versions": [line for line in versions.splitlines() if "ersion" in line],
         "base": {"contender": "stock", "compress": PODMAN_DEFAULT},
-        "best": ours["compress"],
-        "bounds": {
-            key: {
+        "bounds": [
+            {
+                "contender": contender,
+                "compress": one["compress"],
+                "what": key,
                 "bound": BOUND,
-                "measured": ours[f"{key}_of_stock"],
-                "met": ours[f"{key}_of_stock"] <= BOUND,
+                "measured": one[f"{key}_of_stock"],
+                "met": one[f"{key}_of_stock"] <= BOUND,
             }
+            for contender, one in best.items()
             for key in ("seconds", "bytes")
-        },
+        ],
         "results": results,
     }
+
+
+def _find(results: list[dict[str, Any]], contender: str, compress: str) -> dict[str, Any]:
+    return next(
+        one for one in results if (one["contender"], one["compress"]) == (contender, compress)
+    )
 
 
 def main() -> None:
@@ -178,8 +198,11 @@ def main() -> None:
     whole = json.loads(given.out.read_text()) if given.out.exists() else {}
     whole["podman"] = run(content, given.work, given.pairs)
     write_json(whole, given.out)
-    for name, bound in whole["podman"]["bounds"].items():
-        print(f"podman {name}: {bound['measured']:.2f} of stock (bound {bound['bound']})")
+    for bound in whole["podman"]["bounds"]:
+        print(
+            f"podman: {bound['contender']}, --compress {bound['compress']}: {bound['what']} "
+            f"{bound['measured']:.2f} of stock's (bound {bound['bound']})"
+        )
 
 
 if __name__ == "__main__":
