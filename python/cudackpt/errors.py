@@ -46,6 +46,12 @@ class EmulatorError(CheckpointError):
     exit_code = 15
 
 
+class EngineError(CheckpointError):
+    """A container engine or a kubelet cannot be reached, refused what was asked, or failed."""
+
+    exit_code = 16
+
+
 class PolicyError(CheckpointError):
     """What a container asks of its checkpoints cannot be done, or its policy cannot be used."""
 

@@ -43,6 +43,7 @@ PYTHON_ARROWS = {
     "image": {"errors", "_core", "criu"},
     "archive": {"errors", "_core", "image", "criu", "process"},
     "criu": {"errors", "process", "driver", "nvml"},
+    "runtimes": {"errors", "criu", "image", "archive", "_core"},
     "store": {"errors", "image", "criu", "_core"},
     "policy": {"errors"},
     "hooks": {"errors", "policy", "image", "store"},
@@ -55,7 +56,7 @@ PYTHON_ARROWS = {
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        *("dirty_rate", "watching", "archive"),
+        *("dirty_rate", "watching", "archive", "runtimes"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.
