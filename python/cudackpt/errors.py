@@ -40,6 +40,12 @@ class EmulatorError(CheckpointError):
     exit_code = 15
 
 
+class InstallError(CheckpointError):
+    """A host cannot be set up as asked, or what is installed there is not as recorded."""
+
+    exit_code = 22
+
+
 class UnsupportedError(CheckpointError):
     """What was asked for cannot be done on this machine."""
 

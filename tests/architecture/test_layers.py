@@ -42,6 +42,7 @@ PYTHON_ARROWS = {
     "image": {"errors", "_core", "criu"},
     "criu": {"errors", "process", "driver", "nvml"},
     "store": {"errors", "image", "criu", "_core"},
+    "install": {"errors", "criu"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
     "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
@@ -51,6 +52,7 @@ PYTHON_ARROWS = {
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
+        "install",
         *("dirty_rate", "watching"),
     },
 }
