@@ -15,6 +15,12 @@ class ImageError(CheckpointError):
     exit_code = 10
 
 
+class ArchiveError(ImageError):
+    """A checkpoint archive is damaged, out of bounds, or of a layout that is not known."""
+
+    exit_code = 10
+
+
 class DriverError(CheckpointError):
     """The CUDA driver is missing or refused a call.
 
@@ -44,6 +50,12 @@ class InstallError(CheckpointError):
     """A host cannot be set up as asked, or what is installed there is not as recorded."""
 
     exit_code = 22
+
+
+class PolicyError(CheckpointError):
+    """What a container asks of its checkpoints cannot be done, or its policy file cannot be used."""
+
+    exit_code = 17
 
 
 class UnsupportedError(CheckpointError):

@@ -40,6 +40,7 @@ PYTHON_ARROWS = {
     "dirty_rate": {"errors"},
     "watching": {"errors", "_core", "dirty_rate"},
     "image": {"errors", "_core", "criu"},
+    "archive": {"errors", "_core", "image", "criu", "process"},
     "criu": {"errors", "process", "driver", "nvml"},
     "store": {"errors", "image", "criu", "_core"},
     "install": {"errors", "criu"},
@@ -52,8 +53,7 @@ PYTHON_ARROWS = {
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        "install",
-        *("dirty_rate", "watching"),
+        *("dirty_rate", "watching", "archive", "install"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.
