@@ -43,6 +43,8 @@ PYTHON_ARROWS = {
     "archive": {"errors", "_core", "image", "criu", "process"},
     "criu": {"errors", "process", "driver", "nvml"},
     "store": {"errors", "image", "criu", "_core"},
+    "policy": {"errors"},
+    "hooks": {"errors", "policy", "image", "store"},
     "install": {"errors", "criu"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},

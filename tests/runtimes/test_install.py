@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from cudackpt.install import layout
 from cudackpt.install.change import Change
 from cudackpt.install.installation import install, uninstall
 from cudackpt.install.root import Root
-from runtimes.test_engine_root import COUNT, numbers, wait_for_more
+from support.engine_gpu import SteadyContainer, add_gpus
 from support.engine_image import IMAGE, import_image
 from support.engine_root import EngineRoot
 
@@ -45,10 +46,15 @@ def whole(root: Path) -> Facts:
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineRoot, Facts]]:
+def host(
+    tmp_path_factory: pytest.TempPathFactory, steady_job: Path
+) -> Iterator[tuple[EngineRoot, Facts]]:
     """A host of its own on which cudackpt is installed from outside; all its files before."""
     with EngineRoot(tmp_path_factory.mktemp("host")) as engines:
-        import_image(engines)
+        import_image(engines, [steady_job])
+        add_gpus(engines)
+        for name in ("runc", "crun", "default"):  # add_gpus does by hand what is tested here
+            engines.path(f"/etc/criu/{name}.conf").unlink()
         engines.write("/etc/criu/default.conf", "# the administrator's\nlog-pid", mode=0o640)
         before = whole(engines.path("/"))
         with Root(engines.path("/")) as root:
@@ -57,35 +63,30 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineRoot,
 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
-def test_podman_finds_the_plugin(host: tuple[EngineRoot, Facts], runtime: str) -> None:
+def test_podman_checkpoints_gpu_memory(host: tuple[EngineRoot, Facts], runtime: str) -> None:
+    """The job compares every byte; the hook has left the policy that the annotation asks for."""
     engines, _ = host
-    engines.run(
-        *["podman", "--runtime", runtime, "run", "--detach", "--network", "none"],
-        *["--name", runtime, IMAGE, "/bin/sh", "-c", COUNT],
+    annotation = ["--annotation", "io.cudackpt.threads=2"]
+    container = SteadyContainer.run(engines, f"installed-{runtime}", runtime, *annotation, mib=8)
+    (policy,) = engines.path("/run/cudackpt/policy").glob("*.toml")
+    assert "threads = 2" in policy.read_text()
+    engines.run("podman", "container", "checkpoint", container.name)
+    account = json.loads(
+        engines.path(f"{container.images()}/cudackpt-dump.json").read_text()
     )
-    wait_for_more(engines, runtime)
-    engines.run("podman", "container", "checkpoint", "--keep", runtime)
-    (log,) = engines.path("/var/lib/containers").glob("storage/*/*/userdata/dump.log")
-    text = log.read_text(errors="replace")
-    assert 'Plugin "cuda_plugin"' in text
-    before = numbers(engines, runtime)
-    engines.run("podman", "container", "restore", runtime)
-    wait_for_more(engines, runtime)
-    after = numbers(engines, runtime)
-    assert after == list(range(1, len(after) + 1))
-    assert len(after) > len(before)
-    engines.run("podman", "rm", "--force", "--time", "0", runtime)
+    assert [task["externalized"] for task in account["tasks"]] == [True]
+    engines.run("podman", "container", "restore", container.name)
+    container.run_on()
+    container.remove()
 
 
 def test_podman_runs_the_hook_for_annotations_only(host: tuple[EngineRoot, Facts]) -> None:
-    """Seen by what an unknown annotation does: the container does not start."""
+    """Seen by what a wrong annotation does: the container does not start."""
     engines, _ = host
     run = ["podman", "run", "--rm", "--network", "none"]
     engines.run(*run, "--annotation", "org.example.a=b", IMAGE, "/bin/sh", "-c", "exit 0")
-    refused = engines.run(
-        *[*run, "--annotation", "io.cudackpt.no-such=1", IMAGE, "/bin/sh", "-c", "exit 0"],
-        check=False,
-    )
+    wrong = ["--annotation", "io.cudackpt.threads=many"]
+    refused = engines.run(*run, *wrong, IMAGE, "/bin/sh", "-c", "exit 0", check=False)
     assert refused.returncode != 0
     assert layout.HOOK in refused.stderr
 
