@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
 from cudackpt import driver, nvml
+from cudackpt.criu.find import choose, find_all
 from cudackpt.criu.plugin import driver_libraries
-from cudackpt.diagnosis import criu, gpu, kernel, privileges
+from cudackpt.diagnosis import criu, gpu, installation, kernel, privileges, runtimes
 from cudackpt.diagnosis.finding import Finding, Status
-from cudackpt.errors import CheckpointError, UnsupportedError
+from cudackpt.errors import CheckpointError, CriuError, DriverError, UnsupportedError
 
 _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
 
@@ -26,7 +29,7 @@ _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
     help="The criu program to look at, or a root directory that holds one.",
 )
 def command(as_json: bool, criu_program: str | None) -> None:
-    """Look at driver, kernel, CRIU, plugin and privileges.
+    """Look at driver, kernel, privileges, CRIU, plugin, installation and container runtimes.
 
     Each line is ok, a note, or a problem with what to do about it; the exit status is 0 if there
     is no problem.
@@ -53,7 +56,23 @@ def diagnose(criu_program: str | None) -> list[Finding]:
         *kernel.check(),
         *privileges.check(),
         *criu.check(os.environ, criu_program),
+        *installation.check(_program(criu_program), sys.executable),
+        *runtimes.check(os.environ, _driver_version(nvml_library)),
     ]
+
+
+def _program(criu_program: str | None) -> Path | None:
+    try:
+        return choose(find_all(os.environ, criu_program)).program
+    except CriuError:
+        return None
+
+
+def _driver_version(library: str) -> str | None:
+    try:
+        return nvml.driver_version(library)
+    except DriverError:
+        return None
 
 
 def _print(finding: Finding) -> None:
