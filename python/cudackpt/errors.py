@@ -46,10 +46,10 @@ class EmulatorError(CheckpointError):
     exit_code = 15
 
 
-class InstallError(CheckpointError):
-    """A host cannot be set up as asked, or what is installed there is not as recorded."""
+class EngineError(CheckpointError):
+    """A container engine or a kubelet cannot be reached, refused what was asked, or failed."""
 
-    exit_code = 22
+    exit_code = 16
 
 
 class PolicyError(CheckpointError):
@@ -62,3 +62,9 @@ class UnsupportedError(CheckpointError):
     """What was asked for cannot be done on this machine."""
 
     exit_code = 20
+
+
+class InstallError(CheckpointError):
+    """A host cannot be set up as asked, or what is installed there is not as recorded."""
+
+    exit_code = 22

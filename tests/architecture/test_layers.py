@@ -42,6 +42,7 @@ PYTHON_ARROWS = {
     "image": {"errors", "_core", "criu"},
     "archive": {"errors", "_core", "image", "criu", "process"},
     "criu": {"errors", "process", "driver", "nvml"},
+    "runtimes": {"errors", "criu", "image", "archive", "_core"},
     "store": {"errors", "image", "criu", "_core"},
     "policy": {"errors"},
     "hooks": {"errors", "policy", "image", "store"},
@@ -50,7 +51,7 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "process"},
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task"),
-        *("archive", "image", "_core"),
+        *("archive", "image"),
     },
     "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
     "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
@@ -58,7 +59,7 @@ PYTHON_ARROWS = {
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        *("dirty_rate", "watching", "archive", "install"),
+        *("dirty_rate", "watching", "archive", "install", "runtimes"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.

@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "install": "have the container runtimes of a host use cudackpt",
     "inspect": "say what a checkpoint holds",
     "plugin-dir": "print the directory to give to criu as --libdir",
+    "podman": "checkpoint and restore Podman's containers",
     "prune": "remove old checkpoints from a directory of them",
     "recover": "bring back a task left behind by a criu that died",
     "restore": "restore a process tree from a checkpoint",
