@@ -34,7 +34,7 @@ def advice(root: Root, python: str) -> Iterator[str]:
                 "io.cudackpt.* will not start"
             )
     if os.path.samefile(root.directory, "/"):
-        for part in _writable_by_others(Path(layout.packages()) / "cudackpt"):
+        for part in writable_by_others(Path(layout.packages()) / "cudackpt"):
             yield (
                 f"{part} can be written by others than root, and {layout.HOOK} runs what is in it "
                 "as root; install cudackpt where only root can write"
@@ -53,7 +53,8 @@ def crun_advice(place: str, program: bytes) -> Iterator[str]:
         )
 
 
-def _writable_by_others(path: Path) -> Iterator[Path]:
+def writable_by_others(path: Path) -> Iterator[Path]:
+    """Parts of a path, from its end on, that others than root could put something else into."""
     for part in (path, *path.parents):
         found = part.stat()
         shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
