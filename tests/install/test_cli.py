@@ -40,6 +40,12 @@ def test_each_file_is_printed(cudackpt: Cudackpt, root: Path) -> None:
     assert cudackpt("uninstall", "--root", root).stdout == "nothing is installed there\n"
 
 
+def test_plugins_that_criu_does_not_load_any_more_are_named(cudackpt: Cudackpt, root: Path) -> None:
+    put(root, "/usr/lib/criu/amdgpu_plugin.so", "")
+    said = cudackpt("install", "--root", root).stdout
+    assert "criu does not load amdgpu_plugin.so from /usr/lib/criu any more" in said
+
+
 def test_obstacles_are_an_error(cudackpt: Cudackpt, root: Path) -> None:
     put(root, "/etc/criu/runc.conf", "libdir /elsewhere\n")
     ended = cudackpt("install", "--root", root)

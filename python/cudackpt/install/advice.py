@@ -17,6 +17,9 @@ from cudackpt.install.root import Root
 
 CRUN_PLACES = ("/usr/bin/crun", "/usr/sbin/crun", "/usr/local/bin/crun", "/usr/local/sbin/crun")
 
+# Where distributions' criu looks if no libdir is set.
+STOCK_DIRECTORIES = ("/usr/lib/criu", "/usr/lib64/criu", "/usr/lib/x86_64-linux-gnu/criu")
+
 
 def advice(root: Root, python: str) -> Iterator[str]:
     """Sentences. python: the hook's interpreter, as a path in the root."""
@@ -27,6 +30,13 @@ def advice(root: Root, python: str) -> Iterator[str]:
             continue
         if found is not None:
             yield from crun_advice(place, found.data)
+    for directory in STOCK_DIRECTORIES:
+        plugins = [name for name in root.listing(directory) if name.endswith(".so")]
+        if plugins:
+            yield (
+                f"criu does not load {', '.join(plugins)} from {directory} any more: it has one "
+                "plugin directory, now ours"
+            )
     for path in (python, f"{layout.packages()}/cudackpt"):
         if not root.exists(path):
             yield (
