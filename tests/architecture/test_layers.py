@@ -47,16 +47,20 @@ PYTHON_ARROWS = {
     "store": {"errors", "image", "criu", "_core"},
     "policy": {"errors"},
     "hooks": {"errors", "policy", "image", "store"},
+    "install": {"errors", "criu"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
-    "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
+    "diagnosis": {
+        *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task"),
+        *("archive", "image"),
+    },
     "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
     "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
     "bench": {"__init__", "errors", "process", "criu", "_core", "demo"},
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        *("dirty_rate", "watching", "archive", "runtimes"),
+        *("dirty_rate", "watching", "archive", "install", "runtimes"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.
