@@ -40,6 +40,12 @@ class EmulatorError(CheckpointError):
     exit_code = 15
 
 
+class EngineError(CheckpointError):
+    """A container engine or a kubelet cannot be reached, refused what was asked, or failed."""
+
+    exit_code = 16
+
+
 class UnsupportedError(CheckpointError):
     """What was asked for cannot be done on this machine."""
 

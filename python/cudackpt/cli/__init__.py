@@ -16,11 +16,13 @@ from cudackpt.errors import CheckpointError
 COMMANDS: dict[str, str] = {
     "bench": "measure this machine, beside stock CRIU",
     "checkpoint": "dump a process tree, GPU memory included",
+    "containerd": "checkpoint a container of containerd's, through CRI",
     "diff": "say what changed in GPU memory between two checkpoints",
     "doctor": "say what this machine lacks and what to do about it",
     "emulator": "run programs on emulated GPUs, for tests and trials",
     "flatten": "copy a checkpoint so that it needs no other",
     "inspect": "say what a checkpoint holds",
+    "kubelet": "checkpoint containers of a cluster, through the kubelets",
     "plugin-dir": "print the directory to give to criu as --libdir",
     "prune": "remove old checkpoints from a directory of them",
     "recover": "bring back a task left behind by a criu that died",

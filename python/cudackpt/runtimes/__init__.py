@@ -1,0 +1,1 @@
+"""Container engines and the kubelet: each asked for a checkpoint in its own way."""
