@@ -45,13 +45,14 @@ PYTHON_ARROWS = {
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
     "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
+    "runtimes": {"errors", "criu"},
     "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
     "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
     "bench": {"__init__", "errors", "process", "criu", "_core", "demo"},
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        *("dirty_rate", "watching"),
+        *("dirty_rate", "watching", "runtimes"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from cudackpt.cli.table import print_table
 from cudackpt.runtimes import containerd
 from cudackpt.runtimes.cri import Cri
 
@@ -78,10 +78,7 @@ def list_containers(address: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([asdict(one) for one in found], indent=2))
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("ID", "NAMESPACE", "POD", "CONTAINER", "IMAGE", "STATE"):
-        table.add_column(title, overflow="fold")
-    for one in found:
-        cells = (one.id[:13], one.namespace, one.pod, one.name, one.image, one.state)
-        table.add_row(*map(escape, cells))
-    Console().print(table)
+    print_table(
+        ("ID", "NAMESPACE", "POD", "CONTAINER", "IMAGE", "STATE"),
+        ((one.id[:13], one.namespace, one.pod, one.name, one.image, one.state) for one in found),
+    )

@@ -123,13 +123,22 @@ def _engine(
     if manager == "libpod":
         return "Podman", _text(config.get("name")), _text(config.get("createdTime"))
     if manager == "cri-o":
-        name = notes.get("io.kubernetes.container.name") or config.get("name")
+        name = _crio_name(notes.get("io.kubernetes.cri-o.Metadata"))
         return "CRI-O", _text(name), _text(notes.get("io.kubernetes.cri-o.Created"))
     name = notes.get("io.kubernetes.cri.container-name")
     if name is None:
         return _UNKNOWN, _text(config.get("name")), _text(config.get("createdTime"))
     created = _parse(texts, _STATUS, title).get("CreatedAt") if _STATUS in texts else None
     return "containerd", _text(name), _time(created) or _text(config.get("createdTime"))
+
+
+def _crio_name(metadata: object) -> object:
+    """The name in what CRI-O writes of the container as a JSON text."""
+    try:
+        value = json.loads(metadata) if isinstance(metadata, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return value.get("name") if isinstance(value, dict) else None
 
 
 def _parse(texts: dict[str, bytes], name: str, title: str) -> dict[str, Any]:

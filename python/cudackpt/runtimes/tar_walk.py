@@ -138,5 +138,7 @@ def _pax_size(records: dict[str, str], title: str, offset: int) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise ImageError(f"{title} is damaged: the extended header at byte {offset} has size {text!r}")
+        raise ImageError(
+            f"{title} is damaged: the extended header at byte {offset} has size {text!r}"
+        )
     return int(text)
