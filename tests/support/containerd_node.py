@@ -1,0 +1,238 @@
+"""A node of a cluster without the cluster: containerd, a registry and emulated GPUs in one system."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cudackpt.criu.plugin import plugin_directory
+from cudackpt.emulator.location import RUN_DIRECTORY, library_directory
+from cudackpt.runtimes.cri import Cri
+from support.cri_tables import NODE_MESSAGES, NODE_METHODS, NODE_NETWORK
+from support.engine_image import make_archive
+from support.engine_root import EngineRoot
+from support.oci_image import oci_archive
+
+POLL_S = 0.05
+TIMEOUT_S = 60.0
+EMULATED_API = 13000
+REGISTRY = "127.0.0.1:5000"
+JOB_IMAGE = f"{REGISTRY}/cudackpt/job:1"
+PAUSE_IMAGE = "localhost/cudackpt-pause:latest"
+LOGS = Path("/var/log/pods")
+_SOCKET = "/run/containerd/containerd.sock"
+# Without CAP_SYS_RESOURCE no container's oom_score_adj can be lowered.
+_CONFIG = f"""\
+version = 3
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+sandbox = '{PAUSE_IMAGE}'
+[plugins.'io.containerd.cri.v1.runtime']
+restrict_oom_score_adj = true
+"""
+_REGISTRY_CONFIG = f"""\
+version: 0.1
+storage: {{filesystem: {{rootdirectory: /var/lib/containerd/registry}}}}
+http: {{addr: {REGISTRY}}}
+"""
+_STEP = re.compile(r"(\d+) step (\d+) ok")
+
+
+class ContainerdNode:
+    """containerd in `root`, from start to close(); a context manager. program: tests/programs'
+    steady_job, which is what its image runs."""
+
+    def __init__(self, root: EngineRoot, program: Path) -> None:
+        self.root = root
+        self._daemons: list[subprocess.Popen[str]] = []
+        self._library = library_directory(EMULATED_API)
+        try:
+            self._prepare()
+            self._start_daemons()
+            self._load_images(program)
+            self.cri = Cri(self.socket, (NODE_MESSAGES, NODE_METHODS))
+        except BaseException:
+            self._stop_daemons()
+            raise
+
+    @property
+    def socket(self) -> str:
+        """Path, as seen from here, of containerd's socket."""
+        return str(self.root.path(_SOCKET))
+
+    def pod(self, name: str, namespace: str = "tests") -> Pod:
+        """Start a pod's sandbox, in the network of the node: no CNI."""
+        return Pod(self, name, namespace)
+
+    def log(self) -> str:
+        """What containerd has said."""
+        return self.root.path("/var/log/containerd.log").read_text(errors="replace")
+
+    def gpu_mounts(self) -> list[dict[str, object]]:
+        """What a container needs to see the emulated GPUs, as CRI mounts."""
+        return [
+            {"container_path": str(path), "host_path": str(path), "readonly": readonly}
+            for path, readonly in ((self._library, True), (RUN_DIRECTORY, False))
+        ]
+
+    def gpu_envs(self) -> list[dict[str, str]]:
+        return [{"key": "LD_LIBRARY_PATH", "value": str(self._library)}]
+
+    def _prepare(self) -> None:
+        root = self.root
+        root.write("/etc/containerd/config.toml", _CONFIG)
+        root.write("/etc/registry.yml", _REGISTRY_CONFIG)
+        root.write("/etc/criu/runc.conf", f"libdir {plugin_directory({})}\n")
+        # Where a driver's package would have it.
+        root.write("/etc/ld.so.conf.d/emulator.conf", f"{self._library}\n")
+        root.run("ldconfig")
+        root.run("cudackpt", "emulator", "start", "--gpus", "1", "--memory", "256MiB")
+
+    def _start_daemons(self) -> None:
+        for name, words in {
+            "containerd": ["containerd"],
+            "registry": ["docker-registry", "serve", "/etc/registry.yml"],
+        }.items():
+            with self.root.path(f"/var/log/{name}.log").open("w") as log:
+                self._daemons.append(self.root.start(*words, stdout=log, stderr=log))
+        wait_for(lambda: Path(self.socket).exists(), "containerd's socket", self.log)
+
+    def _load_images(self, program: Path) -> None:
+        layer = make_archive(self.root, [program])
+        for image, command in (
+            (PAUSE_IMAGE, ["/bin/sleep", "1000000"]),
+            (JOB_IMAGE, [f"/bin/{program.name}"]),
+        ):
+            self.root.path("/tmp/image.tar").write_bytes(oci_archive(layer, image, command))
+            self._ctr("images", "import", "/tmp/image.tar")
+        self._ctr("images", "push", "--plain-http", JOB_IMAGE)
+        self._ctr("images", "rm", JOB_IMAGE)
+
+    def _ctr(self, *words: str) -> str:
+        return self.root.run("ctr", "-n", "k8s.io", *words).stdout
+
+    def _stop_daemons(self) -> None:
+        for daemon in self._daemons:
+            # nsenter's only child is the daemon itself.
+            children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+            subprocess.run(["kill", *children], check=True)
+            daemon.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.cri.__exit__(None, None, None)
+        self._stop_daemons()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Pod:
+    """A pod's sandbox. id: of the sandbox."""
+
+    def __init__(self, node: ContainerdNode, name: str, namespace: str) -> None:
+        self.node, self.name, self.namespace = node, name, namespace
+        options = {"network": NODE_NETWORK}
+        self.config = {
+            "metadata": {"name": name, "uid": f"uid-{name}", "namespace": namespace},
+            "log_directory": str(LOGS / f"{namespace}_{name}"),
+            "linux": {"security_context": {"namespace_options": options}},
+        }
+        answer = node.cri.call("RunPodSandbox", timeout_s=TIMEOUT_S, config=self.config)
+        self.id: str = answer.pod_sandbox_id
+
+    def create(self, name: str, image: str, args: list[str], **config: Any) -> Container:
+        """Create a container with the node's GPUs in it; config: more of CRI's ContainerConfig."""
+        fields = {
+            "metadata": {"name": name},
+            "image": {"image": image},
+            "args": args,
+            "mounts": self.node.gpu_mounts(),
+            "envs": self.node.gpu_envs(),
+            "log_path": f"{name}.log",
+            "linux": {"security_context": {"namespace_options": {"network": NODE_NETWORK}}},
+        }
+        answer = self.node.cri.call(
+            "CreateContainer",
+            timeout_s=TIMEOUT_S,
+            pod_sandbox_id=self.id,
+            config=fields | config,
+            sandbox_config=self.config,
+        )
+        return Container(self, name, answer.container_id)
+
+    def job(self, name: str, *args: str) -> Container:
+        """A container that runs steady_job, which has made two steps."""
+        self.node.cri.call(
+            "/runtime.v1.ImageService/PullImage", timeout_s=TIMEOUT_S, image={"image": JOB_IMAGE}
+        )
+        container = self.create(name, JOB_IMAGE, list(args))
+        container.start()
+        container.run_on(2)
+        return container
+
+
+class Container:
+    """A container of a pod."""
+
+    def __init__(self, pod: Pod, name: str, identifier: str) -> None:
+        self.pod, self.name, self.id = pod, name, identifier
+        self._cri = pod.node.cri
+
+    @property
+    def path(self) -> str:
+        return f"{self.pod.namespace}/{self.pod.name}/{self.name}"
+
+    def start(self) -> None:
+        self._cri.call("StartContainer", timeout_s=TIMEOUT_S, container_id=self.id)
+
+    def stop(self) -> None:
+        """Kill it and wait for its end."""
+        self._cri.call("StopContainer", timeout_s=TIMEOUT_S, container_id=self.id, timeout=0)
+
+    def remove(self) -> None:
+        self._cri.call("RemoveContainer", timeout_s=TIMEOUT_S, container_id=self.id)
+
+    def output(self) -> list[str]:
+        """Lines it has written, from the log that CRI has of it: TIME STREAM P|F TEXT."""
+        log = self.pod.node.root.path(
+            LOGS / f"{self.pod.namespace}_{self.pod.name}" / f"{self.name}.log"
+        )
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
+
+    def steps(self) -> int:
+        """Steps said to be right. Fails if the job has said anything else."""
+        count = 0
+        for line in self.output():
+            if "driver emulator" in line:
+                continue
+            assert _STEP.fullmatch(line), f"the job says {line!r}"
+            count += 1
+        return count
+
+    def run_on(self, steps: int = 3) -> None:
+        """Wait until it has made that many steps more, each of them right: its memory is."""
+        wanted = self.steps() + steps
+        wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.path}", self.pod.node.log)
+
+
+def wait_for(
+    condition: Callable[[], bool], what: str, say: Callable[[], str], timeout_s: float = TIMEOUT_S
+) -> None:
+    """Wait until condition() holds; fail with the end of what say() says."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{say()[-4000:]}"
+        time.sleep(POLL_S)
