@@ -45,7 +45,7 @@ PYTHON_ARROWS = {
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
     "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
-    "runtimes": {"errors", "criu"},
+    "runtimes": {"errors", "criu", "task"},
     "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
     "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
     "bench": {"__init__", "errors", "process", "criu", "_core", "demo"},

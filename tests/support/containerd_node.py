@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -116,6 +116,9 @@ class ContainerdNode:
         return self.root.run("ctr", "-n", "k8s.io", *words).stdout
 
     def _stop_daemons(self) -> None:
+        # A frozen task cannot be killed in a v1 hierarchy.
+        for freezer in self.root.path("/sys/fs/cgroup").glob("freezer/**/freezer.state"):
+            freezer.write_text("THAWED")
         for daemon in self._daemons:
             # nsenter's only child is the daemon itself.
             children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()

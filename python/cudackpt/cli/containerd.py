@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,6 +55,7 @@ def checkpoint(address: str, container: str, export: Path, timeout_s: int) -> No
 
     CONTAINER is the beginning of its id, or NAMESPACE/POD/CONTAINER.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with Cri(address) as cri:
         runtime = cri.runtime()
         found = containerd.find(cri, container)
@@ -66,6 +69,17 @@ def checkpoint(address: str, container: str, export: Path, timeout_s: int) -> No
         f"container {found} is in {done.archive}: {done.size / 2**20:.1f} MiB "
         f"({runtime}, {done.seconds:.2f} s)"
     )
+
+
+@command.command("resume")
+@click.argument("container")
+@click.pass_obj
+def resume(address: str, container: str) -> None:
+    """Let CONTAINER run on if a checkpoint that was cut off has left it paused."""
+    with Cri(address) as cri:
+        found = containerd.find(cri, container)
+        resumed = containerd.resume(cri, found)
+    click.echo(f"container {found} {'was paused and runs on' if resumed else 'is not paused'}")
 
 
 @command.command("list")

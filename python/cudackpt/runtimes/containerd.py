@@ -6,7 +6,6 @@ texts: containerd 2.1, internal/cri/server. CRI-O answers the same calls.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -14,14 +13,24 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cudackpt.criu.log import criu_errors, plugin_errors
 from cudackpt.errors import EngineError
 from cudackpt.runtimes.cri import CallError, Cri, printable
-from cudackpt.runtimes.cri_messages import CONTAINER_STATES, RUNNING
+from cudackpt.runtimes.cri_messages import (
+    CONTAINER_STATES,
+    GET_TASK,
+    RESUME_TASK,
+    RUNNING,
+    TASK_PAUSED,
+)
+from cudackpt.task import find_openers
 
 DEFAULT_ADDRESS = "/run/containerd/containerd.sock"
 DEFAULT_TIMEOUT_S = 600
+_RESUME_TIMEOUT_S = 600.0  # a dump that is under way ends first
+_POLL_S = 0.1
 _LOG_LIMIT = 4 << 20  # bytes of criu's log that are read, counted from its end
 _SHORT_ID = 13  # characters of an id that are shown, as crictl does
 
@@ -118,7 +127,9 @@ def checkpoint(
     """Checkpoint a running container into the archive `export`; it runs on.
 
     The archive has its name only once it is complete and on the disk. timeout_s: after that many
-    seconds containerd is told to give up; the container runs on then as well.
+    seconds containerd is told to give up; the container runs on then as well. (containerd 2.1
+    pauses a container for its checkpoint and leaves it so when a call is cut off. It is resumed
+    here then, once the dump that is under way has ended, and also after an interrupt.)
 
     Raises EngineError; nothing is left of an archive that was not finished.
     """
@@ -128,18 +139,24 @@ def checkpoint(
     if not archive.parent.is_dir():
         raise EngineError(f"{archive}: {archive.parent} is no directory")
     part = archive.with_name(f".{archive.name[:200]}.{secrets.token_hex(4)}.part")
+    paused_before = _is_paused(cri, container)
     begin = time.monotonic()
     try:
         try:
             cri.call(
                 "CheckpointContainer",
                 timeout_s=timeout_s,
+                deadline=False,  # containerd would kill runc then, and leave criu behind
                 container_id=container.id,
                 location=str(part),
                 timeout=timeout_s,
             )
-        except CallError as exc:
-            raise EngineError(_explain(cri, container, exc, timeout_s)) from exc
+        except BaseException as exc:
+            if not paused_before:
+                resume(cri, container)
+            if isinstance(exc, CallError):
+                raise EngineError(_explain(cri, container, exc, timeout_s)) from exc
+            raise
         seconds = time.monotonic() - begin
         size = _publish(cri, part, archive)
     except BaseException:
@@ -147,6 +164,55 @@ def checkpoint(
             part.unlink()
         raise
     return Exported(archive=archive, size=size, seconds=seconds)
+
+
+def resume(cri: Cri, container: Container) -> bool:
+    """Let a paused container run on; False if it was not paused. Waits for a dump under way.
+
+    Raises EngineError if it stays paused.
+    """
+    try:
+        _wait_for_criu(container)
+        if not _is_paused(cri, container):
+            return False
+        with suppress(CallError):  # what counts is how it is afterwards
+            _task_call(cri, RESUME_TASK, container)
+        if not _is_paused(cri, container):
+            return True
+        reason = "it is still paused"
+    except CallError as exc:
+        reason = f"{exc} ({exc.code})"
+    raise EngineError(
+        f"container {container} was not resumed and may stand still: {reason}; try "
+        f"ctr -n k8s.io tasks resume {container.id}"
+    )
+
+
+def _is_paused(cri: Cri, container: Container) -> bool:
+    """As containerd's own API has it: to CRI a paused container is a running one. Raises CallError."""
+    try:
+        status: int = _task_call(cri, GET_TASK, container).process.status
+    except CallError as exc:
+        if exc.code in ("UNIMPLEMENTED", "NOT_FOUND"):  # not containerd; it has ended meanwhile
+            return False
+        raise
+    return status == TASK_PAUSED
+
+
+def _wait_for_criu(container: Container) -> None:
+    """Wait until no criu has a file of this container's open: it would pause it again at its end."""
+    deadline = time.monotonic() + _RESUME_TIMEOUT_S
+    while find_openers(container.id, "criu") and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _task_call(cri: Cri, method: str, container: Container) -> Any:
+    return cri.call(
+        method,
+        timeout_s=_RESUME_TIMEOUT_S,
+        metadata=(("containerd-namespace", "k8s.io"),),
+        container_id=container.id,
+    )
 
 
 def _publish(cri: Cri, part: Path, archive: Path) -> int:
@@ -181,15 +247,21 @@ def _explain(cri: Cri, container: Container, error: CallError, timeout_s: int) -
     """A sentence for a checkpoint that was refused or failed, with what to do."""
     runtime = cri.runtime()
     if error.code == "UNIMPLEMENTED":
+        if re.match(r"containerd v?1\.", runtime):
+            return (
+                f"{runtime} has no CheckpointContainer, so container {container} was not "
+                "checkpointed; containerd has it from 2.0 on. Without an upgrade: "
+                f"ctr -n k8s.io tasks checkpoint --image-path DIR {container.id}"
+            )
         return (
-            f"{runtime} has no CheckpointContainer, so container {container} was not "
-            "checkpointed; containerd has it from 2.0 on. Without an upgrade: "
-            f"ctr -n k8s.io tasks checkpoint --image-path DIR {container.id}, or CRI-O"
+            f"{runtime} does not offer CheckpointContainer ({error}), so container {container} was "
+            "not checkpointed; containerd 2.0 says so also when it finds no criu in its PATH, and "
+            "CRI-O when enable_criu_support is off"
         )
     if error.code == "DEADLINE_EXCEEDED":
         return (
-            f"checkpointing container {container} took longer than {timeout_s} s; {runtime} was "
-            "told to give up and the container runs on; --timeout gives it longer"
+            f"checkpointing container {container} took longer than {timeout_s} s; it runs on and "
+            "there is no archive; --timeout gives it longer"
         )
     text = f"{runtime} did not checkpoint container {container}: {error} ({error.code})"
     if "CRIU binary not found or too old" in str(error):
@@ -198,18 +270,19 @@ def _explain(cri: Cri, container: Container, error: CallError, timeout_s: int) -
         return f"{text}; another checkpoint of it is under way, or somebody has paused it"
     if error.code == "UNAVAILABLE":
         return f"{text}; the runtime has ended or was restarted meanwhile"
-    lines = _criu_log(cri, container)
+    lines = _criu_log(str(error), container)
     return "\n".join([text, *(f"  criu: {line}" for line in lines)])
 
 
-def _criu_log(cri: Cri, container: Container) -> list[str]:
-    """What criu's log says of the failure, if the runtime keeps it where containerd does."""
-    try:
-        info = cri.call("Status", verbose=True).info
-        root = json.loads(info["config"])["rootDir"]
-        with (Path(root) / "containers" / container.id / "dump.log").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_LIMIT))
-            text = log.read(_LOG_LIMIT).decode("utf-8", "replace")
-    except (CallError, OSError, KeyError, TypeError, ValueError):
+def _criu_log(text: str, container: Container) -> list[str]:
+    """What criu's log says of the failure, if containerd's error says where it has put it."""
+    match = re.search(rf"path= (/[^\s:]*/{container.id}/criu-dump\.log)", text)
+    if match is None:
         return []
-    return [printable(line) for line in plugin_errors(text) or criu_errors(text)]
+    try:
+        with open(match[1], "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_LIMIT))
+            said = log.read(_LOG_LIMIT).decode("utf-8", "replace")
+    except OSError:
+        return []  # the runtime's directories are not to be seen from here
+    return [printable(line) for line in plugin_errors(said) or criu_errors(said)]

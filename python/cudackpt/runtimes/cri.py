@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from cudackpt.errors import EngineError, UnsupportedError
-from cudackpt.runtimes.cri_messages import METHODS, SERVICE, Table
+from cudackpt.runtimes.cri_messages import MESSAGES, METHODS, SERVICE, Table, message_classes
 
 CALL_TIMEOUT_S = 30.0  # of calls that only ask
 _MESSAGE_LIMIT = 16 << 20  # bytes of one answer; the kubelet's own limit
 _TEXT_LIMIT = 2000  # characters of a runtime's error that are shown
 _PATH_LIMIT = 107  # bytes, unix(7)
+DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 _NO_SUCH_METHOD = "UNIMPLEMENTED"
 
 
@@ -47,14 +48,7 @@ class Cri:
         try:
             import grpc
 
-            from cudackpt.runtimes.cri_messages import MESSAGES, message_classes
-        except ImportError as exc:
-            raise UnsupportedError(
-                f"talking to a container runtime over CRI needs {exc.name}; install the extra: "
-                "pip install 'cudackpt[cri]'"
-            ) from exc
-        messages, self._methods = tables or (MESSAGES, METHODS)
-        try:
+            messages, self._methods = tables or (MESSAGES, METHODS)
             self.messages = message_classes(messages)
         except ImportError as exc:
             raise UnsupportedError(
@@ -84,10 +78,20 @@ class Cri:
     ) -> None:
         self._channel.close()
 
-    def call(self, method: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> Any:
+    def call(
+        self,
+        method: str,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        deadline: bool = True,
+        metadata: tuple[tuple[str, str], ...] = (),
+        **fields: Any,
+    ) -> Any:
         """Call a method of METHODS with these fields of its request; the answer as a message.
 
-        An interrupted call is cancelled. Raises CallError.
+        A name that begins with / is a whole path, else a method of SERVICE. An interrupted call is
+        cancelled. deadline: whether the runtime is told how long it has; if not, the call is
+        cancelled after that long. Raises CallError, whose code is DEADLINE_EXCEEDED then.
         """
         request, response = self._methods[method]
         rpc = self._channel.unary_unary(
@@ -95,9 +99,13 @@ class Cri:
             request_serializer=getattr(self.messages, request).SerializeToString,
             response_deserializer=getattr(self.messages, response).FromString,
         )
-        pending = rpc.future(getattr(self.messages, request)(**fields), timeout=timeout_s)
+        message = getattr(self.messages, request)(**fields)
+        pending = rpc.future(message, timeout=timeout_s if deadline else None, metadata=metadata)
         try:
-            return pending.result()
+            return pending.result(None if deadline else timeout_s)
+        except self._grpc.FutureTimeoutError:
+            pending.cancel()
+            raise CallError(f"no answer in {timeout_s:g} s", DEADLINE_EXCEEDED) from None
         except self._grpc.RpcError as exc:
             raise CallError(printable(exc.details() or "no reason given"), exc.code().name) from exc
         except BaseException:

@@ -69,14 +69,24 @@ MESSAGES: Table = {
         "timeout": (3, "int64"),
     },
     "CheckpointContainerResponse": {},
+    # Of containerd's own API: api/services/tasks/v1/tasks.proto, api/types/task/task.proto.
+    "TaskRequest": {"container_id": (1, "string")},
+    "TaskProcess": {"pid": (3, "uint32"), "status": (4, "enum")},
+    "GetTaskResponse": {"process": (1, "TaskProcess")},
+    "ResumeTaskResponse": {},
 }
-# Method -> (request, response), of SERVICE.
+TASK_PAUSED = 4  # Status.PAUSED of containerd.v1.types
+GET_TASK = "/containerd.services.tasks.v1.Tasks/Get"
+RESUME_TASK = "/containerd.services.tasks.v1.Tasks/Resume"
+# Method -> (request, response), of SERVICE if it has no path.
 METHODS: Mapping[str, tuple[str, str]] = {
     "Version": ("VersionRequest", "VersionResponse"),
     "Status": ("StatusRequest", "StatusResponse"),
     "ListContainers": ("ListContainersRequest", "ListContainersResponse"),
     "ListPodSandbox": ("ListPodSandboxRequest", "ListPodSandboxResponse"),
     "CheckpointContainer": ("CheckpointContainerRequest", "CheckpointContainerResponse"),
+    GET_TASK: ("TaskRequest", "GetTaskResponse"),
+    RESUME_TASK: ("TaskRequest", "ResumeTaskResponse"),
 }
 
 
