@@ -15,6 +15,12 @@ class ImageError(CheckpointError):
     exit_code = 10
 
 
+class ArchiveError(ImageError):
+    """A checkpoint archive is damaged, out of bounds, or of a layout that is not known."""
+
+    exit_code = 10
+
+
 class DriverError(CheckpointError):
     """The CUDA driver is missing or refused a call.
 
@@ -44,6 +50,12 @@ class EngineError(CheckpointError):
     """A container engine or a kubelet cannot be reached, refused what was asked, or failed."""
 
     exit_code = 16
+
+
+class PolicyError(CheckpointError):
+    """What a container asks of its checkpoints cannot be done, or its policy file cannot be used."""
+
+    exit_code = 17
 
 
 class UnsupportedError(CheckpointError):

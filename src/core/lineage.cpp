@@ -1,5 +1,6 @@
 #include "core/lineage.hpp"
 
+#include "core/checkpoint_search.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/image_format.hpp"
@@ -56,6 +57,28 @@ void lock_shared(int fd, const std::string& path) {
     }
 }
 
+/// By the link in `child_fd`; where that leads nowhere, as in a checkpoint that came from another host,
+/// by the id that its manifest gives.
+UniqueFd open_link_or_search(int child_fd, const std::string& child) {
+    UniqueFd fd(::openat(child_fd, kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (fd)
+        return fd;
+    const std::string link = child + "/" + kParentLink;
+    const int why = errno;
+    Id parent{};
+    try {
+        parent = read_manifest(child_fd).parent_id;
+    } catch (const Error&) { // a dump that has none yet
+    }
+    if (parent == Id{})
+        throw io_error("cannot follow " + link, why);
+    if ((fd = find_checkpoint(parent)))
+        return fd;
+    throw io_error("the parent of " + child + ", checkpoint " + id_text(parent) + ", is not in " +
+                       searched_places() + ", and " + link + " leads nowhere",
+                   why);
+}
+
 } // namespace
 
 std::string id_text(const Id& id) {
@@ -108,16 +131,11 @@ Lineage Lineage::above(int parent_fd) {
 }
 
 Lineage::Directory Lineage::open_parent(const Directory& child) {
-    const auto open_link = [&] {
-        UniqueFd fd(::openat(child.fd.get(), kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-        if (!fd)
-            throw io_error("cannot follow " + child.path + "/" + kParentLink, errno);
-        return fd;
-    };
-    Directory parent{open_link(), {}};
+    Directory parent{open_link_or_search(child.fd.get(), child.path), {}};
     parent.path = directory_path(parent.fd.get());
     lock_shared(parent.fd.get(), parent.path);
-    if (!same_file(status_of(parent.fd.get()), status_of(open_link().get())))
+    if (!same_file(status_of(parent.fd.get()),
+                   status_of(open_link_or_search(child.fd.get(), child.path).get())))
         throw Error(Errc::io, parent.path + " was removed or replaced meanwhile");
     return parent;
 }

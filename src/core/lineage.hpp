@@ -39,8 +39,9 @@ public:
     /// is depth 1, and there is no depth 0.
     static Lineage above(int parent_fd);
 
-    /// The directory `depth` links away; 0: the checkpoint's own. Throws Error: io, naming the
-    /// link that leads nowhere, and if somebody is about to remove it.
+    /// The directory `depth` links away; 0: the checkpoint's own. Where a link leads nowhere, the parent
+    /// is looked for by its id (checkpoint_search.hpp). Throws Error: io, naming the link and the parent
+    /// if it is nowhere, and if somebody is about to remove it.
     int directory(std::uint32_t depth);
     /// Where that is; for messages.
     const std::string& path(std::uint32_t depth);

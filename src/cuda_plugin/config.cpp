@@ -1,6 +1,8 @@
 #include "cuda_plugin/config.hpp"
 
 #include "core/error.hpp"
+#include "cuda_plugin/config_keys.hpp"
+#include "tracee/proc.hpp"
 
 #include <unistd.h>
 
@@ -9,9 +11,6 @@
 #include <cstdlib>
 #include <limits>
 #include <sstream>
-
-#define TOML_EXCEPTIONS 1
-#include <toml++/toml.h>
 
 namespace cudackpt {
 namespace {
@@ -75,7 +74,24 @@ HugePages huge_pages(const std::string& path, std::string_view key, const toml::
     return on_or_off(path, key, node) ? HugePages::on : HugePages::off;
 }
 
-void set(Config& config, const std::string& path, std::string_view key, const toml::node& node) {
+/// `value` as an option has it, without quotes: a number or a word.
+void set_from_text(Config& config, const std::string& key, const std::string& value) {
+    const std::string where = "--plugin-option=cuda_plugin." + key;
+    std::int64_t parsed = 0;
+    const char* end = value.data() + value.size();
+    const auto [at, error] = std::from_chars(value.data(), end, parsed);
+    if (error == std::errc{} && at == end)
+        set_key(config, where, key, toml::value<std::int64_t>(parsed));
+    else if (value == "true" || value == "false")
+        set_key(config, where, key, toml::value<bool>(value == "true"));
+    else
+        set_key(config, where, key, toml::value<std::string>(value));
+}
+
+} // namespace
+
+void set_key(Config& config, const std::string& path, std::string_view key,
+             const toml::node& node) {
     constexpr std::int64_t kMaxMs = std::numeric_limits<std::int32_t>::max();
     if (key == "externalize") {
         config.externalize = on_or_off(path, key, node);
@@ -96,6 +112,8 @@ void set(Config& config, const std::string& path, std::string_view key, const to
         config.huge_pages = huge_pages(path, key, node);
     } else if (key == "parent") {
         config.parent = text(path, key, node);
+    } else if (key == "incremental") {
+        config.incremental = on_or_off(path, key, node);
     } else if (key == "max_chain") {
         config.max_chain = number(path, key, node, 1, kMaxChain);
     } else if (key == "lock_timeout_ms") {
@@ -111,21 +129,16 @@ void set(Config& config, const std::string& path, std::string_view key, const to
     }
 }
 
-/// `value` as an option has it, without quotes: a number or a word.
-void set_from_text(Config& config, const std::string& key, const std::string& value) {
-    const std::string where = "--plugin-option=cuda_plugin." + key;
-    std::int64_t parsed = 0;
-    const char* end = value.data() + value.size();
-    const auto [at, error] = std::from_chars(value.data(), end, parsed);
-    if (error == std::errc{} && at == end)
-        set(config, where, key, toml::value<std::int64_t>(parsed));
-    else if (value == "true" || value == "false")
-        set(config, where, key, toml::value<bool>(value == "true"));
-    else
-        set(config, where, key, toml::value<std::string>(value));
+toml::table parse_toml(std::string_view text, const std::string& path) {
+    try {
+        return toml::parse(text, path);
+    } catch (const toml::parse_error& e) {
+        std::ostringstream where;
+        where << e.source().begin;
+        throw Error(Errc::bad_argument,
+                    path + ": " + std::string(e.description()) + " (" + where.str() + ")");
+    }
 }
-
-} // namespace
 
 Config read_config(const std::string& path) {
     // Opened here first: the parser's own message for a missing file names no errno.
@@ -133,15 +146,9 @@ Config read_config(const std::string& path) {
         throw io_error("cannot read configuration " + path, errno);
     Config config;
     config.source = path;
-    try {
-        for (const auto& [key, node] : toml::parse_file(path))
-            set(config, path, key.str(), node);
-    } catch (const toml::parse_error& e) {
-        std::ostringstream where;
-        where << e.source().begin;
-        throw Error(Errc::bad_argument,
-                    path + ": " + std::string(e.description()) + " (" + where.str() + ")");
-    }
+    const toml::table table = parse_toml(proc::read_file(path), path);
+    for (const auto& [key, node] : table)
+        set_key(config, path, key.str(), node);
     return config;
 }
 
@@ -157,10 +164,14 @@ Config find_config(const PluginOptions& options) {
         config = read_config(kDefaultPath);
     else
         config.source = "defaults";
+    set_options(config, options);
+    return config;
+}
+
+void set_options(Config& config, const PluginOptions& options) {
     for (const auto& [key, value] : options)
         if (key != "config")
             set_from_text(config, key, value);
-    return config;
 }
 
 } // namespace cudackpt

@@ -22,7 +22,8 @@ struct Config {
     HugePages huge_pages = HugePages::automatic; ///< asked for before staged memory is refilled
     std::string
         parent; ///< directory of the checkpoint to build on; relative to the image directory
-    std::uint32_t max_chain = 100;             ///< checkpoints to build on, at most; 1..65535
+    bool incremental = false;      ///< of a container: build on the newest that its store has
+    std::uint32_t max_chain = 100; ///< checkpoints to build on, at most; 1..65535
     std::uint32_t lock_timeout_ms = 10'000;    ///< for submitted GPU work to drain; not 0
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0
     std::string driver = "libcuda.so.1";
@@ -41,5 +42,9 @@ using PluginOptions = std::vector<std::pair<std::string, std::string>>;
 /// /etc/cudackpt/config.toml if it exists, else the defaults; other options are keys of the file
 /// and win over it. Throws as read_config.
 Config find_config(const PluginOptions& options);
+
+/// Set what `options` say, but for `config`: once more, when something else was set since.
+/// Throws Error: bad_argument.
+void set_options(Config& config, const PluginOptions& options);
 
 } // namespace cudackpt

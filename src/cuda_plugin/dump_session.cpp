@@ -2,7 +2,9 @@
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
+#include "cuda_plugin/container_id.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/policy.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/staging.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
@@ -69,12 +71,10 @@ std::string inventory_id_name(const Id& checkpoint_id) {
     return "checkpoint-" + id_text(checkpoint_id);
 }
 
-DumpSession::DumpSession(const Config& config)
-    : config_(config), image_dir_(host::open_image_dir()), lineage_(image_dir_.get()),
-      table_(OnOrphaned::undo), worker_(config_, table_, lineage_) {
+DumpSession::DumpSession(const Config& config, PluginOptions options)
+    : config_(config), options_(std::move(options)), image_dir_(host::open_image_dir()),
+      lineage_(image_dir_.get()), table_(OnOrphaned::undo), worker_(config_, table_, lineage_) {
     statistics_.stage = "dump";
-    statistics_.config_source = config_.source;
-    statistics_.threads = config_.threads;
 }
 
 TaskStatistics& DumpSession::statistics_of(const TaskRecord& record) {
@@ -88,12 +88,44 @@ TaskStatistics& DumpSession::statistics_of(const TaskRecord& record) {
     return added;
 }
 
+// The worker reads config_ too: this comes before it starts.
+void DumpSession::settle_configuration() {
+    const std::vector<std::string> ids =
+        container_ids(proc::read_file("/proc/" + std::to_string(root_) + "/cgroup"),
+                      proc::read_file("/proc/self/cgroup"));
+    policy_ = PolicyDirectory().apply(config_, ids);
+    set_options(config_, options_);
+    if (config_.incremental)
+        open_store(policy_.empty() ? ids : std::vector{policy_});
+    statistics_.config_source = config_.source;
+    statistics_.threads = config_.threads;
+    host::info("configuration: " + config_.source);
+}
+
+void DumpSession::open_store(const std::vector<std::string>& ids) {
+    if (!config_.parent.empty())
+        throw Error(Errc::bad_argument, "parent = \"" + config_.parent +
+                                            "\": not together with incremental, which chooses the "
+                                            "parent itself");
+    if (!config_.externalize)
+        throw Error(Errc::bad_argument, "incremental: needs externalize, which is off");
+    if (ids.size() > 1)
+        throw Error(Errc::bad_argument, "incremental: the task's cgroups name two containers, " +
+                                            ids[0] + " and " + ids[1]);
+    if (ids.empty())
+        throw Error(Errc::bad_argument, "incremental: none of the cgroups of pid " +
+                                            std::to_string(root_) + " names a container");
+    store_.emplace(ids[0]);
+}
+
 // While the tasks still run, and before the worker starts: it inherits the files of the chain.
 void DumpSession::choose_parent_once() {
     if (parent_chosen_)
         return;
-    parent_ =
-        statistics_.phases.time("read_parent", [&] { return choose_parent(config_, lineage_); });
+    settle_configuration();
+    parent_ = statistics_.phases.time("read_parent", [&] {
+        return choose_parent(config_, lineage_, store_ ? &*store_ : nullptr);
+    });
     parent_chosen_ = true;
     statistics_.parent_directory = parent_.directory;
     statistics_.full_because = parent_.reason;
@@ -134,6 +166,8 @@ void DumpSession::begin() {
 }
 
 bool DumpSession::pause(pid_t pid) {
+    if (root_ == 0)
+        root_ = pid;
     if (!proc::has_cuda_thread(pid))
         return false;
     const PausedAlarm paused;
@@ -318,6 +352,20 @@ void DumpSession::undo(TaskRecord& record) noexcept {
     }
 }
 
+// The checkpoint is good without it, and the next can be built on what the store had before.
+void DumpSession::keep_in_store() {
+    if (!store_ || !named_ours_)
+        return;
+    try {
+        statistics_.phases.time("store",
+                                [&] { store_->keep(image_dir_.get(), manifest_.checkpoint_id); });
+        host::info("kept in " + store_->path() + " for the next checkpoint of the container");
+    } catch (const Error& e) {
+        host::warn("not kept for the next checkpoint of the container: " + std::string(e.what()));
+        statistics_.not_kept_because = e.what();
+    }
+}
+
 void DumpSession::finish(bool succeeded) noexcept {
     try {
         if (!begun_) {
@@ -338,6 +386,10 @@ void DumpSession::finish(bool succeeded) noexcept {
             worker_.leave();
         else
             worker_.stop();
+        if (succeeded)
+            keep_in_store();
+        if (killed && !policy_.empty())
+            PolicyDirectory().mark_checkpointed(policy_);
         write_statistics(image_dir_.get(), statistics_);
     } catch (const std::exception& e) {
         host::warn(std::string("at the end of the dump: ") + e.what());

@@ -5,6 +5,7 @@
 #include "core/manifest.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
+#include "cuda_plugin/container_store.hpp"
 #include "cuda_plugin/driver_facts.hpp"
 #include "cuda_plugin/parent_choice.hpp"
 #include "cuda_plugin/statistics.hpp"
@@ -13,13 +14,17 @@
 
 #include <sys/types.h>
 
+#include <optional>
+#include <string>
+
 namespace cudackpt {
 
 /// Methods are the hooks' bodies; they throw Error, and return false for a task that has nothing
 /// to do with CUDA.
 class DumpSession {
 public:
-    explicit DumpSession(const Config& config);
+    /// `options` win over what the container's policy says.
+    DumpSession(const Config& config, PluginOptions options);
 
     /// The task runs. Lock it.
     bool pause(pid_t pid);
@@ -35,6 +40,8 @@ public:
 
 private:
     TaskStatistics& statistics_of(const TaskRecord& record);
+    void settle_configuration();
+    void open_store(const std::vector<std::string>& ids);
     void choose_parent_once();
     void begin();
     void lock(TaskRecord& record, TaskStatistics& statistics);
@@ -46,7 +53,13 @@ private:
     void note_in_inventory(bool externalized);
     void undo(TaskRecord& record) noexcept;
 
+    void keep_in_store();
+
     Config config_;
+    PluginOptions options_;
+    pid_t root_ = 0;     ///< of the tree: the first that criu asks about
+    std::string policy_; ///< id of the container whose policy is in config_, or empty
+    std::optional<ContainerStore> store_; ///< with `incremental`
     UniqueFd image_dir_;
     Lineage lineage_;
     SharedTaskTable table_;

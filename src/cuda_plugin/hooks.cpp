@@ -45,10 +45,12 @@ int init(int stage) {
         case criu::Stage::pre_dump:
             host::info("nothing to do in a pre-dump: the driver stages GPU memory anew each time");
             break;
-        case criu::Stage::dump:
-            dump = std::make_unique<DumpSession>(find_config(host::plugin_options()));
+        case criu::Stage::dump: {
+            const PluginOptions options = host::plugin_options();
+            dump = std::make_unique<DumpSession>(find_config(options), options);
             host::use_interrupt_only_mode();
             break;
+        }
         case criu::Stage::restore:
             restore = std::make_unique<RestoreSession>(find_config(host::plugin_options()));
             if (!restore->prepare()) {

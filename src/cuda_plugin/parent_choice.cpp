@@ -43,9 +43,16 @@ UniqueFd linked_parent(int image_dir) {
     return {};
 }
 
+/// None if there is none to build on.
+UniqueFd find_parent(const Config& config, int image_dir, const ContainerStore* store) {
+    if (!config.parent.empty())
+        return named_parent(config, image_dir);
+    return store != nullptr ? store->newest() : linked_parent(image_dir);
+}
+
 } // namespace
 
-ParentChoice choose_parent(const Config& config, Lineage& lineage) {
+ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store) {
     const int image_dir = lineage.directory(0);
     if (::unlinkat(image_dir, kParentLink, 0) != 0 && errno != ENOENT)
         throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
@@ -55,10 +62,11 @@ ParentChoice choose_parent(const Config& config, Lineage& lineage) {
                         "parent = \"" + config.parent + "\": needs externalize, which is off");
         return {.index = {}, .directory = {}, .reason = "externalize is off"};
     }
-    const bool named = !config.parent.empty();
-    const UniqueFd dir = named ? named_parent(config, image_dir) : linked_parent(image_dir);
+    const UniqueFd dir = find_parent(config, image_dir, store);
     if (!dir)
-        return {.index = {}, .directory = {}, .reason = "no parent"};
+        return {.index = {},
+                .directory = {},
+                .reason = store != nullptr ? "no checkpoint in " + store->path() : "no parent"};
 
     const std::uint32_t length = read_manifest(dir.get()).chain_length;
     if (length >= config.max_chain)
@@ -68,7 +76,7 @@ ParentChoice choose_parent(const Config& config, Lineage& lineage) {
                           std::to_string(length)};
     link_parent(image_dir, dir.get());
     lineage.directory(1); // and its lock: from here on nobody removes it
-    const UniqueFd again = named ? named_parent(config, image_dir) : linked_parent(image_dir);
+    const UniqueFd again = find_parent(config, image_dir, store);
     if (!again || directory_path(again.get()) != lineage.path(1))
         throw Error(Errc::io, lineage.path(1) + " was removed or replaced meanwhile");
     ParentChoice choice;

@@ -89,6 +89,7 @@ Json to_json(const Statistics& statistics) {
             {"gpus", std::move(gpus)},
             {"parent", parent_json(statistics)},
             {"full_because", statistics.full_because},
+            {"not_kept_because", statistics.not_kept_because},
             {"config", statistics.config_source},
             {"threads", statistics.threads},
             {"tasks", std::move(tasks)},

@@ -63,6 +63,7 @@ struct Statistics {
     std::string parent_id;          ///< in hex
     std::uint32_t chain_length = 0; ///< checkpoints it is built on
     std::string full_because;       ///< of a dump that has no parent: why
+    std::string not_kept_because;   ///< of a container's dump: why the next cannot build on it
     std::string config_source;
     unsigned threads = 0;
     std::vector<TaskStatistics> tasks;

@@ -40,19 +40,20 @@ PYTHON_ARROWS = {
     "dirty_rate": {"errors"},
     "watching": {"errors", "_core", "dirty_rate"},
     "image": {"errors", "_core", "criu"},
+    "archive": {"errors", "_core", "image", "criu", "process"},
     "criu": {"errors", "process", "driver", "nvml"},
+    "runtimes": {"errors", "criu", "image", "archive", "_core", "task"},
     "store": {"errors", "image", "criu", "_core"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
     "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
-    "runtimes": {"errors", "criu", "task"},
     "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
     "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
     "bench": {"__init__", "errors", "process", "criu", "_core", "demo"},
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        *("dirty_rate", "watching", "runtimes"),
+        *("dirty_rate", "watching", "archive", "runtimes"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from cudackpt._core import image_name
 from cudackpt.cli import cli
-from cudackpt.criu.core_image import read_comm
+from cudackpt.criu.core_image import parse_comm
 from cudackpt.errors import ImageError
 from support.image_samples import PAGE, make_checkpoint, mixture
 
@@ -155,14 +155,14 @@ def test_what_is_no_whole_checkpoint_is_one_error(tmp_path: Path, wrong: str) ->
 class TestCommOfProcess:
     def test_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "core-7.img").write_bytes(core_image(b"train"))
-        assert read_comm(tmp_path, 7) == "train"
+        assert parse_comm((tmp_path / "core-7.img").read_bytes(), "core-7.img") == "train"
 
     def test_every_truncation_is_reported(self, tmp_path: Path) -> None:
         whole = core_image(b"train")
         for keep in range(len(whole)):
             (tmp_path / "core-7.img").write_bytes(whole[:keep])
             with pytest.raises(ImageError, match="core-7"):
-                read_comm(tmp_path, 7)
+                parse_comm((tmp_path / "core-7.img").read_bytes(), "core-7.img")
 
     def test_any_bytes_are_read_or_refused(self, tmp_path: Path) -> None:
         whole = core_image(b"train")
@@ -172,6 +172,6 @@ class TestCommOfProcess:
                 raw[at] = value
                 (tmp_path / "core-7.img").write_bytes(raw)
                 try:
-                    read_comm(tmp_path, 7)
+                    parse_comm((tmp_path / "core-7.img").read_bytes(), "core-7.img")
                 except ImageError as exc:
                     assert "core-7.img is damaged" in str(exc)

@@ -48,6 +48,8 @@ for group in $groups/*; do
     [ -e $groups/cgroup.procs ] && group=$groups/init
     echo $$ >$group/cgroup.procs || exit 125
 done
+unified=/proc/$init/root/run/unified/cgroup.procs
+[ ! -e $unified ] || echo $$ >$unified || exit 125
 exec nsenter --target $init --mount --pid --ipc --uts --net --cgroup -- "$@"
 """
 _numbers = itertools.count()

@@ -59,6 +59,15 @@ outer() {
         groups=("$group")
     fi
     trap remove_groups EXIT
+    # Beside v1 ones, a group of the unified hierarchy too: CRIU dumps all groups below a task's, and a
+    # restore makes them again below the new one.
+    if [ -n "$(controllers)" ] && grep -q '^0::' /proc/self/cgroup; then
+        mkdir "$place/groups/unified"
+        mount -t cgroup2 cgroup2 "$place/groups/unified"
+        group=$place/groups/unified$(sed -n 's/^0:://p' /proc/self/cgroup)/$name
+        mkdir "$group"
+        groups+=("$group")
+    fi
     exec 3<&0 # what runs in the background has another stdin
     (
         exec 3<&-
@@ -104,6 +113,10 @@ mount_groups() { # ROOT: v1 hierarchies from this system's own group on, or the 
         return
     fi
     mount -t tmpfs -o mode=755 tmpfs "$at"
+    if grep -q '^0::' /proc/self/cgroup; then
+        mkdir "$1/run/unified" # for those who enter; the engines must not take it for theirs
+        mount -t cgroup2 cgroup2 "$1/run/unified"
+    fi
     while IFS=: read -r number names _; do
         [ "$number" != 0 ] || continue
         mkdir "$at/${names#name=}"

@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "say what a checkpoint holds",
     "kubelet": "checkpoint containers of a cluster, through the kubelets",
     "plugin-dir": "print the directory to give to criu as --libdir",
+    "podman": "checkpoint and restore Podman's containers",
     "prune": "remove old checkpoints from a directory of them",
     "recover": "bring back a task left behind by a criu that died",
     "restore": "restore a process tree from a checkpoint",

@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cudackpt.image.difference import Amounts, Difference, TaskDifference, compare
+from cudackpt.archive.opening import open_files
+from cudackpt.cli.options import checkpoint_argument
+from cudackpt.image.difference import Amounts, Difference, TaskDifference, compare_files
+from cudackpt.image.lock import allow_many_files
 
 # Of the JSON form. A key that is there keeps its meaning; new ones may come.
 DIFF_VERSION = 1
@@ -27,16 +30,19 @@ _COLUMNS = (
 
 
 @click.command("diff")
-@click.argument("a", type=click.Path(file_okay=False, exists=True, path_type=Path))
-@click.argument("b", type=click.Path(file_okay=False, exists=True, path_type=Path))
+@checkpoint_argument("a")
+@checkpoint_argument("b")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def command(a: Path, b: Path, as_json: bool) -> None:
     """Say what changed in GPU memory from checkpoint A to checkpoint B, by task and region.
+    Each is an image directory or an archive of a container engine.
 
     Chunks are compared by their hashes, at the same address: only the indexes are read. "moved" is
     what is not as in A at its address but elsewhere in A. Shares are of B's memory.
     """
-    found = compare(a, b)
+    allow_many_files()
+    with open_files(a) as before, open_files(b) as after:
+        found = compare_files(before, after)
     if as_json:
         click.echo(json.dumps(_to_json(a, b, found), indent=2))
         return

@@ -7,11 +7,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from cudackpt.emulator import Emulator, Options, find_directory
+from cudackpt.emulator.cdi import DEFAULT_FILE, KIND, specification, write_specification
 from cudackpt.errors import EmulatorError
 
 _OPERATIONS = ["any", "init", "get_state", "lock", "checkpoint", "restore", "unlock"]
@@ -127,6 +129,27 @@ def env(emulator: Emulator) -> None:
     for key, value in variables.items():
         click.echo(f"export {key}={shlex.quote(value)}")
     click.echo(f"# kernels: -I{find_directory() / 'include'}, see cudackpt_emulator.h there")
+
+
+@command.command()
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=f"Write it there; engines read {DEFAULT_FILE.parent}.",
+)
+@click.pass_obj
+def cdi(emulator: Emulator, output: Path | None) -> None:
+    """Print a CDI specification, for containers with these GPUs.
+
+    An engine that has it takes `--device cudackpt.io/gpu=all`.
+    """
+    text = json.dumps(specification(emulator), indent=2) + "\n"
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        write_specification(text, output)
+        click.echo(f"device {KIND}=all of {emulator.path} written to {output}")
 
 
 @command.command(context_settings={"ignore_unknown_options": True})

@@ -1,4 +1,4 @@
-"""`cudackpt inspect DIR`: say what a checkpoint holds."""
+"""`cudackpt inspect CHECKPOINT`: say what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from rich.table import Table
 from rich.tree import Tree
 
 from cudackpt._core import image_name
+from cudackpt.archive.inspection import inspect_archive
+from cudackpt.archive.opened import Archive
+from cudackpt.archive.opening import open_files
+from cudackpt.cli.options import checkpoint_argument, parent_option
 from cudackpt.criu.statistics import EMULATOR
 from cudackpt.image.chain import State
 from cudackpt.image.inspection import (
+    ArchiveView,
     ImageView,
     Inspection,
     ParentView,
     ProcessView,
     RegionView,
-    inspect_directory,
+    inspect_files,
 )
+from cudackpt.image.lock import allow_many_files
 
 _FILE_WIDTH = 160  # columns, where no terminal says how many there are
 _SOURCES_SHOWN = 8
@@ -29,14 +35,23 @@ _REGIONS_SHOWN = 8  # of a task; --json has them all
 
 
 @click.command("inspect")
-@click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
+@checkpoint_argument("checkpoint")
+@parent_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def command(directory: Path, as_json: bool) -> None:
-    """Say what the checkpoint in DIRECTORY holds: processes, GPU memory, sizes and times.
+def command(checkpoint: Path, parents: tuple[Path, ...], as_json: bool) -> None:
+    """Say what CHECKPOINT, an image directory or an archive of a container engine, holds:
+    processes, GPU memory, sizes and times.
 
-    GPU memory itself is not read; `cudackpt verify` does that.
+    GPU memory itself is not checked; `cudackpt verify` does that.
     """
-    found = inspect_directory(directory)
+    show(checkpoint, parents, as_json)
+
+
+def show(checkpoint: Path, parents: tuple[Path, ...], as_json: bool) -> None:
+    """What the command does. Raises CheckpointError."""
+    allow_many_files()
+    with open_files(checkpoint, parents) as files:
+        found = inspect_archive(files) if isinstance(files, Archive) else inspect_files(files)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
         return
@@ -63,17 +78,48 @@ def _summary(found: Inspection) -> Table:
         rows += [("GPU", f"{gpu.name}, {_mib(gpu.memory_bytes)}, {gpu.uuid}") for gpu in found.gpus]
         rows.append(("GPU memory", f"{_mib(gpu_bytes)} in {_mib(found.gpu_image_bytes)} of images"))
     if found.parent is not None:
-        rows += _parent_rows(found.parent)
+        rows += _parent_rows(found.parent, found.archive is not None)
+    if found.archive is not None:
+        rows += _archive_rows(found.archive)
     rows.append(("Other images", _mib(found.other_bytes)))
     for stage, phases in found.timings_ms.items():
         rows.append((f"Times, {stage}", ", ".join(f"{k} {v:.1f} ms" for k, v in phases.items())))
     for name, text in rows:
-        table.add_row(name, escape(text))
+        table.add_row(name, _shown(text))
     return table
 
 
-def _parent_rows(parent: ParentView) -> list[tuple[str, str]]:
-    where = "no link to it" if parent.directory is None else parent.directory
+def _shown(text: str) -> str:
+    """Of a stranger's text: nothing in it is markup, or moves the cursor."""
+    return escape("".join(char if char.isprintable() else "\ufffd" for char in text))
+
+
+def _archive_rows(archive: ArchiveView) -> list[tuple[str, str]]:
+    pod = "/".join(filter(None, (archive.namespace, archive.pod)))
+    facts = [
+        ("Engine", archive.engine),
+        ("Container", f"{archive.container_name} {archive.container_id[:12]}".strip()),
+        ("Pod", pod),
+        ("Image", archive.image),
+        ("Runtime", archive.runtime),
+        ("Created", archive.created),
+        ("Checkpointed", archive.checkpointed),
+        ("Archive", _sizes_text(archive)),
+    ]
+    return [(name, text) for name, text in facts if text]
+
+
+def _sizes_text(archive: ArchiveView) -> str:
+    packed = "" if archive.compression == "none" else f", packed with {archive.compression}"
+    return (
+        f"{_mib(archive.file_bytes)}{packed}; checkpoint {_mib(archive.checkpoint_bytes)}, root "
+        f"file system {_mib(archive.rootfs_diff_bytes)}, volumes {_mib(archive.volumes_bytes)}"
+    )
+
+
+def _parent_rows(parent: ParentView, in_archive: bool) -> list[tuple[str, str]]:
+    nowhere = "not in the archive" if in_archive else "no link to it"
+    where = nowhere if parent.directory is None else parent.directory
     return [
         ("Parent", f"{parent.checkpoint_id}: {where}{_state_text(parent.state)}"),
         ("Chain", f"on top of {parent.chain_length}"),
@@ -81,14 +127,14 @@ def _parent_rows(parent: ParentView) -> list[tuple[str, str]]:
 
 
 def _state_text(state: str) -> str:
-    return "" if state == State.RIGHT else f" ({state.upper()})"
+    return "" if state in (State.RIGHT, State.OUTSIDE) else f" ({state.upper()})"
 
 
 def _process_tree(processes: tuple[ProcessView, ...]) -> Tree:
     tree = Tree("Processes")
     nodes: dict[int, Tree] = {}
     for process in processes:  # parents come before their children
-        node = nodes.get(process.ppid, tree).add(escape(_process_text(process)))
+        node = nodes.get(process.ppid, tree).add(_shown(_process_text(process)))
         nodes[process.pid] = node
         if process.cuda is not None and process.cuda.image is not None:
             _add_image(node, process.cuda.image)
@@ -116,8 +162,9 @@ def _add_image(node: Tree, image: ImageView) -> None:
             branch.add(f"{name}: {_mib(count.plain_bytes)} in {_mib(count.stored_bytes)}, {chunks}")
     telling_first = sorted(image.sources, key=lambda source: source.state == State.RIGHT)
     for source in telling_first[:_SOURCES_SHOWN]:
-        where = source.directory or "no link leads to it"
-        text = f"from {where}/{image_name(source.pid)}, depth {source.depth}"
+        outside = source.state == State.OUTSIDE
+        nowhere = f"checkpoint {source.checkpoint_id}" if outside else "no link leads to it"
+        text = f"from {source.directory or nowhere}/{image_name(source.pid)}, depth {source.depth}"
         branch.add(escape(text + _state_text(source.state)))
     if len(image.sources) > _SOURCES_SHOWN:
         branch.add(f"and from {len(image.sources) - _SOURCES_SHOWN} more")

@@ -13,6 +13,26 @@ from cudackpt.criu.statistics import Statistics
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
+
+def checkpoint_argument(name: str) -> Callable[[Decorated], Decorated]:
+    """A checkpoint: an image directory or an archive."""
+    kind = click.Path(exists=True, path_type=Path)
+    return click.argument(name, type=kind, metavar=name.upper())
+
+
+def parent_option(function: Decorated) -> Decorated:
+    """--parent, as often as needed; the parameter is `parents`."""
+    return click.option(
+        "--parent",
+        "parents",
+        multiple=True,
+        metavar="DIR|ARCHIVE",
+        type=click.Path(exists=True, path_type=Path),
+        help="Of an archive: where an earlier checkpoint is that it is built on. Several times, "
+        "for each archive of the chain; a directory is followed to its own parents.",
+    )(function)
+
+
 SHELL_JOB = {"auto": None, "yes": True, "no": False}
 
 

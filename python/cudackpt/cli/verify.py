@@ -1,4 +1,4 @@
-"""`cudackpt verify DIR`: check every byte of a checkpoint."""
+"""`cudackpt verify CHECKPOINT`: check every byte of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
+from cudackpt.archive.opened import Archive
+from cudackpt.archive.opening import open_files
+from cudackpt.archive.verification import verify_archive
+from cudackpt.cli.options import checkpoint_argument, parent_option
 from cudackpt.errors import ImageError
 from cudackpt.image.lock import allow_many_files
 from cudackpt.image.verification import OnProgress, Verification, verify_directory
 
 
 @click.command("verify")
-@click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
+@checkpoint_argument("checkpoint")
+@parent_option
 @click.option(
     "--threads", type=click.IntRange(0, 1024), default=0, help="0: as many as processors."
 )
-def command(directory: Path, threads: int) -> None:
-    """Check every hash of the GPU images in DIRECTORY and of their manifest.
+def command(checkpoint: Path, parents: tuple[Path, ...], threads: int) -> None:
+    """Check every hash of the GPU images in CHECKPOINT, an image directory or an archive, and of
+    their manifest.
 
-    What an earlier checkpoint holds for this one is read and checked there. Exits 0 if all is whole, 10 if anything is not; each problem is a line. CRIU's own images have
+    What an earlier checkpoint holds for this one is read and checked there; of an archive, where
+    --parent says. Exits 0 if all is whole, 10 if anything is not; each problem is a line. CRIU's own images have
     no checksums and are not looked at.
     """
     allow_many_files()
@@ -36,19 +43,34 @@ def command(directory: Path, threads: int) -> None:
         transient=True,
         disable=not console.is_terminal,
     ) as bars:
-        found = verify_directory(directory, threads, _shown_on(bars))
+        found = _verify(checkpoint, parents, threads, _shown_on(bars))
     for problem in found.problems:
         click.echo(problem)
     if found.problems:
         count = len(found.problems)
-        raise ImageError(f"{directory}: {count} problem{'s' if count > 1 else ''} found")
+        raise ImageError(f"{checkpoint}: {count} problem{'s' if count > 1 else ''} found")
     click.echo(
-        f"{directory}: manifest and {found.images} image{'' if found.images == 1 else 's'} whole, "
+        f"{checkpoint}: manifest and {found.images} image{'' if found.images == 1 else 's'} whole, "
         f"{found.plain_bytes / 2**20:.1f} MiB of GPU memory{_earlier_text(found)}"
     )
 
 
+def _verify(
+    checkpoint: Path, parents: tuple[Path, ...], threads: int, on_progress: OnProgress
+) -> Verification:
+    with open_files(checkpoint, parents) as files:
+        if isinstance(files, Archive):
+            return verify_archive(files, threads, on_progress)
+        return verify_directory(files.directory, threads, on_progress)
+
+
 def _earlier_text(found: Verification) -> str:
+    if found.outside_checkpoints:
+        ids = ", ".join(found.outside_checkpoints)
+        return (
+            f"; {found.outside_bytes / 2**20:.1f} MiB of it not checked: not in the archive but in "
+            f"checkpoint {ids}; --parent says where that is"
+        )
     count = found.earlier_checkpoints
     if count == 0:
         return ""

@@ -6,25 +6,23 @@ protobuf message, little-endian).
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from cudackpt.criu.protobuf import fields
 from cudackpt.errors import ImageError
 
 _MAGIC = bytes.fromhex("1943565447380555")  # v1.1 image, CORE_MAGIC
-_SIZE_LIMIT = 1 << 20  # bytes
 _TASK_CORE = 3  # core_entry.tc
 _COMM = 6  # task_core_entry.comm
 
 
-def read_comm(images: Path, pid: int) -> str:
-    """The comm of process `pid`. Raises ImageError if its core image is missing or damaged."""
-    path = images / f"core-{pid}.img"
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_SIZE_LIMIT)
-    except OSError as exc:
-        raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
+def core_name(pid: int) -> str:
+    return f"core-{pid}.img"
+
+
+def parse_comm(raw: bytes, path: str) -> str:
+    """The comm of a process from its core image; `path` is for messages.
+
+    Raises ImageError if it is none, or damaged.
+    """
     if not raw.startswith(_MAGIC):
         raise ImageError(f"{path} is not a core image of CRIU")
     size = int.from_bytes(raw[8:12], "little")

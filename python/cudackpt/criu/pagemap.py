@@ -26,16 +26,25 @@ def parent_pages(images: Path) -> dict[str, int]:
     """
     found = {}
     for path in sorted(images.iterdir()):
-        if _NAME.fullmatch(path.name) and (count := _parent_pages(path)):
+        if is_pagemap(path.name) and (count := _parent_pages(path)):
             found[path.name] = count
     return found
 
 
+def is_pagemap(name: str) -> bool:
+    """Whether a file of that name in an image directory is a pagemap."""
+    return _NAME.fullmatch(name) is not None
+
+
 def _parent_pages(path: Path) -> int:
     try:
-        raw = path.read_bytes()
+        return count_parent_pages(path.read_bytes(), str(path))
     except OSError as exc:
         raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
+
+
+def count_parent_pages(raw: bytes, path: str) -> int:
+    """Pages of one pagemap that lie in the parent; `path` is for messages. Raises ImageError."""
     if not has_magic(raw, _MAGIC):
         raise ImageError(f"{path} is not a pagemap of CRIU")
     try:

@@ -32,9 +32,13 @@ def read_pstree(images: Path) -> tuple[Task, ...]:
     """The processes in `images`, the root first. Raises ImageError if the file is no such image."""
     path = images / PSTREE_NAME
     try:
-        raw = path.read_bytes()
+        return parse_pstree(path.read_bytes(), str(path))
     except OSError as exc:
         raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
+
+
+def parse_pstree(raw: bytes, path: str) -> tuple[Task, ...]:
+    """The same from the content of the file; `path` is for messages. Raises ImageError."""
     if not has_magic(raw, _PSTREE_MAGIC):
         raise ImageError(f"{path} is not a process tree of CRIU")
     try:

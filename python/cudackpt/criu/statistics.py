@@ -61,17 +61,29 @@ class Statistics:
 
 
 def statistics_path(images: Path, stage: Stage) -> Path:
-    return images / f"cudackpt-{stage}.json"
+    return images / statistics_name(stage)
+
+
+def statistics_name(stage: Stage) -> str:
+    return f"cudackpt-{stage}.json"
 
 
 def find_statistics(images: Path, stage: Stage) -> Statistics | None:
     """The statistics in `images`; None if there are none. Raises ImageError if damaged."""
     path = statistics_path(images, stage)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return parse_statistics(path.read_bytes(), str(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as exc:  # ValueError: not UTF-8, or not JSON
+    except OSError as exc:
+        raise ImageError(f"cannot read {path}: {exc}") from exc
+
+
+def parse_statistics(file: bytes, path: str) -> Statistics:
+    """The same from the content of the file; `path` is for messages. Raises ImageError."""
+    try:
+        raw = json.loads(file.decode("utf-8"))
+    except (ValueError, RecursionError) as exc:  # ValueError: not UTF-8, or not JSON
         raise ImageError(f"cannot read {path}: {exc}") from exc
     found = raw.get("version") if isinstance(raw, dict) else None
     if found != STATISTICS_VERSION:

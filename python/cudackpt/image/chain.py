@@ -13,20 +13,23 @@ from cudackpt.image.checkpoint import find_manifest
 
 NO_PARENT = bytes(16)
 MAX_DEPTH = 65535  # docs/format.md, "Limits"
+STORE_ROOT = Path("/var/lib/cudackpt")  # src/core/checkpoint_search.hpp
 _DIGEST_SIZE = 16  # bytes at the end of an image
 
 
 class State(StrEnum):
-    """What is found where an earlier checkpoint should be."""
+    """What is found where an earlier checkpoint should be. OUTSIDE: nowhere to look for it."""
 
     RIGHT = "right"
     MISSING = "missing"
     REPLACED = "replaced"
+    OUTSIDE = "outside"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSource:
-    """A source of an image and what is there. directory: None if the links do not lead so far."""
+    """A source of an image and what is there. directory: None if the links do not lead so far; of an archive
+    that was named as a parent, the archive."""
 
     source: Source
     directory: Path | None
@@ -48,26 +51,61 @@ def parent_directory(directory: Path) -> Path | None:
         raise ImageError(f"{link} is no link that can be followed: {exc}") from exc
 
 
+def find_parent(directory: Path) -> Path | None:
+    """Where the parent of the checkpoint in `directory` is: where its link leads; if that is nowhere,
+    where docs/format.md, "Links", says to look for its id; None if it is nowhere."""
+    try:
+        linked = parent_directory(directory)
+    except ImageError:
+        linked = None
+    if linked is not None and linked.is_dir():
+        return linked
+    try:
+        manifest = find_manifest(directory)
+    except (ImageError, UnsupportedError):
+        return None
+    if manifest is None or manifest.parent_id == NO_PARENT:
+        return None
+    return find_checkpoint(manifest.parent_id)
+
+
+def find_checkpoint(checkpoint_id: bytes) -> Path | None:
+    """A directory below STORE_ROOT with that checkpoint."""
+    name = checkpoint_id.hex()
+    places = [STORE_ROOT / "checkpoints"]
+    try:
+        places += sorted((STORE_ROOT / "containers").iterdir())
+    except OSError:  # there are none, or not for us
+        pass
+    for place in places:
+        try:
+            found = find_manifest(place / name)
+        except (ImageError, UnsupportedError, OSError):
+            continue
+        if found is not None and found.checkpoint_id == checkpoint_id:
+            return (place / name).resolve()
+    return None
+
+
 def chain_directories(directory: Path, depth: int) -> list[Path]:
-    """`directory` and those that the links from it lead to, at most `depth` of them, as far as
-    they are there."""
+    """`directory` and those that it is built on, at most `depth` of them, as far as they are
+    there."""
     found = [directory]
     while len(found) <= depth:
-        try:
-            parent = parent_directory(found[-1])
-        except ImageError:
-            break
-        if parent is None or not parent.is_dir():
+        parent = find_parent(found[-1])
+        if parent is None:
             break
         found.append(parent)
     return found
 
 
 def parent_state(directory: Path, manifest: Manifest) -> State:
-    """Whether the link in `directory` leads to the parent that `manifest` names."""
+    """Whether what is found as the parent of `directory` is the one that `manifest` names."""
     try:
-        parent = parent_directory(directory)
+        parent = find_parent(directory)
         found = None if parent is None else find_manifest(parent)
+        if parent is None:
+            parent_directory(directory)  # what is there may be no link at all
     except (ImageError, UnsupportedError):
         return State.REPLACED
     if found is None:

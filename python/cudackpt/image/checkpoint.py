@@ -20,18 +20,21 @@ from cudackpt._core import (
 )
 from cudackpt.errors import ImageError, UnsupportedError
 
-_IMAGE_NAME = re.compile(r"cudackpt-[1-9][0-9]*\.img")
+_IMAGE_NAME = re.compile(r"cudackpt-([1-9][0-9]{0,9})\.img")
 
 
 @contextmanager
-def image_errors() -> Iterator[None]:
-    """Turn what _core raises for a bad file into this package's exceptions."""
+def image_errors(rename: tuple[str, str] = ("", "")) -> Iterator[None]:
+    """Turn what _core raises for a bad file into this package's exceptions.
+
+    rename: a path that the messages name, and what they shall name instead.
+    """
     try:
         yield
     except (CorruptDataError, OSError) as exc:
-        raise ImageError(str(exc)) from exc
+        raise ImageError(str(exc).replace(*rename)) from exc
     except UnsupportedDataError as exc:
-        raise UnsupportedError(str(exc)) from exc
+        raise UnsupportedError(str(exc).replace(*rename)) from exc
 
 
 def find_manifest(directory: Path) -> Manifest | None:
@@ -50,19 +53,30 @@ def open_image(directory: Path, manifest: Manifest, task: ManifestTask) -> Image
     path = directory / image_name(task.pid)
     with image_errors():
         image = ImageReader.open(path)
+    require_meant(image, manifest, task, str(path))
+    return image
+
+
+def require_meant(image: ImageReader, manifest: Manifest, task: ManifestTask, path: str) -> None:
+    """Raise ImageError if `image`, which lies at `path`, is not what the manifest means."""
     if image.info.pid != task.pid:
         raise ImageError(f"{path}: is the image of pid {image.info.pid}")
     if image.info.checkpoint_id != manifest.checkpoint_id:
         raise ImageError(f"{path}: belongs to another checkpoint")
     if image.digest != task.digest:
         raise ImageError(f"{path}: is not the image the manifest means: the digests differ")
-    return image
 
 
 def image_names(directory: Path) -> list[str]:
     """Names in `directory` that are those of images, sorted. Raises ImageError."""
     with image_errors():
-        return sorted(p.name for p in directory.iterdir() if _IMAGE_NAME.fullmatch(p.name))
+        return sorted(p.name for p in directory.iterdir() if image_pid(p.name) is not None)
+
+
+def image_pid(name: str) -> int | None:
+    """The pid in the name of an image; None if it is no image's."""
+    match = _IMAGE_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def gpu_uuid(raw: bytes) -> str:

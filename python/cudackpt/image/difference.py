@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
-from cudackpt._core import MANIFEST_NAME, ImageReader, Manifest, hash128
+from cudackpt._core import ImageReader, Manifest, hash128
 from cudackpt.errors import ImageError
-from cudackpt.image.checkpoint import find_manifest, open_image
+from cudackpt.image.files import CheckpointFiles, DirectoryFiles
 
 # Content of a chunk: plain size and hash.
 _Content = tuple[int, bytes]
@@ -80,11 +80,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    directory: Path
+    name: str
     images: dict[int, ImageReader]
 
 
 def compare(a: Path, b: Path) -> Difference:
+    """compare_files of two image directories."""
+    return compare_files(DirectoryFiles(a), DirectoryFiles(b))
+
+
+def compare_files(a: CheckpointFiles, b: CheckpointFiles) -> Difference:
     """What changed from checkpoint `a` to `b`, chunk by chunk.
 
     Raises ImageError if one is damaged, holds no GPU memory of its own, or has chunks of another
@@ -111,27 +116,27 @@ def compare(a: Path, b: Path) -> Difference:
     )
 
 
-def _open(directory: Path) -> _Side:
-    manifest = find_manifest(directory)
+def _open(files: CheckpointFiles) -> _Side:
+    manifest = files.manifest()
     if manifest is None:
-        raise ImageError(f"{directory}: no manifest: it holds no GPU state saved by cudackpt")
-    images = _images(directory, manifest)
+        raise ImageError(f"{files.name}: no manifest: it holds no GPU state saved by cudackpt")
+    images = _images(files, manifest)
     if not images:
-        raise ImageError(f"{directory}: its GPU memory is in CRIU's own images: nothing to compare")
-    return _Side(directory, images)
+        raise ImageError(
+            f"{files.name}: its GPU memory is in CRIU's own images: nothing to compare"
+        )
+    return _Side(files.name, images)
 
 
-def _images(directory: Path, manifest: Manifest) -> dict[int, ImageReader]:
+def _images(files: CheckpointFiles, manifest: Manifest) -> dict[int, ImageReader]:
     return {
-        task.pid: open_image(directory, manifest, task)
-        for task in manifest.tasks
-        if task.externalized
+        task.pid: files.open_image(manifest, task) for task in manifest.tasks if task.externalized
     }
 
 
 def _chunk_size(before: _Side, after: _Side) -> int:
     sizes = {
-        image.info.chunk_size: f"{side.directory}: chunks of {image.info.chunk_size} bytes"
+        image.info.chunk_size: f"{side.name}: chunks of {image.info.chunk_size} bytes"
         for side in (before, after)
         for image in side.images.values()
     }
@@ -227,7 +232,6 @@ def _sum(parts: Iterator[Amounts]) -> Amounts:
     return total
 
 
-def _seconds_between(a: Path, b: Path) -> float | None:
-    times = [(side / MANIFEST_NAME).stat().st_mtime_ns for side in (a, b)]
-    seconds = (times[1] - times[0]) / 1e9
+def _seconds_between(a: CheckpointFiles, b: CheckpointFiles) -> float | None:
+    seconds = (b.dated_ns() - a.dated_ns()) / 1e9
     return seconds if seconds > 0 else None

@@ -11,8 +11,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +29,14 @@ from cudackpt.criu.pagemap import parent_pages
 from cudackpt.errors import CheckpointError, ImageError
 from cudackpt.image.chain import chain_directories
 from cudackpt.image.checkpoint import find_manifest, image_errors, image_names, open_image
-from cudackpt.image.lock import shared, try_exclude
+from cudackpt.image.lock import shared
+from cudackpt.image.new_directory import (
+    INVENTORY_NAME,
+    building_place,
+    require_free,
+    sync_directory,
+)
 
-INVENTORY_NAME = "inventory.img"  # without it CRIU restores nothing
 _COPY_SIZE = 64 << 20  # bytes asked for at once
 _NOT_BETWEEN_THESE = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -63,16 +67,16 @@ def flatten(
     CRIU's own images need those of an earlier dump, or `out` is no place for it.
     """
     tell = on_file or (lambda name: None)
-    _require_free(out)
+    require_free(out)
     chain = chain_directories(directory, _chain_length(directory))
     with shared(dict.fromkeys(chain)):
         manifest = _manifest(directory)
         _require_own_pages(directory)
         names = _files_to_copy(directory, manifest)
-        with _building_place(out) as place:
+        with building_place(out) as place:
             done = _write(directory, manifest, names, place, tell, threads)
             os.rename(place, out)
-            _sync(out.absolute().parent)
+            sync_directory(out.absolute().parent)
     return done
 
 
@@ -110,13 +114,13 @@ def _write(
         if name != INVENTORY_NAME:
             other_bytes += _copy(directory / name, place / name)
     with image_errors():
-        write_manifest(place, _without_parent(manifest, tasks))
+        write_manifest(place, without_parent(manifest, tasks))
     shutil.copystat(directory / MANIFEST_NAME, place / MANIFEST_NAME)
-    _sync(place)
+    sync_directory(place)
     if INVENTORY_NAME in names:
         other_bytes += _copy(directory / INVENTORY_NAME, place / INVENTORY_NAME)
     shutil.copystat(directory, place)
-    _sync(place)
+    sync_directory(place)
     return Flattened(
         images=sum(task.externalized for task in tasks),
         image_bytes=image_bytes,
@@ -125,7 +129,8 @@ def _write(
     )
 
 
-def _without_parent(manifest: Manifest, tasks: list[ManifestTask]) -> Manifest:
+def without_parent(manifest: Manifest, tasks: list[ManifestTask]) -> Manifest:
+    """The manifest of a checkpoint that needs no other."""
     return Manifest(
         checkpoint_id=manifest.checkpoint_id,
         driver_api_version=manifest.driver_api_version,
@@ -171,42 +176,6 @@ def _files_to_copy(directory: Path, manifest: Manifest) -> list[str]:
     return sorted(names)
 
 
-def _require_free(out: Path) -> None:
-    if not out.is_symlink() and not out.exists():
-        return
-    if out.is_symlink() or not out.is_dir() or any(out.iterdir()):
-        raise CheckpointError(f"{out} is there already and no empty directory; name another one")
-
-
-@contextmanager
-def _building_place(out: Path) -> Iterator[Path]:
-    """An empty directory beside `out`, nobody else's, to be renamed; removed on any error."""
-    place = out.absolute().with_name(f".{out.absolute().name}.part")
-    try:
-        place.mkdir(mode=0o700, exist_ok=True)
-    except OSError as exc:
-        raise CheckpointError(f"cannot make {place}: {exc.strerror}") from exc
-    lock = try_exclude(place)
-    if lock is None:
-        raise CheckpointError(f"another process is writing {out}")
-    with lock:
-        try:
-            _empty(place)
-            yield place
-        except BaseException as exc:
-            shutil.rmtree(place, ignore_errors=True)
-            if isinstance(exc, OSError):
-                raise CheckpointError(f"cannot write {out}: {exc}") from exc
-            raise
-
-
-def _empty(place: Path) -> None:
-    """The inventory goes first: what is half removed must not look whole either."""
-    (place / INVENTORY_NAME).unlink(missing_ok=True)
-    for path in list(place.iterdir()):
-        path.unlink()
-
-
 def _copy(source: Path, target: Path) -> int:
     """Copy content, mode, owner and times, and sync; bytes copied."""
     with source.open("rb") as read, target.open("xb") as write:
@@ -234,11 +203,3 @@ def _copy_content(read: int, write: int) -> int:
     ):  # also for files that say they are empty
         size += count
     return size
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

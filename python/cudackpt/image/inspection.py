@@ -15,21 +15,18 @@ from cudackpt._core import (
     RegionKind,
     image_name,
 )
-from cudackpt.criu.core_image import read_comm
-from cudackpt.criu.pstree import PSTREE_NAME, read_pstree
-from cudackpt.criu.statistics import Statistics, find_statistics
+from cudackpt.criu.core_image import core_name, parse_comm
+from cudackpt.criu.pstree import PSTREE_NAME, parse_pstree
+from cudackpt.criu.statistics import Stage, Statistics, parse_statistics, statistics_name
 from cudackpt.errors import ImageError
-from cudackpt.image.chain import (
-    NO_PARENT,
-    FoundSource,
-    find_sources,
-    parent_directory,
-    parent_state,
-)
-from cudackpt.image.checkpoint import find_manifest, gpu_uuid, open_image
+from cudackpt.image.chain import NO_PARENT, FoundSource
+from cudackpt.image.checkpoint import gpu_uuid
+from cudackpt.image.files import CheckpointFiles, DirectoryFiles
 
 ENCODINGS = ("zero", "lz4", "raw", "ref")
 _KINDS = {RegionKind.PRIVATE_ANONYMOUS: "private", RegionKind.SHARED_ANONYMOUS: "shared"}
+
+STAGES: tuple[Stage, ...] = ("dump", "restore")
 
 # Of the JSON form. A key that is there keeps its meaning; new ones may come.
 INSPECTION_VERSION = 1
@@ -65,7 +62,8 @@ class GpuView:
 class SourceView:
     """An image of an earlier checkpoint that holds chunks of this one, `depth` parent links away.
 
-    directory: where the links lead; None: not so far. state: "right", "missing" or "replaced".
+    directory: where the links lead; None: not so far. state: "right", "missing" or "replaced";
+    "outside": not in the archive, and no parent was named.
     """
 
     checkpoint_id: str
@@ -128,12 +126,40 @@ class ProcessView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveView:
+    """What an archive says of the container, and how large its parts are, in bytes.
+
+    engine: "podman", "cri-o", "containerd" or "unknown". image: as the user named it. created,
+    checkpointed: RFC 3339; "": it does not say. file_bytes: of the archive; unpacked_bytes: of all
+    in it; checkpoint_bytes: of CRIU's image directory.
+    """
+
+    engine: str
+    compression: str
+    container_name: str
+    container_id: str
+    pod: str
+    namespace: str
+    image: str
+    image_id: str
+    runtime: str
+    created: str
+    checkpointed: str
+    members: int
+    file_bytes: int
+    unpacked_bytes: int
+    checkpoint_bytes: int
+    rootfs_diff_bytes: int
+    volumes_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """A whole image directory. Sizes in bytes, times by phase in milliseconds.
+    """A whole checkpoint. Sizes in bytes, times by phase in milliseconds.
 
     checkpoint_id is None, and the driver unknown, if we saved nothing in it. parent is None for a
     checkpoint that needs no other. backend is None where
-    no statistics say it, else "driver" or "emulator".
+    no statistics say it, else "driver" or "emulator". archive: None of a directory.
     """
 
     directory: str
@@ -147,6 +173,7 @@ class Inspection:
     other_bytes: int
     processes: tuple[ProcessView, ...]
     timings_ms: dict[str, dict[str, float]]
+    archive: ArchiveView | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For json.dumps; the keys are the fields above."""
@@ -154,27 +181,28 @@ class Inspection:
 
 
 def inspect_directory(directory: Path) -> Inspection:
-    """Look into `directory` without reading GPU memory; earlier checkpoints may be missing.
+    """inspect_files of an image directory."""
+    return inspect_files(DirectoryFiles(directory))
+
+
+def inspect_files(files: CheckpointFiles) -> Inspection:
+    """Look into a checkpoint without reading GPU memory; earlier checkpoints may be missing.
 
     Raises ImageError if it is no checkpoint or something in it is damaged, UnsupportedError if it
     needs a newer version of this package.
     """
-    manifest = find_manifest(directory)
-    cuda = {} if manifest is None else _cuda_views(directory, manifest)
-    processes = _processes(directory, cuda)
+    manifest = files.manifest()
+    cuda = {} if manifest is None else _cuda_views(files, manifest)
+    processes = _processes(files, cuda)
     if manifest is None and not processes:
-        raise ImageError(f"{directory}: not a checkpoint: neither {PSTREE_NAME} nor a manifest")
+        raise ImageError(f"{files.name}: not a checkpoint: neither {PSTREE_NAME} nor a manifest")
     images = [view.image for view in cuda.values() if view.image is not None]
-    sizes = {path.name: path.lstat().st_size for path in directory.iterdir() if path.is_file()}
-    statistics = {
-        stage: found
-        for stage in ("dump", "restore")
-        if (found := find_statistics(directory, stage)) is not None
-    }
+    sizes = files.sizes()
+    statistics = _statistics(files)
     return Inspection(
-        directory=str(directory),
+        directory=files.name,
         checkpoint_id=None if manifest is None else manifest.checkpoint_id.hex(),
-        parent=None if manifest is None else _parent_view(directory, manifest),
+        parent=None if manifest is None else _parent_view(files, manifest),
         backend=_backend(statistics),
         driver_api_version=0 if manifest is None else manifest.driver_api_version,
         driver_version="" if manifest is None else manifest.driver_version,
@@ -190,14 +218,32 @@ def _backend(statistics: dict[str, Statistics]) -> str | None:
     return next((found.backend for found in statistics.values()), None)
 
 
-def _processes(directory: Path, cuda: dict[int, CudaView]) -> tuple[ProcessView, ...]:
+def _statistics(files: CheckpointFiles) -> dict[str, Statistics]:
+    found = {}
+    for stage in STAGES:
+        name = statistics_name(stage)
+        if (raw := files.read(name)) is not None:
+            found[str(stage)] = parse_statistics(raw, files.place(name))
+    return found
+
+
+def _comm(files: CheckpointFiles, pid: int) -> str:
+    name = core_name(pid)
+    raw = files.read(name)
+    if raw is None:
+        raise ImageError(f"cannot read {files.place(name)}: there is none")
+    return parse_comm(raw, files.place(name))
+
+
+def _processes(files: CheckpointFiles, cuda: dict[int, CudaView]) -> tuple[ProcessView, ...]:
     """CRIU's tree, then CUDA tasks that are not in it (of a pid namespace within)."""
-    tree = read_pstree(directory) if (directory / PSTREE_NAME).exists() else ()
+    raw = files.read(PSTREE_NAME)
+    tree = () if raw is None else parse_pstree(raw, files.place(PSTREE_NAME))
     known = tuple(
         ProcessView(
             pid=task.pid,
             ppid=task.ppid,
-            comm=read_comm(directory, task.pid),
+            comm=_comm(files, task.pid),
             threads=len(task.threads),
             cuda=cuda.get(task.pid),
         )
@@ -211,35 +257,32 @@ def _processes(directory: Path, cuda: dict[int, CudaView]) -> tuple[ProcessView,
     )
 
 
-def _cuda_views(directory: Path, manifest: Manifest) -> dict[int, CudaView]:
-    return {task.pid: _cuda_view(directory, manifest, task) for task in manifest.tasks}
+def _cuda_views(files: CheckpointFiles, manifest: Manifest) -> dict[int, CudaView]:
+    return {task.pid: _cuda_view(files, manifest, task) for task in manifest.tasks}
 
 
-def _cuda_view(directory: Path, manifest: Manifest, task: ManifestTask) -> CudaView:
+def _cuda_view(files: CheckpointFiles, manifest: Manifest, task: ManifestTask) -> CudaView:
     image = None
     if task.externalized:
-        image = _image_view(directory, open_image(directory, manifest, task), task.pid)
+        image = _image_view(files, files.open_image(manifest, task), task.pid)
     return CudaView(
         state_before=task.state_before.name.lower(), externalized=task.externalized, image=image
     )
 
 
-def _parent_view(directory: Path, manifest: Manifest) -> ParentView | None:
+def _parent_view(files: CheckpointFiles, manifest: Manifest) -> ParentView | None:
     if manifest.parent_id == NO_PARENT:
         return None
-    try:
-        parent = parent_directory(directory)
-    except ImageError:  # no link; parent_state says so
-        parent = None
+    where, state = files.find_parent(manifest)
     return ParentView(
         checkpoint_id=manifest.parent_id.hex(),
         chain_length=manifest.chain_length,
-        directory=None if parent is None else str(parent),
-        state=parent_state(directory, manifest),
+        directory=where,
+        state=state,
     )
 
 
-def _image_view(directory: Path, image: ImageReader, pid: int) -> ImageView:
+def _image_view(files: CheckpointFiles, image: ImageReader, pid: int) -> ImageView:
     info = image.info
     regions = tuple(
         RegionView(
@@ -261,7 +304,7 @@ def _image_view(directory: Path, image: ImageReader, pid: int) -> ImageView:
         boot_id=info.boot_id.hex(),
         encodings=_encoding_views(image.totals),
         regions=regions,
-        sources=tuple(_source_view(found) for found in find_sources(directory, info.sources)),
+        sources=tuple(_source_view(found) for found in files.find_sources(info.sources)),
     )
 
 

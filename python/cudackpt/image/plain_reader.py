@@ -32,14 +32,14 @@ INDEX_ENTRY_SIZE = 40
 ZERO, LZ4, RAW = range(3)
 
 _IMAGE_MAGIC = b"\x93CUCKPT\n"
-_TRAILER_MAGIC = b"CUCKEND\n"
+TRAILER_MAGIC = b"CUCKEND\n"
 
 _HEADER = struct.Struct("<16s16sIII164s")
-_METADATA = struct.Struct("<Q16sIIII16s32sI4s")
-_REGION = struct.Struct("<QQIB3s")
+METADATA = struct.Struct("<Q16sIIII16s32sI4s")
+REGION = struct.Struct("<QQIB3s")
 _SOURCE = struct.Struct("<16s16sQII")
-_INDEX_ENTRY = struct.Struct("<16sQQIBHB")
-_TRAILER = struct.Struct("<QQ16sQQ16s16sQ16s8s")
+INDEX_ENTRY = struct.Struct("<16sQQIBHB")
+TRAILER = struct.Struct("<QQ16sQQ16s16sQ16s8s")
 
 _MAX_CHUNKS = 1 << 25
 _MAX_REGIONS = 1 << 20
@@ -185,8 +185,8 @@ class PlainImage:
             file_size,
             reserved,
             magic,
-        ) = _TRAILER.unpack_from(trailer)
-        require(magic == _TRAILER_MAGIC and not any(reserved), "trailer malformed")
+        ) = TRAILER.unpack_from(trailer)
+        require(magic == TRAILER_MAGIC and not any(reserved), "trailer malformed")
         require(header_hash == self._file[240:256], "header and trailer do not belong together")
         require(file_size == len(self._file), "file has another size than it should have")
         require(self._chunk_count <= _MAX_CHUNKS, "too many chunks")
@@ -198,7 +198,7 @@ class PlainImage:
     def _parse_metadata(self) -> None:
         raw = self._file[self._metadata_offset : self._index_offset]
         require(xxhash.xxh3_128_digest(raw) == self._metadata_hash, "metadata damaged")
-        require(len(raw) >= _METADATA.size, "metadata too short")
+        require(len(raw) >= METADATA.size, "metadata too short")
         (
             self.start_time,
             self.boot_id,
@@ -210,18 +210,18 @@ class PlainImage:
             driver_version,
             source_count,
             reserved,
-        ) = _METADATA.unpack_from(raw)
+        ) = METADATA.unpack_from(raw)
         require(not any(reserved), "a reserved byte is not zero")
         require(self.state_before <= 3, "unknown state")
         require(region_count <= _MAX_REGIONS and gpu_count <= MAX_GPUS, "too many regions, GPUs")
         require(source_count <= _MAX_SOURCES, "too many sources")
         require(source_count == 0 or self.has_parent, "sources without a parent")
-        regions_offset = _METADATA.size + GPU.size * gpu_count
-        sources_offset = regions_offset + _REGION.size * region_count
+        regions_offset = METADATA.size + GPU.size * gpu_count
+        sources_offset = regions_offset + REGION.size * region_count
         require(len(raw) == sources_offset + _SOURCE.size * source_count, "metadata size")
         self.comm = text(comm)
         self.driver_version = text(driver_version)
-        self.gpus = parse_gpus(raw, _METADATA.size, gpu_count)
+        self.gpus = parse_gpus(raw, METADATA.size, gpu_count)
         self.regions = _parse_regions(raw[regions_offset:sources_offset])
         self.sources = _parse_sources(raw[sources_offset:])
 
@@ -237,7 +237,7 @@ class PlainImage:
         ]
         chunks = []
         expected = self._align(HEADER_SIZE)
-        for entry, (address, size) in zip(_INDEX_ENTRY.iter_unpack(raw), places, strict=True):
+        for entry, (address, size) in zip(INDEX_ENTRY.iter_unpack(raw), places, strict=True):
             chunk = _parse_entry(entry, address, size)
             if chunk.source != 0:
                 self._check_reference(chunk)
@@ -288,7 +288,7 @@ def _parse_entry(
 def _parse_regions(raw: bytes) -> tuple[PlainRegion, ...]:
     regions = []
     lowest = 0
-    for address, length, protection, kind, reserved in _REGION.iter_unpack(raw):
+    for address, length, protection, kind, reserved in REGION.iter_unpack(raw):
         require(address % 4096 == 0 and length % 4096 == 0 and length > 0, "region malformed")
         require(lowest <= address and address + length <= _MAX_ADDRESS, "region out of place")
         require(protection <= 7 and kind <= 1 and not any(reserved), "region malformed")

@@ -19,12 +19,16 @@ class Verification:
     """What was found. problems: a sentence each, with file and, of a chunk, number and address.
 
     earlier_bytes: those of plain_bytes that were read from earlier_checkpoints others.
+    outside_bytes: those that lie in outside_checkpoints others (their ids, in hexadecimal), which
+    are not in the archive, and were not checked: no parent was named.
     """
 
     images: int = 0
     plain_bytes: int = 0
     earlier_bytes: int = 0
     earlier_checkpoints: int = 0
+    outside_bytes: int = 0
+    outside_checkpoints: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 

@@ -24,13 +24,13 @@ void every_key_is_taken() {
                                "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
                                "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
                                "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
-                               "max_chain = 8\n");
+                               "max_chain = 8\nincremental = true\n");
     CHECK(!config.externalize && !config.compress && config.threads == 3);
     CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
     CHECK(config.driver_timeout_ms == 6 && config.driver == "/x/libcuda.so.1");
     CHECK(config.nvml == "/x/nvml.so" && config.source == path);
     CHECK(config.io == IoMode::direct && config.huge_pages == HugePages::off);
-    CHECK(config.parent == "../a" && config.max_chain == 8);
+    CHECK(config.parent == "../a" && config.max_chain == 8 && config.incremental);
     CHECK(read("huge_pages = \"on\"").huge_pages == HugePages::on);
     CHECK(read("huge_pages = \"auto\"").huge_pages == HugePages::automatic);
     CHECK(read("io = \"auto\"").io == IoMode::automatic);
@@ -44,12 +44,26 @@ void an_empty_file_is_the_defaults() {
 }
 
 void bad_values_are_named() {
-    for (const char* text :
-         {"threads = -1", "threads = 1025", "threads = \"two\"", "chunk_size = 5000",
-          "chunk_size = 1024", "externalize = 1", "externalize = \"yes\"", "compress = \"zstd\"",
-          "io = \"mmap\"", "io = 1", "huge_pages = \"maybe\"", "parent = \"\"", "max_chain = 0",
-          "max_chain = 65536", "lock_timeout_ms = 0", "driver = \"\"", "thread = 1", "[threads]",
-          "threads ="}) {
+    for (const char* text : {"threads = -1",
+                             "threads = 1025",
+                             "threads = \"two\"",
+                             "chunk_size = 5000",
+                             "chunk_size = 1024",
+                             "externalize = 1",
+                             "externalize = \"yes\"",
+                             "compress = \"zstd\"",
+                             "io = \"mmap\"",
+                             "io = 1",
+                             "huge_pages = \"maybe\"",
+                             "parent = \"\"",
+                             "max_chain = 0",
+                             "max_chain = 65536",
+                             "incremental = 1",
+                             "lock_timeout_ms = 0",
+                             "driver = \"\"",
+                             "thread = 1",
+                             "[threads]",
+                             "threads ="}) {
         try {
             read(text);
             CHECK(false && "nothing was thrown");

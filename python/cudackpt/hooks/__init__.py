@@ -1,0 +1,1 @@
+"""Programs that container runtimes run at certain moments of a container's life."""

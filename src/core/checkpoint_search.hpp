@@ -1,0 +1,22 @@
+/// Finding a checkpoint by its id, where no link leads to it.
+#pragma once
+
+#include "core/image_info.hpp"
+#include "core/unique_fd.hpp"
+
+#include <string>
+
+namespace cudackpt {
+
+/// Where checkpoints that others are built on are kept (docs/format.md, "Links").
+inline constexpr const char* kStoreRoot = "/var/lib/cudackpt";
+
+/// The directory with the checkpoint `id`: `root`/checkpoints/<id in hex>, else
+/// `root`/containers/<any>/<id in hex>; no descriptor if there is none. Its manifest has that id. Nobody
+/// else is believed: what lies in there is known by the digests of its images. Throws nothing.
+UniqueFd find_checkpoint(const Id& id, const std::string& root = kStoreRoot) noexcept;
+
+/// For a message: where that looks.
+std::string searched_places(const std::string& root = kStoreRoot);
+
+} // namespace cudackpt

@@ -1,0 +1,21 @@
+/// Keys of the configuration as TOML has them: for those who read a file of them.
+#pragma once
+
+#include "cuda_plugin/config.hpp"
+
+#include <string>
+#include <string_view>
+
+#define TOML_EXCEPTIONS 1
+#include <toml++/toml.h>
+
+namespace cudackpt {
+
+/// The table in `text`. Throws Error: bad_argument naming `path` and the place in it.
+toml::table parse_toml(std::string_view text, const std::string& path);
+
+/// Set `key`. Throws Error: bad_argument naming `path`, if there is no such key or `node` is not
+/// what it may be.
+void set_key(Config& config, const std::string& path, std::string_view key, const toml::node& node);
+
+} // namespace cudackpt

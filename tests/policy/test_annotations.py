@@ -1,0 +1,181 @@
+"""What annotations may say, and how it is written down."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cudackpt.errors import PolicyError
+from cudackpt.policy import (
+    ANNOTATIONS,
+    PREFIX,
+    format_policy,
+    is_container_id,
+    keep_of,
+    parse_annotations,
+)
+
+CONTAINER_ID = "0123456789abcdef" * 4
+RIGHT = {
+    "compress": {"lz4": "lz4", "none": "none"},
+    "externalize": {"true": True, "false": False},
+    "incremental": {"true": True, "false": False},
+    "parent": {"/a": "/a", "/a b/ü\"\\'#": "/a b/ü\"\\'#", "/": "/"},
+    "threads": {"0": 0, "8": 8, "1024": 1024},
+    "timeout": {"1ms": 1, "10s": 10_000, "2m": 120_000, "2147483647ms": 2147483647},
+    "keep": {"1": 1, "100000": 100_000},
+}
+WRONG = {
+    "compress": ["", "LZ4", "zstd", "lz4 "],
+    "externalize": ["", "yes", "1", "True", "off"],
+    "incremental": ["", "on"],
+    "parent": ["", "a", "../a", "/a/../b", "/..", "/a\n", "/a\0", "/\ud800", "/" + "a" * 4095],
+    "threads": ["", "-1", "+1", "1025", "1_0", " 1", "１", "1.0", "0x1", "many", "9" * 5000],
+    "timeout": [
+        "",
+        "10",
+        "0s",
+        "1h",
+        "1.5s",
+        "-1s",
+        "35792m",
+        "2147483648ms",
+        "s",
+        "1sm",
+        "9" * 99,
+    ],
+    "keep": ["", "0", "100001", "all"],
+}
+
+
+def ours(**words: str) -> dict[str, object]:
+    return {PREFIX + name: text for name, text in words.items()}
+
+
+def test_there_is_a_case_for_every_annotation() -> None:
+    assert set(RIGHT) == set(WRONG) == set(ANNOTATIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [(name, text, value) for name, texts in RIGHT.items() for text, value in texts.items()],
+)
+def test_what_is_allowed_is_taken(name: str, text: str, value: object) -> None:
+    policy = parse_annotations({"org.example": "x"} | ours(**{name: text}))
+    assert policy is not None
+    key = ANNOTATIONS[name].key
+    assert (policy.settings == {key: value}) if key else (policy.keep == value)
+    written = tomllib.loads(format_policy(policy, CONTAINER_ID))
+    assert written.pop("container")["annotations"] == {PREFIX + name: text}
+    assert written == policy.settings
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in WRONG.items() for text in texts]
+)
+def test_what_is_not_allowed_is_named_in_one_sentence(name: str, text: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_annotations(ours(**{name: text}))
+    message = str(caught.value)
+    assert message.startswith(f"annotation {PREFIX}{name} = ")
+    assert message.endswith(f"must be {ANNOTATIONS[name].allowed}")
+    assert len(message) < 400
+    assert message.isprintable()
+
+
+def test_encryption_is_refused_and_not_ignored() -> None:
+    with pytest.raises(PolicyError, match=r"io\.cudackpt\.encrypt = .*not supported by this"):
+        parse_annotations(ours(encrypt="age1xyz"))
+
+
+@pytest.mark.parametrize("name", ["", "Compress", "thread", "x" * 5000, "\n", "keep.all"])
+def test_an_unknown_annotation_is_refused(name: str) -> None:
+    with pytest.raises(PolicyError, match="there is no such annotation, only io.cudackpt.compress"):
+        parse_annotations({PREFIX + name: "1"})
+
+
+@pytest.mark.parametrize("value", [None, 1, True, ["lz4"], {"a": 1}])
+def test_a_value_must_be_text(value: object) -> None:
+    with pytest.raises(PolicyError, match="must be"):
+        parse_annotations({PREFIX + "compress": value})
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ({"incremental": "true", "externalize": "false"}, "incremental"),
+        ({"parent": "/a", "externalize": "false"}, "parent"),
+        ({"parent": "/a", "incremental": "true"}, "parent"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words: dict[str, str], named: str) -> None:
+    with pytest.raises(PolicyError, match=f"annotation {PREFIX}{named} = "):
+        parse_annotations(ours(**words))
+
+
+def test_what_only_seems_to_clash_is_taken() -> None:
+    assert parse_annotations(ours(incremental="false", externalize="false")) is not None
+    assert parse_annotations(ours(parent="/a", incremental="false")) is not None
+
+
+@given(st.dictionaries(st.text(), st.text()))
+def test_other_peoples_annotations_are_none_of_our_business(found: dict[str, str]) -> None:
+    others = {name: text for name, text in found.items() if not name.startswith(PREFIX)}
+    assert parse_annotations(others) is None
+
+
+@given(st.dictionaries(st.sampled_from(sorted(ANNOTATIONS)), st.text(), min_size=1))
+def test_any_text_is_taken_or_refused(words: dict[str, str]) -> None:
+    try:
+        policy = parse_annotations(ours(**words))
+    except PolicyError as exc:
+        assert str(exc).startswith(f"annotation {PREFIX}")
+        return
+    assert policy is not None
+    written = tomllib.loads(format_policy(policy, CONTAINER_ID))
+    assert written["container"]["annotations"] == ours(**words)
+    assert keep_of(format_policy(policy, CONTAINER_ID)) == policy.keep
+
+
+@given(st.from_regex(r"/[^\x00]{0,40}", fullmatch=True))
+def test_any_path_survives_the_file(path: str) -> None:
+    try:
+        policy = parse_annotations(ours(parent=path))
+    except PolicyError:
+        return
+    assert policy is not None
+    assert tomllib.loads(format_policy(policy, CONTAINER_ID))["parent"] == path
+
+
+def test_ids_of_containers() -> None:
+    assert is_container_id(CONTAINER_ID)
+    for wrong in (
+        "",
+        CONTAINER_ID[1:],
+        CONTAINER_ID + "0",
+        CONTAINER_ID.upper(),
+        "../" * 22,
+        "g" * 64,
+    ):
+        assert not is_container_id(wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[container",
+        "container = 1",
+        "[container]\nkeep = 0",
+        '[container]\nkeep = "1"',
+        "[container]\nkeep = true",
+        "[container]\nkeep = 1e3",
+        "[container]\nkeep = 1000000",
+    ],
+)
+def test_a_file_that_is_no_policy(text: str) -> None:
+    with pytest.raises(PolicyError):
+        keep_of(text)

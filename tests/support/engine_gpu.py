@@ -1,0 +1,119 @@
+"""Emulated GPUs, our plugin and containers that use them, in an EngineRoot."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cudackpt.criu.plugin import plugin_directory
+from cudackpt.emulator.location import find_directory
+from support.engine_image import IMAGE
+from support.engine_root import EngineRoot
+
+DEVICE = "cudackpt.io/gpu=all"
+DRIVER = "580.95.05"
+TIMEOUT_S = 60.0
+POLL_S = 0.1
+_STEP = re.compile(r"(\d+) step (\d+) ok")
+_EMULATOR = "cudackpt driver emulator:"
+
+
+def add_gpus(root: EngineRoot, gpus: int = 2, memory: str = "512MiB") -> None:
+    """Start an emulator with that many GPUs in `root`, and tell its CRIU and its engines of it."""
+    for program in ("runc", "crun", "default"):
+        root.write(f"/etc/criu/{program}.conf", f"libdir {plugin_directory()}\n")
+    write_config(root)
+    root.run(
+        *["cudackpt", "emulator", "start", "--gpus", str(gpus), "--memory", memory],
+        *["--driver", DRIVER],
+    )
+    root.run("cudackpt", "emulator", "cdi", "--output", "/etc/cdi/cudackpt-emulator.json")
+
+
+def write_config(root: EngineRoot, *lines: str) -> None:
+    """The plugin's configuration: the emulator's libraries, and `lines`."""
+    libraries = find_directory()
+    text = [
+        f'driver = "{libraries}/libcuda.so.1"',
+        f'nvml = "{libraries}/libnvidia-ml.so.1"',
+        *lines,
+    ]
+    root.write("/etc/cudackpt/config.toml", "".join(line + "\n" for line in text))
+
+
+@dataclass(frozen=True)
+class SteadyContainer:
+    """A Podman container that runs tests/programs/steady_job.c, which proves its memory itself:
+    it compares every byte with a copy of its own at each step, and says so."""
+
+    root: EngineRoot
+    name: str
+
+    @classmethod
+    def run(
+        cls, root: EngineRoot, name: str, runtime: str, *words: str, **job: int
+    ) -> SteadyContainer:
+        """Start one. words: for `podman run`; job: options of the program, `mib=4`."""
+        options = [
+            word
+            for key, value in job.items()
+            for word in (f"--{key.replace('_', '-')}", str(value))
+        ]
+        root.run(
+            *["podman", "--runtime", runtime, "run", "--detach", "--name", name],
+            *["--network", "none", "--device", DEVICE, *words, IMAGE],
+            *["/bin/steady_job", *options],
+        )
+        container = cls(root, name)
+        container.run_on(1 + job.get("children", 0))
+        return container
+
+    def output(self) -> str:
+        done = self.root.run("podman", "logs", self.name)
+        return done.stdout + done.stderr
+
+    def steps(self) -> Counter[int]:
+        """Steps said to be right, by process. Fails if the job has said anything else."""
+        found: Counter[int] = Counter()
+        for line in self.output().splitlines():
+            if line.startswith(_EMULATOR) or not line:
+                continue
+            step = _STEP.fullmatch(line)
+            assert step is not None, f"{self.name} says {line!r}"
+            found[int(step[1])] += 1
+        return found
+
+    def run_on(self, processes: int = 1, steps: int = 3) -> None:
+        """Wait until that many processes have each made more steps, all of them right."""
+        before = self.steps()
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            now = self.steps()
+            if len([pid for pid in now if now[pid] >= before[pid] + steps]) >= processes:
+                return
+            assert self.state() == "running", f"{self.name} is {self.state()}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"{self.name} does not run on:\n{self.output()}"
+            time.sleep(POLL_S)
+
+    def state(self) -> str:
+        """As Podman has it: "running", "exited" …"""
+        words = ("podman", "container", "inspect", "--format", "{{.State.Status}}", self.name)
+        return self.root.run(*words).stdout.strip()
+
+    def id(self) -> str:
+        words = ("podman", "container", "inspect", "--format", "{{.Id}}", self.name)
+        return self.root.run(*words).stdout.strip()
+
+    def images(self) -> str:
+        """The directory, in the root, of its last checkpoint's images."""
+        storage = "/var/lib/containers/storage/overlay-containers"
+        return f"{storage}/{self.id()}/userdata/checkpoint"
+
+    def remove(self) -> None:
+        self.root.run("podman", "rm", "--force", "--time", "0", "--ignore", self.name)
+
+
+Steady = Callable[..., SteadyContainer]  # SteadyContainer.run in some root
