@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -13,12 +14,21 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cudackpt.archive.layout import Engine
 from cudackpt.cli.table import print_table
-from cudackpt.errors import EngineError
+from cudackpt.errors import ArchiveError, EngineError
 from cudackpt.runtimes import kubelet, kubelet_archives
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _TICK_S = 0.25
+_CELL_LIMIT = 300  # characters
+_SECOND = re.compile(r"\.\d+(?=Z$|[+-]\d\d:\d\d$)")  # fractions of one
+_ENGINES = {
+    Engine.PODMAN: "Podman",
+    Engine.CRI_O: "CRI-O",
+    Engine.CONTAINERD: "containerd",
+    Engine.UNKNOWN: "-",
+}
 _SHORT_ID = 12  # characters of an id, as checkpointctl shows it
 
 Outcome = kubelet.Made | EngineError
@@ -182,24 +192,38 @@ def list_archives(directory: Path, as_json: bool) -> None:
     """Show the checkpoint archives in DIRECTORY, a node's if none is named."""
     archives, errors = kubelet_archives.list_archives(directory)
     if as_json:
-        rows = [asdict(archive) | {"path": str(archive.path)} for archive in archives]
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps([_archive_fields(archive) for archive in archives], indent=2))
     else:
         titles = ("CONTAINER", "IMAGE", "ID", "RUNTIME", "CREATED", "ENGINE")
-        print_table(
-            (*titles, "CHKPT SIZE", "ROOT FS DIFF SIZE"),
-            (
-                (
-                    *(archive.container, archive.image, archive.id[:_SHORT_ID]),
-                    *(archive.runtime, archive.created, archive.engine),
-                    _size(archive.checkpoint_bytes),
-                    _size(archive.rootfs_diff_bytes),
-                )
-                for archive in archives
-            ),
-        )
+        rows = map(_archive_cells, archives)
+        print_table((*titles, "CHKPT SIZE", "ROOT FS DIFF SIZE"), rows)
     if errors:
-        raise type(errors[0])("\n".join(map(str, errors)))
+        raise ArchiveError("\n".join(map(str, errors)))
+
+
+def _archive_fields(archive: kubelet_archives.ListedArchive) -> dict[str, object]:
+    fields: dict[str, object] = {"path": str(archive.path)} | asdict(archive.facts)
+    sizes = {
+        "checkpoint_bytes": archive.checkpoint_bytes,
+        "rootfs_diff_bytes": archive.rootfs_diff_bytes,
+    }
+    return fields | sizes
+
+
+def _archive_cells(archive: kubelet_archives.ListedArchive) -> tuple[str, ...]:
+    facts = archive.facts
+    words = (
+        *(facts.container_name, facts.image, facts.container_id[:_SHORT_ID]),
+        *(facts.runtime, _SECOND.sub("", facts.created), _ENGINES[facts.engine]),
+    )
+    sizes = (_size(archive.checkpoint_bytes), _size(archive.rootfs_diff_bytes))
+    return (*(_cell(word) for word in words), *sizes)
+
+
+def _cell(text: str) -> str:
+    """What an archive says, as one line that does nothing to a terminal."""
+    shown = "".join(char if char.isprintable() else "?" for char in text[:_CELL_LIMIT])
+    return shown or "-"
 
 
 def _size(count: int | None) -> str:

@@ -1,168 +1,97 @@
 """The checkpoint archives that a node's kubelet has had made: what each of them says of itself.
 
-Archives are taken for hostile: only a few small members are read, with limits. Source: checkpointctl
-(lib/metadata.go and `checkpointctl show`) for members, keys and columns; the kubelet's documentation
-for the directory.
+Source: `checkpointctl show` for the columns; the kubelet's documentation for the directory.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from cudackpt.errors import ImageError
-from cudackpt.runtimes.tar_walk import members
+from cudackpt.archive.compression import UnpackedStream, detect
+from cudackpt.archive.layout import (
+    CHECKPOINT,
+    CONFIG,
+    ROOTFS_DIFF,
+    SPEC,
+    ContainerFacts,
+    read_facts,
+    require_container,
+)
+from cudackpt.archive.limits import DEFAULT_LIMITS
+from cudackpt.archive.tar_reader import TarReader
+from cudackpt.errors import ArchiveError
 
 DIRECTORY = Path("/var/lib/kubelet/checkpoints")
-JSON_LIMIT = 8 << 20  # bytes of one member that is read
-_TEXT_LIMIT = 300  # characters of a value that is shown
-_CONFIG, _SPEC, _STATUS = "config.dump", "spec.dump", "status"
-_IMAGES, _ROOTFS_DIFF = "checkpoint/", "rootfs-diff.tar"
-_UNKNOWN = "-"
+_SUFFIX = ".tar"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Archive:
-    """One archive. created: of the container, RFC 3339, or "-". checkpoint_bytes: of CRIU's images
-    and ours; rootfs_diff_bytes: of what the container changed in its file system, None without.
+class ListedArchive:
+    """One archive. checkpoint_bytes: of CRIU's images and ours. rootfs_diff_bytes: of what the
+    container changed in its file system; None: it changed nothing.
     """
 
     path: Path
-    container: str
-    image: str
-    id: str
-    runtime: str
-    created: str
-    engine: str
+    facts: ContainerFacts
     checkpoint_bytes: int
     rootfs_diff_bytes: int | None
 
 
-def list_archives(directory: Path) -> tuple[list[Archive], list[ImageError]]:
-    """The archives (*.tar) in `directory`, oldest name first, and what was wrong with others.
+def list_archives(directory: Path) -> tuple[list[ListedArchive], list[ArchiveError]]:
+    """The archives (*.tar) in `directory`, by name, and what was wrong with others.
 
-    Raises ImageError if the directory cannot be read.
+    Raises ArchiveError if the directory cannot be read.
     """
     try:
-        names = sorted(entry.name for entry in os.scandir(directory))
+        names = sorted(name for name in os.listdir(directory) if name.endswith(_SUFFIX))
     except OSError as exc:
-        raise ImageError(f"cannot list {directory}: {exc.strerror}") from exc
+        raise ArchiveError(f"cannot list {directory}: {exc.strerror}") from exc
     archives, errors = [], []
     for name in names:
-        if not name.endswith(".tar"):
-            continue
         try:
             archives.append(read_archive(directory / name))
-        except ImageError as exc:
+        except ArchiveError as exc:
             errors.append(exc)
     return archives, errors
 
 
-def read_archive(path: Path) -> Archive:
-    """What one archive says of itself. Raises ImageError if it is none, or damaged."""
+def read_archive(path: Path) -> ListedArchive:
+    """What one archive says of itself. One pass over its headers; no content of an image is read.
+
+    Raises ArchiveError if it is none, damaged, or beyond the default limits.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            return _read(handle, path)
-        finally:
-            os.close(handle)
+        with open(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise ArchiveError(f"{path}: is no regular file")
+            name = str(path)
+            stream = UnpackedStream(file, detect(file, name), DEFAULT_LIMITS, name)
+            return _read(TarReader(stream, DEFAULT_LIMITS), path)
     except OSError as exc:
-        raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
+        raise ArchiveError(f"{path}: cannot be read: {exc.strerror}") from exc
 
 
-def _read(handle: int, path: Path) -> Archive:
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
-        raise ImageError(f"{path} is no regular file")
-    title = str(path)
-    texts: dict[str, bytes] = {}
+def _read(reader: TarReader, path: Path) -> ListedArchive:
+    small: dict[str, bytes] = {}
+    names: set[str] = set()
     images, diff = 0, None
-    for member in members(handle, status.st_size, title):
-        if not member.regular:
-            continue
-        if member.name.startswith(_IMAGES):
+    limit = DEFAULT_LIMITS.kept_file_bytes
+    for member in reader:
+        names.add(member.name)
+        if member.name.startswith(CHECKPOINT):
             images += member.size
-        elif member.name == _ROOTFS_DIFF:
+        elif member.name == ROOTFS_DIFF:
             diff = member.size
-        elif member.name in (_CONFIG, _SPEC, _STATUS):
-            if member.name in texts:
-                raise ImageError(f"{title} has two members {member.name}")
-            if member.size > JSON_LIMIT:
-                raise ImageError(
-                    f"{title}: {member.name} has {member.size} bytes; at most {JSON_LIMIT} are read"
+        elif member.name in (CONFIG, SPEC):
+            if member.size > limit:
+                raise ArchiveError(
+                    f"{path}: {member.name} has {member.size} bytes; {limit} are the limit"
                 )
-            texts[member.name] = os.pread(handle, member.size, member.offset)
-    config = _parse(texts, _CONFIG, title)
-    spec = _parse(texts, _SPEC, title)
-    notes = spec.get("annotations")
-    notes = notes if isinstance(notes, dict) else {}
-    engine, name, created = _engine(notes, config, texts, title)
-    return Archive(
-        path=path,
-        container=name,
-        image=_text(config.get("rootfsImageName")),
-        id=_text(config.get("id")),
-        runtime=_text(config.get("runtime")),
-        created=created,
-        engine=engine,
-        checkpoint_bytes=images,
-        rootfs_diff_bytes=diff,
-    )
-
-
-def _engine(
-    notes: dict[str, Any], config: dict[str, Any], texts: dict[str, bytes], title: str
-) -> tuple[str, str, str]:
-    """(engine, container's name, created), by what each engine writes into the container's spec."""
-    manager = notes.get("io.container.manager")
-    if manager == "libpod":
-        return "Podman", _text(config.get("name")), _text(config.get("createdTime"))
-    if manager == "cri-o":
-        name = _crio_name(notes.get("io.kubernetes.cri-o.Metadata"))
-        return "CRI-O", _text(name), _text(notes.get("io.kubernetes.cri-o.Created"))
-    name = notes.get("io.kubernetes.cri.container-name")
-    if name is None:
-        return _UNKNOWN, _text(config.get("name")), _text(config.get("createdTime"))
-    created = _parse(texts, _STATUS, title).get("CreatedAt") if _STATUS in texts else None
-    return "containerd", _text(name), _time(created) or _text(config.get("createdTime"))
-
-
-def _crio_name(metadata: object) -> object:
-    """The name in what CRI-O writes of the container as a JSON text."""
-    try:
-        value = json.loads(metadata) if isinstance(metadata, str) else None
-    except (ValueError, RecursionError):
-        return None
-    return value.get("name") if isinstance(value, dict) else None
-
-
-def _parse(texts: dict[str, bytes], name: str, title: str) -> dict[str, Any]:
-    if name not in texts:
-        raise ImageError(f"{title} is no checkpoint archive: it has no {name}")
-    try:
-        value = json.loads(texts[name])
-    except (ValueError, RecursionError) as exc:
-        raise ImageError(f"{title}: {name} is no JSON: {exc}") from exc
-    if not isinstance(value, dict):
-        raise ImageError(f"{title}: {name} is no JSON object")
-    return value
-
-
-def _text(value: object) -> str:
-    """A value for a terminal: one line of printable characters, "-" if it is no text or empty."""
-    if not isinstance(value, str) or not value:
-        return _UNKNOWN
-    text = "".join(char if char.isprintable() else "?" for char in value)
-    return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
-
-
-def _time(nanoseconds: object) -> str:
-    """RFC 3339 of a time in ns since 1970; "" if it is none."""
-    if not isinstance(nanoseconds, int) or not 0 < nanoseconds < 1 << 62:
-        return ""
-    return datetime.fromtimestamp(nanoseconds // 10**9, UTC).isoformat().replace("+00:00", "Z")
+            small[member.name] = reader.read(member.size)
+    require_container(names, str(path))
+    facts = read_facts(small, names, str(path))
+    return ListedArchive(path=path, facts=facts, checkpoint_bytes=images, rootfs_diff_bytes=diff)
