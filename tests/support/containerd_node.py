@@ -10,17 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cudackpt.criu.plugin import plugin_directory
-from cudackpt.emulator.location import RUN_DIRECTORY, library_directory
 from cudackpt.runtimes.cri import Cri
 from support.cri_tables import NODE_MESSAGES, NODE_METHODS, NODE_NETWORK
+from support.engine_gpu import DEVICE, add_gpus
 from support.engine_image import make_archive
 from support.engine_root import EngineRoot
 from support.oci_image import oci_archive
 
 POLL_S = 0.05
 TIMEOUT_S = 60.0
-EMULATED_API = 13000
 REGISTRY = "127.0.0.1:5000"
 JOB_IMAGE = f"{REGISTRY}/cudackpt/job:1"
 PAUSE_IMAGE = "localhost/cudackpt-pause:latest"
@@ -49,7 +47,6 @@ class ContainerdNode:
     def __init__(self, root: EngineRoot, program: Path) -> None:
         self.root = root
         self._daemons: list[subprocess.Popen[str]] = []
-        self._library = library_directory(EMULATED_API)
         try:
             self._prepare()
             self._start_daemons()
@@ -72,25 +69,11 @@ class ContainerdNode:
         """What containerd has said."""
         return self.root.path("/var/log/containerd.log").read_text(errors="replace")
 
-    def gpu_mounts(self) -> list[dict[str, object]]:
-        """What a container needs to see the emulated GPUs, as CRI mounts."""
-        return [
-            {"container_path": str(path), "host_path": str(path), "readonly": readonly}
-            for path, readonly in ((self._library, True), (RUN_DIRECTORY, False))
-        ]
-
-    def gpu_envs(self) -> list[dict[str, str]]:
-        return [{"key": "LD_LIBRARY_PATH", "value": str(self._library)}]
-
     def _prepare(self) -> None:
         root = self.root
         root.write("/etc/containerd/config.toml", _CONFIG)
         root.write("/etc/registry.yml", _REGISTRY_CONFIG)
-        root.write("/etc/criu/runc.conf", f"libdir {plugin_directory({})}\n")
-        # Where a driver's package would have it.
-        root.write("/etc/ld.so.conf.d/emulator.conf", f"{self._library}\n")
-        root.run("ldconfig")
-        root.run("cudackpt", "emulator", "start", "--gpus", "1", "--memory", "256MiB")
+        add_gpus(root)
 
     def _start_daemons(self) -> None:
         for name, words in {
@@ -161,8 +144,7 @@ class Pod:
             "metadata": {"name": name},
             "image": {"image": image},
             "args": args,
-            "mounts": self.node.gpu_mounts(),
-            "envs": self.node.gpu_envs(),
+            "CDI_devices": [{"name": DEVICE}],
             "log_path": f"{name}.log",
             "linux": {"security_context": {"namespace_options": {"network": NODE_NETWORK}}},
         }
