@@ -156,7 +156,9 @@ def checkpoint(access: Access, target: Target, timeout_s: int = DEFAULT_TIMEOUT_
         except _urllib3_error() as exc:
             raise EngineError(f"{target}: the answer broke off: {_line(str(exc))}") from exc
     if status != 200:
-        raise EngineError(f"{target}: {_explain_status(status, _reason(body), access, timeout_s)}")
+        raise EngineError(
+            f"{target}: {_explain_status(status, _reason(body), target, access, timeout_s)}"
+        )
     seconds = time.monotonic() - begin
     return Made(target=target, archives=_archives(body, target), seconds=seconds)
 
@@ -216,7 +218,9 @@ def _reason(body: bytes) -> str:
     return _line(text)
 
 
-def _explain_status(status: int, reason: str, access: Access, timeout_s: int) -> str:
+def _explain_status(
+    status: int, reason: str, target: Target, access: Access, timeout_s: int
+) -> str:
     said = f'"{reason}" ({status})' if reason else f"status {status} and no reason"
     if status == 401:
         who = "the token" if access.token else "the client's certificate"
@@ -246,7 +250,10 @@ def _explain_status(status: int, reason: str, access: Access, timeout_s: int) ->
         if "Unimplemented" in reason or "not implemented" in reason.lower():
             return f"{said}: the node's runtime cannot checkpoint; containerd can from 2.0 on"
         if "DeadlineExceeded" in reason or "deadline exceeded" in reason:
-            return f"{said}: not done in {timeout_s} s; --timeout gives it longer"
+            return (
+                f"{said}: not done in {timeout_s} s; --timeout gives it longer. containerd may have "
+                f"left the container paused; on the node: cudackpt containerd resume {target.path}"
+            )
         return (
             f"{said}; the container runs on, and criu's log is in the runtime's state on the node"
         )
