@@ -52,6 +52,12 @@ class EngineError(CheckpointError):
     exit_code = 16
 
 
+class InstallError(CheckpointError):
+    """A host cannot be set up as asked, or what is installed there is not as recorded."""
+
+    exit_code = 22
+
+
 class PolicyError(CheckpointError):
     """What a container asks of its checkpoints cannot be done, or its policy file cannot be used."""
 

@@ -44,6 +44,9 @@ PYTHON_ARROWS = {
     "criu": {"errors", "process", "driver", "nvml"},
     "runtimes": {"errors", "criu", "image", "archive", "_core", "task"},
     "store": {"errors", "image", "criu", "_core"},
+    "policy": {"errors"},
+    "hooks": {"errors", "policy", "image", "store"},
+    "install": {"errors", "criu"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
     "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
@@ -53,7 +56,7 @@ PYTHON_ARROWS = {
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        *("dirty_rate", "watching", "archive", "runtimes"),
+        *("dirty_rate", "watching", "archive", "runtimes", "install"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.

@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "say what this machine lacks and what to do about it",
     "emulator": "run programs on emulated GPUs, for tests and trials",
     "flatten": "copy a checkpoint so that it needs no other",
+    "install": "have the container runtimes of a host use cudackpt",
     "inspect": "say what a checkpoint holds",
     "kubelet": "checkpoint containers of a cluster, through the kubelets",
     "plugin-dir": "print the directory to give to criu as --libdir",
@@ -28,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "prune": "remove old checkpoints from a directory of them",
     "recover": "bring back a task left behind by a criu that died",
     "restore": "restore a process tree from a checkpoint",
+    "uninstall": "undo install",
     "verify": "check every byte of a checkpoint",
     "watch": "show how fast a job writes to its memory, and what follows",
 }

@@ -1,0 +1,1 @@
+"""Setting a host up so that its container runtimes use cudackpt, and undoing that to the byte."""
