@@ -44,6 +44,21 @@ def write_config(root: EngineRoot, *lines: str) -> None:
     root.write("/etc/cudackpt/config.toml", "".join(line + "\n" for line in text))
 
 
+def start_podman(root: EngineRoot, runtime: str) -> str:
+    """Start Podman's service, with that runtime as its default, if it does not run; its URL."""
+    place = f"/run/podman/{runtime}.sock"
+    if not root.path(place).exists():
+        root.path(place).parent.mkdir(exist_ok=True)
+        root.serve(
+            "podman", "--runtime", runtime, "system", "service", "--time=0", f"unix://{place}"
+        )
+        deadline = time.monotonic() + TIMEOUT_S
+        while not root.path(place).exists():
+            assert time.monotonic() < deadline, root.path("/tmp/podman.log").read_text()
+            time.sleep(POLL_S)
+    return f"unix://{place}"
+
+
 @dataclass(frozen=True)
 class SteadyContainer:
     """A Podman container that runs tests/programs/steady_job.c, which proves its memory itself:

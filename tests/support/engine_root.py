@@ -75,6 +75,7 @@ class EngineRoot:
         words = [f"ro:{path}" for path in _python_paths()]
         words += [f"ro:{here}:{inside}" for inside, here in (binds or {}).items()]
         words += [f"rw:{here}:{inside}" for inside, here in (shared or {}).items()]
+        self._services: list[subprocess.Popen[str]] = []
         self._log = place.with_name(place.name + ".log").open("w+")
         self._keeper = subprocess.Popen(
             [
@@ -124,6 +125,11 @@ class EngineRoot:
             **keys,
         )
 
+    def serve(self, *argv: str | Path) -> None:
+        """Start a program that runs until this system ends; what it says is in /tmp/NAME.log."""
+        with open(self.path(f"/tmp/{Path(argv[0]).name}.log"), "a") as log:
+            self._services.append(self.start(*argv, stdout=log, stderr=log))
+
     def run(
         self,
         *argv: str | Path,
@@ -155,6 +161,8 @@ class EngineRoot:
         self._keeper.stdin.close()
         status = self._keeper.wait(CLOSE_TIMEOUT_S)
         self._keeper.stdout.close()
+        for service in self._services:
+            service.wait(CLOSE_TIMEOUT_S)
         said = self._said()
         self._log.close()
         assert status == 0 and "still in use" not in said, f"status {status}\n{said}"

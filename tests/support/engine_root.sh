@@ -40,8 +40,10 @@ outer() {
     groups=()
     mount -t tmpfs -o mode=755 tmpfs "$place"
     mkdir "$place"/{root,upper,work,groups}
-    # hugetlb in the unified hierarchy beside v1 ones: crun cannot restore there.
-    if [ -n "$(controllers)" ] && awk '$1 == "hugetlb" && $2 == 0 { found = 1 } END { exit !found }' /proc/cgroups; then
+    # hugetlb in the unified hierarchy beside v1 ones: crun cannot restore there. It can be taken out
+    # as long as nobody has made a group in the unified one.
+    if [ -n "$(controllers)" ] && grep -q '^hugetlb' /proc/cgroups &&
+        ! grep -q ' - cgroup [^ ]* .*\<hugetlb\>' /proc/self/mountinfo; then
         mkdir "$place/groups/hugetlb"
         mount -t cgroup -o hugetlb cgroup "$place/groups/hugetlb"
     fi

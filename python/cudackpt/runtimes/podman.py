@@ -173,8 +173,9 @@ def _inspect(service: Service, name: str) -> _Container:
             raise EngineError(f"Podman at {service.url} has no container {name}") from exc
         raise EngineError(f"Podman cannot inspect {name}: {exc}") from exc
     try:
-        images = Path(found["State"]["CheckpointPath"]) if service.local else None
         work = Path(found["StaticDir"]) if service.local else None
+        # Also State.CheckpointPath, but only when there has been a checkpoint.
+        images = None if work is None else work / "checkpoint"
         return _Container(id=found["Id"], name=found["Name"], images=images, work=work)
     except (KeyError, TypeError) as exc:
         raise EngineError(f"Podman's description of {name} lacks {exc}") from exc
