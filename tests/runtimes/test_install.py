@@ -71,9 +71,7 @@ def test_podman_checkpoints_gpu_memory(host: tuple[EngineRoot, Facts], runtime: 
     (policy,) = engines.path("/run/cudackpt/policy").glob("*.toml")
     assert "threads = 2" in policy.read_text()
     engines.run("podman", "container", "checkpoint", container.name)
-    account = json.loads(
-        engines.path(f"{container.images()}/cudackpt-dump.json").read_text()
-    )
+    account = json.loads(engines.path(f"{container.images()}/cudackpt-dump.json").read_text())
     assert [task["externalized"] for task in account["tasks"]] == [True]
     engines.run("podman", "container", "restore", container.name)
     container.run_on()
