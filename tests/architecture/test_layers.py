@@ -33,6 +33,7 @@ PYTHON_ARROWS = {
     "errors": set[str](),
     "__init__": set[str](),
     "__main__": {"cli"},
+    "checkpointctl": {"cli"},
     "process": {"errors"},
     "driver": {"errors"},
     "nvml": {"errors"},

@@ -127,6 +127,9 @@ def test_operating(newcomer: tuple[Path, dict[str, str]], repository: Path) -> N
         assert "of it in 1 earlier checkpoint\n" in output
         assert "alone: manifest and 1 image whole" in output
         assert "s between the two" in output
+        assert "two.tar.gz: manifest and 1 image whole" in output
+        assert "not in the archive but in checkpoint" in output
+        assert (home / "moved" / "inventory.img").exists()
         assert len(list((home / "jobs").iterdir())) == 2 + 1  # the last two, and their first
         assert (home / "vectors.log").read_text().splitlines()[-1].startswith("round ")
     finally:

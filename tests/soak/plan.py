@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 
 from campaigns import (
+    archives,
     bit_flips,
     chain_kills,
     chains,
@@ -23,6 +24,7 @@ from campaigns import (
 )
 from campaigns.rig import Rig
 from campaigns.tally import Tally
+from support.archives import pack
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 KILLS = 120
@@ -38,6 +40,7 @@ KILLS_ON_PARENT = 60
 KILLED_COMMANDS = 300
 STORE_ROUNDS = 150
 FUZZ_INPUTS = 1_000_000
+ARCHIVES_CHANGED = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,14 @@ def _fuzz(bench: Bench) -> Iterator[tuple[str, Tally]]:
     yield "image reader, ASan and UBSan", tally
 
 
+def _archives(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    scratch = bench.newest.images()
+    sample = pack(damage.take(bench.newest, mib=1).images, scratch / "sample.tar").read_bytes()
+    (scratch / "sample.tar").unlink()
+    tally = archives.run(sample, scratch, bench.random("archives"), ARCHIVES_CHANGED)
+    yield "inspect, verify and flatten", tally
+
+
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kill-points": ("criu is killed with SIGKILL during a dump; no job may be lost", _kill_points),
     "kill-with-worker": (
@@ -206,5 +217,6 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
         "flatten and prune are killed at any system call; every checkpoint is whole or gone",
         _kill_store,
     ),
+    "archives": ("checkpoint archives are changed at random; read or refused", _archives),
     "fuzz": ("the image reader reads whatever libFuzzer thinks of", _fuzz),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +20,7 @@ from cudackpt.image.plain_reader import HEADER_SIZE, INDEX_ENTRY_SIZE, TRAILER_S
 
 DIGEST_SIZE = 16  # bytes at the end of an image
 _FIRST_TAIL = 16 << 20  # bytes read of the end before it is known where the index begins
+_PIECE = 1 << 20
 _STORED_HASH_OFFSET = 24  # in an index entry
 _WORD = struct.Struct("<Q")
 _TRAILER_PLACES = struct.Struct("<QQ16sQ")  # metadata offset, size and hash, index offset
@@ -27,19 +29,26 @@ _TRAILER_PLACES = struct.Struct("<QQ16sQ")  # metadata offset, size and hash, in
 class HollowImage:
     """size: of the image. tail_offset: where what is kept of its end begins."""
 
-    def __init__(self, size: int, header: bytes, tail: bytes, place: str) -> None:
-        """place: of the image, for messages."""
+    def __init__(self, size: int, header: bytes, tail: Iterable[bytes], length: int, place: str):
+        """tail: in pieces, `length` bytes together. place: of the image, for messages."""
         self.size = size
         self.place = place
         self.header = header
-        self.tail_offset = size - len(tail)
-        self.digest = tail[-DIGEST_SIZE:]
+        self.tail_offset = size - length
         self.fd = os.memfd_create("cudackpt-image")
-        os.ftruncate(self.fd, size)
-        write_at(self.fd, 0, header)
-        write_at(self.fd, self.tail_offset, tail)
-        places = tail[-TRAILER_SIZE:]
-        self.metadata_offset, _, _, self.index_offset = _TRAILER_PLACES.unpack_from(places)
+        try:
+            os.ftruncate(self.fd, size)
+            write_at(self.fd, 0, header)
+            offset = self.tail_offset
+            for piece in tail:
+                write_at(self.fd, offset, piece)
+                offset += len(piece)
+            trailer = read_part(self.fd, size - TRAILER_SIZE, TRAILER_SIZE)
+        except BaseException:
+            self.close()
+            raise
+        self.digest = trailer[-DIGEST_SIZE:]
+        self.metadata_offset, _, _, self.index_offset = _TRAILER_PLACES.unpack_from(trailer)
 
     def __enter__(self) -> Self:
         return self
@@ -79,9 +88,11 @@ class HollowImage:
         """As it stands in the image."""
         return read_part(self.fd, self.metadata_offset, self.index_offset - self.metadata_offset)
 
-    def has_tail(self, tail: bytes) -> bool:
-        """Whether that is what was kept from `tail_offset` on."""
-        return tail == read_part(self.fd, self.tail_offset, self.size - self.tail_offset)
+    def require_tail(self, stream: ByteStream) -> None:
+        """Raise ImageError unless what `stream` goes on with is what was kept."""
+        for offset, size in _pieces(self.tail_offset, self.size):
+            if stream.read(size) != read_part(self.fd, offset, size):
+                raise ImageError(f"{self.place}: was changed while it was read")
 
 
 def read_ends(stream: ByteStream, size: int, limit: int, place: str) -> tuple[bytes, bytes] | int:
@@ -109,11 +120,17 @@ def read_ends(stream: ByteStream, size: int, limit: int, place: str) -> tuple[by
     return wanted if wanted > length else (header, tail[-wanted:])
 
 
-def read_long_tail(stream: ByteStream, size: int, length: int) -> tuple[bytes, bytes]:
-    """As read_ends, once the length of the tail is known."""
+def read_long_tail(stream: ByteStream, size: int, length: int) -> tuple[bytes, Iterator[bytes]]:
+    """As read_ends, once the length of the tail is known; the tail in pieces."""
     header = stream.read(HEADER_SIZE)
     stream.skip(size - HEADER_SIZE - length)
-    return header, stream.read(length)
+    return header, (stream.read(part) for _, part in _pieces(size - length, size))
+
+
+def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Offset and size of each."""
+    for offset in range(begin, end, _PIECE):
+        yield offset, min(_PIECE, end - offset)
 
 
 def read_part(fd: int, offset: int, size: int) -> bytes:

@@ -43,7 +43,8 @@ class Engine(StrEnum):
 class ContainerFacts:
     """What the archive says of its container, believed as it stands; "": it does not say.
 
-    image: as the user named it; image_id: of the engine's store. created, checkpointed: RFC 3339.
+    image: by its full name; image_requested: as the user named it; image_id: of the engine's store.
+    created, checkpointed: RFC 3339.
     """
 
     engine: Engine
@@ -52,6 +53,7 @@ class ContainerFacts:
     pod: str
     namespace: str
     image: str
+    image_requested: str
     image_id: str
     runtime: str
     created: str
@@ -69,7 +71,7 @@ def is_small(name: str) -> bool:
 
 def require_container(names: Collection[str], archive: str) -> None:
     """Raise ArchiveError, with a reason, if these members are no container's checkpoint."""
-    if any(name.startswith(CHECKPOINT) for name in names):
+    if any(f"{name}/".startswith(CHECKPOINT) for name in names):
         return
     if _POD in names:
         raise ArchiveError(
@@ -110,6 +112,7 @@ def read_facts(small: Mapping[str, bytes], names: Collection[str], archive: str)
             notes, "io.kubernetes.pod.namespace" if on_crio else f"{_CRI}sandbox-namespace"
         ),
         image=_text(config, "rootfsImageName") or _text(config, "rootfsImage"),
+        image_requested=_text(config, "rootfsImage"),
         image_id=_text(config, "rootfsImageRef"),
         runtime=_text(config, "runtime"),
         created=_text(notes, f"{_CRIO}Created") or _text(config, "createdTime"),

@@ -13,7 +13,8 @@ class Limits:
     """Bounds of one archive; what goes beyond one is an ArchiveError.
 
     members: headers of any kind. names_bytes: of memory for all names and the
-    directories they imply, which are kept to find one that comes twice. name_bytes, name_parts: of one name. header_bytes: of one
+    directories they imply, which are kept to find one that comes twice. name_bytes: of one name; name_parts:
+    directories in it. header_bytes: of one
     extended header (pax, GNU long name). kept_bytes: of the small files that are read whole;
     kept_file_bytes: of one of them. index_bytes: of all images' metadata and indexes.
     unpacked_bytes: of the whole archive. An archive that unpacks to more than ratio_free_bytes may

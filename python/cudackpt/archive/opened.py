@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -163,8 +163,8 @@ class Archive:
             return
         for member, reader, pid in self.images_again():
             if pid in long_tails:
-                ends = read_long_tail(reader, member.size, long_tails[pid])
-                self._keep_image(pid, member, ends, images)
+                header, tail = read_long_tail(reader, member.size, long_tails[pid])
+                self._keep_image(pid, member, header, tail, long_tails[pid], images)
 
     def _note_image(
         self,
@@ -187,14 +187,21 @@ class Archive:
             long_tails[pid] = found
             self._index_bytes += found
         else:
-            self._index_bytes += len(found[1])
-            self._keep_image(pid, member, found, images)
+            header, tail = found
+            self._index_bytes += len(tail)
+            self._keep_image(pid, member, header, [tail], len(tail), images)
 
     def _keep_image(
-        self, pid: int, member: Member, ends: tuple[bytes, bytes], images: ExitStack
+        self,
+        pid: int,
+        member: Member,
+        header: bytes,
+        tail: Iterable[bytes],
+        length: int,
+        images: ExitStack,
     ) -> None:
-        place = self.place(image_name(pid))
-        self.images[pid] = images.enter_context(HollowImage(member.size, *ends, place))
+        image = HollowImage(member.size, header, tail, length, self.place(image_name(pid)))
+        self.images[pid] = images.enter_context(image)
 
     def _read_small(self, member: Member, reader: TarReader) -> bytes:
         limits = self._limits

@@ -117,8 +117,7 @@ def own_chunks(image: OpenImage, stream: ByteStream) -> Iterator[tuple[StoredChu
             yield chunk, stream.read(chunk.size)
             position = chunk.offset + chunk.size
     _require_zeros(stream, position, image.hollow.tail_offset, image)
-    if not image.hollow.has_tail(stream.read(image.hollow.size - image.hollow.tail_offset)):
-        raise ImageError(f"{image.hollow.place}: was changed while it was read")
+    image.hollow.require_tail(stream)
 
 
 def placed_chunks(

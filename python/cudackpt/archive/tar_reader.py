@@ -210,9 +210,9 @@ class TarReader:
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if name.startswith("/") or ".." in parts or "\0" in name:
             raise self._error(f"member {name!r} has a name that leads out of the archive")
-        if len(parts) > limits.name_parts:
+        if len(parts) - 1 > limits.name_parts:
             raise self._error(
-                f"member {name[:80]!r}... lies {len(parts)} directories deep; "
+                f"member {name[:80]!r}... lies {len(parts) - 1} directories deep; "
                 f"{limits.name_parts} are the limit"
             )
         if name.endswith("/") and kind != b"5":
