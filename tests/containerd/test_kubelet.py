@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,9 @@ import pytest
 
 from cudackpt.runtimes.kubelet_archives import DIRECTORY
 from support.certificates import Authority, Pair
-from support.containerd_node import ContainerdNode, wait_for
+from support.containerd_node import KUBELET_PORT, ContainerdNode, kubelet_on
 from support.kubelet_server import ALLOWED
 
-PORT = 10250
 TOKEN = "a-token-of-the-tests"
 
 
@@ -41,25 +39,9 @@ def cluster(node: ContainerdNode, shared: Path, repository: Path) -> Iterator[Cl
     authority = Authority(shared, "cluster-ca")
     server = authority.server("127.0.0.1")
     admin = authority.client(ALLOWED)
-    log = node.root.path("/var/log/kubelet.log")
-    with log.open("w") as said:
-        kubelet = node.root.start(
-            *(sys.executable, repository / "tests/support/kubelet_server.py", str(PORT)),
-            *("/run/containerd/containerd.sock", server.certificate, server.key),
-            *(authority.certificate, DIRECTORY, f"{TOKEN}={ALLOWED}"),
-            environ={"PYTHONPATH": str(repository / "tests")},
-            stdout=said,
-            stderr=said,
-        )
-    listening = f"0100007F:{PORT:04X}"  # proc_net_tcp(5), of its network namespace
-    table = Path(f"/proc/{node.root.init}/net/tcp")
-    wait_for(lambda: listening in table.read_text(), "kubelet", log.read_text)
-    try:
+    files = (server.certificate, server.key, authority.certificate)
+    with kubelet_on(node, repository / "tests", *files, tokens=(f"{TOKEN}={ALLOWED}",)):
         yield Cluster(node, authority.certificate, admin)
-    finally:
-        children = Path(f"/proc/{kubelet.pid}/task/{kubelet.pid}/children").read_text().split()
-        subprocess.run(["kill", *children], check=True)
-        kubelet.wait(60)
 
 
 def test_many_pods_at_once(cluster: Cluster, node: ContainerdNode) -> None:
@@ -99,7 +81,7 @@ def test_a_token_is_as_good(cluster: Cluster, node: ContainerdNode, shared: Path
     job = node.pod("by-token").job("job")
     (shared / "token").write_text(f"{TOKEN}\n")
     done = node.root.run(
-        *("cudackpt", "kubelet", "checkpoint", f"{job.path}@127.0.0.1:{PORT}"),
+        *("cudackpt", "kubelet", "checkpoint", f"{job.path}@127.0.0.1:{KUBELET_PORT}"),
         *("--ca", cluster.ca, "--token-file", shared / "token"),
     )
     assert " done " in done.stdout

@@ -201,7 +201,7 @@ def test_names(path: Path) -> None:
         assert containerd.find(cri, "11").id == ONE
         assert containerd.find(cri, "default/web/c1").id == TWO
         for name, explained in (
-            ("1", "1 names 2 running containers: default/web/c0 (1111111111111), "),
+            ("1", "1 names 2 containers: default/web/c0 (1111111111111), "),
             ("dead", "container default/web/c2 (deaddeaddeadd) does not run (state: exited)"),
             ("feed", f"containerd v2.1.9 at {path} has no container feed; "),
             ("default/web", "is no NAMESPACE/POD/CONTAINER"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from cudackpt.runtimes.cri import Cri
+from cudackpt.runtimes.kubelet_archives import DIRECTORY
 from support.cri_tables import NODE_MESSAGES, NODE_METHODS, NODE_NETWORK
 from support.engine_gpu import DEVICE, add_gpus
 from support.engine_image import make_archive
@@ -20,6 +23,7 @@ from support.oci_image import oci_archive
 POLL_S = 0.05
 TIMEOUT_S = 60.0
 REGISTRY = "127.0.0.1:5000"
+KUBELET_PORT = 10250
 JOB_IMAGE = f"{REGISTRY}/cudackpt/job:1"
 PAUSE_IMAGE = "localhost/cudackpt-pause:latest"
 LOGS = Path("/var/log/pods")
@@ -65,6 +69,12 @@ class ContainerdNode:
         """Start a pod's sandbox, in the network of the node: no CNI."""
         return Pod(self, name, namespace)
 
+    def pull(self, image: str) -> None:
+        """Have it pulled from its registry."""
+        self.cri.call(
+            "/runtime.v1.ImageService/PullImage", timeout_s=TIMEOUT_S, image={"image": image}
+        )
+
     def log(self) -> str:
         """What containerd has said."""
         return self.root.path("/var/log/containerd.log").read_text(errors="replace")
@@ -76,13 +86,30 @@ class ContainerdNode:
         add_gpus(root)
 
     def _start_daemons(self) -> None:
-        for name, words in {
-            "containerd": ["containerd"],
-            "registry": ["docker-registry", "serve", "/etc/registry.yml"],
-        }.items():
-            with self.root.path(f"/var/log/{name}.log").open("w") as log:
-                self._daemons.append(self.root.start(*words, stdout=log, stderr=log))
-        wait_for(lambda: Path(self.socket).exists(), "containerd's socket", self.log)
+        with self.root.path("/var/log/registry.log").open("w") as log:
+            words = ("docker-registry", "serve", "/etc/registry.yml")
+            self._daemons.append(self.root.start(*words, stdout=log, stderr=log))
+        self._containerd = self._start_containerd()
+
+    def _start_containerd(self) -> subprocess.Popen[str]:
+        with self.root.path("/var/log/containerd.log").open("a") as log:
+            containerd = self.root.start("containerd", stdout=log, stderr=log)
+        self._daemons.append(containerd)
+        wait_for(self._answers, "answer of containerd", self.log)
+        return containerd
+
+    def _answers(self) -> bool:
+        done = self.root.run("ctr", "version", check=False)
+        return done.returncode == 0
+
+    def kill_containerd(self) -> None:
+        """As when it crashes: its shims, and what runs under them, live on."""
+        self._daemons.remove(self._containerd)
+        end(self._containerd, "KILL")
+
+    def restart_containerd(self) -> None:
+        """After kill_containerd."""
+        self._containerd = self._start_containerd()
 
     def _load_images(self, program: Path) -> None:
         layer = make_archive(self.root, [program])
@@ -103,10 +130,7 @@ class ContainerdNode:
         for freezer in self.root.path("/sys/fs/cgroup").glob("freezer/**/freezer.state"):
             freezer.write_text("THAWED")
         for daemon in self._daemons:
-            # nsenter's only child is the daemon itself.
-            children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
-            subprocess.run(["kill", *children], check=True)
-            daemon.wait(TIMEOUT_S)
+            end(daemon)
 
     def close(self) -> None:
         self.cri.__exit__(None, None, None)
@@ -159,9 +183,7 @@ class Pod:
 
     def job(self, name: str, *args: str) -> Container:
         """A container that runs steady_job, which has made two steps."""
-        self.node.cri.call(
-            "/runtime.v1.ImageService/PullImage", timeout_s=TIMEOUT_S, image={"image": JOB_IMAGE}
-        )
+        self.node.pull(JOB_IMAGE)
         container = self.create(name, JOB_IMAGE, list(args))
         container.start()
         container.run_on(2)
@@ -221,3 +243,42 @@ def wait_for(
     while not condition():
         assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{say()[-4000:]}"
         time.sleep(POLL_S)
+
+
+@contextmanager
+def kubelet_on(
+    node: ContainerdNode,
+    tests: Path,
+    certificate: Path,
+    key: Path,
+    client_ca: Path,
+    tokens: tuple[str, ...] = (),
+) -> Iterator[None]:
+    """The kubelet of `node`, on 127.0.0.1:KUBELET_PORT there, for the length of a with statement.
+
+    tests: this repository's, which the node sees. The files are the node's too.
+    """
+    root = node.root
+    log = root.path("/var/log/kubelet.log")
+    with log.open("w") as said:
+        kubelet = root.start(
+            *(sys.executable, tests / "support/kubelet_server.py", str(KUBELET_PORT), _SOCKET),
+            *(certificate, key, client_ca, DIRECTORY, *tokens),
+            environ={"PYTHONPATH": str(tests)},
+            stdout=said,
+            stderr=said,
+        )
+    listening = f"0100007F:{KUBELET_PORT:04X}"  # proc_pid_net(5), of its network namespace
+    table = Path(f"/proc/{root.init}/net/tcp")
+    try:
+        wait_for(lambda: listening in table.read_text(), "kubelet", log.read_text)
+        yield
+    finally:
+        end(kubelet)
+
+
+def end(daemon: subprocess.Popen[str], signal: str = "TERM") -> None:
+    """End what EngineRoot.start has started: nsenter's only child is the program itself."""
+    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+    subprocess.run(["kill", f"-{signal}", *children], check=True)
+    daemon.wait(TIMEOUT_S)

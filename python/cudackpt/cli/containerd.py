@@ -77,7 +77,7 @@ def checkpoint(address: str, container: str, export: Path, timeout_s: int) -> No
 def resume(address: str, container: str) -> None:
     """Let CONTAINER run on if a checkpoint that was cut off has left it paused."""
     with Cri(address) as cri:
-        found = containerd.find(cri, container)
+        found = containerd.find(cri, container, containerd.PERHAPS_PAUSED)
         resumed = containerd.resume(cri, found)
     click.echo(f"container {found} {'was paused and runs on' if resumed else 'is not paused'}")
 

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,11 @@ from cudackpt.task import find_openers
 DEFAULT_ADDRESS = "/run/containerd/containerd.sock"
 DEFAULT_TIMEOUT_S = 600
 _RESUME_TIMEOUT_S = 600.0  # a dump that is under way ends first
+# Codes of a call that was not answered; when it is, containerd has resumed the container itself.
+_CUT_OFF = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE")
+_RUNNING = CONTAINER_STATES[RUNNING]
+# A containerd that was started anew takes a paused container for one in an unknown state.
+PERHAPS_PAUSED = (_RUNNING, "unknown")
 _POLL_S = 0.1
 _LOG_LIMIT = 4 << 20  # bytes of criu's log that are read, counted from its end
 _SHORT_ID = 13  # characters of an id that are shown, as crictl does
@@ -88,10 +94,10 @@ def containers(cri: Cri) -> list[Container]:
     return sorted(found, key=lambda one: (one.path, one.id))
 
 
-def find(cri: Cri, name: str) -> Container:
-    """The running container that `name` names: the beginning of its id, or NAMESPACE/POD/CONTAINER.
+def find(cri: Cri, name: str, states: Collection[str] = (_RUNNING,)) -> Container:
+    """The container that `name` names: the beginning of its id, or NAMESPACE/POD/CONTAINER.
 
-    Raises EngineError if there is none, if there are several, or if it does not run.
+    Raises EngineError if there is none, if there are several, or if it is in none of `states`.
     """
     if "/" in name:
         if name.count("/") != 2 or not all(name.split("/")):
@@ -101,20 +107,17 @@ def find(cri: Cri, name: str) -> Container:
         if not re.fullmatch(r"[0-9a-zA-Z_.-]+", name):
             raise EngineError(f"{name!r} is no container's id")
         named = [one for one in containers(cri) if one.id.startswith(name)]
-    running = [one for one in named if one.state == CONTAINER_STATES[RUNNING]]
-    if len(running) == 1:
-        return running[0]
-    if running:
+    fit = [one for one in named if one.state in states]
+    if len(fit) == 1:
+        return fit[0]
+    if fit:
         raise EngineError(
-            f"{name} names {len(running)} running containers: "
-            + ", ".join(str(one) for one in running[:8])
+            f"{name} names {len(fit)} containers: "
+            + ", ".join(str(one) for one in fit[:8])
             + "; give more of the id"
         )
     if named:
-        raise EngineError(
-            f"container {named[0]} does not run (state: {named[0].state}); only a running "
-            "container can be checkpointed"
-        )
+        raise EngineError(f"container {named[0]} does not run (state: {named[0].state})")
     raise EngineError(
         f"{cri.runtime()} at {cri.path} has no container {name}; "
         "cudackpt containerd list shows what it has"
@@ -152,7 +155,8 @@ def checkpoint(
                 timeout=timeout_s,
             )
         except BaseException as exc:
-            if not paused_before:
+            cut_off = not isinstance(exc, CallError) or exc.code in _CUT_OFF
+            if cut_off and not paused_before:
                 resume(cri, container)
             if isinstance(exc, CallError):
                 raise EngineError(_explain(cri, container, exc, timeout_s)) from exc

@@ -1,0 +1,118 @@
+"""Checkpoints through containerd that something gets in the way of: nothing is lost."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.containerd_node import TIMEOUT_S, Container, ContainerdNode, wait_for
+
+
+@pytest.fixture
+def job(node: ContainerdNode, request: pytest.FixtureRequest) -> Iterator[Container]:
+    job = node.pod(request.node.name.replace("_", "-")).job("job")
+    yield job
+    job.stop()
+
+
+@pytest.fixture
+def slow(node: ContainerdNode) -> Iterator[None]:
+    """The next checkpoint of a GPU process takes 3 s."""
+    fault = ("cudackpt", "emulator", "fault")
+    node.root.run(*fault, "add", "checkpoint", "delay", "--delay-ms", "3000")
+    yield
+    node.root.run(*fault, "clear")
+
+
+def begin(node: ContainerdNode, job: Container, archive: Path) -> subprocess.Popen[str]:
+    """Start a checkpoint; it is under way, and waits for the GPU."""
+    command = node.root.start(
+        *("cudackpt", "containerd", "checkpoint", job.id, "--export", archive),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process = Path(f"/proc/{node.root.init}/root/proc")
+
+    def dumps() -> bool:
+        """criu has the container's log open, and the plugin has asked the driver."""
+        for log in process.glob("[0-9]*/fd/*"):
+            try:
+                if job.id in str(log.readlink()) and log.name and "dump.log" in str(log.readlink()):
+                    return "cuda_plugin: " in log.read_text(errors="replace")
+            except OSError:
+                continue
+        return False
+
+    wait_for(dumps, "dump under way", node.log)
+    return command
+
+
+def test_two_at_once(node: ContainerdNode, job: Container, shared: Path, slow: None) -> None:
+    """The second fails; the first is as good as if it had been alone."""
+    first = begin(node, job, shared / "first.tar")
+    words = ("cudackpt", "containerd", "checkpoint", job.id, "--export", shared / "second.tar")
+    second = node.root.run(*words, check=False)
+    _, said = first.communicate(timeout=TIMEOUT_S)
+    assert first.returncode == 0, said
+    assert second.returncode == 16, second.stdout
+    assert not (shared / "second.tar").exists()
+    assert "1 image whole" in node.root.run("cudackpt", "verify", shared / "first.tar").stdout
+    job.run_on()
+
+
+def test_containerd_dies(node: ContainerdNode, job: Container, shared: Path, slow: None) -> None:
+    """The container is left paused, and goes on once there is a containerd to ask."""
+    command = begin(node, job, shared / "killed.tar")
+    node.kill_containerd()
+    _, said = command.communicate(timeout=TIMEOUT_S)
+    assert command.returncode == 16
+    assert "may stand still" in said and f"ctr -n k8s.io tasks resume {job.id}" in said
+    node.restart_containerd()
+    node.root.run("cudackpt", "containerd", "resume", job.path)
+    job.run_on()
+    assert [path.name for path in shared.iterdir() if "killed" in path.name] == []
+
+
+def test_the_container_is_removed(
+    node: ContainerdNode, job: Container, shared: Path, slow: None
+) -> None:
+    """containerd lets a dump under way finish first: the archive is whole, or there is none."""
+    command = begin(node, job, shared / "gone.tar")
+    job.stop()
+    job.remove()
+    _, said = command.communicate(timeout=TIMEOUT_S)
+    left = [path.name for path in shared.iterdir() if "gone" in path.name]
+    if command.returncode == 0:
+        assert left == ["gone.tar"]
+        assert "1 image whole" in node.root.run("cudackpt", "verify", shared / "gone.tar").stdout
+    else:
+        assert (command.returncode, left) == (16, []), said
+
+
+def test_the_job_is_killed(node: ContainerdNode, job: Container, shared: Path, slow: None) -> None:
+    command = begin(node, job, shared / "dead.tar")
+    tasks = node.root.run("ctr", "-n", "k8s.io", "tasks", "list").stdout.split()
+    node.root.run("kill", "-KILL", tasks[tasks.index(job.id) + 1])
+    _, said = command.communicate(timeout=TIMEOUT_S)
+    assert command.returncode == 16, said
+    assert [path.name for path in shared.iterdir() if "dead" in path.name] == []
+
+
+def test_no_space(node: ContainerdNode, job: Container, shared: Path) -> None:
+    """For the archive: containerd's own storage is another matter."""
+    place = shared / "small"
+    place.mkdir()
+    node.root.run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place)
+    try:
+        words = ("cudackpt", "containerd", "checkpoint", job.id, "--export", place / "a.tar")
+        done = node.root.run(*words, check=False)
+        left = node.root.run("ls", "-A", place).stdout
+    finally:
+        node.root.run("umount", place)
+    assert done.returncode == 16
+    assert "no space left on device" in done.stderr
+    assert left == ""
+    job.run_on()
