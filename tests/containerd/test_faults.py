@@ -93,9 +93,11 @@ def test_the_container_is_removed(
 
 
 def test_the_job_is_killed(node: ContainerdNode, job: Container, shared: Path, slow: None) -> None:
-    command = begin(node, job, shared / "dead.tar")
     tasks = node.root.run("ctr", "-n", "k8s.io", "tasks", "list").stdout.split()
-    node.root.run("kill", "-KILL", tasks[tasks.index(job.id) + 1])
+    pid = int(tasks[tasks.index(job.id) + 1])
+    assert pid > 1
+    command = begin(node, job, shared / "dead.tar")
+    node.root.run("kill", "-KILL", str(pid))
     _, said = command.communicate(timeout=TIMEOUT_S)
     assert command.returncode == 16, said
     assert [path.name for path in shared.iterdir() if "dead" in path.name] == []
