@@ -83,11 +83,11 @@ def containers(cri: Cri) -> list[Container]:
         known = 0 <= item.state < len(CONTAINER_STATES)
         found.append(
             Container(
-                id=item.id,
-                namespace=pod.namespace if pod else "",
-                pod=pod.name if pod else "",
-                name=item.metadata.name,
-                image=item.image.user_specified_image or item.image.image,
+                id=printable(item.id),
+                namespace=printable(pod.namespace) if pod else "",
+                pod=printable(pod.name) if pod else "",
+                name=printable(item.metadata.name),
+                image=printable(item.image.user_specified_image or item.image.image),
                 state=CONTAINER_STATES[item.state] if known else "unknown",
             )
         )
@@ -280,7 +280,7 @@ def _explain(cri: Cri, container: Container, error: CallError, timeout_s: int) -
 
 def _criu_log(text: str, container: Container) -> list[str]:
     """What criu's log says of the failure, if containerd's error says where it has put it."""
-    match = re.search(rf"path= (/[^\s:]*/{container.id}/criu-dump\.log)", text)
+    match = re.search(rf"path= (/[^\s:]*/{re.escape(container.id)}/criu-dump\.log)", text)
     if match is None:
         return []
     try:
