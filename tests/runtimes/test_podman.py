@@ -62,7 +62,8 @@ def test_left_running_again_and_again(steady: Steady, runtime: str) -> None:
 def test_export_and_import_elsewhere(
     steady: Steady, elsewhere: EngineRoot, shared: Path, runtime: str
 ) -> None:
-    container = steady(f"export-{runtime}", runtime, mib=8, children=1)
+    bind = ("--volume", "/mnt/shared:/data")
+    container = steady(f"export-{runtime}", runtime, *bind, mib=8, children=1)
     archive = f"/mnt/shared/{runtime}.tar.zst"
     container.root.run("podman", "container", "checkpoint", "--export", archive, container.name)
     container.remove()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cudackpt.criu import log as log_errors
 from support.engine_gpu import Steady, SteadyContainer, start_podman, write_config
 from support.engine_root import EngineRoot
 
@@ -56,7 +57,8 @@ def test_a_chain_of_five_and_its_end_elsewhere(
     """Archives hold only what their parents do not. Elsewhere, the last alone is refused, by the id
     of what it lacks; with the others it runs on."""
     name = f"chain-{runtime}"
-    container = steady(name, runtime, mib=32)
+    # Without a log: Podman cuts an archive off if the log grows while it is packed.
+    container = steady(name, runtime, "--log-driver=none", mib=32)
     root = container.root
     write_config(root, "incremental = true")
     archives = [f"/mnt/shared/{name}-{number}.tar" for number in range(5)]
@@ -71,8 +73,11 @@ def test_a_chain_of_five_and_its_end_elsewhere(
             assert (figures["same_bytes"] > 0) == (archive != archives[0])
     finally:
         write_config(root)
-    ids = [json.loads(elsewhere.run("cudackpt", "inspect", "--json", a).stdout) for a in archives]
-    assert [one["chain_length"] for one in ids] == [0, 1, 2, 3, 4]
+    said = [elsewhere.run("cudackpt", "inspect", "--json", archive).stdout for archive in archives]
+    parents = [json.loads(text)["parent"] for text in said]
+    assert parents[0] is None
+    assert [parent["chain_length"] for parent in parents[1:]] == [1, 2, 3, 4]
+    needed = parents[-1]["checkpoint_id"]
 
     there = SteadyContainer(elsewhere, name)
     url = start_podman(elsewhere, runtime)
@@ -80,15 +85,20 @@ def test_a_chain_of_five_and_its_end_elsewhere(
     try:
         alone = elsewhere.run(*words, check=False)
         assert alone.returncode == 2
-        assert f"is built on checkpoint {ids[-2]['checkpoint_id']}" in alone.stderr
-        # Podman by itself gets the same answer, from the plugin.
+        assert f"is built on checkpoint {needed}" in alone.stderr
+        # Podman by itself gets the same answer, from the plugin. Under another name: crun leaves a
+        # group of a v1 hierarchy behind, and cannot restore a container of that id again.
         plain = ("podman", "--runtime", runtime, "container", "restore", "--import", archives[-1])
-        refused = elsewhere.run(*plain, check=False)
-        assert refused.returncode != 0 and ids[-2]["checkpoint_id"] in refused.stderr
-        there.remove()
-        parents = [word for archive in archives[:-1] for word in ("--import-parent", archive)]
-        elsewhere.run(*words, *parents)
-        there.run_on()
+        refused = elsewhere.run(*plain, "--name", "alone", check=False)
+        assert refused.returncode != 0
+        made = SteadyContainer(elsewhere, "alone")
+        log = elsewhere.path(made.images()).parent / "restore.log"
+        assert needed in "".join(log_errors.plugin_errors(log.read_text()))
+        made.remove()
+        elsewhere.run(
+            *words, *(word for archive in archives[:-1] for word in ("--import-parent", archive))
+        )
+        there.wait_for_writes()
     finally:
         there.remove()
         for archive in archives:

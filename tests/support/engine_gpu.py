@@ -83,12 +83,31 @@ class SteadyContainer:
             *["/bin/steady_job", *options],
         )
         container = cls(root, name)
-        container.run_on(1 + job.get("children", 0))
+        if "--log-driver=none" in words:
+            container.wait_for_writes()
+        else:
+            container.run_on(1 + job.get("children", 0))
         return container
 
     def output(self) -> str:
         done = self.root.run("podman", "logs", self.name)
         return done.stdout + done.stderr
+
+    def wait_for_writes(self, bytes_: int = 100) -> None:
+        """For one without a log: wait until its first process has said that much more. It would
+        have ended if a byte of its memory had been wrong."""
+        before = self._written()
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._written() < before + bytes_:
+            assert time.monotonic() < deadline, f"{self.name} does not run on"
+            time.sleep(POLL_S)
+
+    def _written(self) -> int:
+        words = ("podman", "container", "inspect", "--format", "{{.State.Pid}}", self.name)
+        pid = self.root.run(*words).stdout.strip()
+        assert pid != "0", f"{self.name} has ended"
+        counters = self.root.path(f"/proc/{pid}/io").read_text()
+        return int(re.findall(r"^wchar: (\d+)$", counters, re.MULTILINE)[0])
 
     def steps(self) -> Counter[int]:
         """Steps said to be right, by process. Fails if the job has said anything else."""

@@ -17,17 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cudackpt.archive.layout import Engine
+from cudackpt.archive.layout import CHECKPOINT, Engine
 from cudackpt.archive.opened import open_archive
 from cudackpt.criu import log
 from cudackpt.criu.statistics import Stage, Statistics, find_statistics
-from cudackpt.errors import CheckpointError, EngineError
+from cudackpt.errors import ArchiveError, CheckpointError, EngineError
 from cudackpt.runtimes.parent_store import keep_parents, require_parent
 from cudackpt.runtimes.podman_report import Report, criu_dump_figures
 from cudackpt.runtimes.podman_service import RefusedError, Service
 
 _LOG_LIMIT = 8 << 20  # bytes of criu's log that are read, counted from its end
 _NOT_FOUND = 404
+_ATTEMPTS = 3  # of an export that leaves the container running
+_INVENTORY = "inventory.img"  # CRIU writes it into every complete checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,8 +214,12 @@ def _export(
     except OSError as exc:
         raise CheckpointError(f"cannot make {path}: {exc.strerror}") from exc
     try:
-        with service.stream(found.id, "checkpoint", wanted) as pieces:
-            _write(part, pieces, found, bool(params["leaveRunning"]))
+        for attempt in range(_ATTEMPTS):
+            with service.stream(found.id, "checkpoint", wanted) as pieces:
+                _write(part, pieces, found, params)
+            last = attempt + 1 == _ATTEMPTS or not params["leaveRunning"]
+            if _is_whole(part, found, params, last):
+                break
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
@@ -227,13 +233,10 @@ def _export(
     return _report("dump", found.id, begin, {"criu_statistics": figures}, plugin, path)
 
 
-def _write(part: Path, pieces: Iterable[bytes], found: _Container, runs: bool) -> None:
+def _write(
+    part: Path, pieces: Iterable[bytes], found: _Container, params: dict[str, bool | str]
+) -> None:
     """Raises CheckpointError that says what became of the container."""
-    state = (
-        "it runs on"
-        if runs
-        else f"its images are in Podman's storage: `podman container restore {found.name}` restores it"
-    )
     try:
         with part.open("wb") as file:
             for piece in pieces:
@@ -242,12 +245,39 @@ def _write(part: Path, pieces: Iterable[bytes], found: _Container, runs: bool) -
             os.fsync(file.fileno())
     except OSError as exc:
         raise CheckpointError(
-            f"cannot write the archive of {found.name}: {exc.strerror}; {state}"
+            f"cannot write the archive of {found.name}: {exc.strerror}; {_left(found, params)}"
         ) from exc
-    except RefusedError:
-        raise
     except EngineError as exc:
-        raise EngineError(f"{exc}; if {found.name} was dumped, {state}") from exc
+        raise EngineError(f"{exc}; if {found.name} was dumped, {_left(found, params)}") from exc
+
+
+def _is_whole(part: Path, found: _Container, params: dict[str, bool | str], last: bool) -> bool:
+    """Podman packs the container's log as well. If that grows meanwhile, which with leaveRunning it
+    may, the archive ends there, and Podman says nothing (tried with 5.8). Raises EngineError at the
+    last attempt."""
+    if params["preCheckpoint"]:
+        return True
+    try:
+        with open_archive(part) as archive:
+            if CHECKPOINT + _INVENTORY in archive.members:
+                return True
+            why = f"it lacks {CHECKPOINT}{_INVENTORY}"
+    except ArchiveError as exc:
+        why = str(exc).removeprefix(f"{part}: ")
+    if last:
+        raise EngineError(
+            f"Podman's archive of {found.name} is not whole ({why}); {_left(found, params)}"
+        )
+    return False
+
+
+def _left(found: _Container, params: dict[str, bool | str]) -> str:
+    """What became of the container when there is no archive of it."""
+    if params["leaveRunning"] or params["preCheckpoint"]:
+        return "it runs on"
+    return (
+        f"its images are in Podman's storage: `podman container restore {found.name}` restores it"
+    )
 
 
 def _discard(found: _Container) -> None:

@@ -1,0 +1,186 @@
+"""How long `podman container checkpoint --export` takes for a container with GPU memory, and how large
+its archive is: with our plugin, and with GPU memory left to CRIU, as the stock plugin has it.
+
+    PYTHONPATH=tests python -m campaigns.podman_export [--size GIB] [--pairs N] [--out bench.json]
+
+The figures become the section `podman` of the file that `cudackpt bench` has written, or of a new one.
+Everything is measured in turns, in a tmpfs, on the driver emulator, with runc and Podman's three ways to
+compress an archive. Needs root, ci/test-root engines, and the extra `bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cudackpt.bench.content import Content
+from cudackpt.bench.program import compile_program
+from cudackpt.bench.report import write_json
+from cudackpt.bench.workload import WORKLOADS, content_from_outside
+from support.engine_gpu import DEVICE, add_gpus, write_config
+from support.engine_image import IMAGE, import_image
+from support.engine_root import EngineRoot
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+CONTENDERS = {"ours": (), "stock": ("externalize = false",)}
+COMPRESSIONS = ("none", "zstd", "gzip")
+PODMAN_DEFAULT = "zstd"
+BOUND = 0.5  # of stock with Podman's default
+WORK = "/mnt/work"
+TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """The container that runs python/cudackpt/bench/target.c, which says how it is asked."""
+
+    root: EngineRoot
+    name: str = "target"
+
+    def start(self, content: Content) -> None:
+        self.root.path(WORK).mkdir()
+        self.root.run(
+            *["podman", "--runtime", "runc", "run", "--detach", "--name", self.name],
+            *["--network", "none", "--device", DEVICE, "--workdir", WORK],
+            *["--volume", f"{WORK}:{WORK}", "--volume", f"{content.folder}:{content.folder}:ro"],
+            *[IMAGE, "/bin/target"],
+        )
+        self._await_answer()
+        self.ask(f"load {content.layout(0)}")
+
+    def ask(self, request: str) -> str:
+        folder = self.root.path(WORK)
+        (folder / "answer").unlink()
+        (folder / "request").write_text(request + "\n")
+        self.root.run("podman", "kill", "--signal", "USR1", self.name)
+        return self._await_answer()
+
+    def _await_answer(self) -> str:
+        path = self.root.path(WORK) / "answer"
+        deadline = time.monotonic() + TIMEOUT_S
+        while not path.exists():
+            assert time.monotonic() < deadline, "the target gives no answer"
+            time.sleep(0.01)
+        word, _, rest = path.read_text().strip().partition(" ")
+        assert word == "ok", rest
+        return rest
+
+
+def measure(root: EngineRoot, target: Target, contender: str, compress: str) -> dict[str, Any]:
+    """One export, which leaves the container running."""
+    write_config(root, *CONTENDERS[contender])
+    archive = f"/var/lib/containers/{contender}.tar"
+    # Podman packs what another dump has left there as well.
+    root.run(
+        "sh", "-c", "rm -rf /var/lib/containers/storage/overlay-containers/*/userdata/checkpoint"
+    )
+    os.sync()
+    begin = time.monotonic()
+    root.run(
+        *["podman", "container", "checkpoint", "--leave-running", "--compress", compress],
+        *["--export", archive, target.name],
+        timeout_s=TIMEOUT_S,
+    )
+    seconds = time.monotonic() - begin
+    path = root.path(archive)
+    found = {"seconds": seconds, "bytes": path.stat().st_size}
+    path.unlink()
+    return found
+
+
+def run(content: Content, work: Path, pairs: int) -> dict[str, Any]:
+    """Raises AssertionError if anything fails, or the memory is not what it was."""
+    place = Path(tempfile.mkdtemp(prefix="engines-", dir=work))
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with EngineRoot(place, binds={str(content.folder): content.folder}) as root:
+        import_image(root, [compile_program("target", work)])
+        add_gpus(root, gpus=1, memory=str(2 * content.gpu_bytes))
+        target = Target(root)
+        target.start(content)
+        digest = target.ask("hash")
+        for turn in range(pairs):
+            for compress in COMPRESSIONS:
+                # Whoever is second finds the machine as the first has left it.
+                for contender in list(CONTENDERS)[:: -1 if turn % 2 else 1]:
+                    one = measure(root, target, contender, compress)
+                    print(f"{contender} {compress}: {one['seconds']:.2f} s, {one['bytes']} bytes")
+                    found.setdefault((contender, compress), []).append(one)
+        assert target.ask("hash") == digest, "GPU memory is not what it was"
+        versions = root.run("sh", "-c", "podman --version; runc --version; criu --version").stdout
+    place.rmdir()
+    return report(content, found, pairs, versions)
+
+
+def report(
+    content: Content,
+    found: dict[tuple[str, str], list[dict[str, Any]]],
+    pairs: int,
+    versions: str,
+) -> dict[str, Any]:
+    """The section: the median of each, and each as a share of stock with Podman's default."""
+    results = [
+        {
+            "contender": contender,
+            "compress": compress,
+            "seconds": statistics.median(one["seconds"] for one in ones),
+            "seconds_all": [one["seconds"] for one in ones],
+            "bytes": round(statistics.median(one["bytes"] for one in ones)),
+        }
+        for (contender, compress), ones in found.items()
+    ]
+    base = next(
+        one for one in results if (one["contender"], one["compress"]) == ("stock", PODMAN_DEFAULT)
+    )
+    for one in results:
+        one["seconds_of_stock"] = one["seconds"] / base["seconds"]
+        one["bytes_of_stock"] = one["bytes"] / base["bytes"]
+    ours = min(
+        (one for one in results if one["contender"] == "ours"), key=lambda one: one["seconds"]
+    )
+    return {
+        "workload": content.workload,
+        "gpu_bytes": content.gpu_bytes,
+        "backend": "emulator",
+        "pairs": pairs,
+        "versions": [line for line in versions.splitlines() if "ersion" in line],
+        "base": {"contender": "stock", "compress": PODMAN_DEFAULT},
+        "best": ours["compress"],
+        "bounds": {
+            key: {
+                "bound": BOUND,
+                "measured": ours[f"{key}_of_stock"],
+                "met": ours[f"{key}_of_stock"] <= BOUND,
+            }
+            for key in ("seconds", "bytes")
+        },
+        "results": results,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=float, default=1.0, help="GiB of GPU memory")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--workload", default="inference", choices=list(WORKLOADS))
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "build/bench")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "build/bench.json")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    size = int(given.size * (1 << 30))
+    content = content_from_outside(WORKLOADS[given.workload], size, 1, given.work / "content")
+    whole = json.loads(given.out.read_text()) if given.out.exists() else {}
+    whole["podman"] = run(content, given.work, given.pairs)
+    write_json(whole, given.out)
+    for name, bound in whole["podman"]["bounds"].items():
+        print(f"podman {name}: {bound['measured']:.2f} of stock (bound {bound['bound']})")
+
+
+if __name__ == "__main__":
+    main()
