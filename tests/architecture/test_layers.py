@@ -50,7 +50,10 @@ PYTHON_ARROWS = {
     "install": {"errors", "criu"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
-    "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},
+    "diagnosis": {
+        *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task"),
+        *("archive", "image", "_core"),
+    },
     "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
     "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
     "bench": {"__init__", "errors", "process", "criu", "_core", "demo"},

@@ -82,7 +82,25 @@ def test_this_kernel_has_what_the_tests_need() -> None:
     found = statuses(kernel.check())
     soft_dirty = found.pop("CONFIG_MEM_SOFT_DIRTY")
     assert soft_dirty in (Status.OK, Status.NOTE)
+    assert found.pop("io_uring") in (Status.OK, Status.NOTE)  # a note: programs may use it
     assert set(found.values()) == {Status.OK}
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [("2", Status.OK), ("1", Status.NOTE), ("0", Status.NOTE), ("", Status.NOTE)],
+)
+def test_io_uring(tmp_path: Path, value: str, status: Status) -> None:
+    (tmp_path / "sys/kernel").mkdir(parents=True)
+    (tmp_path / "sys/kernel/io_uring_disabled").write_text(value)
+    assert kernel.io_uring(tmp_path).status is status
+
+
+@pytest.mark.parametrize(("enabled", "status"), [("1", Status.OK), ("0", Status.PROBLEM)])
+def test_a_freezer_of_cgroup_v1(tmp_path: Path, enabled: str, status: Status) -> None:
+    table = f"#subsys_name\thierarchy\tnum_cgroups\tenabled\nfreezer\t3\t1\t{enabled}\n"
+    (tmp_path / "cgroups").write_text(table)
+    assert kernel.freezer(tmp_path, tmp_path).status is status
 
 
 def test_a_missing_driver_is_a_problem_that_names_the_emulator_as_a_way_out() -> None:

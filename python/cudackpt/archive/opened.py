@@ -102,6 +102,10 @@ class Archive:
         """What it says of its container. Raises ArchiveError."""
         return read_facts(self._small, self.members.keys(), self.name)
 
+    def small(self, name: str) -> bytes | None:
+        """A member that is_small(); None: it is not there."""
+        return self._small.get(name)
+
     def manifest(self) -> Manifest | None:
         raw = self._regular(MANIFEST_NAME)
         return None if raw is None else parse_core_manifest(raw, self.place(MANIFEST_NAME))

@@ -20,7 +20,10 @@ _UPGRADE = "use a kernel >= 5.5 and let no seccomp filter forbid it"
 
 
 def check() -> list[Finding]:
-    return [_memory_access(), _pidfd(), _set_tid(), _checkpoint_restore(), _soft_dirty()]
+    return [
+        *(_memory_access(), _pidfd(), _set_tid(), _checkpoint_restore(), _soft_dirty()),
+        *(io_uring(), freezer()),
+    ]
 
 
 def _memory_access() -> Finding:
@@ -72,3 +75,33 @@ def _soft_dirty() -> Finding:
     if entry >> _SOFT_DIRTY_BIT & 1:
         return ok(name, "set")
     return note(name, "not set: CRIU's own incremental dumps (--track-mem) will not work")
+
+
+def io_uring(proc: Path = Path("/proc")) -> Finding:
+    """io_uring_disabled: 0: everybody may; 1: one group may; 2: nobody (sysctl/kernel.rst)."""
+    name = "io_uring"
+    try:
+        value = int((proc / "sys/kernel/io_uring_disabled").read_text())
+    except (OSError, ValueError):
+        value = 0
+    if value == 2:
+        return ok(name, "switched off")
+    return note(
+        name,
+        "programs may use it, and CRIU cannot dump one that does",
+        "sysctl kernel.io_uring_disabled=2 (Linux 6.6), or a seccomp profile without io_uring_setup",
+    )
+
+
+def freezer(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Finding:
+    """Runtimes have CRIU stop a container through its control group."""
+    name = "cgroup freezer"
+    if (groups / "cgroup.controllers").exists():  # part of every cgroup v2 since Linux 5.2
+        if any(groups.glob("*/cgroup.freeze")):
+            return ok(name, "of cgroup v2")
+        return note(name, "no control group has one that can be seen here")
+    for line in (proc / "cgroups").read_text().splitlines():
+        words = line.split()
+        if words and words[0] == "freezer" and words[-1] == "1":
+            return ok(name, "of cgroup v1")
+    return problem(name, "not in this kernel", "use a kernel with CONFIG_CGROUP_FREEZER=y")

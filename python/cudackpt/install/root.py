@@ -40,12 +40,15 @@ class Root:
     another process is at it, or if a path cannot be looked up; OSError for what the kernel refuses.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, alone: bool = True) -> None:
+        """alone: False: only to look, beside whoever installs."""
         self.directory = directory
         try:
             self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
             raise InstallError(f"cannot open the root {directory}: {exc.strerror}") from exc
+        if not alone:
+            return
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:

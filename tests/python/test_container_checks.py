@@ -1,0 +1,139 @@
+"""What `doctor --container` sees of processes, of these here: they are in no container."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cudackpt.diagnosis import container_checks
+from cudackpt.diagnosis.container import Container, find_container
+from cudackpt.diagnosis.container_mounts import Mount, unknown
+from cudackpt.diagnosis.finding import Finding, Status
+from cudackpt.errors import CheckpointError
+from support.job import Job
+
+NONE = "libno-such.so.1"
+PTRACE_SEIZE, PTRACE_DETACH = 0x4206, 17  # linux/ptrace.h
+
+
+def check(*pids: int) -> dict[str, Finding]:
+    container = Container(name="x", init=pids[0], tasks=pids, group="/", config=None)
+    return {found.name: found for found in container_checks.check(container, NONE, NONE)}
+
+
+def test_nothing_hinders(launch: Callable[..., Job]) -> None:
+    job = launch([Path("/bin/sleep"), "1000"])
+    found = check(job.pid)
+    assert {finding.status for finding in found.values()} <= {Status.OK, Status.NOTE}
+    assert "config.json was not found" in found["mounts"].text
+
+
+def test_open_connections() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()),
+        server.accept()[0],
+    ):
+        found = check(os.getpid())["TCP connections"]
+        assert found.status is Status.NOTE
+        assert found.text.startswith("2 open")
+        assert "tcp-established" in found.remedy
+    assert "TCP connections" not in check(os.getpid())
+
+
+def test_a_debugger(launch: Callable[..., Job]) -> None:
+    job = launch([Path("/bin/sleep"), "1000"])
+    code = (
+        "import ctypes, sys; libc = ctypes.CDLL(None, use_errno=True);"
+        f"assert libc.ptrace({PTRACE_SEIZE}, {job.pid}, None, None) == 0;"
+        "print('attached', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as debugger:
+        assert debugger.stdout is not None and debugger.stdin is not None
+        assert debugger.stdout.readline() == "attached\n"
+        found = check(job.pid)["debugger"]
+        assert found.status is Status.PROBLEM
+        assert f"process {job.pid} is traced by process {debugger.pid}" in found.text
+        debugger.stdin.close()
+    assert "debugger" not in check(job.pid)
+
+
+def test_a_perf_event_and_a_userfaultfd() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    attributes = ctypes.create_string_buffer(
+        128
+    )  # type 0 and 1 (software), size 128, config 9: dummy
+    ctypes.c_uint32.from_buffer(attributes, 0).value = 1
+    ctypes.c_uint32.from_buffer(attributes, 4).value = 128
+    ctypes.c_uint64.from_buffer(attributes, 8).value = 9
+    fd = libc.syscall(298, attributes, 0, -1, -1, 0)  # perf_event_open
+    assert fd >= 0, os.strerror(ctypes.get_errno())
+    try:
+        assert "uses perf events" in check(os.getpid())["open files"].text
+    finally:
+        os.close(fd)
+    fd = libc.syscall(323, os.O_CLOEXEC)  # userfaultfd
+    assert fd >= 0, os.strerror(ctypes.get_errno())
+    try:
+        assert "uses a userfaultfd" in check(os.getpid())["open files"].text
+    finally:
+        os.close(fd)
+
+
+CONFIG = {
+    "mounts": [
+        {"destination": "/proc", "type": "proc"},
+        {"destination": "/data/", "type": "bind", "source": "/srv"},
+        {"destination": "/sys/fs/cgroup", "type": "cgroup"},
+        {"destination": "/var/run/secrets", "type": "bind"},
+    ],
+    "linux": {
+        "maskedPaths": ["/proc/kcore"],
+        "readonlyPaths": ["/proc/bus"],
+        "devices": [{"path": "/dev/nvidia0"}],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("mount", "known"),
+    [
+        (Mount("/", "/", "overlay", "overlay"), True),
+        (Mount("/", "/proc", "proc", "proc"), True),
+        (Mount("/srv", "/data", "ext4", "/dev/vda"), True),
+        (Mount("/a", "/sys/fs/cgroup/cpu", "cgroup", "cgroup"), True),
+        (Mount("/secrets", "/run/secrets", "tmpfs", "tmpfs"), True),
+        (Mount("/null", "/proc/kcore", "devtmpfs", "udev"), True),
+        (Mount("/bus", "/proc/bus", "proc", "proc"), True),
+        (Mount("/nvidia0", "/dev/nvidia0", "devtmpfs", "udev"), True),
+        (Mount("/", "/scratch", "tmpfs", "tmpfs"), True),  # CRIU makes it anew
+        (Mount("/driver/nvidia/gpus/0", "/proc/driver/nvidia/gpus/0", "proc", "proc"), False),
+        (Mount("/params", "/proc/driver/nvidia/params", "tmpfs", "tmpfs"), False),
+        (Mount("/", "/mnt", "ext4", "/dev/vdb"), False),
+        (Mount("/usr/lib/libcuda.so.1", "/usr/lib/libcuda.so.1", "ext4", "/dev/vda"), False),
+    ],
+    ids=lambda value: value.point if isinstance(value, Mount) else "",
+)
+def test_mounts_that_no_configuration_speaks_of(mount: Mount, known: bool) -> None:
+    assert unknown([mount], CONFIG) == ([] if known else [mount])
+
+
+@pytest.mark.parametrize("config", [{}, {"mounts": 7, "linux": []}, {"linux": {"maskedPaths": {}}}])
+def test_a_configuration_that_is_odd(config: dict[str, object]) -> None:
+    mount = Mount("/x", "/y", "ext4", "/dev/vda")
+    assert unknown([mount], config) == [mount]
+
+
+@pytest.mark.parametrize("name", ["--help", "", "ab", "../x", "x" * 300, "0123456789ab"])
+def test_a_name_that_means_nothing(name: str) -> None:
+    with pytest.raises(CheckpointError, match="no container|no process is in"):
+        find_container(name, {"PATH": ""})
