@@ -34,7 +34,7 @@ def begin(node: ContainerdNode, job: Container, archive: Path) -> subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    process = Path(f"/proc/{node.root.init}/root/proc")
+    process = node.root.path("/proc")
 
     def dumps() -> bool:
         """criu has the container's log open, and the plugin has asked the driver."""
