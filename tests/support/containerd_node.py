@@ -17,7 +17,7 @@ from cudackpt.runtimes.kubelet_archives import DIRECTORY
 from support.cri_tables import NODE_MESSAGES, NODE_METHODS, NODE_NETWORK
 from support.engine_gpu import DEVICE, add_gpus
 from support.engine_image import make_archive
-from support.engine_root import EngineRoot
+from support.engine_root import ENVIRON, EngineRoot
 from support.oci_image import oci_archive
 
 POLL_S = 0.05
@@ -36,6 +36,14 @@ sandbox = '{PAUSE_IMAGE}'
 [plugins.'io.containerd.cri.v1.runtime']
 restrict_oom_score_adj = true
 """
+_OLD_CONFIG = f"""\
+version = 2
+[plugins.'io.containerd.grpc.v1.cri']
+sandbox_image = '{PAUSE_IMAGE}'
+restrict_oom_score_adj = true
+enable_cdi = true
+cdi_spec_dirs = ['/etc/cdi']
+"""
 _REGISTRY_CONFIG = f"""\
 version: 0.1
 storage: {{filesystem: {{rootdirectory: /var/lib/containerd/registry}}}}
@@ -46,10 +54,12 @@ _STEP = re.compile(r"(\d+) step (\d+) ok")
 
 class ContainerdNode:
     """containerd in `root`, from start to close(); a context manager. program: tests/programs'
-    steady_job, which is what its image runs."""
+    steady_job, which is what its image runs. old: where in `root` the programs of containerd 1.7 are,
+    to run those."""
 
-    def __init__(self, root: EngineRoot, program: Path) -> None:
+    def __init__(self, root: EngineRoot, program: Path, old: Path | None = None) -> None:
         self.root = root
+        self._old = old
         self._daemons: list[subprocess.Popen[str]] = []
         try:
             self._prepare()
@@ -71,6 +81,8 @@ class ContainerdNode:
 
     def pull(self, image: str) -> None:
         """Have it pulled from its registry."""
+        if self._old:
+            return
         self.cri.call(
             "/runtime.v1.ImageService/PullImage", timeout_s=TIMEOUT_S, image={"image": image}
         )
@@ -81,7 +93,7 @@ class ContainerdNode:
 
     def _prepare(self) -> None:
         root = self.root
-        root.write("/etc/containerd/config.toml", _CONFIG)
+        root.write("/etc/containerd/config.toml", _OLD_CONFIG if self._old else _CONFIG)
         root.write("/etc/registry.yml", _REGISTRY_CONFIG)
         add_gpus(root)
 
@@ -93,7 +105,9 @@ class ContainerdNode:
 
     def _start_containerd(self) -> subprocess.Popen[str]:
         with self.root.path("/var/log/containerd.log").open("a") as log:
-            containerd = self.root.start("containerd", stdout=log, stderr=log)
+            first = f"{self._old}:" if self._old else ""
+            environ = {"PATH": first + ENVIRON["PATH"]}
+            containerd = self.root.start("containerd", environ=environ, stdout=log, stderr=log)
         self._daemons.append(containerd)
         wait_for(self._answers, "answer of containerd", self.log)
         return containerd
@@ -119,11 +133,14 @@ class ContainerdNode:
         ):
             self.root.path("/tmp/image.tar").write_bytes(oci_archive(layer, image, command))
             self._ctr("images", "import", "/tmp/image.tar")
+        if self._old:  # no restore, so no registry: the image stays as it was imported
+            return
         self._ctr("images", "push", "--plain-http", JOB_IMAGE)
         self._ctr("images", "rm", JOB_IMAGE)
 
     def _ctr(self, *words: str) -> str:
-        return self.root.run("ctr", "-n", "k8s.io", *words).stdout
+        ctr = self._old / "ctr" if self._old else "ctr"
+        return self.root.run(ctr, "-n", "k8s.io", *words).stdout
 
     def _stop_daemons(self) -> None:
         # A frozen task cannot be killed in a v1 hierarchy.
