@@ -6,12 +6,13 @@ texts: containerd 2.1, internal/cri/server. CRI-O answers the same calls.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ _CUT_OFF = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE")
 _RUNNING = CONTAINER_STATES[RUNNING]
 # A containerd that was started anew takes a paused container for one in an unknown state.
 PERHAPS_PAUSED = (_RUNNING, "unknown")
+_SETTLE_S = 0.5
 _POLL_S = 0.1
+_LOCKS = Path("/run/cudackpt/containerd")
 _LOG_LIMIT = 4 << 20  # bytes of criu's log that are read, counted from its end
 _SHORT_ID = 13  # characters of an id that are shown, as crictl does
 
@@ -141,6 +144,11 @@ def checkpoint(
         raise EngineError(f"{archive} exists already; name another file")
     if not archive.parent.is_dir():
         raise EngineError(f"{archive}: {archive.parent} is no directory")
+    with _alone(container):
+        return _checkpoint(cri, container, archive, timeout_s)
+
+
+def _checkpoint(cri: Cri, container: Container, archive: Path, timeout_s: int) -> Exported:
     part = archive.with_name(f".{archive.name[:200]}.{secrets.token_hex(4)}.part")
     paused_before = _is_paused(cri, container)
     begin = time.monotonic()
@@ -156,7 +164,8 @@ def checkpoint(
             )
         except BaseException as exc:
             cut_off = not isinstance(exc, CallError) or exc.code in _CUT_OFF
-            if cut_off and not paused_before:
+            if cut_off and not paused_before and not resume(cri, container):
+                time.sleep(_SETTLE_S)  # a pause that was under way when the call was cut off
                 resume(cri, container)
             if isinstance(exc, CallError):
                 raise EngineError(_explain(cri, container, exc, timeout_s)) from exc
@@ -168,6 +177,38 @@ def checkpoint(
             part.unlink()
         raise
     return Exported(archive=archive, size=size, seconds=seconds)
+
+
+@contextmanager
+def _alone(container: Container) -> Iterator[None]:
+    """Hold the lock of a container's checkpoints. containerd collects what belongs into an archive
+    in one directory for each container, and two at once get mixed up.
+
+    Raises EngineError if another one of this command is under way.
+    """
+    if not re.fullmatch(r"[0-9A-Za-z_-]{1,128}", container.id):
+        raise EngineError(f"{container.id!r} is no container's id")
+    path = _LOCKS / container.id
+    busy = EngineError(f"another checkpoint of container {container} is under way")
+    try:
+        _LOCKS.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(path, flags, 0o600)
+    except OSError as exc:
+        raise EngineError(f"cannot make {path}, a lock: {exc.strerror}") from exc
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(handle), path.stat()):
+                raise busy  # the lock of one that ends just now
+        except (BlockingIOError, FileNotFoundError):
+            raise busy from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
 
 
 def resume(cri: Cri, container: Container) -> bool:
