@@ -70,5 +70,22 @@ def find_users(directory: Path, comm: str) -> list[int]:
     return found
 
 
+def find_openers(part: str, comm: str) -> list[int]:
+    """Processes of that name that have a file open whose path holds `part`, as far as this process
+    may see."""
+    found = []
+    for entry in PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if (entry / "comm").read_text().rstrip("\n") == comm and any(
+                part in os.readlink(fd) for fd in (entry / "fd").iterdir()
+            ):
+                found.append(int(entry.name))
+        except OSError:  # it has ended, or is not ours to look at
+            continue
+    return found
+
+
 def _holds(process: Path, wanted: os.stat_result) -> bool:
     return any(os.path.samestat(fd.stat(), wanted) for fd in (process / "fd").iterdir())

@@ -43,7 +43,7 @@ PYTHON_ARROWS = {
     "image": {"errors", "_core", "criu"},
     "archive": {"errors", "_core", "image", "criu", "process"},
     "criu": {"errors", "process", "driver", "nvml"},
-    "runtimes": {"errors", "criu", "image", "archive", "_core"},
+    "runtimes": {"errors", "criu", "image", "archive", "_core", "task"},
     "store": {"errors", "image", "criu", "_core"},
     "policy": {"errors"},
     "hooks": {"errors", "policy", "image", "store"},

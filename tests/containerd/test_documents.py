@@ -1,0 +1,141 @@
+"""The commands of docs/operating.md for containerd and Kubernetes work as they stand there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cudackpt.runtimes.kubelet_archives import DIRECTORY
+from support.certificates import Authority
+from support.containerd_node import (
+    JOB_IMAGE,
+    REGISTRY,
+    ContainerdNode,
+    Pod,
+    kubelet_on,
+    wait_for,
+)
+from support.engine_gpu import DEVICE
+from support.engine_root import EngineRoot
+
+HOME = Path("/srv/operator")
+TIMEOUT_S = 120.0
+
+
+def blocks(document: Path, kind: str) -> list[str]:
+    pattern = rf"^```sh {kind}\n(.*?)^```$"
+    return re.findall(pattern, document.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def fresh(
+    tmp_path_factory: pytest.TempPathFactory, job_program: Path, repository: Path
+) -> Iterator[ContainerdNode]:
+    """A node on which cudackpt is not installed, and which runs default/trainer/job."""
+    place = tmp_path_factory.mktemp("fresh")
+    archives = tmp_path_factory.mktemp("fresh-checkpoints")
+    tests = {str(repository / "tests"): repository / "tests"}
+    shared = {str(DIRECTORY): archives}
+    with (
+        EngineRoot(place, binds=tests, shared=shared) as root,
+        ContainerdNode(root, job_program) as node,
+    ):
+        shutil.rmtree(root.path("/etc/criu"))
+        root.path(HOME).mkdir(parents=True)
+        # The registry speaks plain HTTP.
+        root.write(
+            "/etc/containers/registries.conf.d/local.conf",
+            f'[[registry]]\nlocation = "{REGISTRY}"\ninsecure = true\n',
+        )
+        yield node
+
+
+@pytest.fixture(scope="module")
+def trainer(fresh: ContainerdNode) -> Pod:
+    """The pod of the document; its container is "job"."""
+    return fresh.pod("trainer", "default")
+
+
+Shell = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def shell(fresh: ContainerdNode) -> Shell:
+    """shell(script, **variables): run it as an operator on the node; what it printed."""
+
+    def run(script: str, **variables: str) -> str:
+        return fresh.root.run(
+            *("env", "--chdir", HOME, "bash", "-euc", script), environ=variables
+        ).stdout
+
+    return run
+
+
+def test_containerd(fresh: ContainerdNode, trainer: Pod, shell: Shell, repository: Path) -> None:
+    job = trainer.job("job", "--mib", "4")
+    install, checkpoint, image, resume, ctr, uninstall = blocks(
+        repository / "docs/operating.md", "containerd"
+    )
+    shell(install)
+    assert "1 image whole" in shell(checkpoint)
+    job.run_on()
+    shell(image, registry=REGISTRY)
+    assert "is not paused" in shell(resume)
+
+    last = job.steps()
+    job.stop()
+    job.remove()
+    checkpoint_image = f"{REGISTRY}/trainer:checkpoint"
+    fresh.pull(checkpoint_image)
+    restored = fresh.pod("again", "default").create("job", checkpoint_image, [])
+    restored.start()
+    restored.run_on()
+    assert int(restored.output()[0].split()[2]) <= last
+    restored.stop()
+
+    fresh.root.run("ctr", "images", "pull", "--plain-http", JOB_IMAGE)
+    said = shell(ctr, gpu=DEVICE, image=JOB_IMAGE)
+    assert "1 CUDA process" in said or "GPU memory" in said
+    # It ends at the first byte that is wrong.
+    wait_for(lambda: busy_ticks(fresh) > 10, "restored task that computes", fresh.log)
+    fresh.root.run("ctr", "tasks", "kill", "--signal", "SIGKILL", "trainer")
+    shell(uninstall)
+    assert not fresh.root.path("/etc/criu/runc.conf").exists()
+
+
+def busy_ticks(node: ContainerdNode) -> int:
+    """Clock ticks that the task trainer of ctr's has computed, in user mode. Fails if it is gone."""
+    listed = node.root.run("ctr", "tasks", "list").stdout.split()
+    assert "trainer" in listed and "RUNNING" in listed, listed
+    pid = listed[listed.index("trainer") + 1]
+    return int(node.root.path(f"/proc/{pid}/stat").read_text().split()[13])  # proc(5): utime
+
+
+def test_kubernetes(
+    fresh: ContainerdNode, trainer: Pod, shell: Shell, repository: Path, tmp_path: Path
+) -> None:
+    checkpoint, listed = blocks(repository / "docs/operating.md", "kubelet")
+    shell("cudackpt install")
+    job = trainer.job("job", "--mib", "4")
+    authority = Authority(tmp_path)
+    admin, server = authority.client("admin"), authority.server("127.0.0.1")
+    pki = Path("/etc/kubernetes/pki")
+    for path, name in (
+        (authority.certificate, "kubelet-ca.crt"),
+        (admin.certificate, "apiserver-kubelet-client.crt"),
+        (admin.key, "apiserver-kubelet-client.key"),
+        (server.certificate, "kubelet.crt"),
+        (server.key, "kubelet.key"),
+    ):
+        fresh.root.write(pki / name, path.read_text(), mode=0o600)
+    files = [pki / name for name in ("kubelet.crt", "kubelet.key", "kubelet-ca.crt")]
+    with kubelet_on(fresh, repository / "tests", *files):
+        assert " done " in shell(checkpoint, node="127.0.0.1")
+    said = shell(listed)
+    assert "containerd" in said and "1 image whole" in said
+    job.run_on()
+    job.stop()

@@ -1,0 +1,263 @@
+"""The CRI client against runtimes that cannot, will not, or lie."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cudackpt.errors import EngineError
+from cudackpt.runtimes import containerd
+from cudackpt.runtimes.cri import Cri
+from cudackpt.runtimes.cri_messages import GET_TASK, RESUME_TASK, RUNNING, TASK_PAUSED
+from support.cri_server import Answer, CriServer, inventory
+
+ONE, TWO, DEAD = "1" * 64, "12" * 32, "dead" * 16
+EXITED = 2  # ContainerState.CONTAINER_EXITED
+CONTAINERS = {ONE: RUNNING, TWO: RUNNING, DEAD: EXITED}
+
+
+def refuse(code: grpc.StatusCode, details: str) -> Answer:
+    def answer(request: Any, context: Any) -> dict[str, object]:
+        context.abort(code, details)
+        raise AssertionError("abort raises")
+
+    return answer
+
+
+# As containerd 1.7.24 answers: the method is there, and says so.
+OLD = refuse(grpc.StatusCode.UNIMPLEMENTED, "method CheckpointContainer not implemented")
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Of a socket; pytest's own directories may be too long for one."""
+    directory = Path("/run") / f"cudackpt-test-{os.getpid()}"
+    directory.mkdir(mode=0o700)
+    yield directory / "cri.sock"
+    (directory / "cri.sock").unlink(missing_ok=True)
+    directory.rmdir()
+
+
+def failure(path: Path, export: Path, answers: dict[str, Answer], version: str = "v2.1.9") -> str:
+    """What a checkpoint of ONE says that must fail."""
+    known = inventory("containerd", version, CONTAINERS)
+    with CriServer(path, known | answers), Cri(str(path)) as cri:
+        container = containerd.find(cri, "default/web/c0")
+        with pytest.raises(EngineError) as caught:
+            containerd.checkpoint(cri, container, export, 20)
+    return str(caught.value)
+
+
+def test_containerd_1_7(path: Path, tmp_path: Path) -> None:
+    message = failure(path, tmp_path / "a.tar", {"CheckpointContainer": OLD}, "1.7.24~ds1")
+    assert message.startswith("containerd 1.7.24~ds1 has no CheckpointContainer")
+    assert "from 2.0 on" in message
+    assert f"ctr -n k8s.io tasks checkpoint --image-path DIR {ONE}" in message
+
+
+def test_containerd_2_0_without_criu(path: Path, tmp_path: Path) -> None:
+    message = failure(path, tmp_path / "a.tar", {"CheckpointContainer": OLD}, "v2.0.3")
+    assert "when it finds no criu in its PATH" in message
+
+
+def test_criu_is_missing(path: Path, tmp_path: Path) -> None:
+    text = f'CRIU binary not found or too old (<31600). Failed to checkpoint container "{ONE}"'
+    answers = {"CheckpointContainer": refuse(grpc.StatusCode.UNKNOWN, text)}
+    message = failure(path, tmp_path / "a.tar", answers)
+    assert text in message and "install criu 4.1 or later" in message
+
+
+def test_the_archive_is_written_elsewhere(path: Path, tmp_path: Path) -> None:
+    """By a runtime in another mount namespace."""
+    answers: dict[str, Answer] = {"CheckpointContainer": lambda request, context: {}}
+    message = failure(path, tmp_path / "a.tar", answers)
+    assert "sees other directories than this command" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_failed_checkpoint_left_is_removed(path: Path, tmp_path: Path) -> None:
+    def half(request: Any, context: Any) -> dict[str, object]:
+        Path(request.location).write_bytes(b"half")
+        return refuse(grpc.StatusCode.UNKNOWN, "no space left\x1b[2J on device")(request, context)
+
+    message = failure(path, tmp_path / "a.tar", {"CheckpointContainer": half})
+    assert "no space left?[2J on device" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_is_not_taken_for_the_archive(path: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+
+    def link(request: Any, context: Any) -> dict[str, object]:
+        Path(request.location).symlink_to(secret)
+        return {}
+
+    assert "cannot open" in failure(path, tmp_path / "a.tar", {"CheckpointContainer": link})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["secret"]
+
+
+def test_the_name_was_taken_meanwhile(path: Path, tmp_path: Path) -> None:
+    def taken(request: Any, context: Any) -> dict[str, object]:
+        Path(request.location).write_bytes(b"new")
+        (tmp_path / "a.tar").write_text("somebody's")
+        return {}
+
+    message = failure(path, tmp_path / "a.tar", {"CheckpointContainer": taken})
+    assert "cannot give" in message
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.tar"]
+    assert (tmp_path / "a.tar").read_text() == "somebody's"
+
+
+class Paused:
+    """A runtime whose container stands still once a checkpoint was begun, until it is resumed."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+
+    def answers(self) -> dict[str, Answer]:
+        def never(request: Any, context: Any) -> dict[str, object]:
+            self.paused = True
+            self.begun.set()
+            self.ended.wait(60)
+            return {}
+
+        def get(request: Any, context: Any) -> dict[str, object]:
+            metadata = dict(context.invocation_metadata())
+            assert metadata["containerd-namespace"] == "k8s.io"
+            return {"process": {"status": TASK_PAUSED if self.paused else 2}}
+
+        def resume(request: Any, context: Any) -> dict[str, object]:
+            self.paused = False
+            return {}
+
+        known = inventory("containerd", "v2.1.9", CONTAINERS)
+        return known | {"CheckpointContainer": never, GET_TASK: get, RESUME_TASK: resume}
+
+
+def test_an_interrupted_checkpoint_leaves_the_container_running(path: Path, tmp_path: Path) -> None:
+    runtime = Paused()
+    with CriServer(path, runtime.answers()):
+        command = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "cudackpt", "containerd", "--address", str(path)),
+                *("checkpoint", "default/web/c0", "-e", str(tmp_path / "a.tar")),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert runtime.begun.wait(60)
+            command.send_signal(signal.SIGTERM)
+            command.communicate(timeout=60)
+        finally:
+            command.kill()
+            runtime.ended.set()
+            command.wait()
+    assert command.returncode == 128 + signal.SIGTERM
+    assert not runtime.paused
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_container_that_stays_paused(path: Path, tmp_path: Path) -> None:
+    runtime = Paused()
+    answers = runtime.answers() | {RESUME_TASK: refuse(grpc.StatusCode.UNKNOWN, "no")}
+    with CriServer(path, answers), Cri(str(path)) as cri:
+        try:
+            with pytest.raises(EngineError) as caught:
+                containerd.checkpoint(cri, containerd.find(cri, TWO), tmp_path / "a.tar", 1)
+        finally:
+            runtime.ended.set()
+    assert f"ctr -n k8s.io tasks resume {TWO}" in str(caught.value)
+
+
+def test_one_that_was_paused_before_stays_so(path: Path, tmp_path: Path) -> None:
+    runtime = Paused()
+    runtime.paused = True
+    with CriServer(path, runtime.answers()), Cri(str(path)) as cri:
+        try:
+            with pytest.raises(EngineError, match="took longer than 1 s"):
+                containerd.checkpoint(cri, containerd.find(cri, TWO), tmp_path / "a.tar", 1)
+        finally:
+            runtime.ended.set()
+    assert runtime.paused
+
+
+def test_names(path: Path) -> None:
+    with CriServer(path, inventory("containerd", "v2.1.9", CONTAINERS)), Cri(str(path)) as cri:
+        assert containerd.find(cri, "11").id == ONE
+        assert containerd.find(cri, "default/web/c1").id == TWO
+        for name, explained in (
+            ("1", "1 names 2 containers: default/web/c0 (1111111111111), "),
+            ("dead", "container default/web/c2 (deaddeaddeadd) does not run (state: exited)"),
+            ("feed", f"containerd v2.1.9 at {path} has no container feed; "),
+            ("default/web", "is no NAMESPACE/POD/CONTAINER"),
+            ("a b", "is no container's id"),
+            ("", "is no container's id"),
+        ):
+            with pytest.raises(EngineError) as caught:
+                containerd.find(cri, name)
+            assert explained in str(caught.value)
+
+
+def test_no_runtime(path: Path, tmp_path: Path) -> None:
+    def refused(address: str) -> str:
+        with pytest.raises(EngineError) as caught, Cri(address) as cri:
+            cri.runtime()
+        return str(caught.value)
+
+    assert "No such file or directory; does the runtime run" in refused(str(path))
+    path.touch()
+    assert "nobody listens there" in refused(f"unix://{path}")
+    path.unlink()
+    assert "is no address of a container runtime" in refused("tcp://127.0.0.1:1")
+    assert "at most 107 bytes" in refused("/" + "x" * 107)
+    with CriServer(path, {}):
+        assert "does not speak CRI v1" in refused(str(path))
+    with socket.socket(socket.AF_UNIX) as silent:  # takes connections, and is no gRPC server
+        silent.bind(str(path))
+        silent.listen()
+        stop = threading.Event()
+
+        def hang_up() -> None:
+            silent.settimeout(0.05)
+            while not stop.is_set():
+                try:
+                    silent.accept()[0].close()
+                except TimeoutError:
+                    time.sleep(0)
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            assert "does not say its version" in refused(str(path))
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_the_extra_is_missing() -> None:
+    """And `cudackpt.cli` does without it."""
+    script = (
+        "import sys; sys.modules['grpc'] = None; from cudackpt.cli import cli;"
+        "from cudackpt.errors import UnsupportedError\n"
+        "try: cli.main(['containerd', 'list'], standalone_mode=False)\n"
+        "except UnsupportedError as exc: print(exc)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "install the extra: pip install 'cudackpt[cri]'" in done.stdout

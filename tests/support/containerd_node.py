@@ -1,0 +1,301 @@
+"""A node of a cluster without the cluster: containerd, a registry and emulated GPUs in one system."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cudackpt.runtimes.cri import Cri
+from cudackpt.runtimes.kubelet_archives import DIRECTORY
+from support.cri_tables import NODE_MESSAGES, NODE_METHODS, NODE_NETWORK
+from support.engine_gpu import DEVICE, add_gpus
+from support.engine_image import make_archive
+from support.engine_root import ENVIRON, EngineRoot
+from support.oci_image import oci_archive
+
+POLL_S = 0.05
+TIMEOUT_S = 60.0
+REGISTRY = "127.0.0.1:5000"
+KUBELET_PORT = 10250
+JOB_IMAGE = f"{REGISTRY}/cudackpt/job:1"
+PAUSE_IMAGE = "localhost/cudackpt-pause:latest"
+LOGS = Path("/var/log/pods")
+_SOCKET = "/run/containerd/containerd.sock"
+# Without CAP_SYS_RESOURCE no container's oom_score_adj can be lowered.
+_CONFIG = f"""\
+version = 3
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+sandbox = '{PAUSE_IMAGE}'
+[plugins.'io.containerd.cri.v1.runtime']
+restrict_oom_score_adj = true
+"""
+_OLD_CONFIG = f"""\
+version = 2
+[plugins.'io.containerd.grpc.v1.cri']
+sandbox_image = '{PAUSE_IMAGE}'
+restrict_oom_score_adj = true
+enable_cdi = true
+cdi_spec_dirs = ['/etc/cdi']
+"""
+_REGISTRY_CONFIG = f"""\
+version: 0.1
+storage: {{filesystem: {{rootdirectory: /var/lib/containerd/registry}}}}
+http: {{addr: {REGISTRY}}}
+"""
+_STEP = re.compile(r"(\d+) step (\d+) ok")
+
+
+class ContainerdNode:
+    """containerd in `root`, from start to close(); a context manager. program: tests/programs'
+    steady_job, which is what its image runs. old: where in `root` the programs of containerd 1.7 are,
+    to run those."""
+
+    def __init__(self, root: EngineRoot, program: Path, old: Path | None = None) -> None:
+        self.root = root
+        self._old = old
+        self._daemons: list[subprocess.Popen[str]] = []
+        try:
+            self._prepare()
+            self._start_daemons()
+            self._load_images(program)
+            self.cri = Cri(self.socket, (NODE_MESSAGES, NODE_METHODS))
+        except BaseException:
+            self._stop_daemons()
+            raise
+
+    @property
+    def socket(self) -> str:
+        """Path, as seen from here, of containerd's socket."""
+        return str(self.root.path(_SOCKET))
+
+    def pod(self, name: str, namespace: str = "tests") -> Pod:
+        """Start a pod's sandbox, in the network of the node: no CNI."""
+        return Pod(self, name, namespace)
+
+    def pull(self, image: str) -> None:
+        """Have it pulled from its registry."""
+        if self._old:
+            return
+        self.cri.call(
+            "/runtime.v1.ImageService/PullImage", timeout_s=TIMEOUT_S, image={"image": image}
+        )
+
+    def log(self) -> str:
+        """What containerd has said."""
+        return self.root.path("/var/log/containerd.log").read_text(errors="replace")
+
+    def _prepare(self) -> None:
+        root = self.root
+        root.write("/etc/containerd/config.toml", _OLD_CONFIG if self._old else _CONFIG)
+        root.write("/etc/registry.yml", _REGISTRY_CONFIG)
+        add_gpus(root)
+
+    def _start_daemons(self) -> None:
+        with self.root.path("/var/log/registry.log").open("w") as log:
+            words = ("docker-registry", "serve", "/etc/registry.yml")
+            self._daemons.append(self.root.start(*words, stdout=log, stderr=log))
+        self._containerd = self._start_containerd()
+
+    def _start_containerd(self) -> subprocess.Popen[str]:
+        with self.root.path("/var/log/containerd.log").open("a") as log:
+            first = f"{self._old}:" if self._old else ""
+            environ = {"PATH": first + ENVIRON["PATH"]}
+            containerd = self.root.start("containerd", environ=environ, stdout=log, stderr=log)
+        self._daemons.append(containerd)
+        wait_for(self._answers, "answer of containerd", self.log)
+        return containerd
+
+    def _answers(self) -> bool:
+        done = self.root.run("ctr", "version", check=False)
+        return done.returncode == 0
+
+    def kill_containerd(self) -> None:
+        """As when it crashes: its shims, and what runs under them, live on."""
+        self._daemons.remove(self._containerd)
+        end(self._containerd, "KILL")
+
+    def restart_containerd(self) -> None:
+        """After kill_containerd."""
+        self._containerd = self._start_containerd()
+
+    def _load_images(self, program: Path) -> None:
+        layer = make_archive(self.root, [program])
+        for image, command in (
+            (PAUSE_IMAGE, ["/bin/sleep", "1000000"]),
+            (JOB_IMAGE, [f"/bin/{program.name}"]),
+        ):
+            self.root.path("/tmp/image.tar").write_bytes(oci_archive(layer, image, command))
+            self._ctr("images", "import", "/tmp/image.tar")
+        if self._old:  # no restore, so no registry: the image stays as it was imported
+            return
+        self._ctr("images", "push", "--plain-http", JOB_IMAGE)
+        self._ctr("images", "rm", JOB_IMAGE)
+
+    def _ctr(self, *words: str) -> str:
+        ctr = self._old / "ctr" if self._old else "ctr"
+        return self.root.run(ctr, "-n", "k8s.io", *words).stdout
+
+    def _stop_daemons(self) -> None:
+        # A frozen task cannot be killed in a v1 hierarchy.
+        for freezer in self.root.path("/sys/fs/cgroup").glob("freezer/**/freezer.state"):
+            freezer.write_text("THAWED")
+        for daemon in self._daemons:
+            end(daemon)
+
+    def close(self) -> None:
+        self.cri.__exit__(None, None, None)
+        self._stop_daemons()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Pod:
+    """A pod's sandbox. id: of the sandbox."""
+
+    def __init__(self, node: ContainerdNode, name: str, namespace: str) -> None:
+        self.node, self.name, self.namespace = node, name, namespace
+        options = {"network": NODE_NETWORK}
+        self.config = {
+            "metadata": {"name": name, "uid": f"uid-{name}", "namespace": namespace},
+            "log_directory": str(LOGS / f"{namespace}_{name}"),
+            "linux": {"security_context": {"namespace_options": options}},
+        }
+        answer = node.cri.call("RunPodSandbox", timeout_s=TIMEOUT_S, config=self.config)
+        self.id: str = answer.pod_sandbox_id
+
+    def create(self, name: str, image: str, args: list[str], **config: Any) -> Container:
+        """Create a container with the node's GPUs in it; config: more of CRI's ContainerConfig."""
+        fields = {
+            "metadata": {"name": name},
+            "image": {"image": image},
+            "args": args,
+            "CDI_devices": [{"name": DEVICE}],
+            "log_path": f"{name}.log",
+            "linux": {"security_context": {"namespace_options": {"network": NODE_NETWORK}}},
+        }
+        answer = self.node.cri.call(
+            "CreateContainer",
+            timeout_s=TIMEOUT_S,
+            pod_sandbox_id=self.id,
+            config=fields | config,
+            sandbox_config=self.config,
+        )
+        return Container(self, name, answer.container_id)
+
+    def job(self, name: str, *args: str) -> Container:
+        """A container that runs steady_job, which has made two steps."""
+        self.node.pull(JOB_IMAGE)
+        container = self.create(name, JOB_IMAGE, list(args))
+        container.start()
+        container.run_on(2)
+        return container
+
+
+class Container:
+    """A container of a pod."""
+
+    def __init__(self, pod: Pod, name: str, identifier: str) -> None:
+        self.pod, self.name, self.id = pod, name, identifier
+        self._cri = pod.node.cri
+
+    @property
+    def path(self) -> str:
+        return f"{self.pod.namespace}/{self.pod.name}/{self.name}"
+
+    def start(self) -> None:
+        self._cri.call("StartContainer", timeout_s=TIMEOUT_S, container_id=self.id)
+
+    def stop(self) -> None:
+        """Kill it and wait for its end."""
+        self._cri.call("StopContainer", timeout_s=TIMEOUT_S, container_id=self.id, timeout=0)
+
+    def remove(self) -> None:
+        self._cri.call("RemoveContainer", timeout_s=TIMEOUT_S, container_id=self.id)
+
+    def output(self) -> list[str]:
+        """Lines it has written, from the log that CRI has of it: TIME STREAM P|F TEXT."""
+        log = self.pod.node.root.path(
+            LOGS / f"{self.pod.namespace}_{self.pod.name}" / f"{self.name}.log"
+        )
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
+
+    def steps(self) -> int:
+        """Steps said to be right. Fails if the job has said anything else."""
+        count = 0
+        for line in self.output():
+            if "driver emulator" in line:
+                continue
+            assert _STEP.fullmatch(line), f"the job says {line!r}"
+            count += 1
+        return count
+
+    def run_on(self, steps: int = 3) -> None:
+        """Wait until it has made that many steps more, each of them right: its memory is."""
+        wanted = self.steps() + steps
+        wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.path}", self.pod.node.log)
+
+
+def wait_for(
+    condition: Callable[[], bool], what: str, say: Callable[[], str], timeout_s: float = TIMEOUT_S
+) -> None:
+    """Wait until condition() holds; fail with the end of what say() says."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{say()[-4000:]}"
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def kubelet_on(
+    node: ContainerdNode,
+    tests: Path,
+    certificate: Path,
+    key: Path,
+    client_ca: Path,
+    tokens: tuple[str, ...] = (),
+) -> Iterator[None]:
+    """The kubelet of `node`, on 127.0.0.1:KUBELET_PORT there, for the length of a with statement.
+
+    tests: this repository's, which the node sees. The files are the node's too.
+    """
+    root = node.root
+    log = root.path("/var/log/kubelet.log")
+    with log.open("w") as said:
+        kubelet = root.start(
+            *(sys.executable, tests / "support/kubelet_server.py", str(KUBELET_PORT), _SOCKET),
+            *(certificate, key, client_ca, DIRECTORY, *tokens),
+            environ={"PYTHONPATH": str(tests)},
+            stdout=said,
+            stderr=said,
+        )
+    listening = f"0100007F:{KUBELET_PORT:04X}"  # proc_pid_net(5), of its network namespace
+    table = Path(f"/proc/{root.init}/net/tcp")
+    try:
+        wait_for(lambda: listening in table.read_text(), "kubelet", log.read_text)
+        yield
+    finally:
+        end(kubelet)
+
+
+def end(daemon: subprocess.Popen[str], signal: str = "TERM") -> None:
+    """End what EngineRoot.start has started: nsenter's only child is the program itself."""
+    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+    subprocess.run(["kill", f"-{signal}", *children], check=True)
+    daemon.wait(TIMEOUT_S)
