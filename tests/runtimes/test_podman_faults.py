@@ -33,6 +33,7 @@ def slow_copies(root: EngineRoot, ms_per_gib: int) -> Iterator[None]:
 def start_dump(container: SteadyContainer, *words: str) -> subprocess.Popen[str]:
     """Start one, and wait until CRIU's log says that the plugin is at work."""
     path = container.root.path(container.images()).parent / "dump.log"
+    path.unlink(missing_ok=True)  # of a dump whose podman was killed
     child = container.root.start("podman", "container", "checkpoint", *words, container.name)
     deadline = time.monotonic() + TIMEOUT_S
     while "cuda_plugin: locked" not in read(path):
