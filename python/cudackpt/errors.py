@@ -53,7 +53,7 @@ class EngineError(CheckpointError):
 
 
 class PolicyError(CheckpointError):
-    """What a container asks of its checkpoints cannot be done, or its policy file cannot be used."""
+    """What a container asks of its checkpoints cannot be done, or its policy cannot be used."""
 
     exit_code = 17
 

@@ -7,35 +7,36 @@
 
 #include <exception>
 #include <filesystem>
+#include <utility>
 
 namespace cudackpt {
 namespace {
 
+bool is_checkpoint(int directory, const Id& id) noexcept {
+    try {
+        return read_manifest(directory).checkpoint_id == id;
+    } catch (const std::exception&) {
+        return false;
+    }
+}
+
 UniqueFd open_if_right(const std::filesystem::path& place, const Id& id) {
     UniqueFd directory(::open(place.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-    try {
-        if (directory && read_manifest(directory.get()).checkpoint_id == id)
-            return directory;
-    } catch (const std::exception&) { // not it, whatever it is
-    }
-    return {};
+    return directory && is_checkpoint(directory.get(), id) ? std::move(directory) : UniqueFd();
 }
 
 } // namespace
 
-UniqueFd find_checkpoint(const Id& id, const std::string& root) noexcept {
-    try {
-        const std::filesystem::path top = root;
-        const std::string name = id_text(id);
-        if (UniqueFd found = open_if_right(top / "checkpoints" / name, id))
+UniqueFd find_checkpoint(const Id& id, const std::string& root) {
+    const std::filesystem::path top = root;
+    const std::string name = id_text(id);
+    if (UniqueFd found = open_if_right(top / "checkpoints" / name, id))
+        return found;
+    std::error_code error;
+    for (std::filesystem::directory_iterator at(top / "containers", error), end;
+         !error && at != end; at.increment(error))
+        if (UniqueFd found = open_if_right(at->path() / name, id))
             return found;
-        std::error_code error;
-        for (std::filesystem::directory_iterator at(top / "containers", error), end;
-             !error && at != end; at.increment(error))
-            if (UniqueFd found = open_if_right(at->path() / name, id))
-                return found;
-    } catch (const std::exception&) { // no memory: then it is not found
-    }
     return {};
 }
 

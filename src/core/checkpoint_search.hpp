@@ -11,10 +11,10 @@ namespace cudackpt {
 /// Where checkpoints that others are built on are kept (docs/format.md, "Links").
 inline constexpr const char* kStoreRoot = "/var/lib/cudackpt";
 
-/// The directory with the checkpoint `id`: `root`/checkpoints/<id in hex>, else
-/// `root`/containers/<any>/<id in hex>; no descriptor if there is none. Its manifest has that id. Nobody
-/// else is believed: what lies in there is known by the digests of its images. Throws nothing.
-UniqueFd find_checkpoint(const Id& id, const std::string& root = kStoreRoot) noexcept;
+/// The directory with the checkpoint `id`, by its manifest: `root`/checkpoints/<id in hex>, else
+/// `root`/containers/<any>/<id in hex>; no descriptor if there is none. What cannot be read is not
+/// it. That its images are the right ones, their digests tell.
+UniqueFd find_checkpoint(const Id& id, const std::string& root = kStoreRoot);
 
 /// For a message: where that looks.
 std::string searched_places(const std::string& root = kStoreRoot);

@@ -15,6 +15,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <exception>
 #include <filesystem>
 
 namespace cudackpt {
@@ -57,26 +58,30 @@ void lock_shared(int fd, const std::string& path) {
     }
 }
 
-/// By the link in `child_fd`; where that leads nowhere, as in a checkpoint that came from another host,
-/// by the id that its manifest gives.
+/// Zero also where there is no manifest: in the directory of a dump that has not come so far.
+Id parent_of(int dir_fd) noexcept {
+    try {
+        return read_manifest(dir_fd).parent_id;
+    } catch (const std::exception&) {
+        return {};
+    }
+}
+
+/// By the link in `child_fd`; where that leads nowhere, as in a checkpoint that came from another
+/// host, by the id that its manifest gives.
 UniqueFd open_link_or_search(int child_fd, const std::string& child) {
     UniqueFd fd(::openat(child_fd, kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (fd)
         return fd;
-    const std::string link = child + "/" + kParentLink;
-    const int why = errno;
-    Id parent{};
-    try {
-        parent = read_manifest(child_fd).parent_id;
-    } catch (const Error&) { // a dump that has none yet
-    }
+    const Error why = io_error("cannot follow " + child + "/" + kParentLink, errno);
+    const Id parent = parent_of(child_fd);
     if (parent == Id{})
-        throw io_error("cannot follow " + link, why);
-    if ((fd = find_checkpoint(parent)))
+        throw why;
+    fd = find_checkpoint(parent);
+    if (fd)
         return fd;
-    throw io_error("the parent of " + child + ", checkpoint " + id_text(parent) + ", is not in " +
-                       searched_places() + ", and " + link + " leads nowhere",
-                   why);
+    throw Error(Errc::io, std::string(why.what()) + "; and the parent, checkpoint " +
+                              id_text(parent) + ", is not in " + searched_places());
 }
 
 } // namespace

@@ -17,8 +17,8 @@ namespace cudackpt {
 /// In an image directory: leads to the directory of the parent.
 inline constexpr const char* kParentLink = "cudackpt-parent";
 
-/// Make, or replace in a single step, the parent link of `dir_fd` to the directory `parent_fd`. Its text is relative.
-/// Throws Error: bad_argument if both are the same directory, io.
+/// Make, or replace in a single step, the parent link of `dir_fd` to the directory `parent_fd`. Its
+/// text is relative. Throws Error: bad_argument if both are the same directory, io.
 void link_parent(int dir_fd, int parent_fd);
 
 /// "3f2a…": `id` in hex.
@@ -27,8 +27,8 @@ std::string id_text(const Id& id);
 /// The path a directory was opened at, as the kernel knows it; for messages.
 std::string directory_path(int dir_fd);
 
-/// Opens what it is asked for and keeps it open, with a shared lock on each directory, so that nobody
-/// removes it meanwhile. Not for several threads at once; the descriptors it gives are.
+/// Opens what it is asked for and keeps it open, with a shared lock on each directory, so that
+/// nobody removes it meanwhile. Not for several threads at once; the descriptors it gives are.
 class Lineage {
 public:
     /// Of the checkpoint in directory `dir_fd`, which is copied. Throws Error: io if somebody
@@ -39,9 +39,9 @@ public:
     /// is depth 1, and there is no depth 0.
     static Lineage above(int parent_fd);
 
-    /// The directory `depth` links away; 0: the checkpoint's own. Where a link leads nowhere, the parent
-    /// is looked for by its id (checkpoint_search.hpp). Throws Error: io, naming the link and the parent
-    /// if it is nowhere, and if somebody is about to remove it.
+    /// The directory `depth` links away; 0: the checkpoint's own. Where a link leads nowhere, the
+    /// parent is looked for by its id (checkpoint_search.hpp). Throws Error: io, naming the link
+    /// and the parent if it is nowhere, and if somebody is about to remove it.
     int directory(std::uint32_t depth);
     /// Where that is; for messages.
     const std::string& path(std::uint32_t depth);

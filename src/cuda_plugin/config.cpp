@@ -140,15 +140,26 @@ toml::table parse_toml(std::string_view text, const std::string& path) {
     }
 }
 
-Config read_config(const std::string& path) {
+void set_keys(Config& config, const std::string& path, const toml::table& table) {
+    if (table.contains("parent"))
+        config.incremental = false;
+    if (table.contains("incremental"))
+        config.parent.clear();
+    for (const auto& [key, node] : table)
+        set_key(config, path, key.str(), node);
+    config.source = config.source.empty() ? path : config.source + ", " + path;
+}
+
+void set_from_file(Config& config, const std::string& path) {
     // Opened here first: the parser's own message for a missing file names no errno.
     if (::access(path.c_str(), R_OK) != 0)
         throw io_error("cannot read configuration " + path, errno);
+    set_keys(config, path, parse_toml(proc::read_file(path), path));
+}
+
+Config read_config(const std::string& path) {
     Config config;
-    config.source = path;
-    const toml::table table = parse_toml(proc::read_file(path), path);
-    for (const auto& [key, node] : table)
-        set_key(config, path, key.str(), node);
+    set_from_file(config, path);
     return config;
 }
 
@@ -156,22 +167,31 @@ Config find_config(const PluginOptions& options) {
     Config config;
     const auto named = std::ranges::find(options, "config", &PluginOptions::value_type::first);
     const char* environment = std::getenv("CUDACKPT_CONFIG");
+    std::string file;
     if (named != options.end())
-        config = read_config(named->second);
-    else if (environment != nullptr && *environment != '\0')
-        config = read_config(environment);
+        file = named->second;
+    else if (environment != nullptr)
+        file = environment;
+    if (!file.empty())
+        config = read_config(file);
     else if (::access(kDefaultPath, F_OK) == 0)
         config = read_config(kDefaultPath);
     else
         config.source = "defaults";
+    config.named = file;
     set_options(config, options);
     return config;
 }
 
 void set_options(Config& config, const PluginOptions& options) {
-    for (const auto& [key, value] : options)
+    for (const auto& [key, value] : options) {
+        if (key == "parent")
+            config.incremental = false;
+        if (key == "incremental")
+            config.parent.clear();
         if (key != "config")
             set_from_text(config, key, value);
+    }
 }
 
 } // namespace cudackpt

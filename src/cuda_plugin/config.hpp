@@ -29,11 +29,16 @@ struct Config {
     std::string driver = "libcuda.so.1";
     std::string nvml = "libnvidia-ml.so.1";
     std::string source; ///< the file read, or "defaults"
+    std::string named;  ///< a file that was named for this run; it wins over a container's policy
 };
 
 /// Read the file `path`. Throws Error: io if it cannot be read, bad_argument for bad TOML, an
 /// unknown key or a value out of range; what() names the file, the key and the value.
 Config read_config(const std::string& path);
+
+/// Set what the file `path` says, which is another source of `config` from then on. Of `parent` and
+/// `incremental`, which are two answers to one question, the later one holds. Throws as read_config.
+void set_from_file(Config& config, const std::string& path);
 
 /// Name and value of an option that criu was given for this plugin.
 using PluginOptions = std::vector<std::pair<std::string, std::string>>;

@@ -14,6 +14,9 @@ namespace cudackpt {
 /// The table in `text`. Throws Error: bad_argument naming `path` and the place in it.
 toml::table parse_toml(std::string_view text, const std::string& path);
 
+/// Set every key of `table`; as of set_from_file. Throws as set_key.
+void set_keys(Config& config, const std::string& path, const toml::table& table);
+
 /// Set `key`. Throws Error: bad_argument naming `path`, if there is no such key or `node` is not
 /// what it may be.
 void set_key(Config& config, const std::string& path, std::string_view key, const toml::node& node);

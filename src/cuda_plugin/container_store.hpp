@@ -15,18 +15,18 @@ inline constexpr const char* kStoreBase = "/var/lib"; ///< stores are in cudackp
 /// `newest`. It is used by one dump at a time.
 class ContainerStore {
 public:
-    /// Of container `id`; made if it is not there. What a killed dump has left half done is removed.
-    /// Throws Error: io, also if another dump of this container is under way; bad_argument
+    /// Of container `id`; made if it is not there. What a killed dump has left half done is
+    /// removed. Throws Error: io, also if another dump of this container is under way; bad_argument
     /// if others could write in it.
     explicit ContainerStore(const std::string& id, const std::string& base = kStoreBase);
 
-    /// The newest checkpoint; no descriptor if there is none. Throws Error: io; corrupt_data if `newest`
-    /// is no name of a checkpoint.
+    /// The newest checkpoint; no descriptor if there is none. Throws Error: io; corrupt_data if
+    /// `newest` is no name of a checkpoint.
     UniqueFd newest() const;
 
-    /// Keep our files of the checkpoint `id` in `image_dir`, which is complete: by hard links, or by copies
-    /// where another file system is. It is the newest from then on. On an exception the store is
-    /// as before. Throws Error: io.
+    /// Keep our files of the checkpoint `id` in `image_dir`, which is complete: by hard links, or
+    /// by copies where another file system is. It is the newest from then on. On an exception the
+    /// store is as before. Throws Error: io.
     void keep(int image_dir, const Id& id) const;
 
     const std::string& path() const noexcept { return path_; }

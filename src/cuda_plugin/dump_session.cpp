@@ -2,9 +2,7 @@
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
-#include "cuda_plugin/container_id.hpp"
 #include "cuda_plugin/host.hpp"
-#include "cuda_plugin/policy.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/staging.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
@@ -88,44 +86,16 @@ TaskStatistics& DumpSession::statistics_of(const TaskRecord& record) {
     return added;
 }
 
-// The worker reads config_ too: this comes before it starts.
-void DumpSession::settle_configuration() {
-    const std::vector<std::string> ids =
-        container_ids(proc::read_file("/proc/" + std::to_string(root_) + "/cgroup"),
-                      proc::read_file("/proc/self/cgroup"));
-    policy_ = PolicyDirectory().apply(config_, ids);
-    set_options(config_, options_);
-    if (config_.incremental)
-        open_store(policy_.empty() ? ids : std::vector{policy_});
-    statistics_.config_source = config_.source;
-    statistics_.threads = config_.threads;
-    host::info("configuration: " + config_.source);
-}
-
-void DumpSession::open_store(const std::vector<std::string>& ids) {
-    if (!config_.parent.empty())
-        throw Error(Errc::bad_argument, "parent = \"" + config_.parent +
-                                            "\": not together with incremental, which chooses the "
-                                            "parent itself");
-    if (!config_.externalize)
-        throw Error(Errc::bad_argument, "incremental: needs externalize, which is off");
-    if (ids.size() > 1)
-        throw Error(Errc::bad_argument, "incremental: the task's cgroups name two containers, " +
-                                            ids[0] + " and " + ids[1]);
-    if (ids.empty())
-        throw Error(Errc::bad_argument, "incremental: none of the cgroups of pid " +
-                                            std::to_string(root_) + " names a container");
-    store_.emplace(ids[0]);
-}
-
 // While the tasks still run, and before the worker starts: it inherits the files of the chain.
 void DumpSession::choose_parent_once() {
     if (parent_chosen_)
         return;
-    settle_configuration();
-    parent_ = statistics_.phases.time("read_parent", [&] {
-        return choose_parent(config_, lineage_, store_ ? &*store_ : nullptr);
-    });
+    container_.settle(root_, config_, options_); // the worker reads config_ as well
+    statistics_.config_source = config_.source;
+    statistics_.threads = config_.threads;
+    host::info("configuration: " + config_.source);
+    parent_ = statistics_.phases.time(
+        "read_parent", [&] { return choose_parent(config_, lineage_, container_.store()); });
     parent_chosen_ = true;
     statistics_.parent_directory = parent_.directory;
     statistics_.full_because = parent_.reason;
@@ -354,12 +324,13 @@ void DumpSession::undo(TaskRecord& record) noexcept {
 
 // The checkpoint is good without it, and the next can be built on what the store had before.
 void DumpSession::keep_in_store() {
-    if (!store_ || !named_ours_)
+    const ContainerStore* store = container_.store();
+    if (store == nullptr || !named_ours_)
         return;
     try {
         statistics_.phases.time("store",
-                                [&] { store_->keep(image_dir_.get(), manifest_.checkpoint_id); });
-        host::info("kept in " + store_->path() + " for the next checkpoint of the container");
+                                [&] { store->keep(image_dir_.get(), manifest_.checkpoint_id); });
+        host::info("kept in " + store->path() + " for the next checkpoint of the container");
     } catch (const Error& e) {
         host::warn("not kept for the next checkpoint of the container: " + std::string(e.what()));
         statistics_.not_kept_because = e.what();
@@ -388,9 +359,9 @@ void DumpSession::finish(bool succeeded) noexcept {
             worker_.stop();
         if (succeeded)
             keep_in_store();
-        if (killed && !policy_.empty())
-            PolicyDirectory().mark_checkpointed(policy_);
         write_statistics(image_dir_.get(), statistics_);
+        if (killed)
+            container_.mark_checkpointed();
     } catch (const std::exception& e) {
         host::warn(std::string("at the end of the dump: ") + e.what());
     }

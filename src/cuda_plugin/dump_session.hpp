@@ -5,17 +5,14 @@
 #include "core/manifest.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
-#include "cuda_plugin/container_store.hpp"
 #include "cuda_plugin/driver_facts.hpp"
+#include "cuda_plugin/dumped_container.hpp"
 #include "cuda_plugin/parent_choice.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
 #include "cuda_plugin/worker.hpp"
 
 #include <sys/types.h>
-
-#include <optional>
-#include <string>
 
 namespace cudackpt {
 
@@ -40,8 +37,6 @@ public:
 
 private:
     TaskStatistics& statistics_of(const TaskRecord& record);
-    void settle_configuration();
-    void open_store(const std::vector<std::string>& ids);
     void choose_parent_once();
     void begin();
     void lock(TaskRecord& record, TaskStatistics& statistics);
@@ -57,9 +52,8 @@ private:
 
     Config config_;
     PluginOptions options_;
-    pid_t root_ = 0;     ///< of the tree: the first that criu asks about
-    std::string policy_; ///< id of the container whose policy is in config_, or empty
-    std::optional<ContainerStore> store_; ///< with `incremental`
+    pid_t root_ = 0; ///< of the tree: the first that criu asks about
+    DumpedContainer container_;
     UniqueFd image_dir_;
     Lineage lineage_;
     SharedTaskTable table_;

@@ -18,12 +18,12 @@ struct ParentChoice {
     std::string reason;               ///< why it is a full one, or empty
 };
 
-/// The directory that the key `parent` names; else, with a `store`, the newest that it has; else the
-/// first with a manifest of ours along CRIU's own `parent` links (criu dump --prev-images-dir); else none.
-/// Makes the parent link of the checkpoint that `lineage` is of, or removes what an earlier dump
-/// left; `lineage` keeps the chain's files open. A chain that would get longer than
-/// config.max_chain is not continued.
-/// Throws Error: io, corrupt_data, unsupported; bad_argument if what was named cannot serve.
+/// The directory that the key `parent` names; else, with a `store`, the newest that it has; else
+/// the first with a manifest of ours along CRIU's own `parent` links (criu dump --prev-images-dir);
+/// else none. Makes the parent link of the checkpoint that `lineage` is of, or removes what an
+/// earlier dump left; `lineage` keeps the chain's files open. A chain that would get longer than
+/// config.max_chain is not continued. Throws Error: io, corrupt_data, unsupported; bad_argument if
+/// what was named cannot serve.
 ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store);
 
 } // namespace cudackpt

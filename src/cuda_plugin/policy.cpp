@@ -13,6 +13,7 @@
 #include <array>
 #include <cerrno>
 #include <string_view>
+#include <utility>
 
 namespace cudackpt {
 namespace {
@@ -60,21 +61,13 @@ void require_container(const toml::table& table, const std::string& path, const 
         throw Error(Errc::bad_argument, path + ": is the policy of another container");
 }
 
-void set_keys(Config& config, const toml::table& table, const std::string& path) {
-    // Two answers to one question: the container's takes the place of the host's.
-    if (table.contains("parent"))
-        config.incremental = false;
-    if (table.contains("incremental"))
-        config.parent.clear();
-    for (const auto& [key, node] : table) {
-        if (key.str() == "container")
-            continue;
+void set_policy(Config& config, toml::table table, const std::string& path) {
+    table.erase("container");
+    for (const auto& [key, node] : table)
         if (std::ranges::find(kKeys, key.str()) == kKeys.end())
             throw Error(Errc::bad_argument,
                         path + ": a policy cannot set \"" + std::string(key.str()) + "\"");
-        set_key(config, path, key.str(), node);
-    }
-    config.source += ", " + path;
+    set_keys(config, path, table);
 }
 
 } // namespace
@@ -98,9 +91,9 @@ std::string PolicyDirectory::apply(Config& config, const std::vector<std::string
         if (!found.empty())
             throw Error(Errc::bad_argument, file + " and " + path(found + ".toml") +
                                                 ": the task's cgroups name both containers");
-        const toml::table table = parse_toml(text, file);
+        toml::table table = parse_toml(text, file);
         require_container(table, file, id);
-        set_keys(config, table, file);
+        set_policy(config, std::move(table), file);
         found = id;
     }
     return found;

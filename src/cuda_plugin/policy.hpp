@@ -15,9 +15,9 @@ class PolicyDirectory {
 public:
     explicit PolicyDirectory(std::string base = kRunBase) : base_(std::move(base)) {}
 
-    /// Of the containers `ids` the one that has a policy; its keys are set in `config`, which
-    /// names the file as a source of its own from then on. Returns its id; empty: none has one.
-    /// Throws Error: io; bad_argument naming the file, if it is somebody else's, too long, a link, no
+    /// Of the containers `ids` the one that has a policy; its keys are set in `config`, which names
+    /// the file as a source of its own from then on. Returns its id; empty: none has one. Throws
+    /// Error: io; bad_argument naming the file, if it is somebody else's, too long, a link, no
     /// policy, another container's, or if two have one.
     std::string apply(Config& config, const std::vector<std::string>& ids) const;
 

@@ -11,9 +11,9 @@ namespace cudackpt {
 enum class IfMissing { nothing, make };
 
 /// The directory `base`/`parts[0]`/`parts[1]`…; `base` is the system's. No part may be a link, each
-/// must belong to root or to the user criu runs as, and none be writable for others. What is missing is
-/// made with mode 0700, or the result is no descriptor. Throws Error: io; bad_argument naming the directory
-/// that could be somebody else's.
+/// must belong to root or to the user criu runs as, and none be writable for others. What is
+/// missing is made with mode 0700, or the result is no descriptor. Throws Error: io; bad_argument
+/// naming the directory that could be somebody else's.
 UniqueFd open_trusted(const std::string& base, const std::vector<std::string>& parts,
                       IfMissing missing);
 

@@ -44,6 +44,8 @@ PYTHON_ARROWS = {
     "criu": {"errors", "process", "driver", "nvml"},
     "runtimes": {"errors", "criu", "image", "archive", "_core"},
     "store": {"errors", "image", "criu", "_core"},
+    "policy": {"errors"},
+    "hooks": {"errors", "policy", "image", "store"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "process"},
     "diagnosis": {"errors", "process", "driver", "nvml", "criu", "emulator"},

@@ -1,4 +1,4 @@
-"""A job in a cgroup named like a container's: its policy, its store, and restores without either."""
+"""A job in a cgroup named like a container's: its policy, its store, restores without either."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import pytest
 from campaigns.rig import Rig, small_filesystem
 from campaigns.steady_job import SteadyJob
 from cudackpt._core import PARENT_LINK, read_manifest
+from cudackpt.store.prune import Action, prune
+from cudackpt.store.retention import Rules
 from support.container import Container, cgroup, container
 
 
@@ -45,14 +47,15 @@ def statistics(images: Path) -> dict[str, Any]:
 
 
 def test_a_chain_whose_image_directories_the_engine_deletes(rig: Rig, made: Container) -> None:
-    with contained(rig, made, mib=8) as job:
+    small: dict[str, bool | int | str] = {"chunk_size": 4096}  # more of them stay the same
+    with contained(rig, made, mib=16) as job:
         ask(made, job, incremental="true", compress="none", threads="1", keep="2")
         for number in range(3):
             images = rig.images()
-            dumped = rig.dump(job, images, "--leave-running")
+            dumped = rig.dump(job, images, "--leave-running", config=small)
             assert dumped.status == 0, dumped.errors
             found = statistics(images)
-            assert found["config"] == f"defaults, {made.policy}"
+            assert found["config"].startswith(f"defaults, {made.policy}, ")
             assert (found["threads"], found["not_kept_because"]) == (1, "")
             assert found["tasks"][0]["lz4"]["chunks"] == 0
             assert read_manifest(images).chain_length == number
@@ -61,14 +64,14 @@ def test_a_chain_whose_image_directories_the_engine_deletes(rig: Rig, made: Cont
             job.run_on()
 
         last = rig.images()
-        dumped = rig.dump(job, last)
+        dumped = rig.dump(job, last, config=small)
         assert dumped.status == 0, dumped.errors
         assert job.wait() == -signal.SIGKILL
         rig.settle(last)
         assert made.mark.exists()
         assert (last / PARENT_LINK).resolve().parent == made.store
 
-        # Elsewhere the link leads nowhere: the parent is found by its id, or it is said which is missing.
+        # Elsewhere the link leads nowhere: the parent is found by its id, or is said to be missing.
         moved = rig.images() / "a" / "b"
         moved.parent.mkdir()
         shutil.move(last, moved)
@@ -88,7 +91,8 @@ def test_a_chain_whose_image_directories_the_engine_deletes(rig: Rig, made: Cont
         # The policy outlives this end, and retention leaves what the last two are built on.
         assert made.stop().returncode == 0
         assert made.policy.exists()
-        assert len([path for path in made.store.iterdir() if path.is_dir()]) == 5
+        verdicts = prune(made.store, Rules(last=1), dry_run=True).verdicts
+        assert [verdict.action for verdict in verdicts] == [Action.KEPT] * 4
 
 
 def test_a_container_without_policy_is_dumped_as_the_host_says(
@@ -101,6 +105,43 @@ def test_a_container_without_policy_is_dumped_as_the_host_says(
         assert statistics(images)["threads"] == 3
         assert str(made.policy) not in statistics(images)["config"]
         assert not made.store.exists()
+
+
+def test_the_first_task_says_which_container_it_is(newest_rig: Rig, made: Container) -> None:
+    """It need not use CUDA itself, and its child may be anywhere."""
+    with (
+        cgroup(made.container_id) as folder,
+        newest_rig.job(mib=2, cuda=0, children=1) as job,
+        container() as other,
+        cgroup(other.container_id) as elsewhere,
+    ):
+        (folder / "cgroup.procs").write_text(str(job.pid))
+        ask(made, job, threads="2")
+        (elsewhere / "cgroup.procs").write_text(str(job.pids[1]))
+        assert other.create(job.pids[1], threads="3").returncode == 0
+        images = newest_rig.images()
+        dumped = newest_rig.dump(job, images, "--leave-running")
+        assert dumped.status == 0, dumped.errors
+        assert statistics(images)["threads"] == 2
+        job.run_on()
+        job.end()
+
+
+def test_what_is_named_for_one_run_wins_over_the_policy(newest_rig: Rig, made: Container) -> None:
+    with contained(newest_rig, made, mib=2) as job:
+        ask(made, job, threads="2", compress="none", incremental="true")
+        parent, images = newest_rig.images(), newest_rig.images()
+        dumped = newest_rig.dump(job, parent, "--leave-running")
+        assert dumped.status == 0, dumped.errors
+        config: dict[str, bool | int | str] = {"threads": 3, "parent": str(parent)}
+        dumped = newest_rig.dump(job, images, "--leave-running", config=config)
+        assert dumped.status == 0, dumped.errors
+        found = statistics(images)
+        assert found["config"].startswith(f"defaults, {made.policy}, ")
+        assert found["threads"] == 3
+        assert found["tasks"][0]["lz4"]["chunks"] == 0
+        assert found["parent"]["directory"] == str(parent)
+        assert len([path for path in made.store.iterdir() if path.is_dir()]) == 2
 
 
 def no_toml(path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -65,6 +66,9 @@ def test_after_a_checkpoint_the_policy_stays_once(made: Container, pid: int) -> 
     made.mark.touch(mode=0o600)  # as the plugin does
     assert made.stop().returncode == 0
     assert made.policy.exists()
+    assert not made.mark.exists()
+    made.mark.touch(mode=0o600)  # its end was missed
+    assert made.create(pid, threads="2").returncode == 0
     assert not made.mark.exists()
     assert made.stop().returncode == 0
     assert not made.policy.exists()
@@ -151,6 +155,31 @@ def test_the_stage_can_be_given(made: Container, pid: int) -> None:
     assert "usage: " in wrong.stderr
 
 
+def test_what_crun_would_lose_goes_through_its_log_and_stderr(
+    made: Container, pid: int, tmp_path: Path
+) -> None:
+    """It gives hooks no stderr. Here a program with the same options is in its place."""
+    log = tmp_path / "oci-log"
+    log.touch()
+    state = json.dumps(made.state("creating", pid, {"io.cudackpt.threads": "many"}))
+    stand_in = "import subprocess as s, sys; sys.exit(s.call(sys.argv[4:], stderr=s.DEVNULL))"
+    runtime = subprocess.run(
+        [sys.executable, "-c", stand_in, "--log-format=json", "--log", str(log), *hook_words()],
+        input=state,
+        text=True,
+        env={},
+        capture_output=True,
+        check=False,
+    )
+    assert runtime.returncode == 1
+    sentence = 'annotation io.cudackpt.threads = "many": must be a number from 0 to 1024'
+    assert runtime.stderr == f"cudackpt: {sentence}\n"
+    assert json.loads(log.read_text())["msg"] == f"cudackpt: {sentence}"
+    assert made.refusal.read_text() == f"{sentence}\n"
+    assert made.create(pid, threads="2").returncode == 0
+    assert not made.refusal.exists()
+
+
 def test_links_and_files_of_others_are_not_followed(
     made: Container, pid: int, tmp_path: Path
 ) -> None:
@@ -171,6 +200,20 @@ def test_links_and_files_of_others_are_not_followed(
     assert done.returncode == 1
     assert str(made.policy) in done.stderr
     assert victim.read_text() == "precious"
+
+
+def test_a_directory_in_the_policys_place_is_named(made: Container, pid: int) -> None:
+    assert made.create(pid, threads="2").returncode == 0
+    made.policy.unlink()
+    made.policy.mkdir()
+    try:
+        for done in (made.create(pid, threads="2"), made.stop()):
+            assert done.returncode == 1
+            assert done.stderr.startswith("cudackpt: cannot ")
+            assert str(made.policy) in done.stderr
+            assert done.stderr.count("\n") == 1
+    finally:
+        made.policy.rmdir()
 
 
 def test_retention_when_the_container_ends(made: Container, pid: int) -> None:

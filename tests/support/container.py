@@ -19,7 +19,11 @@ from cudackpt.policy import POLICY_DIRECTORY, STORE_DIRECTORY
 HOOK_TIMEOUT_S = 60
 _REMOVAL_S = 30.0
 # How the installed launcher starts it: no site-packages but the package's own, no user's settings.
-_LAUNCHER = "import sys; sys.path.insert(0, {path!r}); from cudackpt.hooks.oci import main; sys.exit(main())"
+_LAUNCHER = """import sys
+sys.path.append({path!r})
+from cudackpt.hooks.oci import main
+sys.exit(main())
+"""
 
 
 def hook_words(*arguments: str) -> list[str]:
@@ -45,6 +49,10 @@ class Container:
         return Path(POLICY_DIRECTORY) / f"{self.container_id}.checkpointed"
 
     @property
+    def refusal(self) -> Path:
+        return Path(POLICY_DIRECTORY) / f"{self.container_id}.refused"
+
+    @property
     def store(self) -> Path:
         return Path(STORE_DIRECTORY) / self.container_id
 
@@ -60,7 +68,7 @@ class Container:
         return known | ({"pid": pid} if pid else {})
 
     def create(self, pid: int, **annotations: str) -> subprocess.CompletedProcess[str]:
-        """Run the hook as at createRuntime; a name like `threads` stands for io.cudackpt.threads."""
+        """Run the hook as at createRuntime; `threads` stands for io.cudackpt.threads."""
         ours = {f"io.cudackpt.{name}": text for name, text in annotations.items()}
         return run_hook(self.state("creating", pid, {"org.example": "x"} | ours))
 
@@ -91,6 +99,7 @@ def container() -> Iterator[Container]:
     finally:
         made.policy.unlink(missing_ok=True)
         made.mark.unlink(missing_ok=True)
+        made.refusal.unlink(missing_ok=True)
         shutil.rmtree(made.store, ignore_errors=True)
         with suppress(OSError):  # others are there
             made.store.parent.rmdir()
@@ -98,8 +107,8 @@ def container() -> Iterator[Container]:
 
 @contextmanager
 def cgroup(container_id: str) -> Iterator[Path]:
-    """A cgroup named as Podman names a container's; its file cgroup.procs takes processes, which must
-    have ended at the end."""
+    """A cgroup named as Podman names a container's; its file cgroup.procs takes processes, which
+    must have ended at the end."""
     folder = _hierarchy() / f"libpod-{container_id}.scope"
     folder.mkdir()
     try:

@@ -19,6 +19,7 @@ from cudackpt.policy import (
     shown,
 )
 
+REFUSAL_SUFFIX = ".refused"  # why a container did not start
 MARK_SUFFIX = ".checkpointed"  # of a container that ended by a checkpoint; the plugin makes it
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_CGROUP_BYTES = 1 << 20
@@ -81,6 +82,26 @@ def keep_policy(state: State) -> None:
     directory = _open_directory(POLICY_DIRECTORY, make=True)
     try:
         _write(directory, f"{state.container_id}.toml", encoded)
+        for suffix in (REFUSAL_SUFFIX, MARK_SUFFIX):  # of an earlier life of it
+            _remove(directory, state.container_id + suffix)
+    finally:
+        os.close(directory)
+
+
+def keep_refusal(state: State, sentence: str) -> None:
+    """Leave the sentence where it can be found, if it can be left; whatever was there of an earlier
+    start of this container goes."""
+    if not is_container_id(state.container_id):
+        return
+    try:
+        directory = _open_directory(POLICY_DIRECTORY, make=True)
+    except PolicyError:  # the sentence is perhaps about this very place
+        return
+    try:
+        _remove(directory, f"{state.container_id}.toml")
+        _write(directory, state.container_id + REFUSAL_SUFFIX, f"{sentence}\n".encode())
+    except CheckpointError:
+        pass
     finally:
         os.close(directory)
 
@@ -149,16 +170,19 @@ def _open_directory(path: str, *, make: bool) -> int:
     """
     parent, name = os.path.split(path)
     base, parent_name = os.path.split(parent)
-    descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise PolicyError(f"cannot open {base}: {exc.strerror}") from exc
     for part, whole in ((parent_name, parent), (name, path)):
         above = descriptor
         try:
             if make:
                 _make_directory(above, part)
             descriptor = os.open(part, _DIRECTORY, dir_fd=above)
-        except FileNotFoundError:
-            raise
         except OSError as exc:
+            if isinstance(exc, FileNotFoundError) and not make:
+                raise
             raise PolicyError(f"cannot open {whole}: {exc.strerror}") from exc
         finally:
             os.close(above)
@@ -187,8 +211,8 @@ def _write(directory: int, name: str, text: bytes) -> None:
     """Under its name it is whole. Synced it need not be: it does not outlive the machine."""
     part = f".{name}.part"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    _remove(directory, part)
     try:
-        _remove(directory, part)
         descriptor = os.open(part, flags, 0o600, dir_fd=directory)
         try:
             with open(descriptor, "wb") as file:
@@ -202,22 +226,23 @@ def _write(directory: int, name: str, text: bytes) -> None:
 
 
 def _read(directory: int, name: str) -> str | None:
-    """None: it is not there, or not readable as text; it is then not one of ours."""
+    """None: it is not there. Raises CheckpointError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(name, flags, dir_fd=directory)
+        with open(os.open(name, flags, dir_fd=directory), "rb") as file:
+            return file.read(MAX_FILE_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return None
     except OSError as exc:
-        raise CheckpointError(f"cannot open {POLICY_DIRECTORY}/{name}: {exc.strerror}") from exc
-    with open(descriptor, "rb") as file:
-        return file.read(MAX_FILE_BYTES).decode(errors="replace")
+        raise CheckpointError(f"cannot read {POLICY_DIRECTORY}/{name}: {exc.strerror}") from exc
 
 
 def _remove(directory: int, name: str) -> bool:
-    """Whether it was there."""
+    """Whether it was there. Raises CheckpointError."""
     try:
         os.unlink(name, dir_fd=directory)
     except FileNotFoundError:
         return False
+    except OSError as exc:
+        raise CheckpointError(f"cannot remove {POLICY_DIRECTORY}/{name}: {exc.strerror}") from exc
     return True

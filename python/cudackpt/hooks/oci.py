@@ -4,6 +4,9 @@ The runtime gives the container's state as JSON on stdin (OCI runtime specificat
 "Hooks"). At createRuntime a status other than 0 stops the start of the container, and what stands
 on stderr is shown to the user. At poststop runtimes go on whatever happens.
 
+crun gives hooks no stderr; how the sentence gets out then is in runtime_log.py. It also stays
+beside the policies as ID.refused until the container is started again.
+
 Hooks do not run at a checkpoint, and crun runs none at a restore. So a policy file outlives the
 container if it ended by a checkpoint: the plugin leaves a mark beside the file then, and the next
 poststop takes the mark instead of the file. A container that comes back under its id finds its
@@ -29,8 +32,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
     from cudackpt.errors import CheckpointError
-    from cudackpt.hooks.container import apply_retention, drop_policy, keep_policy, read_state
+    from cudackpt.hooks.container import (
+        apply_retention,
+        drop_policy,
+        keep_policy,
+        keep_refusal,
+        read_state,
+    )
+    from cudackpt.hooks.runtime_log import discarded, tell_runtime
 
+    state, stage = None, ""
     try:
         if len(words) > 1 or (words and words[0] not in STAGES):
             raise CheckpointError(f"usage: oci-hook [{'|'.join(STAGES)}] <STATE")
@@ -43,6 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
             apply_retention(state.container_id, keep)
     except CheckpointError as exc:
         print(f"cudackpt: {exc}", file=sys.stderr)
+        if discarded():
+            tell_runtime(f"cudackpt: {exc}")
+        if state is not None and stage == "createRuntime":
+            keep_refusal(state, str(exc))
         return 1
     return 0
 

@@ -52,8 +52,8 @@ def parent_directory(directory: Path) -> Path | None:
 
 
 def find_parent(directory: Path) -> Path | None:
-    """Where the parent of the checkpoint in `directory` is: where its link leads; if that is nowhere,
-    where docs/format.md, "Links", says to look for its id; None if it is nowhere."""
+    """Where the parent of the checkpoint in `directory` is: where its link leads; else where
+    docs/format.md, "Links", says to look for its id; None if it is nowhere."""
     try:
         linked = parent_directory(directory)
     except ImageError:

@@ -80,7 +80,19 @@ void a_file_that_was_named_must_be_there() {
     CHECK_THROWS(Errc::io, find_config({}));
     read("threads = 7");
     ::setenv("CUDACKPT_CONFIG", path.c_str(), 1);
-    CHECK(find_config({}).threads == 7);
+    CHECK(find_config({}).threads == 7 && find_config({}).named == path);
+}
+
+void of_parent_and_incremental_the_later_holds() {
+    Config config = read("parent = \"/a\"\nthreads = 2");
+    std::ofstream(path) << "incremental = true";
+    set_from_file(config, path);
+    CHECK(config.incremental && config.parent.empty() && config.threads == 2);
+    CHECK(config.source == path + ", " + path);
+    set_options(config, {{"parent", "/b"}});
+    CHECK(!config.incremental && config.parent == "/b");
+    set_options(config, {{"incremental", "true"}});
+    CHECK(config.incremental && config.parent.empty());
 }
 
 void options_of_criu_win_over_the_file() {
@@ -103,6 +115,7 @@ int main() {
     an_empty_file_is_the_defaults();
     bad_values_are_named();
     a_file_that_was_named_must_be_there();
+    of_parent_and_incremental_the_later_holds();
     options_of_criu_win_over_the_file();
     ::unlink(name);
 }

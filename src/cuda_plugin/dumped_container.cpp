@@ -1,0 +1,52 @@
+#include "cuda_plugin/dumped_container.hpp"
+
+#include "core/error.hpp"
+#include "cuda_plugin/container_id.hpp"
+#include "cuda_plugin/policy.hpp"
+#include "cuda_plugin/proc.hpp"
+
+namespace cudackpt {
+
+void DumpedContainer::settle(pid_t root, Config& config, const PluginOptions& options) {
+    const std::vector<std::string> ids =
+        container_ids(proc::read_file("/proc/" + std::to_string(root) + "/cgroup"),
+                      proc::read_file("/proc/self/cgroup"));
+    Config settled = config;
+    if (!config.named.empty()) {
+        settled = Config();
+        settled.source = "defaults";
+    }
+    policy_ = PolicyDirectory().apply(settled, ids);
+    if (!policy_.empty()) {
+        if (!config.named.empty())
+            set_from_file(settled, config.named);
+        set_options(settled, options);
+        config = settled;
+    }
+    if (config.incremental)
+        open_store(root, config, policy_.empty() ? ids : std::vector{policy_});
+}
+
+void DumpedContainer::open_store(pid_t root, const Config& config,
+                                 const std::vector<std::string>& ids) {
+    if (!config.parent.empty())
+        throw Error(Errc::bad_argument, "parent = \"" + config.parent +
+                                            "\": not together with incremental, which chooses the "
+                                            "parent itself");
+    if (!config.externalize)
+        throw Error(Errc::bad_argument, "incremental: needs externalize, which is off");
+    if (ids.size() > 1)
+        throw Error(Errc::bad_argument, "incremental: the task's cgroups name two containers, " +
+                                            ids[0] + " and " + ids[1]);
+    if (ids.empty())
+        throw Error(Errc::bad_argument, "incremental: none of the cgroups of pid " +
+                                            std::to_string(root) + " names a container");
+    store_.emplace(ids[0]);
+}
+
+void DumpedContainer::mark_checkpointed() const {
+    if (!policy_.empty())
+        PolicyDirectory().mark_checkpointed(policy_);
+}
+
+} // namespace cudackpt

@@ -1,0 +1,36 @@
+/// The container that a dump is of, if it is of one: its policy and its store.
+#pragma once
+
+#include "cuda_plugin/config.hpp"
+#include "cuda_plugin/container_store.hpp"
+
+#include <sys/types.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace cudackpt {
+
+class DumpedContainer {
+public:
+    /// Of the tree whose first task is `root`. Sets in `config` what the container's policy says;
+    /// then once more what config.named and `options` say, which win. Opens the store if the
+    /// result is `incremental`. Throws Error: io; bad_argument if the policy cannot be used, or
+    /// `incremental` cannot be done.
+    void settle(pid_t root, Config& config, const PluginOptions& options);
+
+    /// Nullptr: checkpoints of this tree are not kept.
+    const ContainerStore* store() const noexcept { return store_ ? &*store_ : nullptr; }
+
+    /// It ends now, by a checkpoint, and may come back. Throws Error: io.
+    void mark_checkpointed() const;
+
+private:
+    void open_store(pid_t root, const Config& config, const std::vector<std::string>& ids);
+
+    std::string policy_; ///< id of the container whose policy was found, or empty
+    std::optional<ContainerStore> store_;
+};
+
+} // namespace cudackpt

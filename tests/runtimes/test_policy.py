@@ -1,0 +1,150 @@
+"""Annotations of Podman's containers, with runc and with crun: the hook really runs, the plugin
+finds what it left, and chains hold whatever Podman does with image directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cudackpt.policy import POLICY_DIRECTORY, STORE_DIRECTORY
+from support.engine_gpu import Steady, SteadyContainer, write_config
+from support.engine_image import IMAGE
+from support.engine_policy import add_hook
+from support.engine_root import EngineRoot
+
+RUNTIMES = ["runc", "crun"]
+
+
+@pytest.fixture(autouse=True)
+def hook(engines: EngineRoot, elsewhere: EngineRoot) -> None:
+    add_hook(engines)
+    add_hook(elsewhere)
+
+
+def annotations(**words: str) -> list[str]:
+    return [
+        word
+        for name, text in words.items()
+        for word in ("--annotation", f"io.cudackpt.{name}={text}")
+    ]
+
+
+def policy(container: SteadyContainer) -> Path:
+    return container.root.path(f"{POLICY_DIRECTORY}/{container.id()}.toml")
+
+
+def store(container: SteadyContainer) -> Path:
+    return container.root.path(f"{STORE_DIRECTORY}/{container.id()}")
+
+
+def dumped(container: SteadyContainer) -> dict[str, Any]:
+    """The plugin's account of the last dump, which is still in Podman's storage."""
+    path = container.root.path(container.images()) / "cudackpt-dump.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def checkpoint(container: SteadyContainer, *words: str) -> None:
+    container.root.run("podman", "container", "checkpoint", *words, container.name)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_wrong_annotation_stops_the_start(engines: EngineRoot, runtime: str) -> None:
+    name = f"wrong-{runtime}"
+    done = engines.run(
+        *["podman", "--runtime", runtime, "run", "--name", name, "--network", "none"],
+        *[*annotations(threads="many"), IMAGE, "/bin/sh", "-c", "echo it runs"],
+        check=False,
+    )
+    try:
+        assert done.returncode != 0
+        assert done.stdout == ""
+        sentence = 'annotation io.cudackpt.threads = "many": must be a number from 0 to 1024'
+        refusal = engines.path(f"{POLICY_DIRECTORY}/{SteadyContainer(engines, name).id()}.refused")
+        assert refusal.read_text() == sentence + "\n"
+        assert sentence in done.stderr
+        assert not list(engines.path("/run").glob("cudackpt/policy/*.toml"))
+    finally:
+        engines.run("podman", "rm", "--force", "--ignore", name)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_chain_across_stops_and_hosts(
+    engines: EngineRoot, steady: Steady, elsewhere: EngineRoot, runtime: str
+) -> None:
+    write_config(engines, "chunk_size = 4096")  # more of them stay the same
+    container = steady(
+        f"chain-{runtime}", runtime, *annotations(incremental="true", keep="9", threads="1"), mib=16
+    )
+    assert policy(container).is_file()
+    checkpoint(container, "--leave-running")
+    assert dumped(container)["full_because"].startswith("no checkpoint in ")
+    container.run_on()
+
+    # Podman empties the image directory at each checkpoint; crun's restore runs no hook.
+    for length in (1, 2):
+        checkpoint(container)
+        found = dumped(container)
+        assert found["config"].endswith(f", {POLICY_DIRECTORY}/{container.id()}.toml")
+        assert (found["threads"], found["parent"]["chain_length"]) == (1, length)
+        assert found["tasks"][0]["ref"]["chunks"] > 0
+        assert policy(container).is_file()
+        container.root.run("podman", "container", "restore", container.name)
+        container.run_on()
+
+    checkpoint(container, "--export", f"/mnt/shared/{container.name}.tar")
+    write_config(engines)
+    assert_restores_with_its_chain_only(container, elsewhere, runtime)
+
+
+def is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def order(path: Path) -> int:
+    return (path / "cudackpt-manifest.img").stat().st_mtime_ns
+
+
+def assert_restores_with_its_chain_only(
+    container: SteadyContainer, elsewhere: EngineRoot, runtime: str
+) -> None:
+    by_age = sorted((path for path in store(container).iterdir() if is_checkpoint(path)), key=order)
+    assert len(by_age) == 4
+    name = f"moved-{container.name}"
+    words = ["podman", "--runtime", runtime, "container", "restore", "--name", name]
+    words += ["--import", f"/mnt/shared/{container.name}.tar"]
+    moved = SteadyContainer(elsewhere, name)
+    try:
+        failed = elsewhere.run(*words, check=False)
+        assert failed.returncode != 0
+        text = failed.stderr + "".join(logs(elsewhere))
+        assert f"checkpoint {by_age[-2].name}, is not in" in text
+        moved.remove()
+        there = elsewhere.path("/var/lib/cudackpt/checkpoints")
+        for path in by_age[:-1]:
+            shutil.copytree(path, there / path.name, symlinks=True)
+        elsewhere.run(*words)
+        moved.run_on()
+    finally:
+        moved.remove()
+        shutil.rmtree(elsewhere.path("/var/lib/cudackpt"), ignore_errors=True)
+
+
+def logs(root: EngineRoot) -> list[str]:
+    """What CRIU's restores have said, where Podman leaves it."""
+    storage = root.path("/var/lib/containers/storage/overlay-containers")
+    return [path.read_text(errors="replace") for path in storage.glob("*/userdata/restore.log")]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_policy_goes_with_the_container(steady: Steady, runtime: str) -> None:
+    container = steady(f"gone-{runtime}", runtime, *annotations(compress="none"), mib=2)
+    found = policy(container)
+    assert found.is_file()
+    container.root.run("podman", "stop", "--time", "0", container.name)
+    assert not found.exists()
+    assert not store(container).exists()

@@ -1,0 +1,31 @@
+"""The OCI hook in an EngineRoot, as an installation puts it there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import cudackpt
+from support.engine_root import EngineRoot
+
+_HOOK = "/usr/libexec/cudackpt/oci-hook"
+_LAUNCHER = """#!{python} -IS
+import sys
+sys.path.append({packages!r})
+from cudackpt.hooks.oci import main
+sys.exit(main())
+"""
+
+
+def add_hook(root: EngineRoot) -> None:
+    """For containers with annotations of ours; nothing for others."""
+    packages = str(Path(cudackpt.__file__).resolve().parent.parent)
+    root.write(_HOOK, _LAUNCHER.format(python=sys.executable, packages=packages), 0o755)
+    definition = {
+        "version": "1.0.0",
+        "hook": {"path": _HOOK, "args": ["oci-hook"], "timeout": 30},
+        "when": {"annotations": {r"^io\.cudackpt\.": ".*"}},
+        "stages": ["createRuntime", "poststop"],
+    }
+    root.write("/usr/share/containers/oci/hooks.d/50-cudackpt.json", json.dumps(definition))
