@@ -33,6 +33,7 @@ def slow_copies(root: EngineRoot, ms_per_gib: int) -> Iterator[None]:
 def start_dump(container: SteadyContainer, *words: str) -> subprocess.Popen[str]:
     """Start one, and wait until CRIU's log says that the plugin is at work."""
     path = container.root.path(container.images()).parent / "dump.log"
+    path.unlink(missing_ok=True)  # of a dump whose podman was killed
     child = container.root.start("podman", "container", "checkpoint", *words, container.name)
     deadline = time.monotonic() + TIMEOUT_S
     while "cuda_plugin: locked" not in read(path):
@@ -71,7 +72,10 @@ def test_podman_killed_in_the_middle(steady: Steady, runtime: str) -> None:
         with slow_copies(root, 100_000):
             child = start_dump(container, "--leave-running")
             for name in victims:
-                for pid in in_root(root, name):
+                # Of its own session: Podman's service is another.
+                pids = [pid for pid in in_root(root, name) if os.getsid(pid) == child.pid]
+                assert pids, f"no {name} runs"
+                for pid in pids:
                     os.kill(pid, signal.SIGKILL)
             child.wait(TIMEOUT_S)
             deadline = time.monotonic() + TIMEOUT_S
