@@ -148,7 +148,10 @@ class Paused:
         return known | {"CheckpointContainer": never, GET_TASK: get, RESUME_TASK: resume}
 
 
-def test_an_interrupted_checkpoint_leaves_the_container_running(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_checkpoint_leaves_the_container_running(
+    path: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     runtime = Paused()
     with CriServer(path, runtime.answers()):
         command = subprocess.Popen(
@@ -161,13 +164,14 @@ def test_an_interrupted_checkpoint_leaves_the_container_running(path: Path, tmp_
         )
         try:
             assert runtime.begun.wait(60)
-            command.send_signal(signal.SIGTERM)
-            command.communicate(timeout=60)
+            command.send_signal(number)
+            _, said = command.communicate(timeout=60)
         finally:
             command.kill()
             runtime.ended.set()
             command.wait()
-    assert command.returncode == 128 + signal.SIGTERM
+    assert command.returncode == 16
+    assert "interrupted: container default/web/c0 " in said
     assert not runtime.paused
     assert list(tmp_path.iterdir()) == []
 
