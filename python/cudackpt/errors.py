@@ -52,12 +52,6 @@ class EngineError(CheckpointError):
     exit_code = 16
 
 
-class InstallError(CheckpointError):
-    """A host cannot be set up as asked, or what is installed there is not as recorded."""
-
-    exit_code = 22
-
-
 class PolicyError(CheckpointError):
     """What a container asks of its checkpoints cannot be done, or its policy file cannot be used."""
 
@@ -68,3 +62,9 @@ class UnsupportedError(CheckpointError):
     """What was asked for cannot be done on this machine."""
 
     exit_code = 20
+
+
+class InstallError(CheckpointError):
+    """A host cannot be set up as asked, or what is installed there is not as recorded."""
+
+    exit_code = 22

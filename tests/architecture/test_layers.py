@@ -52,7 +52,7 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "process"},
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task"),
-        *("archive", "image", "_core"),
+        *("archive", "image"),
     },
     "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
     "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
@@ -60,7 +60,7 @@ PYTHON_ARROWS = {
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
-        *("dirty_rate", "watching", "archive", "runtimes", "install"),
+        *("dirty_rate", "watching", "archive", "install", "runtimes"),
     },
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -47,6 +48,9 @@ def path() -> Iterator[Path]:
     yield directory / "cri.sock"
     (directory / "cri.sock").unlink(missing_ok=True)
     directory.rmdir()
+    for place in (containerd.LOCKS, containerd.LOCKS.parent):
+        with contextlib.suppress(OSError):  # not made, or in use
+            place.rmdir()
 
 
 def failure(path: Path, export: Path, answers: dict[str, Answer], version: str = "v2.1.9") -> str:

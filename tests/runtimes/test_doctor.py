@@ -87,7 +87,13 @@ def test_before_and_after_install(host: EngineRoot) -> None:
 
     set_up(host)
     found = doctor(host)
-    for name in ("installation", "plugin for runc", "plugin for crun", "plugin for criu by hand"):
+    for name in (
+        "OCI hook",
+        "installation",
+        "plugin for runc",
+        "plugin for crun",
+        "plugin for criu by hand",
+    ):
         assert [item["status"] for item in found[name]] == ["ok"], found[name]
 
 
@@ -143,6 +149,7 @@ def test_everything_that_can_be_wrong(
     host.run("ldconfig")
     found = doctor(host)
     assert f"{layout.HOOK}: it is missing" in problems(found, "installation")
+    assert "No such file or directory" in problems(found, "OCI hook")
     assert "other plugin" not in found
     assert [item["status"] for item in found["crun"]] == ["ok"]
 
@@ -161,6 +168,18 @@ def test_a_plugin_directory_that_is_not_there(host: EngineRoot) -> None:
     assert "libdir /opt/empty holds no cuda_plugin.so" in problems(found, "plugin for crun")
     runc.write_text(text)
     host.path("/etc/criu/crun.conf").unlink()
+
+
+def test_a_hook_whose_python_is_gone(host: EngineRoot) -> None:
+    set_up(host)
+    hook = host.path(layout.HOOK)
+    text = hook.read_text()
+    hook.write_text(text.replace("cudackpt.hooks.oci", "cudackpt.gone"))
+    found = doctor(host)
+    assert "No module named 'cudackpt.gone'" in problems(found, "OCI hook")
+    assert f"{layout.HOOK}: it is not that of this version" in problems(found, "installation")
+    set_up(host)
+    assert hook.read_text() == text
 
 
 def test_a_line_that_criu_cannot_read(host: EngineRoot) -> None:

@@ -1,4 +1,4 @@
-"""The commands of docs/operating.md for Podman work as they stand there, on two hosts."""
+"""The commands of docs/operating.md on installing work as they stand there, on two hosts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtimes.conftest import start
-from support.engine_gpu import DEVICE, SteadyContainer
-from support.engine_image import IMAGE
+from support.engine_gpu import SteadyContainer
 from support.engine_root import EngineRoot
 
 Host = Callable[[str], EngineRoot]
@@ -38,21 +37,24 @@ def host(tmp_path: Path, shared: Path, steady_job: Path) -> Iterator[Host]:
         yield make
 
 
-def test_podman(host: Host, repository: Path) -> None:
-    first, checkpoint, elsewhere, undo = blocks(repository / "docs/operating.md", "podman")
-    variables = {"gpu": DEVICE, "image": IMAGE, "job": "/bin/steady_job --mib 4"}
+def test_install(host: Host, repository: Path) -> None:
+    install, look, undo = blocks(repository / "docs/operating.md", "install")
+    here, there = host("here"), host("there")
 
     def shell(root: EngineRoot, script: str) -> str:
-        words = ("env", "--chdir", "/mnt/shared", "bash", "-euc", script)
-        return root.run(*words, environ=variables).stdout
+        return root.run("bash", "-euc", script).stdout
 
-    here, there = host("here"), host("there")
-    shell(here, first)
-    SteadyContainer(here, "trainer").run_on()
-    assert "steady_job" in shell(here, checkpoint)
-    shell(there, elsewhere)
-    SteadyContainer(there, "trainer").run_on()
+    for root in (here, there):
+        assert "create     /etc/criu/runc.conf" in shell(root, install)
+    job = SteadyContainer.run(here, "job", "runc", mib=4)
+    assert "problem" not in shell(here, look)
+    job.remove()
+    # `there` is the other host: what is said of the archive here holds there, too.
+    assert "runtime: runc" in shell(there, look.splitlines()[-1])
+    shell(there, "podman --runtime runc container restore --import /mnt/shared/job.tar")
+    SteadyContainer(there, "job").run_on()
+    SteadyContainer(there, "job").remove()
     for root in (here, there):
         shell(root, undo)
         assert not root.path("/etc/criu/runc.conf").exists()
-    here.path("/mnt/shared/trainer.tar").unlink()
+    here.path("/mnt/shared/job.tar").unlink()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.engine_gpu import Steady, SteadyContainer
+from support.engine_gpu import Steady, SteadyContainer, write_config
 from support.engine_root import EngineRoot
 
 MIB = 1 << 20
@@ -74,3 +74,18 @@ def test_export_and_import_elsewhere(
     finally:
         there.remove()
         (shared / f"{runtime}.tar.zst").unlink()
+
+
+def test_ways_of_storing_may_change(steady: Steady) -> None:
+    """Podman uses one image directory again and again: what an earlier dump left there is not taken
+    for a later one's."""
+    container = steady("change", "runc", mib=8, children=1)
+    root = container.root
+    try:
+        root.run("podman", "container", "checkpoint", "--leave-running", container.name)
+        write_config(root, "externalize = false")
+        root.run("podman", "container", "checkpoint", container.name)
+        root.run("podman", "container", "restore", container.name)
+        container.run_on(2)
+    finally:
+        write_config(root)

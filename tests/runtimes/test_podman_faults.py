@@ -68,7 +68,7 @@ def test_podman_killed_in_the_middle(steady: Steady, runtime: str) -> None:
     container = steady(f"killed-{runtime}", runtime, mib=16)
     root = container.root
     for victims in (["podman"], ["podman", runtime, "criu"]):
-        with slow_copies(root, 30_000):
+        with slow_copies(root, 100_000):
             child = start_dump(container, "--leave-running")
             for name in victims:
                 for pid in in_root(root, name):
@@ -155,7 +155,7 @@ def test_removed_in_the_middle(steady: Steady) -> None:
     """Podman holds the container until its dump is done; then it is removed, and nothing of it stays."""
     container = steady("removed", "runc", mib=16)
     root = container.root
-    with slow_copies(root, 30_000):
+    with slow_copies(root, 100_000):
         child = start_dump(container)
         root.run("podman", "rm", "--force", "--time", "0", container.name)
         child.wait(TIMEOUT_S)

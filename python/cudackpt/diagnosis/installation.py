@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from cudackpt import process
 from cudackpt.criu.configuration import (
     CRUN_FILE,
     DEFAULT_FILE,
@@ -18,12 +19,14 @@ from cudackpt.diagnosis.plugin_symbols import lacking
 from cudackpt.errors import CriuError, InstallError
 from cudackpt.install.change import Action, Change
 from cudackpt.install.installation import install
+from cudackpt.install.layout import HOOK
 from cudackpt.install.record import RECORD
 from cudackpt.install.root import Root
 
 _NAME = "installation"
 _AGAIN = 'run "cudackpt install" again'
 _STOCK = "/usr/lib/criu"  # where criu looks if nothing says otherwise
+_HOOK_TIMEOUT_S = 30.0
 _CRIU_TIMEOUT_S = 10  # criu's own default, for stopping the tasks
 
 
@@ -33,6 +36,8 @@ def check(criu_program: Path | None, python: str, directory: Path = Path("/")) -
     with Root(directory, alone=False) as root:
         installed = root.exists(RECORD)
         findings = [_installation(root, python) if installed else _not_installed()]
+        if installed and directory == Path("/"):
+            findings.append(_hook())
         found = _Files(root)
         findings += found.findings
         for program, files in _READERS.items():
@@ -120,6 +125,20 @@ def _installation(root: Root, python: str) -> Finding:
     if kept:
         return note(_NAME, f"complete; yours: {', '.join(kept)}")
     return ok(_NAME, "complete")
+
+
+def _hook() -> Finding:
+    """Without a container on stdin it has nothing to do, and ends with 0."""
+    name = "OCI hook"
+    remedy = f"{_AGAIN}; until then containers with annotations io.cudackpt.* do not start"
+    try:
+        ended = process.run([HOOK], timeout_s=_HOOK_TIMEOUT_S)
+    except (OSError, TimeoutError) as exc:
+        return problem(name, f"{HOOK}: {exc}", remedy)
+    if ended.status != 0:
+        said = ended.output.strip().splitlines()
+        return problem(name, f"{HOOK}: {said[-1] if said else ended.ending}", remedy)
+    return ok(name, f"starts and ends in {ended.seconds * 1000:.0f} ms")
 
 
 _WRONG = {

@@ -17,6 +17,9 @@ from cudackpt.install.root import Root
 
 CRUN_PLACES = ("/usr/bin/crun", "/usr/sbin/crun", "/usr/local/bin/crun", "/usr/local/sbin/crun")
 
+# Where distributions' criu looks if no libdir is set.
+STOCK_DIRECTORIES = ("/usr/lib/criu", "/usr/lib64/criu", "/usr/lib/x86_64-linux-gnu/criu")
+
 
 def advice(root: Root, python: str) -> Iterator[str]:
     """Sentences. python: the hook's interpreter, as a path in the root."""
@@ -27,6 +30,16 @@ def advice(root: Root, python: str) -> Iterator[str]:
             continue
         if found is not None:
             yield from crun_advice(place, found.data)
+    for directory in STOCK_DIRECTORIES:
+        try:
+            plugins = [name for name in root.listing(directory) if name.endswith(".so")]
+        except InstallError:  # links to nowhere: criu finds nothing there either
+            continue
+        if plugins:
+            yield (
+                f"criu does not load {', '.join(plugins)} from {directory} any more: it has one "
+                "plugin directory, now ours"
+            )
     for path in (python, f"{layout.packages()}/cudackpt"):
         if not root.exists(path):
             yield (
@@ -34,7 +47,7 @@ def advice(root: Root, python: str) -> Iterator[str]:
                 "io.cudackpt.* will not start"
             )
     if os.path.samefile(root.directory, "/"):
-        for part in _writable_by_others(Path(layout.packages()) / "cudackpt"):
+        for part in writable_by_others(Path(layout.packages()) / "cudackpt"):
             yield (
                 f"{part} can be written by others than root, and {layout.HOOK} runs what is in it "
                 "as root; install cudackpt where only root can write"
@@ -53,7 +66,8 @@ def crun_advice(place: str, program: bytes) -> Iterator[str]:
         )
 
 
-def _writable_by_others(path: Path) -> Iterator[Path]:
+def writable_by_others(path: Path) -> Iterator[Path]:
+    """Parts of a path, from its end on, that others than root could put something else into."""
     for part in (path, *path.parents):
         found = part.stat()
         shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX

@@ -39,7 +39,7 @@ _RUNNING = CONTAINER_STATES[RUNNING]
 PERHAPS_PAUSED = (_RUNNING, "unknown")
 _SETTLE_S = 0.5
 _POLL_S = 0.1
-_LOCKS = Path("/run/cudackpt/containerd")
+LOCKS = Path("/run/cudackpt/containerd")
 _LOG_LIMIT = 4 << 20  # bytes of criu's log that are read, counted from its end
 _SHORT_ID = 13  # characters of an id that are shown, as crictl does
 
@@ -196,10 +196,10 @@ def _alone(container: Container) -> Iterator[None]:
     """
     if not re.fullmatch(r"[0-9A-Za-z_-]{1,128}", container.id):
         raise EngineError(f"{container.id!r} is no container's id")
-    path = _LOCKS / container.id
+    path = LOCKS / container.id
     busy = EngineError(f"another checkpoint of container {container} is under way")
     try:
-        _LOCKS.mkdir(mode=0o700, parents=True, exist_ok=True)
+        LOCKS.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         handle = os.open(path, flags, 0o600)
     except OSError as exc:
