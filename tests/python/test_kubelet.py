@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -258,3 +261,39 @@ def test_the_servers_body_is_valid_json(access: Access, serve: Serve) -> None:
     """That of support.kubelet_server, which stands for the kubelet's."""
     status, kind, body = kubelet().answer(ALLOWED, "/checkpoint/default/web/app")
     assert (status, kind, json.loads(body)) == (200, "application/json", {"items": [ARCHIVE]})
+
+
+def test_an_interrupt_begins_no_more(access: Access, serve: Serve) -> None:
+    """What is under way is waited for: the node would go on with it anyway."""
+    begun, released = threading.Event(), threading.Event()
+
+    def slow(*words: object) -> str:
+        begun.set()
+        released.wait(60)
+        return ARCHIVE
+
+    node = serve(Kubelet(pods=lambda: {("default", "web"): {"a", "b"}}, checkpoint=slow))
+    command = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "cudackpt", "kubelet", "checkpoint", "--node", node),
+            *("--ca", str(access.ca), "--cert", str(access.certificate), "--key", str(access.key)),
+            *("--parallel", "1", "--json", "default/web/a", "default/web/b"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert begun.wait(60)
+        command.send_signal(signal.SIGINT)
+        assert command.stderr is not None
+        assert command.stderr.readline() == "no more are begun; waiting for those under way\n"
+        released.set()
+        said, errors = command.communicate(timeout=60)
+    finally:
+        released.set()
+        command.kill()
+        command.communicate()
+    assert command.returncode == 16
+    assert [result["ok"] for result in json.loads(said)] == [True, False]
+    assert "default/web/b on 127.0.0.1" in errors and "not begun" in errors

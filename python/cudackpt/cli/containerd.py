@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,16 +55,18 @@ def checkpoint(address: str, container: str, export: Path, timeout_s: int) -> No
 
     CONTAINER is the beginning of its id, or NAMESPACE/POD/CONTAINER.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with Cri(address) as cri:
         runtime = cri.runtime()
         found = containerd.find(cri, container)
+        interrupted: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: interrupted.append(number))
         console = Console(stderr=True)
-        if console.is_terminal:
-            with console.status(escape(f"checkpointing container {found}")):
-                done = containerd.checkpoint(cri, found, export, timeout_s)
-        else:
-            done = containerd.checkpoint(cri, found, export, timeout_s)
+        status = console.status(escape(f"checkpointing container {found}"))
+        with status if console.is_terminal else nullcontext():
+            done = containerd.checkpoint(
+                cri, found, export, timeout_s, stop=lambda: bool(interrupted)
+            )
     click.echo(
         f"container {found} is in {done.archive}: {done.size / 2**20:.1f} MiB "
         f"({runtime}, {done.seconds:.2f} s)"

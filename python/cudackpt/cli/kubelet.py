@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -142,21 +143,25 @@ def _all(
         transient=True,
         disable=not sys.stderr.isatty(),
     )
+    interrupted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupted.append(number))
     with progress, ThreadPoolExecutor(parallel) as pool:
         bar = progress.add_task("", total=len(wanted))
         futures: dict[Future[Outcome], kubelet.Target] = {
             pool.submit(one, target): target for target in wanted
         }
         pending = set(futures)
-        while pending:
-            try:
+        try:
+            while pending:
                 done, pending = wait(pending, _TICK_S, FIRST_COMPLETED)
-            except KeyboardInterrupt:
-                for future in pending:
-                    future.cancel()
-                progress.console.print("no more are begun; waiting for those under way")
-                continue
-            progress.advance(bar, len(done))
+                progress.advance(bar, len(done))
+                if interrupted:
+                    interrupted.clear()
+                    for future in pending:
+                        future.cancel()
+                    progress.console.print("no more are begun; waiting for those under way")
+        finally:
+            signal.signal(signal.SIGINT, before)
     return {
         target: EngineError(f"{target}: not begun") if future.cancelled() else future.result()
         for future, target in futures.items()

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from cudackpt.criu.log import criu_errors, plugin_errors
 from cudackpt.errors import EngineError
-from cudackpt.runtimes.cri import CallError, Cri, printable
+from cudackpt.runtimes.cri import CANCELLED, DEADLINE_EXCEEDED, CallError, Cri, printable
 from cudackpt.runtimes.cri_messages import (
     CONTAINER_STATES,
     GET_TASK,
@@ -33,13 +33,13 @@ DEFAULT_ADDRESS = "/run/containerd/containerd.sock"
 DEFAULT_TIMEOUT_S = 600
 _RESUME_TIMEOUT_S = 600.0  # a dump that is under way ends first
 # Codes of a call that was not answered; when it is, containerd has resumed the container itself.
-_CUT_OFF = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE")
+_CUT_OFF = (DEADLINE_EXCEEDED, CANCELLED, "UNAVAILABLE")
 _RUNNING = CONTAINER_STATES[RUNNING]
 # A containerd that was started anew takes a paused container for one in an unknown state.
 PERHAPS_PAUSED = (_RUNNING, "unknown")
 _SETTLE_S = 0.5
 _POLL_S = 0.1
-_LOCKS = Path("/run/cudackpt/containerd")
+LOCKS = Path("/run/cudackpt/containerd")
 _LOG_LIMIT = 4 << 20  # bytes of criu's log that are read, counted from its end
 _SHORT_ID = 13  # characters of an id that are shown, as crictl does
 
@@ -128,14 +128,19 @@ def find(cri: Cri, name: str, states: Collection[str] = (_RUNNING,)) -> Containe
 
 
 def checkpoint(
-    cri: Cri, container: Container, export: Path, timeout_s: int = DEFAULT_TIMEOUT_S
+    cri: Cri,
+    container: Container,
+    export: Path,
+    timeout_s: int = DEFAULT_TIMEOUT_S,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Exported:
     """Checkpoint a running container into the archive `export`; it runs on.
 
     The archive has its name only once it is complete and on the disk. timeout_s: after that many
     seconds containerd is told to give up; the container runs on then as well. (containerd 2.1
     pauses a container for its checkpoint and leaves it so when a call is cut off. It is resumed
-    here then, once the dump that is under way has ended, and also after an interrupt.)
+    here then, once the dump that is under way has ended.) stop: asked again and again whether to
+    give up earlier, in the same way.
 
     Raises EngineError; nothing is left of an archive that was not finished.
     """
@@ -145,10 +150,12 @@ def checkpoint(
     if not archive.parent.is_dir():
         raise EngineError(f"{archive}: {archive.parent} is no directory")
     with _alone(container):
-        return _checkpoint(cri, container, archive, timeout_s)
+        return _checkpoint(cri, container, archive, timeout_s, stop)
 
 
-def _checkpoint(cri: Cri, container: Container, archive: Path, timeout_s: int) -> Exported:
+def _checkpoint(
+    cri: Cri, container: Container, archive: Path, timeout_s: int, stop: Callable[[], bool]
+) -> Exported:
     part = archive.with_name(f".{archive.name[:200]}.{secrets.token_hex(4)}.part")
     paused_before = _is_paused(cri, container)
     begin = time.monotonic()
@@ -157,6 +164,7 @@ def _checkpoint(cri: Cri, container: Container, archive: Path, timeout_s: int) -
             cri.call(
                 "CheckpointContainer",
                 timeout_s=timeout_s,
+                stop=stop,
                 deadline=False,  # containerd would kill runc then, and leave criu behind
                 container_id=container.id,
                 location=str(part),
@@ -188,10 +196,10 @@ def _alone(container: Container) -> Iterator[None]:
     """
     if not re.fullmatch(r"[0-9A-Za-z_-]{1,128}", container.id):
         raise EngineError(f"{container.id!r} is no container's id")
-    path = _LOCKS / container.id
+    path = LOCKS / container.id
     busy = EngineError(f"another checkpoint of container {container} is under way")
     try:
-        _LOCKS.mkdir(mode=0o700, parents=True, exist_ok=True)
+        LOCKS.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         handle = os.open(path, flags, 0o600)
     except OSError as exc:
@@ -303,7 +311,9 @@ def _explain(cri: Cri, container: Container, error: CallError, timeout_s: int) -
             "not checkpointed; containerd 2.0 says so also when it finds no criu in its PATH, and "
             "CRI-O when enable_criu_support is off"
         )
-    if error.code == "DEADLINE_EXCEEDED":
+    if error.code == CANCELLED:
+        return f"interrupted: container {container} runs on, and there is no archive"
+    if error.code == DEADLINE_EXCEEDED:
         return (
             f"checkpointing container {container} took longer than {timeout_s} s; it runs on and "
             "there is no archive; --timeout gives it longer"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,7 +20,9 @@ CALL_TIMEOUT_S = 30.0  # of calls that only ask
 _MESSAGE_LIMIT = 16 << 20  # bytes of one answer; the kubelet's own limit
 _TEXT_LIMIT = 2000  # characters of a runtime's error that are shown
 _PATH_LIMIT = 107  # bytes, unix(7)
+_TICK_S = 0.1
 DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+CANCELLED = "CANCELLED"
 _NO_SUCH_METHOD = "UNIMPLEMENTED"
 
 
@@ -84,14 +87,18 @@ class Cri:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         deadline: bool = True,
+        stop: Callable[[], bool] = lambda: False,
         metadata: tuple[tuple[str, str], ...] = (),
         **fields: Any,
     ) -> Any:
         """Call a method of METHODS with these fields of its request; the answer as a message.
 
-        A name that begins with / is a whole path, else a method of SERVICE. An interrupted call is
-        cancelled. deadline: whether the runtime is told how long it has; if not, the call is
-        cancelled after that long. Raises CallError, whose code is DEADLINE_EXCEEDED then.
+        A name that begins with / is a whole path, else a method of SERVICE. deadline: whether the
+        runtime is told how long it has; if not, the call is cancelled after that long. stop: asked
+        again and again whether to cancel it. (A signal's handler that raises an exception within
+        gRPC can leave the channel useless.)
+
+        Raises CallError; its code is DEADLINE_EXCEEDED after timeout_s, CANCELLED after a stop.
         """
         request, response = self._methods[method]
         rpc = self._channel.unary_unary(
@@ -101,11 +108,18 @@ class Cri:
         )
         message = getattr(self.messages, request)(**fields)
         pending = rpc.future(message, timeout=timeout_s if deadline else None, metadata=metadata)
+        end = time.monotonic() + timeout_s
         try:
-            return pending.result(None if deadline else timeout_s)
-        except self._grpc.FutureTimeoutError:
-            pending.cancel()
-            raise CallError(f"no answer in {timeout_s:g} s", DEADLINE_EXCEEDED) from None
+            while True:
+                try:
+                    return pending.result(_TICK_S)
+                except self._grpc.FutureTimeoutError:
+                    if stop():
+                        raise CallError("interrupted", CANCELLED) from None
+                    if not deadline and time.monotonic() >= end:
+                        raise CallError(
+                            f"no answer in {timeout_s:g} s", DEADLINE_EXCEEDED
+                        ) from None
         except self._grpc.RpcError as exc:
             raise CallError(printable(exc.details() or "no reason given"), exc.code().name) from exc
         except BaseException:
