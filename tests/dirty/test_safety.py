@@ -116,6 +116,7 @@ def test_no_signal_is_lost(blocked: Callable[..., subprocess.Popen[str]]) -> Non
 
 def test_a_stopped_process_stays_stopped(program: Path) -> None:
     with running(program) as target:
+        assert target.ask("fds")  # it has come to wait for commands
         os.kill(target.pid, signal.SIGSTOP)
         os.waitpid(target.pid, os.WUNTRACED)
         with DirtyTracker(target.pid, "write-protect") as tracker:
