@@ -11,14 +11,20 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCgroup:
-    """procs: file to write a pid to. usage: file with the bytes charged now."""
+    """procs: file to write a pid to. statistics: its memory.stat; key: the line of it that counts.
+
+    Counted is anonymous memory, which staging is. Files would come and go at times of their own:
+    pages of programs, and the memory of emulated GPUs, which is charged to whom it was written by.
+    """
 
     procs: Path
-    usage: Path
+    statistics: Path
+    key: str
 
     def used_bytes(self) -> int:
-        """Return the bytes charged to this cgroup."""
-        return int(self.usage.read_text(encoding="ascii"))
+        """Return the bytes of anonymous memory charged to this cgroup."""
+        lines = map(str.split, self.statistics.read_text(encoding="ascii").splitlines())
+        return next(int(value) for name, value in lines if name == self.key)
 
 
 class NoCgroup(Exception):
@@ -31,9 +37,11 @@ def memory_cgroup() -> Iterator[MemoryCgroup]:
 
     Raises NoCgroup where there is no memory controller or it may not be used.
     """
-    folder, usage = _new_folder()
+    folder, key = _new_folder()
     try:
-        yield MemoryCgroup(procs=folder / "cgroup.procs", usage=folder / usage)
+        yield MemoryCgroup(
+            procs=folder / "cgroup.procs", statistics=folder / "memory.stat", key=key
+        )
     finally:
         folder.rmdir()
 
@@ -50,7 +58,7 @@ def _new_folder() -> tuple[Path, str]:
         except OSError as exc:
             reasons.append(f"{folder}: {exc.strerror}")
             continue
-        return folder, "memory.current" if version == 2 else "memory.usage_in_bytes"
+        return folder, "anon" if version == 2 else "rss"
     raise NoCgroup("; ".join(reasons) or "no memory controller is mounted")
 
 
