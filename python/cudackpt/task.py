@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from cudackpt.errors import CheckpointError
 
 PROC = Path("/proc")
+Seen = TypeVar("Seen")
 _STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat after the name: 3 and 22 of proc(5)
 
 
@@ -79,7 +82,7 @@ def find_openers(part: str, comm: str) -> list[int]:
             continue
         try:
             if (entry / "comm").read_text().rstrip("\n") == comm and any(
-                part in os.readlink(fd) for fd in (entry / "fd").iterdir()
+                part in name for name in _each(entry, os.readlink)
             ):
                 found.append(int(entry.name))
         except OSError:  # it has ended, or is not ours to look at
@@ -88,4 +91,14 @@ def find_openers(part: str, comm: str) -> list[int]:
 
 
 def _holds(process: Path, wanted: os.stat_result) -> bool:
-    return any(os.path.samestat(fd.stat(), wanted) for fd in (process / "fd").iterdir())
+    return any(os.path.samestat(found, wanted) for found in _each(process, os.stat))
+
+
+def _each(process: Path, look: Callable[[Path], Seen]) -> Iterator[Seen]:
+    """`look` at each open file of a process that runs on: it may close one of them meanwhile, and
+    that must hide no other. Raises OSError if the process has ended."""
+    for fd in (process / "fd").iterdir():
+        try:
+            yield look(fd)
+        except FileNotFoundError:
+            continue

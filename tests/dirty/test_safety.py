@@ -114,6 +114,14 @@ def test_no_signal_is_lost(blocked: Callable[..., subprocess.Popen[str]]) -> Non
     assert sent > 20
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Let go of by ptrace, a stopped thread runs into its stop again, and nowhere else."""
+    deadline = time.monotonic() + 20
+    while not status(pid, "State").startswith("T"):
+        assert time.monotonic() < deadline, status(pid, "State")
+        time.sleep(0.001)
+
+
 def test_a_stopped_process_stays_stopped(program: Path) -> None:
     with running(program) as target:
         assert target.ask("fds")  # it has come to wait for commands
@@ -121,8 +129,9 @@ def test_a_stopped_process_stays_stopped(program: Path) -> None:
         os.waitpid(target.pid, os.WUNTRACED)
         with DirtyTracker(target.pid, "write-protect") as tracker:
             tracker.mark()
-            assert status(target.pid, "State").startswith("T")
+            wait_until_stopped(target.pid)
             assert tracker.scan().dirty_bytes == 0
+        wait_until_stopped(target.pid)
         time.sleep(0.05)
         assert status(target.pid, "State").startswith("T")
         os.kill(target.pid, signal.SIGCONT)

@@ -1,0 +1,50 @@
+"""Who holds what open, of processes that go on opening and closing files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cudackpt.task import find_openers, find_users
+
+LOOKS = 200
+# Holds a directory as its last descriptor, and opens and closes what comes before it.
+BUSY = """
+import os, sys
+low = [os.open("/dev/null", os.O_RDONLY) for _ in range(40)]
+os.open(sys.argv[1], os.O_RDONLY)
+print("ready", flush=True)
+while True:
+    for fd in low:
+        os.close(fd)
+    low = [os.open("/dev/null", os.O_RDONLY) for _ in range(40)]
+"""
+
+
+@pytest.fixture
+def busy(tmp_path: Path) -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", BUSY, tmp_path], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def test_a_user_that_closes_other_files_is_seen(busy: int, tmp_path: Path) -> None:
+    comm = Path(f"/proc/{busy}/comm").read_text().rstrip("\n")
+    for _ in range(LOOKS):
+        assert find_users(tmp_path, comm) == [busy]
+        assert find_openers(str(tmp_path), comm) == [busy]
+    os.kill(busy, 9)
+    os.waitid(os.P_PID, busy, os.WEXITED | os.WNOWAIT)
+    assert find_users(tmp_path, comm) == []
