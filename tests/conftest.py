@@ -40,10 +40,7 @@ from support.job import Job
 
 EMULATED_DRIVER = "580.95.05"
 EMULATED_MEMORY_SIZE = 256 << 20  # bytes of each GPU
-TESTS = Path(__file__).resolve().parent
-PROGRAMS = TESTS / "programs"
-# Folders whose tests need no more of the machine than files and processes of their own.
-ON_THEIR_OWN = {"architecture", "archive", "bench", "install", "policy", "python"}
+PROGRAMS = Path(__file__).resolve().parent / "programs"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 Launch = Callable[..., Job]
 
@@ -67,15 +64,6 @@ def pytest_configure(config: pytest.Config) -> None:
         if int(name) > 2:
             with contextlib.suppress(OSError):  # listdir's own, closed by now
                 os.set_inheritable(int(name), False)
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup`, as ci/test has it, what has to do with CRIU, engines, the
-    emulator and other processes still runs one after the other; the rest runs beside it."""
-    for item in items:
-        if item.path.relative_to(TESTS).parts[0] not in ON_THEIR_OWN:
-            item.add_marker(pytest.mark.xdist_group("machine"))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
