@@ -30,33 +30,25 @@ def test_recover_brings_back_what_is_left_when_the_worker_is_killed_too(newest_r
 def test_the_job_dies_during_its_dump(rig: Rig) -> None:
     """The dump fails; nothing of it stays, no zombie either."""
     random = Random(SEED)
-    rig.emulator.set("delay_ms", "150")  # of each call: the kill comes before the dump's end
-    try:
-        for _ in range(4):
-            end_job_during_dump(rig, random)
-    finally:
-        rig.emulator.set("delay_ms", "0")
-
-
-def end_job_during_dump(rig: Rig, random: Random) -> None:
-    with rig.job(mib=8, children=1) as job:
-        images = rig.images()
-        criu = rig.start(rig.dump_words(job, images))
-        log = images.with_name(f"{images.name}.dump.log")
-        mark = random.choice(["cuda_plugin: backend", "Seized task", "' hook 11 "])
-        while criu.poll() is None and not (log.exists() and mark in log.read_text()):
-            pass
-        for pid in random.sample(job.pids, random.randint(1, 2)):
-            os.kill(pid, signal.SIGKILL)
-        assert criu.wait(30) != 0, "criu says it dumped a dead tree"
-        rig.settle(images)
-        assert workers(images) == []
-        if job.alive():
-            job.pids = (job.pid,)
-            job.run_on()  # the one that is left
-        else:
-            job.wait()
-        assert all(process_state(pid) != "t" for pid in job.pids)
+    for _ in range(4):
+        with rig.job(mib=8, children=1) as job:
+            images = rig.images()
+            criu = rig.start(rig.dump_words(job, images))
+            log = images.with_name(f"{images.name}.dump.log")
+            mark = random.choice(["cuda_plugin: backend", "Seized task", "' hook 11 "])
+            while criu.poll() is None and not (log.exists() and mark in log.read_text()):
+                pass
+            for pid in random.sample(job.pids, random.randint(1, 2)):
+                os.kill(pid, signal.SIGKILL)
+            assert criu.wait(30) != 0, "criu says it dumped a dead tree"
+            rig.settle(images)
+            assert workers(images) == []
+            if job.alive():
+                job.pids = (job.pid,)
+                job.run_on()  # the one that is left
+            else:
+                job.wait()
+            assert all(process_state(pid) != "t" for pid in job.pids)
 
 
 def test_a_restore_that_breaks_off_leaves_nothing_that_runs_wrong(newest_rig: Rig) -> None:
