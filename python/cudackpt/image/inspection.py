@@ -133,8 +133,8 @@ class ArchiveView:
     """What an archive says of the container, and how large its parts are, in bytes.
 
     engine: "podman", "cri-o", "containerd" or "unknown". image: by its full name; image_requested:
-    as the user named it. created, checkpointed: RFC 3339. "": it does not say. file_bytes: of the archive; unpacked_bytes: of all
-    in it; checkpoint_bytes: of CRIU's image directory.
+    as the user named it. created, checkpointed: RFC 3339. "": it does not say. file_bytes: of the
+    archive; unpacked_bytes: of all in it; checkpoint_bytes: of CRIU's image directory.
     """
 
     engine: str
