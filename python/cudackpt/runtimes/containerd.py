@@ -27,6 +27,7 @@ from cudackpt.runtimes.cri_messages import (
     RUNNING,
     TASK_PAUSED,
 )
+from cudackpt.runtimes.new_file import give_name
 from cudackpt.task import find_openers
 
 DEFAULT_ADDRESS = "/run/containerd/containerd.sock"
@@ -282,13 +283,7 @@ def _publish(cri: Cri, part: Path, archive: Path) -> int:
     try:
         os.fsync(handle)
         size = os.fstat(handle).st_size
-        os.link(part, archive)  # unlike a rename, it takes no other's place
-        part.unlink()
-        directory = os.open(archive.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        give_name(part, archive)
     except OSError as exc:
         raise EngineError(f"cannot give {part} its name {archive}: {exc.strerror}") from exc
     finally:

@@ -22,6 +22,7 @@ from cudackpt.archive.opened import open_archive
 from cudackpt.criu import log
 from cudackpt.criu.statistics import Stage, Statistics, find_statistics
 from cudackpt.errors import ArchiveError, CheckpointError, EngineError
+from cudackpt.runtimes.new_file import give_name
 from cudackpt.runtimes.parent_store import keep_parents, require_parent
 from cudackpt.runtimes.podman_report import Report, criu_dump_figures
 from cudackpt.runtimes.podman_service import RefusedError, Service
@@ -220,7 +221,13 @@ def _export(
             last = attempt + 1 == _ATTEMPTS or not params["leaveRunning"]
             if _is_whole(part, found, params, last):
                 break
-        part.rename(path)
+        try:
+            give_name(part, path)  # only then are Podman's images deleted
+        except OSError as exc:
+            raise CheckpointError(
+                f"cannot give the archive of {found.name} its name {path}: {exc.strerror}; "
+                + _left(found, params)
+            ) from exc
     finally:
         part.unlink(missing_ok=True)
     plugin = None if params["preCheckpoint"] else found.statistics("dump")
