@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,16 +35,29 @@ def test_nothing_hinders(launch: Callable[..., Job]) -> None:
 
 
 def test_open_connections() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()),
-        server.accept()[0],
-    ):
-        found = check(os.getpid())["TCP connections"]
+    code = (
+        "import socket, sys;"
+        "server = socket.create_server(('127.0.0.1', 0));"
+        "ends = socket.create_connection(server.getsockname()), server.accept()[0];"
+        "print('connected', flush=True); sys.stdin.readline();"
+        "[end.close() for end in ends];"
+        "print('closed', flush=True); sys.stdin.read()"
+    )
+    # A process of its own: this one may hold connections that earlier tests made.
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdin is not None and job.stdout is not None
+        assert job.stdout.readline() == "connected\n"
+        found = check(job.pid)["TCP connections"]
         assert found.status is Status.NOTE
         assert found.text.startswith("2 open")
         assert "tcp-established" in found.remedy
-    assert "TCP connections" not in check(os.getpid())
+        job.stdin.write("\n")
+        job.stdin.flush()
+        assert job.stdout.readline() == "closed\n"
+        assert "TCP connections" not in check(job.pid)
+        job.stdin.close()
 
 
 def test_a_debugger(launch: Callable[..., Job]) -> None:

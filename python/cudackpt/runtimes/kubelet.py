@@ -131,8 +131,20 @@ def checkpoint(access: Access, target: Target, timeout_s: int = DEFAULT_TIMEOUT_
 
     timeout_s: passed on; the runtime gives up after it. Raises EngineError.
     """
-    requests = _requests()
     begin = time.monotonic()
+    status, body = _post(access, target, timeout_s)
+    if status != 200:
+        raise EngineError(
+            f"{target}: {_explain_status(status, _reason(body), target, access, timeout_s)}"
+        )
+    seconds = time.monotonic() - begin
+    return Made(target=target, archives=_archives(body, target), seconds=seconds)
+
+
+def _post(access: Access, target: Target, timeout_s: int) -> tuple[int, bytes]:
+    """Status and body. requests closes the connection only when nothing refers to its answer any
+    more, and an error does as long as it lives: those of the status are not raised here."""
+    requests = _requests()
     with requests.Session() as session:
         session.trust_env = False  # no proxy, no netrc: nobody else gets the token
         session.verify = str(access.ca)
@@ -150,17 +162,11 @@ def checkpoint(access: Access, target: Target, timeout_s: int = DEFAULT_TIMEOUT_
                 stream=True,
             ) as answer:
                 body = answer.raw.read(_BODY_LIMIT, decode_content=False)
-                status: int = answer.status_code
+                return int(answer.status_code), bytes(body)
         except (OSError, requests.RequestException) as exc:
             raise EngineError(f"{target}: {_explain_failure(exc, access, timeout_s)}") from exc
         except _urllib3_error() as exc:
             raise EngineError(f"{target}: the answer broke off: {_line(str(exc))}") from exc
-    if status != 200:
-        raise EngineError(
-            f"{target}: {_explain_status(status, _reason(body), target, access, timeout_s)}"
-        )
-    seconds = time.monotonic() - begin
-    return Made(target=target, archives=_archives(body, target), seconds=seconds)
 
 
 def _requests() -> Any:
