@@ -11,7 +11,9 @@
 #include "core/image_metadata.hpp"
 #include "core/striped_output.hpp"
 #include "core/workers.hpp"
+#include "core/write_queue.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstring>
@@ -32,21 +34,26 @@ public:
              const WriteOptions& options)
         : output_(output), source_(source), options_(options), chunk_size_(info.chunk_size),
           map_(info.regions, info.chunk_size), index_(map_.count() * format::kIndexEntrySize),
-          zero_hash_(hash128(buffer(info.chunk_size))), next_(output.files()) {}
+          zero_hash_(hash128(buffer(info.chunk_size))), next_(output.files()),
+          threads_(count_threads()), makers_(count_makers()),
+          queue_(threads_ + makers_, chunk_size_, options.compress ? lz4_limit(chunk_size_) : 0,
+                 [this](WriteQueue::Buffer& made) { write(made); }) {}
 
     void run() {
         FirstFailure failure;
         const auto work = [&] {
             try {
-                take_chunks(failure);
+                const unsigned thread = started_.fetch_add(1, std::memory_order_relaxed);
+                if (thread < makers_)
+                    make_chunks(thread, failure);
+                queue_.drain();
             } catch (...) {
                 failure.record();
                 output_.cancel();
+                queue_.cancel();
             }
         };
-        run_workers(worker_count(options_.threads, map_.count(),
-                                 output_.is_direct() ? Waits::device : Waits::processor),
-                    failure, work);
+        run_workers(threads_, failure, work);
     }
 
     // Of the parent's sources, those that are referred to, which entries then count by: the file
@@ -87,50 +94,83 @@ private:
         }
     }
 
-    void take_chunks(const FirstFailure& failure) {
-        AlignedBuffer plain(chunk_size_);
-        AlignedBuffer packed(options_.compress ? lz4_limit(chunk_size_) : 0);
+    unsigned count_threads() const noexcept {
+        return worker_count(options_.threads, map_.count(),
+                            output_.is_direct() ? Waits::device : Waits::processor);
+    }
+
+    // The others only write. What is not written directly is copied by the processor: then whoever
+    // made a chunk writes it, out of his cache.
+    unsigned count_makers() const noexcept {
+        return output_.is_direct() ? std::min(threads_, worker_count(0, map_.count())) : threads_;
+    }
+
+    void make_chunks(unsigned thread, const FirstFailure& failure) {
+        queue_.enter();
+        WriteQueue::Buffer* buffer = queue_.take();
         EncodingTotals totals;
         // Each thread has a file of its own as long as that has chunks: who writes to one that
         // another writes to may have to wait for it.
         const unsigned files = output_.files();
-        const unsigned first = started_.fetch_add(1, std::memory_order_relaxed);
         for (unsigned i = 0; i < files && !failure.any(); ++i) {
-            const unsigned file = (first + i) % files;
-            while (!failure.any()) {
+            const unsigned file = (thread + i) % files;
+            while (buffer != nullptr && !failure.any()) {
                 const std::uint64_t index =
                     next_[file].fetch_add(1, std::memory_order_relaxed) * files + file;
                 if (index >= map_.count())
                     break;
                 const ChunkPlace place = map_.at(index);
-                const MutBytes bytes = plain.bytes().first(place.size);
-                source_.read(place.address, bytes);
-                if (!write_chunk(index, bytes, packed.bytes(), totals))
+                source_.read(place.address, buffer->plain.bytes().first(place.size));
+                if (!make_chunk(index, place.size, *buffer, totals))
                     break;
+                if (buffer->size != 0)
+                    buffer = pass_on(buffer);
             }
         }
+        if (buffer != nullptr)
+            queue_.put_back(buffer);
+        queue_.leave();
         const std::lock_guard lock(totals_mutex_);
         totals_ += totals;
     }
 
-    // False if another worker has failed meanwhile.
-    bool write_chunk(std::uint64_t index, MutBytes plain, MutBytes packed, EncodingTotals& totals) {
+    // Returns a buffer for the next chunk; nullptr: another worker has failed.
+    WriteQueue::Buffer* pass_on(WriteQueue::Buffer* made) {
+        if (makers_ == threads_) {
+            write(*made);
+            return made;
+        }
+        queue_.submit(made);
+        return queue_.take();
+    }
+
+    // What `buffer` holds becomes an entry of the index, and what is to be written of it is in its
+    // size. False if another worker has failed meanwhile.
+    bool make_chunk(std::uint64_t index, std::size_t plain_size, WriteQueue::Buffer& buffer,
+                    EncodingTotals& totals) {
+        const MutBytes plain = buffer.plain.bytes().first(plain_size);
         Bytes stored;
-        const format::IndexEntry made = make_entry(plain, packed, stored);
+        format::IndexEntry entry = make_entry(plain, buffer.packed.bytes(), stored);
         const auto offset = output_.take(index, stored.size());
         if (!offset)
             return false;
-        format::IndexEntry entry = made;
         if (!stored.empty()) {
             entry.offset = *offset;
             entry.source = static_cast<std::uint16_t>(index % output_.files());
         }
         format::pack_index_entry(entry, MutBytes(index_).subspan(index * format::kIndexEntrySize,
                                                                  format::kIndexEntrySize));
-        totals.add(entry.encoding, entry.source >= output_.files(), plain.size(), stored.size());
-        output_.write(index, *offset, entry.encoding == Encoding::lz4 ? packed : plain,
-                      stored.size());
+        totals.add(entry.encoding, entry.source >= output_.files(), plain_size, stored.size());
+        buffer.chunk = index;
+        buffer.offset = *offset;
+        buffer.size = stored.size();
+        buffer.is_packed = entry.encoding == Encoding::lz4;
         return true;
+    }
+
+    void write(WriteQueue::Buffer& made) {
+        output_.write(made.chunk, made.offset, (made.is_packed ? made.packed : made.plain).bytes(),
+                      made.size);
     }
 
     // Everything but the place of `stored`, which is what this file is to hold of the chunk.
@@ -178,6 +218,9 @@ private:
     std::atomic<unsigned> started_ = 0;
     std::mutex totals_mutex_;
     EncodingTotals totals_;
+    const unsigned threads_;
+    const unsigned makers_;
+    WriteQueue queue_;
 };
 
 void check_options(const ImageInfo& info, const WriteOptions& options) {
