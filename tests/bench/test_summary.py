@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from cudackpt.bench.bounds import evaluate, unavoidable_seconds
+from cudackpt.bench.bounds import evaluate, in_turn_seconds, unavoidable_seconds
 from cudackpt.bench.summary import Round, spread, summarise
 
 LIMITS = {
     "read_process": {"1": 1e9, "2": 2e9},
     "write_process": {"1": 1e9, "2": 1e9},
+    "drop": {"1": 8e9},
     "tmpfs": {"write": {"1": 1e9, "2": 4e9}, "read": {"1": 4e9, "2": 8e9}},
 }
 
@@ -95,9 +96,17 @@ def test_the_best_possible_comes_from_the_slowest_thing_that_must_be_done() -> N
     assert dump["least_of"] == "reading the process"  # 4e9 at 2e9 a second
     assert dump["parts"]["reading the process"] == 2.0
     assert dump["parts"]["writing to tmpfs, synced"] == 0.5
+    assert dump["parts"]["dropping the pages"] == 0.5
     assert dump["best"] == 3.0
+    assert dump["in_turn"] == 2.0  # 2.0 + 0.5 + 0.5 seconds: a tmpfs takes the processors' time
     assert restore["least_of"] == "writing into the process"
     assert restore["best"] == 6.0
+
+
+def test_a_disk_works_while_processors_do() -> None:
+    parts = {"reading the process": 2.0, "writing to disk, synced": 3.0, "dropping the pages": 0.5}
+    assert in_turn_seconds(parts, "disk") == 3.5
+    assert in_turn_seconds(parts, "tmpfs") == 5.5
 
 
 def test_a_restore_need_not_write_zeros() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from cudackpt.bench.contender import OURS, STOCK
 
+_DROP = "dropping the pages"
 _MEMORY_BASE = 256 << 20
 _MEMORY_SHARE = 0.001  # of the GPU memory
 
@@ -17,7 +18,8 @@ class Bound:
 
     parts: for a ratio of times, seconds that each thing that must be done takes at the bandwidths
     measured in the same run. Nobody can be faster than the slowest of them: best is the other's
-    time over that, least_of its name. None where that tells nothing.
+    time over that, least_of its name. in_turn is the other's time over that of all parts, those
+    side by side that do not need the same thing (in_turn_seconds). None where that tells nothing.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Bound:
     parts: dict[str, float] | None = None
     least_of: str | None = None
     best: float | None = None
+    in_turn: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +135,23 @@ def _of_result(
 
 def _limited(bound: Bound, parts: dict[str, float], other_seconds: float) -> Bound:
     slowest = max(parts, key=lambda name: parts[name])
-    best = round(other_seconds / parts[slowest], 3) if parts[slowest] else None
-    return replace(bound, parts=parts, least_of=slowest, best=best)
+    if not parts[slowest]:
+        return replace(bound, parts=parts, least_of=slowest)
+    return replace(
+        bound,
+        parts=parts,
+        least_of=slowest,
+        best=round(other_seconds / parts[slowest], 3),
+        in_turn=round(other_seconds / in_turn_seconds(parts, bound.medium), 3),
+    )
+
+
+def in_turn_seconds(parts: dict[str, float], medium: str) -> float:
+    """How long all parts take. A disk works while processors do; a tmpfs is their work, too. Pages
+    are dropped when everything else is done."""
+    drop = parts.get(_DROP, 0.0)
+    others = [seconds for name, seconds in parts.items() if name != _DROP]
+    return drop + (sum(others) if medium == "tmpfs" else max(others))
 
 
 def unavoidable_seconds(
@@ -141,14 +159,16 @@ def unavoidable_seconds(
 ) -> dict[str, float]:
     """What must be done in a "dump" or "restore", and how long each takes with all cores.
 
-    A dump reads all of the staged memory, and brings what is stored to the medium; a restore reads
-    that, and writes it into the process, but for zeros.
+    A dump reads all of the staged memory, brings what is stored to the medium, and has one thread
+    of the task give the pages back; a restore reads what is stored, and writes it into the process,
+    but for zeros.
     """
     of_medium = limits[medium]
     if stage == "dump":
         parts = {
             "reading the process": gpu_bytes / max(limits["read_process"].values()),
             f"writing to {medium}, synced": stored / max(of_medium["write"].values()),
+            _DROP: gpu_bytes / limits["drop"]["1"],
         }
     else:
         parts = {

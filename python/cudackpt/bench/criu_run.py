@@ -14,7 +14,9 @@ from cudackpt.bench.errors import BenchError
 
 WORKER_COMM = "cudackpt-worker"  # src/cuda_plugin/worker_process.cpp
 _SAMPLE_S = 0.01
+_SAMPLES_PER_LOOK = 5  # for workers, which is dearer, and takes processors from what is measured
 _PROC = Path("/proc")
+_STATUS_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,20 +79,20 @@ class _Watch(threading.Thread):
         self._with_worker = with_worker
         self._ended = threading.Event()
         self._others = {name for name in os.listdir(_PROC) if name.isdigit()}
-        self._workers: dict[str, int] = {}
-        self._own = 0
+        self._watched = {str(pid): _HighWater(str(pid))}
 
     @property
     def peak_bytes(self) -> int:
-        return self._own + sum(self._workers.values())
+        return sum(each.peak_bytes for each in self._watched.values())
 
     def run(self) -> None:
+        samples = 0
         while not self._ended.wait(_SAMPLE_S):
-            self._own = max(self._own, _high_water(str(self._pid)))
-            if self._with_worker:
+            if self._with_worker and samples % _SAMPLES_PER_LOOK == 0:
                 self._look_for_workers()
-            for pid in self._workers:
-                self._workers[pid] = max(self._workers[pid], _high_water(pid))
+            samples += 1
+            for each in self._watched.values():
+                each.sample()
             if time.perf_counter() > self._deadline:
                 self.timed_out = True
                 os.kill(self._pid, signal.SIGKILL)
@@ -99,10 +101,12 @@ class _Watch(threading.Thread):
     def stop(self) -> None:
         self._ended.set()
         self.join()
+        for each in self._watched.values():
+            each.close()
 
     def _look_for_workers(self) -> None:
         for pid in os.listdir(_PROC):
-            if not pid.isdigit() or pid in self._others:
+            if not pid.isdigit() or pid in self._others or pid in self._watched:
                 continue
             try:
                 name = (_PROC / pid / "comm").read_text().strip()
@@ -112,15 +116,31 @@ class _Watch(threading.Thread):
             # criu's grandchild comes to us, the subreaper; not the worker of another's criu.
             parent = int(stat[stat.rindex(")") + 2 :].split()[1])
             if name == WORKER_COMM and parent in (self._pid, os.getpid()):
-                self._workers.setdefault(pid, 0)
+                self._watched[pid] = _HighWater(pid)
 
 
-def _high_water(pid: str) -> int:
-    """Bytes; 0 when the process is gone."""
-    try:
-        for line in (_PROC / pid / "status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return 0
+class _HighWater:
+    """The most memory that one process had, as far as it was sampled; 0 if it was gone before."""
+
+    def __init__(self, pid: str) -> None:
+        self.peak_bytes = 0
+        try:
+            self._status: int | None = os.open(_PROC / pid / "status", os.O_RDONLY)
+        except OSError:
+            self._status = None
+
+    def sample(self) -> None:
+        if self._status is None:
+            return
+        try:
+            status = os.pread(self._status, _STATUS_BYTES, 0)
+        except OSError:  # it is gone
+            return
+        _, found, rest = status.partition(b"VmHWM:")
+        if found:
+            self.peak_bytes = max(self.peak_bytes, int(rest.split(maxsplit=1)[0]) << 10)
+
+    def close(self) -> None:
+        if self._status is not None:
+            os.close(self._status)
+            self._status = None

@@ -52,12 +52,13 @@ time.sleep(3600)
 def measure_limits(media: list[Medium], size: int) -> dict[str, Any]:
     """Bytes per second. `size`: bytes that are moved by each measurement.
 
-    Keys: memcpy, read_process, write_process, lz4_random, xxh3 (one thread), and under each
-    medium's name write (with fdatasync), read (cold); all but lz4 and xxh3 by number of threads.
+    Keys: memcpy, read_process, write_process, drop, lz4_random, xxh3 (the last three: one thread),
+    and under each medium's name write (with fdatasync), read (cold); by number of threads.
     """
     found: dict[str, Any] = {"memcpy": _by_threads(size, _copy_memory)}
     found["read_process"] = _by_threads(size, _read_process)
     found["write_process"] = _by_threads(size, _write_process)
+    found["drop"] = {"1": round(size / min(_drop(size) for _ in range(_REPEATS)))}
     chunk = os.urandom(DEFAULT_CHUNK_SIZE)
     found["lz4_random"] = _rate_of(lambda: encode_chunk(chunk), len(chunk))
     found["xxh3"] = _rate_of(lambda: hash128(chunk), len(chunk))
@@ -143,6 +144,14 @@ def _read_process(part: int, threads: int) -> float:
 def _write_process(part: int, threads: int) -> float:
     """Into another process's memory that is not there yet, as a restore does."""
     return _transfer(_libc.process_vm_writev, part, threads, "absent")
+
+
+def _drop(size: int) -> float:
+    """Give the pages of memory back, which the thread of a task does at the end of its dump."""
+    with _area(size) as area:
+        begin = time.perf_counter()
+        area.madvise(mmap.MADV_DONTNEED)
+        return time.perf_counter() - begin
 
 
 def _transfer(call: Callable[..., int], part: int, threads: int, pages: str) -> float:

@@ -153,10 +153,14 @@ def _newest(program: str | None) -> Criu:
 
 def _bounds_table(bounds: list[dict[str, object]]) -> Table:
     table = Table(title="Bounds; one that is missed is a finding, not an error")
-    for title in ("what", "medium", "bound", "measured", "met", "best possible here"):
+    for title in ("what", "medium", "bound", "measured", "met", "possible here"):
         table.add_column(title)
     for bound in bounds:
-        best = "" if bound["best"] is None else f"{bound['best']}: {bound['least_of']}"
+        best = (
+            ""
+            if bound["best"] is None
+            else f"{bound['in_turn']}; {bound['best']}: {bound['least_of']}"
+        )
         met = "yes" if bound["met"] else "[bold red]NO[/]"
         measured = "-" if bound["measured"] is None else f"{bound['measured']:g}"
         table.add_row(
