@@ -17,6 +17,7 @@ from cudackpt.archive.opened import Archive, open_archive
 from cudackpt.archive.tar_reader import Kind, Member, TarReader
 from cudackpt.errors import CheckpointError
 from cudackpt.image.chain import NO_PARENT, STORE_ROOT, find_checkpoint
+from cudackpt.image.new_directory import sync_directory
 
 _OURS = "cudackpt-"
 _CHUNK = 1 << 20  # bytes read at a time
@@ -26,7 +27,7 @@ def keep_parents(archives: Sequence[Path]) -> None:
     """Unpack the GPU images of these archives to STORE_ROOT/checkpoints/ID, where they are not yet.
 
     Raises ArchiveError for a bad archive, CheckpointError for one without GPU images, or if they
-    cannot be written; what is there then is whole.
+    cannot be written; what is there then is whole, and on the disk.
     """
     for path in archives:
         with open_archive(path) as archive:
@@ -64,7 +65,13 @@ def _keep(archive: Archive) -> None:
             for member, reader in archive.again():
                 if _is_ours(member):
                     _write(part / member.name.removeprefix(CHECKPOINT), member, reader)
-            part.rename(place / checkpoint_id.hex())
+            sync_directory(part)
+            try:
+                part.rename(place / checkpoint_id.hex())
+            except OSError:
+                if find_checkpoint(checkpoint_id) is None:
+                    raise  # else another import has just brought the same
+            sync_directory(place)
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except OSError as exc:
