@@ -13,7 +13,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -67,13 +69,28 @@ Id parent_of(int dir_fd) noexcept {
     }
 }
 
+/// What the link in `child_fd` says, fit for a message; empty if it cannot be read.
+std::string link_target(int child_fd) {
+    char text[PATH_MAX];
+    const ssize_t size = ::readlinkat(child_fd, kParentLink, text, sizeof text);
+    if (size <= 0)
+        return {};
+    std::string target(text, static_cast<std::size_t>(size));
+    std::ranges::replace_if(target, [](unsigned char c) { return c < 0x20 || c == 0x7f; }, '?');
+    return target;
+}
+
 /// By the link in `child_fd`; where that leads nowhere, as in a checkpoint that came from another
 /// host, by the id that its manifest gives.
 UniqueFd open_link_or_search(int child_fd, const std::string& child) {
     UniqueFd fd(::openat(child_fd, kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (fd)
         return fd;
-    const Error why = io_error("cannot follow " + child + "/" + kParentLink, errno);
+    const int error = errno;
+    const std::string target = link_target(child_fd);
+    const Error why = io_error("cannot follow " + child + "/" + kParentLink +
+                                   (target.empty() ? "" : " to " + target),
+                               error);
     const Id parent = parent_of(child_fd);
     if (parent == Id{})
         throw why;

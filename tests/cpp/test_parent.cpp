@@ -220,7 +220,15 @@ void a_missing_or_other_parent_is_named() {
     store.rename("a", "elsewhere");
     const std::string missing = error_of(Errc::io, [&] { store.open("b"); });
     CHECK(has(missing, "checkpoint 01010101010101010101010101010101"));
-    CHECK(has(missing, "/b/cudackpt-parent") && has(missing, "No such file"));
+    CHECK(has(missing, "/b/cudackpt-parent to ../a: No such file"));
+
+    // A dump in its first moments: a link, and no manifest yet. Its parent is removed just then.
+    CHECK(::mkdirat(store.root().fd(), "begun", 0700) == 0);
+    const UniqueFd begun = store.dir("begun");
+    CHECK(::symlinkat("../gone\x1b[31m", begun.get(), "cudackpt-parent") == 0);
+    Lineage dumping(begun.get());
+    const std::string gone = error_of(Errc::io, [&] { dumping.directory(1); });
+    CHECK(has(gone, "/begun/cudackpt-parent to ../gone?[31m: No such file"));
 
     Noise other(0x10000, 4, 2);
     store.add("a", other);
