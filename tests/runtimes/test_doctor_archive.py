@@ -161,8 +161,9 @@ def test_a_checkpoint_without_its_parent(engines: EngineRoot, steady: Steady, sh
     assert "is neither where its link leads nor in" in found["parent"]["text"]
     identity = found["parent"]["text"].split()[5].rstrip(",")
     store = engines.path("/var/lib/cudackpt/checkpoints")
-    store.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(shared / "hidden", store / identity, symlinks=True)
+    (store / identity).mkdir(parents=True)
+    assert doctor(engines, "second")[0] == 20  # a name alone is no checkpoint
+    shutil.copytree(shared / "hidden", store / identity, symlinks=True, dirs_exist_ok=True)
     status, found = doctor(engines, "second")
     assert status == 0, found
     shutil.rmtree(store)

@@ -24,11 +24,10 @@ from cudackpt.diagnosis import kernel
 from cudackpt.diagnosis.finding import Finding, Status, ok, problem
 from cudackpt.driver import Device, Driver
 from cudackpt.errors import CheckpointError, CriuError, DriverError
-from cudackpt.image.chain import State
+from cudackpt.image.chain import STORE_ROOT, State, find_checkpoint
 from cudackpt.image.inspection import Inspection, inspect_files
 
 _OTHER_GPUS = 13000  # CUDA version of the first driver (R580) that restores on other GPUs
-_STORES = ("/var/lib/cudackpt/checkpoints", "/var/lib/cudackpt/containers/*")
 # What engines make anew for each container, and mount from there.
 _MADE_ANEW = ("/var/lib/containers/", "/run/", "/var/run/", "/var/lib/kubelet/", "/var/lib/crio/")
 _MACHINES = {"x86_64": "X86_64", "aarch64": "AARCH64"}
@@ -112,18 +111,20 @@ def _parent(found: Inspection, is_archive: bool) -> Iterator[Finding]:
         yield ok(name, "it needs no other checkpoint")
         return
     identity = found.parent.checkpoint_id
-    place = found.parent.directory if found.parent.state == State.RIGHT else None
+    place: str | Path | None = None
+    if found.parent.state == State.RIGHT:
+        place = found.parent.directory
     if place is None and (is_archive or found.parent.state != State.REPLACED):
-        place = next((str(p) for s in _STORES for p in Path("/").glob(f"{s[1:]}/{identity}")), None)
+        place = find_checkpoint(bytes.fromhex(identity))
     if place is None:
         yield problem(
             name,
             f"it is built on checkpoint {identity}, which is neither where its link leads nor in "
-            f"{' or '.join(_STORES)}",
+            f"{STORE_ROOT / 'checkpoints'} or {STORE_ROOT / 'containers'}/*",
             "copy that one there, or make a whole one where it is: cudackpt flatten",
         )
     else:
-        yield ok(name, place)
+        yield ok(name, str(place))
 
 
 def _gpus(found: Inspection, driver_library: str, nvml_library: str) -> Iterator[Finding]:
