@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from cudackpt._core import MANIFEST_NAME, ImageReader, Manifest, image_name, read_manifest
+from cudackpt._core import MANIFEST_NAME, Encoding, ImageReader, Manifest, image_name, read_manifest
 from cudackpt.criu.statistics import find_statistics, statistics_path
 from cudackpt.driver import Driver, ProcessState
 from cudackpt.errors import CheckpointError, DriverError, ImageError
@@ -26,6 +26,7 @@ WORKER_COMM = "cudackpt-worker"  # src/cuda_plugin/worker_process.cpp
 WORKER_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+_EMPTY = bytes(_PAGE_SIZE)
 _PRESENT_OR_SWAPPED = 3 << 62  # bits 63 and 62 of an entry of /proc/PID/pagemap
 
 Progress = Callable[[int], None]
@@ -178,31 +179,50 @@ def _refill(
 
 
 def _require_same_pages(task: Task, image: ImageReader) -> None:
-    """Refuse an image of another time: the pages that are still there must be what it holds."""
+    """Refuse an image of another time: the pages that are still there must be what it holds.
+
+    Some of them may be empty instead, as long as others are not there at all: who is killed while he
+    puts pages back may have got some and not filled them yet, and whoever reads a page gets one.
+    The driver leaves no page out: where all are there, they are what it put there.
+    """
+    empty: int | None = None
+    refilled = True
     with (
         open(f"/proc/{task.pid}/pagemap", "rb", buffering=0) as pagemap,
         open(f"/proc/{task.pid}/mem", "rb", buffering=0) as memory,
     ):
         for index in range(len(image)):
             chunk = image.chunk(index)
-            first, count = chunk.address // _PAGE_SIZE, chunk.plain_size // _PAGE_SIZE
-            pagemap.seek(first * 8)
-            raw = pagemap.read(count * 8)
-            entries = memoryview(raw).cast("Q")
-            there = [page for page in range(count) if entries[page] & _PRESENT_OR_SWAPPED]
-            if not there:
+            count = chunk.plain_size // _PAGE_SIZE
+            pagemap.seek(chunk.address // _PAGE_SIZE * 8)
+            entries = memoryview(pagemap.read(count * 8)).cast("Q")
+            there = [entry & _PRESENT_OR_SWAPPED != 0 for entry in entries]
+            if not any(there):
+                refilled = refilled and chunk.encoding is Encoding.ZERO
                 continue
             stored = image.read_chunk(index)
-            memory.seek(chunk.address)
-            live = memory.read(chunk.plain_size)
-            for page in there:
-                span = slice(page * _PAGE_SIZE, (page + 1) * _PAGE_SIZE)
-                if stored[span] != live[span]:
-                    address = chunk.address + page * _PAGE_SIZE
-                    raise ImageError(
-                        f"process {task.pid} holds something else at {address:#x} than the image: "
-                        "it was checkpointed again since; nothing was changed"
-                    )
+            if all(there) and os.pread(memory.fileno(), chunk.plain_size, chunk.address) == stored:
+                continue
+            for page in range(count):
+                address = chunk.address + page * _PAGE_SIZE
+                wanted = stored[page * _PAGE_SIZE : (page + 1) * _PAGE_SIZE]
+                if not there[page]:  # and so it is not read: that would give it one
+                    refilled = refilled and wanted == _EMPTY
+                    continue
+                live = os.pread(memory.fileno(), _PAGE_SIZE, address)
+                if live != wanted:
+                    empty = empty or address
+                    if live != _EMPTY:
+                        raise _other(task, address)
+    if empty is not None and refilled:
+        raise _other(task, empty)
+
+
+def _other(task: Task, address: int) -> ImageError:
+    return ImageError(
+        f"process {task.pid} holds something else at {address:#x} than the image: "
+        "it was checkpointed again since; nothing was changed"
+    )
 
 
 def _unlock(pid: int, driver: Driver) -> None:

@@ -14,6 +14,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from cudackpt._core import ImageReader, image_name
 from cudackpt.criu.find import choose, find_all
 from cudackpt.recovery import WORKER_COMM
 from cudackpt.task import find_users
@@ -24,6 +25,8 @@ Cudackpt = Callable[..., CompletedProcess[str]]
 Generations = Callable[..., Job]
 DriverCalls = Callable[..., None]
 Abandon = Callable[..., None]
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 # argv: pid, then methods of Driver: as another tool would call them.
 CALLER = """
@@ -249,6 +252,56 @@ def test_an_image_from_before_the_process_was_checkpointed_again_is_refused(
     assert "it was checkpointed again since" in refused.stderr
     driver_calls(job, "restore", "unlock")
     check_memory(job, 1)
+
+
+def pages_with_data(image: ImageReader) -> list[tuple[int, bytes]]:
+    """Address and content of all pages that are not zero."""
+    found = []
+    for index in range(len(image)):
+        chunk, plain = image.chunk(index), image.read_chunk(index)
+        for offset in range(0, chunk.plain_size, PAGE):
+            if any(page := plain[offset : offset + PAGE]):
+                found.append((chunk.address + offset, page))
+    return found
+
+
+def test_memory_that_was_being_put_back(
+    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+) -> None:
+    """By a worker that was killed: some pages are there, some of them still empty."""
+    job = gpu_generations()
+    abandon(job, images)
+    pages = pages_with_data(ImageReader.open(images / image_name(job.pid)))
+    with open(f"/proc/{job.pid}/mem", "r+b", buffering=0) as memory:
+        for address, content in pages[: len(pages) // 2]:
+            memory.seek(address)
+            memory.write(content)
+        for address, _ in pages[len(pages) // 2 : -1]:
+            memory.seek(address)
+            assert memory.read(PAGE) == bytes(PAGE)  # which gives it a page
+    ended = cudackpt("recover", str(job.pid), "-D", images)
+    assert ended.returncode == 0, ended.stderr
+    check_memory(job, 0)
+
+
+def test_an_empty_page_among_all_others_is_the_jobs(
+    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+) -> None:
+    job = gpu_generations()
+    abandon(job, images)
+    image = ImageReader.open(images / image_name(job.pid))
+    image.restore_to_process(job.pid)
+    address, content = pages_with_data(image)[-1]
+    with open(f"/proc/{job.pid}/mem", "r+b", buffering=0) as memory:
+        memory.seek(address)
+        memory.write(bytes(PAGE))
+        refused = cudackpt("recover", str(job.pid), "-D", images)
+        assert refused.returncode == 10
+        assert f"holds something else at {address:#x} than the image" in refused.stderr
+        memory.seek(address)
+        memory.write(content)
+    assert cudackpt("recover", str(job.pid), "-D", images).returncode == 0
+    check_memory(job, 0)
 
 
 def test_a_stopped_process_is_refused_with_the_way_out(
