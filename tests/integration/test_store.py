@@ -71,7 +71,7 @@ def test_a_parent_is_deleted_between_dump_and_restore(rig: Rig) -> None:
             job,
             third,
             read_manifest(away).checkpoint_id.hex(),
-            f"{second.name}/{PARENT_LINK}: No such",
+            f"{second.name}/{PARENT_LINK} to ../{first.name}: No such",
         )
         problems = verify_directory(third, threads=1).problems
         assert len(problems) == len(job.pids)
