@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from campaigns.rig import Rig, workers
 from campaigns.steady_job import process_state
 
 MIB = 1 << 20
+STOP_TIMEOUT_S = 30.0
 
 
 def inventory_plugins(images: Path) -> list[bytes]:
@@ -25,6 +28,14 @@ def inventory_plugins(images: Path) -> list[bytes]:
 def cpu_pages(images: Path) -> int:
     """Bytes of memory in CRIU's own images."""
     return sum(path.stat().st_size for path in images.glob("pages-*.img"))
+
+
+def await_stopped(pids: Iterable[int]) -> None:
+    """CRIU sends SIGSTOP and lets go; a busy machine takes a moment until it has arrived."""
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while set((states := {pid: process_state(pid) for pid in pids}).values()) != {"T"}:
+        assert time.monotonic() < deadline, states
+        time.sleep(0.01)
 
 
 def test_twice_there_and_back(rig: Rig) -> None:
@@ -125,7 +136,7 @@ def test_left_alive_it_is_what_it_was(rig: Rig, final: str) -> None:
             assert dumped.status == 0, dumped.errors
             assert workers(images) == []
             if final == "--leave-stopped":
-                assert {process_state(pid) for pid in job.pids} == {"T"}
+                await_stopped(job.pids)
                 for pid in job.pids:
                     os.kill(pid, signal.SIGCONT)
             job.run_on()

@@ -68,7 +68,7 @@ def test_stop(criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, imag
     job = gpu_generations()
     dumped = cudackpt("checkpoint", str(job.pid), "-D", images, "--stop", "--criu", program(criu))
     assert dumped.returncode == 0, dumped.stderr
-    assert job.state() == "T"
+    job.await_stopped()
     job.signal(signal.SIGCONT)
     check_memory(job, 0)
 

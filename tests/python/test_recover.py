@@ -309,8 +309,7 @@ def test_a_stopped_process_is_refused_with_the_way_out(
 ) -> None:
     job = gpu_generations()
     job.signal(signal.SIGSTOP)
-    while job.state() != "T":
-        time.sleep(0.01)
+    job.await_stopped()
     refused = cudackpt("recover", str(job.pid), "-D", images)
     assert refused.returncode == 2
     assert f"kill -CONT {job.pid}" in refused.stderr

@@ -57,6 +57,15 @@ class Job:
             return ""
         return stat[stat.rindex(")") + 2]
 
+    def await_stopped(self) -> None:
+        """Who sends SIGSTOP is told nothing of when it arrives: a busy machine takes a moment."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.state() != "T":
+            assert time.monotonic() < deadline, (
+                f"the job does not stop, its state is {self.state()!r}"
+            )
+            time.sleep(POLL_S)
+
     def alive(self) -> bool:
         """It runs, sleeps or stands; a zombie does not count."""
         return self.state() not in ("", "Z", "X")
