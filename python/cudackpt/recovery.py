@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from cudackpt._core import MANIFEST_NAME, Encoding, ImageReader, Manifest, image_name, read_manifest
+from cudackpt._core import (
+    MANIFEST_NAME,
+    Encoding,
+    ImageReader,
+    Manifest,
+    RegionKind,
+    image_name,
+    read_manifest,
+)
 from cudackpt.criu.statistics import find_statistics, statistics_path
 from cudackpt.driver import Driver, ProcessState
 from cudackpt.errors import CheckpointError, DriverError, ImageError
@@ -27,6 +35,7 @@ WORKER_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 _EMPTY = bytes(_PAGE_SIZE)
+_PROTECTIONS = {1: "r", 2: "w", 4: "x"}  # PROT_*, and as in /proc/PID/maps
 _PRESENT_OR_SWAPPED = 3 << 62  # bits 63 and 62 of an entry of /proc/PID/pagemap
 
 Progress = Callable[[int], None]
@@ -171,11 +180,30 @@ def _refill(
             raise ImageError(f"{path} is not the one that the manifest names; nothing was changed")
         image.attach_sources()
         image.verify(threads)
+        _require_mapped(task, image)
         _require_same_pages(task, image)
         image.restore_to_process(task.pid, threads, progress=on_progress)
     except (ValueError, OSError, NotImplementedError) as exc:
         raise ImageError(f"cannot put back {path}: {exc}") from exc
     return sum(region.length for region in image.info.regions)
+
+
+def _require_mapped(task: Task, image: ImageReader) -> None:
+    """Refuse an image of another time: the task maps each region as it did. Of what is not mapped
+    no page is there, and that must not pass for a page that was dropped."""
+    lines = Path(f"/proc/{task.pid}/maps").read_text(errors="replace").splitlines()
+    for region in image.info.regions:
+        flags = "".join(
+            letter if region.protection & bit else "-" for bit, letter in _PROTECTIONS.items()
+        ) + ("p" if region.kind == RegionKind.PRIVATE_ANONYMOUS else "s")
+        at = region.address
+        for line in lines:
+            span, found = line.split(maxsplit=2)[:2]
+            begin, end = (int(bound, 16) for bound in span.split("-"))
+            if begin <= at < end and found == flags:
+                at = end
+        if at < region.address + region.length:
+            raise _other(task, at)
 
 
 def _require_same_pages(task: Task, image: ImageReader) -> None:
@@ -198,7 +226,7 @@ def _require_same_pages(task: Task, image: ImageReader) -> None:
             entries = memoryview(pagemap.read(count * 8)).cast("Q")
             there = [entry & _PRESENT_OR_SWAPPED != 0 for entry in entries]
             if not any(there):
-                refilled = refilled and chunk.encoding is Encoding.ZERO
+                refilled = refilled and chunk.encoding == Encoding.ZERO
                 continue
             stored = image.read_chunk(index)
             if all(there) and os.pread(memory.fileno(), chunk.plain_size, chunk.address) == stored:

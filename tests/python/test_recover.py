@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import shutil
 import signal
@@ -14,10 +16,19 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from cudackpt._core import ImageReader, image_name
+from cudackpt._core import (
+    DEFAULT_CHUNK_SIZE,
+    ImageInfo,
+    ImageReader,
+    Region,
+    RegionKind,
+    image_name,
+    write_image,
+)
 from cudackpt.criu.find import choose, find_all
-from cudackpt.recovery import WORKER_COMM
-from cudackpt.task import find_users
+from cudackpt.errors import ImageError
+from cudackpt.recovery import WORKER_COMM, _require_mapped, _require_same_pages
+from cudackpt.task import find_users, read_task
 from support.checkpoint import Checkpointer
 from support.job import TIMEOUT_S, Job
 
@@ -27,6 +38,7 @@ DriverCalls = Callable[..., None]
 Abandon = Callable[..., None]
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+CHUNK = DEFAULT_CHUNK_SIZE
 
 # argv: pid, then methods of Driver: as another tool would call them.
 CALLER = """
@@ -302,6 +314,49 @@ def test_an_empty_page_among_all_others_is_the_jobs(
         memory.write(content)
     assert cudackpt("recover", str(job.pid), "-D", images).returncode == 0
     check_memory(job, 0)
+
+
+def test_an_empty_page_is_unfilled_only_where_data_is_lacking(tmp_path: Path) -> None:
+    """A zero chunk, which is never put back, is none that is lacking."""
+    data = os.urandom(CHUNK)
+    with mmap.mmap(-1, 2 * CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        image = written(tmp_path / "image", address, data + bytes(CHUNK), 3)
+        area[:CHUNK] = data
+        task = read_task(os.getpid())
+        _require_same_pages(task, image)
+        area[:PAGE] = bytes(PAGE)
+        with pytest.raises(ImageError, match=f"something else at {address:#x}"):
+            _require_same_pages(task, image)
+        area.madvise(mmap.MADV_DONTNEED, CHUNK - PAGE, PAGE)
+        _require_same_pages(task, image)
+        area[PAGE : PAGE + 1] = bytes([data[PAGE] ^ 1])
+        with pytest.raises(ImageError, match=f"something else at {address + PAGE:#x}"):
+            _require_same_pages(task, image)
+
+
+def test_memory_that_is_mapped_otherwise_was_not_dropped(tmp_path: Path) -> None:
+    size = 4 * PAGE
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        images = {
+            protection: written(tmp_path / f"{protection}.img", address, bytes(size), protection)
+            for protection in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ)
+        }
+        task = read_task(os.getpid())
+        _require_mapped(task, images.pop(mmap.PROT_READ | mmap.PROT_WRITE))
+        with pytest.raises(ImageError, match=f"something else at {address:#x}"):
+            _require_mapped(task, images.pop(mmap.PROT_READ))
+    nowhere = written(tmp_path / "nowhere.img", PAGE, bytes(size), mmap.PROT_READ)
+    with pytest.raises(ImageError, match=f"something else at {PAGE:#x}"):
+        _require_mapped(task, nowhere)
+
+
+def written(path: Path, address: int, content: bytes, protection: int) -> ImageReader:
+    region = Region(address, len(content), protection, RegionKind.PRIVATE_ANONYMOUS)
+    info = ImageInfo(pid=os.getpid(), checkpoint_id=bytes(15) + b"1", regions=[region])
+    write_image(path, info, [(address, content)])
+    return ImageReader.open(path)
 
 
 def test_a_stopped_process_is_refused_with_the_way_out(
