@@ -14,8 +14,8 @@
 namespace cudackpt {
 
 /// A bounded number of buffers that go round: makers fill them, writers empty them. A processor is
-/// busy while the device is, and no more threads than processors ask for the job's memory, which
-/// they would only wait for each other with.
+/// busy while the device is, and no more threads than processors ask for the job's memory, for which
+/// they would only wait for each other.
 ///
 /// Threads may be makers first and writers then; a maker that finds no free buffer writes until
 /// there is one. So all goes on with any number of writers, none among them.
@@ -60,7 +60,7 @@ private:
     const Write write_;
     std::mutex mutex_;
     std::condition_variable submitted_; ///< or nothing more will be
-    std::condition_variable freed_;     ///< or submitted, for makers that wait and could write
+    std::condition_variable freed_;     ///< or cancelled
     std::deque<Buffer> buffers_;
     std::vector<Buffer*> free_; ///< the last one first: it is in a cache
     std::deque<Buffer*> queue_;
