@@ -7,7 +7,7 @@
 help:
 	@echo 'make demo    the main job: train, checkpoint, kill, restore, compare; build/demo.json'
 	@echo 'make test    build and run every test and check'
-	@echo 'make build   build/venv with cudackpt in it, and the wheel in build/dist'
+	@echo 'make build   build/venv with gpustasis in it, and the wheel in build/dist'
 	@echo 'make setup   system packages, and the roots with CRIU and the container engines'
 	@echo 'make lint    formatters, linters and types only'
 	@echo 'make format  put C++ and Python files into their format'

@@ -8,8 +8,8 @@ build=$repo/build
 venv=$build/venv
 logs=$build/logs
 stamps=$build/stamps
-cache=${CUDACKPT_CACHE:-${XDG_CACHE_HOME:-/var/cache}/cudackpt}
-jobs=${CUDACKPT_JOBS:-$(nproc)}
+cache=${GPUSTASIS_CACHE:-${XDG_CACHE_HOME:-/var/cache}/gpustasis}
+jobs=${GPUSTASIS_JOBS:-$(nproc)}
 
 # cuda.h, for programs that are compiled here: the pinned one of build/venv.
 use_cuda_include() {
@@ -52,7 +52,7 @@ step() {
         printf '\r\033[K'
     fi
     if [ "$rc" != 0 ]; then
-        tail -n "${CUDACKPT_LOG_LINES:-60}" "$log" >&2
+        tail -n "${GPUSTASIS_LOG_LINES:-60}" "$log" >&2
         say "        the whole log: $log" >&2
         die "$name (exit $rc)" "$mend"
     fi

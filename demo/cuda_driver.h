@@ -2,8 +2,8 @@
  *
  * Each member of `cuda` has the name and the type that cuda.h declares; a versioned name
  * (cuMemAlloc -> cuMemAlloc_v2) is resolved as the header spells it. */
-#ifndef CUDACKPT_DEMO_CUDA_DRIVER_H
-#define CUDACKPT_DEMO_CUDA_DRIVER_H
+#ifndef GPUSTASIS_DEMO_CUDA_DRIVER_H
+#define GPUSTASIS_DEMO_CUDA_DRIVER_H
 
 #include <cuda.h>
 

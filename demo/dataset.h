@@ -1,7 +1,7 @@
 /* Synthetic classification data, a pure function of the seed: any part can be made again at any
  * time and compared with what the GPU holds. */
-#ifndef CUDACKPT_DEMO_DATASET_H
-#define CUDACKPT_DEMO_DATASET_H
+#ifndef GPUSTASIS_DEMO_DATASET_H
+#define GPUSTASIS_DEMO_DATASET_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,6 +1,6 @@
 /* A perceptron with two hidden layers, its gradients and its Adam state, in GPU memory. */
-#ifndef CUDACKPT_DEMO_NETWORK_H
-#define CUDACKPT_DEMO_NETWORK_H
+#ifndef GPUSTASIS_DEMO_NETWORK_H
+#define GPUSTASIS_DEMO_NETWORK_H
 
 #include "cuda_driver.h"
 

@@ -1,6 +1,6 @@
 /* Command line of the training demo. */
-#ifndef CUDACKPT_DEMO_OPTIONS_H
-#define CUDACKPT_DEMO_OPTIONS_H
+#ifndef GPUSTASIS_DEMO_OPTIONS_H
+#define GPUSTASIS_DEMO_OPTIONS_H
 
 #include <stdint.h>
 

@@ -1,6 +1,6 @@
 /* SHA-256 (FIPS 180-4), so that a run can name its weights in one line. */
-#ifndef CUDACKPT_DEMO_SHA256_H
-#define CUDACKPT_DEMO_SHA256_H
+#ifndef GPUSTASIS_DEMO_SHA256_H
+#define GPUSTASIS_DEMO_SHA256_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -7,7 +7,7 @@
  *
  * Matrices are row-major. Weights are [out][in]; activations are [batch][features]. */
 
-#include "cudackpt_emulator.h"
+#include "gpustasis_emulator.h"
 
 typedef unsigned short bf16;
 
@@ -31,7 +31,7 @@ __device__ inline bf16 to_bf16(float number) {
 }
 
 /* y = x W^T + b, then max(y, 0) if `rectify`. One thread per element of y. */
-CUDACKPT_KERNEL(linear_forward, const bf16 *weight, const float *bias, const float *x, float *y, int batch,
+GPUSTASIS_KERNEL(linear_forward, const bf16 *weight, const float *bias, const float *x, float *y, int batch,
        int in, int out, int rectify) {
     const int index = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (index >= batch * out)
@@ -45,7 +45,7 @@ CUDACKPT_KERNEL(linear_forward, const bf16 *weight, const float *bias, const flo
 }
 
 /* Cross entropy of softmax(logits) and its gradient, divided by the batch. One thread per sample. */
-CUDACKPT_KERNEL(softmax_loss, const float *logits, const int *label, float *loss, float *gradient, int batch,
+GPUSTASIS_KERNEL(softmax_loss, const float *logits, const int *label, float *loss, float *gradient, int batch,
        int classes) {
     const int sample = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (sample >= batch)
@@ -64,7 +64,7 @@ CUDACKPT_KERNEL(softmax_loss, const float *logits, const int *label, float *loss
 }
 
 /* The mean of `count` numbers, added up in order by one thread. */
-CUDACKPT_KERNEL(mean, const float *numbers, float *result, int count) {
+GPUSTASIS_KERNEL(mean, const float *numbers, float *result, int count) {
     if (blockIdx.x * blockDim.x + threadIdx.x != 0)
         return;
     float sum = 0.0f;
@@ -74,7 +74,7 @@ CUDACKPT_KERNEL(mean, const float *numbers, float *result, int count) {
 }
 
 /* dx = dy W, zero where the activation x was rectified away. One thread per element of dx. */
-CUDACKPT_KERNEL(linear_backward_input, const bf16 *weight, const float *dy, const float *x, float *dx, int batch,
+GPUSTASIS_KERNEL(linear_backward_input, const bf16 *weight, const float *dy, const float *x, float *dx, int batch,
        int in, int out) {
     const int index = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (index >= batch * in)
@@ -88,7 +88,7 @@ CUDACKPT_KERNEL(linear_backward_input, const bf16 *weight, const float *dy, cons
 }
 
 /* dW = dy^T x and, in column `in` of the launch, db. One thread per element of dW and db. */
-CUDACKPT_KERNEL(linear_backward_weight, const float *dy, const float *x, float *dweight, float *dbias, int batch,
+GPUSTASIS_KERNEL(linear_backward_weight, const float *dy, const float *x, float *dweight, float *dbias, int batch,
        int in, int out) {
     const int index = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (index >= out * (in + 1))
@@ -106,7 +106,7 @@ CUDACKPT_KERNEL(linear_backward_weight, const float *dy, const float *x, float *
 
 /* Adam (Kingma and Ba, 2015, algorithm 1) on fp32 weights; `rounded` receives their bf16 copy for the
  * next forward pass. rate is the step size with both bias corrections in it. One thread per weight. */
-CUDACKPT_KERNEL(adam, float *weight, bf16 *rounded, const float *gradient, float *first, float *second,
+GPUSTASIS_KERNEL(adam, float *weight, bf16 *rounded, const float *gradient, float *first, float *second,
        float rate, float epsilon, int count) {
     const int index = (int)(blockIdx.x * blockDim.x + threadIdx.x);
     if (index >= count)

@@ -1,11 +1,11 @@
 """Fixtures for all tests. Those that need CRIU run once for every version found on this machine.
 
-criu            one CRIU (cudackpt.criu.find.Criu); the test's id names it: criu-4.2.1
+criu            one CRIU (gpustasis.criu.find.Criu); the test's id names it: criu-4.2.1
 images          an empty directory for a checkpoint
 launch          launch(argv, environ=None) -> Job: a program in a session of its own; ends with
                 the test
 compile_c       compile_c(source, *flags) -> Path: a C program, compiled once for the whole run
-emulator        a private driver emulator (cudackpt.emulator.Emulator), one for the whole run: two
+emulator        a private driver emulator (gpustasis.emulator.Emulator), one for the whole run: two
                 GPUs of 256 MiB, driver 580; its faults and settings are reset after each test
 emulator_environ
                 the environment in which programs and criu use that emulator
@@ -15,7 +15,7 @@ gpu_generations launch_cuda of tests/programs/gpu_generations.c, once it is "rea
                 gpu_generations(mib=8, seed=1, zero_mib=4) -> Job
 checkpointer    dump and restore jobs with `criu`, our plugin and the emulator:
                 support.checkpoint.Checkpointer
-cudackpt        cudackpt(*words) -> CompletedProcess: the command, in emulator_environ
+gpustasis        gpustasis(*words) -> CompletedProcess: the command, in emulator_environ
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.find import Criu, find_all
-from cudackpt.emulator import Emulator, Options, library_directory
-from cudackpt.emulator.daemon import api_version_of
+from gpustasis.criu.find import Criu, find_all
+from gpustasis.emulator import Emulator, Options, library_directory
+from gpustasis.emulator.daemon import api_version_of
 from support.checkpoint import Checkpointer
 from support.job import Job
 
@@ -190,11 +190,11 @@ def checkpointer(criu: Criu, emulator_environ: dict[str, str]) -> Checkpointer:
 
 
 @pytest.fixture
-def cudackpt(
+def gpustasis(
     emulator_environ: dict[str, str],
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "cudackpt", *map(str, words)]
+        argv = [sys.executable, "-m", "gpustasis", *map(str, words)]
         return subprocess.run(
             argv, env=emulator_environ, capture_output=True, text=True, check=False, timeout=120
         )

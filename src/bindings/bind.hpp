@@ -1,9 +1,9 @@
-/// The parts of cudackpt._core; each binds one noun and holds no logic of its own.
+/// The parts of gpustasis._core; each binds one noun and holds no logic of its own.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 
 void bind_errors(pybind11::module_& m);
 void bind_dirty_tracker(pybind11::module_& m);
@@ -12,4 +12,4 @@ void bind_info(pybind11::module_& m);
 void bind_image(pybind11::module_& m);
 void bind_manifest(pybind11::module_& m);
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

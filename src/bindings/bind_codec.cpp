@@ -9,7 +9,7 @@
 
 namespace py = pybind11;
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 namespace {
 
 py::tuple encode(const py::buffer& plain, bool compress, int lz4_acceleration) {
@@ -71,4 +71,4 @@ void bind_codec(py::module_& m) {
     m.def("hash64", &hash64_of, py::arg("data"), "XXH3-64 of a buffer. Releases the GIL.");
 }
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

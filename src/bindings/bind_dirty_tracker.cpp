@@ -13,7 +13,7 @@
 
 namespace py = pybind11;
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 namespace {
 
 constexpr DirtyBackend kBackends[] = {DirtyBackend::write_protect, DirtyBackend::soft_dirty};
@@ -108,4 +108,4 @@ void bind_dirty_tracker(py::module_& m) {
           "a page of this process. Releases the GIL.");
 }
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

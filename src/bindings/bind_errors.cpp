@@ -6,7 +6,7 @@
 
 namespace py = pybind11;
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 
 /// The single place where a core error becomes a Python exception.
 void bind_errors(py::module_& m) {
@@ -17,7 +17,7 @@ void bind_errors(py::module_& m) {
     PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Types> types;
     types.call_once_and_store_result([&] {
         const auto make = [&](const char* name, PyObject* base, const char* doc) {
-            const auto full = "cudackpt._core." + std::string(name);
+            const auto full = "gpustasis._core." + std::string(name);
             auto type = py::reinterpret_steal<py::object>(
                 PyErr_NewExceptionWithDoc(full.c_str(), doc, base, nullptr));
             if (!type)
@@ -48,4 +48,4 @@ void bind_errors(py::module_& m) {
     });
 }
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

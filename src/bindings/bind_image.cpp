@@ -19,7 +19,7 @@
 
 namespace py = pybind11;
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 namespace {
 
 using Tell = std::optional<py::function>;
@@ -243,4 +243,4 @@ void bind_image(py::module_& m) {
         "on return. Raises CorruptDataError, OSError. Releases the GIL.");
 }
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

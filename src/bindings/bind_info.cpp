@@ -6,7 +6,7 @@
 
 namespace py = pybind11;
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 namespace {
 
 void bind_region(py::module_& m) {
@@ -121,4 +121,4 @@ void bind_info(py::module_& m) {
         .def("__eq__", &equal<ImageInfo>, py::is_operator());
 }
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

@@ -10,7 +10,7 @@
 
 namespace py = pybind11;
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 void bind_manifest(py::module_& m) {
     m.attr("MANIFEST_NAME") = kManifestName;
     m.def("image_name", &image_name, py::arg("pid"), py::arg("stripe") = 0,
@@ -73,4 +73,4 @@ void bind_manifest(py::module_& m) {
         "Raises OSError, ValueError if it breaks a limit of docs/format.md.");
 }
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

@@ -7,7 +7,7 @@
 
 #include <utility>
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 
 /// A C-contiguous view of `object`; holds the buffer until destroyed, so the bytes stay put while
 /// the GIL is released. Make and destroy it with the GIL held. Raises BufferError in Python, also
@@ -35,4 +35,4 @@ private:
     Py_buffer view_{};
 };
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

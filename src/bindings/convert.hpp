@@ -11,7 +11,7 @@
 #include <string>
 #include <string_view>
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 
 inline pybind11::bytes to_python(Bytes bytes) {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
@@ -52,4 +52,4 @@ inline std::string to_text(const pybind11::str& text) {
     return std::string(static_cast<std::string_view>(encoded));
 }
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

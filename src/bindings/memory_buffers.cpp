@@ -6,7 +6,7 @@
 #include <iterator>
 #include <string>
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 
 void MemoryBuffers::add(std::uint64_t address, BufferView view) {
     if (!runs_.try_emplace(address, std::move(view)).second)
@@ -33,4 +33,4 @@ void MemoryBuffers::read(std::uint64_t address, MutBytes out) {
     }
 }
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <map>
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 
 /// Reads from buffers that stand for memory at given addresses.
 class MemoryBuffers : public MemorySource {
@@ -22,4 +22,4 @@ private:
     std::map<std::uint64_t, BufferView> runs_;
 };
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

@@ -1,7 +1,7 @@
 #include "bindings/bind.hpp"
 
 PYBIND11_MODULE(_core, m) {
-    using namespace cudackpt::bindings;
+    using namespace gpustasis::bindings;
     m.doc() = "Checkpoint images in C++. Buffers are not copied; long calls release the GIL.";
     bind_errors(m);
     bind_codec(m);

@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <filesystem>
 
-namespace cudackpt::bindings {
+namespace gpustasis::bindings {
 
 /// Throws Error: io.
 inline UniqueFd open_dir(const std::filesystem::path& path) {
@@ -24,4 +24,4 @@ inline UniqueFd open_dir_of(const std::filesystem::path& path) {
     return open_dir(path.has_parent_path() ? path.parent_path() : ".");
 }
 
-} // namespace cudackpt::bindings
+} // namespace gpustasis::bindings

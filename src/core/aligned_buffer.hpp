@@ -9,7 +9,7 @@
 #include <memory>
 #include <new>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// What direct I/O wants of offsets, sizes and addresses, on every file system it is used on here.
 inline constexpr std::size_t kDirectAlignment = 4096;
@@ -46,4 +46,4 @@ inline bool is_aligned(Bytes bytes) noexcept {
            bytes.size() % kDirectAlignment == 0;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

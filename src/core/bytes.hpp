@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <span>
 
-namespace cudackpt {
+namespace gpustasis {
 
 using Bytes = std::span<const std::byte>;
 using MutBytes = std::span<std::byte>;
 
-} // namespace cudackpt
+} // namespace gpustasis

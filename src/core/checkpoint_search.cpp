@@ -9,7 +9,7 @@
 #include <filesystem>
 #include <utility>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 bool is_checkpoint(int directory, const Id& id) noexcept {
@@ -44,4 +44,4 @@ std::string searched_places(const std::string& root) {
     return root + "/checkpoints and " + root + "/containers/*";
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

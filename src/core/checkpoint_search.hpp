@@ -6,10 +6,10 @@
 
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Where checkpoints that others are built on are kept (docs/format.md, "Links").
-inline constexpr const char* kStoreRoot = "/var/lib/cudackpt";
+inline constexpr const char* kStoreRoot = "/var/lib/gpustasis";
 
 /// The directory with the checkpoint `id`, by its manifest: `root`/checkpoints/<id in hex>, else
 /// `root`/containers/<any>/<id in hex>; no descriptor if there is none. What cannot be read is not
@@ -19,4 +19,4 @@ UniqueFd find_checkpoint(const Id& id, const std::string& root = kStoreRoot);
 /// For a message: where that looks.
 std::string searched_places(const std::string& root = kStoreRoot);
 
-} // namespace cudackpt
+} // namespace gpustasis

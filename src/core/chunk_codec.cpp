@@ -8,7 +8,7 @@
 #include <cstring>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 const char* chars(Bytes bytes) noexcept {
@@ -84,4 +84,4 @@ void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain) {
                 "cannot decode encoding " + std::to_string(static_cast<int>(encoding)));
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

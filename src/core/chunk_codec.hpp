@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// How one chunk is stored; docs/format.md, field encoding. Permanent: never renumber.
 enum class Encoding : std::uint8_t { zero = 0, lz4 = 1, raw = 2 };
@@ -46,4 +46,4 @@ EncodedChunk encode_chunk(Bytes plain, bool compress, int lz4_acceleration, MutB
 /// `encoding` is unknown.
 void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -9,7 +9,7 @@
 
 #include <utility>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 // Returns how many bytes were read: fewer than asked for where the file ends, or where it cannot be
@@ -48,4 +48,4 @@ Bytes ChunkInput::read(std::uint64_t offset, std::size_t size, MutBytes buffer) 
     return buffer.first(size);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <memory>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// One image file whose chunks are read, by several threads at once.
 class ChunkInput {
@@ -31,4 +31,4 @@ private:
     UniqueFd direct_; ///< none: buffered
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace cudackpt {
+namespace gpustasis {
 
 ChunkMap::ChunkMap(const std::vector<Region>& regions, std::uint32_t chunk_size)
     : chunk_size_(chunk_size) {
@@ -23,4 +23,4 @@ ChunkPlace ChunkMap::at(std::uint64_t index) const noexcept {
             static_cast<std::uint32_t>(std::min<std::uint64_t>(left, chunk_size_))};
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

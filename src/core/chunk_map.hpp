@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// The memory one chunk holds.
 struct ChunkPlace {
@@ -38,4 +38,4 @@ private:
     std::uint64_t plain_size_ = 0;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

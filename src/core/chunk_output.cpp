@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 // Space is reserved ahead of the writers: within it their writes run side by side, and what
@@ -108,4 +108,4 @@ void ChunkOutput::finish(std::uint64_t size) {
         throw io_error("cut to its size", errno);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

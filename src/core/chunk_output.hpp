@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <mutex>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// A new, empty file that chunks are written to, each at its offset, by several threads at once.
 class ChunkOutput {
@@ -38,4 +38,4 @@ private:
     std::atomic<bool> reserving_ = true;      ///< false: this file system cannot
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

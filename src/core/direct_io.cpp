@@ -13,7 +13,7 @@
 #include <cstring>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 // linux/stat.h since 6.1, linux/mman.h and the system call table since 6.5; the headers of the
@@ -79,4 +79,4 @@ bool is_mostly_cached(int fd, std::uint64_t size) noexcept {
     return cached * 2 > kSamples * std::min(size / kSamples + 1, kSampleSize);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

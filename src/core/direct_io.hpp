@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// How chunk data reaches a file.
 enum class IoMode : std::uint8_t {
@@ -27,4 +27,4 @@ UniqueFd open_direct(int fd, int flags, IoMode mode);
 /// would be slower.
 bool is_mostly_cached(int fd, std::uint64_t size) noexcept;
 
-} // namespace cudackpt
+} // namespace gpustasis

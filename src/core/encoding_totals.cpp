@@ -2,7 +2,7 @@
 
 #include <array>
 
-namespace cudackpt {
+namespace gpustasis {
 
 void EncodingTotals::add(Encoding encoding, bool reference, std::uint64_t plain_size,
                          std::uint64_t stored_size) noexcept {
@@ -26,4 +26,4 @@ EncodingTotals& EncodingTotals::operator+=(const EncodingTotals& other) noexcept
     return *this;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Chunks and bytes by how they are stored. `plain` counts memory, `stored` the bytes of the file
 /// that hold it.
@@ -27,4 +27,4 @@ struct EncodingTotals {
     bool operator==(const EncodingTotals&) const = default;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

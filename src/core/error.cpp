@@ -2,10 +2,10 @@
 
 #include <system_error>
 
-namespace cudackpt {
+namespace gpustasis {
 
 Error io_error(const std::string& what, int error_number) {
     return {Errc::io, what + ": " + std::generic_category().message(error_number)};
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Why an operation failed. Code branches on this; people read what().
 enum class Errc {
@@ -27,4 +27,4 @@ private:
 /// An Errc::io Error: "<what>: <strerror(error_number)>".
 [[nodiscard]] Error io_error(const std::string& what, int error_number);
 
-} // namespace cudackpt
+} // namespace gpustasis

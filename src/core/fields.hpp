@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 static_assert(std::endian::native == std::endian::little, "numbers are stored as they lie");
 
@@ -95,4 +95,4 @@ private:
     Bytes rest_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 
 #include <cerrno>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::size_t kMaxNameSize = 240; // leaves room for the name while in part
@@ -121,4 +121,4 @@ void PartFile::commit() {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Open a regular file for reading; does not wait on what is not one.
 /// Throws Error: io, corrupt_data if it is not a regular file.
@@ -60,4 +60,4 @@ private:
     bool committed_ = false;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

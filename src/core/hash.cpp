@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 Id canonical_id(const XXH128_hash_t& hash) noexcept {
@@ -21,7 +21,7 @@ Id canonical_id(const XXH128_hash_t& hash) noexcept {
 
 } // namespace
 
-#ifdef CUDACKPT_HASH_AVX2
+#ifdef GPUSTASIS_HASH_AVX2
 namespace {
 
 bool has_avx2() noexcept {
@@ -33,7 +33,7 @@ bool has_avx2() noexcept {
 #endif
 
 Id hash128(Bytes bytes) noexcept {
-#ifdef CUDACKPT_HASH_AVX2
+#ifdef GPUSTASIS_HASH_AVX2
     if (has_avx2()) {
         Id fast;
         hash128_avx2(bytes.data(), bytes.size(), fast.data());
@@ -61,11 +61,11 @@ Id StreamHash128::value() const noexcept {
 }
 
 std::uint64_t hash64(Bytes bytes) noexcept {
-#ifdef CUDACKPT_HASH_AVX2
+#ifdef GPUSTASIS_HASH_AVX2
     if (has_avx2())
         return hash64_avx2(bytes.data(), bytes.size());
 #endif
     return XXH3_64bits(bytes.data(), bytes.size());
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

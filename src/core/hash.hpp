@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <memory>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// XXH3-128 in canonical form, that is, big-endian.
 Id hash128(Bytes bytes) noexcept;
@@ -29,4 +29,4 @@ private:
 /// XXH3-64.
 std::uint64_t hash64(Bytes bytes) noexcept;
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -4,7 +4,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-namespace cudackpt {
+namespace gpustasis {
 
 void hash128_avx2(const std::byte* data, std::size_t size, std::byte* out) noexcept {
     XXH128_canonical_t canonical;
@@ -17,4 +17,4 @@ std::uint64_t hash64_avx2(const std::byte* data, std::size_t size) noexcept {
     return XXH3_64bits(data, size);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 
 // Nothing inline is in this header: what is compiled for AVX2 must not be what the linker keeps for
 // all.
@@ -13,4 +13,4 @@ namespace cudackpt {
 void hash128_avx2(const std::byte* data, std::size_t size, std::byte* out) noexcept;
 std::uint64_t hash64_avx2(const std::byte* data, std::size_t size) noexcept;
 
-} // namespace cudackpt
+} // namespace gpustasis

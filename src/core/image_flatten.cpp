@@ -8,7 +8,7 @@
 
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 WriteResult flatten_image(const ImageReader& image, int dir_fd, const std::string& name,
                           unsigned threads, const ImageReader::Progress& progress) {
@@ -49,4 +49,4 @@ WriteResult flatten_image(const ImageReader& image, int dir_fd, const std::strin
     return {.totals = totals, .file_size = frame.file_size, .digest = frame.digest};
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

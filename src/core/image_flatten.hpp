@@ -6,7 +6,7 @@
 
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Write a copy of `image`, whose sources are attached, to the file `name` in `dir_fd`: the same
 /// but for parent and sources, which it has none of. Stored bytes are copied as they are, each
@@ -16,4 +16,4 @@ namespace cudackpt {
 WriteResult flatten_image(const ImageReader& image, int dir_fd, const std::string& name,
                           unsigned threads, const ImageReader::Progress& progress = {});
 
-} // namespace cudackpt
+} // namespace gpustasis

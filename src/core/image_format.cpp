@@ -9,7 +9,7 @@
 #include <cstring>
 #include <string>
 
-namespace cudackpt::format {
+namespace gpustasis::format {
 namespace {
 
 constexpr std::size_t kHashSize = sizeof(Id);
@@ -19,11 +19,11 @@ constexpr std::size_t kIndexEntryReserved = 1;
 
 Bytes header_magic() noexcept {
     return std::as_bytes(std::span("\x93"
-                                   "CUCKPT\n",
+                                   "GPUSIM\n",
                                    8));
 }
 Bytes trailer_magic() noexcept {
-    return std::as_bytes(std::span("CUCKEND\n", 8));
+    return std::as_bytes(std::span("GPUSEND\n", 8));
 }
 
 [[noreturn]] void corrupt(const std::string& what) {
@@ -196,4 +196,4 @@ Trailer unpack_trailer(Bytes bytes) {
     return trailer;
 }
 
-} // namespace cudackpt::format
+} // namespace gpustasis::format

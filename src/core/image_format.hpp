@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace cudackpt::format {
+namespace gpustasis::format {
 
 inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::size_t kHeaderSize = 256;
@@ -82,4 +82,4 @@ std::vector<std::byte> pack_trailer(const Trailer& trailer);
 /// `bytes` is kTrailerSize long. Throws Error: corrupt_data.
 Trailer unpack_trailer(Bytes bytes);
 
-} // namespace cudackpt::format
+} // namespace gpustasis::format

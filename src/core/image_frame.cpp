@@ -5,7 +5,7 @@
 #include "core/image_format.hpp"
 #include "core/image_metadata.hpp"
 
-namespace cudackpt {
+namespace gpustasis {
 
 FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index) {
@@ -37,4 +37,4 @@ FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
     return {.file_size = trailer.file_size, .digest = format::hash_at_end(packed_trailer)};
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

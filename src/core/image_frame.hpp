@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// What writing the frame makes known.
 struct FrameResult {
@@ -20,4 +20,4 @@ struct FrameResult {
 FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index);
 
-} // namespace cudackpt
+} // namespace gpustasis

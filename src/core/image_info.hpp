@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// 128 bits that name a checkpoint, a GPU, a boot or a digest.
 using Id = std::array<std::byte, 16>;
@@ -69,4 +69,4 @@ struct ImageInfo {
     bool operator==(const ImageInfo&) const = default;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

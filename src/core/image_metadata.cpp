@@ -8,7 +8,7 @@
 #include <string>
 #include <tuple>
 
-namespace cudackpt::format {
+namespace gpustasis::format {
 namespace {
 
 constexpr std::size_t kFixedReserved = 4;
@@ -211,4 +211,4 @@ void unpack_metadata(Bytes bytes, ImageInfo& info) {
     }
 }
 
-} // namespace cudackpt::format
+} // namespace gpustasis::format

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt::format {
+namespace gpustasis::format {
 
 inline constexpr std::size_t kMetadataFixedSize = 96;
 inline constexpr std::size_t kGpuSize = 280;
@@ -59,4 +59,4 @@ bool has_stripes(const std::vector<Source>& sources) noexcept;
 void pack_gpus(const std::vector<GpuInfo>& gpus, FieldWriter& out);
 std::vector<GpuInfo> unpack_gpus(std::uint32_t count, FieldReader& in);
 
-} // namespace cudackpt::format
+} // namespace gpustasis::format

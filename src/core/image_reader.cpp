@@ -19,7 +19,7 @@
 #include <iterator>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 using format::align_up;
@@ -89,7 +89,7 @@ struct ImageReader::State {
 };
 
 void ImageReader::State::load() {
-    const std::uint64_t size = cudackpt::file_size(fd->get());
+    const std::uint64_t size = gpustasis::file_size(fd->get());
     if (size < format::kHeaderSize + format::kTrailerSize)
         corrupt("too short for an image: " + std::to_string(size) + " bytes");
     const format::Header header =
@@ -397,4 +397,4 @@ void ImageReader::verify(unsigned threads, const Progress& progress) const {
     visit_stored(threads, [](std::uint64_t, Bytes) {}, progress);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

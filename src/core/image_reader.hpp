@@ -13,7 +13,7 @@
 #include <memory>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 struct ChunkInfo {
     std::uint64_t address = 0;    ///< in the task
@@ -88,4 +88,4 @@ private:
     std::unique_ptr<State> state_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -20,7 +20,7 @@
 #include <mutex>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 std::vector<std::byte> buffer(std::size_t size) {
@@ -282,4 +282,4 @@ WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& in
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

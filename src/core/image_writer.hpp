@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 struct WriteOptions {
     unsigned threads = 0;           ///< 0: as many as there are processors to run on
@@ -45,4 +45,4 @@ struct WriteResult {
 WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& info,
                         MemorySource& source, const WriteOptions& options);
 
-} // namespace cudackpt
+} // namespace gpustasis

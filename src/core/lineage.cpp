@@ -20,10 +20,10 @@
 #include <exception>
 #include <filesystem>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
-constexpr const char* kNewLink = ".cudackpt-parent.part";
+constexpr const char* kNewLink = ".gpustasis-parent.part";
 
 UniqueFd duplicate(int fd) {
     UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
@@ -214,4 +214,4 @@ std::vector<int> Lineage::descriptors() const {
     return all;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -13,10 +13,10 @@
 #include <utility>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// In an image directory: leads to the directory of the parent.
-inline constexpr const char* kParentLink = "cudackpt-parent";
+inline constexpr const char* kParentLink = "gpustasis-parent";
 
 /// Make, or replace in a single step, the parent link of `dir_fd` to the directory `parent_fd`. Its
 /// text is relative. Throws Error: bad_argument if both are the same directory, io.
@@ -68,4 +68,4 @@ private:
     std::map<Place, std::pair<Id, std::shared_ptr<const UniqueFd>>> files_; ///< digest, file
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

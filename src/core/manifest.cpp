@@ -10,7 +10,7 @@
 
 #include <algorithm>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::size_t kFixedSize = 96;
@@ -26,7 +26,7 @@ constexpr std::size_t kMaxSize = kFixedSize + format::kGpuSize * format::kMaxGpu
 
 Bytes magic() noexcept {
     return std::as_bytes(std::span("\x93"
-                                   "CUCKMF\n",
+                                   "GPUSMF\n",
                                    8));
 }
 
@@ -155,7 +155,7 @@ std::vector<std::byte> pack(const Manifest& manifest) {
 } // namespace
 
 std::string image_name(std::uint32_t pid, std::uint32_t stripe) {
-    return stripe_name("cudackpt-" + std::to_string(pid) + ".img", stripe);
+    return stripe_name("gpustasis-" + std::to_string(pid) + ".img", stripe);
 }
 
 void write_manifest(int dir_fd, const Manifest& manifest) {
@@ -183,4 +183,4 @@ Manifest read_manifest(int dir_fd) {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
-inline constexpr const char* kManifestName = "cudackpt-manifest.img";
+inline constexpr const char* kManifestName = "gpustasis-manifest.img";
 
-/// "cudackpt-<pid>.img"; of a stripe that is not 0 "cudackpt-<pid>.<stripe>.img".
+/// "gpustasis-<pid>.img"; of a stripe that is not 0 "gpustasis-<pid>.<stripe>.img".
 std::string image_name(std::uint32_t pid, std::uint32_t stripe = 0);
 
 /// One CUDA task of the tree.
@@ -43,4 +43,4 @@ void write_manifest(int dir_fd, const Manifest& manifest);
 /// Throws Error: io (also if there is none), corrupt_data, unsupported.
 Manifest read_manifest(int dir_fd);
 
-} // namespace cudackpt
+} // namespace gpustasis

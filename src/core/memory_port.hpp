@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Memory that can be read by address. Called from several threads at once.
 class MemorySource {
@@ -36,4 +36,4 @@ public:
     virtual void write_zeros(std::uint64_t address, std::uint64_t length) = 0;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -14,7 +14,7 @@
 #include <string>
 #include <tuple>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 // Odd multipliers that nobody can know: an index made to have all its hashes in one slot would
@@ -146,4 +146,4 @@ const ParentIndex::Place* ParentIndex::find(const Id& plain_hash,
     return slot == 0 ? nullptr : &places_[slot - 1];
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Built from the indexes of all of the parent's images; no chunk is read. Holds about 56 bytes a
 /// chunk that is not zero. Reading is safe from several threads.
@@ -60,4 +60,4 @@ private:
     std::vector<std::uint32_t> table_; ///< open addressing: number of a place + 1; 0: free
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <optional>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Gives chunks their places in the order of their numbers, whichever thread is ready first: this
 /// is what makes the file the same for any number of threads.
@@ -49,4 +49,4 @@ private:
     bool cancelled_ = false;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -13,7 +13,7 @@
 #include <cstdio>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 Error failed(const char* verb, pid_t pid, std::uint64_t address, int error_number) {
@@ -97,4 +97,4 @@ void ProcessMemory::write_zeros(std::uint64_t address, std::uint64_t length) {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

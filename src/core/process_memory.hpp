@@ -5,7 +5,7 @@
 
 #include <sys/types.h>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Reads and writes the memory of task `pid` (as this process sees it). The caller needs
 /// ptrace access to it (ptrace(2), PTRACE_MODE_ATTACH). Not stopping the task is the caller's
@@ -22,4 +22,4 @@ private:
     pid_t pid_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -6,7 +6,7 @@
 #include <functional>
 #include <mutex>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Counts bytes from all workers and tells somebody now and then, from one thread at a time.
 class ProgressMeter {
@@ -44,4 +44,4 @@ private:
     std::uint64_t told_ = 0;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -14,7 +14,7 @@
 #include <cstring>
 #include <string_view>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::size_t kHashSize = sizeof(Id);
@@ -22,11 +22,11 @@ constexpr std::size_t kHeaderReserved = 20;
 
 Bytes header_magic() noexcept {
     return std::as_bytes(std::span("\x93"
-                                   "CUCKST\n",
+                                   "GPUSST\n",
                                    8));
 }
 Bytes trailer_magic() noexcept {
-    return std::as_bytes(std::span("CUCSEND\n", 8));
+    return std::as_bytes(std::span("GPSSEND\n", 8));
 }
 
 [[noreturn]] void corrupt(const std::string& what) {
@@ -189,4 +189,4 @@ void remove_stripes(int dir_fd, const std::string& image, unsigned first) {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Files that the chunk data of one image can be in: its own, which is stripe 0, and stripe files.
 inline constexpr unsigned kMaxStripes = 16;
@@ -19,8 +19,8 @@ inline constexpr unsigned kMaxStripes = 16;
 inline constexpr std::size_t kStripeHeaderSize = 96;
 inline constexpr std::size_t kStripeTrailerSize = 64;
 
-/// The file of stripe `number` of the image file `image`: that of 2 of "cudackpt-7.img" is
-/// "cudackpt-7.2.img"; 0: the image file itself.
+/// The file of stripe `number` of the image file `image`: that of 2 of "gpustasis-7.img" is
+/// "gpustasis-7.2.img"; 0: the image file itself.
 std::string stripe_name(const std::string& image, unsigned number);
 
 /// What a stripe file says about itself.
@@ -51,4 +51,4 @@ std::array<Id, kMaxStripes> hash_stripe_entries(Bytes index, unsigned stripes);
 /// half-done: an earlier image of the name may have had more. Throws Error: io.
 void remove_stripes(int dir_fd, const std::string& image, unsigned first);
 
-} // namespace cudackpt
+} // namespace gpustasis

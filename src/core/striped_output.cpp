@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr unsigned kMostAutomatic = 8; // docs/performance.md
@@ -104,4 +104,4 @@ std::uint64_t StripedOutput::total_size() const {
     return size;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// How many files an image is written to, its own among them. `wanted`: 1 … kMaxStripes is that; 0
 /// chooses. On tmpfs one thread at a time can write to a file, whatever the file has of space: there
@@ -74,4 +74,4 @@ private:
     std::deque<Output> outputs_; ///< the image's own first
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

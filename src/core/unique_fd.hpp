@@ -5,7 +5,7 @@
 
 #include <utility>
 
-namespace cudackpt {
+namespace gpustasis {
 
 class UniqueFd {
 public:
@@ -33,4 +33,4 @@ private:
     int fd_ = -1;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 unsigned usable_processors() noexcept {
@@ -88,4 +88,4 @@ void run_workers(unsigned count, FirstFailure& failure, const std::function<void
     failure.rethrow();
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

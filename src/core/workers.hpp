@@ -7,7 +7,7 @@
 #include <functional>
 #include <mutex>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// What threads mostly wait for.
 enum class Waits : std::uint8_t {
@@ -42,4 +42,4 @@ private:
 /// that expect theirs elsewhere.
 void run_workers(unsigned count, FirstFailure& failure, const std::function<void()>& work);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-namespace cudackpt {
+namespace gpustasis {
 
 WriteQueue::WriteQueue(unsigned buffers, std::size_t plain_size, std::size_t packed_size,
                        Write write)
@@ -93,4 +93,4 @@ bool WriteQueue::write_next(std::unique_lock<std::mutex>& lock) {
     return true;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -11,7 +11,7 @@
 #include <mutex>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// A bounded number of buffers that go round: makers fill them, writers empty them. A processor is
 /// busy while the device is, and no more threads than processors ask for the job's memory, for which
@@ -69,4 +69,4 @@ private:
     bool cancelled_ = false;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

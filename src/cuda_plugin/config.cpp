@@ -13,10 +13,10 @@
 #include <limits>
 #include <sstream>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
-constexpr const char* kDefaultPath = "/etc/cudackpt/config.toml";
+constexpr const char* kDefaultPath = "/etc/gpustasis/config.toml";
 constexpr std::int64_t kMaxThreads = 1024;
 constexpr std::int64_t kMaxChain = 65535;
 constexpr std::int64_t kMaxChunkSize = std::int64_t{4} << 20;
@@ -169,7 +169,7 @@ Config read_config(const std::string& path) {
 Config find_config(const PluginOptions& options) {
     Config config;
     const auto named = std::ranges::find(options, "config", &PluginOptions::value_type::first);
-    const char* environment = std::getenv("CUDACKPT_CONFIG");
+    const char* environment = std::getenv("GPUSTASIS_CONFIG");
     std::string file;
     if (named != options.end())
         file = named->second;
@@ -197,4 +197,4 @@ void set_options(Config& config, const PluginOptions& options) {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

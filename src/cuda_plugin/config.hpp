@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Automatic: unless this is a machine where they are known to cost more (huge_pages.hpp).
 enum class HugePages : std::uint8_t { automatic, on, off };
@@ -44,8 +44,8 @@ void set_from_file(Config& config, const std::string& path);
 /// Name and value of an option that criu was given for this plugin.
 using PluginOptions = std::vector<std::pair<std::string, std::string>>;
 
-/// The file that the option `config` names, else the environment's CUDACKPT_CONFIG, else
-/// /etc/cudackpt/config.toml if it exists, else the defaults; other options are keys of the file
+/// The file that the option `config` names, else the environment's GPUSTASIS_CONFIG, else
+/// /etc/gpustasis/config.toml if it exists, else the defaults; other options are keys of the file
 /// and win over it. Throws as read_config.
 Config find_config(const PluginOptions& options);
 
@@ -53,4 +53,4 @@ Config find_config(const PluginOptions& options);
 /// Throws Error: bad_argument.
 void set_options(Config& config, const PluginOptions& options);
 
-} // namespace cudackpt
+} // namespace gpustasis

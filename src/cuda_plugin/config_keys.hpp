@@ -9,7 +9,7 @@
 #define TOML_EXCEPTIONS 1
 #include <toml++/toml.h>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// The table in `text`. Throws Error: bad_argument naming `path` and the place in it.
 toml::table parse_toml(std::string_view text, const std::string& path);
@@ -21,4 +21,4 @@ void set_keys(Config& config, const std::string& path, const toml::table& table)
 /// what it may be.
 void set_key(Config& config, const std::string& path, std::string_view key, const toml::node& node);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <optional>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::size_t kIdLength = 64;
@@ -77,4 +77,4 @@ std::vector<std::string> container_ids(std::string_view task, std::string_view o
     return ids;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// The ids of containers in `task`, the text of /proc/PID/cgroup: ascending, each once; usually one
 /// or none. An id is 64 lowercase hex digits, as engines give it; they put it into the name of a
@@ -15,4 +15,4 @@ namespace cudackpt {
 /// both are in, and do not count.
 std::vector<std::string> container_ids(std::string_view task, std::string_view own);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -17,13 +17,13 @@
 #include <system_error>
 #include <utility>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr const char* kNewest = "newest";
 constexpr const char* kNewLink = ".newest.part";
 constexpr const char* kLock = ".dump.lock";
-constexpr std::string_view kHalfDone = ".cudackpt-new-";
+constexpr std::string_view kHalfDone = ".gpustasis-new-";
 constexpr const char* kInventory = "inventory.img"; // CRIU's: without it no checkpoint is complete
 constexpr std::size_t kNameLength = 2 * sizeof(Id);
 
@@ -72,7 +72,7 @@ void link_or_copy(int from_dir, int to_dir, const std::string& name) {
 }
 
 bool is_ours(const std::string& name) {
-    return name.starts_with("cudackpt-") && name.ends_with(".img");
+    return name.starts_with("gpustasis-") && name.ends_with(".img");
 }
 
 /// The inventory is always copied: CRIU writes into the file that is there when it dumps again.
@@ -124,8 +124,8 @@ void as_errors(Body&& body) {
 } // namespace
 
 ContainerStore::ContainerStore(const std::string& id, const std::string& base)
-    : path_(base + "/cudackpt/containers/" + id),
-      directory_(open_trusted(base, {"cudackpt", "containers", id}, IfMissing::make)),
+    : path_(base + "/gpustasis/containers/" + id),
+      directory_(open_trusted(base, {"gpustasis", "containers", id}, IfMissing::make)),
       lock_(lock(directory_.get(), path_)) {
     as_errors([&] { remove_half_done(path_); });
 }
@@ -173,4 +173,4 @@ void ContainerStore::keep(int image_dir, const Id& id) const {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -7,11 +7,11 @@
 
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
-inline constexpr const char* kStoreBase = "/var/lib"; ///< stores are in cudackpt/containers below
+inline constexpr const char* kStoreBase = "/var/lib"; ///< stores are in gpustasis/containers below
 
-/// BASE/cudackpt/containers/ID: one directory per checkpoint, named by its id in hex, and the link
+/// BASE/gpustasis/containers/ID: one directory per checkpoint, named by its id in hex, and the link
 /// `newest`. It is used by one dump at a time.
 class ContainerStore {
 public:
@@ -37,4 +37,4 @@ private:
     UniqueFd lock_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace cudackpt::criu {
+namespace gpustasis::criu {
 
 /// CR_PLUGIN_STAGE__*
 enum class Stage : int { dump = 0, pre_dump = 1, restore = 2 };
@@ -43,4 +43,4 @@ enum class FinalState : int { alive = 1, dead = 2, stopped = 3 };
 /// LOG_* of criu-log.h
 enum class LogLevel : unsigned { message = 0, error = 1, warning = 2, info = 3, debug = 4 };
 
-} // namespace cudackpt::criu
+} // namespace gpustasis::criu

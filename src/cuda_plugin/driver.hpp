@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// The driver refused a call. what(): call, pid, CUresult name and text.
 class DriverError : public Error {
@@ -66,4 +66,4 @@ public:
     virtual void unlock(int pid) = 0;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace cudackpt::driver {
+namespace gpustasis::driver {
 
 using Result = int; ///< CUresult
 
@@ -47,4 +47,4 @@ inline constexpr std::uint32_t kGpuPairsApiVersion = 13000;
 inline constexpr int kStateCheckpointing = 4;
 inline constexpr int kStateRestoring = 5;
 
-} // namespace cudackpt::driver
+} // namespace gpustasis::driver

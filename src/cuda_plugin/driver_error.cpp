@@ -1,6 +1,6 @@
 #include "cuda_plugin/driver_error.hpp"
 
-namespace cudackpt::driver {
+namespace gpustasis::driver {
 namespace {
 
 struct Known {
@@ -50,4 +50,4 @@ std::string result_hint(Result result) {
     return known == nullptr ? "" : known->hint;
 }
 
-} // namespace cudackpt::driver
+} // namespace gpustasis::driver

@@ -5,7 +5,7 @@
 
 #include <string>
 
-namespace cudackpt::driver {
+namespace gpustasis::driver {
 
 /// "CUDA_ERROR_ILLEGAL_STATE (401)"; unknown values as "CUresult 999".
 /// Source: enum cudaError_enum of cuda.h 13.0, those that the checkpoint calls return.
@@ -14,4 +14,4 @@ std::string result_name(Result result);
 /// What `result` of `call` usually means here, as a sentence without full stop; may be empty.
 std::string result_hint(Result result);
 
-} // namespace cudackpt::driver
+} // namespace gpustasis::driver

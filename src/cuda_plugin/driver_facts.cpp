@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 std::string mib(std::uint64_t bytes) {
@@ -91,4 +91,4 @@ std::vector<GpuMove> require_restorable(const Manifest& manifest, std::uint64_t 
     return moves;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 struct DriverFacts {
     bool is_emulator = false;
@@ -34,4 +34,4 @@ DriverFacts read_driver_facts(Driver& driver);
 std::vector<GpuMove> require_restorable(const Manifest& manifest, std::uint64_t staged_bytes,
                                         const DriverFacts& here);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,11 +8,11 @@
 #include <algorithm>
 #include <cstring>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 // Exported by our driver emulator and by no driver.
-constexpr const char* kEmulatorMark = "cudackpt_driver_emulator";
+constexpr const char* kEmulatorMark = "gpustasis_driver_emulator";
 
 template <class Function>
 void resolve(void* library, const std::string& name, const char* symbol, Function& out) {
@@ -39,9 +39,9 @@ DriverLibrary::DriverLibrary(const std::string& cuda, const std::string& nvml) :
     void* library = ::dlopen(cuda.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     if (library == nullptr)
         throw Error(Errc::unsupported, "cannot load the CUDA driver: " + std::string(::dlerror()));
-#define CUDACKPT_RESOLVE(member, symbol, params) resolve(library, cuda, #symbol, api_.member);
-    CUDACKPT_DRIVER_SYMBOLS(CUDACKPT_RESOLVE)
-#undef CUDACKPT_RESOLVE
+#define GPUSTASIS_RESOLVE(member, symbol, params) resolve(library, cuda, #symbol, api_.member);
+    GPUSTASIS_DRIVER_SYMBOLS(GPUSTASIS_RESOLVE)
+#undef GPUSTASIS_RESOLVE
     is_emulator_ = ::dlsym(library, kEmulatorMark) != nullptr;
 }
 
@@ -126,4 +126,4 @@ void DriverLibrary::unlock(int pid) {
     check(api_.unlock(pid, nullptr), "cuCheckpointProcessUnlock", pid);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,10 +8,10 @@
 
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 // member, symbol in libcuda.so.1 (driver R570 or later), parameters; all return CUresult
-#define CUDACKPT_DRIVER_SYMBOLS(X)                                                                 \
+#define GPUSTASIS_DRIVER_SYMBOLS(X)                                                                \
     X(driver_get_version, cuDriverGetVersion, (int* version))                                      \
     X(init, cuInit, (unsigned flags))                                                              \
     X(get_restore_thread, cuCheckpointProcessGetRestoreThreadId, (int pid, int* tid))              \
@@ -42,9 +42,9 @@ public:
 private:
     struct Api {
 // NOLINTNEXTLINE(bugprone-macro-parentheses): a declarator and its parameters
-#define CUDACKPT_MEMBER(member, symbol, params) driver::Result(*member) params = nullptr;
-        CUDACKPT_DRIVER_SYMBOLS(CUDACKPT_MEMBER)
-#undef CUDACKPT_MEMBER
+#define GPUSTASIS_MEMBER(member, symbol, params) driver::Result(*member) params = nullptr;
+        GPUSTASIS_DRIVER_SYMBOLS(GPUSTASIS_MEMBER)
+#undef GPUSTASIS_MEMBER
     };
 
     Api api_;
@@ -53,4 +53,4 @@ private:
     bool initialized_ = false;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

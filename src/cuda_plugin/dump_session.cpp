@@ -21,7 +21,7 @@
 #include <cerrno>
 #include <cstring>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 // The driver's helper threads of a checkpoint are gone within microseconds of its answer.
@@ -315,7 +315,7 @@ void DumpSession::undo(TaskRecord& record) noexcept {
         host::info("brought back " + name(record));
     } catch (const std::exception& e) {
         host::error(name(record) + " is left as it is, its GPU work may hang: " + e.what() +
-                    "; the driver worker tries again when criu is gone, then try cudackpt "
+                    "; the driver worker tries again when criu is gone, then try gpustasis "
                     "recover " +
                     std::to_string(record.pid));
         statistics_.result = "failed";
@@ -368,4 +368,4 @@ void DumpSession::finish(bool succeeded) noexcept {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

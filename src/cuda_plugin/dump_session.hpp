@@ -14,7 +14,7 @@
 
 #include <sys/types.h>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Methods are the hooks' bodies; they throw Error, and return false for a task that has nothing
 /// to do with CUDA.
@@ -68,11 +68,11 @@ private:
 };
 
 /// The name in inventory.img of a checkpoint that only this plugin can restore.
-inline constexpr const char* kInventoryName = "cudackpt";
+inline constexpr const char* kInventoryName = "gpustasis";
 /// The name of one that the stock CUDA plugin can restore too.
 inline constexpr const char* kStockInventoryName = "cuda_plugin";
 /// Ties CRIU's images to one manifest: "checkpoint-<checkpoint id in hex>". None of the three may
 /// begin with another: CRIU compares only as many bytes as it is asked for.
 std::string inventory_id_name(const Id& checkpoint_id);
 
-} // namespace cudackpt
+} // namespace gpustasis

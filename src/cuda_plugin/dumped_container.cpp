@@ -5,7 +5,7 @@
 #include "cuda_plugin/policy.hpp"
 #include "cuda_plugin/proc.hpp"
 
-namespace cudackpt {
+namespace gpustasis {
 
 void DumpedContainer::settle(pid_t root, Config& config, const PluginOptions& options) {
     const std::vector<std::string> ids =
@@ -49,4 +49,4 @@ void DumpedContainer::mark_checkpointed() const {
         PolicyDirectory().mark_checkpointed(policy_);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 class DumpedContainer {
 public:
@@ -33,4 +33,4 @@ private:
     std::optional<ContainerStore> store_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

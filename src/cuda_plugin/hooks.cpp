@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr int kNotMine = -ENOTSUP;
@@ -88,17 +88,17 @@ int resume_devices_late(int pid) {
 }
 
 } // namespace
-} // namespace cudackpt
+} // namespace gpustasis
 
 // The stock plugin's name: a libdir holds one or the other. Image compatibility is decided by the
 // inventory's names (dump_session.hpp), not by this one.
 extern "C" {
-__attribute__((visibility("default"))) cudackpt::criu::PluginDesc CR_PLUGIN_DESC = {
+__attribute__((visibility("default"))) gpustasis::criu::PluginDesc CR_PLUGIN_DESC = {
     .name = "cuda_plugin",
-    .init = cudackpt::init,
-    .exit = cudackpt::finish,
-    .version = cudackpt::criu::kPluginVersion,
-    .max_hooks = cudackpt::criu::kMaxHooks,
+    .init = gpustasis::init,
+    .exit = gpustasis::finish,
+    .version = gpustasis::criu::kPluginVersion,
+    .max_hooks = gpustasis::criu::kMaxHooks,
     .hooks =
         {
             nullptr,
@@ -110,9 +110,9 @@ __attribute__((visibility("default"))) cudackpt::criu::PluginDesc CR_PLUGIN_DESC
             nullptr,
             nullptr,
             nullptr,
-            reinterpret_cast<void*>(&cudackpt::resume_devices_late),
-            reinterpret_cast<void*>(&cudackpt::pause_devices),
-            reinterpret_cast<void*>(&cudackpt::checkpoint_devices),
+            reinterpret_cast<void*>(&gpustasis::resume_devices_late),
+            reinterpret_cast<void*>(&gpustasis::pause_devices),
+            reinterpret_cast<void*>(&gpustasis::checkpoint_devices),
         },
 };
 }

@@ -20,7 +20,7 @@ __attribute__((weak)) void set_compel_interrupt_only_mode(void);
 __attribute__((weak)) int criu_plugin_get_options(int* argc, char*** argv); // since 4.3
 }
 
-namespace cudackpt::host {
+namespace gpustasis::host {
 namespace {
 
 void log(criu::LogLevel level, const char* mark, const std::string& text) noexcept {
@@ -117,4 +117,4 @@ std::vector<std::pair<std::string, std::string>> plugin_options() {
     return options;
 }
 
-} // namespace cudackpt::host
+} // namespace gpustasis::host

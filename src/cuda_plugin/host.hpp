@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace cudackpt::host {
+namespace gpustasis::host {
 
 /// Find what criu exports. Throws Error: unsupported; what() names the first symbol missing
 /// and the oldest CRIU that has it.
@@ -43,4 +43,4 @@ criu::FinalState final_state();
 /// before. Throws Error: io.
 std::vector<std::pair<std::string, std::string>> plugin_options();
 
-} // namespace cudackpt::host
+} // namespace gpustasis::host

@@ -12,7 +12,7 @@
 #include <fstream>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::uint64_t kHugePage = 2U << 20;
@@ -66,4 +66,4 @@ bool ask_for_huge_pages(HugePages wish, TaskRecord& record, const ImageInfo& inf
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -5,7 +5,7 @@
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/task_table.hpp"
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Whether this machine is a guest that gives free memory back to its host (virtio balloon with free
 /// page reporting). Blocks as large as huge pages are what it gives back, and each is a fault of the
@@ -18,4 +18,4 @@ bool gives_memory_back() noexcept;
 /// `record` is in a ptrace stop. Returns whether anything was asked. Throws Error: io.
 bool ask_for_huge_pages(HugePages wish, TaskRecord& record, const ImageInfo& info);
 
-} // namespace cudackpt
+} // namespace gpustasis

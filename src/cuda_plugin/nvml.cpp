@@ -5,7 +5,7 @@
 #include <array>
 #include <cctype>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr int kSuccess = 0;
@@ -127,4 +127,4 @@ Id parse_gpu_uuid(const std::string& text) {
     return id;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

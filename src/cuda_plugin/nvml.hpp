@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Initialised NVML; shut down with the object. The library stays loaded.
 class Nvml {
@@ -35,4 +35,4 @@ private:
 /// bad_argument.
 Id parse_gpu_uuid(const std::string& text);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 
 #include <cerrno>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr const char* kCriuLink = "parent"; // CRIU's CR_PARENT_LINK
@@ -89,4 +89,4 @@ ParentChoice choose_parent(const Config& config, Lineage& lineage, const Contain
     return choice;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

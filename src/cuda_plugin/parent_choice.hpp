@@ -9,7 +9,7 @@
 #include <optional>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// What was chosen, and in words for the log and the statistics.
 struct ParentChoice {
@@ -26,4 +26,4 @@ struct ParentChoice {
 /// what was named cannot serve.
 ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store);
 
-} // namespace cudackpt
+} // namespace gpustasis

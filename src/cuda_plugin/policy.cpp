@@ -15,7 +15,7 @@
 #include <string_view>
 #include <utility>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::uint64_t kMaxBytes = 64 << 10;
@@ -24,7 +24,7 @@ constexpr std::array<std::string_view, 6> kKeys = {"compress", "externalize",   
                                                    "parent",   "lock_timeout_ms", "threads"};
 
 UniqueFd open_policies(const std::string& base, IfMissing missing) {
-    return open_trusted(base, {"cudackpt", "policy"}, missing);
+    return open_trusted(base, {"gpustasis", "policy"}, missing);
 }
 
 /// Empty if it is not there: a policy never is.
@@ -73,7 +73,7 @@ void set_policy(Config& config, toml::table table, const std::string& path) {
 } // namespace
 
 std::string PolicyDirectory::path(const std::string& name) const {
-    return base_ + "/cudackpt/policy/" + name;
+    return base_ + "/gpustasis/policy/" + name;
 }
 
 std::string PolicyDirectory::apply(Config& config, const std::vector<std::string>& ids) const {
@@ -109,4 +109,4 @@ void PolicyDirectory::mark_checkpointed(const std::string& id) const {
         throw io_error("cannot make " + path(name), errno);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
-inline constexpr const char* kRunBase = "/run"; ///< policies are in cudackpt/policy below
+inline constexpr const char* kRunBase = "/run"; ///< policies are in gpustasis/policy below
 
-/// Reads BASE/cudackpt/policy/ID.toml, as python/cudackpt/policy.py writes it.
+/// Reads BASE/gpustasis/policy/ID.toml, as python/gpustasis/policy.py writes it.
 class PolicyDirectory {
 public:
     explicit PolicyDirectory(std::string base = kRunBase) : base_(std::move(base)) {}
@@ -31,4 +31,4 @@ private:
     std::string base_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

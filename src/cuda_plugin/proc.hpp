@@ -3,7 +3,7 @@
 
 #include "tracee/proc.hpp"
 
-namespace cudackpt::proc {
+namespace gpustasis::proc {
 
 /// Whether a thread of the task is named as the driver names its restore thread: "cuda" and more.
 /// The driver finds its thread by that name (docs/design.md), so a task without one has no CUDA
@@ -13,4 +13,4 @@ inline bool has_cuda_thread(pid_t pid) {
     return has_thread_named(pid, "cuda");
 }
 
-} // namespace cudackpt::proc
+} // namespace gpustasis::proc

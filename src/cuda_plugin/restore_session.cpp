@@ -15,7 +15,7 @@
 #include <cerrno>
 #include <csignal>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 // No inventory names this; an image from before CRIU recorded plugins answers yes to anything.
@@ -235,4 +235,4 @@ void RestoreSession::complete() noexcept {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -16,7 +16,7 @@
 
 #include <map>
 
-namespace cudackpt {
+namespace gpustasis {
 
 class RestoreSession {
 public:
@@ -58,4 +58,4 @@ private:
     bool prepared_ = false; ///< prepare() found a CUDA checkpoint and nothing against it
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -13,7 +13,7 @@
 #include <cerrno>
 #include <cstdio>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 std::string hex(std::uint64_t value) {
@@ -133,4 +133,4 @@ void refill(pid_t pid, const ImageReader& image, unsigned threads) {
     image.restore(memory, threads, fresh);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -9,7 +9,7 @@
 
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Readable anonymous memory, private or shared, at addresses that held no such memory before:
 /// unmapped, reserved (PROT_NONE) or a device until then. Both lists ascend by address, as
@@ -22,4 +22,4 @@ std::vector<Region> find_staging(const std::vector<Mapping>& before,
 /// Throws Error: corrupt_data if a mapping differs or a chunk is damaged, io.
 void refill(pid_t pid, const ImageReader& image, unsigned threads);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -7,7 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -113,9 +113,9 @@ void write_statistics(int image_dir, const Statistics& statistics) {
     // Names and errors may hold bytes that are no UTF-8 (a task may call itself anything).
     const std::string text =
         to_json(statistics).dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
-    PartFile file(image_dir, "cudackpt-" + statistics.stage + ".json");
+    PartFile file(image_dir, "gpustasis-" + statistics.stage + ".json");
     write_at(file.fd(), 0, std::as_bytes(std::span(text)));
     file.commit();
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Named durations in the order they were first taken; the same name adds up.
 class Phases {
@@ -70,7 +70,7 @@ struct Statistics {
     Phases phases;
 };
 
-/// Write to "cudackpt-<stage>.json" in `image_dir`, replacing an older one. Throws Error: io.
+/// Write to "gpustasis-<stage>.json" in `image_dir`, replacing an older one. Throws Error: io.
 void write_statistics(int image_dir, const Statistics& statistics);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 #include <new>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 SharedTaskTable::SharedTaskTable(OnOrphaned on_orphaned) {
     void* memory = ::mmap(nullptr, sizeof(TaskTable), PROT_READ | PROT_WRITE,
@@ -43,4 +43,4 @@ TaskRecord* SharedTaskTable::find(pid_t pid) noexcept {
     return nullptr;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

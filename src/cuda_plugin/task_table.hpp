@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Written by criu before it does what the record says, so that a record never says too little.
 struct TaskRecord {
@@ -66,4 +66,4 @@ private:
     TaskTable* table_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr long kTraceSysGood = 0x1;
@@ -52,4 +52,4 @@ void ThawedThread::refreeze() {
     record_.thawed = false;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -4,7 +4,7 @@
 
 #include "cuda_plugin/task_table.hpp"
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// The thread must be this process's tracee (PTRACE_SEIZE) and stopped. It runs with every signal
 /// but SIGTRAP blocked and with its seccomp filters in force, so that nothing but the driver's
@@ -27,4 +27,4 @@ private:
     bool frozen_ = false;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

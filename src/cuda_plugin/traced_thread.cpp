@@ -7,7 +7,7 @@
 #include <exception>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 bool is_traced_by_us(pid_t tid) noexcept {
     try {
@@ -17,4 +17,4 @@ bool is_traced_by_us(pid_t tid) noexcept {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

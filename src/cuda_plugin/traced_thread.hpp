@@ -5,7 +5,7 @@
 
 #include <sys/types.h>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Whether thread `tid` exists and this process is its tracer.
 bool is_traced_by_us(pid_t tid) noexcept;
@@ -22,4 +22,4 @@ private:
     Worker& worker_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

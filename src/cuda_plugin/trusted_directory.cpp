@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <cstdio>
 
-namespace cudackpt {
+namespace gpustasis {
 
 void require_trusted(int fd, const std::string& path) {
     struct stat status {};
@@ -45,4 +45,4 @@ UniqueFd open_trusted(const std::string& base, const std::vector<std::string>& p
     return directory;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 enum class IfMissing { nothing, make };
 
@@ -20,4 +20,4 @@ UniqueFd open_trusted(const std::string& base, const std::vector<std::string>& p
 /// What `fd` is must be as said above. Throws Error: io, bad_argument naming `path`.
 void require_trusted(int fd, const std::string& path);
 
-} // namespace cudackpt
+} // namespace gpustasis

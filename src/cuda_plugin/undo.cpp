@@ -7,7 +7,7 @@
 #include "tracee/ptrace_call.hpp"
 #include "tracee/ptrace_stop.hpp"
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 /// Unlock, believing the state and not the answer: a driver may report an error and have done it.
@@ -56,4 +56,4 @@ void reset_signal_mask(TaskRecord& record) {
     record.thawed = false;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

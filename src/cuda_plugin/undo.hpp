@@ -5,7 +5,7 @@
 #include "cuda_plugin/driver.hpp"
 #include "cuda_plugin/task_table.hpp"
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Refill the staged memory if it may have been dropped, restore and unlock as far as the task
 /// was neither checkpointed nor locked before. Does nothing that is not needed: a task that is
@@ -18,4 +18,4 @@ void undo_task(const TaskRecord& record, Driver& driver, Lineage& lineage, unsig
 /// The task must not be traced. Throws Error: io.
 void reset_signal_mask(TaskRecord& record);
 
-} // namespace cudackpt
+} // namespace gpustasis

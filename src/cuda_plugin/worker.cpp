@@ -17,7 +17,7 @@
 #include <cstring>
 #include <utility>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 using worker_protocol::Op;
@@ -314,4 +314,4 @@ void Worker::unlock(int pid) {
     call(Op::unlock, "cuCheckpointProcessUnlock", pid, kQuickTimeoutMs);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -17,7 +17,7 @@
 
 #include <chrono>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Starts the process with the first call. Every call has a deadline: when it passes, or when the
 /// watched thread dies or stops in a signal, the worker is killed and Error: io thrown; the next
@@ -82,4 +82,4 @@ private:
     pid_t watched_ = 0;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

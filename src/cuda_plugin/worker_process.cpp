@@ -21,7 +21,7 @@
 #include <exception>
 #include <memory>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 using worker_protocol::Op;
@@ -48,7 +48,7 @@ void shed_criu(std::vector<int> keep) {
     sigemptyset(&none);
     ::sigprocmask(SIG_SETMASK, &none, nullptr);
     ::setsid();
-    ::prctl(PR_SET_NAME, "cudackpt-worker", 0, 0, 0);
+    ::prctl(PR_SET_NAME, "gpustasis-work", 0, 0, 0);
 
     const int null = ::open("/dev/null", O_RDWR);
     for (int fd = 0; fd <= STDERR_FILENO; ++fd)
@@ -207,7 +207,7 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
                 undo_task(record, driver.get(), lineage, config.threads);
                 (*log)(who + "criu is gone; the task was brought back and runs on");
             } catch (const std::exception& e) {
-                (*log)(who + e.what() + "; try cudackpt recover");
+                (*log)(who + e.what() + "; try gpustasis recover");
             }
         }
         ::poll(nullptr, 0, kOrphanPollMs);
@@ -243,4 +243,4 @@ void run_worker(const Config& config, TaskTable& table, Lineage& lineage, int so
     ::_exit(0);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -5,15 +5,15 @@
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/task_table.hpp"
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// In the image directory: what the worker did when criu was gone.
-inline constexpr const char* kUndoLogName = "cudackpt-undo.log";
+inline constexpr const char* kUndoLogName = "gpustasis-undo.log";
 
 /// Send this process's pid on `socket`, then serve requests on it until it is told to quit, or until the other end is gone: then wait
 /// until each unsettled task of `table` has died or is no longer traced, and undo or kill as the
-/// table says, leaving an account in the file cudackpt-undo.log
+/// table says, leaving an account in the file gpustasis-undo.log
 /// of the checkpoint's directory. `lineage` keeps what an undo reads from. Never returns.
 [[noreturn]] void run_worker(const Config& config, TaskTable& table, Lineage& lineage, int socket);
 
-} // namespace cudackpt
+} // namespace gpustasis

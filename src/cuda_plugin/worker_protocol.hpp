@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace cudackpt::worker_protocol {
+namespace gpustasis::worker_protocol {
 
 enum class Op : std::uint32_t {
     is_emulator,
@@ -60,4 +60,4 @@ struct Reply {
     Gpu gpus[kMaxGpus];
 };
 
-} // namespace cudackpt::worker_protocol
+} // namespace gpustasis::worker_protocol

@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 std::string name_of(pid_t pid) {
@@ -108,4 +108,4 @@ void AddressSpace::require_alive() const {
         throw Error(Errc::gone, name_of(pid_) + " has ended");
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

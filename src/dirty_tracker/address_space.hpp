@@ -9,7 +9,7 @@
 
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// What a mapping is to somebody who looks for writes.
 enum class MappingUse {
@@ -48,4 +48,4 @@ private:
     UniqueFd pagemap_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -3,7 +3,7 @@
 
 #include "dirty_tracker/dirty_pages.hpp"
 
-namespace cudackpt {
+namespace gpustasis {
 
 class DirtyMethod {
 public:
@@ -17,4 +17,4 @@ public:
     virtual DirtyPages scan(bool remark) = 0;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace cudackpt {
+namespace gpustasis {
 
 const char* name_of(DirtyBackend backend) noexcept {
     return backend == DirtyBackend::soft_dirty ? "soft-dirty" : "write-protect";
@@ -20,4 +20,4 @@ void DirtyPages::add(std::uint64_t address, std::uint64_t length) {
     last.length = end - last.address;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// How writes are seen.
 enum class DirtyBackend {
@@ -35,4 +35,4 @@ struct DirtyPages {
     void add(std::uint64_t address, std::uint64_t length);
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -4,7 +4,7 @@
 #include "dirty_tracker/soft_dirty.hpp"
 #include "dirty_tracker/write_protect.hpp"
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 std::unique_ptr<DirtyMethod> make(pid_t pid, DirtyBackend backend) {
@@ -69,4 +69,4 @@ DirtyMethod& DirtyTracker::method() {
     return *method_;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

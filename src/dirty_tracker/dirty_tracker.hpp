@@ -10,7 +10,7 @@
 #include <optional>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 class DirtyMethod;
 
@@ -58,4 +58,4 @@ private:
 /// else why it does not. Tried out on a page of this process, not read from a configuration.
 std::string why_not(DirtyBackend backend);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -22,7 +22,7 @@
 #include <thread>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::chrono::milliseconds kStopTimeout{300};
@@ -170,4 +170,4 @@ UniqueFd make_descriptor_in(const AddressSpace& space, std::uint64_t number,
     throw failure;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Has a thread of the process make system call `number`, whose result is a descriptor; takes a
 /// copy of it and has the thread close it: the process's table of descriptors is as before. One
@@ -19,4 +19,4 @@ namespace cudackpt {
 UniqueFd make_descriptor_in(const AddressSpace& space, std::uint64_t number,
                             std::uint64_t argument);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 /// struct pm_scan_arg
@@ -87,4 +87,4 @@ std::string why_no_page_scan() {
     return std::string("PAGEMAP_SCAN: ") + std::strerror(errno);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Which pages a scan finds.
 struct PageQuery {
@@ -55,4 +55,4 @@ private:
 /// Empty if this kernel has PAGEMAP_SCAN, else why it cannot be used.
 std::string why_no_page_scan();
 
-} // namespace cudackpt
+} // namespace gpustasis

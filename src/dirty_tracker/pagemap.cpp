@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <cstddef>
 
-namespace cudackpt {
+namespace gpustasis {
 
 void read_pagemap(int pagemap, std::uint64_t address, std::span<PagemapEntry> entries) {
     const auto page_size = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
@@ -29,4 +29,4 @@ void read_pagemap(int pagemap, std::uint64_t address, std::span<PagemapEntry> en
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

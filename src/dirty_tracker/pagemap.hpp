@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <span>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// One page, 64 bits.
 struct PagemapEntry {
@@ -29,4 +29,4 @@ static_assert(sizeof(PagemapEntry) == 8);
 /// address space: the rest is zero. Throws Error: io.
 void read_pagemap(int pagemap, std::uint64_t address, std::span<PagemapEntry> entries);
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::size_t kEntries = 64U << 10; // pages looked at with one read
@@ -108,4 +108,4 @@ std::string SoftDirty::why_not() {
     return reason;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// The bits belong to the process, not to who looks at them: clearing them at a mark is seen by
 /// any other user of them, such as `criu dump --track-mem`.
@@ -33,4 +33,4 @@ private:
 void add_soft_dirty(DirtyPages& pages, std::uint64_t address, bool shared,
                     std::span<const PagemapEntry> entries, std::uint64_t page_size);
 
-} // namespace cudackpt
+} // namespace gpustasis

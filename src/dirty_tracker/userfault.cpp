@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::uint64_t kFeaturePagefaultFlagWp = 1U << 0;
@@ -65,4 +65,4 @@ void Userfault::remove(std::uint64_t start, std::uint64_t end) noexcept {
     ::ioctl(fd_.get(), UFFDIO_UNREGISTER, &range);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

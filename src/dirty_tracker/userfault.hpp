@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-namespace cudackpt {
+namespace gpustasis {
 
 class Userfault {
 public:
@@ -31,4 +31,4 @@ private:
     UniqueFd fd_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

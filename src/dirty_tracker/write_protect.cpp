@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 // A mapping may change while it is looked at; what changes more often than this is left for the
@@ -152,4 +152,4 @@ std::string WriteProtect::why_not() {
     return reason;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -8,7 +8,7 @@
 
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 class WriteProtect : public DirtyMethod {
 public:
@@ -34,4 +34,4 @@ private:
     std::vector<PageRange> buffer_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 inline constexpr std::uint32_t kChannelMagic = 0x65'6d'63'01;
 
@@ -72,4 +72,4 @@ inline bool parse_thread_name(const char* name, std::size_t length, ChannelEnds&
     return true;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 /// CUresult.
 enum class Result : int {
@@ -151,4 +151,4 @@ inline constexpr unsigned kEventDisableTiming = 2;             // CU_EVENT_DISAB
 inline constexpr std::uintptr_t kStreamLegacy = 1;             // CU_STREAM_LEGACY
 inline constexpr std::uintptr_t kStreamPerThread = 2;          // CU_STREAM_PER_THREAD
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -6,7 +6,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 union ControlBuffer { // room for one descriptor, aligned as the kernel wants it
@@ -92,4 +92,4 @@ int connect_daemon(const char* path) noexcept {
     return fd;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -7,7 +7,7 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 /// Sends the parts as one packet, with descriptor `fd` unless it is -1. Never raises SIGPIPE.
 /// Returns false with errno set if it was not sent.
@@ -35,4 +35,4 @@ template <typename T>
 /// Connects to the daemon at `path`. Returns a close-on-exec socket, or -1 with errno.
 [[nodiscard]] int connect_daemon(const char* path) noexcept;
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'02;
 inline constexpr unsigned kMaxGpus = 16;
@@ -162,4 +162,4 @@ struct CompletionPage {
     std::atomic<std::uint64_t> done_ns[kTimes]; ///< CLOCK_MONOTONIC, at [sequence % kTimes]
 };
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::array kSyscallInstruction = {std::byte{0x0f}, std::byte{0x05}};
@@ -162,4 +162,4 @@ void InjectedSyscalls::finish() {
         ::syscall(SYS_tgkill, thread_.pid, thread_.tid, signal);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

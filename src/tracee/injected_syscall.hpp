@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Which thread is borrowed, and where it is said that its signals are blocked meanwhile.
 struct BorrowedThread {
@@ -74,4 +74,4 @@ private:
     bool finished_ = false;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -15,7 +15,7 @@
 #include <memory>
 #include <string_view>
 
-namespace cudackpt::proc {
+namespace gpustasis::proc {
 namespace {
 
 struct CloseDir {
@@ -220,4 +220,4 @@ bool has_seccomp(pid_t tid) {
     return status_field(read_file(task_path(tid, "status")), "Seccomp") != "0";
 }
 
-} // namespace cudackpt::proc
+} // namespace gpustasis::proc

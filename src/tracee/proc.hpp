@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-namespace cudackpt::proc {
+namespace gpustasis::proc {
 
 /// A whole small file. Throws Error: io naming `path`.
 std::string read_file(const std::string& path);
@@ -61,4 +61,4 @@ bool is_stopped(pid_t tid);
 /// Whether thread `tid` runs under seccomp (field Seccomp of its status is not 0).
 bool has_seccomp(pid_t tid);
 
-} // namespace cudackpt::proc
+} // namespace gpustasis::proc

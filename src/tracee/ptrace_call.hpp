@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 
 // linux/ptrace.h; glibc 2.36 has no names for them.
 inline constexpr auto kPtraceGetSignalMask = static_cast<__ptrace_request>(0x420a);
@@ -38,4 +38,4 @@ inline void set_signal_mask(pid_t tid, std::uint64_t mask) {
                 reinterpret_cast<void*>(sizeof(mask)), &mask);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

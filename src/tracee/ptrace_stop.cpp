@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <string>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr int kEventStop = 128; // PTRACE_EVENT_STOP
@@ -63,4 +63,4 @@ bool wait_for_event_stop(pid_t tid, std::chrono::milliseconds timeout) {
     }
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

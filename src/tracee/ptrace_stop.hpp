@@ -5,7 +5,7 @@
 
 #include <chrono>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Wait until tracee `tid`, which has been sent PTRACE_INTERRUPT, is in its event stop; signals
 /// that stop it first are let through. Throws Error: io if it dies.
@@ -18,4 +18,4 @@ bool wait_for_event_stop(pid_t tid, std::chrono::milliseconds timeout);
 /// the whole process is stopped by a signal such as SIGSTOP.
 bool is_event_stop(int status) noexcept;
 
-} // namespace cudackpt
+} // namespace gpustasis

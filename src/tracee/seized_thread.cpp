@@ -6,7 +6,7 @@
 
 #include <cerrno>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::uint64_t kTraceSysGood = 0x1;
@@ -39,4 +39,4 @@ SeizedThread::~SeizedThread() {
     ::ptrace(PTRACE_DETACH, tid_, nullptr, nullptr);
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -5,7 +5,7 @@
 
 #include <chrono>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Seizes a thread (PTRACE_SEIZE) and stops it; the others of its process run on. Its seccomp
 /// filters do not apply while it is held. If the tracer dies the kernel lets it go.
@@ -27,4 +27,4 @@ private:
     pid_t tid_;
 };
 
-} // namespace cudackpt
+} // namespace gpustasis

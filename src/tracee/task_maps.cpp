@@ -7,7 +7,7 @@
 
 #include <charconv>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 /// Takes fields off the front of one line of /proc/PID/maps.
@@ -103,4 +103,4 @@ std::vector<Mapping> read_maps(pid_t pid) {
     return parse_maps(proc::read_file("/proc/" + std::to_string(pid) + "/maps"));
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

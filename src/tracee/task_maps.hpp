@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 struct Mapping {
     std::uint64_t start = 0;
@@ -30,4 +30,4 @@ std::vector<Mapping> parse_maps(std::string_view text);
 /// Ascending by address. Throws Error: io.
 std::vector<Mapping> read_maps(pid_t pid);
 
-} // namespace cudackpt
+} // namespace gpustasis

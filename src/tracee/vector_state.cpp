@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::size_t kMaxSize = 64U << 10;   // AMX, the largest so far, needs 11 KiB
@@ -87,4 +87,4 @@ std::vector<std::byte> read_vector_state(pid_t tid) {
     return state;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// The registers of thread `tid`, a stopped tracee of the caller, as the XSAVE area of a signal
 /// frame, the magic numbers of both its ends included: rt_sigreturn loads all of them from it. To
@@ -17,4 +17,4 @@ std::vector<std::byte> read_vector_state(pid_t tid);
 
 inline constexpr std::size_t kVectorStateAlignment = 64;
 
-} // namespace cudackpt
+} // namespace gpustasis

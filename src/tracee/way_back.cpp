@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-namespace cudackpt {
+namespace gpustasis {
 namespace {
 
 constexpr std::array kSyscallRet = {std::byte{0x0f}, std::byte{0x05}, std::byte{0xc3}};
@@ -153,4 +153,4 @@ std::uint64_t way_back_size(Bytes vector_state) noexcept {
     return kRedZone + kVectorStateAlignment + vector_state.size() + sizeof(Frame) + 16;
 }
 
-} // namespace cudackpt
+} // namespace gpustasis

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <optional>
 
-namespace cudackpt {
+namespace gpustasis {
 
 /// Code that every x86-64 C library has: "syscall; ret", and the signal restorer
 /// "mov $15,%rax; syscall" (rt_sigreturn).
@@ -33,4 +33,4 @@ std::uint64_t write_way_back(pid_t pid, const WayBackCode& code, const user_regs
 /// Bytes below a thread's stack pointer that write_way_back() may write to, at most.
 std::uint64_t way_back_size(Bytes vector_state) noexcept;
 
-} // namespace cudackpt
+} // namespace gpustasis

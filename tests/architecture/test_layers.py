@@ -27,7 +27,7 @@ CPP_ARROWS = {
 CORE_LIBRARIES = {"lz4.h", "xxhash.h"}
 FOREIGN_HEADERS = ("cuda", "nvml", "criu", "compel", "Python", "pybind11", "toml", "nlohmann")
 
-# Module or package of cudackpt -> what of cudackpt it may import. What is not named may import
+# Module or package of gpustasis -> what of gpustasis it may import. What is not named may import
 # only errors; cli may import everything, and nothing imports it.
 PYTHON_ARROWS = {
     "errors": set[str](),
@@ -127,28 +127,28 @@ def test_every_folder_of_src_has_its_arrows() -> None:
 
 
 def python_sources() -> list[Path]:
-    return below("python/cudackpt", ".py", ".pyi")
+    return below("python/gpustasis", ".py", ".pyi")
 
 
 def imported_parts(path: Path) -> set[str]:
-    """First part after "cudackpt." of everything that a file imports of the package."""
+    """First part after "gpustasis." of everything that a file imports of the package."""
     parts: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "cudackpt":
-            names = [f"cudackpt.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "gpustasis":
+            names = [f"gpustasis.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names = [node.module or ""]
         else:
             continue
-        parts |= {name.split(".")[1] for name in names if name.startswith("cudackpt.")}
+        parts |= {name.split(".")[1] for name in names if name.startswith("gpustasis.")}
     return {"__init__" if part.startswith("__version") else part for part in parts}
 
 
 @pytest.mark.parametrize("path", python_sources(), ids=relative)
 def test_python_arrows_hold(path: Path) -> None:
-    part = path.relative_to(REPOSITORY / "python/cudackpt").parts[0].split(".")[0]
+    part = path.relative_to(REPOSITORY / "python/gpustasis").parts[0].split(".")[0]
     allowed = PYTHON_ARROWS.get(part, {"errors"}) | {part}
     assert imported_parts(path) <= allowed
 
@@ -157,7 +157,7 @@ def test_python_arrows_hold(path: Path) -> None:
 def test_programs_are_run_through_one_door(path: Path) -> None:
     text = path.read_text()
     assert not re.search(r"subprocess\.(run|call|check_|getoutput)|os\.(system|popen)\b", text)
-    name = str(path.relative_to(REPOSITORY / "python/cudackpt"))
+    name = str(path.relative_to(REPOSITORY / "python/gpustasis"))
     assert name in PROGRAM_KEEPERS or not re.search(
         r"^\s*(import|from) subprocess", text, re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""checkpointctl-cudackpt keeps to what checkpointctl's cmd/plugin.go asks of a plugin."""
+"""checkpointctl-gpustasis keeps to what checkpointctl's cmd/plugin.go asks of a plugin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.archives import pack
 from support.image_samples import make_checkpoint, mixture
 
-PLUGIN = Path(sys.executable).with_name("checkpointctl-cudackpt")
+PLUGIN = Path(sys.executable).with_name("checkpointctl-gpustasis")
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -30,11 +30,11 @@ def test_it_describes_itself_in_a_line_and_ends_with_42() -> None:
 def test_it_imports_nothing_large_before_it_has_described_itself() -> None:
     """checkpointctl waits 500 ms."""
     code = (
-        "import sys, cudackpt.checkpointctl as plugin\n"
-        "sys.argv = ['checkpointctl-cudackpt', '--plugin-description']\n"
+        "import sys, gpustasis.checkpointctl as plugin\n"
+        "sys.argv = ['checkpointctl-gpustasis', '--plugin-description']\n"
         "try: plugin.main()\n"
         "except SystemExit as exc: assert exc.code == 42\n"
-        "print(sorted({'click', 'rich', 'cudackpt._core', 'zstandard'} & {*sys.modules}))"
+        "print(sorted({'click', 'rich', 'gpustasis._core', 'zstandard'} & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -45,7 +45,7 @@ def test_its_view_is_that_of_inspect(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "images").mkdir()
     make_checkpoint(tmp_path / "images", {7: mixture()})
     archive = pack(tmp_path / "images", tmp_path / "a.tar.zst", compression="zstd")
-    inspect = [sys.executable, "-m", "cudackpt", "inspect", str(archive), *words]
+    inspect = [sys.executable, "-m", "gpustasis", "inspect", str(archive), *words]
     expected = subprocess.run(inspect, capture_output=True, text=True, check=True).stdout
     done = run(archive, *words)
     assert (done.returncode, done.stdout) == (0, expected)
@@ -57,6 +57,6 @@ def test_its_errors_are_a_line(tmp_path: Path) -> None:
     done = run(tmp_path / "a")
     assert done.returncode == 10
     assert done.stderr == (
-        f"checkpointctl cudackpt: {tmp_path / 'a'}: is no checkpoint archive: "
+        f"checkpointctl gpustasis: {tmp_path / 'a'}: is no checkpoint archive: "
         "neither tar nor gzip nor zstd\n"
     )

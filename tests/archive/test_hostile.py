@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from cudackpt.archive.flatten import flatten_archive
-from cudackpt.archive.limits import DEFAULT_LIMITS, Limits
-from cudackpt.archive.opening import open_files
-from cudackpt.errors import ArchiveError, CheckpointError, ImageError
+from gpustasis.archive.flatten import flatten_archive
+from gpustasis.archive.limits import DEFAULT_LIMITS, Limits
+from gpustasis.archive.opening import open_files
+from gpustasis.errors import ArchiveError, CheckpointError, ImageError
 from support.archives import Raw, compressed, pack, pax, tar
 from support.image_samples import make_checkpoint, mixture, noise
 
@@ -126,7 +126,7 @@ def test_the_end_is_looked_at(tmp_path: Path, end: bytes, what: str) -> None:
 def test_what_stands_in_for_one_of_our_files_is_named(tmp_path: Path, kind: bytes) -> None:
     """Links and devices are members like others until one of them is needed; none is made."""
     path = tmp_path / "a.tar"
-    name = b"checkpoint/cudackpt-manifest.img"
+    name = b"checkpoint/gpustasis-manifest.img"
     path.write_bytes(tar([ROOT, Raw(name, type=kind, target=b"/etc/passwd")]))
     with open_files(path) as files, pytest.raises(ArchiveError, match="manifest.img: is a "):
         files.manifest()
@@ -157,7 +157,7 @@ def test_bounds_are_kept(tmp_path: Path) -> None:
     cores = [Raw(b"checkpoint/core-%d.img" % number, b"x" * 1000) for number in range(20)]
     kept = replace(DEFAULT_LIMITS, kept_bytes=10_000)
     assert "more than 10000 bytes" in refused(tmp_path, tar([ROOT, *cores]), kept)
-    images = [Raw(b"checkpoint/cudackpt-%d.img" % pid, bytes(500)) for pid in range(1, 20)]
+    images = [Raw(b"checkpoint/gpustasis-%d.img" % pid, bytes(500)) for pid in range(1, 20)]
     files = replace(DEFAULT_LIMITS, image_files=10)
     assert "more than 10 images" in refused(tmp_path, tar([ROOT, *images]), files)
     unpacked = replace(DEFAULT_LIMITS, unpacked_bytes=10_000)
@@ -166,11 +166,11 @@ def test_bounds_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [20, 40])
 def test_too_few_descriptors_are_a_sentence(tmp_path: Path, limit: int) -> None:
-    images = [Raw(b"checkpoint/cudackpt-%d.img" % pid, bytes(500)) for pid in range(1, 60)]
+    images = [Raw(b"checkpoint/gpustasis-%d.img" % pid, bytes(500)) for pid in range(1, 60)]
     path = tmp_path / "a.tar"
     path.write_bytes(tar([ROOT, *images]))
     ended = subprocess.run(
-        [sys.executable, "-m", "cudackpt", "verify", path],
+        [sys.executable, "-m", "gpustasis", "verify", path],
         capture_output=True,
         text=True,
         check=False,
@@ -227,8 +227,8 @@ def test_an_archive_that_changes_between_two_passes(tmp_path: Path) -> None:
 MEASURED = """
 import resource, sys
 from click.testing import CliRunner
-from cudackpt.cli import cli, inspect, verify  # with all they import
-import cudackpt.archive.opening
+from gpustasis.cli import cli, inspect, verify  # with all they import
+import gpustasis.archive.opening
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
@@ -261,12 +261,12 @@ def test_an_image_that_is_all_index_takes_what_the_limit_allows(
 ) -> None:
     """Its trailer says where the index begins: 100 MiB are kept, 600 MiB are beyond the limit."""
     size = 1 << 30
-    manifest = Raw(b"checkpoint/cudackpt-manifest.img", b"x" * 100)
+    manifest = Raw(b"checkpoint/gpustasis-manifest.img", b"x" * 100)
     trailer = (size - index).to_bytes(8, "little") + bytes(120)
     path = tmp_path / "bomb"
     with path.open("wb") as file, zstandard.ZstdCompressor(level=1).stream_writer(file) as out:
         out.write(tar([ROOT, manifest], end=b""))
-        out.write(Raw(b"checkpoint/cudackpt-7.img", size=size).packed())
+        out.write(Raw(b"checkpoint/gpustasis-7.img", size=size).packed())
         for _ in range(1023):
             out.write(bytes(MIB))
         out.write(bytes(MIB - 128) + trailer + bytes(1024))
@@ -277,8 +277,8 @@ def test_an_image_that_is_all_index_takes_what_the_limit_allows(
 
 def test_memory_is_bounded_whatever_the_archive_holds(tmp_path: Path) -> None:
     """A gigabyte in an image, in pages, and in JSON; and a window of zstd beyond the limit."""
-    manifest = Raw(b"checkpoint/cudackpt-manifest.img", b"x" * 100)
-    image = Raw(b"checkpoint/cudackpt-7.img", size=1 << 30)
+    manifest = Raw(b"checkpoint/gpustasis-manifest.img", b"x" * 100)
+    image = Raw(b"checkpoint/gpustasis-7.img", size=1 << 30)
     pages = Raw(b"checkpoint/pages-1.img", size=1 << 30)
     path = tmp_path / "bomb"
     with path.open("wb") as file, zstandard.ZstdCompressor(level=1).stream_writer(file) as out:
@@ -294,7 +294,7 @@ def test_memory_is_bounded_whatever_the_archive_holds(tmp_path: Path) -> None:
         assert status == 1
         assert "manifest" in error or "1 problem found" in error
         assert extra < 100 * MIB, error
-    deep = Raw(b"checkpoint/cudackpt-dump.json", b"[" * 3 * MIB)
+    deep = Raw(b"checkpoint/gpustasis-dump.json", b"[" * 3 * MIB)
     path.write_bytes(gzip.compress(tar([ROOT, deep]), 1))
     _, extra, error = measured("inspect", path)
     assert extra < 200 * MIB, error

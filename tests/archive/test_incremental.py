@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from cudackpt._core import ImageReader, image_name, read_manifest
-from cudackpt.cli import cli
-from cudackpt.errors import CheckpointError, ImageError
-from cudackpt.image.verification import verify_directory
+from gpustasis._core import ImageReader, image_name, read_manifest
+from gpustasis.cli import cli
+from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.image.verification import verify_directory
 from support.archives import COMPRESSIONS, ENGINES, pack
 from support.chains import contents, make_chain, make_link, memory_of
 
@@ -86,7 +86,7 @@ def test_a_parent_that_is_missing_or_another_is_named(
         assert isinstance(result.exception, ImageError)
         said = result.output + str(result.exception)
         assert re.search(
-            rf"needs cudackpt-7(\.\d)?\.img of checkpoint {first}, 3 before this one", said
+            rf"needs gpustasis-7(\.\d)?\.img of checkpoint {first}, 3 before this one", said
         )
     assert not (tmp_path / "out").exists()
     result = run("verify", chain[3], "--parent", archives[2])
@@ -107,7 +107,7 @@ def test_flatten_is_the_same_memory_and_needs_nobody(
         image = ImageReader.open(out / image_name(7))
         assert (image.info.sources, image.info.parent_id) == ([], bytes(16))
         assert read_manifest(out).chain_length == 0
-        assert not (out / "cudackpt-parent").is_symlink()
+        assert not (out / "gpustasis-parent").is_symlink()
 
 
 @pytest.mark.parametrize("stripes", [1, 2, 5])

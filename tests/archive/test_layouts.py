@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cudackpt._core import image_name
-from cudackpt.archive.inspection import inspect_archive
-from cudackpt.archive.opening import open_files
-from cudackpt.archive.verification import verify_archive
-from cudackpt.cli import cli
-from cudackpt.errors import ArchiveError, CheckpointError
-from cudackpt.image.difference import compare, compare_files
-from cudackpt.image.inspection import inspect_directory
+from gpustasis._core import image_name
+from gpustasis.archive.inspection import inspect_archive
+from gpustasis.archive.opening import open_files
+from gpustasis.archive.verification import verify_archive
+from gpustasis.cli import cli
+from gpustasis.errors import ArchiveError, CheckpointError
+from gpustasis.image.difference import compare, compare_files
+from gpustasis.image.inspection import inspect_directory
 from support.archives import COMPRESSIONS, CONTAINER, CREATED, ENGINES, Raw, pack, side_files, tar
 from support.chains import contents, make_link, memory_of
 from support.image_samples import make_checkpoint, mixture
@@ -29,7 +29,7 @@ def images(tmp_path: Path) -> Path:
     make_checkpoint(directory, {7: mixture(), 9: []}, staged_in_criu=(8,), alignment=4096)
     (directory / "inventory.img").write_bytes(b"inventory")
     (directory / "pages-1.img").write_bytes(b"p" * 5000)
-    (directory / "cudackpt-dump.json").write_text(
+    (directory / "gpustasis-dump.json").write_text(
         '{"version":1,"result":"ok","error":"","backend":"emulator","tasks":[],"phases_ms":{}}'
     )
     return directory
@@ -103,7 +103,7 @@ def test_an_index_longer_than_what_is_read_at_first(
     directory = tmp_path / "images"
     words = [f"A{number}" for number in range(40)]
     make_link(directory, {7: memory_of(words), 8: memory_of(["0"])})
-    monkeypatch.setattr("cudackpt.archive.hollow_image._FIRST_TAIL", 400)
+    monkeypatch.setattr("gpustasis.archive.hollow_image._FIRST_TAIL", 400)
     for compression in COMPRESSIONS:
         archive = pack(directory, tmp_path / compression, compression=compression)
         with open_files(archive) as files:
@@ -137,7 +137,7 @@ def test_damage_in_an_archive_is_named(tmp_path: Path, images: Path) -> None:
         (4096, "chunk 0 at 0x7f0000000000: stored bytes do not match their checksum"),
         (4096 + 3000, "is not zero"),
         (len(whole) - 140, "index does not match its checksum"),
-        (10, "cudackpt-7.img: "),
+        (10, "gpustasis-7.img: "),
     ):
         damaged = bytearray(whole)
         damaged[offset] ^= 1
@@ -145,15 +145,15 @@ def test_damage_in_an_archive_is_named(tmp_path: Path, images: Path) -> None:
         archive = pack(images, tmp_path / "a.tar.gz", compression="gzip")
         with open_files(archive) as files:
             (problem,) = verify_archive(files).problems
-        assert problem.startswith(f"{archive}: checkpoint/cudackpt-7.img: ")
+        assert problem.startswith(f"{archive}: checkpoint/gpustasis-7.img: ")
         assert what in problem
         assert "/proc/" not in problem
     path.unlink()
     (images / image_name(77)).write_bytes(b"no image")
     with open_files(pack(images, tmp_path / "a.tar")) as files:
         missing, unnamed = verify_archive(files).problems
-    assert "checkpoint/cudackpt-7.img: is not in the archive" in missing
-    assert "checkpoint/cudackpt-77.img: not named by the manifest" in unnamed
+    assert "checkpoint/gpustasis-7.img: is not in the archive" in missing
+    assert "checkpoint/gpustasis-77.img: not named by the manifest" in unnamed
 
 
 def test_stripes_are_read_checked_and_written_as_one_file(tmp_path: Path) -> None:
@@ -179,10 +179,10 @@ def test_damage_in_a_stripe_is_named(tmp_path: Path) -> None:
     path = directory / image_name(7, 2)
     whole = path.read_bytes()
     for offset, what in (
-        (130, "cudackpt-7.img: chunk 2 at 0x7f0000002000: content does not match"),
-        (100, "cudackpt-7.2.img: padding"),
-        (20, "cudackpt-7.2.img"),
-        (len(whole) - 20, "cudackpt-7.2.img"),
+        (130, "gpustasis-7.img: chunk 2 at 0x7f0000002000: content does not match"),
+        (100, "gpustasis-7.2.img: padding"),
+        (20, "gpustasis-7.2.img"),
+        (len(whole) - 20, "gpustasis-7.2.img"),
     ):
         damaged = bytearray(whole)
         damaged[offset] ^= 1
@@ -195,11 +195,11 @@ def test_damage_in_a_stripe_is_named(tmp_path: Path) -> None:
     path.with_name(image_name(7, 5)).write_bytes(whole)
     with open_files(pack(directory, tmp_path / "a.tar")) as files:
         (missing,) = verify_archive(files).problems
-    assert "cudackpt-7.2.img" in missing
+    assert "gpustasis-7.2.img" in missing
     path.write_bytes(whole)
     with open_files(pack(directory, tmp_path / "a.tar")) as files:
         (unnamed,) = verify_archive(files).problems
-    assert "cudackpt-7.5.img: not named by the manifest, or by the image" in unnamed
+    assert "gpustasis-7.5.img: not named by the manifest, or by the image" in unnamed
 
 
 def test_a_damaged_archive_leaves_nothing_of_a_flatten(tmp_path: Path, images: Path) -> None:
@@ -223,7 +223,7 @@ def test_an_archive_without_gpu_state_is_shown(tmp_path: Path) -> None:
     assert isinstance(result.exception, CheckpointError)
     assert "neither pstree.img nor a manifest" in str(result.exception)
     result = CliRunner().invoke(cli, ["verify", str(archive)])
-    assert "cudackpt-manifest.img: missing" in result.output
+    assert "gpustasis-manifest.img: missing" in result.output
 
 
 @pytest.mark.parametrize(

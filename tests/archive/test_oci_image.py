@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cudackpt.archive.layout import ContainerFacts
-from cudackpt.archive.oci_image import checkpoint_annotations
-from cudackpt.archive.opened import open_archive
-from cudackpt.cli import cli
-from cudackpt.errors import ArchiveError, CheckpointError, UnsupportedError
+from gpustasis.archive.layout import ContainerFacts
+from gpustasis.archive.oci_image import checkpoint_annotations
+from gpustasis.archive.opened import open_archive
+from gpustasis.cli import cli
+from gpustasis.errors import ArchiveError, CheckpointError, UnsupportedError
 from support.archives import CONTAINER, ENGINES, pack
 from support.image_samples import make_checkpoint, mixture
 

@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from campaigns import archives
-from cudackpt._core import ManifestTask, image_name, read_manifest, write_manifest
-from cudackpt.archive.compression import Compression, UnpackedStream
-from cudackpt.archive.flatten import flatten_archive
-from cudackpt.archive.limits import DEFAULT_LIMITS
-from cudackpt.archive.opened import open_archive
-from cudackpt.archive.opening import open_files
-from cudackpt.archive.tar_reader import Kind, TarReader
-from cudackpt.archive.verification import verify_archive
-from cudackpt.errors import ArchiveError, CheckpointError
+from gpustasis._core import ManifestTask, image_name, read_manifest, write_manifest
+from gpustasis.archive.compression import Compression, UnpackedStream
+from gpustasis.archive.flatten import flatten_archive
+from gpustasis.archive.limits import DEFAULT_LIMITS
+from gpustasis.archive.opened import open_archive
+from gpustasis.archive.opening import open_files
+from gpustasis.archive.tar_reader import Kind, TarReader
+from gpustasis.archive.verification import verify_archive
+from gpustasis.errors import ArchiveError, CheckpointError
 from support.archives import COMPRESSIONS, compressed, pack
 from support.chains import make_chain, make_link, memory_of
 from support.image_samples import make_checkpoint, mixture

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from cudackpt.bench.allocator import CachingAllocator, segment_size
+from gpustasis.bench.allocator import CachingAllocator, segment_size
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from cudackpt.bench.checkpointing import Checkpointing
-from cudackpt.bench.contender import CONTENDERS, OURS
-from cudackpt.bench.content import Content, ContentWriter, find_content, make_content
-from cudackpt.bench.course import Course
-from cudackpt.bench.errors import BenchError, WrongMemoryError
-from cudackpt.bench.markdown import write_page
-from cudackpt.bench.medium import Medium, filesystem_of, remove_leftovers, resident_share
-from cudackpt.bench.program import compile_program
-from cudackpt.criu.find import Criu, find_all
+from gpustasis.bench.checkpointing import Checkpointing
+from gpustasis.bench.contender import CONTENDERS, OURS
+from gpustasis.bench.content import Content, ContentWriter, find_content, make_content
+from gpustasis.bench.course import Course
+from gpustasis.bench.errors import BenchError, WrongMemoryError
+from gpustasis.bench.markdown import write_page
+from gpustasis.bench.medium import Medium, filesystem_of, remove_leftovers, resident_share
+from gpustasis.bench.program import compile_program
+from gpustasis.criu.find import Criu, find_all
 
 MIB = 1 << 20
 TMPFS = Path("/dev/shm")
@@ -34,7 +34,7 @@ def newest_criu() -> Criu:
 def run_bench(environ: dict[str, str], work: Path, *words: str) -> dict[str, Any]:
     """The report of a run of the command."""
     out = work / "bench.json"
-    command = [sys.executable, "-m", "cudackpt", "bench", "--size", "0.03125", "--pairs", "1"]
+    command = [sys.executable, "-m", "gpustasis", "bench", "--size", "0.03125", "--pairs", "1"]
     command += ["--work", str(work / "bench"), "--out", str(out), *words]
     ended = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=120, check=False
@@ -76,7 +76,7 @@ def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repositor
     assert {"random dump, stock over ours", "hooks, for a process without CUDA, us"} <= {
         bound["name"] for bound in whole["bounds"]
     }
-    assert not list(TMPFS.glob(f"cudackpt-bench-{os.getpid()}-*"))
+    assert not list(TMPFS.glob(f"gpustasis-bench-{os.getpid()}-*"))
 
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- bench:begin -->\nstale\n<!-- bench:end -->\nafter\n")
@@ -103,8 +103,8 @@ def test_a_page_without_a_place_is_left_alone(tmp_path: Path) -> None:
 def test_without_the_extra_its_workloads_are_refused(emulator_environ: dict[str, str]) -> None:
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "sys.argv = ['cudackpt', 'bench', '--workloads', 'random,inference']\n"
-        "from cudackpt.cli import main; main()"
+        "sys.argv = ['gpustasis', 'bench', '--workloads', 'random,inference']\n"
+        "from gpustasis.cli import main; main()"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script],
@@ -115,7 +115,7 @@ def test_without_the_extra_its_workloads_are_refused(emulator_environ: dict[str,
         check=False,
     )
     assert ended.returncode == 20
-    assert "cudackpt[bench]" in ended.stderr
+    assert "gpustasis[bench]" in ended.stderr
     assert "inference" in ended.stderr
 
 
@@ -230,6 +230,6 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
     for owner in (ended.pid, os.getpid()):
-        (tmp_path / f"cudackpt-bench-{owner}-disk" / "images-0").mkdir(parents=True)
-    remove_leftovers(tmp_path, "cudackpt-bench-*-*")
-    assert [each.name for each in tmp_path.iterdir()] == [f"cudackpt-bench-{os.getpid()}-disk"]
+        (tmp_path / f"gpustasis-bench-{owner}-disk" / "images-0").mkdir(parents=True)
+    remove_leftovers(tmp_path, "gpustasis-bench-*-*")
+    assert [each.name for each in tmp_path.iterdir()] == [f"gpustasis-bench-{os.getpid()}-disk"]

@@ -8,11 +8,11 @@ from pathlib import Path
 from random import Random
 
 from campaigns.tally import Tally
-from cudackpt.archive.flatten import flatten_archive
-from cudackpt.archive.inspection import inspect_archive
-from cudackpt.archive.opened import open_archive
-from cudackpt.archive.verification import verify_archive
-from cudackpt.errors import CheckpointError
+from gpustasis.archive.flatten import flatten_archive
+from gpustasis.archive.inspection import inspect_archive
+from gpustasis.archive.opened import open_archive
+from gpustasis.archive.verification import verify_archive
+from gpustasis.errors import CheckpointError
 from support.archives import COMPRESSIONS, compressed
 
 _BLOCK = 512

@@ -1,4 +1,4 @@
-"""Single bits of a checkpoint's files are flipped: `cudackpt verify` must find each of them."""
+"""Single bits of a checkpoint's files are flipped: `gpustasis verify` must find each of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from random import Random
 from click.testing import CliRunner
 
 from campaigns.tally import Tally
-from cudackpt.cli.verify import command
-from cudackpt.errors import ImageError
+from gpustasis.cli.verify import command
+from gpustasis.errors import ImageError
 
 
 def run(images: Path, random: Random, flips: int) -> Tally:
     """One bit at a time, anywhere in our files in `images`, each byte as likely as any other."""
     tally = Tally()
-    files = sorted(images.glob("cudackpt-*.img"))
+    files = sorted(images.glob("gpustasis-*.img"))
     sizes = [file.stat().st_size for file in files]
     whole = CliRunner().invoke(command, [str(images)])
     assert whole.exit_code == 0, whole.output

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 from campaigns.tally import Tally
-from cudackpt._core import read_manifest
+from gpustasis._core import read_manifest
 from support.chains import contents, is_whole, make_chain, make_link, memory_of
 
 _KILLED = 137
@@ -140,7 +140,7 @@ class _Window:
         return self._run(self._words, number)
 
     def _run(self, words: list[str], number: int) -> bool:
-        command = [sys.executable, "-m", "cudackpt", *words]
+        command = [sys.executable, "-m", "gpustasis", *words]
         ended = subprocess.run(
             [self._killer, self._scratch / "system-calls", str(number), "1", *command],
             capture_output=True,

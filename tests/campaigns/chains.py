@@ -16,10 +16,10 @@ from campaigns import kill_points
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
-from cudackpt._core import ImageReader
-from cudackpt.image.flatten import flatten
-from cudackpt.store.prune import Action, prune
-from cudackpt.store.retention import Rules
+from gpustasis._core import ImageReader
+from gpustasis.image.flatten import flatten
+from gpustasis.store.prune import Action, prune
+from gpustasis.store.retention import Rules
 from support.chains import is_whole
 
 _FULL_EVERY = 6  # dumps, about
@@ -84,7 +84,7 @@ def run_kills(
                 with_parent, random, _KILLS, with_worker=with_worker, whole_bound=whole_bound
             )
             _add(tally, found)
-    for path in rig.scratch.glob("*-images/cudackpt-[0-9]*.img"):
+    for path in rig.scratch.glob("*-images/gpustasis-[0-9]*.img"):
         by_worker.counts["images with references"] += ImageReader.open(path).totals.ref.chunks > 0
     assert by_worker.counts["images with references"] > 0, "nothing was referred to"
     return by_worker, by_hand
@@ -166,7 +166,7 @@ def _config(parent: Path | None) -> dict[str, bool | int | str]:
 
 
 def _count_references(store: _Store, images: Path) -> None:
-    for path in images.glob("cudackpt-[0-9]*.img"):
+    for path in images.glob("gpustasis-[0-9]*.img"):
         references = ImageReader.open(path).totals.ref.chunks
         store.tally.counts["images with references"] += references > 0
 

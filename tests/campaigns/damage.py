@@ -17,8 +17,8 @@ from random import Random
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
-from cudackpt._core import MANIFEST_NAME
-from cudackpt.criu.plugin import Scalar
+from gpustasis._core import MANIFEST_NAME
+from gpustasis.criu.plugin import Scalar
 
 _DEATH_S = 2.0  # a process that was killed may take a moment to be gone
 
@@ -53,7 +53,7 @@ def run(rig: Rig, random: Random, flips: int, cuts: int) -> Tally:
     one with each of the files missing or empty; then one of the undamaged checkpoint."""
     tally = Tally()
     checkpoint = take(rig, mib=2, children=1)
-    names = sorted(path.name for path in checkpoint.images.glob("cudackpt-*.img"))
+    names = sorted(path.name for path in checkpoint.images.glob("gpustasis-*.img"))
     damages: list[Damage] = [_removal(name) for name in names]
     damages += [_cut(name, 0) for name in names]
     damages += [_flip_somewhere(random, names, index) for index in range(flips)]

@@ -140,7 +140,7 @@ def _try_undo(rig: Rig, job: SteadyJob, fault: Fault) -> str:
     if "is left as it is" not in dumped.log:
         return "job runs on at once"
     _require_reason(dumped, fault, job)
-    assert "brought back" in (images / "cudackpt-undo.log").read_text()
+    assert "brought back" in (images / "gpustasis-undo.log").read_text()
     return "job was brought back by the worker"
 
 

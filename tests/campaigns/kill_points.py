@@ -83,7 +83,7 @@ def run(
 
     plugin False: stock CRIU and a job without CUDA, for comparison; what that loses is counted, and
     is not a failure of ours. with_worker: the plugin's
-    worker is killed at the same instant, and `cudackpt recover` has to do its work.
+    worker is killed at the same instant, and `gpustasis recover` has to do its work.
     whole_bound False: a loss in CRIU's own window (_not_crius_own) is counted and is no failure; what
     this leaves is what the plugin itself can break.
     """
@@ -113,7 +113,7 @@ def run(
                 job.run_on()
                 rig.settle(images)
                 job.threads()
-                if (images / "cudackpt-undo.log").exists():
+                if (images / "gpustasis-undo.log").exists():
                     tally.counts["brought back by the worker"] += 1
             except AssertionError as lost:
                 signals = _deadly_signals(job)
@@ -226,7 +226,7 @@ def _kill_at_time(rig: Rig, job: SteadyJob, images: Path, seconds: float, plugin
 def _recover(rig: Rig, job: SteadyJob, images: Path) -> None:
     for pid in job.pids:
         recovered = subprocess.run(
-            [sys.executable, "-m", "cudackpt", "recover", str(pid), "-D", str(images)],
+            [sys.executable, "-m", "gpustasis", "recover", str(pid), "-D", str(images)],
             env=dict(rig.environ),
             capture_output=True,
             text=True,
@@ -241,5 +241,5 @@ def _phase(images: Path) -> str:
     text = log.read_text(errors="replace") if log.exists() else ""
     phase = next(name for name, mark in reversed(_PHASES) if name != "drop" and mark in text)
     # The image has its name, and the log does not say yet that the task is done with.
-    stored = len([path for path in images.glob("cudackpt-[0-9]*.img")])
+    stored = len([path for path in images.glob("gpustasis-[0-9]*.img")])
     return "drop" if stored > text.count("cuda_plugin: checkpointed pid") else phase

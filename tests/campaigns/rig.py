@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Self
 
 from campaigns.steady_job import SteadyJob
-from cudackpt.criu import command
-from cudackpt.criu.find import Criu
-from cudackpt.criu.plugin import Scalar, format_config, plugin_directory
-from cudackpt.emulator import Emulator
-from cudackpt.recovery import WORKER_COMM
-from cudackpt.task import find_users
+from gpustasis.criu import command
+from gpustasis.criu.find import Criu
+from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
+from gpustasis.emulator import Emulator
+from gpustasis.recovery import WORKER_COMM
+from gpustasis.task import find_users
 
 CRIU_TIMEOUT_S = 120.0
 SETTLE_S = 20.0  # a worker left behind has done its work by then
@@ -141,7 +141,7 @@ class Rig:
         if plugin:
             path = self.scratch / self._name(CONFIG_NAME)
             path.write_text(format_config(plugin))
-            environ["CUDACKPT_CONFIG"] = str(path)
+            environ["GPUSTASIS_CONFIG"] = str(path)
         return environ
 
     def dump(

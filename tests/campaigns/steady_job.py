@@ -16,7 +16,7 @@ from support.job import POLL_S, TIMEOUT_S, Job
 _STEP = re.compile(r"(\d+) step \d+ ok\n")
 # Names of its processes, and of one that criu, perhaps on a loader, has only begun to make.
 _NAMES = ("steady_job", "criu", "ld-linux-x86-64")
-_EMULATOR = "cudackpt driver emulator: "  # what the emulator says of itself on stderr
+_EMULATOR = "gpustasis driver emulator: "  # what the emulator says of itself on stderr
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.runtimes.kubelet_archives import DIRECTORY
+from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.containerd_node import ContainerdNode
 from support.engine_root import EngineRoot
 

@@ -26,9 +26,9 @@ def job(pod: Pod) -> NodeContainer:
 
 @pytest.fixture
 def fault(node: ContainerdNode) -> Iterator[str]:
-    """What `cudackpt emulator fault add` is to be called with; forgotten afterwards."""
+    """What `gpustasis emulator fault add` is to be called with; forgotten afterwards."""
     yield "fault"
-    node.root.run("cudackpt", "emulator", "fault", "clear")
+    node.root.run("gpustasis", "emulator", "fault", "clear")
 
 
 def step_numbers(container: NodeContainer) -> list[int]:
@@ -46,7 +46,7 @@ def test_a_gpu_container_goes_to_another_node(
 ) -> None:
     job = pod.job("mover", "--mib", "8", "--children", "1")
     archive = shared / "mover.tar"
-    done = node.root.run("cudackpt", "containerd", "checkpoint", job.path, "--export", archive)
+    done = node.root.run("gpustasis", "containerd", "checkpoint", job.path, "--export", archive)
     assert re.fullmatch(
         rf"container {job.path} \({job.id[:13]}\) is in {archive}: [\d.]+ MiB "
         r"\(containerd v?2\.[^)]*, [\d.]+ s\)\n",
@@ -56,7 +56,7 @@ def test_a_gpu_container_goes_to_another_node(
     assert [path.name for path in shared.iterdir() if path.name.startswith(".")] == []
     with tarfile.open(archive) as tar:
         names = tar.getnames()
-    assert "2 images whole" in node.root.run("cudackpt", "verify", archive).stdout
+    assert "2 images whole" in node.root.run("gpustasis", "verify", archive).stdout
     assert {"config.dump", "spec.dump", "status.dump"} <= set(names)
     assert archive.stat().st_mode & 0o077 == 0
     seen = max(step_numbers(job))
@@ -80,7 +80,7 @@ def test_a_gpu_container_goes_to_another_node(
 
 
 def test_containers_are_listed_and_named(node: ContainerdNode, job: NodeContainer) -> None:
-    listed = node.root.run("cudackpt", "containerd", "list").stdout.splitlines()
+    listed = node.root.run("gpustasis", "containerd", "list").stdout.splitlines()
     assert listed[0].split() == ["ID", "NAMESPACE", "POD", "CONTAINER", "IMAGE", "STATE"]
     wanted = [job.id[:13], "tests", "trainer", "job", JOB_IMAGE, "running"]
     assert wanted in [line.split() for line in listed]
@@ -90,7 +90,7 @@ def test_no_container_is_named(
     node: ContainerdNode, pod: Pod, job: NodeContainer, shared: Path
 ) -> None:
     def refused(name: str) -> str:
-        words = ("cudackpt", "containerd", "checkpoint", name, "-e", shared / "none.tar")
+        words = ("gpustasis", "containerd", "checkpoint", name, "-e", shared / "none.tar")
         done = node.root.run(*words, check=False)
         assert done.returncode == 16
         assert not (shared / "none.tar").exists()
@@ -109,7 +109,7 @@ def test_an_archive_is_not_overwritten(
 ) -> None:
     archive = shared / "there.tar"
     archive.write_text("somebody's")
-    words = ("cudackpt", "containerd", "checkpoint", job.id[:12], "-e", archive)
+    words = ("gpustasis", "containerd", "checkpoint", job.id[:12], "-e", archive)
     done = node.root.run(*words, check=False)
     assert (done.returncode, archive.read_text()) == (16, "somebody's")
     assert "exists already" in done.stderr
@@ -118,8 +118,8 @@ def test_an_archive_is_not_overwritten(
 def test_a_checkpoint_that_fails_says_why_and_leaves_the_container(
     node: ContainerdNode, job: NodeContainer, shared: Path, fault: str
 ) -> None:
-    node.root.run("cudackpt", "emulator", fault, "add", "checkpoint", "error", "--code", "999")
-    words = ("cudackpt", "containerd", "checkpoint", job.id, "-e", shared / "failed.tar")
+    node.root.run("gpustasis", "emulator", fault, "add", "checkpoint", "error", "--code", "999")
+    words = ("gpustasis", "containerd", "checkpoint", job.id, "-e", shared / "failed.tar")
     done = node.root.run(*words, check=False)
     assert done.returncode == 16
     assert f"did not checkpoint container {job.path}" in done.stderr
@@ -132,8 +132,8 @@ def test_a_checkpoint_that_fails_says_why_and_leaves_the_container(
 def test_a_checkpoint_that_takes_too_long_leaves_the_container_running(
     node: ContainerdNode, job: NodeContainer, shared: Path, fault: str, operation: str
 ) -> None:
-    node.root.run("cudackpt", "emulator", fault, "add", operation, "delay", "--delay-ms", "3000")
-    words = ("cudackpt", "containerd", "checkpoint", job.id, "-e", shared / "late.tar")
+    node.root.run("gpustasis", "emulator", fault, "add", operation, "delay", "--delay-ms", "3000")
+    words = ("gpustasis", "containerd", "checkpoint", job.id, "-e", shared / "late.tar")
     done = node.root.run(*words, "--timeout", "1", check=False)
     assert done.returncode == 16
     assert "took longer than 1 s" in done.stderr
@@ -145,10 +145,10 @@ def test_a_container_left_paused_is_resumed(
     node: ContainerdNode, job: NodeContainer, shared: Path, fault: str
 ) -> None:
     node.root.run("ctr", "-n", "k8s.io", "tasks", "pause", job.id)
-    done = node.root.run("cudackpt", "containerd", "resume", job.path)
+    done = node.root.run("gpustasis", "containerd", "resume", job.path)
     assert "was paused and runs on" in done.stdout
     job.run_on()
-    done = node.root.run("cudackpt", "containerd", "resume", job.path)
+    done = node.root.run("gpustasis", "containerd", "resume", job.path)
     assert "is not paused" in done.stdout
 
 
@@ -161,4 +161,4 @@ def test_ctr_checkpoints_with_the_plugin(
         *("--image-path", images, "--work-path", images, job.id),
     )
     job.run_on()
-    assert "1 image whole" in node.root.run("cudackpt", "verify", images).stdout
+    assert "1 image whole" in node.root.run("gpustasis", "verify", images).stdout

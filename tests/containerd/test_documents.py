@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.runtimes.kubelet_archives import DIRECTORY
+from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.certificates import Authority
 from support.containerd_node import (
     JOB_IMAGE,
@@ -35,7 +35,7 @@ def blocks(document: Path, kind: str) -> list[str]:
 def fresh(
     tmp_path_factory: pytest.TempPathFactory, job_program: Path, repository: Path
 ) -> Iterator[ContainerdNode]:
-    """A node on which cudackpt is not installed, and which runs default/trainer/job."""
+    """A node on which gpustasis is not installed, and which runs default/trainer/job."""
     place = tmp_path_factory.mktemp("fresh")
     archives = tmp_path_factory.mktemp("fresh-checkpoints")
     tests = {str(repository / "tests"): repository / "tests"}
@@ -119,7 +119,7 @@ def test_kubernetes(
     fresh: ContainerdNode, trainer: Pod, shell: Shell, repository: Path, tmp_path: Path
 ) -> None:
     checkpoint, listed = blocks(repository / "docs/operating.md", "kubelet")
-    shell("cudackpt install")
+    shell("gpustasis install")
     job = trainer.job("job", "--mib", "4")
     authority = Authority(tmp_path)
     admin, server = authority.client("admin"), authority.server("127.0.0.1")

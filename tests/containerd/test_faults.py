@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.emulator import Emulator
-from cudackpt.emulator.location import RUN_DIRECTORY
+from gpustasis.emulator import Emulator
+from gpustasis.emulator.location import RUN_DIRECTORY
 from support.containerd_node import TIMEOUT_S, Container, ContainerdNode, wait_for
 
 
@@ -23,7 +23,7 @@ def job(node: ContainerdNode, request: pytest.FixtureRequest) -> Iterator[Contai
 @pytest.fixture
 def slow(node: ContainerdNode) -> Iterator[None]:
     """The next checkpoint of a GPU process takes 3 s."""
-    fault = ("cudackpt", "emulator", "fault")
+    fault = ("gpustasis", "emulator", "fault")
     node.root.run(*fault, "add", "checkpoint", "delay", "--delay-ms", "3000")
     yield
     node.root.run(*fault, "clear")
@@ -32,7 +32,7 @@ def slow(node: ContainerdNode) -> Iterator[None]:
 def begin(node: ContainerdNode, job: Container, archive: Path) -> subprocess.Popen[str]:
     """Start a checkpoint; it has met the fault that was added last, and waits."""
     command = node.root.start(
-        *("cudackpt", "containerd", "checkpoint", job.id, "--export", archive),
+        *("gpustasis", "containerd", "checkpoint", job.id, "--export", archive),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -49,16 +49,16 @@ def begin(node: ContainerdNode, job: Container, archive: Path) -> subprocess.Pop
 def test_two_at_once(node: ContainerdNode, job: Container, shared: Path) -> None:
     """The second is refused; the first is as good as if it had been alone."""
     second_archive = shared / "second.tar"
-    words = ("cudackpt", "containerd", "checkpoint", job.id, "--export", second_archive)
+    words = ("gpustasis", "containerd", "checkpoint", job.id, "--export", second_archive)
     for delay in ("3000", "12000", "48000"):  # the longer ones for machines that are busy
-        fault = ("cudackpt", "emulator", "fault", "add", "checkpoint", "delay")
+        fault = ("gpustasis", "emulator", "fault", "add", "checkpoint", "delay")
         node.root.run(*fault, "--delay-ms", delay)
         archive = shared / f"first-{delay}.tar"
         first = begin(node, job, archive)
         second = node.root.run(*words, check=False)
         _, said = first.communicate(timeout=TIMEOUT_S)
         assert first.returncode == 0, said
-        assert "1 image whole" in node.root.run("cudackpt", "verify", archive).stdout
+        assert "1 image whole" in node.root.run("gpustasis", "verify", archive).stdout
         if second.returncode != 0:
             break
         second_archive.unlink()
@@ -66,7 +66,7 @@ def test_two_at_once(node: ContainerdNode, job: Container, shared: Path) -> None
     assert f"another checkpoint of container {job.path} " in second.stderr
     assert not second_archive.exists()
     job.run_on()
-    assert list(node.root.path("/run/cudackpt/containerd").iterdir()) == []
+    assert list(node.root.path("/run/gpustasis/containerd").iterdir()) == []
 
 
 def test_containerd_dies(node: ContainerdNode, job: Container, shared: Path, slow: None) -> None:
@@ -77,7 +77,7 @@ def test_containerd_dies(node: ContainerdNode, job: Container, shared: Path, slo
     assert command.returncode == 16
     assert "may stand still" in said and f"ctr -n k8s.io tasks resume {job.id}" in said
     node.restart_containerd()
-    node.root.run("cudackpt", "containerd", "resume", job.path)
+    node.root.run("gpustasis", "containerd", "resume", job.path)
     job.run_on()
     assert [path.name for path in shared.iterdir() if "killed" in path.name] == []
 
@@ -93,7 +93,7 @@ def test_the_container_is_removed(
     left = [path.name for path in shared.iterdir() if "gone" in path.name]
     if command.returncode == 0:
         assert left == ["gone.tar"]
-        assert "1 image whole" in node.root.run("cudackpt", "verify", shared / "gone.tar").stdout
+        assert "1 image whole" in node.root.run("gpustasis", "verify", shared / "gone.tar").stdout
     else:
         assert (command.returncode, left) == (16, []), said
 
@@ -115,7 +115,7 @@ def test_no_space(node: ContainerdNode, job: Container, shared: Path) -> None:
     place.mkdir()
     node.root.run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place)
     try:
-        words = ("cudackpt", "containerd", "checkpoint", job.id, "--export", place / "a.tar")
+        words = ("gpustasis", "containerd", "checkpoint", job.id, "--export", place / "a.tar")
         done = node.root.run(*words, check=False)
         left = node.root.run("ls", "-A", place).stdout
     finally:

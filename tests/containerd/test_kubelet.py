@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.runtimes.kubelet_archives import DIRECTORY
+from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.certificates import Authority, Pair
 from support.containerd_node import KUBELET_PORT, ContainerdNode, kubelet_on
 from support.kubelet_server import ALLOWED
@@ -28,7 +28,7 @@ class Cluster:
 
     def checkpoint(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.node.root.run(
-            *("cudackpt", "kubelet", "checkpoint", "--node", "127.0.0.1", "--ca", self.ca),
+            *("gpustasis", "kubelet", "checkpoint", "--node", "127.0.0.1", "--ca", self.ca),
             *("--cert", self.admin.certificate, "--key", self.admin.key, *words),
             check=False,
         )
@@ -57,7 +57,7 @@ def test_many_pods_at_once(cluster: Cluster, node: ContainerdNode) -> None:
         archive = Path(line[4])
         assert archive.name.startswith(f"checkpoint-{job.pod.name}_tests-job-")
         job.run_on()
-        assert "1 image whole" in node.root.run("cudackpt", "verify", archive).stdout
+        assert "1 image whole" in node.root.run("gpustasis", "verify", archive).stdout
 
     done = cluster.checkpoint("--json", jobs[0].path, "tests/worker-1/none", "tests/none/job")
     assert done.returncode == 16
@@ -67,7 +67,7 @@ def test_many_pods_at_once(cluster: Cluster, node: ContainerdNode) -> None:
     assert '"container none does not exist" (404): the pod has no such container' in done.stderr
     assert '"pod does not exist" (404): no such pod on this node' in done.stderr
 
-    listed = node.root.run("cudackpt", "kubelet", "list").stdout.splitlines()
+    listed = node.root.run("gpustasis", "kubelet", "list").stdout.splitlines()
     assert listed[0].split("  ")[0] == "CONTAINER"
     assert len(listed) == 1 + len(list(node.root.path(DIRECTORY).iterdir()))
     words = listed[1].split()
@@ -81,7 +81,7 @@ def test_a_token_is_as_good(cluster: Cluster, node: ContainerdNode, shared: Path
     job = node.pod("by-token").job("job")
     (shared / "token").write_text(f"{TOKEN}\n")
     done = node.root.run(
-        *("cudackpt", "kubelet", "checkpoint", f"{job.path}@127.0.0.1:{KUBELET_PORT}"),
+        *("gpustasis", "kubelet", "checkpoint", f"{job.path}@127.0.0.1:{KUBELET_PORT}"),
         *("--ca", cluster.ca, "--token-file", shared / "token"),
     )
     assert " done " in done.stdout
@@ -90,11 +90,11 @@ def test_a_token_is_as_good(cluster: Cluster, node: ContainerdNode, shared: Path
 
 def test_the_runtimes_reason_is_passed_on(cluster: Cluster, node: ContainerdNode) -> None:
     job = node.pod("faulty").job("job")
-    node.root.run("cudackpt", "emulator", "fault", "add", "checkpoint", "error", "--code", "999")
+    node.root.run("gpustasis", "emulator", "fault", "add", "checkpoint", "error", "--code", "999")
     try:
         done = cluster.checkpoint(job.path)
     finally:
-        node.root.run("cudackpt", "emulator", "fault", "clear")
+        node.root.run("gpustasis", "emulator", "fault", "clear")
     assert done.returncode == 16
     assert "criu failed" in done.stderr and "(500)" in done.stderr
     job.run_on()
@@ -106,15 +106,15 @@ def test_a_timeout_is_passed_on(cluster: Cluster, node: ContainerdNode) -> None:
     how to go on, and that works."""
     job = node.pod("slow").job("job")
     node.root.run(
-        "cudackpt", "emulator", "fault", "add", "checkpoint", "delay", "--delay-ms", "3000"
+        "gpustasis", "emulator", "fault", "add", "checkpoint", "delay", "--delay-ms", "3000"
     )
     try:
         done = cluster.checkpoint("--timeout", "1", job.path)
     finally:
-        node.root.run("cudackpt", "emulator", "fault", "clear")
+        node.root.run("gpustasis", "emulator", "fault", "clear")
     assert done.returncode == 16
     assert "not done in 1 s" in done.stderr
-    assert f"cudackpt containerd resume {job.path}" in done.stderr
-    node.root.run("cudackpt", "containerd", "resume", job.path)
+    assert f"gpustasis containerd resume {job.path}" in done.stderr
+    node.root.run("gpustasis", "containerd", "resume", job.path)
     job.run_on()
     job.stop()

@@ -6,7 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
-from cudackpt.criu.find import roots_directory
+from gpustasis.criu.find import roots_directory
 from support.containerd_node import ContainerdNode
 from support.engine_root import EngineRoot
 
@@ -24,7 +24,7 @@ def test_containerd_1_7(tmp_path: Path, job_program: Path) -> None:
     ):
         assert node.cri.runtime().startswith("containerd 1.7.")
         job = node.pod("trainer").job("job")
-        words = ("cudackpt", "containerd", "checkpoint", job.path, "--export", "/tmp/a.tar")
+        words = ("gpustasis", "containerd", "checkpoint", job.path, "--export", "/tmp/a.tar")
         done = root.run(*words, check=False)
         assert done.returncode == 16
         assert f"has no CheckpointContainer, so container {job.path}" in done.stderr
@@ -33,5 +33,5 @@ def test_containerd_1_7(tmp_path: Path, job_program: Path) -> None:
         job.run_on()
         advice = done.stderr.strip().rsplit(": ", 1)[1].replace("DIR", "/tmp/images")
         root.run(PROGRAMS / "ctr", *shlex.split(advice)[1:])
-        assert "1 image whole" in root.run("cudackpt", "verify", "/tmp/images").stdout
+        assert "1 image whole" in root.run("gpustasis", "verify", "/tmp/images").stdout
         job.run_on()

@@ -14,13 +14,13 @@
         }                                                                                          \
     } while (0)
 
-/// CHECK that `expr` throws cudackpt::Error with the given code.
+/// CHECK that `expr` throws gpustasis::Error with the given code.
 #define CHECK_THROWS(errc, expr)                                                                   \
     do {                                                                                           \
         try {                                                                                      \
             static_cast<void>(expr);                                                               \
             CHECK(false && "nothing was thrown");                                                  \
-        } catch (const cudackpt::Error& check_error) {                                             \
+        } catch (const gpustasis::Error& check_error) {                                            \
             if (check_error.code() != (errc))                                                      \
                 std::fprintf(stderr, "thrown: %s\n", check_error.what());                          \
             CHECK(check_error.code() == (errc));                                                   \

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 extern "C" std::size_t LLVMFuzzerMutate(std::uint8_t* data, std::size_t size, std::size_t max);
 extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t* data, std::size_t size,
@@ -49,7 +49,7 @@ private:
 class ManifestDir {
 public:
     explicit ManifestDir(const MemoryFile& file) {
-        std::string path = "/tmp/cudackpt-fuzz-XXXXXX";
+        std::string path = "/tmp/gpustasis-fuzz-XXXXXX";
         CHECK(::mkdtemp(path.data()) != nullptr);
         fd_ = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         CHECK(fd_ >= 0 && ::symlinkat(file.path().c_str(), fd_, kManifestName) == 0);

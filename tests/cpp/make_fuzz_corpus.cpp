@@ -6,7 +6,7 @@
 #include "core/manifest.hpp"
 #include "core/parent_index.hpp"
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

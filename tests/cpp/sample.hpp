@@ -27,7 +27,7 @@ using Buffer = std::vector<std::byte>;
 class TempDir {
 public:
     explicit TempDir(const std::string& place = "/tmp") {
-        std::string pattern = place + "/cudackpt-test-XXXXXX";
+        std::string pattern = place + "/gpustasis-test-XXXXXX";
         CHECK(::mkdtemp(pattern.data()) != nullptr);
         path_ = pattern;
         fd_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -66,7 +66,7 @@ inline Buffer read_file(int dir_fd, const std::string& name) {
     return bytes;
 }
 
-inline void write_file(int dir_fd, const std::string& name, cudackpt::Bytes bytes) {
+inline void write_file(int dir_fd, const std::string& name, gpustasis::Bytes bytes) {
     const int fd = ::openat(dir_fd, name.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     CHECK(fd >= 0);
     CHECK(::write(fd, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
@@ -90,14 +90,14 @@ inline Buffer pattern_bytes(std::size_t size) {
 }
 
 /// Memory by address, as a task would have it. Reading or writing elsewhere is EFAULT.
-class Memory : public cudackpt::MemorySource, public cudackpt::MemorySink {
+class Memory : public gpustasis::MemorySource, public gpustasis::MemorySink {
 public:
     void map(std::uint64_t address, Buffer bytes) { runs_[address] = std::move(bytes); }
 
-    void read(std::uint64_t address, cudackpt::MutBytes out) override {
+    void read(std::uint64_t address, gpustasis::MutBytes out) override {
         std::ranges::copy(find(address, out.size()), out.begin());
     }
-    void write(std::uint64_t address, cudackpt::Bytes bytes) override {
+    void write(std::uint64_t address, gpustasis::Bytes bytes) override {
         std::ranges::copy(bytes, find(address, bytes.size()).begin());
     }
     void write_zeros(std::uint64_t address, std::uint64_t length) override {
@@ -105,8 +105,8 @@ public:
     }
 
     /// The regions of what is mapped.
-    std::vector<cudackpt::Region> regions() const {
-        std::vector<cudackpt::Region> regions;
+    std::vector<gpustasis::Region> regions() const {
+        std::vector<gpustasis::Region> regions;
         for (const auto& [address, bytes] : runs_)
             regions.push_back({.address = address, .length = bytes.size(), .protection = 3});
         return regions;
@@ -119,33 +119,33 @@ public:
     bool operator==(const Memory& other) const { return runs_ == other.runs_; }
 
 private:
-    cudackpt::MutBytes find(std::uint64_t address, std::size_t size) {
+    gpustasis::MutBytes find(std::uint64_t address, std::size_t size) {
         auto after = runs_.upper_bound(address);
         if (after != runs_.begin()) {
             auto& [begin, bytes] = *std::prev(after);
             if (address - begin + size <= bytes.size())
-                return cudackpt::MutBytes(bytes).subspan(address - begin, size);
+                return gpustasis::MutBytes(bytes).subspan(address - begin, size);
         }
-        throw cudackpt::io_error("memory of the test", EFAULT);
+        throw gpustasis::io_error("memory of the test", EFAULT);
     }
     std::map<std::uint64_t, Buffer> runs_;
 };
 
-inline cudackpt::Id id_of(unsigned char byte) {
-    cudackpt::Id id;
+inline gpustasis::Id id_of(unsigned char byte) {
+    gpustasis::Id id;
     id.fill(static_cast<std::byte>(byte));
     return id;
 }
 
 /// Every field set to something of its own.
-inline cudackpt::ImageInfo info_of(const Memory& memory, std::uint32_t chunk_size = 4096) {
+inline gpustasis::ImageInfo info_of(const Memory& memory, std::uint32_t chunk_size = 4096) {
     return {.checkpoint_id = id_of(0x11),
             .parent_id = {},
             .pid = 4242,
             .start_time = 123456789,
             .boot_id = id_of(0x22),
             .comm = "train",
-            .state_before = cudackpt::ProcessState::locked,
+            .state_before = gpustasis::ProcessState::locked,
             .driver_api_version = 13000,
             .driver_version = "580.95.05",
             .gpus = {{.uuid = id_of(0x33), .name = "NVIDIA H200", .memory_size = 150754820096}},

@@ -6,7 +6,7 @@
 
 #include <array>
 
-using namespace cudackpt;
+using namespace gpustasis;
 using sample::Buffer;
 
 namespace {

@@ -12,13 +12,13 @@
 #include <functional>
 #include <limits>
 
-using namespace cudackpt;
+using namespace gpustasis;
 using sample::Buffer;
 using sample::Memory;
 
 namespace {
 
-constexpr const char* kName = "cudackpt-1.img";
+constexpr const char* kName = "gpustasis-1.img";
 
 Buffer small_image(const sample::TempDir& dir, std::uint32_t alignment) {
     Memory memory;

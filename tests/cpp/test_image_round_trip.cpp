@@ -6,15 +6,15 @@
 
 #include <set>
 
-using namespace cudackpt;
+using namespace gpustasis;
 using sample::Memory;
 
 namespace {
 
 ImageReader write_and_open(const sample::TempDir& dir, const ImageInfo& info, Memory& memory,
                            const WriteOptions& options = {}) {
-    const WriteResult result = write_image(dir.fd(), "cudackpt-1.img", info, memory, options);
-    ImageReader reader = ImageReader::open(dir.fd(), "cudackpt-1.img");
+    const WriteResult result = write_image(dir.fd(), "gpustasis-1.img", info, memory, options);
+    ImageReader reader = ImageReader::open(dir.fd(), "gpustasis-1.img");
     CHECK(reader.digest() == result.digest);
     CHECK(reader.file_size() == result.file_size);
     CHECK(reader.totals() == result.totals);
@@ -53,12 +53,12 @@ void the_way_of_io_leaves_no_trace(const char* place) {
     for (const IoMode io : {IoMode::automatic, IoMode::buffered, IoMode::direct}) {
         try {
             const WriteResult result =
-                write_image(dir.fd(), "cudackpt-1.img", info_of(memory, 65536), memory,
+                write_image(dir.fd(), "gpustasis-1.img", info_of(memory, 65536), memory,
                             {.threads = 4, .io = io});
             digests.push_back(result.digest);
-            const UniqueFd fd(::openat(dir.fd(), "cudackpt-1.img", O_RDONLY | O_CLOEXEC));
+            const UniqueFd fd(::openat(dir.fd(), "gpustasis-1.img", O_RDONLY | O_CLOEXEC));
             CHECK(::posix_fadvise(fd.get(), 0, 0, POSIX_FADV_DONTNEED) == 0);
-            const ImageReader reader = ImageReader::open(dir.fd(), "cudackpt-1.img", io);
+            const ImageReader reader = ImageReader::open(dir.fd(), "gpustasis-1.img", io);
             CHECK(reader.file_size() == result.file_size);
             Memory restored;
             restored.map_like(memory, std::byte{0xaa});
@@ -66,7 +66,7 @@ void the_way_of_io_leaves_no_trace(const char* place) {
             CHECK(restored == memory);
         } catch (const Error& e) {
             CHECK(io == IoMode::direct && e.code() == Errc::unsupported);
-            CHECK(!dir.has(".cudackpt-1.img.part"));
+            CHECK(!dir.has(".gpustasis-1.img.part"));
         }
     }
     CHECK(digests.size() >= 2);

@@ -13,13 +13,13 @@
 #include <csignal>
 #include <thread>
 
-using namespace cudackpt;
+using namespace gpustasis;
 using sample::Buffer;
 using sample::Memory;
 
 namespace {
 
-constexpr const char* kName = "cudackpt-1.img";
+constexpr const char* kName = "gpustasis-1.img";
 
 void map_large_mixture(Memory& memory) {
     std::uint64_t address = 0x7f0000000000;
@@ -137,7 +137,7 @@ void a_write_that_fails_leaves_nothing_behind() {
             CHECK_THROWS(Errc::io,
                          write_image(dir.fd(), kName, info_of(memory), memory, {.threads = 3}));
             CHECK(!dir.has(kName));
-            CHECK(!dir.has(".cudackpt-1.img.part"));
+            CHECK(!dir.has(".gpustasis-1.img.part"));
             ::_exit(0);
         }
         int status = 0;
@@ -157,7 +157,7 @@ void a_full_disk_leaves_nothing_behind() {
     const int small = ::openat(dir.fd(), "small", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     CHECK_THROWS(Errc::io, write_image(small, kName, info_of(memory), memory, {.threads = 3}));
     CHECK(::faccessat(small, kName, F_OK, 0) != 0);
-    CHECK(::faccessat(small, ".cudackpt-1.img.part", F_OK, 0) != 0);
+    CHECK(::faccessat(small, ".gpustasis-1.img.part", F_OK, 0) != 0);
     ::close(small);
     CHECK(::umount2(dir.path("small").c_str(), MNT_DETACH) == 0);
 }
@@ -172,19 +172,19 @@ void a_failed_write_keeps_the_older_image() {
     memory.fail_at = 3;
     CHECK_THROWS(Errc::io, write_image(dir.fd(), kName, info_of(memory), memory, {}));
     CHECK(sample::read_file(dir.fd(), kName) == before);
-    CHECK(!dir.has(".cudackpt-1.img.part"));
+    CHECK(!dir.has(".gpustasis-1.img.part"));
 }
 
 void a_stale_part_is_replaced_and_not_followed() {
     const sample::TempDir dir;
     sample::write_file(dir.fd(), "precious", sample::pattern_bytes(10));
-    CHECK(::symlinkat("precious", dir.fd(), ".cudackpt-1.img.part") == 0);
+    CHECK(::symlinkat("precious", dir.fd(), ".gpustasis-1.img.part") == 0);
     Memory memory;
     memory.map(4096, Buffer(4096, std::byte{1}));
     write_image(dir.fd(), kName, info_of(memory), memory, {});
     CHECK(sample::read_file(dir.fd(), "precious") == sample::pattern_bytes(10));
     ImageReader::open(dir.fd(), kName).verify(1);
-    CHECK(!dir.has(".cudackpt-1.img.part"));
+    CHECK(!dir.has(".gpustasis-1.img.part"));
 }
 
 void only_the_owner_can_read_an_image() {

@@ -6,7 +6,7 @@
 
 #include <cstring>
 
-using namespace cudackpt;
+using namespace gpustasis;
 using sample::Buffer;
 
 namespace {
@@ -109,5 +109,5 @@ int main() {
     values_out_of_range_are_refused();
     what_cannot_be_stored_is_refused();
     a_missing_manifest_is_an_io_error();
-    CHECK(image_name(42) == "cudackpt-42.img");
+    CHECK(image_name(42) == "gpustasis-42.img");
 }

@@ -12,7 +12,7 @@
 
 #include <optional>
 
-using namespace cudackpt;
+using namespace gpustasis;
 using sample::Buffer;
 using sample::Memory;
 
@@ -220,20 +220,20 @@ void a_missing_or_other_parent_is_named() {
     store.rename("a", "elsewhere");
     const std::string missing = error_of(Errc::io, [&] { store.open("b"); });
     CHECK(has(missing, "checkpoint 01010101010101010101010101010101"));
-    CHECK(has(missing, "/b/cudackpt-parent to ../a: No such file"));
+    CHECK(has(missing, "/b/gpustasis-parent to ../a: No such file"));
 
     // A dump in its first moments: a link, and no manifest yet. Its parent is removed just then.
     CHECK(::mkdirat(store.root().fd(), "begun", 0700) == 0);
     const UniqueFd begun = store.dir("begun");
-    CHECK(::symlinkat("../gone\x1b[31m", begun.get(), "cudackpt-parent") == 0);
+    CHECK(::symlinkat("../gone\x1b[31m", begun.get(), "gpustasis-parent") == 0);
     Lineage dumping(begun.get());
     const std::string gone = error_of(Errc::io, [&] { dumping.directory(1); });
-    CHECK(has(gone, "/begun/cudackpt-parent to ../gone?[31m: No such file"));
+    CHECK(has(gone, "/begun/gpustasis-parent to ../gone?[31m: No such file"));
 
     Noise other(0x10000, 4, 2);
     store.add("a", other);
     const std::string replaced = error_of(Errc::corrupt_data, [&] { store.open("b"); });
-    CHECK(has(replaced, "/a/cudackpt-4242.img is another image"));
+    CHECK(has(replaced, "/a/gpustasis-4242.img is another image"));
 
     store.remove("a");
     store.rename("elsewhere", "a");

@@ -11,7 +11,7 @@
 #include <csignal>
 #include <cstring>
 
-using namespace cudackpt;
+using namespace gpustasis;
 using sample::Buffer;
 
 namespace {
@@ -141,10 +141,10 @@ void a_task_is_written_to_an_image_and_back() {
     ProcessMemory memory(child.pid());
     ImageInfo info = info_of(sample::Memory{}, 0);
     info.regions = {{.address = mapping.address(), .length = content.size(), .protection = 3}};
-    write_image(dir.fd(), "cudackpt-1.img", info, memory, {});
+    write_image(dir.fd(), "gpustasis-1.img", info, memory, {});
 
     memory.write(mapping.address(), sample::random_bytes(content.size(), 10));
-    ImageReader::open(dir.fd(), "cudackpt-1.img").restore(memory, 0, false);
+    ImageReader::open(dir.fd(), "gpustasis-1.img").restore(memory, 0, false);
     Buffer read(content.size());
     memory.read(mapping.address(), read);
     CHECK(read == content);

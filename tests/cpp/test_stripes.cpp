@@ -15,7 +15,7 @@
 #include <functional>
 #include <optional>
 
-using namespace cudackpt;
+using namespace gpustasis;
 using sample::Buffer;
 using sample::Memory;
 
@@ -60,8 +60,8 @@ void check_blames(const std::string& file, Errc code, const Body& body) {
 }
 
 void names_follow_from_the_image() {
-    CHECK(image_name(7) == "cudackpt-7.img");
-    CHECK(image_name(7, 2) == "cudackpt-7.2.img");
+    CHECK(image_name(7) == "gpustasis-7.img");
+    CHECK(image_name(7, 2) == "gpustasis-7.2.img");
     CHECK(stripe_name("other", 15) == "other.15");
 }
 

@@ -10,7 +10,7 @@
 #include <set>
 #include <thread>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

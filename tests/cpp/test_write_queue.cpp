@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cudackpt._core import DirtyTracker
+from gpustasis._core import DirtyTracker
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs/dirty_load.c"
 SCAN_EVERY_S = 1.0

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from cudackpt._core import DirtyTracker
+from gpustasis._core import DirtyTracker
 from support.dirty_target import HUGE, PAGE, Region, Target, check, found_in, running
 
 KINDS = "psfh"

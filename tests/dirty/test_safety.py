@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt._core import DirtyTracker, UnsupportedDataError
+from gpustasis._core import DirtyTracker, UnsupportedDataError
 from support.dirty_target import PAGE, Target, running
 
 WAIT_MS = 600
@@ -211,7 +211,7 @@ def test_an_exec_while_tracked_runs(program: Path) -> None:
 
 KILLED_TRACKER = """
 import sys
-from cudackpt._core import DirtyTracker
+from gpustasis._core import DirtyTracker
 print("up", flush=True)
 while True:
     with DirtyTracker(int(sys.argv[1]), "write-protect") as tracker:

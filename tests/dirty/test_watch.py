@@ -1,4 +1,4 @@
-"""cudackpt watch on a job that writes at a known rate."""
+"""gpustasis watch on a job that writes at a known rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cudackpt._core import dirty_backends
+from gpustasis._core import dirty_backends
 
 PAGE = 4096
 PAGES = 2000  # written in each round
@@ -37,7 +37,7 @@ while True:
 # A shell that starts tests in the background has them ignore Ctrl-C.
 INTERRUPTIBLE = """
 import signal
-from cudackpt.cli import main
+from gpustasis.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
 """
@@ -56,7 +56,7 @@ def job() -> Iterator[subprocess.Popen[str]]:
 
 
 def watch(*words: object) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "cudackpt", "watch", *map(str, words)]
+    argv = [sys.executable, "-m", "gpustasis", "watch", *map(str, words)]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -111,7 +111,7 @@ def test_ctrl_c_ends_it_with_a_summary(job: subprocess.Popen[str]) -> None:
 
 def test_it_ends_with_the_process(job: subprocess.Popen[str]) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "cudackpt", "watch", str(job.pid), "--interval", "0.2"],
+        [sys.executable, "-m", "gpustasis", "watch", str(job.pid), "--interval", "0.2"],
         stdout=subprocess.PIPE,
         text=True,
     )

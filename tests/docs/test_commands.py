@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.find import Criu
+from gpustasis.criu.find import Criu
 
 _BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TIMEOUT_S = 120
@@ -29,7 +29,7 @@ def shell_blocks(document: Path) -> list[str]:
 def newcomer(
     criu: Criu, cuda_include: Path, repository: Path, tmp_path: Path
 ) -> tuple[Path, dict[str, str]]:
-    """A folder with the tree's files in it, and an environment with cudackpt and criu in PATH."""
+    """A folder with the tree's files in it, and an environment with gpustasis and criu in PATH."""
     programs = tmp_path / "bin"
     programs.mkdir()
     # A criu of a test root is started by that root's loader, which takes the place of the
@@ -44,7 +44,7 @@ def newcomer(
     environ = dict(os.environ)
     environ["PATH"] = f"{programs}:{Path(sys.executable).parent}:{environ['PATH']}"
     environ["CUDA_INCLUDE"] = str(cuda_include)
-    environ["CUDACKPT_EMULATOR"] = str(tmp_path / "socket")  # not somebody else's
+    environ["GPUSTASIS_EMULATOR"] = str(tmp_path / "socket")  # not somebody else's
     return home, environ
 
 
@@ -106,7 +106,7 @@ def test_readme(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None
 def clean_up(home: Path, environ: dict[str, str]) -> None:
     end_programs_in(home)
     subprocess.run(
-        [sys.executable, "-m", "cudackpt", "emulator", "stop"],
+        [sys.executable, "-m", "gpustasis", "emulator", "stop"],
         env=environ,
         capture_output=True,
         check=False,

@@ -4,7 +4,7 @@ kernels   the module of programs/kernels.cu
 caller    caller(call, pid, *words) -> (CUresult, value): one call of the checkpoint API by a process
           of its own
 vectors   vectors(mib=8) -> Job: programs/plain_vectors.c, running
-lone      an emulator of the test's own: lone(**options) -> Emulator, see cudackpt.emulator.Options
+lone      an emulator of the test's own: lone(**options) -> Emulator, see gpustasis.emulator.Options
 stock     criu without any plugin: stock(words) -> CompletedProcess
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.find import Criu
-from cudackpt.emulator import Emulator, Options, find_directory
+from gpustasis.criu.find import Criu
+from gpustasis.emulator import Emulator, Options, find_directory
 from support.job import Job
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"

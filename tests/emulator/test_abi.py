@@ -7,10 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from cudackpt.emulator import library_directory
+from gpustasis.emulator import library_directory
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
-OUR_MARK = "cudackpt_driver_emulator"  # by which the plugin knows it from the real driver
+OUR_MARK = "gpustasis_driver_emulator"  # by which the plugin knows it from the real driver
 
 
 def test_values_and_layouts_are_those_of_cuda_h(repository: Path, cuda_include: Path) -> None:

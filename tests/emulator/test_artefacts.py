@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.emulator import Emulator
+from gpustasis.emulator import Emulator
 from support.job import Job
 
 Call = Callable[..., tuple[int, int]]
@@ -100,7 +100,7 @@ def test_a_checkpointed_process_has_no_device_and_keeps_its_channel(
     assert len(listening(job.pid)) == 1
     names = " ".join(mappings(job.pid).values())
     assert "io_uring" not in names
-    assert "cudackpt-emulated" not in names
+    assert "gpustasis-emulated" not in names
     assert caller("restore", job.pid, "init")[0] == 0
     assert Counter(descriptors(job.pid).values()) == Counter(before.values())
 
@@ -139,7 +139,7 @@ def test_staging_is_fresh_private_memory_of_the_size_of_vram(
     released = sum(
         end - start
         for (start, end), name in before.items()
-        if (start, end) not in after and ("io_uring" in name or "cudackpt-emulated" in name)
+        if (start, end) not in after and ("io_uring" in name or "gpustasis-emulated" in name)
     )
     assert size - (grown - released) == 40 << 20
     assert all(name == "rw-p" for name in fresh.values())

@@ -1,4 +1,4 @@
-"""`cudackpt emulator`: start, status, run, env, faults, settings, stop."""
+"""`gpustasis emulator`: start, status, run, env, faults, settings, stop."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
-    environ = dict(os.environ) | {"CUDACKPT_EMULATOR": str(tmp_path / "folder" / "socket")}
+    environ = dict(os.environ) | {"GPUSTASIS_EMULATOR": str(tmp_path / "folder" / "socket")}
 
     def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "cudackpt", "emulator", *map(str, words)]
+        argv = [sys.executable, "-m", "gpustasis", "emulator", *map(str, words)]
         return subprocess.run(
             argv, env=environ, capture_output=True, text=True, check=False, timeout=60
         )
@@ -45,7 +45,7 @@ def test_run_starts_an_emulator_that_stays(
     assert command("stop").returncode == 0
     stopped = command("status")
     assert stopped.returncode == 15
-    assert "start one with `cudackpt emulator start`" in stopped.stderr
+    assert "start one with `gpustasis emulator start`" in stopped.stderr
 
 
 def test_exit_status_of_the_program_is_that_of_run(command: Command) -> None:
@@ -103,7 +103,7 @@ def test_env_is_for_a_shell(command: Command, compile_cuda: Callable[..., Path])
     command("start")
     program = compile_cuda(PROGRAMS / "plain_vectors.c")
     script = f"{command('env').stdout}\nexec {program} 1 1 1"
-    environ = {key: value for key, value in os.environ.items() if "CUDACKPT" not in key}
+    environ = {key: value for key, value in os.environ.items() if "GPUSTASIS" not in key}
     ended = subprocess.run(["sh", "-c", script], env=environ, capture_output=True, check=False)
     assert ended.returncode == 0
 
@@ -116,8 +116,8 @@ def test_socket_of_a_killed_emulator_is_taken_over(command: Command) -> None:
 
 
 def test_starting_many_at_once_makes_one(command: Command, tmp_path: Path) -> None:
-    environ = dict(os.environ) | {"CUDACKPT_EMULATOR": str(tmp_path / "folder" / "socket")}
-    argv = [sys.executable, "-m", "cudackpt", "emulator", "start"]
+    environ = dict(os.environ) | {"GPUSTASIS_EMULATOR": str(tmp_path / "folder" / "socket")}
+    argv = [sys.executable, "-m", "gpustasis", "emulator", "start"]
     starters = [subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE) for _ in range(4)]
     said = [starter.communicate(timeout=60)[0].decode() for starter in starters]
     assert sum("emulator started at" in one for one in said) == 1

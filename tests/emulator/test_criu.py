@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.emulator import Emulator, Options
+from gpustasis.emulator import Emulator, Options
 from support.job import Job
 
 Call = Callable[..., tuple[int, int]]
@@ -106,7 +106,7 @@ def test_it_goes_to_another_daemon(
 ) -> None:
     """The GPUs it had are gone; others of the same kind, named by pairs, take their place."""
     first = lone(gpus=1, memory_bytes=64 << 20)
-    environ = emulator_environ | {"CUDACKPT_EMULATOR": str(first.path)}
+    environ = emulator_environ | {"GPUSTASIS_EMULATOR": str(first.path)}
     job = launch([compile_cuda(PROGRAMS / "plain_vectors.c"), "8", "1000000", "5"], environ)
     job.wait_for("round 1 ok")
     checkpoint(caller, job)

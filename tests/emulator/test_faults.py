@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.emulator import Emulator
-from cudackpt.errors import EmulatorError
+from gpustasis.emulator import Emulator
+from gpustasis.errors import EmulatorError
 from support.job import Job
 
 Call = Callable[..., tuple[int, int]]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.emulator import Emulator
-from cudackpt.emulator.daemon import api_version_of
+from gpustasis.emulator import Emulator
+from gpustasis.emulator.daemon import api_version_of
 from support.job import Job
 
 Call = Callable[..., tuple[int, int]]
@@ -25,7 +25,7 @@ def test_the_api_is_as_documented(
     emulator_environ: dict[str, str],
 ) -> None:
     one = lone(gpus=1, memory_bytes=256 << 20)
-    environ = emulator_environ | {"CUDACKPT_EMULATOR": str(one.path)}
+    environ = emulator_environ | {"GPUSTASIS_EMULATOR": str(one.path)}
     job = launch([compile_cuda(PROGRAMS / "api_exercise.c"), kernels], environ)
     assert job.wait() == 0, job.output()
     assert job.output().endswith("done\n")
@@ -96,7 +96,7 @@ def test_without_a_daemon_there_is_no_device(
     emulator_environ: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    environ = emulator_environ | {"CUDACKPT_EMULATOR": str(tmp_path / "nothing")}
+    environ = emulator_environ | {"GPUSTASIS_EMULATOR": str(tmp_path / "nothing")}
     job = launch([compile_cuda(PROGRAMS / "plain_vectors.c"), "1", "1", "1"], environ)
     assert job.wait() == 1
     assert "cuInit(0): 100 (no CUDA-capable device is detected)" in job.output()
@@ -109,9 +109,9 @@ def test_it_says_that_it_is_an_emulator(
     program = compile_cuda(PROGRAMS / "plain_vectors.c")
     loud = launch([program, "1", "1", "1"], emulator_environ)
     assert loud.wait() == 0
-    notice = "cudackpt driver emulator: 2 emulated GPUs, no real GPU is used\n"
+    notice = "gpustasis driver emulator: 2 emulated GPUs, no real GPU is used\n"
     assert loud.output().startswith(notice)
-    quiet = launch([program, "1", "1", "1"], emulator_environ | {"CUDACKPT_EMULATOR_QUIET": "1"})
+    quiet = launch([program, "1", "1", "1"], emulator_environ | {"GPUSTASIS_EMULATOR_QUIET": "1"})
     assert quiet.wait() == 0
     assert "emulat" not in quiet.output()
 

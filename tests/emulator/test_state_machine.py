@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.emulator import Emulator
+from gpustasis.emulator import Emulator
 from support.job import Job
 
 Call = Callable[..., tuple[int, int]]

@@ -100,7 +100,7 @@ def test_the_ptx_in_the_tree_is_of_these_kernels(repository: Path) -> None:
     source = (repository / "demo/train_kernels.cu").read_bytes()
     ptx = (repository / "demo/train_kernels.ptx").read_text()
     assert hashlib.sha256(source).hexdigest() in ptx.splitlines()[0]
-    kernels = set(re.findall(rb"^CUDACKPT_KERNEL\((\w+),", source, re.MULTILINE))
+    kernels = set(re.findall(rb"^GPUSTASIS_KERNEL\((\w+),", source, re.MULTILINE))
     assert kernels == {name.encode() for name in re.findall(r"\.entry (\w+)", ptx)}
     assert ".target sm_75" in ptx
     assert ".version 7.0" in ptx, "a driver of CUDA 12.8 refuses newer ones"

@@ -55,7 +55,7 @@ def test_a_failed_step_is_named_and_the_exit_code_tells(repository: Path, tmp_pa
         repository,
         tmp_path / "out",
         *("--step", "criu", "--step", "C program"),
-        CUDACKPT_PLUGIN_DIR=str(tmp_path),
+        GPUSTASIS_PLUGIN_DIR=str(tmp_path),
     )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert verdicts(tmp_path / "out")["C program"]["verdict"] == "failed"
@@ -63,7 +63,15 @@ def test_a_failed_step_is_named_and_the_exit_code_tells(repository: Path, tmp_pa
 
 
 def test_without_a_gpu_it_refuses_to_check_one(repository: Path, tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "cudackpt.gpucheck", "--programs", tmp_path, "--out", tmp_path]
+    program = [
+        sys.executable,
+        "-m",
+        "gpustasis.gpucheck",
+        "--programs",
+        tmp_path,
+        "--out",
+        tmp_path,
+    ]
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("this machine has an NVIDIA driver; the test is for those without")
     ended = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.plugin import PLUGIN_NAME
-from cudackpt.install.change import Change
-from cudackpt.install.installation import install, uninstall
-from cudackpt.install.root import Root
+from gpustasis.criu.plugin import PLUGIN_NAME
+from gpustasis.install.change import Change
+from gpustasis.install.installation import install, uninstall
+from gpustasis.install.root import Root
 
 Install = Callable[..., dict[str, Change]]
 
@@ -54,4 +54,4 @@ def small_plugin(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     """These tests copy the plugin a thousand times and never load it."""
     directory = tmp_path_factory.mktemp("plugin")
     (directory / PLUGIN_NAME).write_bytes(b"a plugin")
-    monkeypatch.setenv("CUDACKPT_PLUGIN_DIR", str(directory))
+    monkeypatch.setenv("GPUSTASIS_PLUGIN_DIR", str(directory))

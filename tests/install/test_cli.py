@@ -1,4 +1,4 @@
-"""`cudackpt install` and `uninstall` as people call them."""
+"""`gpustasis install` and `uninstall` as people call them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from cudackpt.install import advice, layout
+from gpustasis.install import advice, layout
 from install.conftest import put
 from install.tree import tree
 
-Cudackpt = Callable[..., CompletedProcess[str]]
+Gpustasis = Callable[..., CompletedProcess[str]]
 
 
-def test_each_file_is_printed(cudackpt: Cudackpt, root: Path) -> None:
+def test_each_file_is_printed(gpustasis: Gpustasis, root: Path) -> None:
     put(root, "/etc/criu/default.conf", "log-pid\n")
     before = tree(root)
-    dry = cudackpt("install", "--root", root, "--dry-run")
+    dry = gpustasis("install", "--root", root, "--dry-run")
     assert dry.returncode == 0, dry.stderr
     assert tree(root) == before
-    done = cudackpt("install", "--root", root)
+    done = gpustasis("install", "--root", root)
     assert done.stdout == dry.stdout
     lines = done.stdout.splitlines()
     for path in layout.FILE_PATHS | {"/etc/criu/runc.conf"}:
@@ -32,34 +32,36 @@ def test_each_file_is_printed(cudackpt: Cudackpt, root: Path) -> None:
     assert "extend     /etc/criu/default.conf" in lines
     assert f"note       {sys.executable} is not there, and {layout.HOOK} needs it" in done.stdout
 
-    again = cudackpt("install", "--root", root)
+    again = gpustasis("install", "--root", root)
     assert again.stdout.count("unchanged") == len(layout.FILE_PATHS) + 2
-    undone = cudackpt("uninstall", "--root", root)
+    undone = gpustasis("uninstall", "--root", root)
     assert "restore    /etc/criu/default.conf" in undone.stdout
     assert tree(root) == before
-    assert cudackpt("uninstall", "--root", root).stdout == "nothing is installed there\n"
+    assert gpustasis("uninstall", "--root", root).stdout == "nothing is installed there\n"
 
 
-def test_plugins_that_criu_does_not_load_any_more_are_named(cudackpt: Cudackpt, root: Path) -> None:
+def test_plugins_that_criu_does_not_load_any_more_are_named(
+    gpustasis: Gpustasis, root: Path
+) -> None:
     put(root, "/usr/lib/criu/amdgpu_plugin.so", "")
-    said = cudackpt("install", "--root", root).stdout
+    said = gpustasis("install", "--root", root).stdout
     assert "criu does not load amdgpu_plugin.so from /usr/lib/criu any more" in said
 
 
-def test_obstacles_are_an_error(cudackpt: Cudackpt, root: Path) -> None:
+def test_obstacles_are_an_error(gpustasis: Gpustasis, root: Path) -> None:
     put(root, "/etc/criu/runc.conf", "libdir /elsewhere\n")
-    ended = cudackpt("install", "--root", root)
+    ended = gpustasis("install", "--root", root)
     assert ended.returncode == 22
-    assert ended.stderr.startswith("cudackpt: /etc/criu/runc.conf, line 1: 'libdir /elsewhere'")
+    assert ended.stderr.startswith("gpustasis: /etc/criu/runc.conf, line 1: 'libdir /elsewhere'")
     assert ended.stderr.endswith("nothing was changed\n")
-    assert cudackpt("install", "--root", root / "none").returncode == 22
+    assert gpustasis("install", "--root", root / "none").returncode == 22
 
 
 def test_the_host_itself_is_root_s(tmp_path: Path) -> None:
     """The package may lie where nobody may look: it is imported before the process is nobody."""
     code = (
-        "import os\nfrom pathlib import Path\nfrom cudackpt.cli.install import require_rights\n"
-        "from cudackpt.errors import UnsupportedError\nos.setuid(65534)\n"
+        "import os\nfrom pathlib import Path\nfrom gpustasis.cli.install import require_rights\n"
+        "from gpustasis.errors import UnsupportedError\nos.setuid(65534)\n"
         "require_rights(Path('/'), True)\n"
         f"require_rights(Path({str(tmp_path)!r}), False)\n"
         "try:\n    require_rights(Path('/'), False)\n"
@@ -70,7 +72,7 @@ def test_the_host_itself_is_root_s(tmp_path: Path) -> None:
 
 
 def test_a_package_that_others_can_change(tmp_path: Path) -> None:
-    package = tmp_path / "shared/lib/cudackpt"
+    package = tmp_path / "shared/lib/gpustasis"
     package.mkdir(parents=True)
     assert tmp_path / "shared" not in list(advice.writable_by_others(package))
     (tmp_path / "shared").chmod(0o777)
@@ -82,8 +84,8 @@ def test_a_package_that_others_can_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["install", "uninstall"])
-def test_help(cudackpt: Cudackpt, command: str) -> None:
-    ended = cudackpt(command, "--help")
+def test_help(gpustasis: Gpustasis, command: str) -> None:
+    ended = gpustasis(command, "--help")
     assert ended.returncode == 0
     assert "--root DIR" in ended.stdout
     assert "--dry-run" in ended.stdout

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.configuration import parse
-from cudackpt.criu.find import Criu
-from cudackpt.errors import CriuError
-from cudackpt.install import layout
-from cudackpt.install.advice import crun_advice
+from gpustasis.criu.configuration import parse
+from gpustasis.criu.find import Criu
+from gpustasis.errors import CriuError
+from gpustasis.install import layout
+from gpustasis.install.advice import crun_advice
 from install.conftest import install_into, put
 from install.tree import tree
 
@@ -42,9 +42,9 @@ def test_the_hook_definition(root: Path) -> None:
     assert set(definition["when"]) <= {"always", "annotations", "commands", "hasBindMounts"}
     assert definition["when"], "an empty one never matches"
     ((key, value),) = definition["when"]["annotations"].items()
-    assert re.search(key, "io.cudackpt.compress")
-    assert not re.search(key, "ioxcudackpt.compress")
-    assert not re.search(key, "org.io.cudackpt.compress")
+    assert re.search(key, "io.gpustasis.compress")
+    assert not re.search(key, "ioxgpustasis.compress")
+    assert not re.search(key, "org.io.gpustasis.compress")
     assert re.search(value, "")
     assert definition["stages"] == ["createRuntime", "poststop"]
     assert set(definition["stages"]) <= OCI_STAGES
@@ -54,9 +54,9 @@ def test_the_hook_starts_where_it_was_made_for(root: Path) -> None:
     install_into(root)
     first, *rest = (root / layout.HOOK[1:]).read_text().splitlines()
     assert first == f"#!{sys.executable} -IS"
-    assert "from cudackpt.hooks.oci import main" in rest
+    assert "from gpustasis.hooks.oci import main" in rest
     place = rest[rest.index("import sys") + 2]
-    code = f"import sys\n{place}\nimport cudackpt\nprint(cudackpt.__file__)"
+    code = f"import sys\n{place}\nimport gpustasis\nprint(gpustasis.__file__)"
     ended = subprocess.run(
         [sys.executable, "-IS", "-c", code], capture_output=True, text=True, check=True
     )

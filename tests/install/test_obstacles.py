@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cudackpt.errors import InstallError
-from cudackpt.install import layout, record
-from cudackpt.install.root import Root
+from gpustasis.errors import InstallError
+from gpustasis.install import layout, record
+from gpustasis.install.root import Root
 from install.conftest import install_into, put, uninstall_from
 from install.tree import tree
 
@@ -62,7 +62,7 @@ def test_another_libdir(root: Path, path: str, line: str) -> None:
 def test_every_obstacle_is_named_at_once(root: Path) -> None:
     put(root, "/etc/criu/default.conf", "libdir /one\n")
     put(root, "/etc/criu/runc.conf", "timeout 1 2\n")
-    put(root, "/usr/lib/cudackpt/criu/other.so", "")
+    put(root, "/usr/lib/gpustasis/criu/other.so", "")
     put(root, layout.HOOK_DEFINITION, "{}")
     said = refused(root)
     assert "default.conf, line 1: 'libdir /one'" in said
@@ -136,13 +136,13 @@ def test_lines_without_a_record(root: Path) -> None:
     for path in sorted(layout.FILE_PATHS):
         (root / path[1:]).unlink()
     said = refused(root)
-    assert "/etc/criu/default.conf, lines 1 to 5: lines of cudackpt that no record" in said
+    assert "/etc/criu/default.conf, lines 1 to 5: lines of gpustasis that no record" in said
 
 
-@pytest.mark.parametrize("text", ["# BEGIN cudackpt\n", "# END cudackpt\n# BEGIN cudackpt\n"])
+@pytest.mark.parametrize("text", ["# BEGIN gpustasis\n", "# END gpustasis\n# BEGIN gpustasis\n"])
 def test_half_a_block(root: Path, text: str) -> None:
     put(root, "/etc/criu/runc.conf", text)
-    assert "/etc/criu/runc.conf holds marks of cudackpt that do not make one" in refused(root)
+    assert "/etc/criu/runc.conf holds marks of gpustasis that do not make one" in refused(root)
 
 
 def test_dry_run_does_nothing(root: Path) -> None:
@@ -237,7 +237,7 @@ def test_no_space_for_the_plugin(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, "big/cuda_plugin.so", bytes(1 << 20))
-    monkeypatch.setenv("CUDACKPT_PLUGIN_DIR", str(tmp_path / "big"))
+    monkeypatch.setenv("GPUSTASIS_PLUGIN_DIR", str(tmp_path / "big"))
     before = tree(root)
 
     def limited() -> None:
@@ -274,7 +274,7 @@ RECORDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a later version": (damaged(lambda r: r.update(version=2)), "version 2"),
     "another's file": (damaged(lambda r: r["files"][0].update(path="/etc/passwd")), "/etc/passwd"),
     "a path upwards": (
-        damaged(lambda r: r["files"][0].update(path="/etc/cudackpt/../passwd")),
+        damaged(lambda r: r["files"][0].update(path="/etc/gpustasis/../passwd")),
         "installs no file",
     ),
     "a list as path": (damaged(lambda r: r["files"][0].update(path=[])), "is damaged"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cudackpt.install import layout, record
+from gpustasis.install import layout, record
 from install.conftest import install_into, put, uninstall_from
 from install.tree import contents, copy, dies_at, tree
 
@@ -21,7 +21,7 @@ LINES = st.sampled_from(
     [
         *("# a comment", "tcp-established", "ghost-limit 100M", "ghost-limit=7", "no-link-remap"),
         *(f"libdir {layout.PLUGIN_DIRECTORY}", "action-script /opt/a", 'lsm-profile "a b"', "\t"),
-        *("# BEGINNING of cudackpt", "log-file x # why", "# größe"),
+        *("# BEGINNING of gpustasis", "log-file x # why", "# größe"),
     ]
 )
 CONFIGURATION = st.builds(
@@ -34,8 +34,8 @@ FILES = st.dictionaries(
 OTHERS = st.sets(
     st.sampled_from(
         [
-            *("/etc/cudackpt/config.toml", "/etc/crio/crio.conf", "/usr/lib/cudackpt/x"),
-            *("/usr/libexec/y", "/var/lib/cudackpt/containers/z", "/etc/criu/other.conf"),
+            *("/etc/gpustasis/config.toml", "/etc/crio/crio.conf", "/usr/lib/gpustasis/x"),
+            *("/usr/libexec/y", "/var/lib/gpustasis/containers/z", "/etc/criu/other.conf"),
         ]
     )
 )
@@ -87,7 +87,7 @@ STARTS = {
             "/etc/criu/default.conf": (b"tcp-established\nghost-limit 1G", 0o640),
             "/etc/criu/crun.conf": (b"link-remap\n", 0o600),
         },
-        {"/etc/cudackpt/config.toml", "/var/lib/cudackpt/containers/z"},
+        {"/etc/gpustasis/config.toml", "/var/lib/gpustasis/containers/z"},
     ),
 }
 

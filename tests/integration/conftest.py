@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from campaigns.rig import Rig
-from cudackpt.criu.find import Criu, find_all
-from cudackpt.emulator import Emulator, Options
-from cudackpt.emulator.daemon import api_version_of
+from gpustasis.criu.find import Criu, find_all
+from gpustasis.emulator import Emulator, Options
+from gpustasis.emulator.daemon import api_version_of
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 DRIVER = "580.95.05"

@@ -10,7 +10,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from campaigns.rig import Rig
-from cudackpt.cli import cli
+from gpustasis.cli import cli
 from support.archives import ENGINES, pack
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from campaigns.rig import Rig, small_filesystem
 from campaigns.steady_job import SteadyJob
-from cudackpt._core import PARENT_LINK, read_manifest
-from cudackpt.store.prune import Action, prune
-from cudackpt.store.retention import Rules
+from gpustasis._core import PARENT_LINK, read_manifest
+from gpustasis.store.prune import Action, prune
+from gpustasis.store.retention import Rules
 from support.container import Container, cgroup, container
 
 
@@ -42,7 +42,7 @@ def ask(made: Container, job: SteadyJob, **annotations: str) -> None:
 
 
 def statistics(images: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((images / "cudackpt-dump.json").read_text())
+    found: dict[str, Any] = json.loads((images / "gpustasis-dump.json").read_text())
     return found
 
 
@@ -181,7 +181,7 @@ def test_a_hostile_policy_fails_the_dump_and_not_the_job(
         assert failed.status != 0
         assert f"Error: cuda_plugin: PAUSE_DEVICES: pid {job.pid}: {made.policy}" in failed.log
         assert "locked pid" not in failed.log
-        assert not list(images.glob("cudackpt-*.img"))
+        assert not list(images.glob("gpustasis-*.img"))
         job.run_on()
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cudackpt.criu.find import Criu, find
-from cudackpt.demo.flow import Demo, prepare_work
-from cudackpt.demo.report import Report
-from cudackpt.demo.training import DemoError, Result, c_program
+from gpustasis.criu.find import Criu, find
+from gpustasis.demo.flow import Demo, prepare_work
+from gpustasis.demo.report import Report
+from gpustasis.demo.training import DemoError, Result, c_program
 
 STEPS = "120"
 
@@ -32,7 +32,7 @@ def programs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def run_demo(
     programs: Path, criu: Criu, out: Path, environ: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cudackpt.demo", "--backend", "emulator", "--steps", STEPS]
+    command = [sys.executable, "-m", "gpustasis.demo", "--backend", "emulator", "--steps", STEPS]
     command += ["--program", str(programs), "--criu", str(criu.root or criu.program)]
     command += ["--work", str(out / "work"), "--out", str(out / "demo.json")]
     return subprocess.run(
@@ -59,7 +59,7 @@ def test_the_demo_comes_back_to_the_bit_and_says_so(
 
 @pytest.mark.timeout(240)
 def test_a_demo_that_cannot_dump_fails_with_a_sentence(programs: Path, tmp_path: Path) -> None:
-    environ = dict(os.environ) | {"CUDACKPT_PLUGIN_DIR": str(tmp_path)}
+    environ = dict(os.environ) | {"GPUSTASIS_PLUGIN_DIR": str(tmp_path)}
     ended = run_demo(programs, find(), tmp_path, environ)
     assert ended.returncode != 0
     assert "demo: " in ended.stderr

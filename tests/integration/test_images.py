@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 from campaigns import bit_flips, damage, space
 from campaigns.rig import Rig
-from cudackpt._core import MANIFEST_NAME
+from gpustasis._core import MANIFEST_NAME
 
 SEED = 30
 
@@ -31,7 +31,7 @@ def test_files_of_another_checkpoint_or_process_are_refused(rig: Rig) -> None:
         assert rig.dump(job, images).status == 0
         job.wait()
         rig.settle(images)
-        root, child = (f"cudackpt-{pid}.img" for pid in job.pids)
+        root, child = (f"gpustasis-{pid}.img" for pid in job.pids)
         for names in ([MANIFEST_NAME], [root], [root, child, MANIFEST_NAME]):
             mixed = rig.copy(images)
             for name in names:
@@ -47,15 +47,15 @@ def test_files_of_another_checkpoint_or_process_are_refused(rig: Rig) -> None:
 
 
 def test_the_reason_is_on_the_terminal(
-    newest_rig: Rig, cudackpt: Callable[..., CompletedProcess[str]]
+    newest_rig: Rig, gpustasis: Callable[..., CompletedProcess[str]]
 ) -> None:
     checkpoint = damage.take(newest_rig, mib=2)
-    image = checkpoint.images / f"cudackpt-{checkpoint.job.pid}.img"
+    image = checkpoint.images / f"gpustasis-{checkpoint.job.pid}.img"
     raw = bytearray(image.read_bytes())
     raw[len(raw) // 2] ^= 4
     image.write_bytes(raw)
     criu = newest_rig.criu
-    restored = cudackpt(
+    restored = gpustasis(
         "restore", "-D", checkpoint.images, "--criu", str(criu.root or criu.program)
     )
     assert restored.returncode == 12

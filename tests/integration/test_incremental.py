@@ -14,7 +14,7 @@ import pytest
 
 from campaigns.rig import Rig, Run
 from campaigns.steady_job import SteadyJob
-from cudackpt._core import PARENT_LINK, read_manifest
+from gpustasis._core import PARENT_LINK, read_manifest
 
 MIB = 1 << 20
 
@@ -26,12 +26,12 @@ def incremental_dump(rig: Rig, job: SteadyJob, images: Path, parent: Path, **key
 
 
 def first_task(images: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((images / "cudackpt-dump.json").read_text())["tasks"][0]
+    found: dict[str, Any] = json.loads((images / "gpustasis-dump.json").read_text())["tasks"][0]
     return found
 
 
 def stored(images: Path, job: SteadyJob) -> int:
-    return (images / f"cudackpt-{job.pid}.img").stat().st_size
+    return (images / f"gpustasis-{job.pid}.img").stat().st_size
 
 
 def test_a_chain_of_dumps_and_a_restore_through_it(rig: Rig) -> None:
@@ -94,7 +94,7 @@ def test_max_chain_starts_anew(newest_rig: Rig) -> None:
         lengths = [read_manifest(images).chain_length for images in chain]
         assert lengths == [0, 1, 2, 0]
         assert not (chain[3] / PARENT_LINK).is_symlink()
-        found = json.loads((chain[3] / "cudackpt-dump.json").read_text())
+        found = json.loads((chain[3] / "gpustasis-dump.json").read_text())
         assert found["parent"] is None
         assert found["full_because"].startswith("max_chain: ")
         job.run_on()

@@ -12,7 +12,7 @@ import pytest
 
 from campaigns import damage
 from campaigns.rig import Rig, Run
-from cudackpt.emulator import Options
+from gpustasis.emulator import Options
 
 MIB = 1 << 20
 DRIVER = "580.95.05"
@@ -73,7 +73,7 @@ def test_fewer_gpus(own_rig: Rig) -> None:
 def test_another_model(own_rig: Rig) -> None:
     checkpoint = damage.take(own_rig, mib=4)
     restart(own_rig, Options(gpus=2, memory_bytes=64 * MIB, driver=DRIVER, name="another GPU"))
-    require_refused_before_anything(own_rig, checkpoint, r'needs another GPU "cudackpt emulated')
+    require_refused_before_anything(own_rig, checkpoint, r'needs another GPU "gpustasis emulated')
 
 
 def test_an_older_driver(own_rig: Rig) -> None:
@@ -118,12 +118,12 @@ def test_criu_without_the_plugin_refuses_and_names_it(newest_rig: Rig, externali
         assert job.alive_pids() == []
         missing = set(re.findall(r"[Mm]issing required plugin: (\S+)", restored.log))
         if externalize:
-            assert "cudackpt" in missing or any(m.startswith("checkpoint-") for m in missing)
+            assert "gpustasis" in missing or any(m.startswith("checkpoint-") for m in missing)
         else:
             assert missing == {"cuda_plugin"}
-            assert list(images.glob(f"cudackpt-{job.pid}.img")) == []
+            assert list(images.glob(f"gpustasis-{job.pid}.img")) == []
             # As a checkpoint of the stock plugin: nothing of ours is needed to restore it.
-            for path in images.glob("cudackpt-*"):
+            for path in images.glob("gpustasis-*"):
                 path.unlink()
         assert newest_rig.restore(images).status == 0
         job.run_on()
@@ -131,9 +131,9 @@ def test_criu_without_the_plugin_refuses_and_names_it(newest_rig: Rig, externali
 
 def test_an_externalised_checkpoint_without_its_files_is_refused(newest_rig: Rig) -> None:
     checkpoint = damage.take(newest_rig, mib=4)
-    for path in checkpoint.images.glob("cudackpt-*"):
+    for path in checkpoint.images.glob("gpustasis-*"):
         path.unlink()
-    require_refused_before_anything(newest_rig, checkpoint, r"cudackpt-manifest\.img")
+    require_refused_before_anything(newest_rig, checkpoint, r"gpustasis-manifest\.img")
 
 
 def sleep_as(pid: int) -> None:

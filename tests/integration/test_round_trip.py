@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 30.0
 def inventory_plugins(images: Path) -> list[bytes]:
     """Names of plugins that CRIU noted, as they stand in inventory.img."""
     content = (images / "inventory.img").read_bytes()
-    names = (b"cuda_plugin", b"cudackpt", b"checkpoint-")
+    names = (b"cuda_plugin", b"gpustasis", b"checkpoint-")
     return [name for name in names if name in content]
 
 
@@ -50,9 +50,9 @@ def test_twice_there_and_back(rig: Rig) -> None:
 
             # The job's own copy of its 16 MiB is CPU memory, and CRIU's; GPU memory is ours.
             assert cpu_pages(images) < 22 * MIB
-            stored = (images / f"cudackpt-{job.pid}.img").stat().st_size
+            stored = (images / f"gpustasis-{job.pid}.img").stat().st_size
             assert 4 * MIB < stored < 8 * MIB  # a quarter of it is random, and does not compress
-            assert inventory_plugins(images) == [b"cudackpt", b"checkpoint-"]
+            assert inventory_plugins(images) == [b"gpustasis", b"checkpoint-"]
 
             restored = rig.restore(images)
             assert restored.status == 0, restored.errors
@@ -69,7 +69,7 @@ def test_huge_pages_are_asked_for_before_the_refill(rig: Rig) -> None:
         job.wait()
         restored = rig.restore(images, config={"huge_pages": "on"})
         assert restored.status == 0, restored.errors
-        (task,) = json.loads((images / "cudackpt-restore.json").read_text())["tasks"]
+        (task,) = json.loads((images / "gpustasis-restore.json").read_text())["tasks"]
         assert task["huge_pages"] is True
         job.run_on()
 
@@ -81,14 +81,14 @@ def test_what_the_statistics_say(rig: Rig) -> None:
         job.wait()
         assert rig.restore(images).status == 0
         for stage in ("dump", "restore"):
-            found = json.loads((images / f"cudackpt-{stage}.json").read_text())
+            found = json.loads((images / f"gpustasis-{stage}.json").read_text())
             assert found["result"] == "ok"
             assert found["backend"] == "emulator"
             (task,) = found["tasks"]
             assert task["pid"] == job.pid
             assert task["staged_bytes"] >= 8 * MIB
             assert 0 < task["file_bytes"] < task["staged_bytes"]
-            assert task["file_bytes"] == (images / f"cudackpt-{job.pid}.img").stat().st_size
+            assert task["file_bytes"] == (images / f"gpustasis-{job.pid}.img").stat().st_size
 
 
 def test_pinned_host_memory_and_several_processes(rig: Rig) -> None:
@@ -97,7 +97,7 @@ def test_pinned_host_memory_and_several_processes(rig: Rig) -> None:
         dumped = rig.dump(job, images)
         assert dumped.status == 0, dumped.errors
         job.wait()
-        assert len(list(images.glob("cudackpt-*.img"))) == 3 + 1  # and the manifest
+        assert len(list(images.glob("gpustasis-*.img"))) == 3 + 1  # and the manifest
         restored = rig.restore(images)
         assert restored.status == 0, restored.errors
         job.run_on()
@@ -121,7 +121,7 @@ def test_a_tree_without_cuda_gets_no_worker_and_no_name(rig: Rig) -> None:
         assert dumped.status == 0, dumped.errors
         job.wait()
         assert inventory_plugins(images) == []
-        assert list(images.glob("cudackpt-*")) == []
+        assert list(images.glob("gpustasis-*")) == []
         assert rig.restore(images).status == 0
         job.run_on()
 
@@ -166,7 +166,7 @@ def test_a_failing_script_after_the_dump_leaves_the_job_running(rig: Rig) -> Non
         job.run_on()
         rig.settle(images)
         assert job.threads() == threads
-        undo_log = images / "cudackpt-undo.log"
+        undo_log = images / "gpustasis-undo.log"
         told = dumped.log + (undo_log.read_text() if undo_log.exists() else "")
         assert told.count("brought back") == 2
 

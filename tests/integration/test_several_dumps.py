@@ -11,7 +11,7 @@ import pytest
 from campaigns import repetition
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
-from cudackpt.driver import Driver, ProcessState
+from gpustasis.driver import Driver, ProcessState
 
 DUMPS_AT_ONCE = 3
 LEAK_DUMPS = 8
@@ -42,7 +42,7 @@ def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
 def test_a_job_found_locked_or_checkpointed_is_left_so(
     rig: Rig, found: ProcessState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDACKPT_EMULATOR", rig.environ["CUDACKPT_EMULATOR"])
+    monkeypatch.setenv("GPUSTASIS_EMULATOR", rig.environ["GPUSTASIS_EMULATOR"])
     driver = Driver(str(Path(rig.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"))
     with rig.job(mib=4) as job:
         driver.lock(job.pid, 10_000)
@@ -69,7 +69,7 @@ def test_a_job_found_locked_or_checkpointed_is_left_so(
 def test_a_locked_job_whose_dump_fails_is_left_locked(
     newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDACKPT_EMULATOR", newest_rig.environ["CUDACKPT_EMULATOR"])
+    monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
     library = Path(newest_rig.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"
     driver = Driver(str(library))
     with newest_rig.job(mib=4) as job:

@@ -17,14 +17,14 @@ import pytest
 from campaigns import chains, damage
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
-from cudackpt._core import PARENT_LINK, ImageReader, image_name, read_manifest
-from cudackpt.image.verification import verify_directory
-from cudackpt.store.prune import prune
-from cudackpt.store.retention import Rules
+from gpustasis._core import PARENT_LINK, ImageReader, image_name, read_manifest
+from gpustasis.image.verification import verify_directory
+from gpustasis.store.prune import prune
+from gpustasis.store.retention import Rules
 from support.chains import is_whole
 
 SEED = 20261121
-Cudackpt = Callable[..., "subprocess.CompletedProcess[str]"]
+Gpustasis = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def dump_on(rig: Rig, job: SteadyJob, parent: Path, *, last: bool = False) -> Path:
@@ -180,7 +180,7 @@ def test_a_dump_holds_on_to_its_parent_while_somebody_prunes(newest_rig: Rig) ->
 
 
 def test_criu_is_killed_during_dumps_on_a_parent(newest_rig: Rig) -> None:
-    """What was dropped comes back through the chain: by the worker, or by `cudackpt recover`."""
+    """What was dropped comes back through the chain: by the worker, or by `gpustasis recover`."""
     by_worker, by_hand = chains.run_kills(newest_rig, Random(SEED), 12, whole_bound=False)
     by_worker.require_clean()
     by_hand.require_clean()
@@ -192,14 +192,14 @@ def test_a_store_in_daily_use(newest_rig: Rig) -> None:
 
 
 def test_there_and_back_with_the_command(
-    rig: Rig, cudackpt: Cudackpt, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, gpustasis: Gpustasis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     criu = str(rig.criu.root or rig.criu.program)
     store = rig.scratch / "store"
     store.mkdir()
 
     def call(*words: str | Path) -> str:
-        done = cudackpt(*words)
+        done = gpustasis(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -236,16 +236,16 @@ def test_there_and_back_with_the_command(
         job.run_on()
 
 
-def test_no_parent_is_a_clear_error(newest_rig: Rig, cudackpt: Cudackpt) -> None:
+def test_no_parent_is_a_clear_error(newest_rig: Rig, gpustasis: Gpustasis) -> None:
     rig = newest_rig
     with rig.job(mib=4) as job:
         empty, images = rig.images(), rig.images()
         words = ["checkpoint", str(job.pid), "-D", images, "--leave-running", "--parent"]
-        done = cudackpt(*words, empty)
+        done = gpustasis(*words, empty)
         assert done.returncode == 2
         assert "is no parent: it holds no GPU state" in done.stderr
         full = full_dump(rig, job)
-        done = cudackpt(*words[:3], full, *words[4:], full)
+        done = gpustasis(*words[:3], full, *words[4:], full)
         assert done.returncode == 2
         assert "cannot be its own parent" in done.stderr
         job.run_on()

@@ -12,15 +12,15 @@ import pytest
 
 from campaigns import kill_points
 from campaigns.rig import Rig
-from cudackpt._core import ImageReader, image_name
-from cudackpt.criu.plugin import format_config
-from cudackpt.image.verification import verify_directory
+from gpustasis._core import ImageReader, image_name
+from gpustasis.criu.plugin import format_config
+from gpustasis.image.verification import verify_directory
 
 SEED = 31
 
 
 def striped(images: Path, pid: int) -> list[str]:
-    return sorted(path.name for path in images.glob(f"cudackpt-{pid}.*.img"))
+    return sorted(path.name for path in images.glob(f"gpustasis-{pid}.*.img"))
 
 
 def names(pid: int, stripes: Sequence[int]) -> list[str]:
@@ -74,11 +74,11 @@ def test_fewer_stripes_in_the_same_directory(newest_rig: Rig) -> None:
 
 @pytest.mark.parametrize("with_worker", [False, True])
 def test_criu_is_killed_during_dumps_with_stripes(newest_rig: Rig, with_worker: bool) -> None:
-    """What was dropped comes back through the stripes: by the worker, or by `cudackpt recover`."""
+    """What was dropped comes back through the stripes: by the worker, or by `gpustasis recover`."""
     config = newest_rig.scratch / "stripes.toml"
     config.write_text(format_config({"stripes": 3}))
-    environ = dict(newest_rig.environ) | {"CUDACKPT_CONFIG": str(config)}
+    environ = dict(newest_rig.environ) | {"GPUSTASIS_CONFIG": str(config)}
     rig = replace(newest_rig, environ=environ)
     tally = kill_points.run(rig, Random(SEED), 8, with_worker=with_worker, whole_bound=False)
     tally.require_clean()
-    assert any(rig.scratch.glob("*-images/cudackpt-*.2.img"))
+    assert any(rig.scratch.glob("*-images/gpustasis-*.2.img"))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cudackpt.errors import PolicyError
-from cudackpt.policy import (
+from gpustasis.errors import PolicyError
+from gpustasis.policy import (
     ANNOTATIONS,
     PREFIX,
     format_policy,
@@ -87,13 +87,15 @@ def test_what_is_not_allowed_is_named_in_one_sentence(name: str, text: str) -> N
 
 
 def test_encryption_is_refused_and_not_ignored() -> None:
-    with pytest.raises(PolicyError, match=r"io\.cudackpt\.encrypt = .*not supported by this"):
+    with pytest.raises(PolicyError, match=r"io\.gpustasis\.encrypt = .*not supported by this"):
         parse_annotations(ours(encrypt="age1xyz"))
 
 
 @pytest.mark.parametrize("name", ["", "Compress", "thread", "x" * 5000, "\n", "keep.all"])
 def test_an_unknown_annotation_is_refused(name: str) -> None:
-    with pytest.raises(PolicyError, match="there is no such annotation, only io.cudackpt.compress"):
+    with pytest.raises(
+        PolicyError, match="there is no such annotation, only io.gpustasis.compress"
+    ):
         parse_annotations({PREFIX + name: "1"})
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.image.checkpoint import find_manifest
+from gpustasis.image.checkpoint import find_manifest
 from support.chains import make_chain, make_link, memory_of
 from support.container import Container, cgroup, container, hook_words, run_hook
 
@@ -44,10 +44,10 @@ def test_a_policy_is_made_and_removed(made: Container, pid: int) -> None:
         "id": made.container_id,
         "keep": 3,
         "annotations": {
-            "io.cudackpt.compress": "none",
-            "io.cudackpt.incremental": "true",
-            "io.cudackpt.keep": "3",
-            "io.cudackpt.timeout": "30s",
+            "io.gpustasis.compress": "none",
+            "io.gpustasis.incremental": "true",
+            "io.gpustasis.keep": "3",
+            "io.gpustasis.timeout": "30s",
         },
     }
     assert found == {"compress": "none", "lock_timeout_ms": 30_000, "incremental": True}
@@ -77,7 +77,7 @@ def test_after_a_checkpoint_the_policy_stays_once(made: Container, pid: int) -> 
 @pytest.mark.parametrize(
     ("annotation", "sentence"),
     [
-        ({"threads": "many"}, 'annotation io.cudackpt.threads = "many": must be a number from 0'),
+        ({"threads": "many"}, 'annotation io.gpustasis.threads = "many": must be a number from 0'),
         ({"encrypt": "age1"}, "encryption is not supported by this version"),
         ({"colour": "red"}, "there is no such annotation"),
     ],
@@ -88,7 +88,7 @@ def test_a_wrong_annotation_stops_the_start(
     done = made.create(pid, **annotation)
     assert done.returncode == 1
     assert sentence in done.stderr
-    assert done.stderr.startswith("cudackpt: ")
+    assert done.stderr.startswith("gpustasis: ")
     assert done.stderr.count("\n") == 1
     assert not made.policy.exists()
 
@@ -102,7 +102,7 @@ def test_a_cgroup_without_the_id_stops_the_start(made: Container) -> None:
 
 @pytest.mark.parametrize("wrong", ["../../etc/x", "web", "", "a" * 300, "A" * 64, "0" * 63 + "/"])
 def test_an_id_that_is_none_is_refused_only_with_annotations(made: Container, wrong: str) -> None:
-    state = made.state("creating", os.getpid(), {"io.cudackpt.threads": "1"}) | {"id": wrong}
+    state = made.state("creating", os.getpid(), {"io.gpustasis.threads": "1"}) | {"id": wrong}
     done = run_hook(state)
     assert done.returncode == 1
     assert "need an id of 64 hex digits" in done.stderr
@@ -113,36 +113,36 @@ def test_an_id_that_is_none_is_refused_only_with_annotations(made: Container, wr
 @pytest.mark.parametrize(
     "state",
     [
-        "io.cudackpt.",
-        '"cudackpt"',
-        '["cudackpt"]',
-        '{"cudackpt": 1}',
-        '{"id": 1, "status": "cudackpt"}',
-        '{"id": "x", "status": "creating", "annotations": ["io.cudackpt.x"]}',
-        '{"id": "x", "status": "creating", "pid": "cudackpt"}',
-        '{"id": "x", "status": "creating", "pid": -1, "x": "cudackpt"}',
-        "[" * 100_000 + "cudackpt",
-        '{"id": "x", "status": "creating", "x": "cudackpt' + "x" * (1 << 20) + '"}',
+        "io.gpustasis.",
+        '"gpustasis"',
+        '["gpustasis"]',
+        '{"gpustasis": 1}',
+        '{"id": 1, "status": "gpustasis"}',
+        '{"id": "x", "status": "creating", "annotations": ["io.gpustasis.x"]}',
+        '{"id": "x", "status": "creating", "pid": "gpustasis"}',
+        '{"id": "x", "status": "creating", "pid": -1, "x": "gpustasis"}',
+        "[" * 100_000 + "gpustasis",
+        '{"id": "x", "status": "creating", "x": "gpustasis' + "x" * (1 << 20) + '"}',
     ],
     ids=range(10),
 )
 def test_a_state_that_is_none_is_refused(state: str) -> None:
     done = run_hook(state)
     assert done.returncode == 1
-    assert done.stderr.startswith("cudackpt: the state on stdin")
+    assert done.stderr.startswith("gpustasis: the state on stdin")
     assert done.stderr.count("\n") == 1
 
 
 def test_letters_written_as_numbers_hide_nothing(made: Container, pid: int) -> None:
-    state = json.dumps(made.state("creating", pid, {"io.cudackpt.threads": "many"}))
-    hidden = state.replace("cudackpt", "\\u0063udackp\\u0074")
+    state = json.dumps(made.state("creating", pid, {"io.gpustasis.threads": "many"}))
+    hidden = state.replace("gpustasis", "\\u0063udackp\\u0074")
     done = run_hook(hidden)
     assert done.returncode == 1
-    assert "io.cudackpt.threads" in done.stderr
+    assert "io.gpustasis.threads" in done.stderr
 
 
 def test_the_stage_can_be_given(made: Container, pid: int) -> None:
-    state = made.state("created", pid, {"io.cudackpt.threads": "2"})
+    state = made.state("created", pid, {"io.gpustasis.threads": "2"})
     # At a restore, runc's state says "stopped" although there is a process.
     assert run_hook(state | {"status": "stopped"}).returncode == 0
     assert made.policy.exists()
@@ -161,7 +161,7 @@ def test_what_crun_would_lose_goes_through_its_log_and_stderr(
     """It gives hooks no stderr. Here a program with the same options is in its place."""
     log = tmp_path / "oci-log"
     log.touch()
-    state = json.dumps(made.state("creating", pid, {"io.cudackpt.threads": "many"}))
+    state = json.dumps(made.state("creating", pid, {"io.gpustasis.threads": "many"}))
     stand_in = "import subprocess as s, sys; sys.exit(s.call(sys.argv[4:], stderr=s.DEVNULL))"
     runtime = subprocess.run(
         [sys.executable, "-c", stand_in, "--log-format=json", "--log", str(log), *hook_words()],
@@ -172,9 +172,9 @@ def test_what_crun_would_lose_goes_through_its_log_and_stderr(
         check=False,
     )
     assert runtime.returncode == 1
-    sentence = 'annotation io.cudackpt.threads = "many": must be a number from 0 to 1024'
-    assert runtime.stderr == f"cudackpt: {sentence}\n"
-    assert json.loads(log.read_text())["msg"] == f"cudackpt: {sentence}"
+    sentence = 'annotation io.gpustasis.threads = "many": must be a number from 0 to 1024'
+    assert runtime.stderr == f"gpustasis: {sentence}\n"
+    assert json.loads(log.read_text())["msg"] == f"gpustasis: {sentence}"
     assert made.refusal.read_text() == f"{sentence}\n"
     assert made.create(pid, threads="2").returncode == 0
     assert not made.refusal.exists()
@@ -209,7 +209,7 @@ def test_a_directory_in_the_policys_place_is_named(made: Container, pid: int) ->
     try:
         for done in (made.create(pid, threads="2"), made.stop()):
             assert done.returncode == 1
-            assert done.stderr.startswith("cudackpt: cannot ")
+            assert done.stderr.startswith("gpustasis: cannot ")
             assert str(made.policy) in done.stderr
             assert done.stderr.count("\n") == 1
     finally:
@@ -262,5 +262,5 @@ def test_the_hook_imports_little() -> None:
         words, input=json.dumps(state), text=True, env={}, capture_output=True, check=True
     )
     names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "cudackpt.hooks.oci" in names
+    assert "gpustasis.hooks.oci" in names
     assert not names & {"re", "json", "tomllib", "pathlib", "typing", "dataclasses", "click"}

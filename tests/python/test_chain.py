@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cudackpt._core import PARENT_LINK, ImageReader, image_name
-from cudackpt.cli import cli
-from cudackpt.errors import ImageError
-from cudackpt.image.chain import State, chain_directories, find_sources, parent_directory
-from cudackpt.image.lock import share, try_exclude
-from cudackpt.image.verification import verify_directory
+from gpustasis._core import PARENT_LINK, ImageReader, image_name
+from gpustasis.cli import cli
+from gpustasis.errors import ImageError
+from gpustasis.image.chain import State, chain_directories, find_sources, parent_directory
+from gpustasis.image.lock import share, try_exclude
+from gpustasis.image.verification import verify_directory
 from support.chains import checkpoint_id, is_whole, make_chain, make_link, memory_of
 from support.image_samples import PAGE
 
@@ -130,7 +130,7 @@ class TestInspect:
         text = inspect_text(chain[3])
         assert "on top of 3" in text
         assert str(chain[2]) in text
-        assert "cudackpt-7.img, depth 3" in text
+        assert "gpustasis-7.img, depth 3" in text
         assert "MISSING" not in text
 
     def test_works_without_the_parents(self, chain: list[Path]) -> None:
@@ -151,7 +151,7 @@ class TestInspect:
         chain = make_chain(tmp_path, 11, pages=12)
         (chain[0] / image_name(7)).unlink()
         text = inspect_text(chain[-1])
-        assert text.count("cudackpt-7.img, depth") == 8
+        assert text.count("gpustasis-7.img, depth") == 8
         assert "depth 11 (MISSING)" in text
         assert "and from 3 more" in text
         assert len(inspect(chain[-1])["processes"][0]["cuda"]["image"]["sources"]) == 11

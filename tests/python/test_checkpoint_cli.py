@@ -9,10 +9,10 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from cudackpt.criu.find import Criu
+from gpustasis.criu.find import Criu
 from support.job import Job
 
-Cudackpt = Callable[..., CompletedProcess[str]]
+Gpustasis = Callable[..., CompletedProcess[str]]
 Generations = Callable[..., Job]
 
 
@@ -27,18 +27,18 @@ def check_memory(job: Job, generation: int) -> None:
 
 
 def test_there_and_back(
-    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+    criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path
 ) -> None:
     job = gpu_generations()
     check_memory(job, 0)
-    dumped = cudackpt("checkpoint", str(job.pid), "-D", images, "--criu", program(criu))
+    dumped = gpustasis("checkpoint", str(job.pid), "-D", images, "--criu", program(criu))
     assert dumped.returncode == 0, dumped.stderr
     assert "1 CUDA process, 12.0 MiB of GPU memory" in dumped.stdout
     assert "emulator" in dumped.stdout
     assert criu.version_text in dumped.stdout
     assert job.wait() == -signal.SIGKILL
 
-    restored = cudackpt("restore", "-D", images, "--criu", program(criu))
+    restored = gpustasis("restore", "-D", images, "--criu", program(criu))
     assert restored.returncode == 0, restored.stderr
     assert f"process {job.pid} runs" in restored.stdout
     assert "emulator" in restored.stdout
@@ -50,23 +50,23 @@ def test_there_and_back(
 
 
 def test_leave_running(
-    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+    criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path
 ) -> None:
     job = gpu_generations()
     words = ["checkpoint", str(job.pid), "-D", images, "--leave-running", "--criu", program(criu)]
-    dumped = cudackpt(*words)
+    dumped = gpustasis(*words)
     assert dumped.returncode == 0, dumped.stderr
     check_memory(job, 0)
     check_memory(job, 1)
 
-    again = cudackpt(*words)
+    again = gpustasis(*words)
     assert again.returncode == 2
     assert "holds a checkpoint already" in again.stderr
 
 
-def test_stop(criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path) -> None:
+def test_stop(criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path) -> None:
     job = gpu_generations()
-    dumped = cudackpt("checkpoint", str(job.pid), "-D", images, "--stop", "--criu", program(criu))
+    dumped = gpustasis("checkpoint", str(job.pid), "-D", images, "--stop", "--criu", program(criu))
     assert dumped.returncode == 0, dumped.stderr
     job.await_stopped()
     job.signal(signal.SIGCONT)
@@ -75,56 +75,56 @@ def test_stop(criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, imag
 
 @pytest.mark.parametrize("compress", ["lz4", "none"])
 def test_options_reach_the_plugin(
-    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path, compress: str
+    criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path, compress: str
 ) -> None:
     job = gpu_generations()
-    dumped = cudackpt(
+    dumped = gpustasis(
         *("checkpoint", str(job.pid), "-D", images, "--criu", program(criu)),
         *("--compress", compress, "--threads", "2", "--leave-running"),
     )
     assert dumped.returncode == 0, dumped.stderr
-    stored = (images / f"cudackpt-{job.pid}.img").stat().st_size
+    stored = (images / f"gpustasis-{job.pid}.img").stat().st_size
     assert (stored < 7 << 20) == (compress == "lz4")
 
 
 def test_externalize_off_leaves_the_memory_to_criu(
-    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+    criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path
 ) -> None:
     job = gpu_generations()
     words = ["checkpoint", str(job.pid), "-D", images, "--criu", program(criu)]
-    dumped = cudackpt(*words, "--externalize", "off")
+    dumped = gpustasis(*words, "--externalize", "off")
     assert dumped.returncode == 0, dumped.stderr
-    assert not (images / f"cudackpt-{job.pid}.img").exists()
+    assert not (images / f"gpustasis-{job.pid}.img").exists()
     assert sum(file.stat().st_size for file in images.glob("pages-*.img")) > 12 << 20
     assert job.wait() == -signal.SIGKILL
-    restored = cudackpt("restore", "-D", images, "--criu", program(criu))
+    restored = gpustasis("restore", "-D", images, "--criu", program(criu))
     assert restored.returncode == 0, restored.stderr
     check_memory(job, 0)
 
 
 def test_arguments_after_two_dashes_go_to_criu(
-    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+    criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path
 ) -> None:
     job = gpu_generations()
     words = ["checkpoint", str(job.pid), "-D", images, "--criu", program(criu)]
-    refused = cudackpt(*words, "--", "--no-such-option")
+    refused = gpustasis(*words, "--", "--no-such-option")
     assert refused.returncode == 12
     assert "no-such-option" in refused.stderr
     check_memory(job, 0)
 
 
 def test_a_damaged_image_is_refused_with_the_reason(
-    criu: Criu, cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+    criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path
 ) -> None:
     job = gpu_generations()
-    dumped = cudackpt("checkpoint", str(job.pid), "-D", images, "--criu", program(criu))
+    dumped = gpustasis("checkpoint", str(job.pid), "-D", images, "--criu", program(criu))
     assert dumped.returncode == 0, dumped.stderr
     job.wait()
-    image = images / f"cudackpt-{job.pid}.img"
+    image = images / f"gpustasis-{job.pid}.img"
     raw = bytearray(image.read_bytes())
     raw[len(raw) // 2] ^= 1
     image.write_bytes(raw)
-    restored = cudackpt("restore", "-D", images, "--criu", program(criu))
+    restored = gpustasis("restore", "-D", images, "--criu", program(criu))
     assert restored.returncode == 12
     assert "plugin: " in restored.stderr
     assert image.name in restored.stderr
@@ -132,19 +132,19 @@ def test_a_damaged_image_is_refused_with_the_reason(
     assert not job.alive()
 
 
-def test_a_process_that_is_not_there(cudackpt: Cudackpt, criu: Criu, images: Path) -> None:
-    ended = cudackpt("checkpoint", str(2**22), "-D", images, "--criu", program(criu))
+def test_a_process_that_is_not_there(gpustasis: Gpustasis, criu: Criu, images: Path) -> None:
+    ended = gpustasis("checkpoint", str(2**22), "-D", images, "--criu", program(criu))
     assert ended.returncode == 12
     assert f"there is no process {2**22}" in ended.stderr
 
 
-def test_running_and_stopped_exclude_each_other(cudackpt: Cudackpt, images: Path) -> None:
-    ended = cudackpt("checkpoint", "2", "-D", images, "--leave-running", "--stop")
+def test_running_and_stopped_exclude_each_other(gpustasis: Gpustasis, images: Path) -> None:
+    ended = gpustasis("checkpoint", "2", "-D", images, "--leave-running", "--stop")
     assert ended.returncode == 2
     assert "exclude each other" in ended.stderr
 
 
-def test_a_directory_without_a_checkpoint(cudackpt: Cudackpt, criu: Criu, images: Path) -> None:
-    ended = cudackpt("restore", "-D", images, "--criu", program(criu))
+def test_a_directory_without_a_checkpoint(gpustasis: Gpustasis, criu: Criu, images: Path) -> None:
+    ended = gpustasis("restore", "-D", images, "--criu", program(criu))
     assert ended.returncode == 10
     assert "pstree.img" in ended.stderr

@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cudackpt._core import (
+from gpustasis._core import (
     MAX_CHUNK_SIZE,
     CorruptDataError,
     Encoding,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.diagnosis import container_checks
-from cudackpt.diagnosis.container import Container, find_container
-from cudackpt.diagnosis.container_mounts import Mount, unknown
-from cudackpt.diagnosis.finding import Finding, Status
-from cudackpt.errors import CheckpointError
+from gpustasis.diagnosis import container_checks
+from gpustasis.diagnosis.container import Container, find_container
+from gpustasis.diagnosis.container_mounts import Mount, unknown
+from gpustasis.diagnosis.finding import Finding, Status
+from gpustasis.errors import CheckpointError
 from support.job import Job
 
 NONE = "libno-such.so.1"

@@ -17,10 +17,10 @@ from typing import Any
 import grpc
 import pytest
 
-from cudackpt.errors import EngineError
-from cudackpt.runtimes import containerd
-from cudackpt.runtimes.cri import Cri
-from cudackpt.runtimes.cri_messages import GET_TASK, RESUME_TASK, RUNNING, TASK_PAUSED
+from gpustasis.errors import EngineError
+from gpustasis.runtimes import containerd
+from gpustasis.runtimes.cri import Cri
+from gpustasis.runtimes.cri_messages import GET_TASK, RESUME_TASK, RUNNING, TASK_PAUSED
 from support.cri_server import Answer, CriServer, inventory
 
 ONE, TWO, DEAD = "1" * 64, "12" * 32, "dead" * 16
@@ -43,7 +43,7 @@ OLD = refuse(grpc.StatusCode.UNIMPLEMENTED, "method CheckpointContainer not impl
 @pytest.fixture
 def path() -> Iterator[Path]:
     """Of a socket; pytest's own directories may be too long for one."""
-    directory = Path("/run") / f"cudackpt-test-{os.getpid()}"
+    directory = Path("/run") / f"gpustasis-test-{os.getpid()}"
     directory.mkdir(mode=0o700)
     yield directory / "cri.sock"
     (directory / "cri.sock").unlink(missing_ok=True)
@@ -160,7 +160,7 @@ def test_an_interrupted_checkpoint_leaves_the_container_running(
     with CriServer(path, runtime.answers()):
         command = subprocess.Popen(
             [
-                *(sys.executable, "-m", "cudackpt", "containerd", "--address", str(path)),
+                *(sys.executable, "-m", "gpustasis", "containerd", "--address", str(path)),
                 *("checkpoint", "default/web/c0", "-e", str(tmp_path / "a.tar")),
             ],
             stderr=subprocess.PIPE,
@@ -258,14 +258,14 @@ def test_no_runtime(path: Path, tmp_path: Path) -> None:
 
 
 def test_the_extra_is_missing() -> None:
-    """And `cudackpt.cli` does without it."""
+    """And `gpustasis.cli` does without it."""
     script = (
-        "import sys; sys.modules['grpc'] = None; from cudackpt.cli import cli;"
-        "from cudackpt.errors import UnsupportedError\n"
+        "import sys; sys.modules['grpc'] = None; from gpustasis.cli import cli;"
+        "from gpustasis.errors import UnsupportedError\n"
         "try: cli.main(['containerd', 'list'], standalone_mode=False)\n"
         "except UnsupportedError as exc: print(exc)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
-    assert "install the extra: pip install 'cudackpt[cri]'" in done.stdout
+    assert "install the extra: pip install 'gpustasis[cri]'" in done.stdout

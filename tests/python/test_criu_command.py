@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.command import (
+from gpustasis.criu.command import (
     Dump,
     Restore,
     dump_arguments,
@@ -81,7 +81,7 @@ def test_the_configuration_goes_by_option_where_criu_has_it_else_by_environment(
     assert option in dump_arguments(dump(config=CONFIG), V4_3)
     assert plugin_environment(CONFIG, V4_3) == {}
     assert not any("plugin-option" in word for word in dump_arguments(dump(config=CONFIG), V4_1))
-    assert plugin_environment(CONFIG, V4_1) == {"CUDACKPT_CONFIG": str(CONFIG)}
+    assert plugin_environment(CONFIG, V4_1) == {"GPUSTASIS_CONFIG": str(CONFIG)}
 
 
 @pytest.mark.parametrize("version", [V4_1, V4_3])

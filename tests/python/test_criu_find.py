@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.find import Criu, choose, find, find_all, parse_version, roots_directory
-from cudackpt.errors import CriuError
+from gpustasis.criu.find import Criu, choose, find, find_all, parse_version, roots_directory
+from gpustasis.errors import CriuError
 
 
 def fake_criu(program: Path, says: str, status: int = 0) -> Path:
@@ -18,7 +18,7 @@ def fake_criu(program: Path, says: str, status: int = 0) -> Path:
 
 def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     """Finds nothing but what is put below tmp_path, and what the system itself has."""
-    return {"PATH": str(tmp_path / "bin"), "CUDACKPT_CACHE": str(tmp_path / "cache")} | more
+    return {"PATH": str(tmp_path / "bin"), "GPUSTASIS_CACHE": str(tmp_path / "cache")} | more
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_the_one_named_stands_alone(tmp_path: Path) -> None:
     fake_criu(tmp_path / "bin/criu", "Version: 4.4")
     mine = fake_criu(tmp_path / "mine", "Version: 4.1.1")
     other = fake_criu(tmp_path / "other", "Version: 4.2")
-    env = environment(tmp_path, CUDACKPT_CRIU=str(other))
-    assert [(c.program, c.origin) for c in find_all(env)] == [(other, "CUDACKPT_CRIU")]
+    env = environment(tmp_path, GPUSTASIS_CRIU=str(other))
+    assert [(c.program, c.origin) for c in find_all(env)] == [(other, "GPUSTASIS_CRIU")]
     assert [(c.program, c.version) for c in find_all(env, str(mine))] == [(mine, (4, 1, 1))]
 
 
@@ -98,9 +98,9 @@ def test_none_at_all_says_what_to_do() -> None:
 
 
 def test_the_cache_follows_the_environment() -> None:
-    assert roots_directory({"CUDACKPT_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c/roots")
-    assert roots_directory({"XDG_CACHE_HOME": "/x"}) == Path("/x/cudackpt/roots")
-    assert roots_directory({}) == Path("/var/cache/cudackpt/roots")
+    assert roots_directory({"GPUSTASIS_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c/roots")
+    assert roots_directory({"XDG_CACHE_HOME": "/x"}) == Path("/x/gpustasis/roots")
+    assert roots_directory({}) == Path("/var/cache/gpustasis/roots")
 
 
 def test_every_version_found_here_runs_and_is_new_enough(criu: Criu) -> None:

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cudackpt.criu.log import ERRORS_SHOWN, LogTail, criu_errors, phase_of, plugin_errors
+from gpustasis.criu.log import ERRORS_SHOWN, LogTail, criu_errors, phase_of, plugin_errors
 
 # Lines as CRIU 4.1.1 and 4.2.1 write them, the plugin's among them.
 LOG = """\
 (00.000011) Version: 4.2.1 (gitid 0)
 (00.000020) Error (criu/rlimit.c:39): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted
 (00.010000) cuda_plugin: pid 42: locked
-(00.020000) Error: cuda_plugin: pid 42: cannot write cudackpt-42.img: No space left on device
+(00.020000) Error: cuda_plugin: pid 42: cannot write gpustasis-42.img: No space left on device
 (00.020001) Error (criu/cr-dump.c:1900): CHECKPOINT_DEVICES failed
 (00.020002)     42: Error (criu/mem.c:1): second
 (00.020003) Error (criu/mem.c:2): third
@@ -19,7 +19,7 @@ LOG = """\
 
 
 def test_the_plugins_errors_are_told_from_its_other_lines() -> None:
-    assert plugin_errors(LOG) == ["pid 42: cannot write cudackpt-42.img: No space left on device"]
+    assert plugin_errors(LOG) == ["pid 42: cannot write gpustasis-42.img: No space left on device"]
 
 
 def test_the_first_errors_of_criu_are_shown_without_the_harmless_one() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cudackpt.criu.plugin import (
+from gpustasis.criu.plugin import (
     PLUGIN_NAME,
     driver_libraries,
     find_config,
@@ -15,7 +15,7 @@ from cudackpt.criu.plugin import (
     plugin_directory,
     read_config,
 )
-from cudackpt.errors import CheckpointError, UnsupportedError
+from gpustasis.errors import CheckpointError, UnsupportedError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.just("\x7f"))
 VALUES = st.booleans() | st.integers(-(2**63), 2**63 - 1) | TEXT
@@ -42,20 +42,20 @@ def test_what_cannot_be_a_configuration_names_the_file(tmp_path: Path, content: 
 
 
 def test_the_environment_names_the_configuration() -> None:
-    assert find_config({"CUDACKPT_CONFIG": "/my.toml"}) == Path("/my.toml")
+    assert find_config({"GPUSTASIS_CONFIG": "/my.toml"}) == Path("/my.toml")
 
 
 def test_the_driver_is_the_configured_one(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('driver = "/emulator/libcuda.so.1"\n')
-    assert driver_libraries({"CUDACKPT_CONFIG": str(path)}) == (
+    assert driver_libraries({"GPUSTASIS_CONFIG": str(path)}) == (
         "/emulator/libcuda.so.1",
         "libnvidia-ml.so.1",
     )
 
 
 def test_the_plugin_is_where_the_environment_says(tmp_path: Path) -> None:
-    environ = {"CUDACKPT_PLUGIN_DIR": str(tmp_path)}
+    environ = {"GPUSTASIS_PLUGIN_DIR": str(tmp_path)}
     with pytest.raises(UnsupportedError, match=f"{tmp_path}/{PLUGIN_NAME} is missing"):
         plugin_directory(environ)
     (tmp_path / PLUGIN_NAME).touch()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.pstree import PSTREE_NAME, Task, read_pstree
-from cudackpt.errors import ImageError
+from gpustasis.criu.pstree import PSTREE_NAME, Task, read_pstree
+from gpustasis.errors import ImageError
 
 MAGIC = bytes.fromhex("1943565430302750")
 # Written by CRIU 4.3 for a process 15670 that leads its session.

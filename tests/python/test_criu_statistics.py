@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.cli.options import describe
-from cudackpt.criu.statistics import find_statistics, statistics_path
-from cudackpt.errors import ImageError
+from gpustasis.cli.options import describe
+from gpustasis.criu.statistics import find_statistics, statistics_path
+from gpustasis.errors import ImageError
 
 TASK = {
     "pid": 900,

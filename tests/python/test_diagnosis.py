@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.find import Criu
-from cudackpt.diagnosis import criu as criu_checks
-from cudackpt.diagnosis import gpu, kernel, privileges
-from cudackpt.diagnosis.finding import Finding, Status
+from gpustasis.criu.find import Criu
+from gpustasis.diagnosis import criu as criu_checks
+from gpustasis.diagnosis import gpu, kernel, privileges
+from gpustasis.diagnosis.finding import Finding, Status
 
 ALL_CAPABILITIES = (1 << 41) - 1
 SYS_PTRACE, SYS_ADMIN, SYS_RESOURCE, CHECKPOINT_RESTORE = 1 << 19, 1 << 21, 1 << 24, 1 << 40
@@ -107,7 +107,7 @@ def test_a_missing_driver_is_a_problem_that_names_the_emulator_as_a_way_out() ->
     driver, nvml = gpu.check("libno-such-driver.so.1", "libno-such-nvml.so.1")
     assert (driver.status, nvml.status) == (Status.PROBLEM, Status.NOTE)
     assert "libno-such-driver.so.1" in driver.text
-    assert "cudackpt emulator run" in driver.remedy
+    assert "gpustasis emulator run" in driver.remedy
 
 
 def test_a_library_that_is_no_driver_is_a_problem() -> None:
@@ -117,7 +117,7 @@ def test_a_library_that_is_no_driver_is_a_problem() -> None:
 
 
 def environment(criu: Criu, **more: str) -> dict[str, str]:
-    return {"CUDACKPT_CRIU": str(criu.root or criu.program), "PATH": "/usr/bin:/bin"} | more
+    return {"GPUSTASIS_CRIU": str(criu.root or criu.program), "PATH": "/usr/bin:/bin"} | more
 
 
 def test_criu_and_the_packages_plugin_are_fine(criu: Criu) -> None:
@@ -127,13 +127,13 @@ def test_criu_and_the_packages_plugin_are_fine(criu: Criu) -> None:
 
 
 def test_no_criu_is_a_problem(tmp_path: Path) -> None:
-    findings = criu_checks.check({"CUDACKPT_CRIU": str(tmp_path / "criu")}, None)
+    findings = criu_checks.check({"GPUSTASIS_CRIU": str(tmp_path / "criu")}, None)
     assert statuses(findings)["CRIU"] is Status.PROBLEM
 
 
 def test_a_plugin_that_does_not_load_is_a_problem(criu: Criu, tmp_path: Path) -> None:
     (tmp_path / "cuda_plugin.so").write_bytes(b"no library")
-    findings = criu_checks.check(environment(criu, CUDACKPT_PLUGIN_DIR=str(tmp_path)), None)
+    findings = criu_checks.check(environment(criu, GPUSTASIS_PLUGIN_DIR=str(tmp_path)), None)
     (plugin,) = [finding for finding in findings if finding.name == "plugin"]
     assert plugin.status is Status.PROBLEM
     assert "does not load" in plugin.text
@@ -142,7 +142,7 @@ def test_a_plugin_that_does_not_load_is_a_problem(criu: Criu, tmp_path: Path) ->
 def test_a_second_plugin_in_the_directory_is_a_problem(criu: Criu, tmp_path: Path) -> None:
     (tmp_path / "cuda_plugin.so").touch()
     (tmp_path / "amdgpu_plugin.so").touch()
-    findings = criu_checks.check(environment(criu, CUDACKPT_PLUGIN_DIR=str(tmp_path)), None)
+    findings = criu_checks.check(environment(criu, GPUSTASIS_PLUGIN_DIR=str(tmp_path)), None)
     (plugin,) = [finding for finding in findings if finding.name == "plugin"]
     assert plugin.status is Status.PROBLEM
     assert "amdgpu_plugin.so" in plugin.text
@@ -151,5 +151,5 @@ def test_a_second_plugin_in_the_directory_is_a_problem(criu: Criu, tmp_path: Pat
 def test_a_broken_configuration_is_a_problem(criu: Criu, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("threads = \n")
-    findings = criu_checks.check(environment(criu, CUDACKPT_CONFIG=str(config)), None)
+    findings = criu_checks.check(environment(criu, GPUSTASIS_CONFIG=str(config)), None)
     assert statuses(findings)["configuration"] is Status.PROBLEM

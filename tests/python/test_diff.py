@@ -1,4 +1,4 @@
-"""`cudackpt diff`: what changed, to the byte, told from the indexes alone."""
+"""`gpustasis diff`: what changed, to the byte, told from the indexes alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cudackpt._core import Manifest, ManifestTask, image_name, write_manifest
-from cudackpt.cli import cli
-from cudackpt.errors import ImageError
-from cudackpt.image.difference import Amounts, compare
+from gpustasis._core import Manifest, ManifestTask, image_name, write_manifest
+from gpustasis.cli import cli
+from gpustasis.errors import ImageError
+from gpustasis.image.difference import Amounts, compare
 from support.chains import BASE, make_chain, make_link, memory_of, page_of
 from support.image_samples import PAGE, Memory
 
@@ -123,7 +123,7 @@ def test_nothing_to_compare_is_an_error(tmp_path: Path, without: str) -> None:
 def test_a_damaged_image_is_an_error(tmp_path: Path) -> None:
     a, b = pair(tmp_path, {7: memory_of(["A"])}, {7: memory_of(["A"])})
     (b / image_name(7)).write_bytes(b"")
-    with pytest.raises(ImageError, match=r"cudackpt-7\.img"):
+    with pytest.raises(ImageError, match=r"gpustasis-7\.img"):
         compare(a, b)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cudackpt.dirty_rate import (
+from gpustasis.dirty_rate import (
     Meter,
     Sample,
     best_incremental_interval,

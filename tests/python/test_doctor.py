@@ -1,4 +1,4 @@
-"""`cudackpt doctor` as people and scripts call it. What it looks at: test_diagnosis.py."""
+"""`gpustasis doctor` as people and scripts call it. What it looks at: test_diagnosis.py."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from cudackpt.criu.find import Criu
-from cudackpt.emulator import Emulator
+from gpustasis.criu.find import Criu
+from gpustasis.emulator import Emulator
 
-Cudackpt = Callable[..., CompletedProcess[str]]
+Gpustasis = Callable[..., CompletedProcess[str]]
 
 
 def findings(ended: CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     return {item["name"]: item for item in json.loads(ended.stdout)["findings"]}
 
 
-def test_it_names_what_it_found(cudackpt: Cudackpt, criu: Criu, emulator: Emulator) -> None:
-    ended = cudackpt("doctor", "--json", "--criu", criu.root or criu.program)
+def test_it_names_what_it_found(gpustasis: Gpustasis, criu: Criu, emulator: Emulator) -> None:
+    ended = gpustasis("doctor", "--json", "--criu", criu.root or criu.program)
     found = findings(ended)
     assert found["CRIU"]["text"].startswith(criu.version_text)
     for name in ("CRIU", "criu check", "plugin", "NVML", "GPU 0", "GPU 1", "pidfd_open"):
@@ -31,19 +31,19 @@ def test_it_names_what_it_found(cudackpt: Cudackpt, criu: Criu, emulator: Emulat
     assert uuids[1] in found["GPU 1"]["text"]
 
 
-def test_it_says_emulator_when_the_driver_is_one(cudackpt: Cudackpt, emulator: Emulator) -> None:
-    driver = findings(cudackpt("doctor", "--json"))["CUDA driver"]
+def test_it_says_emulator_when_the_driver_is_one(gpustasis: Gpustasis, emulator: Emulator) -> None:
+    driver = findings(gpustasis("doctor", "--json"))["CUDA driver"]
     assert driver["status"] == "note"
     assert "emulator: nothing here runs on a real GPU" in driver["text"]
 
 
-def test_the_exit_status_follows_the_problems(cudackpt: Cudackpt, tmp_path: Path) -> None:
-    ended = cudackpt("doctor", "--json")
+def test_the_exit_status_follows_the_problems(gpustasis: Gpustasis, tmp_path: Path) -> None:
+    ended = gpustasis("doctor", "--json")
     problems = [item for item in findings(ended).values() if item["status"] == "problem"]
     assert ended.returncode == (20 if problems else 0), problems
     assert all(item["remedy"] for item in problems)
 
-    broken = cudackpt("doctor", "--criu", tmp_path / "no-criu")
+    broken = gpustasis("doctor", "--criu", tmp_path / "no-criu")
     assert broken.returncode == 20
     assert "problem CRIU: " in broken.stdout
     assert "-> install criu >= 4.1" in broken.stdout
@@ -52,7 +52,7 @@ def test_the_exit_status_follows_the_problems(cudackpt: Cudackpt, tmp_path: Path
 
 @pytest.mark.parametrize("line", ["threads = ", 'driver = "libno-such-driver.so.1"'])
 def test_it_reads_the_configuration(
-    cudackpt: Cudackpt,
+    gpustasis: Gpustasis,
     emulator_environ: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -60,8 +60,8 @@ def test_it_reads_the_configuration(
 ) -> None:
     config = tmp_path / "config.toml"
     config.write_text(line + "\n")
-    monkeypatch.setitem(emulator_environ, "CUDACKPT_CONFIG", str(config))
-    ended = cudackpt("doctor", "--json")
+    monkeypatch.setitem(emulator_environ, "GPUSTASIS_CONFIG", str(config))
+    ended = gpustasis("doctor", "--json")
     assert ended.returncode == 20
     wrong = "configuration" if line.startswith("threads") else "CUDA driver"
     assert findings(ended)[wrong]["status"] == "problem"

@@ -1,4 +1,4 @@
-"""cudackpt.driver against the emulated driver, in a process of its own: a driver that was loaded and
+"""gpustasis.driver against the emulated driver, in a process of its own: a driver that was loaded and
 initialised leaves threads and descriptors behind that the test run must not have."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cudackpt.driver import Driver, ProcessState
-from cudackpt.emulator import Emulator
-from cudackpt.errors import DriverError
+from gpustasis.driver import Driver, ProcessState
+from gpustasis.emulator import Emulator
+from gpustasis.errors import DriverError
 from support.job import Job
 
 Generations = Callable[..., Job]
@@ -22,8 +22,8 @@ Call = Callable[..., Any]
 # argv: pid, then the calls as JSON [name, arguments]; prints what each returned or raised.
 CALLER = """
 import json, sys
-from cudackpt.driver import Driver
-from cudackpt.errors import DriverError
+from gpustasis.driver import Driver
+from gpustasis.errors import DriverError
 driver, answers = Driver(), []
 for name, *arguments in json.loads(sys.argv[1]):
     try:

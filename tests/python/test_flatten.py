@@ -1,4 +1,4 @@
-"""`cudackpt flatten`: the copy holds the same memory to the bit, and needs no other checkpoint."""
+"""`gpustasis flatten`: the copy holds the same memory to the bit, and needs no other checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from campaigns import chain_kills
-from cudackpt._core import (
+from gpustasis._core import (
     MANIFEST_NAME,
     PARENT_LINK,
     ImageReader,
@@ -23,12 +23,12 @@ from cudackpt._core import (
     read_manifest,
     write_manifest,
 )
-from cudackpt.cli import cli
-from cudackpt.errors import CheckpointError, ImageError
-from cudackpt.image.flatten import flatten
-from cudackpt.image.lock import try_exclude
-from cudackpt.image.plain_reader import PlainImage
-from cudackpt.image.verification import verify_directory
+from gpustasis.cli import cli
+from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.image.flatten import flatten
+from gpustasis.image.lock import try_exclude
+from gpustasis.image.plain_reader import PlainImage
+from gpustasis.image.verification import verify_directory
 from support.chains import contents, is_whole, make_chain, make_link, memory_of
 
 SEED = 20261121
@@ -130,16 +130,16 @@ def test_other_files_are_copied_with_mode_and_time(tmp_path: Path) -> None:
     source = tmp_path / "b"
     (source / "pages-1.img").write_bytes(os.urandom(3_000_000))
     (source / "empty").write_bytes(b"")
-    (source / "cudackpt-dump.json").write_text("{}")
+    (source / "gpustasis-dump.json").write_text("{}")
     (source / "pages-1.img").chmod(0o640)
     os.utime(source / "pages-1.img", (1_700_000_000, 1_700_000_000))
-    (source / ".cudackpt-7.img.part").write_bytes(b"half")
-    (source / "cudackpt-99.img").write_bytes(b"of another dump")
+    (source / ".gpustasis-7.img.part").write_bytes(b"half")
+    (source / "gpustasis-99.img").write_bytes(b"of another dump")
     (source / "parent").symlink_to("../a")  # and no page is in it
     flat = tmp_path / "flat"
     done = flatten(source, flat)
     names = {path.name for path in flat.iterdir()}
-    others = {"pages-1.img", "empty", "cudackpt-dump.json", "inventory.img"}
+    others = {"pages-1.img", "empty", "gpustasis-dump.json", "inventory.img"}
     assert names == others | {MANIFEST_NAME, image_name(7)}
     for name in others:
         assert (flat / name).read_bytes() == (source / name).read_bytes()
@@ -188,7 +188,7 @@ class TestRefusals:
         raw = bytearray(image.read_bytes())
         raw[ImageReader.open(image).chunk(0).offset + 9] ^= 4
         image.write_bytes(raw)
-        self.refused(pair, ImageError, r"a/cudackpt-7\.img|content|chunk 0")
+        self.refused(pair, ImageError, r"a/gpustasis-7\.img|content|chunk 0")
 
     def test_what_is_no_checkpoint_of_ours(self, tmp_path: Path) -> None:
         (tmp_path / "b").mkdir()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from cudackpt._core import (
+from gpustasis._core import (
     CorruptDataError,
     Encoding,
     ImageReader,
@@ -168,7 +168,7 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
     )
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
-    assert image_name(4) == "cudackpt-4.img"
+    assert image_name(4) == "gpustasis-4.img"
     assert not issubclass(UnsupportedDataError, OSError)
-    with pytest.raises(OSError, match="cudackpt-manifest"):
+    with pytest.raises(OSError, match="gpustasis-manifest"):
         read_manifest(tmp_path / "..")

@@ -1,4 +1,4 @@
-"""`cudackpt inspect`: what a checkpoint holds."""
+"""`gpustasis inspect`: what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cudackpt._core import image_name
-from cudackpt.cli import cli
-from cudackpt.criu.core_image import parse_comm
-from cudackpt.errors import ImageError
+from gpustasis._core import image_name
+from gpustasis.cli import cli
+from gpustasis.criu.core_image import parse_comm
+from gpustasis.errors import ImageError
 from support.image_samples import PAGE, make_checkpoint, mixture
 
 CORE_MAGIC = bytes.fromhex("1943565447380555")
@@ -50,7 +50,7 @@ def add_statistics(directory: Path, backend: str = "driver") -> None:
         "tasks": [],
         "phases_ms": {"lock": 1.5, "write": 20.25},
     }
-    (directory / "cudackpt-dump.json").write_text(json.dumps(statistics))
+    (directory / "gpustasis-dump.json").write_text(json.dumps(statistics))
 
 
 def inspect_json(directory: Path) -> Any:
@@ -85,7 +85,7 @@ def test_json_says_everything(tmp_path: Path) -> None:
     assert odd == {"state_before": "running", "externalized": False, "image": None}
     image = train["image"]
     size = (tmp_path / image_name(7)).stat().st_size
-    assert (image["file"], image["file_bytes"]) == ("cudackpt-7.img", size)
+    assert (image["file"], image["file_bytes"]) == ("gpustasis-7.img", size)
     assert found["gpu_image_bytes"] == size
     everything = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert found["other_bytes"] == everything - size

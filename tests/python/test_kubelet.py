@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.errors import EngineError
-from cudackpt.runtimes.kubelet import Access, check, checkpoint, parse_target, read_token
+from gpustasis.errors import EngineError
+from gpustasis.runtimes.kubelet import Access, check, checkpoint, parse_target, read_token
 from support.certificates import Authority
 from support.kubelet_server import ALLOWED, Kubelet, KubeletServer, RuntimeFault
 
@@ -118,7 +118,7 @@ def test_the_gate_is_off(access: Access, serve: Serve) -> None:
         ),
         (
             "rpc error: code = DeadlineExceeded desc = context deadline exceeded",
-            "cudackpt containerd resume default/web/app",
+            "gpustasis containerd resume default/web/app",
         ),
     ],
 )
@@ -209,7 +209,7 @@ def test_nobody_listens(access: Access) -> None:
 
 
 def test_no_answer(access: Access, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cudackpt.runtimes.kubelet._GRACE_S", 0.2)
+    monkeypatch.setattr("gpustasis.runtimes.kubelet._GRACE_S", 0.2)
     released = threading.Event()
 
     def never(*words: object) -> str:
@@ -275,7 +275,7 @@ def test_an_interrupt_begins_no_more(access: Access, serve: Serve) -> None:
     node = serve(Kubelet(pods=lambda: {("default", "web"): {"a", "b"}}, checkpoint=slow))
     command = subprocess.Popen(
         [
-            *(sys.executable, "-m", "cudackpt", "kubelet", "checkpoint", "--node", node),
+            *(sys.executable, "-m", "gpustasis", "kubelet", "checkpoint", "--node", node),
             *("--ca", str(access.ca), "--cert", str(access.certificate), "--key", str(access.key)),
             *("--parallel", "1", "--json", "default/web/a", "default/web/b"),
         ],

@@ -1,4 +1,4 @@
-"""`cudackpt kubelet list`: one row for each archive, one reason for each that is none."""
+"""`gpustasis kubelet list`: one row for each archive, one reason for each that is none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.archive.layout import Engine
-from cudackpt.errors import ArchiveError
-from cudackpt.runtimes.kubelet_archives import list_archives, read_archive
+from gpustasis.archive.layout import Engine
+from gpustasis.errors import ArchiveError
+from gpustasis.runtimes.kubelet_archives import list_archives, read_archive
 
 CONFIG = {
     "id": "0123456789abcdef" * 4,
@@ -51,7 +51,7 @@ def write_archive(path: Path, engine: Engine, **members: bytes) -> None:
 
 
 def command(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "cudackpt", "kubelet", "list", *words, str(directory)]
+    argv = [sys.executable, "-m", "gpustasis", "kubelet", "list", *words, str(directory)]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.runtimes.new_file import give_name
+from gpustasis.runtimes.new_file import give_name
 
 
 def test_a_finished_file_gets_its_name(tmp_path: Path) -> None:

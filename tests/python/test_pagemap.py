@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.criu.pagemap import parent_pages
-from cudackpt.errors import ImageError
+from gpustasis.criu.pagemap import parent_pages
+from gpustasis.errors import ImageError
 
 MAGIC = bytes.fromhex("1943565425400856")
 HEAD = bytes([0x08, 1])

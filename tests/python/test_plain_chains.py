@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cudackpt._core import (
+from gpustasis._core import (
     CorruptDataError,
     ImageReader,
     Source,
@@ -20,9 +20,9 @@ from cudackpt._core import (
     image_name,
     read_manifest,
 )
-from cudackpt.errors import ImageError, UnsupportedError
-from cudackpt.image.plain_manifest import parse_manifest
-from cudackpt.image.plain_reader import PlainImage, PlainSource
+from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.image.plain_manifest import parse_manifest
+from gpustasis.image.plain_reader import PlainImage, PlainSource
 from support.chains import checkpoint_id, make_chain, make_link, memory_of
 from support.image_seal import sealed
 
@@ -66,7 +66,7 @@ def test_a_chain(tmp_path: Path) -> None:
     plain.verify()
     assert_same(image, plain)
     assert {source.depth for source in plain.sources} == {1, 2, 3, 4, 5}
-    manifest = parse_manifest((chain[-1] / "cudackpt-manifest.img").read_bytes())
+    manifest = parse_manifest((chain[-1] / "gpustasis-manifest.img").read_bytes())
     assert (manifest.parent_id, manifest.chain_length) == (checkpoint_id("c004"), 5)
 
 
@@ -170,7 +170,7 @@ def test_both_readers_refuse_the_same(tmp_path: Path, stripes: int) -> None:
 
 def test_both_readers_refuse_the_same_manifests(tmp_path: Path) -> None:
     chain = make_chain(tmp_path, 1)
-    path = chain[-1] / "cudackpt-manifest.img"
+    path = chain[-1] / "gpustasis-manifest.img"
     whole = path.read_bytes()
     generator = random.Random(9)
     seen = set()

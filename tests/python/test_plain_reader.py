@@ -12,16 +12,16 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cudackpt._core import (
+from gpustasis._core import (
     CorruptDataError,
     ImageReader,
     UnsupportedDataError,
     read_manifest,
     write_image,
 )
-from cudackpt.errors import ImageError, UnsupportedError
-from cudackpt.image.plain_manifest import parse_manifest
-from cudackpt.image.plain_reader import PlainImage
+from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.image.plain_manifest import parse_manifest
+from gpustasis.image.plain_reader import PlainImage
 from support.golden import MIXTURE, SMALLEST, smallest_info, write_golden
 from support.image_samples import Sample, info_of, make_checkpoint, mixture, samples
 from support.image_seal import sealed
@@ -137,7 +137,7 @@ def test_the_plain_reader_finds_every_truncation_and_flip(tmp_path: Path) -> Non
 
 def test_both_readers_read_the_same_manifest(tmp_path: Path) -> None:
     manifest = make_checkpoint(tmp_path, {7: mixture(), 9: []}, staged_in_criu=(8,))
-    plain = parse_manifest((tmp_path / "cudackpt-manifest.img").read_bytes())
+    plain = parse_manifest((tmp_path / "gpustasis-manifest.img").read_bytes())
     assert plain.checkpoint_id == manifest.checkpoint_id
     assert plain.driver_version.decode() == manifest.driver_version
     assert plain.driver_api_version == manifest.driver_api_version
@@ -151,7 +151,7 @@ def test_both_readers_read_the_same_manifest(tmp_path: Path) -> None:
 
 def test_both_readers_refuse_the_same_manifests(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, {7: [], 9: []})
-    path = tmp_path / "cudackpt-manifest.img"
+    path = tmp_path / "gpustasis-manifest.img"
     whole = path.read_bytes()
     generator = random.Random(5)
     verdicts = set()

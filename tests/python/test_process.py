@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from cudackpt.process import OUTPUT_LIMIT, run
+from gpustasis.process import OUTPUT_LIMIT, run
 
 
 def python(code: str) -> list[str]:

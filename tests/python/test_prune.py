@@ -1,4 +1,4 @@
-"""`cudackpt prune`: what no rule keeps goes, and no chain is ever broken."""
+"""`gpustasis prune`: what no rule keeps goes, and no chain is ever broken."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cudackpt._core import PARENT_LINK
-from cudackpt.cli import cli
-from cudackpt.errors import CheckpointError
-from cudackpt.image.lock import share, try_exclude
-from cudackpt.store import prune as prune_module
-from cudackpt.store.prune import Action, prune
-from cudackpt.store.retention import Rules
+from gpustasis._core import PARENT_LINK
+from gpustasis.cli import cli
+from gpustasis.errors import CheckpointError
+from gpustasis.image.lock import share, try_exclude
+from gpustasis.store import prune as prune_module
+from gpustasis.store.prune import Action, prune
+from gpustasis.store.retention import Rules
 from support.chains import is_whole, make_chain, make_link, memory_of
 
 FIRST = 1_800_000_000.0
@@ -139,9 +139,9 @@ class TestWhatIsNotOurs:
         shutil.copytree(store / "a-full", store / "with-a-directory", symlinks=True)
         (store / "with-a-directory" / "below").mkdir()
         shutil.copytree(store / "a-full", store / "damaged", symlinks=True)
-        (store / "damaged" / "cudackpt-manifest.img").write_bytes(b"no manifest")
+        (store / "damaged" / "gpustasis-manifest.img").write_bytes(b"no manifest")
         shutil.copytree(store / "a-full", store / "without-image", symlinks=True)
-        (store / "without-image" / "cudackpt-7.img").unlink()
+        (store / "without-image" / "gpustasis-7.img").unlink()
         found = actions(store, LAST_ONE)
         ignored = {"empty", "with-a-directory", "damaged", "without-image", ".hidden"}
         kept = {"b-more", "b-full", "a-full", "a-more"}  # the latter two for the hidden one
@@ -230,18 +230,18 @@ def test_a_checkpoint_that_was_replaced_meanwhile_stays(
 
 def test_what_a_killed_prune_left_is_finished(store: Path) -> None:
     two_chains(store)
-    trash = f".cudackpt-trash-{'0' * 32}"
+    trash = f".gpustasis-trash-{'0' * 32}"
     (store / "a-more").rename(store / trash)
-    (store / ".cudackpt-trash-of-somebody").mkdir()
+    (store / ".gpustasis-trash-of-somebody").mkdir()
     done = prune(store, Rules(last=9))
     assert done.leftovers == [trash]
-    assert names(store) == [".cudackpt-trash-of-somebody", "a-full", "b-full", "b-more"]
+    assert names(store) == [".gpustasis-trash-of-somebody", "a-full", "b-full", "b-more"]
 
 
 def test_a_dump_that_found_its_parent_in_the_trash_keeps_it(store: Path) -> None:
     """It had opened the directory before a prune that was killed then renamed it."""
     two_chains(store)
-    trash = f".cudackpt-trash-{'0' * 32}"
+    trash = f".gpustasis-trash-{'0' * 32}"
     (store / "a-more").rename(store / trash)
     make_link(store / "new", {7: memory_of(["A"])}, parent=store / trash, taken=FIRST + 999)
     found = reasons(store, LAST_ONE)

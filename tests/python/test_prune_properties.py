@@ -13,11 +13,11 @@ from random import Random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cudackpt._core import CorruptDataError
-from cudackpt.errors import ImageError
-from cudackpt.image.lock import share
-from cudackpt.store.prune import Action, prune
-from cudackpt.store.retention import Rules, choose
+from gpustasis._core import CorruptDataError
+from gpustasis.errors import ImageError
+from gpustasis.image.lock import share
+from gpustasis.store.prune import Action, prune
+from gpustasis.store.retention import Rules, choose
 from support.chains import contents, is_whole, make_link, memory_of
 
 FIRST = 1_800_000_000

@@ -16,7 +16,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from cudackpt._core import (
+from gpustasis._core import (
     DEFAULT_CHUNK_SIZE,
     ImageInfo,
     ImageReader,
@@ -25,14 +25,14 @@ from cudackpt._core import (
     image_name,
     write_image,
 )
-from cudackpt.criu.find import choose, find_all
-from cudackpt.errors import ImageError
-from cudackpt.recovery import WORKER_COMM, _require_mapped, _require_same_pages
-from cudackpt.task import find_users, read_task
+from gpustasis.criu.find import choose, find_all
+from gpustasis.errors import ImageError
+from gpustasis.recovery import WORKER_COMM, _require_mapped, _require_same_pages
+from gpustasis.task import find_users, read_task
 from support.checkpoint import Checkpointer
 from support.job import TIMEOUT_S, Job
 
-Cudackpt = Callable[..., CompletedProcess[str]]
+Gpustasis = Callable[..., CompletedProcess[str]]
 Generations = Callable[..., Job]
 DriverCalls = Callable[..., None]
 Abandon = Callable[..., None]
@@ -43,7 +43,7 @@ CHUNK = DEFAULT_CHUNK_SIZE
 # argv: pid, then methods of Driver: as another tool would call them.
 CALLER = """
 import sys
-from cudackpt.driver import Driver
+from gpustasis.driver import Driver
 driver, pid = Driver(), int(sys.argv[1])
 driver.init()
 for name in sys.argv[2:]:
@@ -103,12 +103,12 @@ def check_memory(job: Job, generation: int) -> None:
 
 
 def test_dropped_memory_is_put_back(
-    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+    gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
 ) -> None:
     job = gpu_generations()
     check_memory(job, 0)
     abandon(job, images)
-    ended = cudackpt("recover", str(job.pid), "-D", images)
+    ended = gpustasis("recover", str(job.pid), "-D", images)
     assert ended.returncode == 0, ended.stderr
     assert "was checkpointed, and runs again (12.0 MiB of GPU memory put back)" in ended.stdout
     check_memory(job, 1)
@@ -116,21 +116,21 @@ def test_dropped_memory_is_put_back(
 
 
 def test_it_waits_for_the_worker_that_does_the_same(
-    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+    gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
 ) -> None:
     job = gpu_generations()
     abandon(job, images, with_worker=False)
-    ended = cudackpt("recover", str(job.pid), "-D", images)
+    ended = gpustasis("recover", str(job.pid), "-D", images)
     assert ended.returncode == 0, ended.stderr
     assert "there was nothing to do" in ended.stdout
     check_memory(job, 0)
 
 
 def test_a_running_process_needs_nothing(
-    cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+    gpustasis: Gpustasis, gpu_generations: Generations, images: Path
 ) -> None:
     job = gpu_generations()
-    ended = cudackpt("recover", str(job.pid), "-D", images)
+    ended = gpustasis("recover", str(job.pid), "-D", images)
     assert ended.returncode == 0, ended.stderr
     assert "there was nothing to do" in ended.stdout
     check_memory(job, 0)
@@ -145,7 +145,7 @@ def test_a_running_process_needs_nothing(
     ids=["locked", "checkpointed"],
 )
 def test_before_anything_was_taken_out(
-    cudackpt: Cudackpt,
+    gpustasis: Gpustasis,
     gpu_generations: Generations,
     driver_calls: DriverCalls,
     images: Path,
@@ -154,7 +154,7 @@ def test_before_anything_was_taken_out(
 ) -> None:
     job = gpu_generations()
     driver_calls(job, *calls)
-    ended = cudackpt("recover", str(job.pid), "-D", images)
+    ended = gpustasis("recover", str(job.pid), "-D", images)
     assert ended.returncode == 0, ended.stderr
     assert said in ended.stdout
     check_memory(job, 0)
@@ -169,7 +169,7 @@ def test_before_anything_was_taken_out(
     ids=["locked", "checkpointed"],
 )
 def test_what_the_dump_found_is_left_so(
-    cudackpt: Cudackpt,
+    gpustasis: Gpustasis,
     gpu_generations: Generations,
     driver_calls: DriverCalls,
     abandon: Abandon,
@@ -181,7 +181,7 @@ def test_what_the_dump_found_is_left_so(
     job = gpu_generations()
     driver_calls(job, *calls)
     abandon(job, images)
-    ended = cudackpt("recover", str(job.pid), "-D", images)
+    ended = gpustasis("recover", str(job.pid), "-D", images)
     assert ended.returncode == 0, ended.stderr
     assert said in ended.stdout
     driver_calls(job, *undo)
@@ -189,7 +189,11 @@ def test_what_the_dump_found_is_left_so(
 
 
 def test_the_images_of_another_process_are_refused(
-    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, tmp_path: Path, images: Path
+    gpustasis: Gpustasis,
+    gpu_generations: Generations,
+    abandon: Abandon,
+    tmp_path: Path,
+    images: Path,
 ) -> None:
     job = gpu_generations(seed=1)
     other = gpu_generations(seed=2)
@@ -198,57 +202,61 @@ def test_the_images_of_another_process_are_refused(
     abandon(job, images)
     abandon(other, others_images)
 
-    mine, theirs = images / f"cudackpt-{job.pid}.img", others_images / f"cudackpt-{other.pid}.img"
+    mine, theirs = images / f"gpustasis-{job.pid}.img", others_images / f"gpustasis-{other.pid}.img"
     kept = tmp_path / "kept"
     shutil.copy(mine, kept)
     shutil.copy(theirs, mine)
-    refused = cudackpt("recover", str(job.pid), "-D", images)
+    refused = gpustasis("recover", str(job.pid), "-D", images)
     assert refused.returncode == 10
     assert "is of another process" in refused.stderr
 
     shutil.copy(kept, mine)
     for task, directory in ((job, images), (other, others_images)):
-        assert cudackpt("recover", str(task.pid), "-D", directory).returncode == 0
+        assert gpustasis("recover", str(task.pid), "-D", directory).returncode == 0
         check_memory(task, 0)
 
 
 def test_a_damaged_image_is_refused_and_changes_nothing(
-    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+    gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
 ) -> None:
     job = gpu_generations()
     abandon(job, images)
-    image = images / f"cudackpt-{job.pid}.img"
+    image = images / f"gpustasis-{job.pid}.img"
     raw = bytearray(image.read_bytes())
     raw[len(raw) // 2] ^= 0x10
     image.write_bytes(raw)
-    refused = cudackpt("recover", str(job.pid), "-D", images)
+    refused = gpustasis("recover", str(job.pid), "-D", images)
     assert refused.returncode == 10
     assert image.name in refused.stderr
 
     raw[len(raw) // 2] ^= 0x10
     image.write_bytes(raw)
-    assert cudackpt("recover", str(job.pid), "-D", images).returncode == 0
+    assert gpustasis("recover", str(job.pid), "-D", images).returncode == 0
     check_memory(job, 0)
 
 
 def test_the_images_of_a_dump_that_was_not_broken_off_are_refused(
-    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, tmp_path: Path, images: Path
+    gpustasis: Gpustasis,
+    gpu_generations: Generations,
+    abandon: Abandon,
+    tmp_path: Path,
+    images: Path,
 ) -> None:
     job = gpu_generations()
     earlier = tmp_path / "earlier"
-    dumped = cudackpt("checkpoint", str(job.pid), "-D", earlier, "--leave-running")
+    dumped = gpustasis("checkpoint", str(job.pid), "-D", earlier, "--leave-running")
     assert dumped.returncode == 0, dumped.stderr
     check_memory(job, 0)
     abandon(job, images)
-    refused = cudackpt("recover", str(job.pid), "-D", earlier)
+    refused = gpustasis("recover", str(job.pid), "-D", earlier)
     assert refused.returncode == 2
     assert "was not broken off" in refused.stderr
-    assert cudackpt("recover", str(job.pid), "-D", images).returncode == 0
+    assert gpustasis("recover", str(job.pid), "-D", images).returncode == 0
     check_memory(job, 1)
 
 
 def test_an_image_from_before_the_process_was_checkpointed_again_is_refused(
-    cudackpt: Cudackpt,
+    gpustasis: Gpustasis,
     gpu_generations: Generations,
     driver_calls: DriverCalls,
     abandon: Abandon,
@@ -256,10 +264,10 @@ def test_an_image_from_before_the_process_was_checkpointed_again_is_refused(
 ) -> None:
     job = gpu_generations()
     abandon(job, images)
-    assert cudackpt("recover", str(job.pid), "-D", images).returncode == 0
+    assert gpustasis("recover", str(job.pid), "-D", images).returncode == 0
     check_memory(job, 0)  # what it holds from here on is another generation
     driver_calls(job, "lock", "checkpoint")
-    refused = cudackpt("recover", str(job.pid), "-D", images)
+    refused = gpustasis("recover", str(job.pid), "-D", images)
     assert refused.returncode == 10
     assert "it was checkpointed again since" in refused.stderr
     driver_calls(job, "restore", "unlock")
@@ -278,7 +286,7 @@ def pages_with_data(image: ImageReader) -> list[tuple[int, bytes]]:
 
 
 def test_memory_that_was_being_put_back(
-    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+    gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
 ) -> None:
     """By a worker that was killed: some pages are there, some of them still empty."""
     job = gpu_generations()
@@ -291,13 +299,13 @@ def test_memory_that_was_being_put_back(
         for address, _ in pages[len(pages) // 2 : -1]:
             memory.seek(address)
             assert memory.read(PAGE) == bytes(PAGE)  # which gives it a page
-    ended = cudackpt("recover", str(job.pid), "-D", images)
+    ended = gpustasis("recover", str(job.pid), "-D", images)
     assert ended.returncode == 0, ended.stderr
     check_memory(job, 0)
 
 
 def test_an_empty_page_among_all_others_is_the_jobs(
-    cudackpt: Cudackpt, gpu_generations: Generations, abandon: Abandon, images: Path
+    gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
 ) -> None:
     job = gpu_generations()
     abandon(job, images)
@@ -307,12 +315,12 @@ def test_an_empty_page_among_all_others_is_the_jobs(
     with open(f"/proc/{job.pid}/mem", "r+b", buffering=0) as memory:
         memory.seek(address)
         memory.write(bytes(PAGE))
-        refused = cudackpt("recover", str(job.pid), "-D", images)
+        refused = gpustasis("recover", str(job.pid), "-D", images)
         assert refused.returncode == 10
         assert f"holds something else at {address:#x} than the image" in refused.stderr
         memory.seek(address)
         memory.write(content)
-    assert cudackpt("recover", str(job.pid), "-D", images).returncode == 0
+    assert gpustasis("recover", str(job.pid), "-D", images).returncode == 0
     check_memory(job, 0)
 
 
@@ -360,26 +368,26 @@ def written(path: Path, address: int, content: bytes, protection: int) -> ImageR
 
 
 def test_a_stopped_process_is_refused_with_the_way_out(
-    cudackpt: Cudackpt, gpu_generations: Generations, images: Path
+    gpustasis: Gpustasis, gpu_generations: Generations, images: Path
 ) -> None:
     job = gpu_generations()
     job.signal(signal.SIGSTOP)
     job.await_stopped()
-    refused = cudackpt("recover", str(job.pid), "-D", images)
+    refused = gpustasis("recover", str(job.pid), "-D", images)
     assert refused.returncode == 2
     assert f"kill -CONT {job.pid}" in refused.stderr
 
 
 def test_a_process_without_cuda_is_refused(
-    cudackpt: Cudackpt, launch: Callable[..., Job], images: Path
+    gpustasis: Gpustasis, launch: Callable[..., Job], images: Path
 ) -> None:
     job = launch(["/bin/sleep", "60"])
-    refused = cudackpt("recover", str(job.pid), "-D", images)
+    refused = gpustasis("recover", str(job.pid), "-D", images)
     assert refused.returncode == 11
     assert "CUDA_ERROR_NOT_INITIALIZED" in refused.stderr
 
 
-def test_a_process_that_is_gone_is_named(cudackpt: Cudackpt, images: Path) -> None:
-    refused = cudackpt("recover", str(2**22), "-D", images)
+def test_a_process_that_is_gone_is_named(gpustasis: Gpustasis, images: Path) -> None:
+    refused = gpustasis("recover", str(2**22), "-D", images)
     assert refused.returncode == 2
     assert f"there is no process {2**22}" in refused.stderr

@@ -10,13 +10,13 @@ import pytest
 import xxhash
 from click.testing import CliRunner
 
-from cudackpt._core import CorruptDataError, ImageReader, UnsupportedDataError, image_name
-from cudackpt.cli.inspect import command as inspect
-from cudackpt.errors import ImageError, UnsupportedError
-from cudackpt.image.flatten import flatten
-from cudackpt.image.inspection import inspect_directory
-from cudackpt.image.plain_reader import PlainImage, PlainSource
-from cudackpt.image.verification import verify_directory
+from gpustasis._core import CorruptDataError, ImageReader, UnsupportedDataError, image_name
+from gpustasis.cli.inspect import command as inspect
+from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.image.flatten import flatten
+from gpustasis.image.inspection import inspect_directory
+from gpustasis.image.plain_reader import PlainImage, PlainSource
+from gpustasis.image.verification import verify_directory
 from support.chains import contents, make_chain, make_link, memory_of
 
 STRIPE = image_name(7, 1)
@@ -92,8 +92,8 @@ def test_flatten_makes_one_file_of_stripes(tmp_path: Path) -> None:
     chain = make_chain(tmp_path, 2, stripes=3)
     done = flatten(chain[-1], tmp_path / "flat")
     assert done.images == 1
-    names = {path.name for path in (tmp_path / "flat").glob("cudackpt-*")}
-    assert names == {"cudackpt-manifest.img", image_name(7)}
+    names = {path.name for path in (tmp_path / "flat").glob("gpustasis-*")}
+    assert names == {"gpustasis-manifest.img", image_name(7)}
     assert contents(tmp_path / "flat") == contents(chain[-1])
     assert verify_directory(tmp_path / "flat").problems == []
 
@@ -122,7 +122,7 @@ def test_inspect_counts_stripes(tmp_path: Path) -> None:
     assert image is not None
     files = [directory / image_name(7, stripe) for stripe in range(3)]
     assert image.file_bytes == found.gpu_image_bytes == sum(f.stat().st_size for f in files)
-    manifest, inventory = directory / "cudackpt-manifest.img", directory / "inventory.img"
+    manifest, inventory = directory / "gpustasis-manifest.img", directory / "inventory.img"
     assert found.other_bytes == manifest.stat().st_size + inventory.stat().st_size
     text = CliRunner().invoke(inspect, [str(directory)]).output
     assert "chunk data in 3 files" in text
@@ -132,7 +132,7 @@ def test_inspect_counts_stripes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stripes", [0, 1])
 def test_a_small_image_is_one_file(tmp_path: Path, stripes: int) -> None:
     make_link(tmp_path / "c", {7: memory_of(["A", "b", "0"])}, stripes=stripes)
-    assert not list((tmp_path / "c").glob("cudackpt-7.*.img"))
+    assert not list((tmp_path / "c").glob("gpustasis-7.*.img"))
 
 
 def test_too_many_stripes_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.task import find_openers, find_users
+from gpustasis.task import find_openers, find_users
 
 LOOKS = 200
 # Holds a directory as its last descriptor, and opens and closes what comes before it.

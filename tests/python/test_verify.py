@@ -1,4 +1,4 @@
-"""`cudackpt verify`: finds what is wrong with our files, and says where."""
+"""`gpustasis verify`: finds what is wrong with our files, and says where."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cudackpt._core import ImageReader, image_name, write_image
-from cudackpt.cli import cli
-from cudackpt.errors import ImageError
-from cudackpt.image.verification import verify_directory
+from gpustasis._core import ImageReader, image_name, write_image
+from gpustasis.cli import cli
+from gpustasis.errors import ImageError
+from gpustasis.image.verification import verify_directory
 from support.image_samples import info_of, make_checkpoint, mixture
 
 SEED = 20260801
@@ -27,7 +27,7 @@ def test_a_whole_checkpoint_passes(tmp_path: Path) -> None:
     found = verify_directory(tmp_path, 2, lambda *args: told.append(args))
     assert found.problems == []
     assert (found.images, found.plain_bytes) == (2, 7 * 4096)
-    assert told[-1] == ("cudackpt-7.img", 7 * 4096, 7 * 4096)
+    assert told[-1] == ("gpustasis-7.img", 7 * 4096, 7 * 4096)
 
 
 def test_1000_of_1000_random_bit_flips_are_found(tmp_path: Path) -> None:
@@ -56,8 +56,8 @@ def test_a_damaged_chunk_is_named_and_the_rest_still_checked(tmp_path: Path) -> 
         raw[chunk.offset + 5] ^= 0x10
         path.write_bytes(raw)
     first, second = problems(tmp_path)
-    assert "cudackpt-7.img: chunk 1 at 0x7f0000001000: content does not match" in first
-    assert "cudackpt-9.img" in second
+    assert "gpustasis-7.img: chunk 1 at 0x7f0000001000: content does not match" in first
+    assert "gpustasis-9.img" in second
 
 
 def test_missing_unnamed_and_replaced_images_are_found(tmp_path: Path) -> None:
@@ -68,12 +68,12 @@ def test_missing_unnamed_and_replaced_images_are_found(tmp_path: Path) -> None:
     write_image(tmp_path / image_name(8), info_of(other, 8), other)
     (tmp_path / image_name(9)).write_bytes((tmp_path / image_name(10)).read_bytes())
     missing, replaced, swapped, unnamed = problems(tmp_path)
-    assert "cudackpt-7.img" in missing
+    assert "gpustasis-7.img" in missing
     assert "No such file" in missing
-    assert "cudackpt-8.img" in replaced
+    assert "gpustasis-8.img" in replaced
     assert "the digests differ" in replaced
-    assert "cudackpt-9.img: is the image of pid 10" in swapped
-    assert "cudackpt-11.img: not named by the manifest" in unnamed
+    assert "gpustasis-9.img: is the image of pid 10" in swapped
+    assert "gpustasis-11.img: not named by the manifest" in unnamed
 
 
 def test_an_image_of_another_checkpoint_is_found(tmp_path: Path) -> None:
@@ -90,12 +90,12 @@ def test_a_manifest_that_is_missing_or_is_none_is_a_problem(
     tmp_path: Path, content: bytes | None
 ) -> None:
     make_checkpoint(tmp_path, {7: mixture()})
-    manifest = tmp_path / "cudackpt-manifest.img"
+    manifest = tmp_path / "gpustasis-manifest.img"
     manifest.unlink()
     if content is not None:
         manifest.write_bytes(content)
     (problem,) = problems(tmp_path)
-    assert "cudackpt-manifest.img" in problem
+    assert "gpustasis-manifest.img" in problem
 
 
 def test_a_newer_image_is_a_problem_of_its_own(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ class TestCommand:
         make_checkpoint(tmp_path, {7: mixture()})
         (tmp_path / image_name(7)).write_bytes(b"")
         result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
-        assert "cudackpt-7.img: too short" in result.output
+        assert "gpustasis-7.img: too short" in result.output
         assert isinstance(result.exception, ImageError)
         assert result.exception.exit_code == 10
         assert "1 problem found" in str(result.exception)

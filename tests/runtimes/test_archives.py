@@ -34,22 +34,22 @@ def annotations(root: EngineRoot, image: str) -> dict[str, str]:
 
 def test_podmans_archive_is_read_and_becomes_an_image(archive: SteadyContainer) -> None:
     root = archive.root
-    found = json.loads(root.run("cudackpt", "inspect", "--json", ARCHIVE).stdout)
+    found = json.loads(root.run("gpustasis", "inspect", "--json", ARCHIVE).stdout)
     facts = found["archive"]
     assert (facts["engine"], facts["compression"]) == ("podman", "zstd")
     assert (facts["container_name"], facts["runtime"]) == (NAME, "runc")
     assert found["checkpoint_id"] is not None
     assert [p["comm"] for p in found["processes"]] == ["steady_job"] * 2
     assert all(p["cuda"]["externalized"] for p in found["processes"])
-    verified = root.run("cudackpt", "verify", ARCHIVE)
+    verified = root.run("gpustasis", "verify", ARCHIVE)
     assert "manifest and 2 images whole" in verified.stdout
-    root.run("cudackpt", "flatten", ARCHIVE, "-o", "/tmp/flat")
-    assert "manifest and 2 images whole" in root.run("cudackpt", "verify", "/tmp/flat").stdout
+    root.run("gpustasis", "flatten", ARCHIVE, "-o", "/tmp/flat")
+    assert "manifest and 2 images whole" in root.run("gpustasis", "verify", "/tmp/flat").stdout
     root.run("rm", "-r", "/tmp/flat")
 
     for tool in TOOLS:
         image = f"localhost/checkpoint-{tool}:1"
-        built = root.run("cudackpt", "build-image", ARCHIVE, "-t", image, "--with", tool)
+        built = root.run("gpustasis", "build-image", ARCHIVE, "-t", image, "--with", tool)
         assert built.stdout == f"{image}: built with {tool}\n"
         notes = annotations(root, image)
         assert notes["io.podman.annotations.checkpoint.name"] == NAME
@@ -66,12 +66,12 @@ def test_podmans_archive_is_read_and_becomes_an_image(archive: SteadyContainer) 
 
 def test_a_tool_that_fails_or_is_not_there_is_told(archive: SteadyContainer) -> None:
     root = archive.root
-    failed = root.run("cudackpt", "build-image", ARCHIVE, "-t", "NOT//A:NAME:", check=False)
+    failed = root.run("gpustasis", "build-image", ARCHIVE, "-t", "NOT//A:NAME:", check=False)
     assert failed.returncode == 2
     assert "buildah commit failed (exit " in failed.stderr
     assert "Traceback" not in failed.stderr
     assert root.run("buildah", "containers", "--quiet").stdout == ""
-    words = ("/usr/local/bin/cudackpt", "build-image", ARCHIVE, "-t", "localhost/none:1")
+    words = ("/usr/local/bin/gpustasis", "build-image", ARCHIVE, "-t", "localhost/none:1")
     absent = root.run("env", "PATH=/none", *words, check=False)
     assert absent.returncode == 20
     assert "neither buildah nor podman is in PATH" in absent.stderr

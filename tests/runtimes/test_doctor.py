@@ -1,4 +1,4 @@
-"""`cudackpt doctor` on a host with container engines: what is wrong is brought about, and named.
+"""`gpustasis doctor` on a host with container engines: what is wrong is brought about, and named.
 
 Where a condition makes a checkpoint fail, the checkpoint is tried as well: the test would not hold
 if the diagnosis were wrong.
@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from cudackpt.install import layout
-from cudackpt.install.installation import install
-from cudackpt.install.root import Root
+from gpustasis.install import layout
+from gpustasis.install.installation import install
+from gpustasis.install.root import Root
 from runtimes.test_engine_root import COUNT, wait_for_more
 from support.engine_image import IMAGE, import_image
 from support.engine_root import EngineRoot
@@ -40,7 +40,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRoot]:
 
 def doctor(engines: EngineRoot) -> Findings:
     found: Findings = {}
-    for item in json.loads(engines.run("cudackpt", "doctor", "--json", check=False).stdout)[
+    for item in json.loads(engines.run("gpustasis", "doctor", "--json", check=False).stdout)[
         "findings"
     ]:
         found.setdefault(item["name"], []).append(item)
@@ -80,7 +80,7 @@ def test_before_and_after_install(host: EngineRoot) -> None:
     found = doctor(host)
     (nothing,) = found["installation"]
     assert nothing["status"] == "note"
-    assert "do not use cudackpt" in nothing["text"]
+    assert "do not use gpustasis" in nothing["text"]
     assert not [name for name in found if name.startswith("plugin for")]
     for name in ("runc", "crun", "podman", "containerd", "cgroup freezer"):
         assert [item["status"] for item in found[name]] == ["ok"], found[name]
@@ -174,9 +174,9 @@ def test_a_hook_whose_python_is_gone(host: EngineRoot) -> None:
     set_up(host)
     hook = host.path(layout.HOOK)
     text = hook.read_text()
-    hook.write_text(text.replace("cudackpt.hooks.oci", "cudackpt.gone"))
+    hook.write_text(text.replace("gpustasis.hooks.oci", "gpustasis.gone"))
     found = doctor(host)
-    assert "No module named 'cudackpt.gone'" in problems(found, "OCI hook")
+    assert "No module named 'gpustasis.gone'" in problems(found, "OCI hook")
     assert f"{layout.HOOK}: it is not that of this version" in problems(found, "installation")
     set_up(host)
     assert hook.read_text() == text
@@ -209,12 +209,12 @@ def test_a_crun_that_reads_no_configuration_of_its_own(host: EngineRoot) -> None
 
 def test_a_cdi_specification_of_another_driver(host: EngineRoot) -> None:
     """As after an upgrade of the driver: what it names is not there, and no container starts."""
-    host.run("cudackpt", "emulator", "start", "--gpus", "1", "--driver", "580.95.05")
+    host.run("gpustasis", "emulator", "start", "--gpus", "1", "--driver", "580.95.05")
     environ = {
         name: value
         for name, _, value in (
             line.removeprefix("export ").partition("=")
-            for line in host.run("cudackpt", "emulator", "env").stdout.splitlines()
+            for line in host.run("gpustasis", "emulator", "env").stdout.splitlines()
         )
     }
     host.write(
@@ -223,10 +223,10 @@ def test_a_cdi_specification_of_another_driver(host: EngineRoot) -> None:
         "    mounts:\n    - hostPath: /usr/lib/libcuda.so.570.1.2\n"
         "      containerPath: /usr/lib/libcuda.so.570.1.2\n      options: [bind]\n",
     )
-    said = host.run("cudackpt", "doctor", "--json", check=False, environ=environ).stdout
+    said = host.run("gpustasis", "doctor", "--json", check=False, environ=environ).stdout
     texts = [f["text"] for f in json.loads(said)["findings"] if f["name"] == "CDI"]
     assert texts == ["/etc/cdi/nvidia.yaml is for driver 570.1.2; this host has 580.95.05"]
     run = ["podman", "run", "--rm", "--network", "none", "--device", "nvidia.com/gpu=all"]
     assert host.run(*run, IMAGE, "/bin/sh", "-c", "exit 0", check=False).returncode != 0
     host.path("/etc/cdi/nvidia.yaml").unlink()
-    host.run("cudackpt", "emulator", "stop")
+    host.run("gpustasis", "emulator", "stop")

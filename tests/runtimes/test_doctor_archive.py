@@ -1,4 +1,4 @@
-"""`cudackpt doctor --archive`: whether this host, or another one, can restore what Podman exported."""
+"""`gpustasis doctor --archive`: whether this host, or another one, can restore what Podman exported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "moved.tar"
 
 @pytest.fixture(scope="module")
 def emulators() -> dict[str, list[str]]:
-    """Other GPUs than those of the fixture `engines`: words for `cudackpt emulator start`."""
+    """Other GPUs than those of the fixture `engines`: words for `gpustasis emulator start`."""
     return {
         "fewer": ["--gpus", "1", "--memory", "512MiB", "--driver", "580.95.05"],
         "smaller": ["--gpus", "2", "--memory", "2MiB", "--driver", "580.95.05"],
@@ -44,7 +44,7 @@ def archive(engines: EngineRoot, steady: Steady, shared: Path) -> Iterator[Path]
 
 
 def doctor(root: EngineRoot, name: str = NAME, **environ: str) -> tuple[int, dict[str, Any]]:
-    words = ["cudackpt", "doctor", "--json", "--archive", f"/mnt/shared/{name}"]
+    words = ["gpustasis", "doctor", "--json", "--archive", f"/mnt/shared/{name}"]
     done = root.run(*words, check=False, environ=environ)
     assert done.stdout, done.stderr
     return done.returncode, {f["name"]: f for f in json.loads(done.stdout)["findings"]}
@@ -93,7 +93,7 @@ def test_here_and_elsewhere(
     real = elsewhere.path("/usr/sbin/runc")
     away = real.rename(elsewhere.path("/opt/runc"))
     criu = elsewhere.path("/usr/sbin/criu").rename(elsewhere.path("/opt/criu"))
-    _, found = doctor(elsewhere, CUDACKPT_CRIU="/usr/sbin/criu")
+    _, found = doctor(elsewhere, GPUSTASIS_CRIU="/usr/sbin/criu")
     assert found["runtime"]["text"] == "the checkpoint was made by runc, which is not here"
     assert found["CRIU"]["status"] == "problem"
     away.rename(real)
@@ -102,8 +102,8 @@ def test_here_and_elsewhere(
 
     said = {}
     for name, words in emulators.items():
-        elsewhere.run("cudackpt", "emulator", "stop")
-        elsewhere.run("cudackpt", "emulator", "start", *words)
+        elsewhere.run("gpustasis", "emulator", "stop")
+        elsewhere.run("gpustasis", "emulator", "start", *words)
         status, found = doctor(elsewhere)
         assert status == 20
         said[name] = {n: f["text"] for n, f in found.items() if f["status"] == "problem"}
@@ -113,11 +113,11 @@ def test_here_and_elsewhere(
     assert "8.0 MiB needed" in said["smaller"]["GPU memory"]
     assert "CUDA driver" in said["older"]
     assert "this driver has 12.8 only" in said["older"]["CUDA driver"]
-    elsewhere.run("cudackpt", "emulator", "stop")
+    elsewhere.run("gpustasis", "emulator", "stop")
     _, found = doctor(elsewhere)
     assert found["CUDA driver"]["status"] == "problem"
     elsewhere.run(
-        *["cudackpt", "emulator", "start", "--gpus", "2", "--memory", "512MiB"],
+        *["gpustasis", "emulator", "start", "--gpus", "2", "--memory", "512MiB"],
         *["--driver", "580.95.05"],
     )
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_without_its_parent(engines: EngineRoot, steady: Steady, sh
     images = engines.path(container.images())
     for place in (first, second):
         if place is second:
-            config = engines.path("/etc/cudackpt/config.toml")
+            config = engines.path("/etc/gpustasis/config.toml")
             text = config.read_text()
             config.write_text(text + 'parent = "/mnt/shared/first"\n')
         engines.run("podman", "container", "checkpoint", "--keep", container.name)
@@ -160,7 +160,7 @@ def test_a_checkpoint_without_its_parent(engines: EngineRoot, steady: Steady, sh
     assert "it is built on checkpoint " in found["parent"]["text"]
     assert "is neither where its link leads nor in" in found["parent"]["text"]
     identity = found["parent"]["text"].split()[5].rstrip(",")
-    store = engines.path("/var/lib/cudackpt/checkpoints")
+    store = engines.path("/var/lib/gpustasis/checkpoints")
     (store / identity).mkdir(parents=True)
     assert doctor(engines, "second")[0] == 20  # a name alone is no checkpoint
     shutil.copytree(shared / "hidden", store / identity, symlinks=True, dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""`cudackpt doctor --container`: what hinders a checkpoint is brought about in a real container."""
+"""`gpustasis doctor --container`: what hinders a checkpoint is brought about in a real container."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Findings = dict[str, list[dict[str, Any]]]
 
 def doctor(root: EngineRoot, name: str, **environ: str) -> tuple[int, Findings]:
     done = root.run(
-        "cudackpt", "doctor", "--json", "--container", name, check=False, environ=environ
+        "gpustasis", "doctor", "--json", "--container", name, check=False, environ=environ
     )
     found: Findings = {}
     for item in json.loads(done.stdout)["findings"] if done.stdout else []:
@@ -86,7 +86,7 @@ def test_a_gpu_container_that_can_be_checkpointed(
 
 def test_one_that_is_not_there(engines: EngineRoot) -> None:
     for name, said in (("no-such", "neither Podman"), ("0123456789ab", "no process is in")):
-        done = engines.run("cudackpt", "doctor", "--container", name, check=False)
+        done = engines.run("gpustasis", "doctor", "--container", name, check=False)
         assert done.returncode == 2
         assert said in done.stderr
 
@@ -104,7 +104,9 @@ def test_a_paused_one_is_not_waited_for(engines: EngineRoot, steady: Steady) -> 
 def test_a_process_that_a_tool_left_locked(engines: EngineRoot, steady: Steady) -> None:
     container = steady("locked", "runc", mib=4)
     pid = engines.run("podman", "inspect", "--format", "{{.State.Pid}}", container.name).stdout
-    python = "from cudackpt.driver import Driver; from cudackpt.criu.plugin import driver_libraries"
+    python = (
+        "from gpustasis.driver import Driver; from gpustasis.criu.plugin import driver_libraries"
+    )
     code = f"{python}; d = Driver(driver_libraries()[0]); d.init(); d.%s"
     engines.run(sys.executable, "-c", code % f"lock({pid.strip()}, 5000)")
     status, found = doctor(engines, container.name)

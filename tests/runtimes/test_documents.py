@@ -23,7 +23,7 @@ def blocks(document: Path, kind: str) -> list[str]:
 
 @pytest.fixture
 def host(tmp_path: Path, shared: Path, steady_job: Path) -> Iterator[Host]:
-    """host(name): a system with emulated GPUs on which cudackpt is not installed."""
+    """host(name): a system with emulated GPUs on which gpustasis is not installed."""
     with ExitStack() as stack:
 
         def make(name: str) -> EngineRoot:

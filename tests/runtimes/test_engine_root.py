@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt import __version__
+from gpustasis import __version__
 from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
 
@@ -46,7 +46,7 @@ def test_podman_checkpoints_and_restores(engines: EngineRoot, runtime: str) -> N
 
 
 def test_the_package_is_there(engines: EngineRoot) -> None:
-    assert __version__ in engines.run("cudackpt", "--version").stdout
+    assert __version__ in engines.run("gpustasis", "--version").stdout
 
 
 def groups(name: str) -> list[Path]:

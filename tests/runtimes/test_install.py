@@ -1,4 +1,4 @@
-"""`cudackpt install` makes the engines use the plugin, with no other change; uninstall undoes it."""
+"""`gpustasis install` makes the engines use the plugin, with no other change; uninstall undoes it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cudackpt.install import layout
-from cudackpt.install.change import Change
-from cudackpt.install.installation import install, uninstall
-from cudackpt.install.root import Root
+from gpustasis.install import layout
+from gpustasis.install.change import Change
+from gpustasis.install.installation import install, uninstall
+from gpustasis.install.root import Root
 from support.engine_gpu import SteadyContainer, add_gpus
 from support.engine_image import IMAGE, import_image
 from support.engine_root import EngineRoot
@@ -49,7 +49,7 @@ def whole(root: Path) -> Facts:
 def host(
     tmp_path_factory: pytest.TempPathFactory, steady_job: Path
 ) -> Iterator[tuple[EngineRoot, Facts]]:
-    """A host of its own on which cudackpt is installed from outside; all its files before."""
+    """A host of its own on which gpustasis is installed from outside; all its files before."""
     with EngineRoot(tmp_path_factory.mktemp("host")) as engines:
         import_image(engines, [steady_job])
         add_gpus(engines)
@@ -66,12 +66,12 @@ def host(
 def test_podman_checkpoints_gpu_memory(host: tuple[EngineRoot, Facts], runtime: str) -> None:
     """The job compares every byte; the hook has left the policy that the annotation asks for."""
     engines, _ = host
-    annotation = ["--annotation", "io.cudackpt.threads=2"]
+    annotation = ["--annotation", "io.gpustasis.threads=2"]
     container = SteadyContainer.run(engines, f"installed-{runtime}", runtime, *annotation, mib=8)
-    (policy,) = engines.path("/run/cudackpt/policy").glob("*.toml")
+    (policy,) = engines.path("/run/gpustasis/policy").glob("*.toml")
     assert "threads = 2" in policy.read_text()
     engines.run("podman", "container", "checkpoint", container.name)
-    account = json.loads(engines.path(f"{container.images()}/cudackpt-dump.json").read_text())
+    account = json.loads(engines.path(f"{container.images()}/gpustasis-dump.json").read_text())
     assert [task["externalized"] for task in account["tasks"]] == [True]
     engines.run("podman", "container", "restore", container.name)
     container.run_on()
@@ -83,7 +83,7 @@ def test_podman_runs_the_hook_for_annotations_only(host: tuple[EngineRoot, Facts
     engines, _ = host
     run = ["podman", "run", "--rm", "--network", "none"]
     engines.run(*run, "--annotation", "org.example.a=b", IMAGE, "/bin/sh", "-c", "exit 0")
-    wrong = ["--annotation", "io.cudackpt.threads=many"]
+    wrong = ["--annotation", "io.gpustasis.threads=many"]
     refused = engines.run(*run, *wrong, IMAGE, "/bin/sh", "-c", "exit 0", check=False)
     assert refused.returncode != 0
     assert layout.HOOK in refused.stderr

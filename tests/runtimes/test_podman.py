@@ -18,7 +18,7 @@ RUNTIMES = ["runc", "crun"]
 
 def dumped(container: SteadyContainer) -> dict[str, Any]:
     """The plugin's account of the last dump, which is still in Podman's storage."""
-    path = container.root.path(container.images()) / "cudackpt-dump.json"
+    path = container.root.path(container.images()) / "gpustasis-dump.json"
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 

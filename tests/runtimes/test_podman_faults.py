@@ -23,11 +23,11 @@ RUNTIMES = ["runc", "crun"]
 @contextmanager
 def slow_copies(root: EngineRoot, ms_per_gib: int) -> Iterator[None]:
     """Let the emulator take its time when it stages GPU memory, so that there is a middle."""
-    root.run("cudackpt", "emulator", "set", "d2h_ms_per_gib", str(ms_per_gib))
+    root.run("gpustasis", "emulator", "set", "d2h_ms_per_gib", str(ms_per_gib))
     try:
         yield
     finally:
-        root.run("cudackpt", "emulator", "set", "d2h_ms_per_gib", "0")
+        root.run("gpustasis", "emulator", "set", "d2h_ms_per_gib", "0")
 
 
 def start_dump(container: SteadyContainer, *words: str) -> subprocess.Popen[str]:
@@ -124,7 +124,7 @@ def test_storage_full(steady: Steady, runtime: str) -> None:
     root.run("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
     try:
         url = start_podman(root, runtime)
-        words = ("cudackpt", "podman", "--url", url, "checkpoint", container.name)
+        words = ("gpustasis", "podman", "--url", url, "checkpoint", container.name)
         done = root.run(*words, check=False)
         assert done.returncode == 16 and "No space left on device" in done.stderr
         container.run_on()
@@ -144,7 +144,7 @@ def test_no_room_for_the_archive(steady: Steady) -> None:
     try:
         url = start_podman(root, "runc")
         archive = "/mnt/small/archive.tar"
-        words = ("cudackpt", "podman", "--url", url, "checkpoint", container.name, "-e", archive)
+        words = ("gpustasis", "podman", "--url", url, "checkpoint", container.name, "-e", archive)
         done = root.run(*words, check=False)
         assert done.returncode == 2 and "No space left on device" in done.stderr
         assert f"`podman container restore {container.name}` restores it" in done.stderr
@@ -177,7 +177,7 @@ def test_a_host_set_up_wrongly_costs_the_job_nothing(steady: Steady, wrong: str)
             write_config(root, "colour = 7")
         else:
             root.write("/etc/criu/runc.conf", "libdir /nowhere\n")
-        words = ("cudackpt", "podman", "--url", url, "checkpoint", container.name)
+        words = ("gpustasis", "podman", "--url", url, "checkpoint", container.name)
         done = root.run(*words, check=False)
         assert done.returncode == 16
         assert ("colour" if wrong == "config" else "/nowhere") in done.stderr

@@ -1,4 +1,4 @@
-"""`cudackpt podman`: through Podman's service, for real, with containers that use emulated GPUs."""
+"""`gpustasis podman`: through Podman's service, for real, with containers that use emulated GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cudackpt.criu import log as log_errors
+from gpustasis.criu import log as log_errors
 from support.engine_gpu import Steady, SteadyContainer, start_podman, write_config
 from support.engine_root import EngineRoot
 
@@ -21,7 +21,7 @@ def ask(
     root: EngineRoot, runtime: str, *words: str, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     url = start_podman(root, runtime)
-    return root.run("cudackpt", "podman", "--url", url, *words, check=check)
+    return root.run("gpustasis", "podman", "--url", url, *words, check=check)
 
 
 def container_figures(said: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def test_figures_stand_beside_crius(steady: Steady, runtime: str) -> None:
         figures = container_figures(said)
         assert figures["Id"] == container.id()
         assert figures["criu_statistics"]["pages_written"] > 0
-        ours = figures["cudackpt_statistics"]
+        ours = figures["gpustasis_statistics"]
         assert ours["backend"] == "emulator" and ours["processes"] == 2
         assert ours["staged_bytes"] >= 16 * MIB > ours["file_bytes"] > 0
         assert 0 < ours["lock_time"] < figures["runtime_checkpoint_duration"]
@@ -46,7 +46,7 @@ def test_figures_stand_beside_crius(steady: Steady, runtime: str) -> None:
     said = ask(root, runtime, "restore", container.name, "--print-stats", "--keep").stdout
     figures = container_figures(said)
     assert figures["criu_statistics"]["pages_restored"] > 0
-    assert figures["cudackpt_statistics"]["refill_time"] > 0
+    assert figures["gpustasis_statistics"]["refill_time"] > 0
     container.run_on(2)
 
 
@@ -69,11 +69,11 @@ def test_a_chain_of_five_and_its_end_elsewhere(
                 ask(
                     root, runtime, "checkpoint", name, "-e", archive, "--print-stats", *leave
                 ).stdout
-            )["cudackpt_statistics"]
+            )["gpustasis_statistics"]
             assert (figures["same_bytes"] > 0) == (archive != archives[0])
     finally:
         write_config(root)
-    said = [elsewhere.run("cudackpt", "inspect", "--json", archive).stdout for archive in archives]
+    said = [elsewhere.run("gpustasis", "inspect", "--json", archive).stdout for archive in archives]
     parents = [json.loads(text)["parent"] for text in said]
     assert parents[0] is None
     assert [parent["chain_length"] for parent in parents[1:]] == [1, 2, 3, 4]
@@ -81,7 +81,7 @@ def test_a_chain_of_five_and_its_end_elsewhere(
 
     there = SteadyContainer(elsewhere, name)
     url = start_podman(elsewhere, runtime)
-    words = ("cudackpt", "podman", "--url", url, "restore", "--import", archives[-1])
+    words = ("gpustasis", "podman", "--url", url, "restore", "--import", archives[-1])
     try:
         alone = elsewhere.run(*words, check=False)
         assert alone.returncode == 2
@@ -131,7 +131,7 @@ def test_what_cannot_be_done_is_said(
 
 
 def test_no_service(engines: EngineRoot) -> None:
-    words = ("cudackpt", "podman", "--url", "unix:///run/none.sock", "checkpoint", "x")
+    words = ("gpustasis", "podman", "--url", "unix:///run/none.sock", "checkpoint", "x")
     done = engines.run(*words, check=False)
     assert done.returncode == 16
     assert "no Podman service answers at unix:///run/none.sock" in done.stderr

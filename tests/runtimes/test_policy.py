@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cudackpt.policy import POLICY_DIRECTORY, STORE_DIRECTORY
+from gpustasis.policy import POLICY_DIRECTORY, STORE_DIRECTORY
 from support.engine_gpu import Steady, SteadyContainer, write_config
 from support.engine_image import IMAGE
 from support.engine_policy import add_hook
@@ -29,7 +29,7 @@ def annotations(**words: str) -> list[str]:
     return [
         word
         for name, text in words.items()
-        for word in ("--annotation", f"io.cudackpt.{name}={text}")
+        for word in ("--annotation", f"io.gpustasis.{name}={text}")
     ]
 
 
@@ -43,7 +43,7 @@ def store(container: SteadyContainer) -> Path:
 
 def dumped(container: SteadyContainer) -> dict[str, Any]:
     """The plugin's account of the last dump, which is still in Podman's storage."""
-    path = container.root.path(container.images()) / "cudackpt-dump.json"
+    path = container.root.path(container.images()) / "gpustasis-dump.json"
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -63,11 +63,11 @@ def test_a_wrong_annotation_stops_the_start(engines: EngineRoot, runtime: str) -
     try:
         assert done.returncode != 0
         assert done.stdout == ""
-        sentence = 'annotation io.cudackpt.threads = "many": must be a number from 0 to 1024'
+        sentence = 'annotation io.gpustasis.threads = "many": must be a number from 0 to 1024'
         refusal = engines.path(f"{POLICY_DIRECTORY}/{SteadyContainer(engines, name).id()}.refused")
         assert refusal.read_text() == sentence + "\n"
         assert sentence in done.stderr
-        assert not list(engines.path("/run").glob("cudackpt/policy/*.toml"))
+        assert not list(engines.path("/run").glob("gpustasis/policy/*.toml"))
     finally:
         engines.run("podman", "rm", "--force", "--ignore", name)
 
@@ -106,7 +106,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def order(path: Path) -> int:
-    return (path / "cudackpt-manifest.img").stat().st_mtime_ns
+    return (path / "gpustasis-manifest.img").stat().st_mtime_ns
 
 
 def assert_restores_with_its_chain_only(
@@ -124,14 +124,14 @@ def assert_restores_with_its_chain_only(
         text = failed.stderr + "".join(logs(elsewhere))
         assert f"checkpoint {by_age[-2].name}, is not in" in text
         moved.remove()
-        there = elsewhere.path("/var/lib/cudackpt/checkpoints")
+        there = elsewhere.path("/var/lib/gpustasis/checkpoints")
         for path in by_age[:-1]:
             shutil.copytree(path, there / path.name, symlinks=True)
         elsewhere.run(*words)
         moved.run_on()
     finally:
         moved.remove()
-        shutil.rmtree(elsewhere.path("/var/lib/cudackpt"), ignore_errors=True)
+        shutil.rmtree(elsewhere.path("/var/lib/gpustasis"), ignore_errors=True)
 
 
 def logs(root: EngineRoot) -> list[str]:

@@ -22,14 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import cudackpt
+import gpustasis
 from campaigns.rig import Rig
 from campaigns.tally import Tally
-from cudackpt.bench.program import compile_program as compile_packaged
-from cudackpt.criu.find import Criu, find_all
-from cudackpt.criu.plugin import PLUGIN_NAME, plugin_directory
-from cudackpt.emulator import Emulator, Options, library_directory
-from cudackpt.emulator.daemon import api_version_of
+from gpustasis.bench.program import compile_program as compile_packaged
+from gpustasis.criu.find import Criu, find_all
+from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
+from gpustasis.emulator import Emulator, Options, library_directory
+from gpustasis.emulator.daemon import api_version_of
 from soak import report
 from soak.plan import CAMPAIGNS, REPOSITORY, Bench
 
@@ -64,7 +64,7 @@ def main() -> int:
     whole = {
         "version": report.VERSION,
         "seed": arguments.seed,
-        "machine": report.describe_machine(texts(versions), DRIVER, cudackpt.__version__),
+        "machine": report.describe_machine(texts(versions), DRIVER, gpustasis.__version__),
         "campaigns": {name: parts for name, parts in found.items() if parts is not None},
         "missing": [name for name, parts in found.items() if parts is None],
     }

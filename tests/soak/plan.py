@@ -119,7 +119,7 @@ def _driver_faults(bench: Bench) -> Iterator[tuple[str, Tally]]:
 def _bit_flips(bench: Bench) -> Iterator[tuple[str, Tally]]:
     checkpoint = damage.take(bench.newest, mib=4, children=1)
     tally = bit_flips.run(checkpoint.images, bench.random("bit-flips"), FLIPS_VERIFIED)
-    yield "cudackpt verify", tally
+    yield "gpustasis verify", tally
 
 
 def _repetition(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -150,8 +150,8 @@ def _chains(bench: Bench) -> Iterator[tuple[str, Tally]]:
 def _kill_store(bench: Bench) -> Iterator[tuple[str, Tally]]:
     rig, random = bench.newest, bench.random("kill-store")
     flattened = chain_kills.run_flatten(rig.killer, rig.scratch, random, KILLED_COMMANDS)
-    yield "cudackpt flatten", flattened
-    yield "cudackpt prune", chain_kills.run_prune(rig.killer, rig.scratch, random, KILLED_COMMANDS)
+    yield "gpustasis flatten", flattened
+    yield "gpustasis prune", chain_kills.run_prune(rig.killer, rig.scratch, random, KILLED_COMMANDS)
 
 
 def _fuzz(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -182,7 +182,7 @@ def _archives(bench: Bench) -> Iterator[tuple[str, Tally]]:
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kill-points": ("criu is killed with SIGKILL during a dump; no job may be lost", _kill_points),
     "kill-with-worker": (
-        "criu and the plugin's worker are killed at once; `cudackpt recover` brings the job back",
+        "criu and the plugin's worker are killed at once; `gpustasis recover` brings the job back",
         _kill_with_worker,
     ),
     "kill-worker": (
@@ -202,7 +202,7 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
         "each driver call fails, hangs or kills the job; dumps and restores must fail cleanly",
         _driver_faults,
     ),
-    "bit-flips": ("single bits are flipped; `cudackpt verify` must find each", _bit_flips),
+    "bit-flips": ("single bits are flipped; `gpustasis verify` must find each", _bit_flips),
     "repetition": ("one job is dumped and left running again and again", _repetition),
     "hook-cost": ("the hooks of a dump, for a process without CUDA", _hook_cost),
     "kill-on-parent": (

@@ -30,7 +30,7 @@ def describe_machine(criu_versions: Sequence[str], driver: str, plugin: str) -> 
         "backend": "emulator",
         "emulated_driver": driver,
         "criu": list(criu_versions),
-        "cudackpt": plugin,
+        "gpustasis": plugin,
         "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -46,7 +46,7 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
 def write_markdown(path: Path, report: dict[str, Any]) -> None:
     machine = report["machine"]
     conditions = (
-        f"Date {machine['date']}, seed {report['seed']}, cudackpt {machine['cudackpt']}, "
+        f"Date {machine['date']}, seed {report['seed']}, gpustasis {machine['gpustasis']}, "
         f"CRIU {', '.join(machine['criu'])}, emulated driver {machine['emulated_driver']}, "
         f"Linux {machine['kernel']}."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cudackpt._core import (
+from gpustasis._core import (
     MANIFEST_NAME,
     ImageInfo,
     ImageReader,
@@ -19,7 +19,7 @@ from cudackpt._core import (
     write_image,
     write_manifest,
 )
-from cudackpt.image.verification import verify_directory
+from gpustasis.image.verification import verify_directory
 from support.image_samples import BOOT_ID, GPU, PAGE, Memory, noise
 
 BASE = 0x7F0000000000

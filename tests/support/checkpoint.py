@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cudackpt.criu import command, run
-from cudackpt.criu.find import Criu
-from cudackpt.criu.plugin import Scalar, plugin_directory
+from gpustasis.criu import command, run
+from gpustasis.criu.find import Criu
+from gpustasis.criu.plugin import Scalar, plugin_directory
 from support.job import Job
 
 
@@ -23,7 +23,7 @@ class Checkpointer:
 
     def dump(self, job: Job, images: Path, **options: Any) -> run.Outcome:
         """Dump `job`. Options: leave_running, leave_stopped; plugin (a dict) and the other fields
-        of cudackpt.criu.run.Settings. A job that the dump ends is reaped."""
+        of gpustasis.criu.run.Settings. A job that the dump ends is reaped."""
         lives = options.get("leave_running", False) or options.get("leave_stopped", False)
         leave = {
             key: options.pop(key) for key in ("leave_running", "leave_stopped") if key in options

@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cudackpt.policy import POLICY_DIRECTORY, STORE_DIRECTORY
+from gpustasis.policy import POLICY_DIRECTORY, STORE_DIRECTORY
 
 HOOK_TIMEOUT_S = 60
 _REMOVAL_S = 30.0
 # How the installed launcher starts it: no site-packages but the package's own, no user's settings.
 _LAUNCHER = """import sys
 sys.path.append({path!r})
-from cudackpt.hooks.oci import main
+from gpustasis.hooks.oci import main
 sys.exit(main())
 """
 
 
 def hook_words(*arguments: str) -> list[str]:
     """How the hook is run."""
-    import cudackpt
+    import gpustasis
 
-    place = str(Path(cudackpt.__file__).resolve().parent.parent)
+    place = str(Path(gpustasis.__file__).resolve().parent.parent)
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER.format(path=place), *arguments]
 
 
@@ -68,8 +68,8 @@ class Container:
         return known | ({"pid": pid} if pid else {})
 
     def create(self, pid: int, **annotations: str) -> subprocess.CompletedProcess[str]:
-        """Run the hook as at createRuntime; `threads` stands for io.cudackpt.threads."""
-        ours = {f"io.cudackpt.{name}": text for name, text in annotations.items()}
+        """Run the hook as at createRuntime; `threads` stands for io.gpustasis.threads."""
+        ours = {f"io.gpustasis.{name}": text for name, text in annotations.items()}
         return run_hook(self.state("creating", pid, {"org.example": "x"} | ours))
 
     def stop(self) -> subprocess.CompletedProcess[str]:
@@ -129,7 +129,7 @@ def _hierarchy() -> Path:
         left, _, right = line.partition(" - ")
         place, kind = Path(left.split()[4]), right.split()[0]
         if kind == "cgroup2" or (kind == "cgroup" and "freezer" in right.split()[-1].split(",")):
-            probe = place / f"cudackpt-probe-{secrets.token_hex(8)}"
+            probe = place / f"gpustasis-probe-{secrets.token_hex(8)}"
             with suppress(OSError):
                 probe.mkdir()
                 probe.rmdir()

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cudackpt.runtimes.cri import Cri
-from cudackpt.runtimes.kubelet_archives import DIRECTORY
+from gpustasis.runtimes.cri import Cri
+from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.cri_tables import NODE_MESSAGES, NODE_METHODS, NODE_NETWORK
 from support.engine_gpu import DEVICE, add_gpus
 from support.engine_image import make_archive
@@ -24,8 +24,8 @@ POLL_S = 0.05
 TIMEOUT_S = 60.0
 REGISTRY = "127.0.0.1:5000"
 KUBELET_PORT = 10250
-JOB_IMAGE = f"{REGISTRY}/cudackpt/job:1"
-PAUSE_IMAGE = "localhost/cudackpt-pause:latest"
+JOB_IMAGE = f"{REGISTRY}/gpustasis/job:1"
+PAUSE_IMAGE = "localhost/gpustasis-pause:latest"
 LOGS = Path("/var/log/pods")
 _SOCKET = "/run/containerd/containerd.sock"
 # Without CAP_SYS_RESOURCE no container's oom_score_adj can be lowered.

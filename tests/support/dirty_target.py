@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cudackpt._core import DirtyPages
+from gpustasis._core import DirtyPages
 
 PAGE = 4096
 HUGE = 2 << 20

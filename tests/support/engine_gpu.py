@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cudackpt.criu.plugin import plugin_directory
-from cudackpt.emulator.location import find_directory
+from gpustasis.criu.plugin import plugin_directory
+from gpustasis.emulator.location import find_directory
 from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
 
-DEVICE = "cudackpt.io/gpu=all"
+DEVICE = "gpustasis.io/gpu=all"
 DRIVER = "580.95.05"
 TIMEOUT_S = 60.0
 POLL_S = 0.1
 _STEP = re.compile(r"(\d+) step (\d+) ok")
-_EMULATOR = "cudackpt driver emulator:"
+_EMULATOR = "gpustasis driver emulator:"
 
 
 def add_gpus(root: EngineRoot, gpus: int = 2, memory: str = "512MiB") -> None:
@@ -27,10 +27,10 @@ def add_gpus(root: EngineRoot, gpus: int = 2, memory: str = "512MiB") -> None:
         root.write(f"/etc/criu/{program}.conf", f"libdir {plugin_directory()}\n")
     write_config(root)
     root.run(
-        *["cudackpt", "emulator", "start", "--gpus", str(gpus), "--memory", memory],
+        *["gpustasis", "emulator", "start", "--gpus", str(gpus), "--memory", memory],
         *["--driver", DRIVER],
     )
-    root.run("cudackpt", "emulator", "cdi", "--output", "/etc/cdi/cudackpt-emulator.json")
+    root.run("gpustasis", "emulator", "cdi", "--output", "/etc/cdi/gpustasis-emulator.json")
 
 
 def write_config(root: EngineRoot, *lines: str) -> None:
@@ -41,7 +41,7 @@ def write_config(root: EngineRoot, *lines: str) -> None:
         f'nvml = "{libraries}/libnvidia-ml.so.1"',
         *lines,
     ]
-    root.write("/etc/cudackpt/config.toml", "".join(line + "\n" for line in text))
+    root.write("/etc/gpustasis/config.toml", "".join(line + "\n" for line in text))
 
 
 def start_podman(root: EngineRoot, runtime: str) -> str:

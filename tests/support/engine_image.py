@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support.engine_root import EngineRoot
 
-IMAGE = "localhost/cudackpt-test:latest"
+IMAGE = "localhost/gpustasis-test:latest"
 _LOADER = "/lib64/ld-linux-x86-64.so.2"
 _LIBRARIES = ("libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6")
 _APPLETS = ("sh", "sleep", "cat", "ls", "mount", "mkfifo", "kill", "ps")

@@ -6,26 +6,26 @@ import json
 import sys
 from pathlib import Path
 
-import cudackpt
+import gpustasis
 from support.engine_root import EngineRoot
 
-_HOOK = "/usr/libexec/cudackpt/oci-hook"
+_HOOK = "/usr/libexec/gpustasis/oci-hook"
 _LAUNCHER = """#!{python} -IS
 import sys
 sys.path.append({packages!r})
-from cudackpt.hooks.oci import main
+from gpustasis.hooks.oci import main
 sys.exit(main())
 """
 
 
 def add_hook(root: EngineRoot) -> None:
     """For containers with annotations of ours; nothing for others."""
-    packages = str(Path(cudackpt.__file__).resolve().parent.parent)
+    packages = str(Path(gpustasis.__file__).resolve().parent.parent)
     root.write(_HOOK, _LAUNCHER.format(python=sys.executable, packages=packages), 0o755)
     definition = {
         "version": "1.0.0",
         "hook": {"path": _HOOK, "args": ["oci-hook"], "timeout": 30},
-        "when": {"annotations": {r"^io\.cudackpt\.": ".*"}},
+        "when": {"annotations": {r"^io\.gpustasis\.": ".*"}},
         "stages": ["createRuntime", "poststop"],
     }
-    root.write("/usr/share/containers/oci/hooks.d/50-cudackpt.json", json.dumps(definition))
+    root.write("/usr/share/containers/oci/hooks.d/50-gpustasis.json", json.dumps(definition))

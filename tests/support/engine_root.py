@@ -4,7 +4,7 @@ It is ci/test-root's root `engines` under an overlay, entered with private mount
 cgroup namespaces: engine_root.sh says what is in it. All that it wrote, its processes, mounts and
 control groups are gone when it is closed, or when this process is. Its network is a loopback device.
 
-The package under test is in it: `cudackpt` and `python` of the environment that runs the tests, at
+The package under test is in it: `gpustasis` and `python` of the environment that runs the tests, at
 their own paths.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cudackpt.criu.find import roots_directory
+from gpustasis.criu.find import roots_directory
 
 TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 60.0
@@ -71,7 +71,7 @@ class EngineRoot:
     ) -> None:
         lower = roots_directory(os.environ) / "engines"
         assert lower.is_dir(), f"{lower} is missing; ci/test-root engines makes it"
-        self.name = f"cudackpt-engines-{os.getpid()}-{next(_numbers)}"
+        self.name = f"gpustasis-engines-{os.getpid()}-{next(_numbers)}"
         words = [f"ro:{path}" for path in _python_paths()]
         words += [f"ro:{here}:{inside}" for inside, here in (binds or {}).items()]
         words += [f"rw:{here}:{inside}" for inside, here in (shared or {}).items()]
@@ -179,7 +179,7 @@ class EngineRoot:
                 inside.parent.mkdir(parents=True, exist_ok=True)
                 inside.unlink(missing_ok=True)
                 inside.symlink_to(os.readlink(link))
-        self.path("/usr/local/bin/cudackpt").symlink_to(Path(sys.prefix) / "bin/cudackpt")
+        self.path("/usr/local/bin/gpustasis").symlink_to(Path(sys.prefix) / "bin/gpustasis")
 
     def __enter__(self) -> Self:
         return self

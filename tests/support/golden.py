@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from cudackpt._core import (
+from gpustasis._core import (
     ImageInfo,
     Manifest,
     ManifestTask,

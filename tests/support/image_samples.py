@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from cudackpt._core import (
+from gpustasis._core import (
     GpuInfo,
     ImageInfo,
     Manifest,

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
-from cudackpt.runtimes.cri import CallError, Cri
+from gpustasis.runtimes.cri import CallError, Cri
 
 CRI_TIMEOUT_S = 120  # the kubelet's runtimeRequestTimeout
 ALLOWED = "admin"  # the one user whom RBAC here lets create nodes/checkpoint

@@ -7,7 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 CompletionPage* crash_page = nullptr; // for the signal handler
@@ -75,4 +75,4 @@ void Executor::finish(std::uint64_t sequence) {
     wake_client(page_);
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

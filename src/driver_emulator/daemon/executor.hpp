@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 /// One launch, ready to run.
 struct Launch {
@@ -40,4 +40,4 @@ private:
     std::thread thread_;
 };
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -3,7 +3,7 @@
 #include <charconv>
 #include <stdexcept>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr std::string_view kOperations[kOperationCount] = {"init",       "get_state", "lock",
@@ -116,4 +116,4 @@ std::string FaultTable::json() const {
     return text + "]";
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -8,7 +8,7 @@
 #include <sys/types.h>
 #include <vector>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 class FaultTable {
 public:
@@ -42,4 +42,4 @@ private:
     unsigned last_number_ = 0;
 };
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -7,7 +7,7 @@
 #include <system_error>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 Ledger& Ledger::create(const DaemonInfo& info) {
     void* memory =
@@ -81,4 +81,4 @@ LedgerSlot* Ledger::find_worker(pid_t worker) noexcept {
     return nullptr;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <sys/types.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 inline constexpr unsigned kMaxClients = 1024;
 
@@ -54,4 +54,4 @@ private:
     LedgerSlot slots_[kMaxClients];
 };
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -6,7 +6,7 @@
 #include <random>
 #include <stdexcept>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr std::uint64_t kMaxMemory = std::uint64_t{1} << 40;
@@ -122,7 +122,7 @@ Machine parse_options(const std::vector<std::string_view>& arguments) {
     machine.info.api_version = 13000;
     machine.info.cloexec = 1;
     copy_text("driver", "580.95.05", machine.info.driver_version);
-    std::string_view name = "cudackpt emulated GPU";
+    std::string_view name = "gpustasis emulated GPU";
     std::uint64_t memory = std::uint64_t{16} << 30;
     std::vector<Uuid> uuids;
     unsigned gpus = 1;
@@ -203,4 +203,4 @@ std::string knobs_json(const Machine& machine) {
            (automatic ? std::string("auto") : std::string(machine.info.device_path)) + '"';
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 struct Machine {
     std::string socket_path;
@@ -29,4 +29,4 @@ void set_knob(Machine& machine, std::string_view key, std::string_view value);
 /// "GPU-01234567-89ab-cdef-0123-456789abcdef".
 [[nodiscard]] std::string format_uuid(const Uuid& uuid);
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -1,4 +1,4 @@
-/// cudackpt-gpu-emulator: the process that plays the GPUs. Started by `cudackpt emulator start`.
+/// gpustasis-gpu-emulator: the process that plays the GPUs. Started by `gpustasis emulator start`.
 #include "driver_emulator/daemon/machine.hpp"
 #include "driver_emulator/daemon/server.hpp"
 
@@ -7,11 +7,11 @@
 
 int main(int argc, char** argv) {
     try {
-        cudackpt::emulator::Server(cudackpt::emulator::parse_options({argv + 1, argv + argc}))
+        gpustasis::emulator::Server(gpustasis::emulator::parse_options({argv + 1, argv + argc}))
             .run();
         return 0;
     } catch (const std::exception& error) {
-        std::fprintf(stderr, "cudackpt-gpu-emulator: %s\n", error.what());
+        std::fprintf(stderr, "gpustasis-gpu-emulator: %s\n", error.what());
         return 1;
     }
 }

@@ -1,13 +1,13 @@
 #include "driver_emulator/daemon/module_table.hpp"
 
-#include "driver_emulator/include/cudackpt_emulator.h"
+#include "driver_emulator/include/gpustasis_emulator.h"
 
 #include <cstdio>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 Result ModuleTable::load(std::uint64_t module, int image) {
     // dlopen takes equal paths for the same file, even one that stayed after dlclose: no number
@@ -21,7 +21,7 @@ Result ModuleTable::load(std::uint64_t module, int image) {
     void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     close(fd);
     if (handle == nullptr) {
-        std::fprintf(stderr, "cudackpt driver emulator: module: %s\n", dlerror());
+        std::fprintf(stderr, "gpustasis driver emulator: module: %s\n", dlerror());
         return Result::invalid_image;
     }
     handles_[module] = handle;
@@ -38,24 +38,24 @@ Result ModuleTable::unload(std::uint64_t module) {
     return Result::success;
 }
 
-const cudackpt_emulator::Kernel* ModuleTable::find(std::uint64_t module,
-                                                   const std::string& name) const {
+const gpustasis_emulator::Kernel* ModuleTable::find(std::uint64_t module,
+                                                    const std::string& name) const {
     const auto found = handles_.find(module);
     if (found == handles_.end()) {
         return nullptr;
     }
-    return static_cast<const cudackpt_emulator::Kernel*>(
-        dlsym(found->second, ("cudackpt_kernel_" + name).c_str()));
+    return static_cast<const gpustasis_emulator::Kernel*>(
+        dlsym(found->second, ("gpustasis_kernel_" + name).c_str()));
 }
 
-FunctionReply describe(const cudackpt_emulator::Kernel* kernel) {
+FunctionReply describe(const gpustasis_emulator::Kernel* kernel) {
     FunctionReply reply{};
     reply.reply.magic = kWireMagic;
     if (kernel == nullptr) {
         reply.reply.result = Result::not_found;
         return reply;
     }
-    if (kernel->magic != cudackpt_emulator::kKernelMagic || kernel->param_count > kMaxParams ||
+    if (kernel->magic != gpustasis_emulator::kKernelMagic || kernel->param_count > kMaxParams ||
         kernel->param_bytes > kMaxParamBytes) {
         reply.reply.result = Result::invalid_image;
         return reply;
@@ -69,4 +69,4 @@ FunctionReply describe(const cudackpt_emulator::Kernel* kernel) {
     return reply;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

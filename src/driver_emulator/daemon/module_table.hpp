@@ -7,11 +7,11 @@
 #include <map>
 #include <string>
 
-namespace cudackpt_emulator {
+namespace gpustasis_emulator {
 struct Kernel;
 }
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 class ModuleTable {
 public:
@@ -20,8 +20,8 @@ public:
     Result unload(std::uint64_t module);
 
     /// The kernel of that name, or null.
-    [[nodiscard]] const cudackpt_emulator::Kernel* find(std::uint64_t module,
-                                                        const std::string& name) const;
+    [[nodiscard]] const gpustasis_emulator::Kernel* find(std::uint64_t module,
+                                                         const std::string& name) const;
 
 private:
     std::map<std::uint64_t, void*> handles_;
@@ -29,6 +29,6 @@ private:
 };
 
 /// Describes a kernel to a client. Result::invalid_image if its description cannot be right.
-[[nodiscard]] FunctionReply describe(const cudackpt_emulator::Kernel* kernel);
+[[nodiscard]] FunctionReply describe(const gpustasis_emulator::Kernel* kernel);
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -20,7 +20,7 @@
 #include <system_error>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 [[noreturn]] void fail(const std::string& what) {
@@ -225,7 +225,7 @@ void Server::fork_worker(int socket, const AttachClient& hello) {
         if (getppid() != daemon) {
             _exit(1);
         }
-        prctl(PR_SET_NAME, "cudackpt-gpuwrk");
+        prctl(PR_SET_NAME, "gpustasis-gpuwrk");
         constexpr timeval kForEver{0, 0};
         setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &kForEver, sizeof kForEver);
         setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &kForEver, sizeof kForEver);
@@ -329,4 +329,4 @@ std::string Server::status_json() const {
     return text + "]}";
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

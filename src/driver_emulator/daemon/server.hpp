@@ -8,7 +8,7 @@
 #include <string>
 #include <string_view>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 class Server {
 public:
@@ -39,4 +39,4 @@ private:
     bool stopping_ = false;
 };
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

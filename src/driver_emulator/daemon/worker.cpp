@@ -2,7 +2,7 @@
 
 #include "driver_emulator/daemon/executor.hpp"
 #include "driver_emulator/daemon/module_table.hpp"
-#include "driver_emulator/include/cudackpt_emulator.h"
+#include "driver_emulator/include/gpustasis_emulator.h"
 #include "driver_emulator/packet.hpp"
 
 #include <cerrno>
@@ -18,7 +18,7 @@
 #include <unistd.h>
 #include <utility>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 class UniqueFd {
@@ -105,7 +105,7 @@ void Worker::attach(const AttachDevice& request) {
         reply(Result::not_ready);
         return;
     }
-    UniqueFd memory(memfd_create("cudackpt-emulated-vram", MFD_CLOEXEC));
+    UniqueFd memory(memfd_create("gpustasis-emulated-vram", MFD_CLOEXEC));
     if (memory.get() < 0 || ftruncate(memory.get(), static_cast<off_t>(request.window_size)) != 0) {
         reply(Result::operating_system);
         return;
@@ -189,7 +189,7 @@ void Worker::submit(const Message& message, std::size_t size) {
     launch.sequence = request.sequence;
     const char* name_end =
         static_cast<const char*>(std::memchr(request.name, '\0', sizeof request.name));
-    const cudackpt_emulator::Kernel* kernel =
+    const gpustasis_emulator::Kernel* kernel =
         name_end == nullptr ? nullptr : modules_.find(request.module, request.name);
     if (size < sizeof request || size - sizeof request != request.param_bytes ||
         describe(kernel).reply.result != Result::success ||
@@ -259,7 +259,7 @@ void take_identity(const ucred& peer) {
 void run_worker(int socket, const ucred& peer, const DaemonInfo& info, Ledger& ledger,
                 LedgerSlot& slot, const AttachClient& hello) {
     take_identity(peer);
-    const UniqueFd page_fd(memfd_create("cudackpt-emulated-doorbell", MFD_CLOEXEC));
+    const UniqueFd page_fd(memfd_create("gpustasis-emulated-doorbell", MFD_CLOEXEC));
     void* memory = MAP_FAILED;
     if (page_fd.get() >= 0 && ftruncate(page_fd.get(), sizeof(CompletionPage)) == 0) {
         memory = mmap(nullptr, sizeof(CompletionPage), PROT_READ | PROT_WRITE, MAP_SHARED,
@@ -299,4 +299,4 @@ void run_worker(int socket, const ucred& peer, const DaemonInfo& info, Ledger& l
     }
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

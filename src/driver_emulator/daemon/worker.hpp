@@ -6,7 +6,7 @@
 
 #include <sys/socket.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 /// Runs in a freshly forked child until the client is gone, then exits.
 /// @param socket the client's connection; no other descriptor of the daemon is open
@@ -14,4 +14,4 @@ namespace cudackpt::emulator {
 [[noreturn]] void run_worker(int socket, const ucred& peer, const DaemonInfo& info, Ledger& ledger,
                              LedgerSlot& slot, const AttachClient& hello);
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -4,12 +4,12 @@
 #include "driver_emulator/driver_abi.hpp"
 
 /// The head of an exported function; CUresult is an int to its callers.
-#define CUDACKPT_API(name) extern "C" __attribute__((visibility("default"))) int name
+#define GPUSTASIS_API(name) extern "C" __attribute__((visibility("default"))) int name
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 [[nodiscard]] constexpr int code(Result result) noexcept {
     return static_cast<int>(result);
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -38,7 +38,7 @@ bool may_restore(DaemonInfo& info) {
 
 } // namespace
 
-CUDACKPT_API(cuCheckpointProcessGetRestoreThreadId)(int pid, int* tid) {
+GPUSTASIS_API(cuCheckpointProcessGetRestoreThreadId)(int pid, int* tid) {
     if (tid == nullptr) {
         return code(Result::invalid_value);
     }
@@ -48,21 +48,21 @@ CUDACKPT_API(cuCheckpointProcessGetRestoreThreadId)(int pid, int* tid) {
     return code(result);
 }
 
-CUDACKPT_API(cuCheckpointProcessGetState)(int pid, ProcessState* state) {
+GPUSTASIS_API(cuCheckpointProcessGetState)(int pid, ProcessState* state) {
     if (state == nullptr) {
         return code(Result::invalid_value);
     }
     return code(request_operation(pid, Operation::get_state, 0, nullptr, 0, *state));
 }
 
-CUDACKPT_API(cuCheckpointProcessLock)(int pid, const LockArgs* args) {
+GPUSTASIS_API(cuCheckpointProcessLock)(int pid, const LockArgs* args) {
     if (args != nullptr && (args->reserved0 != 0 || !is_zeroed(args->reserved1))) {
         return code(Result::invalid_value);
     }
     return code(request(pid, Operation::lock, args == nullptr ? 0 : args->timeout_ms));
 }
 
-CUDACKPT_API(cuCheckpointProcessCheckpoint)(int pid, const CheckpointArgs* args) {
+GPUSTASIS_API(cuCheckpointProcessCheckpoint)(int pid, const CheckpointArgs* args) {
     if (args != nullptr && !is_zeroed(*args)) {
         CheckpointArgs rest = *args;
         rest.reserved[0] = 0; // customStorageInfo_out, where there is one
@@ -72,7 +72,7 @@ CUDACKPT_API(cuCheckpointProcessCheckpoint)(int pid, const CheckpointArgs* args)
     return code(request(pid, Operation::checkpoint));
 }
 
-CUDACKPT_API(cuCheckpointProcessRestore)(int pid, const RestoreArgs* args) {
+GPUSTASIS_API(cuCheckpointProcessRestore)(int pid, const RestoreArgs* args) {
     RestoreThread thread;
     const Result found = find_restore_thread(pid, thread);
     if (found != Result::success) {
@@ -99,13 +99,13 @@ CUDACKPT_API(cuCheckpointProcessRestore)(int pid, const RestoreArgs* args) {
     return code(request(pid, Operation::restore, 0, args->gpu_pairs, args->gpu_pair_count));
 }
 
-CUDACKPT_API(cuCheckpointProcessUnlock)(int pid, const UnlockArgs* args) {
+GPUSTASIS_API(cuCheckpointProcessUnlock)(int pid, const UnlockArgs* args) {
     if (args != nullptr && !is_zeroed(*args)) {
         return code(Result::invalid_value);
     }
     return code(request(pid, Operation::unlock));
 }
 
-CUDACKPT_API(cuCheckpointOperationComplete)(void*) {
+GPUSTASIS_API(cuCheckpointOperationComplete)(void*) {
     return code(Result::invalid_value); // no operation is ever handed out: see custom storage
 }

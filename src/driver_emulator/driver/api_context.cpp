@@ -2,7 +2,7 @@
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -66,7 +66,7 @@ Result give(T* to, T value) {
 
 } // namespace
 
-CUDACKPT_API(cuDevicePrimaryCtxRetain)(Context** handle, DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDevicePrimaryCtxRetain)(Context** handle, DeviceOrdinal ordinal) {
     return with_device(ordinal, [=](Driver& driver, Device& device) {
         if (handle == nullptr) {
             return Result::invalid_value;
@@ -85,7 +85,7 @@ CUDACKPT_API(cuDevicePrimaryCtxRetain)(Context** handle, DeviceOrdinal ordinal) 
     });
 }
 
-CUDACKPT_API(cuDevicePrimaryCtxRelease_v2)(DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDevicePrimaryCtxRelease_v2)(DeviceOrdinal ordinal) {
     return call([=](Driver& driver) {
         const Result done = synchronise(driver);
         const std::lock_guard lock(driver.mutex);
@@ -103,7 +103,7 @@ CUDACKPT_API(cuDevicePrimaryCtxRelease_v2)(DeviceOrdinal ordinal) {
     });
 }
 
-CUDACKPT_API(cuDevicePrimaryCtxReset_v2)(DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDevicePrimaryCtxReset_v2)(DeviceOrdinal ordinal) {
     return call([=](Driver& driver) {
         const Result done = synchronise(driver);
         const std::lock_guard lock(driver.mutex);
@@ -116,7 +116,7 @@ CUDACKPT_API(cuDevicePrimaryCtxReset_v2)(DeviceOrdinal ordinal) {
     });
 }
 
-CUDACKPT_API(cuDevicePrimaryCtxSetFlags_v2)(DeviceOrdinal ordinal, unsigned flags) {
+GPUSTASIS_API(cuDevicePrimaryCtxSetFlags_v2)(DeviceOrdinal ordinal, unsigned flags) {
     return with_device(ordinal, [=](Driver&, Device& device) {
         device.primary_flags = flags;
         if (device.primary != nullptr) {
@@ -126,28 +126,28 @@ CUDACKPT_API(cuDevicePrimaryCtxSetFlags_v2)(DeviceOrdinal ordinal, unsigned flag
     });
 }
 
-CUDACKPT_API(cuDevicePrimaryCtxGetState)(DeviceOrdinal ordinal, unsigned* flags, int* active) {
+GPUSTASIS_API(cuDevicePrimaryCtxGetState)(DeviceOrdinal ordinal, unsigned* flags, int* active) {
     return with_device(ordinal, [=](Driver&, Device& device) {
         const Result result = give(flags, device.primary_flags);
         return result != Result::success ? result : give(active, device.primary != nullptr ? 1 : 0);
     });
 }
 
-CUDACKPT_API(cuCtxCreate_v2)(Context** handle, unsigned flags, DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuCtxCreate_v2)(Context** handle, unsigned flags, DeviceOrdinal ordinal) {
     return create_context(handle, flags, ordinal);
 }
 
-CUDACKPT_API(cuCtxCreate_v3)
+GPUSTASIS_API(cuCtxCreate_v3)
 (Context** handle, void*, int affinities, unsigned flags, DeviceOrdinal ordinal) {
     return affinities != 0 ? code(Result::not_supported) : create_context(handle, flags, ordinal);
 }
 
-CUDACKPT_API(cuCtxCreate_v4)
+GPUSTASIS_API(cuCtxCreate_v4)
 (Context** handle, void* params, unsigned flags, DeviceOrdinal ordinal) {
     return params != nullptr ? code(Result::not_supported) : create_context(handle, flags, ordinal);
 }
 
-CUDACKPT_API(cuCtxDestroy_v2)(Context* handle) {
+GPUSTASIS_API(cuCtxDestroy_v2)(Context* handle) {
     return call([=](Driver& driver) {
         const Result done = synchronise(driver);
         const bool is_top = current_context() == handle;
@@ -165,7 +165,7 @@ CUDACKPT_API(cuCtxDestroy_v2)(Context* handle) {
     });
 }
 
-CUDACKPT_API(cuCtxSetCurrent)(Context* handle) {
+GPUSTASIS_API(cuCtxSetCurrent)(Context* handle) {
     return call([=](Driver& driver) {
         const std::lock_guard lock(driver.mutex);
         if (handle != nullptr && !driver.objects.has_context(handle)) {
@@ -176,18 +176,18 @@ CUDACKPT_API(cuCtxSetCurrent)(Context* handle) {
     });
 }
 
-CUDACKPT_API(cuCtxGetCurrent)(Context** handle) {
+GPUSTASIS_API(cuCtxGetCurrent)(Context** handle) {
     return call([=](Driver&) { return give(handle, current_context()); });
 }
 
-CUDACKPT_API(cuCtxPushCurrent_v2)(Context* handle) {
+GPUSTASIS_API(cuCtxPushCurrent_v2)(Context* handle) {
     return call([=](Driver& driver) {
         const std::lock_guard lock(driver.mutex);
         return driver.objects.has_context(handle) ? push_context(handle) : Result::invalid_context;
     });
 }
 
-CUDACKPT_API(cuCtxPopCurrent_v2)(Context** handle) {
+GPUSTASIS_API(cuCtxPopCurrent_v2)(Context** handle) {
     return call([=](Driver&) {
         Context* popped = pop_context();
         if (handle != nullptr) {
@@ -197,20 +197,20 @@ CUDACKPT_API(cuCtxPopCurrent_v2)(Context** handle) {
     });
 }
 
-CUDACKPT_API(cuCtxSynchronize)() {
+GPUSTASIS_API(cuCtxSynchronize)() {
     return call_in_context([](Driver& driver, Context&) { return synchronise(driver); });
 }
 
-CUDACKPT_API(cuCtxSynchronize_v2)(Context*) {
+GPUSTASIS_API(cuCtxSynchronize_v2)(Context*) {
     return cuCtxSynchronize();
 }
 
-CUDACKPT_API(cuCtxGetDevice)(DeviceOrdinal* device) {
+GPUSTASIS_API(cuCtxGetDevice)(DeviceOrdinal* device) {
     return call_in_context(
         [=](Driver&, Context& context) { return give(device, context.device->ordinal); });
 }
 
-CUDACKPT_API(cuCtxGetDevice_v2)(DeviceOrdinal* device, Context* handle) {
+GPUSTASIS_API(cuCtxGetDevice_v2)(DeviceOrdinal* device, Context* handle) {
     return call([=](Driver& driver) {
         const std::lock_guard lock(driver.mutex);
         return driver.objects.has_context(handle) ? give(device, handle->device->ordinal)
@@ -218,27 +218,27 @@ CUDACKPT_API(cuCtxGetDevice_v2)(DeviceOrdinal* device, Context* handle) {
     });
 }
 
-CUDACKPT_API(cuCtxGetFlags)(unsigned* flags) {
+GPUSTASIS_API(cuCtxGetFlags)(unsigned* flags) {
     return call_in_context([=](Driver&, Context& context) { return give(flags, context.flags); });
 }
 
-CUDACKPT_API(cuCtxGetId)(Context*, unsigned long long* id) {
+GPUSTASIS_API(cuCtxGetId)(Context*, unsigned long long* id) {
     return call_in_context([=](Driver&, Context& context) {
         return give(id,
                     static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(&context)));
     });
 }
 
-CUDACKPT_API(cuCtxGetApiVersion)(Context*, unsigned* version) {
+GPUSTASIS_API(cuCtxGetApiVersion)(Context*, unsigned* version) {
     return call_in_context([=](Driver& driver, Context&) {
         return give(version, static_cast<unsigned>(driver.info.api_version));
     });
 }
 
-CUDACKPT_API(cuCtxGetLimit)(std::size_t*, int) {
+GPUSTASIS_API(cuCtxGetLimit)(std::size_t*, int) {
     return call_in_context([](Driver&, Context&) { return Result::unsupported_limit; });
 }
 
-CUDACKPT_API(cuCtxSetLimit)(int, std::size_t) {
+GPUSTASIS_API(cuCtxSetLimit)(int, std::size_t) {
     return call_in_context([](Driver&, Context&) { return Result::unsupported_limit; });
 }

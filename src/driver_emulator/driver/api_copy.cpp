@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -86,95 +86,96 @@ int copy_rows(const Memcpy2d* copy, void* stream) {
 
 } // namespace
 
-CUDACKPT_API(cuMemcpy)(DevicePtr to, DevicePtr from, std::size_t size) {
+GPUSTASIS_API(cuMemcpy)(DevicePtr to, DevicePtr from, std::size_t size) {
     return copy(to, from, size);
 }
 
-CUDACKPT_API(cuMemcpyAsync)(DevicePtr to, DevicePtr from, std::size_t size, void* stream) {
+GPUSTASIS_API(cuMemcpyAsync)(DevicePtr to, DevicePtr from, std::size_t size, void* stream) {
     return copy(to, from, size, stream);
 }
 
-CUDACKPT_API(cuMemcpyHtoD_v2)(DevicePtr to, const void* from, std::size_t size) {
+GPUSTASIS_API(cuMemcpyHtoD_v2)(DevicePtr to, const void* from, std::size_t size) {
     return copy(to, from, size);
 }
 
-CUDACKPT_API(cuMemcpyHtoDAsync_v2)(DevicePtr to, const void* from, std::size_t size, void* stream) {
+GPUSTASIS_API(cuMemcpyHtoDAsync_v2)
+(DevicePtr to, const void* from, std::size_t size, void* stream) {
     return copy(to, from, size, stream);
 }
 
-CUDACKPT_API(cuMemcpyDtoH_v2)(void* to, DevicePtr from, std::size_t size) {
+GPUSTASIS_API(cuMemcpyDtoH_v2)(void* to, DevicePtr from, std::size_t size) {
     return copy(to, from, size);
 }
 
-CUDACKPT_API(cuMemcpyDtoHAsync_v2)(void* to, DevicePtr from, std::size_t size, void* stream) {
+GPUSTASIS_API(cuMemcpyDtoHAsync_v2)(void* to, DevicePtr from, std::size_t size, void* stream) {
     return copy(to, from, size, stream);
 }
 
-CUDACKPT_API(cuMemcpyDtoD_v2)(DevicePtr to, DevicePtr from, std::size_t size) {
+GPUSTASIS_API(cuMemcpyDtoD_v2)(DevicePtr to, DevicePtr from, std::size_t size) {
     return copy(to, from, size);
 }
 
-CUDACKPT_API(cuMemcpyDtoDAsync_v2)(DevicePtr to, DevicePtr from, std::size_t size, void* stream) {
+GPUSTASIS_API(cuMemcpyDtoDAsync_v2)(DevicePtr to, DevicePtr from, std::size_t size, void* stream) {
     return copy(to, from, size, stream);
 }
 
-CUDACKPT_API(cuMemcpyPeer)(DevicePtr to, Context*, DevicePtr from, Context*, std::size_t size) {
+GPUSTASIS_API(cuMemcpyPeer)(DevicePtr to, Context*, DevicePtr from, Context*, std::size_t size) {
     return copy(to, from, size);
 }
 
-CUDACKPT_API(cuMemcpyPeerAsync)
+GPUSTASIS_API(cuMemcpyPeerAsync)
 (DevicePtr to, Context*, DevicePtr from, Context*, std::size_t size, void* stream) {
     return copy(to, from, size, stream);
 }
 
-CUDACKPT_API(cuMemcpy2D_v2)(const Memcpy2d* copy) {
+GPUSTASIS_API(cuMemcpy2D_v2)(const Memcpy2d* copy) {
     return copy_rows(copy, nullptr);
 }
 
-CUDACKPT_API(cuMemcpy2DUnaligned_v2)(const Memcpy2d* copy) {
+GPUSTASIS_API(cuMemcpy2DUnaligned_v2)(const Memcpy2d* copy) {
     return copy_rows(copy, nullptr);
 }
 
-CUDACKPT_API(cuMemcpy2DAsync_v2)(const Memcpy2d* copy, void* stream) {
+GPUSTASIS_API(cuMemcpy2DAsync_v2)(const Memcpy2d* copy, void* stream) {
     return copy_rows(copy, stream);
 }
 
-CUDACKPT_API(cuMemsetD8_v2)(DevicePtr to, unsigned char value, std::size_t count) {
+GPUSTASIS_API(cuMemsetD8_v2)(DevicePtr to, unsigned char value, std::size_t count) {
     return fill(to, value, count);
 }
 
-CUDACKPT_API(cuMemsetD16_v2)(DevicePtr to, unsigned short value, std::size_t count) {
+GPUSTASIS_API(cuMemsetD16_v2)(DevicePtr to, unsigned short value, std::size_t count) {
     return fill(to, value, count);
 }
 
-CUDACKPT_API(cuMemsetD32_v2)(DevicePtr to, unsigned int value, std::size_t count) {
+GPUSTASIS_API(cuMemsetD32_v2)(DevicePtr to, unsigned int value, std::size_t count) {
     return fill(to, value, count);
 }
 
-CUDACKPT_API(cuMemsetD8Async)(DevicePtr to, unsigned char value, std::size_t count, void* stream) {
+GPUSTASIS_API(cuMemsetD8Async)(DevicePtr to, unsigned char value, std::size_t count, void* stream) {
     return fill(to, value, count, stream);
 }
 
-CUDACKPT_API(cuMemsetD16Async)
+GPUSTASIS_API(cuMemsetD16Async)
 (DevicePtr to, unsigned short value, std::size_t count, void* stream) {
     return fill(to, value, count, stream);
 }
 
-CUDACKPT_API(cuMemsetD32Async)(DevicePtr to, unsigned int value, std::size_t count, void* stream) {
+GPUSTASIS_API(cuMemsetD32Async)(DevicePtr to, unsigned int value, std::size_t count, void* stream) {
     return fill(to, value, count, stream);
 }
 
-CUDACKPT_API(cuMemsetD2D8_v2)
+GPUSTASIS_API(cuMemsetD2D8_v2)
 (DevicePtr to, std::size_t pitch, unsigned char value, std::size_t width, std::size_t height) {
     return fill_rows(to, pitch, value, width, height);
 }
 
-CUDACKPT_API(cuMemsetD2D16_v2)
+GPUSTASIS_API(cuMemsetD2D16_v2)
 (DevicePtr to, std::size_t pitch, unsigned short value, std::size_t width, std::size_t height) {
     return fill_rows(to, pitch, value, width, height);
 }
 
-CUDACKPT_API(cuMemsetD2D32_v2)
+GPUSTASIS_API(cuMemsetD2D32_v2)
 (DevicePtr to, std::size_t pitch, unsigned int value, std::size_t width, std::size_t height) {
     return fill_rows(to, pitch, value, width, height);
 }

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <iterator>
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -65,7 +65,7 @@ int give_uuid(Uuid* uuid, DeviceOrdinal ordinal) {
 
 } // namespace
 
-CUDACKPT_API(cuDeviceGetCount)(int* count) {
+GPUSTASIS_API(cuDeviceGetCount)(int* count) {
     return call([=](Driver& driver) {
         if (count == nullptr) {
             return Result::invalid_value;
@@ -75,7 +75,7 @@ CUDACKPT_API(cuDeviceGetCount)(int* count) {
     });
 }
 
-CUDACKPT_API(cuDeviceGet)(DeviceOrdinal* device, int ordinal) {
+GPUSTASIS_API(cuDeviceGet)(DeviceOrdinal* device, int ordinal) {
     return with_device(ordinal, [=](Driver&, unsigned) {
         if (device == nullptr) {
             return Result::invalid_value;
@@ -85,7 +85,7 @@ CUDACKPT_API(cuDeviceGet)(DeviceOrdinal* device, int ordinal) {
     });
 }
 
-CUDACKPT_API(cuDeviceGetName)(char* name, int size, DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDeviceGetName)(char* name, int size, DeviceOrdinal ordinal) {
     return with_device(ordinal, [=](Driver& driver, unsigned index) {
         if (name == nullptr || size <= 0) {
             return Result::invalid_value;
@@ -95,15 +95,15 @@ CUDACKPT_API(cuDeviceGetName)(char* name, int size, DeviceOrdinal ordinal) {
     });
 }
 
-CUDACKPT_API(cuDeviceGetUuid)(Uuid* uuid, DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDeviceGetUuid)(Uuid* uuid, DeviceOrdinal ordinal) {
     return give_uuid(uuid, ordinal);
 }
 
-CUDACKPT_API(cuDeviceGetUuid_v2)(Uuid* uuid, DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDeviceGetUuid_v2)(Uuid* uuid, DeviceOrdinal ordinal) {
     return give_uuid(uuid, ordinal);
 }
 
-CUDACKPT_API(cuDeviceTotalMem_v2)(std::size_t* bytes, DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDeviceTotalMem_v2)(std::size_t* bytes, DeviceOrdinal ordinal) {
     return with_device(ordinal, [=](Driver& driver, unsigned index) {
         if (bytes == nullptr) {
             return Result::invalid_value;
@@ -113,7 +113,7 @@ CUDACKPT_API(cuDeviceTotalMem_v2)(std::size_t* bytes, DeviceOrdinal ordinal) {
     });
 }
 
-CUDACKPT_API(cuDeviceGetAttribute)(int* value, int attribute, DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDeviceGetAttribute)(int* value, int attribute, DeviceOrdinal ordinal) {
     return with_device(ordinal, [=](Driver&, unsigned index) {
         if (value == nullptr || attribute <= 0 || attribute > kLastAttribute) {
             return Result::invalid_value;
@@ -128,12 +128,12 @@ CUDACKPT_API(cuDeviceGetAttribute)(int* value, int attribute, DeviceOrdinal ordi
     });
 }
 
-CUDACKPT_API(cuDeviceComputeCapability)(int* major, int* minor, DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDeviceComputeCapability)(int* major, int* minor, DeviceOrdinal ordinal) {
     const int result = cuDeviceGetAttribute(major, 75, ordinal);
     return result != 0 ? result : cuDeviceGetAttribute(minor, 76, ordinal);
 }
 
-CUDACKPT_API(cuDeviceGetPCIBusId)(char* id, int size, DeviceOrdinal ordinal) {
+GPUSTASIS_API(cuDeviceGetPCIBusId)(char* id, int size, DeviceOrdinal ordinal) {
     return with_device(ordinal, [=](Driver&, unsigned index) {
         char text[16];
         std::snprintf(text, sizeof text, "0000:%02x:00.0",
@@ -146,7 +146,7 @@ CUDACKPT_API(cuDeviceGetPCIBusId)(char* id, int size, DeviceOrdinal ordinal) {
     });
 }
 
-CUDACKPT_API(cuDeviceGetByPCIBusId)(DeviceOrdinal* device, const char* id) {
+GPUSTASIS_API(cuDeviceGetByPCIBusId)(DeviceOrdinal* device, const char* id) {
     return call([=](Driver& driver) {
         unsigned bus = 0;
         if (device == nullptr || id == nullptr || std::sscanf(id, "%*x:%x:", &bus) != 1) {
@@ -161,7 +161,7 @@ CUDACKPT_API(cuDeviceGetByPCIBusId)(DeviceOrdinal* device, const char* id) {
     });
 }
 
-CUDACKPT_API(cuDeviceCanAccessPeer)(int* can, DeviceOrdinal ordinal, DeviceOrdinal peer) {
+GPUSTASIS_API(cuDeviceCanAccessPeer)(int* can, DeviceOrdinal ordinal, DeviceOrdinal peer) {
     return with_device(ordinal, [=](Driver& driver, unsigned) {
         if (can == nullptr || static_cast<unsigned>(peer) >= driver.objects.device_count) {
             return can == nullptr ? Result::invalid_value : Result::invalid_device;

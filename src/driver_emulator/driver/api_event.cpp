@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -50,7 +50,7 @@ int record(Event* handle, void* stream_handle) {
 
 } // namespace
 
-CUDACKPT_API(cuEventCreate)(Event** handle, unsigned flags) {
+GPUSTASIS_API(cuEventCreate)(Event** handle, unsigned flags) {
     return call_in_context([=](Driver& driver, Context& context) {
         if (handle == nullptr || (flags & ~kKnownFlags) != 0) {
             return Result::invalid_value;
@@ -68,21 +68,21 @@ CUDACKPT_API(cuEventCreate)(Event** handle, unsigned flags) {
     });
 }
 
-CUDACKPT_API(cuEventRecord)(Event* handle, void* stream) {
+GPUSTASIS_API(cuEventRecord)(Event* handle, void* stream) {
     return record(handle, stream);
 }
 
-CUDACKPT_API(cuEventRecordWithFlags)(Event* handle, void* stream, unsigned) {
+GPUSTASIS_API(cuEventRecordWithFlags)(Event* handle, void* stream, unsigned) {
     return record(handle, stream);
 }
 
-CUDACKPT_API(cuEventQuery)(Event* handle) {
+GPUSTASIS_API(cuEventQuery)(Event* handle) {
     return with_event(handle, [](Driver& driver, Event& event) {
         return is_reached(driver, event) ? Result::success : Result::not_ready;
     });
 }
 
-CUDACKPT_API(cuEventSynchronize)(Event* handle) {
+GPUSTASIS_API(cuEventSynchronize)(Event* handle) {
     return call([=](Driver& driver) {
         std::uint64_t sequence = 0;
         {
@@ -96,14 +96,14 @@ CUDACKPT_API(cuEventSynchronize)(Event* handle) {
     });
 }
 
-CUDACKPT_API(cuEventDestroy_v2)(Event* handle) {
+GPUSTASIS_API(cuEventDestroy_v2)(Event* handle) {
     return call([=](Driver& driver) {
         const std::lock_guard lock(driver.mutex);
         return driver.objects.events.erase(handle) == 1 ? Result::success : Result::invalid_handle;
     });
 }
 
-CUDACKPT_API(cuEventElapsedTime)(float* milliseconds, Event* start, Event* end) {
+GPUSTASIS_API(cuEventElapsedTime)(float* milliseconds, Event* start, Event* end) {
     return call([=](Driver& driver) {
         const std::lock_guard lock(driver.mutex);
         if (milliseconds == nullptr) {
@@ -124,6 +124,6 @@ CUDACKPT_API(cuEventElapsedTime)(float* milliseconds, Event* start, Event* end) 
     });
 }
 
-CUDACKPT_API(cuEventElapsedTime_v2)(float* milliseconds, Event* start, Event* end) {
+GPUSTASIS_API(cuEventElapsedTime_v2)(float* milliseconds, Event* start, Event* end) {
     return cuEventElapsedTime(milliseconds, start, end);
 }

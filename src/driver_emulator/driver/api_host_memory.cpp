@@ -5,7 +5,7 @@
 
 #include <sys/mman.h>
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -58,15 +58,15 @@ Result release(Driver& driver, void* pointer, bool ours, Result missing) {
 
 } // namespace
 
-CUDACKPT_API(cuMemAllocHost_v2)(void** pointer, std::size_t size) {
+GPUSTASIS_API(cuMemAllocHost_v2)(void** pointer, std::size_t size) {
     return allocate(pointer, size, 0);
 }
 
-CUDACKPT_API(cuMemHostAlloc)(void** pointer, std::size_t size, unsigned flags) {
+GPUSTASIS_API(cuMemHostAlloc)(void** pointer, std::size_t size, unsigned flags) {
     return allocate(pointer, size, flags);
 }
 
-CUDACKPT_API(cuMemFreeHost)(void* pointer) {
+GPUSTASIS_API(cuMemFreeHost)(void* pointer) {
     return call_in_context([=](Driver& driver, Context&) {
         const Result done = synchronise(driver);
         return done != Result::success ? done
@@ -74,7 +74,7 @@ CUDACKPT_API(cuMemFreeHost)(void* pointer) {
     });
 }
 
-CUDACKPT_API(cuMemHostRegister_v2)(void* pointer, std::size_t size, unsigned flags) {
+GPUSTASIS_API(cuMemHostRegister_v2)(void* pointer, std::size_t size, unsigned flags) {
     return call_in_context([=](Driver& driver, Context& context) {
         if (pointer == nullptr || size == 0 || (flags & ~kKnownRegisterFlags) != 0) {
             return Result::invalid_value;
@@ -91,18 +91,18 @@ CUDACKPT_API(cuMemHostRegister_v2)(void* pointer, std::size_t size, unsigned fla
     });
 }
 
-CUDACKPT_API(cuMemHostUnregister)(void* pointer) {
+GPUSTASIS_API(cuMemHostUnregister)(void* pointer) {
     return call_in_context([=](Driver& driver, Context&) {
         return release(driver, pointer, false, Result::host_memory_not_registered);
     });
 }
 
-CUDACKPT_API(cuMemHostGetDevicePointer_v2)(DevicePtr*, void*, unsigned) {
+GPUSTASIS_API(cuMemHostGetDevicePointer_v2)(DevicePtr*, void*, unsigned) {
     // Kernels run in another process, where host memory is not: see CAN_MAP_HOST_MEMORY.
     return call_in_context([](Driver&, Context&) { return Result::not_supported; });
 }
 
-CUDACKPT_API(cuMemHostGetFlags)(unsigned* flags, void* pointer) {
+GPUSTASIS_API(cuMemHostGetFlags)(unsigned* flags, void* pointer) {
     return call_in_context([=](Driver& driver, Context&) {
         const std::lock_guard lock(driver.mutex);
         const HostRange* range = driver.objects.find_host(number(pointer)).second;

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -32,11 +32,11 @@ Result find(const char* name, void** function, int version, QueryResult& status)
 
 } // namespace
 
-CUDACKPT_API(cuInit)(unsigned int flags) {
+GPUSTASIS_API(cuInit)(unsigned int flags) {
     return code(flags != 0 ? Result::invalid_value : initialise(driver()));
 }
 
-CUDACKPT_API(cuDriverGetVersion)(int* version) {
+GPUSTASIS_API(cuDriverGetVersion)(int* version) {
     if (version == nullptr) {
         return code(Result::invalid_value);
     }
@@ -44,7 +44,7 @@ CUDACKPT_API(cuDriverGetVersion)(int* version) {
     return code(Result::success);
 }
 
-CUDACKPT_API(cuGetErrorName)(int error, const char** text) {
+GPUSTASIS_API(cuGetErrorName)(int error, const char** text) {
     if (text == nullptr) {
         return code(Result::invalid_value);
     }
@@ -53,7 +53,7 @@ CUDACKPT_API(cuGetErrorName)(int error, const char** text) {
     return code(found == nullptr ? Result::invalid_value : Result::success);
 }
 
-CUDACKPT_API(cuGetErrorString)(int error, const char** text) {
+GPUSTASIS_API(cuGetErrorString)(int error, const char** text) {
     if (text == nullptr) {
         return code(Result::invalid_value);
     }
@@ -62,21 +62,21 @@ CUDACKPT_API(cuGetErrorString)(int error, const char** text) {
     return code(found == nullptr ? Result::invalid_value : Result::success);
 }
 
-CUDACKPT_API(cuGetExportTable)(const void** table, const void*) {
+GPUSTASIS_API(cuGetExportTable)(const void** table, const void*) {
     if (table != nullptr) {
         *table = nullptr;
     }
     return code(Result::not_found); // private interfaces of the real driver
 }
 
-CUDACKPT_API(cuGetProcAddress)(const char* name, void** function, int version, std::uint64_t) {
+GPUSTASIS_API(cuGetProcAddress)(const char* name, void** function, int version, std::uint64_t) {
     QueryResult status{};
     const Result result = find(name, function, version, status);
     const bool missing = result == Result::success && status != QueryResult::success;
     return code(missing ? Result::not_found : result);
 }
 
-CUDACKPT_API(cuGetProcAddress_v2)
+GPUSTASIS_API(cuGetProcAddress_v2)
 (const char* name, void** function, int version, std::uint64_t, QueryResult* status) {
     QueryResult found{};
     const Result result = find(name, function, version, found);

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -94,7 +94,7 @@ int launch(Function* function, const Shape& shape, unsigned shared_bytes, void* 
 
 } // namespace
 
-CUDACKPT_API(cuLaunchKernel)
+GPUSTASIS_API(cuLaunchKernel)
 (Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
  unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** params,
  void** extra) {
@@ -102,7 +102,7 @@ CUDACKPT_API(cuLaunchKernel)
                   stream, params, extra);
 }
 
-CUDACKPT_API(cuLaunchKernelEx)
+GPUSTASIS_API(cuLaunchKernelEx)
 (const LaunchConfig* config, Function* function, void** params, void** extra) {
     if (config == nullptr) {
         return code(Result::invalid_value);

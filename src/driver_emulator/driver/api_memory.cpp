@@ -2,7 +2,7 @@
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -20,11 +20,11 @@ int allocate(DevicePtr* address, std::size_t size) {
 
 } // namespace
 
-CUDACKPT_API(cuMemAlloc_v2)(DevicePtr* address, std::size_t size) {
+GPUSTASIS_API(cuMemAlloc_v2)(DevicePtr* address, std::size_t size) {
     return allocate(address, size);
 }
 
-CUDACKPT_API(cuMemAllocPitch_v2)
+GPUSTASIS_API(cuMemAllocPitch_v2)
 (DevicePtr* address, std::size_t* pitch, std::size_t width, std::size_t height,
  unsigned element_size) {
     const bool known = element_size == 4 || element_size == 8 || element_size == 16;
@@ -36,7 +36,7 @@ CUDACKPT_API(cuMemAllocPitch_v2)
     return allocate(address, *pitch * height);
 }
 
-CUDACKPT_API(cuMemFree_v2)(DevicePtr address) {
+GPUSTASIS_API(cuMemFree_v2)(DevicePtr address) {
     return call_in_context([=](Driver& driver, Context&) {
         if (address == 0) {
             return Result::success;
@@ -51,7 +51,7 @@ CUDACKPT_API(cuMemFree_v2)(DevicePtr address) {
     });
 }
 
-CUDACKPT_API(cuMemGetInfo_v2)(std::size_t* free, std::size_t* total) {
+GPUSTASIS_API(cuMemGetInfo_v2)(std::size_t* free, std::size_t* total) {
     return call_in_context([=](Driver& driver, Context& context) {
         std::uint64_t free_bytes = 0;
         std::uint64_t total_bytes = 0;
@@ -67,7 +67,7 @@ CUDACKPT_API(cuMemGetInfo_v2)(std::size_t* free, std::size_t* total) {
     });
 }
 
-CUDACKPT_API(cuMemGetAddressRange_v2)(DevicePtr* base, std::size_t* size, DevicePtr address) {
+GPUSTASIS_API(cuMemGetAddressRange_v2)(DevicePtr* base, std::size_t* size, DevicePtr address) {
     return call_in_context([=](Driver& driver, Context&) {
         const std::lock_guard lock(driver.mutex);
         const Device* device = driver.objects.find_device(address);

@@ -1,4 +1,4 @@
-// Modules: shared objects of host code, made with cudackpt_emulator.h.
+// Modules: shared objects of host code, made with gpustasis_emulator.h.
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"
 #include "driver_emulator/driver/module_image.hpp"
@@ -10,7 +10,7 @@
 #include <unistd.h>
 #include <utility>
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -78,7 +78,7 @@ int load_data(Module** handle, const void* image) {
 
 } // namespace
 
-CUDACKPT_API(cuModuleLoad)(Module** handle, const char* path) {
+GPUSTASIS_API(cuModuleLoad)(Module** handle, const char* path) {
     return call_in_context([=](Driver& driver, Context& context) {
         if (handle == nullptr || path == nullptr) {
             return Result::invalid_value;
@@ -99,19 +99,19 @@ CUDACKPT_API(cuModuleLoad)(Module** handle, const char* path) {
     });
 }
 
-CUDACKPT_API(cuModuleLoadData)(Module** handle, const void* image) {
+GPUSTASIS_API(cuModuleLoadData)(Module** handle, const void* image) {
     return load_data(handle, image);
 }
 
-CUDACKPT_API(cuModuleLoadDataEx)(Module** handle, const void* image, unsigned, int*, void**) {
+GPUSTASIS_API(cuModuleLoadDataEx)(Module** handle, const void* image, unsigned, int*, void**) {
     return load_data(handle, image); // the options are those of a compiler
 }
 
-CUDACKPT_API(cuModuleLoadFatBinary)(Module** handle, const void* image) {
+GPUSTASIS_API(cuModuleLoadFatBinary)(Module** handle, const void* image) {
     return load_data(handle, image);
 }
 
-CUDACKPT_API(cuModuleUnload)(Module* handle) {
+GPUSTASIS_API(cuModuleUnload)(Module* handle) {
     return call([=](Driver& driver) {
         const Result done = synchronise(driver);
         const std::lock_guard lock(driver.mutex);
@@ -129,7 +129,7 @@ CUDACKPT_API(cuModuleUnload)(Module* handle) {
     });
 }
 
-CUDACKPT_API(cuModuleGetFunction)(Function** handle, Module* module, const char* name) {
+GPUSTASIS_API(cuModuleGetFunction)(Function** handle, Module* module, const char* name) {
     return call([=](Driver& driver) {
         if (handle == nullptr || name == nullptr || *name == '\0') {
             return Result::invalid_value;
@@ -161,15 +161,15 @@ CUDACKPT_API(cuModuleGetFunction)(Function** handle, Module* module, const char*
     });
 }
 
-CUDACKPT_API(cuModuleGetGlobal_v2)(DevicePtr*, std::size_t*, Module* module, const char*) {
+GPUSTASIS_API(cuModuleGetGlobal_v2)(DevicePtr*, std::size_t*, Module* module, const char*) {
     return call([=](Driver& driver) {
         const std::lock_guard lock(driver.mutex);
-        // There are no device variables: see cudackpt_emulator.h.
+        // There are no device variables: see gpustasis_emulator.h.
         return driver.objects.modules.contains(module) ? Result::not_found : Result::invalid_handle;
     });
 }
 
-CUDACKPT_API(cuFuncGetAttribute)(int* value, int attribute, Function* function) {
+GPUSTASIS_API(cuFuncGetAttribute)(int* value, int attribute, Function* function) {
     return call([=](Driver& driver) {
         const std::lock_guard lock(driver.mutex);
         if (!driver.objects.functions.contains(function)) {

@@ -2,7 +2,7 @@
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 namespace {
 
@@ -56,7 +56,7 @@ Result answer(const PointerInfo& info, std::uint64_t address, PointerAttribute a
 
 } // namespace
 
-CUDACKPT_API(cuPointerGetAttribute)(void* data, PointerAttribute attribute, DevicePtr address) {
+GPUSTASIS_API(cuPointerGetAttribute)(void* data, PointerAttribute attribute, DevicePtr address) {
     return call([=](Driver& driver) {
         PointerInfo info;
         if (data == nullptr || !find_pointer(driver, address, info)) {
@@ -66,7 +66,7 @@ CUDACKPT_API(cuPointerGetAttribute)(void* data, PointerAttribute attribute, Devi
     });
 }
 
-CUDACKPT_API(cuPointerGetAttributes)
+GPUSTASIS_API(cuPointerGetAttributes)
 (unsigned count, const PointerAttribute* attributes, void** data, DevicePtr address) {
     return call([=](Driver& driver) {
         if (attributes == nullptr || data == nullptr) {

@@ -2,9 +2,9 @@
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/stream_order.hpp"
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 Stream* find_stream(Driver& driver, Context& context, void* handle) {
     const auto number = reinterpret_cast<std::uintptr_t>(handle);
@@ -16,7 +16,7 @@ Stream* find_stream(Driver& driver, Context& context, void* handle) {
     return found == driver.objects.streams.end() ? nullptr : found->first;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator
 
 namespace {
 
@@ -59,16 +59,16 @@ int create_stream(Stream** handle, unsigned flags, int priority) {
 
 } // namespace
 
-CUDACKPT_API(cuStreamCreate)(Stream** handle, unsigned flags) {
+GPUSTASIS_API(cuStreamCreate)(Stream** handle, unsigned flags) {
     return create_stream(handle, flags, kLowestPriority);
 }
 
-CUDACKPT_API(cuStreamCreateWithPriority)(Stream** handle, unsigned flags, int priority) {
+GPUSTASIS_API(cuStreamCreateWithPriority)(Stream** handle, unsigned flags, int priority) {
     const int highest = priority > kLowestPriority ? kLowestPriority : priority;
     return create_stream(handle, flags, highest < kHighestPriority ? kHighestPriority : highest);
 }
 
-CUDACKPT_API(cuStreamDestroy_v2)(Stream* handle) {
+GPUSTASIS_API(cuStreamDestroy_v2)(Stream* handle) {
     return call([=](Driver& driver) {
         const std::lock_guard lock(driver.mutex);
         // Work that is still in it goes on, and is waited for by whoever waits for everything.
@@ -76,25 +76,25 @@ CUDACKPT_API(cuStreamDestroy_v2)(Stream* handle) {
     });
 }
 
-CUDACKPT_API(cuStreamSynchronize)(void* handle) {
+GPUSTASIS_API(cuStreamSynchronize)(void* handle) {
     return call_in_stream(handle, [](Driver&, Stream&) { return Result::success; });
 }
 
-CUDACKPT_API(cuStreamQuery)(void* handle) {
+GPUSTASIS_API(cuStreamQuery)(void* handle) {
     return ask_stream(handle, [](Driver& driver, Stream& stream) {
         return driver.link.is_done(last_before(driver, stream)) ? Result::success
                                                                 : Result::not_ready;
     });
 }
 
-CUDACKPT_API(cuStreamWaitEvent)(void* handle, Event* event, unsigned) {
+GPUSTASIS_API(cuStreamWaitEvent)(void* handle, Event* event, unsigned) {
     return ask_stream(handle, [=](Driver& driver, Stream&) {
         const std::lock_guard lock(driver.mutex);
         return driver.objects.events.contains(event) ? Result::success : Result::invalid_handle;
     });
 }
 
-CUDACKPT_API(cuStreamAddCallback)
+GPUSTASIS_API(cuStreamAddCallback)
 (void* handle, void (*callback)(void*, int, void*), void* data, unsigned flags) {
     if (callback == nullptr || flags != 0) {
         return code(Result::invalid_value);
@@ -105,7 +105,7 @@ CUDACKPT_API(cuStreamAddCallback)
     });
 }
 
-CUDACKPT_API(cuLaunchHostFunc)(void* handle, void (*function)(void*), void* data) {
+GPUSTASIS_API(cuLaunchHostFunc)(void* handle, void (*function)(void*), void* data) {
     if (function == nullptr) {
         return code(Result::invalid_value);
     }
@@ -115,38 +115,38 @@ CUDACKPT_API(cuLaunchHostFunc)(void* handle, void (*function)(void*), void* data
     });
 }
 
-CUDACKPT_API(cuStreamGetFlags)(void* handle, unsigned* flags) {
+GPUSTASIS_API(cuStreamGetFlags)(void* handle, unsigned* flags) {
     return ask_stream(handle, [=](Driver&, Stream& stream) { return give(flags, stream.flags); });
 }
 
-CUDACKPT_API(cuStreamGetPriority)(void* handle, int* priority) {
+GPUSTASIS_API(cuStreamGetPriority)(void* handle, int* priority) {
     return ask_stream(handle,
                       [=](Driver&, Stream& stream) { return give(priority, stream.priority); });
 }
 
-CUDACKPT_API(cuStreamGetId)(void* handle, unsigned long long* id) {
+GPUSTASIS_API(cuStreamGetId)(void* handle, unsigned long long* id) {
     return ask_stream(handle, [=](Driver&, Stream& stream) {
         return give(id, static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(&stream)));
     });
 }
 
-CUDACKPT_API(cuStreamGetCtx)(void* handle, Context** context) {
+GPUSTASIS_API(cuStreamGetCtx)(void* handle, Context** context) {
     return ask_stream(handle,
                       [=](Driver&, Stream& stream) { return give(context, stream.context); });
 }
 
-CUDACKPT_API(cuStreamGetCtx_v2)(void* handle, Context** context, void** green_context) {
+GPUSTASIS_API(cuStreamGetCtx_v2)(void* handle, Context** context, void** green_context) {
     if (green_context != nullptr) {
         *green_context = nullptr;
     }
     return cuStreamGetCtx(handle, context);
 }
 
-CUDACKPT_API(cuStreamIsCapturing)(void* handle, int* status) {
+GPUSTASIS_API(cuStreamIsCapturing)(void* handle, int* status) {
     return ask_stream(handle, [=](Driver&, Stream&) { return give(status, 0); });
 }
 
-CUDACKPT_API(cuCtxGetStreamPriorityRange)(int* lowest, int* highest) {
+GPUSTASIS_API(cuCtxGetStreamPriorityRange)(int* lowest, int* highest) {
     return call_in_context([=](Driver&, Context&) {
         if (lowest != nullptr) {
             *lowest = kLowestPriority;

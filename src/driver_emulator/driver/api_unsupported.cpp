@@ -2,10 +2,10 @@
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 #define UNSUPPORTED(name)                                                                          \
-    CUDACKPT_API(name)(...) {                                                                      \
+    GPUSTASIS_API(name)(...) {                                                                     \
         return call([](Driver&) { return Result::not_supported; });                                \
     }
 
@@ -33,7 +33,7 @@ UNSUPPORTED(cuLaunchCooperativeKernel)
 // A program that finds these names by dlsym, instead of the _v2 ones that cuda.h means, gets the
 // ABI of CUDA 2: contexts of a kind that nobody has made.
 #define LEGACY(name)                                                                               \
-    CUDACKPT_API(name)(...) {                                                                      \
+    GPUSTASIS_API(name)(...) {                                                                     \
         return call([](Driver&) { return Result::invalid_context; });                              \
     }
 

@@ -15,7 +15,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr int kListenBacklog = 128;
@@ -209,8 +209,8 @@ Result map_system_memory() noexcept {
     if (memory == MAP_FAILED) {
         return Result::out_of_memory;
     }
-    std::memcpy(memory, "cudackpt driver emulator", 25); // a page of it is in use
+    std::memcpy(memory, "gpustasis driver emulator", 25); // a page of it is in use
     return Result::success;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

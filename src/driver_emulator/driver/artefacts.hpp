@@ -7,7 +7,7 @@
 
 #include <cstddef>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 /// What the restore thread listens to. Kept for the process's life, checkpoints included.
 struct Channel {
@@ -48,4 +48,4 @@ void reserve_addresses() noexcept;
 /// memory ("/dev/zero (deleted)"), which stays during a checkpoint.
 [[nodiscard]] Result map_system_memory() noexcept;
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

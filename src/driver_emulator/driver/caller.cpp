@@ -12,7 +12,7 @@
 #include <pthread.h>
 #include <sys/file.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr int kLivenessCheckMs = 100;
@@ -196,4 +196,4 @@ Result request_operation(pid_t pid, Operation operation, std::uint32_t timeout_m
     return result;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <sys/types.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 struct RestoreThread {
     pid_t tid = 0;
@@ -23,4 +23,4 @@ Result find_restore_thread(pid_t pid, RestoreThread& thread) noexcept;
 Result request_operation(pid_t pid, Operation operation, std::uint32_t timeout_ms,
                          const GpuPair* pairs, unsigned pair_count, ProcessState& state) noexcept;
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

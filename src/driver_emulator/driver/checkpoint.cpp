@@ -9,7 +9,7 @@
 #include <fcntl.h>
 #include <poll.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 /// Callers take turns, so a new request means that the last caller has died or given up.
@@ -157,4 +157,4 @@ void answer_request(Driver& driver) noexcept {
     static_cast<void>(write(driver.channel.reply[1], &reply, sizeof reply) == 0);
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -5,11 +5,11 @@
 /// keeps free.
 #pragma once
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 struct Driver;
 
 /// Reads one request from the channel, carries it out, and replies.
 void answer_request(Driver& driver) noexcept;
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -9,10 +9,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
-constexpr const char* kDefaultPath = "/run/cudackpt-emulator/default/socket";
+constexpr const char* kDefaultPath = "/run/gpustasis-emulator/default/socket";
 
 template <typename Request, typename Reply>
 bool ask(const Request& request, Reply& reply) noexcept {
@@ -31,7 +31,7 @@ const char* daemon_path() noexcept {
     static char path[108];
     static std::once_flag once;
     std::call_once(once, [] {
-        const char* set = std::getenv("CUDACKPT_EMULATOR");
+        const char* set = std::getenv("GPUSTASIS_EMULATOR");
         const char* chosen = set != nullptr && *set != '\0' ? set : kDefaultPath;
         std::strncpy(path, chosen, sizeof path - 1);
     });
@@ -136,7 +136,7 @@ Result DaemonLink::memory_info(unsigned gpu, std::uint64_t* free, std::uint64_t*
 }
 
 Result DaemonLink::load_module(std::uint64_t module, const void* image, std::size_t size) noexcept {
-    const int fd = memfd_create("cudackpt-emulated-module", MFD_CLOEXEC);
+    const int fd = memfd_create("gpustasis-emulated-module", MFD_CLOEXEC);
     if (fd < 0) {
         return Result::operating_system;
     }
@@ -233,4 +233,4 @@ Result DaemonLink::sticky_error() const noexcept {
     return static_cast<Result>(error != 0 ? error : lost_.load());
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <mutex>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
-/// Where the daemon listens: $CUDACKPT_EMULATOR, else the default instance. Copied once; the path
+/// Where the daemon listens: $GPUSTASIS_EMULATOR, else the default instance. Copied once; the path
 /// in memory is what a restored process uses.
 [[nodiscard]] const char* daemon_path() noexcept;
 
@@ -24,7 +24,7 @@ namespace cudackpt::emulator {
 class DaemonLink {
 public:
     /// Becomes a client: a worker now holds this process's VRAM. `device` and `mapping` are for
-    /// `cudackpt emulator status`.
+    /// `gpustasis emulator status`.
     Result open(const char* device, const char* mapping) noexcept;
 
     /// Leaves: the VRAM is gone. Call with no launch pending.
@@ -71,4 +71,4 @@ private:
     std::atomic<int> lost_{0}; ///< the sticky error when the worker is gone
 };
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

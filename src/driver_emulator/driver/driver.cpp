@@ -9,14 +9,14 @@
 #include <cstring>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr unsigned kInitDeviceFiles = 3; // /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0
 constexpr unsigned kContextDeviceFiles = 13;
 
 bool is_quiet() {
-    const char* quiet = std::getenv("CUDACKPT_EMULATOR_QUIET");
+    const char* quiet = std::getenv("GPUSTASIS_EMULATOR_QUIET");
     return quiet != nullptr && std::strcmp(quiet, "1") == 0;
 }
 
@@ -50,8 +50,8 @@ Result initialise_locked(Driver& driver) noexcept {
     if (!ask_info(driver.info)) {
         std::fprintf(
             stderr,
-            "cudackpt driver emulator: no emulator of this version answers at %s: start one with "
-            "`cudackpt emulator start`\n",
+            "gpustasis driver emulator: no emulator of this version answers at %s: start one with "
+            "`gpustasis emulator start`\n",
             daemon_path());
         return Result::no_device;
     }
@@ -80,7 +80,7 @@ Result initialise_locked(Driver& driver) noexcept {
     }
     reserve_addresses();
     if (!is_quiet()) {
-        std::fprintf(stderr, "cudackpt driver emulator: %u emulated GPU%s, no real GPU is used\n",
+        std::fprintf(stderr, "gpustasis driver emulator: %u emulated GPU%s, no real GPU is used\n",
                      driver.info.gpu_count, driver.info.gpu_count == 1 ? "" : "s");
     }
     driver.pid = getpid();
@@ -130,4 +130,4 @@ Result start_first_context(Driver& driver, Device& device) {
     return device.vram.attach(driver.link, device.gpu, driver.info.gpus[index].memory);
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

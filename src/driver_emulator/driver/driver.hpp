@@ -11,7 +11,7 @@
 #include <mutex>
 #include <new>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 struct Driver {
     std::mutex init_mutex;
@@ -77,4 +77,4 @@ int call_in_context(Body body) noexcept {
     });
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -14,7 +14,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr std::size_t kStackBytes = std::size_t{1} << 20;
@@ -142,4 +142,4 @@ Result open_event_files(bool cloexec) noexcept {
     return Result::success;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -3,7 +3,7 @@
 
 #include "driver_emulator/driver_abi.hpp"
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 struct Driver;
 
@@ -18,4 +18,4 @@ Result start_context_threads(Driver& driver) noexcept;
 void close_event_files() noexcept;
 Result open_event_files(bool cloexec) noexcept;
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -1,6 +1,6 @@
 #include "driver_emulator/driver/error_text.hpp"
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr ErrorText kTexts[] = {
@@ -55,4 +55,4 @@ const ErrorText* find_error_text(int code) noexcept {
     return nullptr;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -1,7 +1,7 @@
 /// Names and descriptions of results, as cuGetErrorName and cuGetErrorString give them.
 #pragma once
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 struct ErrorText {
     int code;
@@ -12,4 +12,4 @@ struct ErrorText {
 /// Null if the code is none that the emulator knows.
 [[nodiscard]] const ErrorText* find_error_text(int code) noexcept;
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

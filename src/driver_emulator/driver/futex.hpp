@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 [[nodiscard]] inline std::uint64_t now_ns() noexcept {
     timespec time{};
@@ -38,4 +38,4 @@ inline void futex_wake(const std::atomic<std::uint32_t>& word) noexcept {
     syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -2,7 +2,7 @@
 
 #include "driver_emulator/driver/futex.hpp"
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 void Gate::enter() noexcept {
     while (true) {
@@ -33,4 +33,4 @@ void Gate::wait_for_leave() noexcept {
     }
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

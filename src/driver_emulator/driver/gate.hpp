@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstdint>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 /// Calls that arrive while it is closed wait; they never fail. All state is in two words, so a gate
 /// that was closed when the process was checkpointed is closed, with the same waiters, after it was
@@ -41,4 +41,4 @@ private:
     Gate& gate_;
 };
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr std::size_t kStackBytes = 65536;
@@ -75,4 +75,4 @@ void HelperThreads::run(unsigned count, void (*body)(void*), void* argument) noe
     }
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstddef>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 /// Not pthreads: creating one takes locks that a stopped thread may hold. They share the restore
 /// thread's thread-local storage, so their body may only make system calls through syscall() and
@@ -19,4 +19,4 @@ public:
     static void run(unsigned count, void (*body)(void*), void* argument) noexcept;
 };
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

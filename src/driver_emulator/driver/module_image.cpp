@@ -4,7 +4,7 @@
 #include <cstring>
 #include <elf.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr Elf64_Half kMachineCuda = 190; // EM_CUDA: a cubin
@@ -67,4 +67,4 @@ Result measure_image(const void* image, std::size_t limit, std::size_t* size) {
     return Result::success;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

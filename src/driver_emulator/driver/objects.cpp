@@ -4,7 +4,7 @@
 
 #include <sys/mman.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr unsigned kMaxDepth = 32;
@@ -100,4 +100,4 @@ void set_context(Context* context) noexcept {
     }
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

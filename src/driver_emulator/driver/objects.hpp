@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 struct Context;
 
@@ -105,4 +105,4 @@ void empty_context(Objects& objects, DaemonLink& link, Context& context);
 [[nodiscard]] Context* pop_context() noexcept;
 void set_context(Context* context) noexcept; ///< replaces the top; null pops
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

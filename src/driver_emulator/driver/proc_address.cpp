@@ -3,7 +3,7 @@
 #include <cstring>
 
 // name, CUDA version from which it means this entry point, entry point (source: cudaTypedefs.h)
-#define CUDACKPT_ENTRY_POINTS(X)                                                                   \
+#define GPUSTASIS_ENTRY_POINTS(X)                                                                  \
     X(cuCheckpointOperationComplete, 13040, cuCheckpointOperationComplete)                         \
     X(cuCheckpointProcessCheckpoint, 12080, cuCheckpointProcessCheckpoint)                         \
     X(cuCheckpointProcessGetRestoreThreadId, 12080, cuCheckpointProcessGetRestoreThreadId)         \
@@ -179,10 +179,10 @@
 
 // Only their addresses are taken here; what they take is stated where they are defined.
 #define DECLARE(name, since, function) extern "C" int function();
-CUDACKPT_ENTRY_POINTS(DECLARE)
+GPUSTASIS_ENTRY_POINTS(DECLARE)
 #undef DECLARE
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 struct EntryPoint {
@@ -192,7 +192,7 @@ struct EntryPoint {
 };
 
 #define ENTRY(name, since, function) {#name, since, function},
-constexpr EntryPoint kEntryPoints[] = {CUDACKPT_ENTRY_POINTS(ENTRY)};
+constexpr EntryPoint kEntryPoints[] = {GPUSTASIS_ENTRY_POINTS(ENTRY)};
 #undef ENTRY
 
 } // namespace
@@ -214,4 +214,4 @@ QueryResult find_entry_point(const char* name, int version, int driver_version, 
     return found;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -1,7 +1,7 @@
 /// Entry points by name and by the CUDA version that a program was built for.
 #pragma once
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 /// CUdriverProcAddressQueryResult.
 enum class QueryResult : int { success = 0, symbol_not_found = 1, version_not_sufficient = 2 };
@@ -11,4 +11,4 @@ enum class QueryResult : int { success = 0, symbol_not_found = 1, version_not_su
 [[nodiscard]] QueryResult find_entry_point(const char* name, int version, int driver_version,
                                            void** function);
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -10,7 +10,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr std::uint64_t kPieceBytes = std::uint64_t{16} << 20; // what a helper copies at a time
@@ -294,4 +294,4 @@ Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const Gp
     return Result::success;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

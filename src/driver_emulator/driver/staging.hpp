@@ -4,7 +4,7 @@
 
 #include "driver_emulator/wire.hpp"
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 struct Driver;
 
@@ -21,4 +21,4 @@ Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const Gp
 /// others.
 void fail_midway(const OperationPlan& plan) noexcept;
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -6,7 +6,7 @@
 
 #include "driver_emulator/driver/driver.hpp"
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 /// The stream of a handle; the default streams' handles give the context's null stream. Null if
 /// there is none.
@@ -31,4 +31,4 @@ int call_in_stream(void* handle, Body body) noexcept {
     });
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

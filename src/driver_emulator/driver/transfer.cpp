@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr std::size_t kBounceBytes = 65536;
@@ -74,4 +74,4 @@ Result fill_bytes(Driver& driver, DevicePtr to, const void* pattern, std::size_t
     return device->vram.fill(to, pattern, pattern_size, size);
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 struct Driver;
 
@@ -19,4 +19,4 @@ Result copy_bytes(Driver& driver, std::uint64_t to, std::uint64_t from, std::siz
 Result fill_bytes(Driver& driver, DevicePtr to, const void* pattern, std::size_t pattern_size,
                   std::uint64_t size) noexcept;
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -9,7 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 namespace {
 
 constexpr std::uint64_t kAlignment = 512;            // of every device pointer
@@ -255,4 +255,4 @@ Result Vram::fill(DevicePtr address, const void* pattern, std::size_t pattern_si
     return Result::success;
 }
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

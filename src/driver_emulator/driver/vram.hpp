@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <map>
 
-namespace cudackpt::emulator {
+namespace gpustasis::emulator {
 
 class DaemonLink;
 
@@ -95,4 +95,4 @@ private:
     Segments segments_;
 };
 
-} // namespace cudackpt::emulator
+} // namespace gpustasis::emulator

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-using namespace cudackpt::emulator;
+using namespace gpustasis::emulator;
 
 #define NVML_API(name) extern "C" __attribute__((visibility("default"))) nvml_result name
 

@@ -14,7 +14,7 @@
 #include <set>
 #include <vector>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

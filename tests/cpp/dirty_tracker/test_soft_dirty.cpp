@@ -9,7 +9,7 @@
 
 #include <vector>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

@@ -13,7 +13,7 @@
 #include <cstring>
 #include <set>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <fstream>
 #include <string>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 
@@ -80,10 +80,10 @@ void bad_values_are_named() {
 
 void a_file_that_was_named_must_be_there() {
     CHECK_THROWS(Errc::io, read_config("/nonexistent/config.toml"));
-    ::setenv("CUDACKPT_CONFIG", "/nonexistent/config.toml", 1);
+    ::setenv("GPUSTASIS_CONFIG", "/nonexistent/config.toml", 1);
     CHECK_THROWS(Errc::io, find_config({}));
     read("threads = 7");
-    ::setenv("CUDACKPT_CONFIG", path.c_str(), 1);
+    ::setenv("GPUSTASIS_CONFIG", path.c_str(), 1);
     CHECK(find_config({}).threads == 7 && find_config({}).named == path);
 }
 
@@ -100,7 +100,7 @@ void of_parent_and_incremental_the_later_holds() {
 }
 
 void options_of_criu_win_over_the_file() {
-    ::unsetenv("CUDACKPT_CONFIG");
+    ::unsetenv("GPUSTASIS_CONFIG");
     read("threads = 7\nlock_timeout_ms = 9");
     const Config config = find_config({{"config", path}, {"threads", "3"}, {"externalize", "off"}});
     CHECK(config.threads == 3 && !config.externalize && config.lock_timeout_ms == 9);
@@ -112,7 +112,7 @@ void options_of_criu_win_over_the_file() {
 } // namespace
 
 int main() {
-    char name[] = "/tmp/cudackpt-config-XXXXXX";
+    char name[] = "/tmp/gpustasis-config-XXXXXX";
     CHECK(::mkstemp(name) >= 0);
     path = name;
     every_key_is_taken();

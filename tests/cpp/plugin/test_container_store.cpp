@@ -13,7 +13,7 @@
 #include <fstream>
 #include <string>
 
-using namespace cudackpt;
+using namespace gpustasis;
 namespace fs = std::filesystem;
 
 namespace {
@@ -24,9 +24,9 @@ const std::string kContainer(64, 'c');
 class Images {
 public:
     explicit Images(unsigned char number) : id_(sample::id_of(number)) {
-        write("cudackpt-7.img", "image " + id_text(id_));
-        write("cudackpt-7.1.img", "stripe " + id_text(id_));
-        write("cudackpt-dump.json", "{}");
+        write("gpustasis-7.img", "image " + id_text(id_));
+        write("gpustasis-7.1.img", "stripe " + id_text(id_));
+        write("gpustasis-dump.json", "{}");
         write("pages-1.img", "CRIU's");
         write("inventory.img", "inventory");
         Manifest manifest;
@@ -52,7 +52,7 @@ public:
         const std::string path = directory_.path();
         return path.substr(0, path.size() - 1);
     }
-    fs::path store() const { return fs::path(path()) / "cudackpt/containers" / kContainer; }
+    fs::path store() const { return fs::path(path()) / "gpustasis/containers" / kContainer; }
     ContainerStore open() const { return ContainerStore(kContainer, path()); }
 
 private:
@@ -74,11 +74,11 @@ void a_checkpoint_is_kept_and_found() {
         CHECK(newest && read_manifest(newest.get()).checkpoint_id == images.id());
     }
     const fs::path kept = base.store() / id_text(images.id());
-    CHECK(same_inode(kept / "cudackpt-7.img", images.path("cudackpt-7.img")));
-    CHECK(fs::exists(kept / "cudackpt-7.1.img") && fs::exists(kept / kManifestName));
+    CHECK(same_inode(kept / "gpustasis-7.img", images.path("gpustasis-7.img")));
+    CHECK(fs::exists(kept / "gpustasis-7.1.img") && fs::exists(kept / kManifestName));
     CHECK(fs::exists(kept / "inventory.img"));
     CHECK(!same_inode(kept / "inventory.img", images.path("inventory.img")));
-    CHECK(!fs::exists(kept / "pages-1.img") && !fs::exists(kept / "cudackpt-dump.json"));
+    CHECK(!fs::exists(kept / "pages-1.img") && !fs::exists(kept / "gpustasis-dump.json"));
     struct stat status {};
     for (const fs::path& path : {kept, base.store(), base.store().parent_path()})
         CHECK(::stat(path.c_str(), &status) == 0 && (status.st_mode & 07777) == 0700);
@@ -108,7 +108,7 @@ void where_links_cannot_go_files_are_copied() {
     const ContainerStore store = base.open();
     store.keep(elsewhere.fd(), images.id());
     const fs::path kept = base.store() / id_text(images.id());
-    CHECK(fs::file_size(kept / "cudackpt-7.img") == fs::file_size(images.path("cudackpt-7.img")));
+    CHECK(fs::file_size(kept / "gpustasis-7.img") == fs::file_size(images.path("gpustasis-7.img")));
     struct stat status {};
     CHECK(::stat((kept / kManifestName).c_str(), &status) == 0);
     CHECK(status.st_mtim.tv_sec == 1'500'000'000);
@@ -124,10 +124,10 @@ void one_dump_at_a_time() {
 void what_was_left_half_done_goes() {
     const Base base;
     { const ContainerStore store = base.open(); }
-    fs::create_directory(base.store() / ".cudackpt-new-x");
-    std::ofstream(base.store() / ".cudackpt-new-x/cudackpt-7.img") << "half";
+    fs::create_directory(base.store() / ".gpustasis-new-x");
+    std::ofstream(base.store() / ".gpustasis-new-x/gpustasis-7.img") << "half";
     { const ContainerStore store = base.open(); }
-    CHECK(!fs::exists(base.store() / ".cudackpt-new-x"));
+    CHECK(!fs::exists(base.store() / ".gpustasis-new-x"));
 }
 
 void a_failure_leaves_the_store_as_it_was() {
@@ -138,7 +138,7 @@ void a_failure_leaves_the_store_as_it_was() {
     fs::remove(second.path("inventory.img"));
     CHECK_THROWS(Errc::io, store.keep(second.fd(), second.id()));
     CHECK(read_manifest(store.newest().get()).checkpoint_id == first.id());
-    CHECK(!fs::exists(base.store() / (".cudackpt-new-" + id_text(second.id()))));
+    CHECK(!fs::exists(base.store() / (".gpustasis-new-" + id_text(second.id()))));
     CHECK(!fs::exists(base.store() / id_text(second.id())));
 }
 
@@ -171,7 +171,7 @@ void a_directory_of_others_is_refused() {
 
 void a_checkpoint_is_found_by_its_id() {
     const Base base;
-    const std::string root = base.path() + "/cudackpt";
+    const std::string root = base.path() + "/gpustasis";
     const Images one(1), two(2);
     CHECK(!find_checkpoint(one.id(), root));
     base.open().keep(one.fd(), one.id());

@@ -6,8 +6,8 @@
 
 #include <cstddef>
 
-using namespace cudackpt;
-using namespace cudackpt::driver;
+using namespace gpustasis;
+using namespace gpustasis::driver;
 
 static_assert(sizeof(LockArgs) == sizeof(CUcheckpointLockArgs));
 static_assert(offsetof(LockArgs, timeout_ms) == offsetof(CUcheckpointLockArgs, timeoutMs));

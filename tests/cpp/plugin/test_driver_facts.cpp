@@ -2,7 +2,7 @@
 
 #include "cuda_plugin/driver_facts.hpp"
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

@@ -17,7 +17,7 @@
 #include <csignal>
 #include <cstring>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 
@@ -66,12 +66,12 @@ void where_criu_is_too_does_not_count() {
 class Run {
 public:
     Run() {
-        CHECK(::mkdir(at("cudackpt").c_str(), 0700) == 0);
-        CHECK(::mkdir(at("cudackpt/policy").c_str(), 0700) == 0);
+        CHECK(::mkdir(at("gpustasis").c_str(), 0700) == 0);
+        CHECK(::mkdir(at("gpustasis/policy").c_str(), 0700) == 0);
     }
     std::string at(const std::string& name) const { return directory_.path(name); }
     std::string file(const std::string& id = kA) const {
-        return at("cudackpt/policy/" + id + ".toml");
+        return at("gpustasis/policy/" + id + ".toml");
     }
     std::string base() const {
         const std::string path = directory_.path();
@@ -102,7 +102,7 @@ private:
 
 std::string policy(const std::string& keys, const std::string& id = kA) {
     return keys + "\n[container]\nid = \"" + id +
-           "\"\nkeep = 3\n[container.annotations]\n\"io.cudackpt.threads\" = \"3\"\n";
+           "\"\nkeep = 3\n[container.annotations]\n\"io.gpustasis.threads\" = \"3\"\n";
 }
 
 void keys_are_set_on_top_of_the_hosts() {
@@ -165,7 +165,7 @@ void what_others_could_write_is_not_believed() {
         CHECK(refused_for(run.file(), "others can write"));
     }
     CHECK(::chmod(run.file().c_str(), 0644) == 0);
-    for (const char* name : {"cudackpt", "cudackpt/policy"}) {
+    for (const char* name : {"gpustasis", "gpustasis/policy"}) {
         CHECK(::chmod(run.at(name).c_str(), 0770) == 0);
         CHECK(refused_for(run.at(name), "others can write"));
         CHECK(::chmod(run.at(name).c_str(), 0700) == 0);
@@ -187,7 +187,7 @@ void only_a_regular_file_is_read() {
     ::unlink(run.file().c_str());
     CHECK(::mkdir(run.file().c_str(), 0700) == 0);
     CHECK(run.refusal().find("no regular file") != std::string::npos);
-    const std::string policies = run.at("cudackpt/policy");
+    const std::string policies = run.at("gpustasis/policy");
     CHECK(::rename(policies.c_str(), run.at("elsewhere").c_str()) == 0);
     CHECK(::symlink(run.at("elsewhere").c_str(), policies.c_str()) == 0);
     CHECK(run.refusal().find(policies) != std::string::npos);
@@ -197,7 +197,7 @@ void a_mark_is_left() {
     const Run run;
     PolicyDirectory(run.base()).mark_checkpointed(kA);
     PolicyDirectory(run.base()).mark_checkpointed(kA);
-    CHECK(::access(run.at("cudackpt/policy/" + kA + ".checkpointed").c_str(), F_OK) == 0);
+    CHECK(::access(run.at("gpustasis/policy/" + kA + ".checkpointed").c_str(), F_OK) == 0);
 }
 
 } // namespace

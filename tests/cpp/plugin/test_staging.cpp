@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 
@@ -76,7 +76,7 @@ void regions_split_by_protection_and_join_without() {
 
 /// A directory for one image, gone with its owner.
 struct ScratchDir {
-    char path[32] = "/tmp/cudackpt-test-XXXXXX";
+    char path[32] = "/tmp/gpustasis-test-XXXXXX";
     int fd = -1;
     ScratchDir() {
         CHECK(::mkdtemp(path) != nullptr);

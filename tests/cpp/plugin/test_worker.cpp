@@ -7,7 +7,7 @@
 
 #include <string>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

@@ -15,7 +15,7 @@
 #include <cstdio>
 #include <string>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

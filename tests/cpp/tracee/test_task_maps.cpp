@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-using namespace cudackpt;
+using namespace gpustasis;
 
 namespace {
 

@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-namespace ours = cudackpt::emulator;
+namespace ours = gpustasis::emulator;
 
 #define SAME(theirs, mine)                                                                         \
     static_assert(static_cast<long long>(theirs) == static_cast<long long>(mine))

@@ -40,7 +40,7 @@ static void devices(void) {
     EXPECT(CUDA_ERROR_INVALID_DEVICE, cuDeviceGet(&device, number));
     OK(cuDeviceGet(&device, 0));
     OK(cuDeviceGetName(text, sizeof text, device));
-    TRUE(!strcmp(text, "cudackpt emulated GPU"));
+    TRUE(!strcmp(text, "gpustasis emulated GPU"));
     OK(cuDeviceGetUuid(&uuid, device));
     OK(cuDeviceTotalMem(&bytes, device));
     TRUE(bytes == 256 << 20);

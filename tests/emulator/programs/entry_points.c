@@ -45,7 +45,7 @@ int main(void) {
            ((int (*)(unsigned, void**))dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2"))(1, &device));
     OK(((int (*)(void*, char*, unsigned))dlsym(nvml, "nvmlDeviceGetName"))(device, text,
                                                                            sizeof text));
-    TRUE(!strcmp(text, "cudackpt emulated GPU"));
+    TRUE(!strcmp(text, "gpustasis emulated GPU"));
     OK(((int (*)(void*, char*, unsigned))dlsym(nvml, "nvmlDeviceGetUUID"))(device, text,
                                                                            sizeof text));
     OK(cuDeviceGetUuid(&uuid, 0));

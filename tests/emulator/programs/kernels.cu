@@ -1,10 +1,10 @@
 /* Kernels for the tests of the emulator, in the form that nvcc would take as well. */
-#include "cudackpt_emulator.h"
+#include "gpustasis_emulator.h"
 
 #include <time.h>
 
 /* x = x * factor + index, in integers */
-CUDACKPT_KERNEL(scale, unsigned* x, unsigned factor, unsigned count) {
+GPUSTASIS_KERNEL(scale, unsigned* x, unsigned factor, unsigned count) {
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) {
         x[i] = x[i] * factor + i;
@@ -12,7 +12,7 @@ CUDACKPT_KERNEL(scale, unsigned* x, unsigned factor, unsigned count) {
 }
 
 /* Where each thread was: one word per thread of a 3-d grid, in order. */
-CUDACKPT_KERNEL(where, unsigned long long* out) {
+GPUSTASIS_KERNEL(where, unsigned long long* out) {
     const unsigned long long block =
         (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     const unsigned long long thread =
@@ -27,16 +27,16 @@ struct Odd {
 };
 
 /* Parameters of every alignment. */
-CUDACKPT_KERNEL(gather, double* out, char a, short b, int c, Odd d, char e, double f) {
+GPUSTASIS_KERNEL(gather, double* out, char a, short b, int c, Odd d, char e, double f) {
     *out = a + b * 10 + c * 100 + d.letter * 1000 + d.number + e * 10000 + f;
 }
 
-CUDACKPT_KERNEL(sleep_ms, unsigned milliseconds) {
+GPUSTASIS_KERNEL(sleep_ms, unsigned milliseconds) {
     const timespec time{static_cast<time_t>(milliseconds / 1000),
                         static_cast<long>(milliseconds % 1000) * 1000000};
     nanosleep(&time, nullptr);
 }
 
-CUDACKPT_KERNEL(crash, unsigned* address) {
+GPUSTASIS_KERNEL(crash, unsigned* address) {
     *address = 1;
 }

@@ -1,5 +1,0 @@
-"""`python -m cudackpt`."""
-
-from cudackpt.cli import main
-
-main()

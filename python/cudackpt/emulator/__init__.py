@@ -1,9 +1,0 @@
-"""The driver emulator: emulated GPUs for programs of the CUDA driver API, for tests and trials.
-
-The libraries that play the driver lie in this folder when cudackpt is installed.
-"""
-
-from cudackpt.emulator.daemon import Emulator, Options
-from cudackpt.emulator.location import find_directory, library_directory, socket_path
-
-__all__ = ["Emulator", "Options", "find_directory", "library_directory", "socket_path"]

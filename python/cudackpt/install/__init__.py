@@ -1,1 +1,0 @@
-"""Setting a host up so that its container runtimes use cudackpt, and undoing that to the byte."""

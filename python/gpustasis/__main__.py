@@ -1,0 +1,5 @@
+"""`python -m gpustasis`."""
+
+from gpustasis.cli import main
+
+main()

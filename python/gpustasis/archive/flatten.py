@@ -1,0 +1,235 @@
+"""Write the image directory of an archive, so that it needs neither the archive nor its parents.
+
+One pass over the archive, and one over each parent; nothing but the directory is written, and it
+appears when it is whole, as in gpustasis.image.flatten.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from gpustasis._core import (
+    MANIFEST_NAME,
+    PARENT_LINK,
+    Manifest,
+    ManifestTask,
+    image_name,
+    write_manifest,
+)
+from gpustasis.archive.flat_image import FlatImage
+from gpustasis.archive.layout import CHECKPOINT
+from gpustasis.archive.opened import Archive
+from gpustasis.archive.stored_chunks import OpenImage, checked, own_chunks, placed_chunks
+from gpustasis.archive.tar_reader import Kind, Member, TarReader
+from gpustasis.archive.verification import Wanted, collect
+from gpustasis.criu.pagemap import PARENT_LINK as CRIU_PARENT_LINK
+from gpustasis.criu.pagemap import count_parent_pages, is_pagemap
+from gpustasis.errors import ArchiveError, CheckpointError, ImageError
+from gpustasis.image.checkpoint import ImageFile, image_errors, image_file
+from gpustasis.image.flatten import Flattened, OnFile, without_parent
+from gpustasis.image.new_directory import (
+    INVENTORY_NAME,
+    building_place,
+    require_free,
+    sync_directory,
+)
+
+_NAME_LIMIT = 255  # bytes, limits.h NAME_MAX
+_WHOLE_LIMIT = 64 << 20  # bytes of a file that is looked at before it is written
+_PIECE = 1 << 20
+
+
+def flatten_archive(
+    archive: Archive, out: Path, on_file: OnFile | None = None, *, threads: int = 0
+) -> Flattened:
+    """Write CRIU's image directory out of the archive, with all that it has in the parents that
+    were named when it was opened, to `out`, which must not exist, or be an empty directory.
+
+    threads: that check chunks; 0: one for each processor. The rest of the archive (configuration,
+    changes of the root file system) is left out.
+
+    Raises ImageError, CheckpointError as gpustasis.image.flatten.flatten.
+    """
+    require_free(out)
+    manifest = archive.manifest()
+    if manifest is None:
+        raise ImageError(f"{archive.name}: no manifest: it holds no GPU state saved by gpustasis")
+    images = {
+        task.pid: OpenImage(
+            task.pid, archive.open_image(manifest, task), archive.hollow_image(task.pid)
+        )
+        for task in manifest.tasks
+        if task.externalized
+    }
+    wanted: Wanted = {}
+    for image in images.values():
+        collect(archive, image, wanted)
+    _require_plain_files(archive)
+    _require_space(archive, out)
+    with building_place(out) as place:
+        done = _Copy(archive, manifest, images, place, on_file or (lambda name: None)).run(
+            wanted, threads
+        )
+        os.rename(place, out)
+        sync_directory(out.absolute().parent)
+    return done
+
+
+class _Copy:
+    """One flatten: what it reads and where it writes."""
+
+    def __init__(
+        self,
+        archive: Archive,
+        manifest: Manifest,
+        images: dict[int, OpenImage],
+        place: Path,
+        tell: OnFile,
+    ) -> None:
+        self._archive = archive
+        self._manifest = manifest
+        self._images = images
+        self._place = place
+        self._tell = tell
+        self._inventory: tuple[Member, bytes] | None = None
+        self._other_bytes = 0
+
+    def run(self, wanted: Wanted, threads: int) -> Flattened:
+        with ExitStack() as stack:
+            flat = {
+                pid: stack.enter_context(FlatImage(image, self._place / image_name(pid)))
+                for pid, image in self._images.items()
+            }
+            self._read_archive(flat, threads)
+            for parent, by_file in wanted.items():
+                for file, stream in parent.image_streams(by_file.keys()):
+                    for chunk, stored in checked(placed_chunks(by_file[file], stream), threads):
+                        flat[chunk.image.pid].put(chunk, stored)
+            written = {pid: image.finish() for pid, image in flat.items()}
+        tasks = [
+            ManifestTask(
+                pid=task.pid,
+                externalized=task.externalized,
+                digest=written[task.pid].digest if task.externalized else task.digest,
+                state_before=task.state_before,
+            )
+            for task in self._manifest.tasks
+        ]
+        self._finish(tasks)
+        return Flattened(
+            images=len(written),
+            image_bytes=sum(image.file_size for image in written.values()),
+            earlier_bytes=sum(image.reader.totals.ref.plain for image in self._images.values()),
+            other_bytes=self._other_bytes,
+        )
+
+    def _read_archive(self, flat: dict[int, FlatImage], threads: int) -> None:
+        for member, reader in self._archive.again():
+            name = member.name.removeprefix(CHECKPOINT)
+            if not _is_copied(member):
+                continue
+            file = image_file(name)
+            if file is not None:
+                self._read_image(file, reader, flat, threads)
+            elif name == INVENTORY_NAME:
+                self._inventory = member, self._read_whole(member, reader)
+            elif name != MANIFEST_NAME:
+                self._tell(name)
+                self._copy(name, member, reader)
+
+    def _read_image(
+        self, file: ImageFile, reader: TarReader, flat: dict[int, FlatImage], threads: int
+    ) -> None:
+        """What does not belong to the checkpoint is left out."""
+        pid, stripe = file
+        if pid not in flat or stripe > self._images[pid].stripes():
+            return
+        self._tell(image_name(*file))
+        for chunk, stored in checked(own_chunks(self._images[pid], stripe, reader), threads):
+            flat[pid].put(chunk, stored)
+
+    def _copy(self, name: str, member: Member, reader: TarReader) -> None:
+        if is_pagemap(name):
+            content = self._read_whole(member, reader)
+            count = count_parent_pages(content, self._archive.place(name))
+            if count:
+                raise CheckpointError(
+                    f"{self._archive.place(name)}: {count} pages of CPU memory are not in it but "
+                    "in an earlier dump; a dump made with --prev-images-dir cannot be flattened"
+                )
+            self._write(name, member, [content])
+        else:
+            self._write(name, member, _pieces(member, reader))
+
+    def _read_whole(self, member: Member, reader: TarReader) -> bytes:
+        if member.size > _WHOLE_LIMIT:
+            raise ArchiveError(
+                f"{self._archive.name}: {member.name!r} has {member.size} bytes; "
+                f"{_WHOLE_LIMIT} are the limit"
+            )
+        return reader.read(member.size)
+
+    def _write(self, name: str, member: Member, pieces: Iterable[bytes]) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(self._place / name, flags, 0o600), "wb") as file:
+            for piece in pieces:
+                self._other_bytes += file.write(piece)
+            file.flush()
+            os.fchmod(file.fileno(), member.mode & 0o777)
+            os.utime(file.fileno(), ns=(member.mtime_ns, member.mtime_ns))
+            os.fsync(file.fileno())
+
+    def _finish(self, tasks: list[ManifestTask]) -> None:
+        """Manifest, inventory and times."""
+        dated = self._archive.dated_ns()
+        with image_errors():
+            write_manifest(self._place, without_parent(self._manifest, tasks))
+        os.utime(self._place / MANIFEST_NAME, ns=(dated, dated))
+        sync_directory(self._place)
+        if self._inventory is not None:
+            member, content = self._inventory
+            self._write(INVENTORY_NAME, member, [content])
+        sync_directory(self._place)
+
+
+def _is_copied(member: Member) -> bool:
+    """Files of the image directory, but for what a writer left half-done."""
+    name = member.name.removeprefix(CHECKPOINT)
+    if member.kind is not Kind.FILE or name == member.name:
+        return False
+    return not (name.startswith(".") and name.endswith(".part"))
+
+
+def _require_plain_files(archive: Archive) -> None:
+    """Nothing else lies in the image directory. The two links to earlier checkpoints have no
+    business in the copy."""
+    for member in archive.members.values():
+        name = member.name.removeprefix(CHECKPOINT)
+        if name == member.name:
+            continue
+        if member.kind is Kind.SYMLINK and name in (PARENT_LINK, CRIU_PARENT_LINK):
+            continue
+        if member.kind is not Kind.FILE:
+            raise ArchiveError(
+                f"{archive.name}: {member.name!r} is a {member.kind.value}, and only ordinary "
+                "files are written"
+            )
+        if "/" in name or len(os.fsencode(name)) > _NAME_LIMIT:
+            raise ArchiveError(f"{archive.name}: {member.name!r} is no name for an image")
+
+
+def _pieces(member: Member, reader: TarReader) -> Iterator[bytes]:
+    for begin in range(0, member.size, _PIECE):
+        yield reader.read(min(_PIECE, member.size - begin))
+
+
+def _require_space(archive: Archive, out: Path) -> None:
+    """Before gigabytes are written in vain: what the archive alone needs."""
+    needed = sum(archive.sizes().values())
+    found = os.statvfs(out.absolute().parent)
+    free = found.f_bavail * found.f_frsize
+    if needed > free:
+        raise CheckpointError(f"{out}: {needed} bytes are needed there, and {free} are free")

@@ -1,0 +1,114 @@
+"""Where the chunks are that an archive's images have in earlier checkpoints: in directories and
+archives that the user names. What is found there is known by its digest, not by its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from gpustasis._core import Manifest, Source, image_name
+from gpustasis.archive.compression import ByteStream
+from gpustasis.archive.hollow_image import DIGEST_SIZE
+from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.image.chain import FoundSource, State
+from gpustasis.image.checkpoint import ImageFile, find_manifest
+
+
+class Parent(Protocol):
+    """One earlier checkpoint. Errors as of CheckpointFiles."""
+
+    @property
+    def path(self) -> Path:
+        """Of the directory or archive."""
+
+    def checkpoint_id(self) -> bytes | None:
+        """None: it has no manifest."""
+
+    def holds(self, source: Source) -> bool:
+        """Whether the image or stripe that is meant is in it, told by size and digest."""
+
+    def image_streams(self, files: Collection[ImageFile]) -> Iterator[tuple[ImageFile, ByteStream]]:
+        """These images and stripes, each from its beginning."""
+
+
+class Parents:
+    """All that were named, in that order; an image that several hold is taken from the first."""
+
+    def __init__(self, named: Sequence[Parent] = ()) -> None:
+        self._named = tuple(named)
+
+    def __bool__(self) -> bool:
+        return bool(self._named)
+
+    def find(self, source: Source) -> Parent | None:
+        return next((parent for parent in self._named if parent.holds(source)), None)
+
+    def find_parent(self, manifest: Manifest) -> tuple[str | None, State]:
+        """See CheckpointFiles."""
+        for parent in self._named:
+            try:
+                if parent.checkpoint_id() == manifest.parent_id:
+                    return str(parent.path), State.RIGHT
+            except (ImageError, UnsupportedError):
+                continue  # then it is not the one; who reads it hears why
+        return None, self._absent
+
+    def find_source(self, source: Source) -> FoundSource:
+        """See CheckpointFiles, of one."""
+        parent = self.find(source)
+        if parent is None:
+            return FoundSource(source=source, directory=None, state=self._absent)
+        return FoundSource(source=source, directory=parent.path, state=State.RIGHT)
+
+    @property
+    def _absent(self) -> State:
+        return State.MISSING if self._named else State.OUTSIDE
+
+
+class DirectoryParent:
+    """A Parent that is an image directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def checkpoint_id(self) -> bytes | None:
+        manifest = find_manifest(self.path)
+        return None if manifest is None else manifest.checkpoint_id
+
+    def holds(self, source: Source) -> bool:
+        try:
+            with (self.path / image_name(source.pid, source.stripe)).open("rb") as file:
+                if file.seek(0, os.SEEK_END) != source.file_size:
+                    return False
+                file.seek(source.file_size - DIGEST_SIZE)
+                return file.read(DIGEST_SIZE) == source.digest
+        except OSError:
+            return False
+
+    def image_streams(self, files: Collection[ImageFile]) -> Iterator[tuple[ImageFile, ByteStream]]:
+        for name in sorted(files):
+            path = self.path / image_name(*name)
+            try:
+                with path.open("rb") as file:
+                    yield name, FileStream(file, str(path))
+            except OSError as exc:
+                raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
+
+
+class FileStream:
+    """A ByteStream of an ordinary file."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file = file
+        self._name = name
+
+    def read(self, size: int) -> bytes:
+        got = self._file.read(size)
+        if len(got) != size:
+            raise ImageError(f"{self._name}: ends {size - len(got)} bytes too early")
+        return got
+
+    def skip(self, size: int) -> None:
+        self._file.seek(size, os.SEEK_CUR)

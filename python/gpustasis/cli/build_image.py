@@ -1,0 +1,40 @@
+"""`gpustasis build-image ARCHIVE -t NAME`: an OCI image to restore a container from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gpustasis.archive.inspection import inspect_archive
+from gpustasis.archive.oci_image import TOOLS, build_image
+from gpustasis.archive.opened import open_archive
+from gpustasis.image.lock import allow_many_files
+
+
+@click.command("build-image")
+@click.argument("archive", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-t", "--tag", "name", required=True, help="Name of the image.")
+@click.option(
+    "--with",
+    "tool",
+    type=click.Choice(TOOLS),
+    help="The program to build with.  [default: the first that is there]",
+)
+def command(archive: Path, name: str, tool: str | None) -> None:
+    """Make the OCI image NAME of ARCHIVE, which Podman and CRI-O restore the container from.
+
+    The archive is looked through as by `gpustasis inspect` first; what is in its GPU images is
+    not checked: `gpustasis verify` does that. Needs buildah or podman.
+    """
+    allow_many_files()
+    with open_archive(archive) as opened:
+        found = inspect_archive(opened)
+        if found.parent is not None:
+            click.echo(
+                f"note: this checkpoint is built on {found.parent.checkpoint_id}, which has to be "
+                "on the machine where it is restored",
+                err=True,
+            )
+        used = build_image(opened, name, tool)
+    click.echo(f"{name}: built with {used}")

@@ -1,0 +1,100 @@
+"""`gpustasis containerd`: checkpoint containers of a Kubernetes node, through its container runtime."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from gpustasis.cli.table import print_table
+from gpustasis.runtimes import containerd
+from gpustasis.runtimes.cri import Cri
+
+
+@click.group("containerd")
+@click.option(
+    "--address",
+    default=containerd.DEFAULT_ADDRESS,
+    show_default=True,
+    metavar="SOCKET",
+    help="The runtime's CRI socket.",
+)
+@click.pass_context
+def command(ctx: click.Context, address: str) -> None:
+    """Checkpoint containers that run under containerd's CRI. Needs the extra `cri`."""
+    ctx.obj = address
+
+
+@command.command("checkpoint")
+@click.argument("container")
+@click.option(
+    "-e",
+    "--export",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The archive to write; it must not exist yet.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.IntRange(1, 7 * 86400),
+    default=containerd.DEFAULT_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="After that long the runtime is told to give up.",
+)
+@click.pass_obj
+def checkpoint(address: str, container: str, export: Path, timeout_s: int) -> None:
+    """Write a checkpoint of CONTAINER into an archive; the container runs on.
+
+    CONTAINER is the beginning of its id, or NAMESPACE/POD/CONTAINER.
+    """
+    with Cri(address) as cri:
+        runtime = cri.runtime()
+        found = containerd.find(cri, container)
+        interrupted: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: interrupted.append(number))
+        console = Console(stderr=True)
+        status = console.status(escape(f"checkpointing container {found}"))
+        with status if console.is_terminal else nullcontext():
+            done = containerd.checkpoint(
+                cri, found, export, timeout_s, stop=lambda: bool(interrupted)
+            )
+    click.echo(
+        f"container {found} is in {done.archive}: {done.size / 2**20:.1f} MiB "
+        f"({runtime}, {done.seconds:.2f} s)"
+    )
+
+
+@command.command("resume")
+@click.argument("container")
+@click.pass_obj
+def resume(address: str, container: str) -> None:
+    """Let CONTAINER run on if a checkpoint that was cut off has left it paused."""
+    with Cri(address) as cri:
+        found = containerd.find(cri, container, containerd.PERHAPS_PAUSED)
+        resumed = containerd.resume(cri, found)
+    click.echo(f"container {found} {'was paused and runs on' if resumed else 'is not paused'}")
+
+
+@command.command("list")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout.")
+@click.pass_obj
+def list_containers(address: str, as_json: bool) -> None:
+    """Show the containers that the runtime knows."""
+    with Cri(address) as cri:
+        found = containerd.containers(cri)
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in found], indent=2))
+        return
+    print_table(
+        ("ID", "NAMESPACE", "POD", "CONTAINER", "IMAGE", "STATE"),
+        ((one.id[:13], one.namespace, one.pod, one.name, one.image, one.state) for one in found),
+    )

@@ -1,0 +1,119 @@
+"""`gpustasis doctor`: say what this machine lacks and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from gpustasis import driver, nvml
+from gpustasis.criu.find import choose, find_all
+from gpustasis.criu.plugin import driver_libraries
+from gpustasis.diagnosis import (
+    container_checks,
+    criu,
+    gpu,
+    installation,
+    kernel,
+    privileges,
+    restorability,
+    runtimes,
+)
+from gpustasis.diagnosis.container import find_container
+from gpustasis.diagnosis.finding import Finding, Status
+from gpustasis.errors import CheckpointError, CriuError, DriverError, UnsupportedError
+
+_COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option(
+    "--criu",
+    "criu_program",
+    metavar="PATH",
+    help="The criu program to look at, or a root directory that holds one.",
+)
+@click.option(
+    "--container",
+    "container_name",
+    metavar="ID",
+    help="Look at this running container: can it be checkpointed?",
+)
+@click.option(
+    "--archive",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Look at this checkpoint, an archive or a directory: can this host restore it?",
+)
+def command(
+    as_json: bool, criu_program: str | None, container_name: str | None, archive: Path | None
+) -> None:
+    """Look at driver, kernel, privileges, CRIU, plugin, installation and container runtimes; or at
+    one container, or at one checkpoint.
+
+    Each line is ok, a note, or a problem with what to do about it; the exit status is 0 if there
+    is no problem.
+    """
+    if container_name is not None and archive is not None:
+        raise click.UsageError("--container and --archive exclude each other")
+    if container_name is not None:
+        findings = container_checks.check(find_container(container_name, os.environ), *_libraries())
+    elif archive is not None:
+        findings = restorability.check(archive, os.environ, criu_program, *_libraries())
+    else:
+        findings = diagnose(criu_program)
+    if as_json:
+        click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        for finding in findings:
+            _print(finding)
+    problems = sum(finding.status is Status.PROBLEM for finding in findings)
+    if problems:
+        raise UnsupportedError(f"{problems} problem{'s' if problems > 1 else ''} found")
+
+
+def _libraries() -> tuple[str, str]:
+    """The driver and NVML that the plugin would load."""
+    try:
+        return driver_libraries(os.environ)
+    except CheckpointError:  # the finding on the configuration says what is wrong with it
+        return driver.DEFAULT_LIBRARY, nvml.DEFAULT_LIBRARY
+
+
+def diagnose(criu_program: str | None) -> list[Finding]:
+    """All findings on this machine, in the order in which things are needed."""
+    driver_library, nvml_library = _libraries()
+    return [
+        *gpu.check(driver_library, nvml_library),
+        *kernel.check(),
+        *privileges.check(),
+        *criu.check(os.environ, criu_program),
+        *installation.check(_program(criu_program), sys.executable),
+        *runtimes.check(os.environ, _driver_version(nvml_library)),
+    ]
+
+
+def _program(criu_program: str | None) -> Path | None:
+    try:
+        return choose(find_all(os.environ, criu_program)).program
+    except CriuError:
+        return None
+
+
+def _driver_version(library: str) -> str | None:
+    try:
+        return nvml.driver_version(library)
+    except DriverError:
+        return None
+
+
+def _print(finding: Finding) -> None:
+    mark = click.style(f"{finding.status.value:<8}", fg=_COLOURS[finding.status])
+    click.echo(f"{mark}{finding.name}: {finding.text}")
+    if finding.remedy:
+        click.echo(f"{'':<8}-> {finding.remedy}")

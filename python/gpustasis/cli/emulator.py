@@ -1,0 +1,232 @@
+"""`gpustasis emulator`: emulated GPUs, for tests and trials."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from gpustasis.emulator import Emulator, Options, find_directory
+from gpustasis.emulator.cdi import DEFAULT_FILE, KIND, specification, write_specification
+from gpustasis.errors import EmulatorError
+
+_OPERATIONS = ["any", "init", "get_state", "lock", "checkpoint", "restore", "unlock"]
+_ACTIONS = ["error", "hang", "die", "oom", "failed", "fail_after", "delay"]
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Turn 512M or 16GiB into bytes."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", value, re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is not a size such as 512M or 16GiB", ctx, param)
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def _machine_options(command: Command) -> Command:
+    """Add the options that say what to emulate."""
+    for option in reversed(
+        [
+            click.option("--gpus", type=click.IntRange(0, 16), help="How many; default 1."),
+            click.option(
+                "--memory", metavar="SIZE", callback=_parse_size, help="Of each GPU; default 16GiB."
+            ),
+            click.option("--uuid", multiple=True, help="Of the first GPU, the second, ..."),
+            click.option("--driver", metavar="VERSION", help="Default 580.95.05."),
+            click.option("--name", help='Default "gpustasis emulated GPU".'),
+            click.option("--set", "settings", multiple=True, metavar="KEY=VALUE"),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+def _options(
+    gpus: int | None,
+    memory: int | None,
+    uuid: tuple[str, ...],
+    driver: str | None,
+    name: str | None,
+    settings: tuple[str, ...],
+) -> Options:
+    pairs = dict(setting.partition("=")[::2] for setting in settings)
+    return Options(gpus, memory, uuid, driver, name, pairs)
+
+
+@click.group()
+@click.option("--instance", default="default", help="Which of several emulators.")
+@click.pass_context
+def command(ctx: click.Context, instance: str) -> None:
+    """Run programs on emulated GPUs.
+
+    For tests and trials: everything is slow, and nothing is real. The environment variable
+    GPUSTASIS_EMULATOR (a socket's path) overrides --instance.
+    """
+    ctx.obj = Emulator(instance=instance)
+
+
+@command.command()
+@_machine_options
+@click.pass_obj
+def start(emulator: Emulator, /, **options: Any) -> None:
+    """Start the emulator; it runs until `stop`."""
+    started = emulator.start(_options(**options))
+    state = "started" if started else "was already running"
+    click.echo(f"emulator {state} at {emulator.path}")
+
+
+@command.command()
+@click.pass_obj
+def stop(emulator: Emulator) -> None:
+    """Stop the emulator; what its GPUs hold is lost."""
+    emulator.stop()
+    click.echo(f"emulator at {emulator.path} stopped")
+
+
+@command.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def status(emulator: Emulator, as_json: bool) -> None:
+    """Say what is emulated and who uses it."""
+    found = emulator.status()
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    click.echo(
+        f"emulator at {found['socket']}, pid {found['pid']}: driver {found['driver_version']} "
+        f"(emulated), API {found['api_version']}"
+    )
+    for index, gpu in enumerate(found["gpus"]):
+        used, total = (gpu[key] / (1 << 20) for key in ("used_bytes", "memory_bytes"))
+        click.echo(f"  GPU {index}: {gpu['name']}, {gpu['uuid']}, {used:.1f} of {total:.1f} MiB")
+        for process in gpu["processes"]:
+            click.echo(
+                f"    {process['pid']} {process['name']}: {process['used_bytes'] / (1 << 20):.1f} "
+                f"MiB, device files are {process['device_stand_in']}, "
+                f"mappings {process['mapping_stand_in']}"
+            )
+    for key, value in found["settings"].items():
+        click.echo(f"  {key} = {value}")
+    for fault in found["faults"]:
+        click.echo(f"  fault {_describe(fault)}")
+
+
+@command.command()
+@click.pass_obj
+def env(emulator: Emulator) -> None:
+    """Print what to `eval` in a shell that is to use the emulator."""
+    variables = emulator.environment(int(emulator.status()["api_version"]))
+    for key, value in variables.items():
+        click.echo(f"export {key}={shlex.quote(value)}")
+    click.echo(f"# kernels: -I{find_directory() / 'include'}, see gpustasis_emulator.h there")
+
+
+@command.command()
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=f"Write it there; engines read {DEFAULT_FILE.parent}.",
+)
+@click.pass_obj
+def cdi(emulator: Emulator, output: Path | None) -> None:
+    """Print a CDI specification, for containers with these GPUs.
+
+    An engine that has it takes `--device gpustasis.io/gpu=all`.
+    """
+    text = json.dumps(specification(emulator), indent=2) + "\n"
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        write_specification(text, output)
+        click.echo(f"device {KIND}=all of {emulator.path} written to {output}")
+
+
+@command.command(context_settings={"ignore_unknown_options": True})
+@_machine_options
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_obj
+def run(emulator: Emulator, /, program: tuple[str, ...], **options: Any) -> None:
+    """Run PROGRAM with its arguments on the emulator, starting that if it does not run.
+
+    The emulator goes on when the program has ended: it may be restored.
+    """
+    emulator.start(_options(**options))
+    environment = emulator.environment(int(emulator.status()["api_version"]))
+    try:
+        os.execvpe(program[0], program, os.environ | environment)
+    except OSError as exc:
+        raise EmulatorError(f"cannot run {program[0]}: {exc.strerror}") from exc
+
+
+@command.command(name="set")
+@click.argument("key")
+@click.argument("value")
+@click.pass_obj
+def set_(emulator: Emulator, key: str, value: str) -> None:
+    """Change a setting that `status` shows."""
+    emulator.set(key, value)
+
+
+@command.group()
+def fault() -> None:
+    """Make operations go wrong."""
+
+
+@fault.command()
+@click.argument("operation", type=click.Choice(_OPERATIONS))
+@click.argument("action", type=click.Choice(_ACTIONS))
+@click.option("--code", type=int, help="CUresult; for die, a signal (default: it exits).")
+@click.option("--count", type=int, default=1, show_default=True, help="How often; 0: always.")
+@click.option("--delay-ms", type=int, default=0, help="Wait before that.")
+@click.option("--pid", type=int, default=0, help="Only in this process.")
+@click.pass_obj
+def add(
+    emulator: Emulator,
+    /,
+    operation: str,
+    action: str,
+    code: int | None,
+    count: int,
+    delay_ms: int,
+    pid: int,
+) -> None:
+    """Let OPERATION meet ACTION."""
+    number = emulator.add_fault(
+        operation, action, code=code, count=count, delay_ms=delay_ms, pid=pid
+    )
+    click.echo(f"emulator fault {number} added")
+
+
+@fault.command(name="list")
+@click.pass_obj
+def list_(emulator: Emulator) -> None:
+    """List the faults that are still to come."""
+    for entry in emulator.status()["faults"]:
+        click.echo(_describe(entry))
+
+
+@fault.command()
+@click.pass_obj
+def clear(emulator: Emulator) -> None:
+    """Forget all faults."""
+    emulator.clear_faults()
+
+
+def _describe(fault: dict[str, Any]) -> str:
+    times = "always" if fault["count"] == 0 else f"{fault['count']} times"
+    who = f"pid {fault['pid']}" if fault["pid"] else "any process"
+    return (
+        f"{fault['number']}: {fault['operation']} {fault['action']}, code {fault['code']}, "
+        f"{times}, after {fault['delay_ms']} ms, {who}"
+    )

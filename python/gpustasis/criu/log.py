@@ -1,0 +1,75 @@
+"""CRIU's log: what went wrong, and where it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ERRORS_SHOWN = 3
+_LINE = re.compile(r"^\(\d+\.\d+\)\s*(?:\d+: )?")
+_PLUGIN_ERROR = re.compile(r"^Error\b.*?\bcuda_plugin: (.*)$")
+_CRIU_ERROR = re.compile(r"^Error \([^)]*\): (.*)$")
+
+# Logged as an error, and then ignored by CRIU: without CAP_SYS_RESOURCE it cannot raise its own
+# limit of open files to fs.nr_open. `gpustasis doctor` tells how to end it.
+_HARMLESS = "Can't setup RLIMIT_NOFILE for self"
+
+# What a line says about how far criu is. The last that matched is where it is.
+_PHASES = (
+    ("cuda_plugin: ", ""),  # our own words stand for themselves
+    ("seccomp: Collected", "collecting the process tree"),
+    ("Dumping task", "dumping processes"),
+    ("Dumping pages", "dumping CPU memory"),
+    ("Dumping finished successfully", "finishing"),
+    ("Reading image tree", "reading images"),
+    ("Forking task", "creating processes"),
+    ("Restoring fd", "restoring files"),
+    ("Restore finished successfully", "finishing"),
+)
+
+
+class LogTail:
+    """Lines of a growing file, each given once it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def poll(self) -> list[str]:
+        """The complete lines added since the last call; none while there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                fresh = file.read()
+        except FileNotFoundError:
+            return []
+        complete = fresh[: fresh.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.decode("utf-8", "replace").splitlines()
+
+
+def strip_time(line: str) -> str:
+    """The line without its time stamp and pid."""
+    return _LINE.sub("", line)
+
+
+def plugin_errors(text: str) -> list[str]:
+    """What our plugin says failed, in order."""
+    matches = (_PLUGIN_ERROR.match(strip_time(line)) for line in text.splitlines())
+    return [match[1].strip() for match in matches if match]
+
+
+def criu_errors(text: str) -> list[str]:
+    """CRIU's first errors, at most ERRORS_SHOWN; the later ones follow from these."""
+    matches = (_CRIU_ERROR.match(strip_time(line)) for line in text.splitlines())
+    found = [match[1].strip() for match in matches if match]
+    telling = [line for line in found if "cuda_plugin: " not in line and _HARMLESS not in line]
+    return telling[:ERRORS_SHOWN]
+
+
+def phase_of(line: str) -> str | None:
+    """What criu is doing when it says `line`; None if the line does not tell."""
+    for mark, phase in _PHASES:
+        if mark in line:
+            return phase or line.split(mark, 1)[1].strip()
+    return None

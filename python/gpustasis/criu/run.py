@@ -1,0 +1,235 @@
+"""Run criu with our plugin; the one place that does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpustasis import process
+from gpustasis.criu import command, log
+from gpustasis.criu.find import Criu
+from gpustasis.criu.plugin import Scalar, find_config, format_config, plugin_directory, read_config
+from gpustasis.criu.pstree import read_pstree
+from gpustasis.criu.statistics import Stage, Statistics, find_statistics, statistics_path
+from gpustasis.errors import CriuError
+
+OnLine = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A dump or restore that succeeded.
+
+    pid: the root task's, as this process sees it.
+    log: criu's whole log.
+    seconds: criu's run, from start to end.
+    statistics: what the plugin says of it; None if the tree has no CUDA process.
+    """
+
+    pid: int
+    log: Path
+    seconds: float
+    statistics: Statistics | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What dump and restore have in common beyond their images.
+
+    plugin: keys of the plugin's configuration that differ from its file, by name.
+    work: as criu's --work-dir; None: the image directory. Holds the log in the end.
+    shell_job: None: found out.
+    extra: further arguments for criu.
+    environ: criu's environment; None: this process's own.
+    on_line: told each line of criu's log as it comes.
+    """
+
+    plugin: Mapping[str, Scalar] | None = None
+    work: Path | None = None
+    shell_job: bool | None = None
+    extra: Sequence[str] = ()
+    environ: Mapping[str, str] | None = None
+    on_line: OnLine | None = None
+
+
+def dump(
+    criu: Criu,
+    pid: int,
+    images: Path,
+    settings: Settings | None = None,
+    *,
+    leave_running: bool = False,
+    leave_stopped: bool = False,
+) -> Outcome:
+    """Dump the tree below `pid` into the existing directory `images`; the log is dump.log there.
+
+    Ctrl-C does not stop it half-way. Raises CriuError if criu or the plugin failed (the tree then
+    runs on), UnsupportedError without the plugin, CheckpointError for a bad configuration.
+    """
+    use = settings or Settings()
+    shell_job = _is_shell_job(pid) if use.shell_job is None else use.shell_job
+    with _workspace(use, "dump", images) as space:
+        request = command.Dump(
+            pid=pid,
+            images=images.absolute(),
+            log=space.log,
+            plugin_dir=plugin_directory(space.environ),
+            work=use.work,
+            config=space.config,
+            shell_job=shell_job,
+            extra=tuple(use.extra),
+            leave_running=leave_running,
+            leave_stopped=leave_stopped,
+        )
+        seconds = space.run(criu, command.dump_arguments(request, criu.version))
+    return Outcome(
+        pid=pid, log=space.kept_log, seconds=seconds, statistics=find_statistics(images, "dump")
+    )
+
+
+def restore(
+    criu: Criu,
+    images: Path,
+    settings: Settings | None = None,
+    *,
+    detached: bool = True,
+) -> Outcome:
+    """Restore the tree in `images`; the log is restore.log there.
+
+    detached: return when the tree runs; else when its root has ended. Raises as dump; on an error
+    of the plugin nothing of the tree is left running.
+    """
+    use = settings or Settings()
+    root = read_pstree(images)[0]
+    shell_job = root.sid != root.pid if use.shell_job is None else use.shell_job
+    with _workspace(use, "restore", images) as space:
+        pidfile = space.directory / "pid"
+        request = command.Restore(
+            images=images.absolute(),
+            log=space.log,
+            plugin_dir=plugin_directory(space.environ),
+            work=use.work,
+            config=space.config,
+            shell_job=shell_job,
+            extra=tuple(use.extra),
+            pidfile=pidfile,
+            detached=detached,
+        )
+        arguments = command.restore_arguments(request, criu.version)
+        # A job of a shell takes the terminal that criu has for its own, and its signals.
+        seconds = space.run(criu, arguments, terminal=shell_job or not detached)
+        pid = int(pidfile.read_text())
+    return Outcome(
+        pid=pid,
+        log=space.kept_log,
+        seconds=seconds,
+        statistics=find_statistics(images, "restore"),
+    )
+
+
+def check(criu: Criu, environ: Mapping[str, str] | None = None) -> process.Finished:
+    """`criu check`: what this kernel lacks for CRIU, in its output."""
+    env = os.environ if environ is None else environ
+    return process.run([*criu.command(env), "check"], env=env, timeout_s=60)
+
+
+class _Workspace:
+    """A private directory for one run: log, pidfile and configuration are written there, since the
+    image directory may be full, read-only or on slow storage when they matter most."""
+
+    def __init__(self, settings: Settings, stage: Stage, images: Path, directory: Path) -> None:
+        self.environ = dict(os.environ if settings.environ is None else settings.environ)
+        self.directory = directory
+        self.log = directory / f"{stage}.log"
+        self.kept_log = (settings.work or images).absolute() / f"{stage}.log"
+        self._stage = stage
+        self._images = images
+        self.config = find_config(self.environ)
+        self._on_line = settings.on_line
+        if settings.plugin:
+            merged = read_config(self.config) | dict(settings.plugin)
+            self.config = directory / "config.toml"
+            self.config.write_text(format_config(merged), encoding="utf-8")
+
+    def run(self, criu: Criu, arguments: list[str], *, terminal: bool = False) -> float:
+        """Run criu; seconds it took. Raises CriuError."""
+        tail = log.LogTail(self.log)
+
+        def tell() -> None:
+            for line in tail.poll():
+                if self._on_line is not None:
+                    self._on_line(line)
+
+        with suppress(OSError):  # of an earlier run; a read-only image directory keeps it
+            statistics_path(self._images, self._stage).unlink(missing_ok=True)
+        argv = [*criu.command(self.environ), *arguments]
+        env = self.environ | command.plugin_environment(self.config, criu.version)
+        try:
+            ended = process.run(
+                argv, env=env, shielded=not terminal, terminal=terminal, on_tick=tell
+            )
+        except OSError as exc:
+            raise CriuError(f"cannot run {argv[0]}: {exc.strerror}") from exc
+        finally:
+            self._keep_log()
+        tell()
+        text = self._read_log()
+        plugin_errors = log.plugin_errors(text)
+        if not plugin_errors:
+            statistics = find_statistics(self._images, self._stage)
+            if statistics is not None and not statistics.succeeded and statistics.error:
+                plugin_errors = [statistics.error]
+        # A negative return of RESUME_DEVICES_LATE does not fail CRIU: our errors do it here.
+        if ended.status != 0 or plugin_errors:
+            raise CriuError(self._explain(criu, ended, plugin_errors, text))
+        return ended.seconds
+
+    def _explain(
+        self, criu: Criu, ended: process.Finished, plugin_errors: list[str], text: str
+    ) -> str:
+        lines = [f"criu {criu.version_text} {self._stage} failed ({ended.ending})"]
+        lines += [f"  plugin: {line}" for line in plugin_errors]
+        lines += [f"  criu: {line}" for line in log.criu_errors(text)]
+        if len(lines) == 1:  # not far enough for a log: what it said to the terminal, reason first
+            said = [line for line in ended.output.splitlines() if line.strip()]
+            lines += [f"  criu: {line}" for line in said[: log.ERRORS_SHOWN]]
+        if self.kept_log.exists():
+            lines.append(f"  full log: {self.kept_log}")
+        return "\n".join(lines)
+
+    def _read_log(self) -> str:
+        for path in (self.log, self.kept_log):
+            if path.exists():
+                return path.read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    def _keep_log(self) -> None:
+        if not self.log.exists():
+            return
+        try:
+            shutil.copyfile(self.log, self.kept_log)
+        except OSError:
+            with suppress(OSError):
+                self.kept_log.unlink()
+            handle, name = tempfile.mkstemp(prefix="gpustasis-", suffix=f"-{self.log.name}")
+            os.close(handle)
+            self.kept_log = Path(shutil.copyfile(self.log, name))
+
+
+@contextmanager
+def _workspace(settings: Settings, stage: Stage, images: Path) -> Iterator[_Workspace]:
+    with tempfile.TemporaryDirectory(prefix="gpustasis-") as name:
+        yield _Workspace(settings, stage, images, Path(name))
+
+
+def _is_shell_job(pid: int) -> bool:
+    """Whether the session leader of `pid` is another task: one that will not be dumped."""
+    try:
+        return os.getsid(pid) != pid
+    except ProcessLookupError as exc:
+        raise CriuError(f"there is no process {pid}") from exc

@@ -1,0 +1,117 @@
+"""What the plugin says of a dump or a restore: gpustasis-dump.json and gpustasis-restore.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gpustasis.errors import ImageError
+
+Stage = Literal["dump", "restore"]
+
+STATISTICS_VERSION = 1
+EMULATOR = "emulator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStatistics:
+    """One CUDA process. Sizes in bytes; times by phase in milliseconds. same_bytes: memory that an
+    earlier checkpoint holds already."""
+
+    pid: int
+    image_pid: int
+    externalized: bool
+    staged_bytes: int
+    same_bytes: int
+    file_bytes: int
+    phases_ms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """The whole dump or restore. backend: "driver", or "emulator" when no GPU took part.
+
+    full_because: of a dump without a parent, why it has none; "" else.
+    """
+
+    succeeded: bool
+    error: str
+    backend: str
+    full_because: str
+    tasks: tuple[TaskStatistics, ...]
+    phases_ms: dict[str, float]
+
+    @property
+    def emulated(self) -> bool:
+        return self.backend == EMULATOR
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(task.staged_bytes for task in self.tasks)
+
+    @property
+    def same_bytes(self) -> int:
+        return sum(task.same_bytes for task in self.tasks)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(task.file_bytes for task in self.tasks)
+
+
+def statistics_path(images: Path, stage: Stage) -> Path:
+    return images / statistics_name(stage)
+
+
+def statistics_name(stage: Stage) -> str:
+    return f"gpustasis-{stage}.json"
+
+
+def find_statistics(images: Path, stage: Stage) -> Statistics | None:
+    """The statistics in `images`; None if there are none. Raises ImageError if damaged."""
+    path = statistics_path(images, stage)
+    try:
+        return parse_statistics(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise ImageError(f"cannot read {path}: {exc}") from exc
+
+
+def parse_statistics(file: bytes, path: str) -> Statistics:
+    """The same from the content of the file; `path` is for messages. Raises ImageError."""
+    try:
+        raw = json.loads(file.decode("utf-8"))
+    except (ValueError, RecursionError) as exc:  # ValueError: not UTF-8, or not JSON
+        raise ImageError(f"cannot read {path}: {exc}") from exc
+    found = raw.get("version") if isinstance(raw, dict) else None
+    if found != STATISTICS_VERSION:
+        raise ImageError(f"{path}: version {found!r}, this build reads {STATISTICS_VERSION}")
+    try:
+        return Statistics(
+            succeeded=raw["result"] == "ok",
+            error=str(raw["error"]),
+            backend=str(raw["backend"]),
+            full_because=str(raw.get("full_because", "")),
+            tasks=tuple(_task(task) for task in raw["tasks"]),
+            phases_ms=_phases(raw["phases_ms"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as exc:
+        raise ImageError(f"{path} is malformed: {exc!r}") from exc
+
+
+def _task(raw: dict[str, Any]) -> TaskStatistics:
+    return TaskStatistics(
+        pid=int(raw["pid"]),
+        image_pid=int(raw["image_pid"]),
+        externalized=bool(raw["externalized"]),
+        staged_bytes=int(raw["staged_bytes"]),
+        same_bytes=int(raw["ref"]["plain_bytes"]) if "ref" in raw else 0,
+        file_bytes=int(raw["file_bytes"]),
+        phases_ms=_phases(raw["phases_ms"]),
+    )
+
+
+def _phases(raw: dict[str, Any]) -> dict[str, float]:
+    return {str(name): float(milliseconds) for name, milliseconds in raw.items()}

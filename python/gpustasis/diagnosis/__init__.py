@@ -1,0 +1,1 @@
+"""What this machine has and lacks for checkpoint and restore; `gpustasis doctor` prints it."""

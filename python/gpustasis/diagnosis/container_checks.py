@@ -1,0 +1,276 @@
+"""Whether a container can be checkpointed as it is now. Nothing is changed, and nobody stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpustasis import nvml
+from gpustasis.diagnosis.container import PROC, Container
+from gpustasis.diagnosis.container_mounts import read_mounts, unknown
+from gpustasis.diagnosis.finding import Finding, note, ok, problem
+from gpustasis.driver import Driver, ProcessState
+from gpustasis.errors import CheckpointError, DriverError
+from gpustasis.task import read_task
+
+_GROUPS = Path("/sys/fs/cgroup")
+_ESTABLISHED = "01"  # TCP_ESTABLISHED, linux/tcp_states.h
+_UNDUMPABLE = {  # what /proc/PID/fd says, as far as CRIU knows no way to dump it
+    "anon_inode:[io_uring]": "io_uring",
+    "anon_inode:[perf_event]": "perf events",
+    "anon_inode:[userfaultfd]": "a userfaultfd",
+}
+_SHOWN = 5
+
+
+def check(container: Container, driver_library: str, nvml_library: str) -> list[Finding]:
+    """All findings. Processes that end meanwhile are passed over."""
+    frozen = _frozen(container)
+    try:
+        driver: Driver | DriverError = Driver(driver_library)
+    except DriverError as exc:
+        driver = exc
+    users = [] if isinstance(driver, DriverError) else _users(container, driver)
+    return [
+        _container(container, frozen),
+        *_tasks(container),
+        *_mounts(container),
+        *_files(container, _stand_ins(driver, users)),
+        *_connections(container),
+        *_gpu_files(container, driver, users),
+        *([] if isinstance(driver, DriverError) else _states(users, frozen, driver)),
+        *([_memory(container, nvml_library)] if users else []),
+    ]
+
+
+def _users(container: Container, driver: Driver) -> list[int]:
+    """The processes that use CUDA."""
+    found = []
+    for pid in container.tasks:
+        try:
+            driver.get_restore_thread_id(pid)
+        except DriverError:
+            continue
+        found.append(pid)
+    return found
+
+
+def _stand_ins(driver: Driver | DriverError, users: list[int]) -> list[int]:
+    """Users of the emulator: io_uring and perf events stand for its GPU's files in them."""
+    if isinstance(driver, DriverError) or not users:
+        return []
+    try:
+        driver.init()
+        return users if any(device.emulated for device in driver.devices()) else []
+    except DriverError:
+        return []
+
+
+def _container(container: Container, frozen: bool) -> Finding:
+    count = len(container.tasks)
+    text = f"{container.name}: {count} process{'es' if count > 1 else ''}, first {container.init}"
+    if frozen:
+        return note("container", f"{text}; it is paused, criu >= 4.1 thaws it for the GPU")
+    return ok("container", text)
+
+
+def _frozen(container: Container) -> bool:
+    path = container.group.lstrip("/")
+    for place, frozen in (
+        (_GROUPS / path / "cgroup.freeze", "1"),
+        (_GROUPS / "freezer" / path / "freezer.state", "FROZEN"),
+    ):
+        try:
+            if place.read_text().strip() == frozen:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _tasks(container: Container) -> Iterator[Finding]:
+    for pid in container.tasks:
+        try:
+            task = read_task(pid)
+        except CheckpointError:
+            continue
+        if task.tracer:
+            text = (
+                f"process {pid} is traced by process {task.tracer}, and CRIU would have to trace it"
+            )
+            yield problem("debugger", text, "end the debugger, or let it detach")
+
+
+def _mounts(container: Container) -> Iterator[Finding]:
+    name = "mounts"
+    if container.config is None:
+        yield note(name, "its config.json was not found, so they cannot be compared with it")
+        return
+    found = unknown(read_mounts(container.init), container.config)
+    if not found:
+        yield ok(name, "all in its config.json")
+    for mount in found[:_SHOWN]:
+        yield problem(
+            name,
+            f"{mount.point} ({mount.root} of {mount.source}, {mount.kind}) is in no config.json: a "
+            "hook or a person has mounted it, and CRIU cannot find it again",
+            "give the container this file by a volume or, for a GPU, by CDI; unmount it otherwise",
+        )
+    if len(found) > _SHOWN:
+        yield problem(name, f"and {len(found) - _SHOWN} more like these", "see above")
+
+
+def _files(container: Container, stand_ins: list[int]) -> Iterator[Finding]:
+    for pid in container.tasks:
+        if pid in stand_ins:
+            continue
+        kinds = {_UNDUMPABLE[target] for target in _targets(pid) if target in _UNDUMPABLE}
+        for kind in sorted(kinds):
+            yield problem(
+                "open files",
+                f"process {pid} uses {kind}, which CRIU cannot dump",
+                "start it so that it does not (for io_uring: UV_USE_IO_URING=0 for libuv, or "
+                "sysctl kernel.io_uring_disabled=2)",
+            )
+
+
+def _targets(pid: int) -> list[str]:
+    """What its descriptors lead to."""
+    found = []
+    try:
+        for entry in os.scandir(PROC / str(pid) / "fd"):
+            found.append(os.readlink(entry.path))
+    except OSError:  # it, or one of them, is gone
+        pass
+    return found
+
+
+def _connections(container: Container) -> Iterator[Finding]:
+    sockets = {
+        match[1]
+        for pid in container.tasks
+        for target in _targets(pid)
+        if (match := re.fullmatch(r"socket:\[(\d+)\]", target))
+    }
+    count = 0
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (PROC / str(container.init) / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        rows = [line.split() for line in lines]
+        count += sum(len(r) > 9 and r[3] == _ESTABLISHED and r[9] in sockets for r in rows)
+    if count:
+        yield note(
+            "TCP connections",
+            f"{count} open: the checkpoint fails unless it is told to take them along",
+            "podman container checkpoint --tcp-established; for CRI-O and containerd: the line "
+            "tcp-established in /etc/criu/runc.conf",
+        )
+
+
+def _gpu_files(
+    container: Container, driver: Driver | DriverError, users: list[int]
+) -> Iterator[Finding]:
+    name = "GPU processes"
+    holders = [pid for pid in container.tasks if _holds_gpu_files(pid)]
+    if isinstance(driver, DriverError) and holders:
+        remedy = "see gpustasis doctor without --container"
+        yield problem(name, f"{_pids(holders)}; {driver}", remedy)
+        return
+    yield ok(name, _pids(users) if users else "none uses CUDA")
+    for pid in sorted(set(holders) - set(users)):
+        yield problem(
+            name,
+            f"process {pid} has a GPU's files open and does not use CUDA, so the driver does not "
+            "close them: it was forked by a process that does",
+            "start such workers by spawn, not fork, before CUDA is used (for PyTorch's DataLoader: "
+            'multiprocessing_context="spawn")',
+        )
+
+
+def _states(users: list[int], frozen: bool, driver: Driver) -> Iterator[Finding]:
+    """The driver answers through a thread of the process, so one that stands still is not asked."""
+    name = "driver state"
+    for pid in users:
+        try:
+            stopped = frozen or read_task(pid).state in ("T", "t")
+        except CheckpointError:
+            continue
+        if stopped:
+            yield note(name, f"process {pid} stands still, so the driver was not asked")
+            continue
+        try:
+            state = driver.get_state(pid)
+        except DriverError as exc:
+            yield problem(name, f"process {pid}: {exc}", "see what the kernel's log says")
+            continue
+        if state is ProcessState.RUNNING:
+            yield ok(name, f"process {pid}: running")
+        elif state in (ProcessState.LOCKED, ProcessState.CHECKPOINTED):
+            yield problem(
+                name,
+                f"process {pid} is {state.name.lower()}: a dump or a tool has left it so",
+                f"gpustasis recover {pid} -D DIR with the directory of that dump",
+            )
+        else:
+            text = f"process {pid} is {state.name.lower()}"
+            yield problem(name, text, "wait, or start the job anew if it stays so")
+
+
+def _memory(container: Container, nvml_library: str) -> Finding:
+    """The driver stages GPU memory in memory of the task, charged to its control group."""
+    name = "memory"
+    try:
+        used = nvml.memory_used(nvml_library)
+    except DriverError as exc:
+        return note(name, f"how much GPU memory is in use is not known: {exc}")
+    room, where = _room(container)
+    text = f"{_mib(used)} of GPU memory are in use on this host, {_mib(room)} free {where}"
+    if used > room:
+        return problem(
+            name,
+            f"{text}: staging it there for a dump may not fit, and the job be killed",
+            "raise the limit, or free memory; as much host memory as GPU memory is needed",
+        )
+    return ok(name, text)
+
+
+def _room(container: Container) -> tuple[int, str]:
+    """Bytes that the container may still take, and by whose limit."""
+    path = container.group.lstrip("/")
+    meminfo = (PROC / "meminfo").read_text()
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
+    room, where = (int(match[1]) * 1024 if match else 0), "on the host"
+    for base, limit, usage in (
+        (_GROUPS / path, "memory.max", "memory.current"),
+        (_GROUPS / "memory" / path, "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            text = (base / limit).read_text().strip()
+            left = int(text) - int((base / usage).read_text()) if text != "max" else room
+        except (OSError, ValueError):
+            continue
+        if left < room:
+            room, where = max(0, left), f"by {limit} of its control group"
+    return room, where
+
+
+def _holds_gpu_files(pid: int) -> bool:
+    if any(re.match(r"/dev/nvidia(\d|ctl|-uvm)", target) for target in _targets(pid)):
+        return True
+    try:
+        maps = (PROC / str(pid) / "maps").read_text(errors="replace")
+    except OSError:
+        return False
+    return re.search(r" /dev/nvidia(\d|ctl|-uvm)", maps) is not None
+
+
+def _pids(pids: list[int]) -> str:
+    return f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

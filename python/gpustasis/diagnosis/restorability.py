@@ -1,0 +1,255 @@
+"""Whether this host can restore a checkpoint, as far as that can be said without trying.
+
+GPU memory itself is not checked: `gpustasis verify` does that.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from gpustasis import nvml
+from gpustasis.archive.inspection import inspect_archive
+from gpustasis.archive.layout import SPEC
+from gpustasis.archive.opened import Archive
+from gpustasis.archive.opening import open_files
+from gpustasis.criu.core_image import core_name, parse_machine
+from gpustasis.criu.find import choose, find_all
+from gpustasis.diagnosis import kernel
+from gpustasis.diagnosis.finding import Finding, Status, ok, problem
+from gpustasis.driver import Device, Driver
+from gpustasis.errors import CheckpointError, CriuError, DriverError
+from gpustasis.image.chain import STORE_ROOT, State, find_checkpoint
+from gpustasis.image.inspection import Inspection, inspect_files
+
+_OTHER_GPUS = 13000  # CUDA version of the first driver (R580) that restores on other GPUs
+# What engines make anew for each container, and mount from there.
+_MADE_ANEW = ("/var/lib/containers/", "/run/", "/var/run/", "/var/lib/kubelet/", "/var/lib/crio/")
+_MACHINES = {"x86_64": "X86_64", "aarch64": "AARCH64"}
+
+
+def check(
+    checkpoint: Path,
+    environ: Mapping[str, str],
+    criu_program: str | None,
+    driver_library: str,
+    nvml_library: str,
+) -> list[Finding]:
+    """checkpoint: an archive or a directory. criu_program: as for find_all."""
+    name = "checkpoint"
+    try:
+        with open_files(checkpoint) as files:
+            is_archive = isinstance(files, Archive)
+            found = inspect_archive(files) if isinstance(files, Archive) else inspect_files(files)
+            machine = _machine(files, found)
+            spec = files.small(SPEC) if isinstance(files, Archive) else None
+    except CheckpointError as exc:
+        return [problem(name, str(exc), "make a new one; gpustasis verify looks at every byte")]
+    count = len(found.processes)
+    text = f"{checkpoint}: {count} process{'es' if count != 1 else ''}, {len(found.gpus)} GPU(s)"
+    return [
+        ok(name, text),
+        *_architecture(machine),
+        *[f for f in kernel.check() if f.status is Status.PROBLEM],
+        *_criu(environ, criu_program),
+        *_runtime(found, environ),
+        *_parent(found, is_archive),
+        *_gpus(found, driver_library, nvml_library),
+        *_host_memory(found),
+        *_mounts(spec),
+    ]
+
+
+def _machine(files: Any, found: Inspection) -> str:
+    """As CRIU names it; empty if there is no core image."""
+    for process in found.processes:
+        name = core_name(process.pid)
+        raw = files.read(name)
+        if raw is not None:
+            return parse_machine(raw, files.place(name))
+    return ""
+
+
+def _architecture(machine: str) -> Iterator[Finding]:
+    name = "architecture"
+    here = _MACHINES.get(platform.machine(), platform.machine())
+    if machine == here:
+        yield ok(name, machine)
+    elif machine:
+        yield problem(name, f"it is of {machine}, this host is {here}", "restore it on its like")
+
+
+def _criu(environ: Mapping[str, str], explicit: str | None) -> Iterator[Finding]:
+    try:
+        chosen = choose(find_all(environ, explicit))
+    except CriuError as exc:
+        yield problem("CRIU", str(exc), "install criu >= 4.1")
+    else:
+        yield ok("CRIU", f"{chosen.version_text}, {chosen.program}")
+
+
+def _runtime(found: Inspection, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The images are as the runtime asked for them: only the same one can restore them."""
+    if found.archive is None or not found.archive.runtime:
+        return
+    runtime = Path(found.archive.runtime).name
+    if which(runtime, path=environ.get("PATH")) is None:
+        text = f"the checkpoint was made by {runtime}, which is not here"
+        yield problem("runtime", text, f"install {runtime}: only it can restore this")
+    else:
+        yield ok("runtime", runtime)
+
+
+def _parent(found: Inspection, is_archive: bool) -> Iterator[Finding]:
+    name = "parent"
+    if found.parent is None:
+        yield ok(name, "it needs no other checkpoint")
+        return
+    identity = found.parent.checkpoint_id
+    place: str | Path | None = None
+    if found.parent.state == State.RIGHT:
+        place = found.parent.directory
+    if place is None and (is_archive or found.parent.state != State.REPLACED):
+        place = find_checkpoint(bytes.fromhex(identity))
+    if place is None:
+        yield problem(
+            name,
+            f"it is built on checkpoint {identity}, which is neither where its link leads nor in "
+            f"{STORE_ROOT / 'checkpoints'} or {STORE_ROOT / 'containers'}/*",
+            "copy that one there, or make a whole one where it is: gpustasis flatten",
+        )
+    else:
+        yield ok(name, str(place))
+
+
+def _gpus(found: Inspection, driver_library: str, nvml_library: str) -> Iterator[Finding]:
+    if not found.gpus:
+        yield ok("GPU", "it holds no GPU memory")
+        return
+    try:
+        driver = Driver(driver_library)
+        version = driver.version()
+        driver.init()
+        devices = driver.devices()
+    except DriverError as exc:
+        yield problem("CUDA driver", str(exc), "restore it on a host with a GPU and its driver")
+        return
+    yield _driver(found, version)
+    yield from _models(found, devices, version)
+    yield _gpu_memory(found, devices, nvml_library)
+
+
+def _driver(found: Inspection, version: int) -> Finding:
+    name = "CUDA driver"
+    here, there = _cuda(version), _cuda(found.driver_api_version)
+    made = f"{there} (driver {found.driver_version or 'not known'})"
+    if version < found.driver_api_version:
+        text = f"it was made with CUDA {made}, this driver has {here} only"
+        return problem(name, text, "upgrade the driver; newer ones restore what older ones made")
+    return ok(name, f"CUDA {here}; the checkpoint is of {made}")
+
+
+def _models(found: Inspection, devices: tuple[Device, ...], version: int) -> Iterator[Finding]:
+    wanted = Counter(gpu.name for gpu in found.gpus)
+    present = Counter(device.name for device in devices)
+    lacking = wanted - present
+    if lacking:
+        text = ", ".join(f"{count} x {name}" for name, count in sorted(lacking.items()))
+        here = ", ".join(f"{count} x {name}" for name, count in sorted(present.items())) or "none"
+        remedy = "restore it on a host with as many GPUs of the same models"
+        yield problem("GPU", f"lacking {text}; here: {here}", remedy)
+        return
+    uuids = {device.uuid for device in devices}
+    others = [gpu.uuid for gpu in found.gpus if gpu.uuid not in uuids]
+    if others and version < _OTHER_GPUS:
+        text = f"{', '.join(others)} not here, and this driver restores on the same GPUs only"
+        yield problem("GPU", text, "upgrade the driver to 580 or newer")
+    elif others:
+        yield ok("GPU", f"as many of the same models; other ones take the place of {len(others)}")
+    else:
+        yield ok("GPU", "the same ones")
+
+
+def _gpu_memory(found: Inspection, devices: tuple[Device, ...], nvml_library: str) -> Finding:
+    name = "GPU memory"
+    needed = _plain_bytes(found)
+    total = sum(device.memory_size for device in devices)
+    try:
+        free = total - nvml.memory_used(nvml_library)
+    except DriverError:
+        free = total
+    text = f"{_mib(needed)} needed, {_mib(free)} free on {len(devices)} GPU(s)"
+    if needed > free:
+        return problem(name, text, "end what uses the GPUs, or take a host with more memory")
+    return ok(name, text)
+
+
+def _host_memory(found: Inspection) -> Iterator[Finding]:
+    """The driver takes GPU memory from host memory of the task."""
+    needed = _plain_bytes(found)
+    if not needed:
+        return
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    text = f"{_mib(needed)} needed to stage GPU memory, {_mib(free)} free"
+    if needed > free:
+        yield problem("host memory", text, "free memory, or take a host with more of it")
+    else:
+        yield ok("host memory", text)
+
+
+def _mounts(spec: bytes | None) -> Iterator[Finding]:
+    """Files of the host that the container has mounted: for a GPU they carry the driver's version."""
+    if spec is None:
+        return
+    try:
+        mounts = json.loads(spec).get("mounts") or []
+        sources = [
+            m["source"]
+            for m in mounts
+            if "bind" in (m.get("options") or [m.get("type")])
+            or "rbind" in (m.get("options") or [])
+        ]
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as exc:
+        yield problem("mounts", f"its {SPEC} is damaged: {exc!r}", "make a new checkpoint")
+        return
+    absent = [
+        source
+        for source in sources
+        if isinstance(source, str)
+        and source.startswith("/")
+        and not source.startswith(_MADE_ANEW)
+        and not Path(source).exists()
+    ]
+    if absent:
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        yield problem(
+            "mounts",
+            f"the container has {', '.join(absent[:3])}{more} mounted, which is not on this host",
+            "for files of the driver: the same driver version as on the other host; else make them",
+        )
+    elif sources:
+        yield ok("mounts", "what the container has mounted is on this host")
+
+
+def _plain_bytes(found: Inspection) -> int:
+    return sum(
+        process.cuda.image.plain_bytes
+        for process in found.processes
+        if process.cuda is not None and process.cuda.image is not None
+    )
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

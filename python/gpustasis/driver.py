@@ -1,0 +1,202 @@
+"""The CUDA driver's checkpoint API: lock, checkpoint, restore and unlock another process.
+
+Source: cuda.h 13.0, "CUDA Checkpointing" (driver 570 or newer has the calls). The driver answers
+through a thread in the other process, so all but get_restore_thread_id wait for as long as that
+process is stopped; there are no timeouts here but lock's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import cffi
+
+from gpustasis.errors import DriverError
+
+DEFAULT_LIBRARY = "libcuda.so.1"
+
+NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: the process does not use CUDA
+INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: among others, there is no such process
+
+_DECLARATIONS = """
+typedef struct {
+    unsigned int timeoutMs;
+    unsigned int reserved0;
+    uint64_t reserved1[7];
+} CUcheckpointLockArgs;
+typedef struct { uint64_t reserved[8]; } CUcheckpointCheckpointArgs;
+typedef struct {
+    void* gpuPairs;
+    unsigned int gpuPairsCount;
+    unsigned char reserved[44];
+    uint64_t reserved1;
+} CUcheckpointRestoreArgs;
+typedef struct { uint64_t reserved[8]; } CUcheckpointUnlockArgs;
+typedef struct { unsigned char bytes[16]; } CUuuid;
+
+int cuInit(unsigned int flags);
+int cuDriverGetVersion(int* version);
+int cuGetErrorName(int error, const char** text);
+int cuGetErrorString(int error, const char** text);
+int cuDeviceGetCount(int* count);
+int cuDeviceGet(int* device, int ordinal);
+int cuDeviceGetName(char* name, int size, int device);
+int cuDeviceGetUuid_v2(CUuuid* uuid, int device);
+int cuDeviceTotalMem_v2(size_t* bytes, int device);
+int cuCheckpointProcessGetRestoreThreadId(int pid, int* tid);
+int cuCheckpointProcessGetState(int pid, int* state);
+int cuCheckpointProcessLock(int pid, CUcheckpointLockArgs* args);
+int cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs* args);
+int cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs* args);
+int cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs* args);
+"""
+
+_ffi = cffi.FFI()
+_ffi.cdef(_DECLARATIONS)
+
+
+class ProcessState(IntEnum):
+    """CUprocessState; the last two since CUDA 13.4, while custom storage is in flight."""
+
+    RUNNING = 0
+    LOCKED = 1
+    CHECKPOINTED = 2
+    FAILED = 3
+    CHECKPOINTING = 4
+    RESTORING = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU as the driver lists it. uuid: "GPU-<hex>" as nvidia-smi prints; memory in bytes."""
+
+    name: str
+    uuid: str
+    memory_size: int
+
+    @property
+    def emulated(self) -> bool:
+        """It is one of our driver emulator's, which name themselves so."""
+        return "emulat" in self.name.lower()
+
+
+class Driver:
+    """One loaded driver library. Every method raises DriverError when the driver refuses."""
+
+    def __init__(self, library: str = DEFAULT_LIBRARY) -> None:
+        """Load it. Raises DriverError if it cannot be loaded."""
+        try:
+            self._library: Any = _ffi.dlopen(library)
+        except OSError as exc:
+            reason = str(exc).split("  Additionally", 1)[0]  # cffi adds what else it tried
+            raise DriverError(f"the CUDA driver cannot be loaded: {reason}") from exc
+
+    def init(self) -> None:
+        """cuInit: takes part in the GPUs. restore and the device queries need it."""
+        self._check(self._function("cuInit")(0), "cuInit")
+
+    def version(self) -> int:
+        """The newest CUDA version it supports, 1000 * major + 10 * minor: 13000 is 13.0."""
+        out = _ffi.new("int*")
+        self._check(self._function("cuDriverGetVersion")(out), "cuDriverGetVersion")
+        return int(out[0])
+
+    def has_checkpoint_api(self) -> bool:
+        """Whether the library exports the checkpoint calls (driver 570 or newer)."""
+        try:
+            self._function("cuCheckpointProcessLock")
+        except DriverError:
+            return False
+        return True
+
+    def devices(self) -> tuple[Device, ...]:
+        """The GPUs, in the driver's order. Needs init."""
+        count = _ffi.new("int*")
+        self._check(self._function("cuDeviceGetCount")(count), "cuDeviceGetCount")
+        return tuple(self._device(ordinal) for ordinal in range(count[0]))
+
+    def get_restore_thread_id(self, pid: int) -> int:
+        """The thread of `pid` that answers the driver. Does not wait for the process."""
+        out = _ffi.new("int*")
+        self._call("GetRestoreThreadId", pid, out)
+        return int(out[0])
+
+    def get_state(self, pid: int) -> ProcessState:
+        """What state `pid` is in. Waits for as long as its restore thread is stopped."""
+        out = _ffi.new("int*")
+        self._call("GetState", pid, out)
+        try:
+            return ProcessState(out[0])
+        except ValueError as exc:
+            raise DriverError(f"process {pid} is in a state unknown here: {out[0]}") from exc
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        """RUNNING to LOCKED: new GPU work waits, submitted work finishes within timeout_ms.
+
+        timeout_ms: 1..2**32-1; 0, with which the driver waits for ever, raises ValueError.
+        """
+        if not 0 < timeout_ms < 1 << 32:
+            raise ValueError(f"timeout_ms is {timeout_ms}, not in 1..2**32-1")
+        args = _ffi.new("CUcheckpointLockArgs*", {"timeoutMs": timeout_ms})  # the rest is zero
+        self._call("Lock", pid, args)
+
+    def checkpoint(self, pid: int) -> None:
+        """LOCKED to CHECKPOINTED: GPU memory goes to fresh host memory of `pid`."""
+        self._call("Checkpoint", pid, _ffi.new("CUcheckpointCheckpointArgs*"))
+
+    def restore(self, pid: int) -> None:
+        """CHECKPOINTED to LOCKED, onto the same GPUs. Needs init."""
+        self._call("Restore", pid, _ffi.new("CUcheckpointRestoreArgs*"))
+
+    def unlock(self, pid: int) -> None:
+        """LOCKED to RUNNING."""
+        self._call("Unlock", pid, _ffi.new("CUcheckpointUnlockArgs*"))
+
+    def error_name(self, code: int) -> str:
+        """ "CUDA_ERROR_ILLEGAL_STATE"; "CUDA error 999999" if the driver does not know it."""
+        return self._text("cuGetErrorName", code) or f"CUDA error {code}"
+
+    def _device(self, ordinal: int) -> Device:
+        handle = _ffi.new("int*")
+        self._check(self._function("cuDeviceGet")(handle, ordinal), "cuDeviceGet")
+        name = _ffi.new("char[256]")
+        self._check(self._function("cuDeviceGetName")(name, 256, handle[0]), "cuDeviceGetName")
+        uuid = _ffi.new("CUuuid*")
+        self._check(self._function("cuDeviceGetUuid_v2")(uuid, handle[0]), "cuDeviceGetUuid_v2")
+        size = _ffi.new("size_t*")
+        self._check(self._function("cuDeviceTotalMem_v2")(size, handle[0]), "cuDeviceTotalMem_v2")
+        digits = bytes(_ffi.buffer(uuid)).hex()
+        groups = digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]
+        return Device(
+            name=_string(name),
+            uuid="GPU-" + "-".join(groups),
+            memory_size=int(size[0]),
+        )
+
+    def _call(self, name: str, pid: int, argument: object) -> None:
+        function = self._function(f"cuCheckpointProcess{name}")
+        self._check(function(pid, argument), f"{name} on process {pid}")
+
+    def _function(self, name: str) -> Any:
+        try:
+            return getattr(self._library, name)
+        except AttributeError as exc:
+            raise DriverError(f"this CUDA driver has no {name}; 570 or newer is needed") from exc
+
+    def _check(self, code: int, what: str) -> None:
+        if code != 0:
+            text = self._text("cuGetErrorString", code)
+            raise DriverError(f"{what}: {self.error_name(code)} ({text or 'no text'})", code)
+
+    def _text(self, function: str, code: int) -> str:
+        out = _ffi.new("const char**")
+        if self._function(function)(code, out) != 0 or out[0] == _ffi.NULL:
+            return ""
+        return _string(out[0])
+
+
+def _string(chars: Any) -> str:
+    text = _ffi.string(chars)
+    return text.decode("utf-8", "replace") if isinstance(text, bytes) else text

@@ -1,0 +1,205 @@
+"""Copy a checkpoint so that the copy needs no other.
+
+The copy is built beside its place under a hidden name, its inventory last, synced and renamed:
+killed at any moment, it leaves nothing at that place, and under the hidden name nothing that CRIU
+would restore before it is whole. A second run begins anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpustasis._core import (
+    MANIFEST_NAME,
+    PARENT_LINK,
+    Manifest,
+    ManifestTask,
+    flatten_image,
+    image_name,
+    write_manifest,
+)
+from gpustasis.criu.pagemap import PARENT_LINK as CRIU_PARENT_LINK
+from gpustasis.criu.pagemap import parent_pages
+from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.image.chain import chain_directories
+from gpustasis.image.checkpoint import find_manifest, image_errors, image_names, open_image
+from gpustasis.image.lock import shared
+from gpustasis.image.new_directory import (
+    INVENTORY_NAME,
+    building_place,
+    require_free,
+    sync_directory,
+)
+
+_COPY_SIZE = 64 << 20  # bytes asked for at once
+_NOT_BETWEEN_THESE = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+# Told the name of each file before it is written.
+OnFile = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flattened:
+    """images: how many were written; image_bytes: of these files; earlier_bytes: memory that the
+    checkpoint had in earlier ones; other_bytes: of the files copied as they are."""
+
+    images: int
+    image_bytes: int
+    earlier_bytes: int
+    other_bytes: int
+
+
+def flatten(
+    directory: Path, out: Path, on_file: OnFile | None = None, *, threads: int = 0
+) -> Flattened:
+    """Write a self-contained copy of the checkpoint in `directory` to `out`, which must not exist,
+    or be an empty directory. The copy has the same checkpoint_id and times.
+
+    threads: that read and check chunks; 0: one for each processor.
+
+    Raises ImageError if the checkpoint or its chain is damaged or has gaps, CheckpointError if
+    CRIU's own images need those of an earlier dump, or `out` is no place for it.
+    """
+    tell = on_file or (lambda name: None)
+    require_free(out)
+    chain = chain_directories(directory, _chain_length(directory))
+    with shared(dict.fromkeys(chain)):
+        manifest = _manifest(directory)
+        _require_own_pages(directory)
+        names = _files_to_copy(directory, manifest)
+        with building_place(out) as place:
+            done = _write(directory, manifest, names, place, tell, threads)
+            os.rename(place, out)
+            sync_directory(out.absolute().parent)
+    return done
+
+
+def _write(
+    directory: Path,
+    manifest: Manifest,
+    names: list[str],
+    place: Path,
+    tell: OnFile,
+    threads: int,
+) -> Flattened:
+    tasks, image_bytes, earlier_bytes = [], 0, 0
+    for task in manifest.tasks:
+        if not task.externalized:
+            tasks.append(task)
+            continue
+        tell(image_name(task.pid))
+        image = open_image(directory, manifest, task)
+        with image_errors():
+            image.attach_sources()
+            written = flatten_image(image, place / image_name(task.pid), threads)
+        image_bytes += written.file_size
+        earlier_bytes += image.totals.ref.plain
+        tasks.append(
+            ManifestTask(
+                pid=task.pid,
+                externalized=True,
+                digest=written.digest,
+                state_before=task.state_before,
+            )
+        )
+    other_bytes = 0
+    for name in names:
+        tell(name)
+        if name != INVENTORY_NAME:
+            other_bytes += _copy(directory / name, place / name)
+    with image_errors():
+        write_manifest(place, without_parent(manifest, tasks))
+    shutil.copystat(directory / MANIFEST_NAME, place / MANIFEST_NAME)
+    sync_directory(place)
+    if INVENTORY_NAME in names:
+        other_bytes += _copy(directory / INVENTORY_NAME, place / INVENTORY_NAME)
+    shutil.copystat(directory, place)
+    sync_directory(place)
+    return Flattened(
+        images=sum(task.externalized for task in tasks),
+        image_bytes=image_bytes,
+        earlier_bytes=earlier_bytes,
+        other_bytes=other_bytes,
+    )
+
+
+def without_parent(manifest: Manifest, tasks: list[ManifestTask]) -> Manifest:
+    """The manifest of a checkpoint that needs no other."""
+    return Manifest(
+        checkpoint_id=manifest.checkpoint_id,
+        driver_api_version=manifest.driver_api_version,
+        driver_version=manifest.driver_version,
+        gpus=manifest.gpus,
+        tasks=tasks,
+    )
+
+
+def _chain_length(directory: Path) -> int:
+    return _manifest(directory).chain_length
+
+
+def _manifest(directory: Path) -> Manifest:
+    manifest = find_manifest(directory)
+    if manifest is None:
+        raise ImageError(f"{directory}: no manifest: it holds no GPU state saved by gpustasis")
+    return manifest
+
+
+def _require_own_pages(directory: Path) -> None:
+    for name, count in parent_pages(directory).items():
+        link = directory / CRIU_PARENT_LINK
+        raise CheckpointError(
+            f"{directory / name}: {count} pages of CPU memory are not in it but in the earlier "
+            f"images that {link} leads to ({link.resolve()}); a dump made with --prev-images-dir "
+            "cannot be flattened"
+        )
+
+
+def _files_to_copy(directory: Path, manifest: Manifest) -> list[str]:
+    """Everything but our images, manifest and what a writer left half-done; the two links to
+    earlier checkpoints have no business in the copy. Raises ImageError for what is no file."""
+    ours = {MANIFEST_NAME, PARENT_LINK, CRIU_PARENT_LINK, *image_names(directory)}
+    names = []
+    with os.scandir(directory) as items:
+        for item in items:
+            if item.name in ours or (item.name.startswith(".") and item.name.endswith(".part")):
+                continue
+            if not item.is_file(follow_symlinks=False):
+                raise ImageError(f"{item.path} is no ordinary file, and only such are copied")
+            names.append(item.name)
+    return sorted(names)
+
+
+def _copy(source: Path, target: Path) -> int:
+    """Copy content, mode, owner and times, and sync; bytes copied."""
+    with source.open("rb") as read, target.open("xb") as write:
+        size = _copy_content(read.fileno(), write.fileno())
+        found = os.fstat(read.fileno())
+        os.fchown(write.fileno(), found.st_uid, found.st_gid)
+        os.fchmod(write.fileno(), stat.S_IMODE(found.st_mode))
+        os.utime(write.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.fsync(write.fileno())
+    return size
+
+
+def _copy_content(read: int, write: int) -> int:
+    size = 0
+    try:
+        while count := os.copy_file_range(read, write, _COPY_SIZE):
+            size += count
+        if size > 0:
+            return size
+    except OSError as exc:
+        if size > 0 or exc.errno not in _NOT_BETWEEN_THESE:
+            raise
+    while count := os.sendfile(
+        write, read, None, _COPY_SIZE
+    ):  # also for files that say they are empty
+        size += count
+    return size

@@ -1,0 +1,96 @@
+"""A second reader of manifests, in plain Python, written from docs/format.md alone."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from gpustasis.image.plain_fields import (
+    FEATURE_PARENT,
+    FEATURE_STRIPES,
+    GPU,
+    MAX_DEPTH,
+    MAX_GPUS,
+    NO_ID,
+    START,
+    PlainGpu,
+    check_start,
+    parse_gpus,
+    require,
+    text,
+)
+
+_MAGIC = b"\x93GPUSMF\n"
+_HEADER_SIZE = 96
+_HASH_SIZE = 16
+_MAX_TASKS = 65536
+_FIELDS = struct.Struct("<16sIIII32s")
+_TASK = struct.Struct("<IIB7s16s")
+_PARENT = struct.Struct("<16sI12s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainTask:
+    pid: int
+    state_before: int
+    externalized: bool
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainManifest:
+    """parent_id all zero, chain_length 0: no parent."""
+
+    checkpoint_id: bytes
+    driver_api_version: int
+    driver_version: bytes
+    gpus: tuple[PlainGpu, ...]
+    tasks: tuple[PlainTask, ...]
+    parent_id: bytes
+    chain_length: int
+
+
+def parse_manifest(file: bytes) -> PlainManifest:
+    """Take a manifest apart. Raises ImageError, UnsupportedError."""
+    require(len(file) >= _HEADER_SIZE + _HASH_SIZE, "too short for a manifest")
+    required = check_start(file, _MAGIC, _HEADER_SIZE, file[-_HASH_SIZE:], file[:-_HASH_SIZE])
+    require(not required & FEATURE_STRIPES, "only images have stripes")
+    has_parent = bool(required & FEATURE_PARENT)
+    checkpoint_id, api_version, gpu_count, task_count, reserved, version = _FIELDS.unpack_from(
+        file, START.size
+    )
+    require(reserved == 0, "a reserved byte is not zero")
+    require(gpu_count <= MAX_GPUS and task_count <= _MAX_TASKS, "too many GPUs or tasks")
+    tasks_offset = _HEADER_SIZE + GPU.size * gpu_count
+    parent_offset = tasks_offset + _TASK.size * task_count
+    size = parent_offset + (_PARENT.size if has_parent else 0) + _HASH_SIZE
+    require(len(file) == size, "wrong size")
+    tasks = [_parse_task(file, tasks_offset + _TASK.size * i) for i in range(task_count)]
+    pids = [task.pid for task in tasks]
+    require(pids == sorted(set(pids)), "pids do not ascend")
+    parent_id, chain_length = _parse_parent(file, parent_offset) if has_parent else (NO_ID, 0)
+    return PlainManifest(
+        checkpoint_id=checkpoint_id,
+        driver_api_version=api_version,
+        driver_version=text(version),
+        gpus=parse_gpus(file, _HEADER_SIZE, gpu_count),
+        tasks=tuple(tasks),
+        parent_id=parent_id,
+        chain_length=chain_length,
+    )
+
+
+def _parse_task(raw: bytes, offset: int) -> PlainTask:
+    pid, state, externalized, reserved, digest = _TASK.unpack_from(raw, offset)
+    require(1 <= pid < 1 << 31 and state <= 3, "task malformed")
+    require(externalized <= 1 and not any(reserved), "task malformed")
+    require(externalized == 1 or digest == NO_ID, "digest of an image that does not exist")
+    return PlainTask(pid=pid, state_before=state, externalized=externalized == 1, digest=digest)
+
+
+def _parse_parent(raw: bytes, offset: int) -> tuple[bytes, int]:
+    parent_id, chain_length, reserved = _PARENT.unpack_from(raw, offset)
+    require(parent_id != NO_ID, "a parent without an id")
+    require(1 <= chain_length <= MAX_DEPTH, "chain length out of range")
+    require(not any(reserved), "a reserved byte is not zero")
+    return parent_id, chain_length

@@ -1,0 +1,368 @@
+"""A second reader of images, in plain Python, written from docs/format.md alone.
+
+It shares no code with the C++ reader: tests hold the two against each other. Slow; for files that
+fit in memory. plain_manifest.py reads manifests.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import lz4.block  # type: ignore[import-untyped]
+import xxhash
+
+from gpustasis.errors import ImageError
+from gpustasis.image.plain_fields import (
+    FEATURE_PARENT,
+    FEATURE_STRIPES,
+    GPU,
+    MAX_GPUS,
+    NO_ID,
+    START,
+    check_start,
+    parse_gpus,
+    require,
+    text,
+)
+from gpustasis.image.plain_stripe import HEADER_SIZE as STRIPE_HEADER_SIZE
+from gpustasis.image.plain_stripe import MAX_STRIPES, check_stripe
+from gpustasis.image.plain_stripe import TRAILER_SIZE as STRIPE_TRAILER_SIZE
+
+HEADER_SIZE = 256
+TRAILER_SIZE = 128
+INDEX_ENTRY_SIZE = 40
+ZERO, LZ4, RAW = range(3)
+
+_IMAGE_MAGIC = b"\x93GPUSIM\n"
+TRAILER_MAGIC = b"GPUSEND\n"
+
+_HEADER = struct.Struct("<16s16sIII164s")
+METADATA = struct.Struct("<Q16sIIII16s32sI4s")
+REGION = struct.Struct("<QQIB3s")
+_SOURCE = struct.Struct("<16s16sQIHBB")
+INDEX_ENTRY = struct.Struct("<16sQQIBHB")
+TRAILER = struct.Struct("<QQ16sQQ16s16sQ16s8s")
+
+_MAX_CHUNKS = 1 << 25
+_MAX_REGIONS = 1 << 20
+_MAX_SOURCES = 65535
+_MAX_ADDRESS = 1 << 57
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRegion:
+    """A run of memory in bytes. kind: 0 private, 1 shared anonymous."""
+
+    address: int
+    length: int
+    protection: int
+    kind: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainSource:
+    """Another file that holds chunks of an image; depth of its directory in parent links, 0 for a
+    stripe of the image itself. stripe: 0 for an image file, else which stripe of it."""
+
+    checkpoint_id: bytes
+    digest: bytes
+    file_size: int
+    pid: int
+    depth: int
+    stripe: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainChunk:
+    """One chunk, its place in memory and in a file: source 0 this one, n that of sources[n - 1]."""
+
+    address: int
+    plain_size: int
+    plain_hash: bytes
+    offset: int
+    stored_hash: int
+    stored_size: int
+    encoding: int
+    source: int
+
+
+# Gives the whole file of a source; raises what it likes if there is none.
+ReadSource = Callable[[PlainSource], bytes]
+
+
+class PlainImage:
+    """An image held in memory, checked when made but for the content of its chunks."""
+
+    alignment: int
+    chunk_size: int
+
+    def __init__(self, file: bytes, read_source: ReadSource | None = None) -> None:
+        """read_source: needed for chunks with a source, stripes of this image too. Raises ImageError, UnsupportedError."""
+        self._file = file
+        self._read_source = read_source
+        self._source_files: dict[int, bytes] = {}
+        require(len(file) >= HEADER_SIZE + TRAILER_SIZE, "too short for an image")
+        self._parse_header()
+        self._parse_trailer()
+        self._parse_metadata()
+        self.chunks = self._parse_index()
+
+    def read_chunk(self, index: int) -> bytes:
+        """The plain bytes of a chunk. Raises ImageError if a hash does not match."""
+        chunk = self.chunks[index]
+        file = self._file if chunk.source == 0 else self._source_file(chunk.source)
+        stored = file[chunk.offset : chunk.offset + chunk.stored_size]
+        if chunk.encoding == ZERO:
+            plain = bytes(chunk.plain_size)
+        elif chunk.encoding == RAW:
+            plain = stored
+        else:
+            require(xxhash.xxh3_64_intdigest(stored) == chunk.stored_hash, "stored bytes damaged")
+            try:
+                plain = lz4.block.decompress(stored, uncompressed_size=chunk.plain_size)
+            except lz4.block.LZ4BlockError as exc:
+                raise ImageError(f"chunk {index} does not decode: {exc}") from exc
+        require(len(plain) == chunk.plain_size, "chunk decodes to another size")
+        require(xxhash.xxh3_128_digest(plain) == chunk.plain_hash, "content damaged")
+        return plain
+
+    def verify(self) -> None:
+        """Check every source, every chunk and all padding. Raises ImageError."""
+        for number in range(1, len(self.sources) + 1):
+            self._source_file(number)
+        files = [self._file, *(self._source_file(n + 1) for n in range(self._stripes))]
+        ends = [HEADER_SIZE] + [STRIPE_HEADER_SIZE] * self._stripes
+        for index, chunk in enumerate(self.chunks):
+            self.read_chunk(index)
+            if chunk.encoding != ZERO and chunk.source <= self._stripes:
+                _check_padding(files[chunk.source][ends[chunk.source] : chunk.offset])
+                ends[chunk.source] = chunk.offset + chunk.stored_size
+        data_ends = [self._metadata_offset]
+        data_ends += [len(file) - STRIPE_TRAILER_SIZE for file in files[1:]]
+        for file, begin, end in zip(files, ends, data_ends, strict=True):
+            _check_padding(file[begin:end])
+
+    def _source_file(self, number: int) -> bytes:
+        """The file of the number-th source, found to be the one that is meant."""
+        if number not in self._source_files:
+            source = self.sources[number - 1]
+            require(self._read_source is not None, "the files of earlier checkpoints are needed")
+            assert self._read_source is not None
+            file = self._read_source(source)
+            same = len(file) == source.file_size and file[-16:] == source.digest
+            require(
+                same,
+                f"stripe {source.stripe} of gpustasis-{source.pid}.img of checkpoint "
+                f"{source.checkpoint_id.hex()}, {source.depth} links away, is another file",
+            )
+            if source.depth == 0:
+                check_stripe(
+                    file,
+                    checkpoint_id=self.checkpoint_id,
+                    pid=self.pid,
+                    stripe=source.stripe,
+                    alignment=self.alignment,
+                    entries_hash=self._entries_hash(number),
+                )
+            self._source_files[number] = file
+        return self._source_files[number]
+
+    def _entries_hash(self, number: int) -> bytes:
+        """Of the index entries of the chunks that are in one of the sources."""
+        hasher = xxhash.xxh3_128()
+        for index, chunk in enumerate(self.chunks):
+            if chunk.source == number:
+                at = self._index_offset + INDEX_ENTRY_SIZE * index
+                hasher.update(self._file[at : at + INDEX_ENTRY_SIZE])
+        return hasher.digest()
+
+    def _parse_header(self) -> None:
+        header = self._file[:HEADER_SIZE]
+        required = check_start(header, _IMAGE_MAGIC, HEADER_SIZE, header[240:], header[:240])
+        self.has_parent = bool(required & FEATURE_PARENT)
+        self._has_stripes = bool(required & FEATURE_STRIPES)
+        (
+            self.checkpoint_id,
+            self.parent_id,
+            self.pid,
+            self.chunk_size,
+            self.alignment,
+            reserved,
+        ) = _HEADER.unpack_from(header, START.size)
+        require(not any(reserved), "a reserved byte is not zero")
+        require((self.parent_id != NO_ID) == self.has_parent, "parent and feature disagree")
+        require(1 <= self.pid < 1 << 31, "pid out of range")
+        require(_is_power(self.chunk_size, 4096, 4 << 20), "chunk size out of range")
+        require(_is_power(self.alignment, 1, 4096), "alignment out of range")
+
+    def _parse_trailer(self) -> None:
+        trailer = self._file[-TRAILER_SIZE:]
+        self.digest = trailer[112:]
+        require(xxhash.xxh3_128_digest(trailer[:112]) == self.digest, "trailer damaged")
+        (
+            self._metadata_offset,
+            self._metadata_size,
+            self._metadata_hash,
+            self._index_offset,
+            self._chunk_count,
+            self._index_hash,
+            header_hash,
+            file_size,
+            reserved,
+            magic,
+        ) = TRAILER.unpack_from(trailer)
+        require(magic == TRAILER_MAGIC and not any(reserved), "trailer malformed")
+        require(header_hash == self._file[240:256], "header and trailer do not belong together")
+        require(file_size == len(self._file), "file has another size than it should have")
+        require(self._chunk_count <= _MAX_CHUNKS, "too many chunks")
+        index_end = self._index_offset + INDEX_ENTRY_SIZE * self._chunk_count
+        require(index_end == file_size - TRAILER_SIZE, "index is not where it should be")
+        metadata_end = self._metadata_offset + self._metadata_size
+        require(metadata_end == self._index_offset, "metadata is not where it should be")
+
+    def _parse_metadata(self) -> None:
+        raw = self._file[self._metadata_offset : self._index_offset]
+        require(xxhash.xxh3_128_digest(raw) == self._metadata_hash, "metadata damaged")
+        require(len(raw) >= METADATA.size, "metadata too short")
+        (
+            self.start_time,
+            self.boot_id,
+            self.state_before,
+            self.driver_api_version,
+            region_count,
+            gpu_count,
+            comm,
+            driver_version,
+            source_count,
+            reserved,
+        ) = METADATA.unpack_from(raw)
+        require(not any(reserved), "a reserved byte is not zero")
+        require(self.state_before <= 3, "unknown state")
+        require(region_count <= _MAX_REGIONS and gpu_count <= MAX_GPUS, "too many regions, GPUs")
+        require(source_count <= _MAX_SOURCES, "too many sources")
+        regions_offset = METADATA.size + GPU.size * gpu_count
+        sources_offset = regions_offset + REGION.size * region_count
+        require(len(raw) == sources_offset + _SOURCE.size * source_count, "metadata size")
+        self.comm = text(comm)
+        self.driver_version = text(driver_version)
+        self.gpus = parse_gpus(raw, METADATA.size, gpu_count)
+        self.regions = _parse_regions(raw[regions_offset:sources_offset])
+        self.sources = _parse_sources(raw[sources_offset:])
+        self._stripes = sum(source.depth == 0 for source in self.sources)
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        require(self.has_parent or len(self.sources) == self._stripes, "sources without a parent")
+        require(
+            any(source.stripe for source in self.sources) == self._has_stripes,
+            "stripes and feature disagree",
+        )
+        for number, source in enumerate(self.sources[: self._stripes], 1):
+            found = (source.checkpoint_id, source.pid, source.stripe)
+            require(found == (self.checkpoint_id, self.pid, number), "not a stripe of this image")
+
+    def _parse_index(self) -> tuple[PlainChunk, ...]:
+        raw = self._file[self._index_offset : -TRAILER_SIZE]
+        require(xxhash.xxh3_128_digest(raw) == self._index_hash, "index damaged")
+        count = sum(-(-region.length // self.chunk_size) for region in self.regions)
+        require(count == self._chunk_count, "number of chunks does not follow from the regions")
+        places = [
+            (address, min(self.chunk_size, region.address + region.length - address))
+            for region in self.regions
+            for address in range(region.address, region.address + region.length, self.chunk_size)
+        ]
+        chunks = []
+        expected = [self._align(HEADER_SIZE)]
+        expected += [self._align(STRIPE_HEADER_SIZE)] * self._stripes
+        for entry, (address, size) in zip(INDEX_ENTRY.iter_unpack(raw), places, strict=True):
+            chunk = _parse_entry(entry, address, size)
+            if chunk.source != 0:
+                self._check_reference(chunk)
+            if chunk.encoding != ZERO and chunk.source <= self._stripes:
+                require(chunk.offset == expected[chunk.source], "chunk is not where it should be")
+                expected[chunk.source] = self._align(chunk.offset + chunk.stored_size)
+            chunks.append(chunk)
+        require(expected[0] == self._metadata_offset, "chunks do not fill the data area")
+        for end, source in zip(expected[1:], self.sources, strict=False):
+            require(end + STRIPE_TRAILER_SIZE == source.file_size, "chunks do not fill a stripe")
+        return tuple(chunks)
+
+    def _check_reference(self, chunk: PlainChunk) -> None:
+        require(chunk.source <= len(self.sources), "a source that is not there")
+        end = chunk.offset + chunk.stored_size
+        require(end <= self.sources[chunk.source - 1].file_size, "chunk beyond its source's end")
+
+    def _align(self, offset: int) -> int:
+        return -(-offset // self.alignment) * self.alignment
+
+
+def _parse_entry(
+    entry: tuple[bytes, int, int, int, int, int, int], address: int, size: int
+) -> PlainChunk:
+    plain_hash, offset, stored_hash, stored_size, encoding, source, reserved = entry
+    require(reserved == 0, "a reserved byte is not zero")
+    require(encoding == LZ4 or stored_hash == 0, "stored hash of a chunk that is not lz4")
+    if encoding == ZERO:
+        require(
+            offset == 0 and stored_size == 0 and source == 0, "zero chunk has a place in the file"
+        )
+    elif encoding == LZ4:
+        require(1 <= stored_size < size, "size of lz4 chunk out of range")
+    elif encoding == RAW:
+        require(stored_size == size, "raw chunk has the wrong size")
+    else:
+        raise ImageError(f"encoding {encoding} cannot stand here")
+    return PlainChunk(
+        address=address,
+        plain_size=size,
+        plain_hash=plain_hash,
+        offset=offset,
+        stored_hash=stored_hash,
+        stored_size=stored_size,
+        encoding=encoding,
+        source=source,
+    )
+
+
+def _parse_regions(raw: bytes) -> tuple[PlainRegion, ...]:
+    regions = []
+    lowest = 0
+    for address, length, protection, kind, reserved in REGION.iter_unpack(raw):
+        require(address % 4096 == 0 and length % 4096 == 0 and length > 0, "region malformed")
+        require(lowest <= address and address + length <= _MAX_ADDRESS, "region out of place")
+        require(protection <= 7 and kind <= 1 and not any(reserved), "region malformed")
+        lowest = address + length
+        regions.append(
+            PlainRegion(address=address, length=length, protection=protection, kind=kind)
+        )
+    return tuple(regions)
+
+
+def _parse_sources(raw: bytes) -> tuple[PlainSource, ...]:
+    sources = []
+    lowest = (0, 1, 0)
+    for checkpoint_id, digest, file_size, pid, depth, stripe, reserved in _SOURCE.iter_unpack(raw):
+        require((depth, pid, stripe) >= lowest, "sources do not ascend")
+        require(1 <= pid < 1 << 31 and stripe < MAX_STRIPES and reserved == 0, "source malformed")
+        lowest = (depth, pid, stripe + 1)
+        sources.append(
+            PlainSource(
+                checkpoint_id=checkpoint_id,
+                digest=digest,
+                file_size=file_size,
+                pid=pid,
+                depth=depth,
+                stripe=stripe,
+            )
+        )
+    return tuple(sources)
+
+
+def _check_padding(padding: bytes) -> None:
+    require(not any(padding), "padding is not zero")
+
+
+def _is_power(number: int, lowest: int, highest: int) -> bool:
+    return lowest <= number <= highest and number & (number - 1) == 0

@@ -1,0 +1,118 @@
+"""Check every byte of our files in an image directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpustasis._core import MANIFEST_NAME, MAX_STRIPES, ImageReader, Manifest, image_name
+from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.image.checkpoint import (
+    find_manifest,
+    image_errors,
+    image_names,
+    open_image,
+    own_names,
+)
+
+# Name of a file, bytes of memory done, bytes of memory in all.
+OnProgress = Callable[[str, int, int], object]
+
+
+@dataclass(slots=True)
+class Verification:
+    """What was found. problems: a sentence each, with file and, of a chunk, number and address.
+
+    earlier_bytes: those of plain_bytes that were read from earlier_checkpoints others.
+    outside_bytes: those that lie in outside_checkpoints others (their ids, in hexadecimal), which
+    are not in the archive, and were not checked: no parent was named.
+    """
+
+    images: int = 0
+    plain_bytes: int = 0
+    earlier_bytes: int = 0
+    earlier_checkpoints: int = 0
+    outside_bytes: int = 0
+    outside_checkpoints: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def verify_directory(
+    directory: Path, threads: int = 0, on_progress: OnProgress | None = None
+) -> Verification:
+    """Check the manifest in `directory` and every image; go on after a problem with the next file.
+
+    Chunks that an earlier checkpoint holds are read and checked there.
+    threads: 0 for as many as there are processors. Nothing is raised for what is found; a
+    directory that cannot be listed raises ImageError.
+    """
+    found = Verification()
+    names = image_names(directory)
+    try:
+        manifest = find_manifest(directory)
+    except (ImageError, UnsupportedError) as exc:
+        found.problems.append(f"{directory}: {exc}")
+        return found
+    if manifest is None:
+        found.problems.append(
+            f"{directory / MANIFEST_NAME}: missing: the checkpoint was never finished, or has no "
+            "GPU state saved by gpustasis"
+        )
+        return found
+    wanted = _check_images(directory, manifest, threads, on_progress, found)
+    found.problems += [
+        f"{directory / name}: not named by the manifest, or by the image of its process"
+        for name in names
+        if name not in wanted
+    ]
+    return found
+
+
+def _check_images(
+    directory: Path,
+    manifest: Manifest,
+    threads: int,
+    on_progress: OnProgress | None,
+    found: Verification,
+) -> set[str]:
+    """Names of the files that belong to the checkpoint; of an image that cannot be opened, all that
+    could be its."""
+    earlier: set[bytes] = set()
+    wanted: set[str] = set()
+    for task in manifest.tasks:
+        if not task.externalized:
+            continue
+        try:
+            image = open_image(directory, manifest, task)
+        except (ImageError, UnsupportedError) as exc:
+            found.problems.append(str(exc))
+            wanted |= {image_name(task.pid, stripe) for stripe in range(MAX_STRIPES)}
+            continue
+        wanted |= set(own_names(image))
+        try:
+            _check_content(image, image_name(task.pid), threads, on_progress)
+        except (ImageError, UnsupportedError) as exc:
+            found.problems.append(str(exc))
+            continue
+        found.images += 1
+        found.plain_bytes += plain_size(image)
+        found.earlier_bytes += image.totals.ref.plain
+        earlier |= {source.checkpoint_id for source in image.info.sources if source.depth > 0}
+    found.earlier_checkpoints = len(earlier)
+    return wanted
+
+
+def _check_content(
+    image: ImageReader, name: str, threads: int, on_progress: OnProgress | None
+) -> None:
+    total = plain_size(image)
+    tell = None if on_progress is None else lambda done: on_progress(name, done, total)
+    with image_errors():
+        image.attach_sources()
+        image.verify(threads, tell)
+
+
+def plain_size(image: ImageReader) -> int:
+    """Bytes of memory that an image holds."""
+    return sum(region.length for region in image.info.regions)

@@ -1,0 +1,1 @@
+"""Setting a host up so that its container runtimes use gpustasis, and undoing that to the byte."""

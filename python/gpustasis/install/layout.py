@@ -1,0 +1,109 @@
+"""What lies where on a host, and where it comes from. docs/operating.md has the same as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from gpustasis.criu.configuration import CRUN_FILE, DEFAULT_FILE, RUNC_FILE
+from gpustasis.criu.plugin import PLUGIN_NAME, SYSTEM_CONFIG, plugin_directory
+from gpustasis.errors import InstallError
+
+PLUGIN_DIRECTORY = "/usr/lib/gpustasis/criu"
+PLUGIN = f"{PLUGIN_DIRECTORY}/{PLUGIN_NAME}"
+HOOK = "/usr/libexec/gpustasis/oci-hook"
+# Not /etc/containers/oci/hooks.d: of the two, Podman and CRI-O look only here unless told.
+HOOK_DEFINITION = "/usr/share/containers/oci/hooks.d/50-gpustasis.json"
+CRIO_DROP_IN = "/etc/crio/crio.conf.d/50-gpustasis.conf"
+CONFIG = str(SYSTEM_CONFIG)
+
+FILE_PATHS = frozenset({PLUGIN, HOOK, HOOK_DEFINITION, CRIO_DROP_IN, CONFIG})
+BLOCK_PATHS = frozenset({DEFAULT_FILE, RUNC_FILE, CRUN_FILE})
+
+
+class Kind(StrEnum):
+    """What is done about a file that is there already and is not as it would be installed.
+
+    PROGRAM: it is brought up to date if an installation put it there; else an error.
+    DROP_IN: left alone if it was changed since; else as PROGRAM.
+    CONFIGURATION: left alone, whoever put it there.
+    """
+
+    PROGRAM = "program"
+    DROP_IN = "drop-in"
+    CONFIGURATION = "configuration"
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of ours."""
+
+    path: str
+    data: bytes
+    mode: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines of ours for a file of CRIU's configuration.
+
+    body: its comments and options, each line ended.
+    if_there: only into a file that is there already.
+    """
+
+    path: str
+    body: str
+    if_there: bool = False
+
+
+def packages() -> str:
+    """The directory that holds the package gpustasis, for the hook to import it from."""
+    return str(Path(__file__).resolve().parent.parent.parent)
+
+
+def files(python: str) -> tuple[File, ...]:
+    """python: the interpreter that the hook runs on, a path on the host that is installed on.
+
+    Raises InstallError if it cannot stand in a #! line, UnsupportedError if the plugin is missing.
+    """
+    if not python.startswith("/") or len(python) > 200 or set(python) & set(" \t\n"):
+        raise InstallError(f"{python!r} cannot be the hook's interpreter: an absolute path is one")
+    plugin = (plugin_directory() / PLUGIN_NAME).read_bytes()
+    return (
+        File(PLUGIN, plugin, 0o755, Kind.PROGRAM),
+        File(
+            HOOK, _filled("oci/oci-hook", PYTHON=python, PACKAGES=packages()), 0o755, Kind.PROGRAM
+        ),
+        File(HOOK_DEFINITION, _filled("oci/50-gpustasis.json", HOOK=HOOK), 0o644, Kind.DROP_IN),
+        File(CRIO_DROP_IN, _filled("crio/50-gpustasis.conf"), 0o644, Kind.DROP_IN),
+        File(CONFIG, _filled("gpustasis/config.toml"), 0o644, Kind.CONFIGURATION),
+    )
+
+
+def lines() -> tuple[Lines, ...]:
+    """What is put into CRIU's configuration.
+
+    Not into a new crun.conf: without one crun reads runc.conf, and what an administrator has put,
+    or puts later, into runc.conf would no longer count for crun.
+    """
+    whole = _filled("criu/default.conf", LIBDIR=PLUGIN_DIRECTORY).decode()
+    runtime = _filled("criu/runtime.conf", LIBDIR=PLUGIN_DIRECTORY).decode()
+    return (
+        Lines(DEFAULT_FILE, whole),
+        Lines(RUNC_FILE, runtime),
+        Lines(CRUN_FILE, runtime, if_there=True),
+    )
+
+
+def _filled(name: str, **values: str) -> bytes:
+    """A file of runtime-hooks/ with its @NAME@s replaced."""
+    path = Path(__file__).resolve().parent.parent / "runtime-hooks" / name
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise InstallError(f"cannot read {path}: {exc.strerror}; install gpustasis anew") from exc
+    for key, value in values.items():
+        text = text.replace(f"@{key}@", value)
+    return text.encode()

@@ -1,0 +1,272 @@
+"""The file system that is installed into: a host's "/", or a directory that is some host's "/".
+
+Every path is looked up as a process with that root would: an absolute link starts at the root
+again, and ".." ends there. So nothing outside is ever read or written, whatever links a hostile
+root holds. Directories are held open while they are walked: a link put in between is not followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from gpustasis.errors import InstallError
+
+MAX_LINKS = 40  # as the kernel's own limit
+MAX_FILE = 64 << 20  # bytes; the largest file that is installed is the plugin
+PART_SUFFIX = ".gpustasis-part"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A regular file: its bytes, and what stat says."""
+
+    data: bytes
+    status: os.stat_result
+
+
+class Root:
+    """Paths are absolute, in terms of the root: "/etc/criu/runc.conf".
+
+    A context manager: within it the process has no umask. One process at a time works on a root.
+    Raises InstallError if the directory is not there, if
+    another process is at it, or if a path cannot be looked up; OSError for what the kernel refuses.
+    """
+
+    def __init__(self, directory: Path, *, alone: bool = True) -> None:
+        """alone: False: only to look, beside whoever installs."""
+        self.directory = directory
+        try:
+            self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as exc:
+            raise InstallError(f"cannot open the root {directory}: {exc.strerror}") from exc
+        if not alone:
+            return
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(self._fd)
+            raise InstallError(f"another process is installing into {directory}") from exc
+
+    def __enter__(self) -> Self:
+        # A chmod after mkdir would leave the wrong mode if this process dies between them.
+        self._umask = os.umask(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.umask(self._umask)
+        os.close(self._fd)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything but a link to nowhere at this path; links are followed."""
+        with contextlib.suppress(InstallError):
+            fd, missing = self._descend(path.split("/"), any_file=True)
+            os.close(fd)
+            return not missing
+        return False
+
+    def read(self, path: str, limit: int = MAX_FILE) -> Found | None:
+        """The regular file at this path; None: there is nothing. Links to files are refused."""
+        with self._parent(path) as (directory, name):
+            if directory is None:
+                return None
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            try:
+                fd = os.open(name, flags, dir_fd=directory)
+            except FileNotFoundError:
+                return None
+            except OSError as exc:
+                if exc.errno == errno.ELOOP:
+                    target = os.readlink(name, dir_fd=directory)
+                    raise InstallError(
+                        f"{path} is a symbolic link to {target!r}; put the file itself there"
+                    ) from exc
+                raise
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                os.close(fd)
+                raise InstallError(f"{path} is not a regular file")
+            with os.fdopen(fd, "rb") as file:
+                if status.st_size > limit:
+                    raise InstallError(f"{path}: {status.st_size} bytes, at most {limit} expected")
+                return Found(file.read(limit + 1), status)
+
+    def listing(self, path: str) -> list[str]:
+        """Names in a directory, sorted; none if it is not there."""
+        fd, missing = self._descend(path.split("/"))
+        try:
+            return [] if missing else sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
+
+    def missing_directories(self, path: str) -> list[str]:
+        """The directories above this path that are not there, the uppermost first."""
+        parent = path.rpartition("/")[0]
+        fd, missing = self._descend(parent.split("/"))
+        os.close(fd)
+        parts = parent.split("/")
+        return ["/".join(parts[: len(parts) - n]) for n in range(len(missing) - 1, -1, -1)]
+
+    def make_directory(self, path: str, mode: int = 0o755) -> None:
+        """Its parent must be there."""
+        with self._parent(path) as (directory, name):
+            if directory is None:
+                raise InstallError(f"{path}: the directory above it is gone")
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, mode, dir_fd=directory)
+                os.fsync(directory)
+
+    def rename(self, old: str, new: str) -> None:
+        """Within one directory; a file or directory that is there as `new` is not replaced."""
+        with self._parent(old) as (directory, name):
+            last = new.rpartition("/")[2]
+            if directory is None or self.exists(new):
+                raise InstallError(f"cannot rename {old} to {new}: the tree was changed meanwhile")
+            os.rename(name, last, src_dir_fd=directory, dst_dir_fd=directory)
+            os.fsync(directory)
+
+    def remove_directory(self, path: str) -> bool:
+        """False: it is not empty, and stays."""
+        with self._parent(path) as (directory, name):
+            if directory is None:
+                return True
+            try:
+                os.rmdir(name, dir_fd=directory)
+            except FileNotFoundError:
+                return True
+            except OSError as exc:
+                if exc.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY):
+                    return False
+                raise
+            return True
+
+    def write(
+        self, path: str, data: bytes, mode: int, like: Found | None = None, mtime_ns: int = -1
+    ) -> None:
+        """Put a file there in one step, synced; one that is there is replaced.
+
+        like: the file whose owner, mode and extended attributes it gets, in place of `mode`.
+        mtime_ns: since 1970; negative: now.
+        """
+        with self._parent(path) as (directory, name):
+            if directory is None:
+                raise InstallError(f"{path}: the directory above it is gone")
+            part = f".{name}{PART_SUFFIX}"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(part, dir_fd=directory)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(part, flags, 0o600, dir_fd=directory)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    if like is not None:
+                        os.fchown(fd, like.status.st_uid, like.status.st_gid)
+                        mode = stat.S_IMODE(like.status.st_mode)
+                        self._copy_attributes(directory, name, fd)
+                    os.fchmod(fd, mode)
+                    if mtime_ns >= 0:
+                        os.utime(fd, ns=(mtime_ns, mtime_ns))
+                    os.fsync(fd)
+                os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(part, dir_fd=directory)
+                raise
+            os.fsync(directory)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+        with self._parent(path) as (directory, name):
+            if directory is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=directory)
+                    os.fsync(directory)
+
+    def remove_part(self, path: str) -> None:
+        """Remove what a killed write() of this path has left."""
+        directory, _, name = path.rpartition("/")
+        self.remove(f"{directory}/.{name}{PART_SUFFIX}")
+
+    @staticmethod
+    def _copy_attributes(directory: int, name: str, to: int) -> None:
+        """Security labels and access lists; a file system may have none."""
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            for attribute in os.listxattr(fd):
+                os.setxattr(to, attribute, os.getxattr(fd, attribute))
+        except OSError as exc:
+            if exc.errno not in (errno.ENOTSUP, errno.ENODATA):
+                raise
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int | None, str]]:
+        """The open directory that holds this path, None if it is not there; the last name."""
+        parent, _, name = path.rpartition("/")
+        if not path.startswith("/") or name in ("", ".", ".."):
+            raise InstallError(f"{path!r} is not the absolute path of a file")
+        fd, missing = self._descend(parent.split("/"))
+        try:
+            yield (None if missing else fd), name
+        finally:
+            os.close(fd)
+
+    def _descend(self, names: list[str], any_file: bool = False) -> tuple[int, list[str]]:
+        """Follow names from the root: the open directory reached, and the names not there."""
+        path = "/".join(names)
+        held = [os.dup(self._fd)]
+        todo = [name for name in reversed(names) if name]
+        own = len(todo)  # how many of todo are of `names`, and not of a link
+        links = 0
+        try:
+            while todo:
+                name = todo.pop()
+                if name == "..":
+                    if len(held) > 1:
+                        os.close(held.pop())
+                    own = min(own, len(todo))
+                    continue
+                flags = os.O_DIRECTORY if todo or not any_file else os.O_PATH
+                try:
+                    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=held[-1])
+                    if flags == os.O_PATH and stat.S_ISLNK(os.fstat(fd).st_mode):
+                        os.close(fd)
+                        raise OSError(errno.ELOOP, "")
+                except FileNotFoundError:
+                    if len(todo) >= own:
+                        raise InstallError(f"{path} leads through a link to nowhere") from None
+                    return held.pop(), [name, *reversed(todo)]
+                except OSError as exc:
+                    if exc.errno not in (errno.ELOOP, errno.ENOTDIR):
+                        raise
+                    target = self._link(name, held[-1], path)
+                    links += 1
+                    if links > MAX_LINKS:
+                        raise InstallError(f"{path} leads through too many links") from exc
+                    while target.startswith("/") and len(held) > 1:
+                        os.close(held.pop())
+                    own = min(own, len(todo))
+                    todo += [part for part in reversed(target.split("/")) if part not in ("", ".")]
+                    continue
+                held.append(fd)
+                own = min(own, len(todo))
+            return held.pop(), []
+        finally:
+            for fd in held:
+                os.close(fd)
+
+    @staticmethod
+    def _link(name: str, directory: int, path: str) -> str:
+        try:
+            return os.readlink(name, dir_fd=directory)
+        except OSError as exc:
+            raise InstallError(f"{path}: {name!r} is not a directory") from exc

@@ -1,0 +1,74 @@
+"""NVIDIA's management library, for what the CUDA driver does not tell.
+
+Source: nvml.h 12.8, nvmlInit_v2, nvmlSystemGetDriverVersion, nvmlDeviceGetMemoryInfo, nvmlShutdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cffi
+
+from gpustasis.errors import DriverError
+
+DEFAULT_LIBRARY = "libnvidia-ml.so.1"
+_VERSION_SIZE = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
+
+_ffi = cffi.FFI()
+_ffi.cdef(
+    """
+    int nvmlInit_v2(void);
+    int nvmlShutdown(void);
+    int nvmlSystemGetDriverVersion(char* version, unsigned int length);
+    typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
+    int nvmlDeviceGetCount_v2(unsigned int* count);
+    int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void** device);
+    int nvmlDeviceGetMemoryInfo(void* device, nvmlMemory_t* memory);
+    """
+)
+
+
+def driver_version(library: str = DEFAULT_LIBRARY) -> str:
+    """The driver's version, "580.95.05". Raises DriverError if NVML is missing or refuses."""
+    with _loaded(library) as nvml:
+        text = _ffi.new("char[]", _VERSION_SIZE)
+        _check(nvml.nvmlSystemGetDriverVersion(text, _VERSION_SIZE), "nvmlSystemGetDriverVersion")
+        version = _ffi.string(text)
+    return version.decode("ascii", "replace") if isinstance(version, bytes) else version
+
+
+def memory_used(library: str = DEFAULT_LIBRARY) -> int:
+    """Bytes in use on all GPUs of this host. Raises DriverError as driver_version."""
+    used = 0
+    with _loaded(library) as nvml:
+        count = _ffi.new("unsigned int*")
+        _check(nvml.nvmlDeviceGetCount_v2(count), "nvmlDeviceGetCount_v2")
+        for index in range(count[0]):
+            device = _ffi.new("void**")
+            memory: Any = _ffi.new("nvmlMemory_t*")
+            name = "nvmlDeviceGetHandleByIndex_v2"
+            _check(nvml.nvmlDeviceGetHandleByIndex_v2(index, device), name)
+            _check(nvml.nvmlDeviceGetMemoryInfo(device[0], memory), "nvmlDeviceGetMemoryInfo")
+            used += int(memory.used)
+    return used
+
+
+@contextmanager
+def _loaded(library: str) -> Iterator[Any]:
+    try:
+        nvml: Any = _ffi.dlopen(library)
+    except OSError as exc:
+        reason = str(exc).split("  Additionally", 1)[0]  # cffi adds what else it tried
+        raise DriverError(f"NVML cannot be loaded: {reason}") from exc
+    _check(nvml.nvmlInit_v2(), "nvmlInit_v2")
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise DriverError(f"{what}: NVML error {code}", code)

@@ -1,0 +1,250 @@
+"""What annotations of a container ask of its checkpoints: names, values, and the policy file.
+
+The OCI hook checks the annotations with this when a container starts, and leaves a policy file for
+the plugin, which reads it at each dump (src/cuda_plugin/policy.hpp). docs/operating.md, "Policy per
+container", is the table for users. Every start of a container with an annotation waits for this
+module: it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+from gpustasis.errors import PolicyError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+PREFIX = "io.gpustasis."
+POLICY_DIRECTORY = "/run/gpustasis/policy"
+STORE_DIRECTORY = "/var/lib/gpustasis/containers"
+MAX_FILE_BYTES = 64 << 10  # of a policy file; the plugin refuses a longer one
+
+MAX_THREADS = 1024
+MAX_KEEP = 100_000
+MAX_TIMEOUT_MS = 2**31 - 1
+MAX_PATH_BYTES = 4095
+_ID_LENGTH = 64
+_SHOWN = 80  # characters of a wrong value in a message
+_MILLISECONDS = {"ms": 1, "s": 1000, "m": 60_000}
+
+Value = bool | int | str
+
+
+class Policy:
+    """settings: keys of the plugin's configuration, with their values. keep: how many checkpoints
+    of the container's store stay; None: all. annotations: what was said, ours only."""
+
+    __slots__ = ("annotations", "keep", "settings")
+
+    def __init__(
+        self, settings: dict[str, Value], keep: int | None, annotations: dict[str, str]
+    ) -> None:
+        self.settings = settings
+        self.keep = keep
+        self.annotations = annotations
+
+
+class Annotation:
+    """One name below PREFIX. key: the plugin's configuration key that it sets; "": none, it is for
+    the hook. allowed: what may be said, in words. parse: raises ValueError."""
+
+    __slots__ = ("allowed", "key", "meaning", "parse")
+
+    def __init__(self, key: str, allowed: str, meaning: str, parse: Callable[[str], Value]) -> None:
+        self.key = key
+        self.allowed = allowed
+        self.meaning = meaning
+        self.parse = parse
+
+
+def _compress(text: str) -> str:
+    if text not in ("lz4", "none"):
+        raise ValueError
+    return text
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError
+    return text == "true"
+
+
+def _number(text: str, least: int, most: int) -> int:
+    # int() takes more than digits: signs, spaces, underscores, and digits of other scripts.
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most))):
+        raise ValueError
+    if not least <= (number := int(text)) <= most:
+        raise ValueError
+    return number
+
+
+def _threads(text: str) -> int:
+    return _number(text, 0, MAX_THREADS)
+
+
+def _keep(text: str) -> int:
+    return _number(text, 1, MAX_KEEP)
+
+
+def _timeout(text: str) -> int:
+    """Milliseconds."""
+    digits = text.rstrip("ms")
+    milliseconds = _number(digits, 1, MAX_TIMEOUT_MS) * _MILLISECONDS.get(text[len(digits) :], 0)
+    if not 1 <= milliseconds <= MAX_TIMEOUT_MS:
+        raise ValueError
+    return milliseconds
+
+
+def _path(text: str) -> str:
+    if not text.startswith("/") or ".." in text.split("/"):
+        raise ValueError
+    if len(text.encode()) > MAX_PATH_BYTES or not text.isprintable():  # UnicodeError: ValueError
+        raise ValueError
+    return text
+
+
+ANNOTATIONS: dict[str, Annotation] = {
+    "compress": Annotation(
+        "compress", '"lz4" or "none"', "whether chunks of GPU memory are compressed", _compress
+    ),
+    "externalize": Annotation(
+        "externalize",
+        '"true" or "false"',
+        "whether GPU memory is taken out of CRIU's own images",
+        _flag,
+    ),
+    "incremental": Annotation(
+        "incremental",
+        '"true" or "false"',
+        "whether each checkpoint is built on the one before",
+        _flag,
+    ),
+    "parent": Annotation(
+        "parent",
+        'an absolute path without ".."',
+        "directory of the checkpoint to build on",
+        _path,
+    ),
+    "threads": Annotation(
+        "threads",
+        f"a number from 0 to {MAX_THREADS}",
+        "threads that read, hash, compress and write; 0: as many as processors",
+        _threads,
+    ),
+    "timeout": Annotation(
+        "lock_timeout_ms",
+        'a whole number of "ms", "s" or "m", such as "10s", up to 2147483647 ms',
+        "how long submitted GPU work may take to drain",
+        _timeout,
+    ),
+    "keep": Annotation(
+        "",
+        f"a number from 1 to {MAX_KEEP}",
+        "how many checkpoints of the container's store stay when it ends",
+        _keep,
+    ),
+}
+# What later versions may take, refused by name until then.
+NOT_YET = {"encrypt": "encryption is not supported by this version of gpustasis"}
+
+
+def parse_annotations(annotations: Mapping[str, object]) -> Policy | None:
+    """The policy of a container with all of these annotations; None: none of them is ours.
+
+    Raises PolicyError: one sentence that names annotation, value and what is allowed.
+    """
+    settings: dict[str, Value] = {}
+    keep: int | None = None
+    ours: dict[str, str] = {}
+    for full_name in sorted(name for name in annotations if name.startswith(PREFIX)):
+        text = annotations[full_name]
+        name = full_name.removeprefix(PREFIX)
+        if name in NOT_YET:
+            raise _wrong(full_name, text, NOT_YET[name])
+        known = ANNOTATIONS.get(name)
+        if known is None:
+            known_names = ", ".join(PREFIX + other for other in ANNOTATIONS)
+            raise _wrong(full_name, text, f"there is no such annotation, only {known_names}")
+        if not isinstance(text, str):
+            raise _wrong(full_name, text, f"must be {known.allowed}")
+        try:
+            value = known.parse(text)
+        except ValueError:
+            raise _wrong(full_name, text, f"must be {known.allowed}") from None
+        ours[full_name] = text
+        if known.key:
+            settings[known.key] = value
+        else:
+            keep = int(value)
+    _check_together(settings, ours)
+    return Policy(settings, keep, ours) if ours else None
+
+
+def _check_together(settings: Mapping[str, Value], ours: Mapping[str, str]) -> None:
+    """What each is right, but not all of it at once."""
+    for name in ("incremental", "parent"):
+        if settings.get(name) and settings.get("externalize") is False:
+            raise _wrong(
+                PREFIX + name, ours[PREFIX + name], f'needs {PREFIX}externalize, which is "false"'
+            )
+    if "parent" in settings and settings.get("incremental"):
+        raise _wrong(
+            f"{PREFIX}parent",
+            ours[f"{PREFIX}parent"],
+            f'not together with {PREFIX}incremental = "true", which chooses the parent itself',
+        )
+
+
+def _wrong(name: str, value: object, why: str) -> PolicyError:
+    return PolicyError(f"annotation {shown(name)} = {shown(value, quoted=True)}: {why}")
+
+
+def shown(value: object, *, quoted: bool = False) -> str:
+    """`value` for a message: on one line, and not longer than a line."""
+    text = value if isinstance(value, str) else str(value)
+    text = ascii(text[:_SHOWN])[1:-1] + ("…" if len(text) > _SHOWN else "")
+    return f'"{text}"' if quoted and isinstance(value, str) else text
+
+
+def is_container_id(text: str) -> bool:
+    """Whether this is an id as engines make them, 64 lowercase hex digits: as such the plugin finds
+    it in the name of a cgroup, and it is safe as a file name."""
+    return len(text) == _ID_LENGTH and all(char in "0123456789abcdef" for char in text)
+
+
+def format_policy(policy: Policy, container_id: str) -> str:
+    """The text of the container's policy file: TOML, the plugin's keys, then a table [container]
+    with id, keep if there is one, and the annotations that it comes from."""
+    lines = ["# Made by the OCI hook of gpustasis from the annotations of the container."]
+    lines += [f"{key} = {_toml(value)}" for key, value in policy.settings.items()]
+    lines += ["", "[container]", f"id = {_toml(container_id)}"]
+    if policy.keep is not None:
+        lines.append(f"keep = {policy.keep}")
+    lines += ["", "[container.annotations]"]
+    lines += [f"{_toml(name)} = {_toml(text)}" for name, text in policy.annotations.items()]
+    return "\n".join(lines) + "\n"
+
+
+def keep_of(text: str) -> int | None:
+    """`keep` in the text of a policy file; None: all stay. Raises PolicyError."""
+    import tomllib  # only when a container with a policy ends
+
+    try:
+        container = tomllib.loads(text)["container"]
+        keep = container.get("keep")
+    except (ValueError, KeyError, AttributeError) as exc:
+        raise PolicyError(f"it is no policy file: {exc}") from exc
+    if keep is None:
+        return None
+    if isinstance(keep, bool) or not isinstance(keep, int) or not 1 <= keep <= MAX_KEEP:
+        raise PolicyError(f"keep = {shown(keep)}: must be a number from 1 to {MAX_KEEP}")
+    return keep
+
+
+def _toml(value: Value) -> str:
+    """Strings have been found printable: only quotes and backslashes need care."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,182 @@
+"""A connection to a container runtime over CRI: gRPC on a Unix socket.
+
+Source of paths, limits and codes: the kubelet's own client (k8s.io/cri-client) and gRPC's
+documentation. Needs the extra `cri`.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from gpustasis.errors import EngineError, UnsupportedError
+from gpustasis.runtimes.cri_messages import MESSAGES, METHODS, SERVICE, Table, message_classes
+
+CALL_TIMEOUT_S = 30.0  # of calls that only ask
+_MESSAGE_LIMIT = 16 << 20  # bytes of one answer; the kubelet's own limit
+_TEXT_LIMIT = 2000  # characters of a runtime's error that are shown
+_PATH_LIMIT = 107  # bytes, unix(7)
+_TICK_S = 0.1
+DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+CANCELLED = "CANCELLED"
+_NO_SUCH_METHOD = "UNIMPLEMENTED"
+
+
+class CallError(EngineError):
+    """The runtime answered a call with an error. code: gRPC's name of it, as UNIMPLEMENTED."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Cri:
+    """A runtime's CRI socket, open for the length of a with statement."""
+
+    def __init__(
+        self,
+        address: str,
+        tables: tuple[Table, Mapping[str, tuple[str, str]]] | None = None,
+    ) -> None:
+        """address: the socket's absolute path, or unix:// and that.
+
+        tables: messages and methods to know instead of those of cri_messages.
+
+        Raises EngineError if nobody listens there, UnsupportedError without the extra.
+        """
+        try:
+            import grpc
+
+            messages, self._methods = tables or (MESSAGES, METHODS)
+            self.messages = message_classes(messages)
+        except ImportError as exc:
+            raise UnsupportedError(
+                f"talking to a container runtime over CRI needs {exc.name}; install the extra: "
+                "pip install 'gpustasis[cri]'"
+            ) from exc
+        self.path = socket_path(address)
+        _try_to_connect(self.path)
+        self._grpc = grpc
+        self._channel = grpc.insecure_channel(  # a Unix socket: its mode is what guards it
+            f"unix:{self.path}",
+            options=[
+                ("grpc.max_receive_message_length", _MESSAGE_LIMIT),
+                ("grpc.enable_http_proxy", 0),
+            ],
+        )
+        self._runtime = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+
+    def call(
+        self,
+        method: str,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        deadline: bool = True,
+        stop: Callable[[], bool] = lambda: False,
+        metadata: tuple[tuple[str, str], ...] = (),
+        **fields: Any,
+    ) -> Any:
+        """Call a method of METHODS with these fields of its request; the answer as a message.
+
+        A name that begins with / is a whole path, else a method of SERVICE. deadline: whether the
+        runtime is told how long it has; if not, the call is cancelled after that long. stop: asked
+        again and again whether to cancel it. (A signal's handler that raises an exception within
+        gRPC can leave the channel useless.)
+
+        Raises CallError; its code is DEADLINE_EXCEEDED after timeout_s, CANCELLED after a stop.
+        """
+        request, response = self._methods[method]
+        rpc = self._channel.unary_unary(
+            method if method.startswith("/") else f"/{SERVICE}/{method}",
+            request_serializer=getattr(self.messages, request).SerializeToString,
+            response_deserializer=getattr(self.messages, response).FromString,
+        )
+        message = getattr(self.messages, request)(**fields)
+        pending = rpc.future(message, timeout=timeout_s if deadline else None, metadata=metadata)
+        end = time.monotonic() + timeout_s
+        try:
+            while True:
+                try:
+                    return pending.result(_TICK_S)
+                except self._grpc.FutureTimeoutError:
+                    if stop():
+                        raise CallError("interrupted", CANCELLED) from None
+                    if not deadline and time.monotonic() >= end:
+                        raise CallError(
+                            f"no answer in {timeout_s:g} s", DEADLINE_EXCEEDED
+                        ) from None
+        except self._grpc.RpcError as exc:
+            raise CallError(printable(exc.details() or "no reason given"), exc.code().name) from exc
+        except BaseException:
+            pending.cancel()
+            raise
+
+    def runtime(self) -> str:
+        """Name and version of what listens, as "containerd v2.1.9". Raises EngineError."""
+        if not self._runtime:
+            try:
+                answer = self.call("Version", version="v1")
+            except CallError as exc:
+                raise EngineError(f"{self.path}: {_no_version(exc)}") from exc
+            self._runtime = printable(f"{answer.runtime_name} {answer.runtime_version}")
+        return self._runtime
+
+
+def socket_path(address: str) -> str:
+    """Path of a socket's address. Raises EngineError if it is none."""
+    path = address.removeprefix("unix://").removeprefix("unix:")
+    if not path.startswith("/") or "\0" in path:
+        raise EngineError(
+            f"{address!r} is no address of a container runtime: give the absolute path of its "
+            "socket, as /run/containerd/containerd.sock"
+        )
+    if len(path.encode()) > _PATH_LIMIT:
+        raise EngineError(f"{path}: a socket's path has at most {_PATH_LIMIT} bytes")
+    return path
+
+
+def _try_to_connect(path: str) -> None:
+    """gRPC says "unavailable" to whatever goes wrong here; the system call says what."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(CALL_TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except OSError as exc:
+            advice = {
+                errno.ENOENT: "; does the runtime run, and is this its socket? --address names it",
+                errno.ENOTDIR: "; --address names the runtime's socket",
+                errno.EACCES: "; the socket is root's: run this as root",
+                errno.ECONNREFUSED: "; nobody listens there: does the runtime run?",
+            }.get(exc.errno or 0, "")
+            raise EngineError(f"cannot connect to {path}: {exc.strerror or exc}{advice}") from exc
+
+
+def _no_version(error: CallError) -> str:
+    if error.code == _NO_SUCH_METHOD:
+        return (
+            "what listens there does not speak CRI v1; if it is containerd, take cri out of "
+            "disabled_plugins in its config.toml (packages made for Docker disable it)"
+        )
+    return f"the runtime does not say its version: {error} ({error.code})"
+
+
+def printable(text: str) -> str:
+    """What somebody else wrote, as one line that does nothing to a terminal."""
+    line = " ".join(text.split())
+    line = "".join(char if char.isprintable() else "?" for char in line)
+    return line if len(line) <= _TEXT_LIMIT else f"{line[:_TEXT_LIMIT]} ..."

@@ -1,0 +1,145 @@
+"""Podman's service: the REST endpoints below /libpod, through podman-py's client.
+
+podman-py has no methods for checkpoints; its APIClient is a requests.Session that knows the socket.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+from urllib.parse import quote
+
+from gpustasis.errors import EngineError, UnsupportedError
+
+DEFAULT_URL = "unix:///run/podman/podman.sock"
+_CHUNK = 1 << 20  # bytes of a body at a time
+
+Params = Mapping[str, bool | str]
+
+
+class RefusedError(EngineError):
+    """The service answered that it did not do it. status: of HTTP."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Service:
+    """A connection to Podman's service; a context manager.
+
+    url: as podman-py takes it; None: $CONTAINER_HOST, else DEFAULT_URL. local: its files are this
+    machine's. Every method raises EngineError if nobody answers, RefusedError if the answer is no.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        try:
+            from podman.api.client import APIClient
+            from podman.errors import PodmanError
+        except ImportError as exc:
+            raise UnsupportedError(
+                "podman-py is not installed: pip install 'gpustasis[podman]'"
+            ) from exc
+        self.url = url or os.environ.get("CONTAINER_HOST") or DEFAULT_URL
+        self.local = self.url.partition(":")[0] in ("unix", "http+unix")
+        self._failure = (PodmanError, OSError)  # requests' exceptions are OSErrors
+        try:
+            self._client = APIClient(base_url=self.url)
+        except (ValueError, *self._failure) as exc:
+            raise EngineError(f"{self.url} is no address of a Podman service: {exc}") from exc
+
+    def info(self) -> dict[str, Any]:
+        """What `podman info` shows."""
+        return self._json(self._send("GET", "/info", {}))
+
+    def inspect(self, name: str) -> dict[str, Any]:
+        """What `podman container inspect` shows."""
+        return self._json(self._send("GET", f"/containers/{quote(name, safe='')}/json", {}))
+
+    def act(
+        self, name: str, verb: str, params: Params, body: BinaryIO | None = None
+    ) -> dict[str, Any]:
+        """POST /containers/NAME/VERB: the answer."""
+        path = f"/containers/{quote(name, safe='')}/{verb}"
+        return self._json(self._send("POST", path, params, body))
+
+    @contextmanager
+    def stream(self, name: str, verb: str, params: Params) -> Iterator[Iterator[bytes]]:
+        """The same, for an answer that is no JSON: its pieces."""
+        path = f"/containers/{quote(name, safe='')}/{verb}"
+        response = self._send("POST", path, params, stream=True)
+        try:
+            yield self._pieces(response)
+        finally:
+            response.close()
+
+    def remove(self, name: str) -> None:
+        """Remove a container, whatever it does; one that is not there is no error."""
+        path = f"/containers/{quote(name, safe='')}"
+        self._send("DELETE", path, {"force": True, "ignore": True, "timeout": "0"})
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        params: Params,
+        body: BinaryIO | None = None,
+        *,
+        stream: bool = False,
+    ) -> Any:
+        words = {k: v if isinstance(v, str) else str(v).lower() for k, v in params.items()}
+        call = getattr(self._client, method.lower())
+        try:
+            if body is None:
+                response = call(path, params=words, stream=stream)
+            else:
+                response = call(path, params=words, data=body)
+        except self._failure as exc:
+            raise EngineError(
+                f"no Podman service answers at {self.url}: start it with `systemctl start "
+                f"podman.socket`, or with `podman system service --time 0 {self.url}` ({exc})"
+            ) from exc
+        if response.status_code >= 400:
+            raise RefusedError(_message(response), response.status_code)
+        return response
+
+    def _pieces(self, response: Any) -> Iterator[bytes]:
+        try:
+            yield from response.iter_content(_CHUNK)
+        except self._failure as exc:
+            raise EngineError(f"the Podman service at {self.url} broke off: {exc}") from exc
+
+    def _json(self, response: Any) -> dict[str, Any]:
+        try:
+            found = response.json()
+        except ValueError as exc:
+            raise EngineError(f"what answers at {self.url} is no Podman service: {exc}") from exc
+        if not isinstance(found, dict):
+            raise EngineError(f"what answers at {self.url} is no Podman service")
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _message(response: Any) -> str:
+    """What the service says is wrong: {"cause", "message", "response"}."""
+    try:
+        found = response.json()
+        return str(found["message"]).strip()
+    except (ValueError, KeyError, TypeError):
+        return str(response.text).strip() or f"HTTP status {response.status_code}"

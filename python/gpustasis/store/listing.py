@@ -1,0 +1,168 @@
+"""What lies in a store, and which of it needs which."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from gpustasis._core import MANIFEST_NAME, Manifest, image_name
+from gpustasis.criu.pagemap import PARENT_LINK as CRIU_PARENT_LINK
+from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.image.chain import NO_PARENT, parent_directory
+from gpustasis.image.checkpoint import find_manifest
+
+_TRASH = re.compile(r"\.gpustasis-trash-[0-9a-f]{32}")
+INVENTORY_NAME = "inventory.img"  # CRIU writes it near the end of a dump
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A subdirectory of a store.
+
+    manifest: None if there is none that can be read. taken: when the manifest was written, local
+    time. links: where the links to earlier checkpoints lead, ours and CRIU's. incomplete: why it is
+    not a whole checkpoint of ours; "": it is one.
+    """
+
+    directory: Path
+    manifest: Manifest | None
+    taken: datetime | None
+    links: tuple[Path, ...]
+    incomplete: str
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def checkpoint_id(self) -> bytes | None:
+        return None if self.manifest is None else self.manifest.checkpoint_id
+
+    @property
+    def parent_id(self) -> bytes | None:
+        """None: it has no parent, or that cannot be known."""
+        if self.manifest is None or self.manifest.parent_id == NO_PARENT:
+            return None
+        return self.manifest.parent_id
+
+
+def read_store(store: Path) -> dict[str, Entry]:
+    """Every subdirectory by name; links to some are not. Raises ImageError."""
+    try:
+        with os.scandir(store) as items:
+            names = sorted(item.name for item in items if item.is_dir(follow_symlinks=False))
+    except OSError as exc:
+        raise ImageError(f"cannot list {store}: {exc.strerror}") from exc
+    place = store.resolve()
+    return {name: read_entry(place / name) for name in names}
+
+
+def is_trash(name: str) -> bool:
+    """Whether prune gives such names to what it is about to delete."""
+    return _TRASH.fullmatch(name) is not None
+
+
+def trash_name() -> str:
+    return f".gpustasis-trash-{secrets.token_hex(16)}"
+
+
+def read_entry(directory: Path) -> Entry:
+    """One directory. Raises nothing: what cannot be read is an incomplete checkpoint."""
+    manifest, taken = None, None
+    try:
+        manifest = find_manifest(directory)
+        if manifest is not None:
+            seconds = (directory / MANIFEST_NAME).stat().st_mtime
+            taken = datetime.fromtimestamp(seconds).astimezone()
+        incomplete = _what_is_missing(directory, manifest)
+    except (ImageError, UnsupportedError) as exc:
+        incomplete = str(exc)
+    except (OSError, ValueError, OverflowError) as exc:  # a time beyond all calendars
+        incomplete = f"cannot read {directory}: {exc}"
+    return Entry(
+        directory=directory,
+        manifest=manifest,
+        taken=taken,
+        links=_links(directory),
+        incomplete=incomplete,
+    )
+
+
+class Needs:
+    """Which entry of a store needs which."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._by_place = {entry.directory: entry for entry in entries.values()}
+        self._by_id: dict[bytes, list[Entry]] = {}
+        for entry in entries.values():
+            if entry.checkpoint_id is not None:
+                self._by_id.setdefault(entry.checkpoint_id, []).append(entry)
+
+    def of(self, names: Iterable[str]) -> dict[str, str]:
+        """What the chains of `names` are made of, each with the name of one that needs it.
+
+        Followed are ids of parents, wherever in the store they are, and links, also through
+        places outside of it.
+        """
+        found: dict[str, str] = {}
+        outside: set[Path] = set()
+        todo = [(name, self._entries[name]) for name in names]
+        while todo:
+            child, entry = todo.pop()
+            for place in entry.links:
+                if place not in self._by_place and place not in outside and place.is_dir():
+                    outside.add(place)
+                    todo.append((child, read_entry(place)))
+            for parent in self._parents(entry):
+                if parent.name not in found and parent.name != child:
+                    found[parent.name] = child
+                    todo.append((parent.name, parent))
+        return found
+
+    def outside(self) -> dict[str, list[Path]]:
+        """Places outside the store that links lead to, by name of the entry with the link."""
+        found = {
+            entry.name: [place for place in entry.links if place not in self._by_place]
+            for entry in self._entries.values()
+        }
+        return {name: places for name, places in found.items() if places}
+
+    def _parents(self, entry: Entry) -> list[Entry]:
+        known = [] if entry.parent_id is None else self._by_id.get(entry.parent_id, [])
+        return [*known, *(self._by_place[p] for p in entry.links if p in self._by_place)]
+
+
+def _what_is_missing(directory: Path, manifest: Manifest | None) -> str:
+    if directory.name.startswith("."):
+        return "hidden: not done, or not meant for others"
+    if manifest is None:
+        return "no manifest: no checkpoint of ours, or a dump that is not done"
+    if not (directory / INVENTORY_NAME).is_file():
+        return f"no {INVENTORY_NAME}: a dump that is not done or was broken off"
+    for task in manifest.tasks:
+        if task.externalized and not (directory / image_name(task.pid)).is_file():
+            return f"{image_name(task.pid)} is missing"
+    with os.scandir(directory) as items:
+        below = next((item.name for item in items if item.is_dir(follow_symlinks=False)), None)
+    return "" if below is None else f"holds a directory, {below}"
+
+
+def _links(directory: Path) -> tuple[Path, ...]:
+    found = []
+    try:
+        if (parent := parent_directory(directory)) is not None:
+            found.append(parent)
+    except ImageError:  # no link, so it leads nowhere
+        pass
+    try:
+        if (directory / CRIU_PARENT_LINK).is_symlink():
+            found.append((directory / CRIU_PARENT_LINK).resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        pass
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,225 @@
+"""Remove checkpoints from a store without breaking a chain, whoever dumps or restores meanwhile.
+
+First every candidate is locked, for itself alone: where somebody holds it, it stays. From then on no
+dump can begin to build on a candidate: it asks for a lock of its own first, and looks afterwards
+whether the directory is still in its place. Only then is the store read again: a dump that was
+faster is in it by now, with its manifest. What anything that stays needs, stays. The rest goes, no
+parent before its children: renamed first, so that it is whole or gone, and deleted then. What a
+prune that was killed has renamed is a candidate like the others: a dump may have found it between
+the two.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.image.lock import DirectoryLock, try_exclude
+from gpustasis.store.listing import Entry, Needs, is_trash, read_store, trash_name
+from gpustasis.store.retention import Rules, choose
+
+
+class Action(StrEnum):
+    """What became of an entry; IGNORED: it is no whole checkpoint of ours."""
+
+    KEPT = "kept"
+    REMOVED = "removed"
+    IGNORED = "ignored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """reasons: why it stayed. size: bytes of its files."""
+
+    entry: Entry
+    action: Action
+    reasons: tuple[str, ...]
+    size: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """verdicts: oldest first. leftovers: names that a killed prune had left, deleted now.
+
+    outside: places outside the store that links lead to; they were left alone.
+    """
+
+    verdicts: list[Verdict] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    outside: dict[str, list[Path]] = field(default_factory=dict)
+
+
+def prune(store: Path, rules: Rules, *, dry_run: bool = False) -> Outcome:
+    """Remove from `store` what neither the rules nor a chain keep; dry_run: only say what.
+
+    Raises CheckpointError if another prune is at work, a rule is missing, or something cannot be
+    removed; ImageError if the store cannot be read. Whatever happens, each checkpoint is whole, or
+    gone with nothing left that needs it.
+    """
+    if rules.empty:
+        raise CheckpointError("prune needs a rule that says what to keep")
+    with ExitStack() as held:
+        if dry_run:
+            entries = read_store(store)
+            return _outcome(entries, _reasons(entries, rules))
+        lock = try_exclude(store)
+        if lock is None:
+            raise CheckpointError(f"another prune is at work in {store}")
+        held.enter_context(lock)
+        before = read_store(store)
+        locks, stays = _lock(before, set(before) - set(_reasons(before, rules)), held)
+        entries = read_store(store)
+        reasons = _reasons_after(before, entries, rules, locks.keys(), stays)
+        outcome = _outcome(entries, reasons)
+        for name in set(locks) & set(reasons):
+            locks[name].close()
+        for entry in _children_first(entries, set(entries) - set(reasons)):
+            _remove(store.resolve(), entry)
+            locks[entry.name].close()
+        return outcome
+
+
+def _reasons(entries: Mapping[str, Entry], rules: Rules) -> dict[str, list[str]]:
+    """What stays, and why: by the rules, because it is not ours to remove, or for a chain."""
+    times = {
+        entry.name: entry.taken
+        for entry in entries.values()
+        if entry.taken is not None and not entry.incomplete and not is_trash(entry.name)
+    }
+    kept = choose(times, rules)
+    for entry in entries.values():
+        if entry.incomplete and not is_trash(entry.name):
+            kept[entry.name] = [entry.incomplete]
+    return _with_chains(entries, kept)
+
+
+def _reasons_after(
+    before: Mapping[str, Entry],
+    entries: Mapping[str, Entry],
+    rules: Rules,
+    locked: AbstractSet[str],
+    stays: Mapping[str, str],
+) -> dict[str, list[str]]:
+    """The same once the candidates are locked: only what is locked, and still the same, may go."""
+    kept = {name: reasons for name, reasons in _reasons(before, rules).items() if name in entries}
+    for name, entry in entries.items():
+        if entry.incomplete and not is_trash(name):
+            kept[name] = [entry.incomplete]
+        elif name not in before:
+            kept[name] = ["new"]
+        elif name not in kept and name not in locked:
+            kept[name] = [stays[name]]
+        elif name not in kept and entry.checkpoint_id != before[name].checkpoint_id:
+            kept[name] = ["changed meanwhile"]
+    return _with_chains(entries, kept)
+
+
+def _lock(
+    entries: Mapping[str, Entry], candidates: set[str], held: ExitStack
+) -> tuple[dict[str, DirectoryLock], dict[str, str]]:
+    """Locks on those that nobody uses, which `held` closes; and why the others stay.
+
+    Children come first, and what one in use is built on is not asked for: its user may be about to
+    lock that as well, and must find it free.
+    """
+    locks: dict[str, DirectoryLock] = {}
+    stays: dict[str, str] = {}
+    needs = Needs(entries)
+    for entry in _children_first(entries, candidates):
+        if entry.name in stays:
+            continue
+        lock = _try_lock(entry.directory)
+        if lock is None:
+            stays[entry.name] = "in use"
+            stays |= {name: f"needed by {by}" for name, by in needs.of([entry.name]).items()}
+        else:
+            locks[entry.name] = held.enter_context(lock)
+    return locks, stays
+
+
+def _try_lock(directory: Path) -> DirectoryLock | None:
+    try:
+        return try_exclude(directory)
+    except ImageError:  # gone meanwhile, or not ours to open
+        return None
+
+
+def _with_chains(
+    entries: Mapping[str, Entry], kept: Mapping[str, list[str]]
+) -> dict[str, list[str]]:
+    reasons = {name: list(why) for name, why in kept.items()}
+    for name, child in Needs(entries).of(kept).items():
+        why = reasons.setdefault(name, [])
+        if (need := f"needed by {child}") not in why:
+            why.append(need)
+    return reasons
+
+
+def _outcome(entries: Mapping[str, Entry], reasons: Mapping[str, list[str]]) -> Outcome:
+    def order(entry: Entry) -> tuple[float, str]:
+        return (0.0 if entry.taken is None else entry.taken.timestamp(), entry.name)
+
+    found = Outcome(outside=Needs(entries).outside())
+    for entry in sorted(entries.values(), key=order):
+        if is_trash(entry.name) and entry.name not in reasons:
+            found.leftovers.append(entry.name)
+            continue
+        action = Action.KEPT if entry.name in reasons else Action.REMOVED
+        found.verdicts.append(
+            Verdict(
+                entry=entry,
+                action=Action.IGNORED if entry.incomplete else action,
+                reasons=tuple(reasons.get(entry.name, ())),
+                size=_size(entry.directory),
+            )
+        )
+    return found
+
+
+def _children_first(entries: Mapping[str, Entry], names: set[str]) -> Iterator[Entry]:
+    """Each of `names` after all that need it. In a circle, which nothing but malice makes, some
+    order."""
+    all_needs = Needs(entries)
+    needs = {name: set(all_needs.of([name])) & (names - {name}) for name in names}
+    while needs:
+        wanted = set().union(*needs.values())
+        free = sorted(set(needs) - wanted) or sorted(needs)
+        for name in free:
+            del needs[name]
+            yield entries[name]
+
+
+def _remove(store: Path, entry: Entry) -> None:
+    trash = entry.directory
+    try:
+        if not is_trash(entry.name):
+            trash = store / trash_name()
+            os.rename(entry.directory, trash)
+            _sync(store)
+        shutil.rmtree(trash)
+    except OSError as exc:
+        raise CheckpointError(f"cannot remove {entry.directory}: {exc}") from exc
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _size(directory: Path) -> int:
+    """Bytes of the files in it; what vanishes meanwhile, not being ours, counts 0."""
+    try:
+        with os.scandir(directory) as items:
+            return sum(item.stat(follow_symlinks=False).st_size for item in items)
+    except OSError:
+        return 0
