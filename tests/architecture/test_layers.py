@@ -13,6 +13,8 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 MAX_LINES = 400
+PACKAGES = ("gpustasis", "gpustasis_bench")
+OWN = tuple(f"{name}." for name in PACKAGES)
 
 # Folder of src/ -> the folders of src/ that it may include.
 CPP_ARROWS = {
@@ -54,14 +56,19 @@ PYTHON_ARROWS = {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task"),
         *("archive", "image"),
     },
-    "demo": {"errors", "process", "driver", "nvml", "criu", "emulator", "image"},
-    "gpucheck": {"errors", "process", "driver", "nvml", "criu", "emulator", "image", "demo"},
-    "bench": {"__init__", "errors", "process", "criu", "_core", "demo"},
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
-        *("recovery", "emulator", "diagnosis", "_core", "bench", "demo"),
+        *("recovery", "emulator", "diagnosis", "_core"),
         *("dirty_rate", "watching", "archive", "install", "runtimes"),
     },
+}
+# The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of
+# theirs; gpustasis uses nothing of gpustasis_bench.
+BENCH_ARROWS = {
+    "__init__": set[str](),
+    "demo": {"errors", "process", "nvml", "criu", "emulator"},
+    "gpucheck": {"errors", "process", "nvml", "criu", "demo"},
+    "bench": {"__init__", "errors", "process", "criu", "_core", "demo"},
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.
 PROGRAM_KEEPERS = {
@@ -127,44 +134,51 @@ def test_every_folder_of_src_has_its_arrows() -> None:
 
 
 def python_sources() -> list[Path]:
-    return below("python/gpustasis", ".py", ".pyi")
+    return below("python/gpustasis", ".py", ".pyi") + below("bench/gpustasis_bench", ".py")
+
+
+def package_path(path: Path) -> Path:
+    """Where a module of either package lies in it."""
+    return Path(*path.relative_to(REPOSITORY).parts[2:])
 
 
 def imported_parts(path: Path) -> set[str]:
-    """First part after "gpustasis." of everything that a file imports of the package."""
+    """First part after the package's name of everything that a file imports of the two."""
     parts: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "gpustasis":
-            names = [f"gpustasis.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module in PACKAGES:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names = [node.module or ""]
         else:
             continue
-        parts |= {name.split(".")[1] for name in names if name.startswith("gpustasis.")}
+        parts |= {name.split(".")[1] for name in names if name.startswith(OWN)}
     return {"__init__" if part.startswith("__version") else part for part in parts}
 
 
 @pytest.mark.parametrize("path", python_sources(), ids=relative)
 def test_python_arrows_hold(path: Path) -> None:
-    part = path.relative_to(REPOSITORY / "python/gpustasis").parts[0].split(".")[0]
-    allowed = PYTHON_ARROWS.get(part, {"errors"}) | {part}
+    part = package_path(path).parts[0].split(".")[0]
+    of_bench = path.is_relative_to(REPOSITORY / "bench")
+    allowed = (BENCH_ARROWS if of_bench else PYTHON_ARROWS).get(part, {"errors"}) | {part}
     assert imported_parts(path) <= allowed
+    assert of_bench or "gpustasis_bench" not in path.read_text()
 
 
 @pytest.mark.parametrize("path", python_sources(), ids=relative)
 def test_programs_are_run_through_one_door(path: Path) -> None:
     text = path.read_text()
     assert not re.search(r"subprocess\.(run|call|check_|getoutput)|os\.(system|popen)\b", text)
-    name = str(path.relative_to(REPOSITORY / "python/gpustasis"))
+    name = str(package_path(path))
     assert name in PROGRAM_KEEPERS or not re.search(
         r"^\s*(import|from) subprocess", text, re.MULTILINE
     )
 
 
 def source_files() -> list[Path]:
-    folders = ("src", "python", "tests", "ci", "demo", "runtime-hooks")
+    folders = ("src", "python", "bench", "tests", "ci", "demo", "runtime-hooks")
     suffixes = (".cpp", ".hpp", ".c", ".h", ".cu", ".py", ".pyi", ".sh", "")
     return [path for folder in folders for path in below(folder, *suffixes)]
 

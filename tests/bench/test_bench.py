@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from gpustasis.bench.checkpointing import Checkpointing
-from gpustasis.bench.contender import CONTENDERS, OURS
-from gpustasis.bench.content import Content, ContentWriter, find_content, make_content
-from gpustasis.bench.course import Course
-from gpustasis.bench.errors import BenchError, WrongMemoryError
-from gpustasis.bench.markdown import write_page
-from gpustasis.bench.medium import Medium, filesystem_of, remove_leftovers, resident_share
-from gpustasis.bench.program import compile_program
 from gpustasis.criu.find import Criu, find_all
+from gpustasis_bench.bench.checkpointing import Checkpointing
+from gpustasis_bench.bench.contender import CONTENDERS, OURS
+from gpustasis_bench.bench.content import Content, ContentWriter, find_content, make_content
+from gpustasis_bench.bench.course import Course
+from gpustasis_bench.bench.errors import BenchError, WrongMemoryError
+from gpustasis_bench.bench.markdown import write_page
+from gpustasis_bench.bench.medium import Medium, filesystem_of, remove_leftovers, resident_share
+from gpustasis_bench.bench.program import compile_program
 
 MIB = 1 << 20
 TMPFS = Path("/dev/shm")
@@ -34,7 +34,7 @@ def newest_criu() -> Criu:
 def run_bench(environ: dict[str, str], work: Path, *words: str) -> dict[str, Any]:
     """The report of a run of the command."""
     out = work / "bench.json"
-    command = [sys.executable, "-m", "gpustasis", "bench", "--size", "0.03125", "--pairs", "1"]
+    command = [sys.executable, "-m", "gpustasis_bench.bench", "--size", "0.03125", "--pairs", "1"]
     command += ["--work", str(work / "bench"), "--out", str(out), *words]
     ended = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=120, check=False
@@ -103,8 +103,8 @@ def test_a_page_without_a_place_is_left_alone(tmp_path: Path) -> None:
 def test_without_the_extra_its_workloads_are_refused(emulator_environ: dict[str, str]) -> None:
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "sys.argv = ['gpustasis', 'bench', '--workloads', 'random,inference']\n"
-        "from gpustasis.cli import main; main()"
+        "sys.argv = ['gpustasis-bench', '--workloads', 'random,inference']\n"
+        "from gpustasis_bench.bench.__main__ import main; main()"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script],
@@ -115,7 +115,7 @@ def test_without_the_extra_its_workloads_are_refused(emulator_environ: dict[str,
         check=False,
     )
     assert ended.returncode == 20
-    assert "gpustasis[bench]" in ended.stderr
+    assert "gpustasis-bench[torch]" in ended.stderr
     assert "inference" in ended.stderr
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpustasis.bench.bounds import evaluate, in_turn_seconds, unavoidable_seconds
-from gpustasis.bench.summary import Round, spread, summarise
+from gpustasis_bench.bench.bounds import evaluate, in_turn_seconds, unavoidable_seconds
+from gpustasis_bench.bench.summary import Round, spread, summarise
 
 LIMITS = {
     "read_process": {"1": 1e9, "2": 2e9},

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from campaigns.tally import Tally
-from gpustasis.bench.hook_cost import measure
+from gpustasis_bench.bench.hook_cost import measure
 
 
 def run(program: Path, environ: Mapping[str, str], calls: int, limit_us: float) -> Tally:

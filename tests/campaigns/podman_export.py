@@ -4,7 +4,7 @@ to CRIU, as the stock plugin has it.
 
     PYTHONPATH=tests python -m campaigns.podman_export [--size GIB] [--pairs N] [--out bench.json]
 
-The figures become the section `podman` of the file that `gpustasis bench` has written, or of a new one.
+The figures become the section `podman` of the file that `gpustasis-bench` has written, or of a new one.
 Everything is measured in turns, in a tmpfs, on the driver emulator, with runc, with archives as
 Podman compresses them by default and not compressed. Needs root, ci/test-root engines, and the extra `bench`.
 """
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpustasis.bench.content import Content
-from gpustasis.bench.program import compile_program
-from gpustasis.bench.report import write_json
-from gpustasis.bench.workload import WORKLOADS, content_from_outside
+from gpustasis_bench.bench.content import Content
+from gpustasis_bench.bench.program import compile_program
+from gpustasis_bench.bench.report import write_json
+from gpustasis_bench.bench.workload import WORKLOADS, content_from_outside
 from support.engine_gpu import DEVICE, add_gpus, write_config
 from support.engine_image import IMAGE, import_image
 from support.engine_root import EngineRoot
@@ -44,7 +44,7 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class Target:
-    """The container that runs python/gpustasis/bench/target.c, which says how it is asked."""
+    """The container that runs bench/gpustasis_bench/bench/target.c, which says how it is asked."""
 
     root: EngineRoot
     name: str = "target"

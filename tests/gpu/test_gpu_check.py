@@ -66,7 +66,7 @@ def test_without_a_gpu_it_refuses_to_check_one(repository: Path, tmp_path: Path)
     program = [
         sys.executable,
         "-m",
-        "gpustasis.gpucheck",
+        "gpustasis_bench.gpucheck",
         "--programs",
         tmp_path,
         "--out",

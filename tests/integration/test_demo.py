@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from gpustasis.criu.find import Criu, find
-from gpustasis.demo.flow import Demo, prepare_work
-from gpustasis.demo.report import Report
-from gpustasis.demo.training import DemoError, Result, c_program
+from gpustasis_bench.demo.flow import Demo, prepare_work
+from gpustasis_bench.demo.report import Report
+from gpustasis_bench.demo.training import DemoError, Result, c_program
 
 STEPS = "120"
 
@@ -32,7 +32,15 @@ def programs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def run_demo(
     programs: Path, criu: Criu, out: Path, environ: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gpustasis.demo", "--backend", "emulator", "--steps", STEPS]
+    command = [
+        sys.executable,
+        "-m",
+        "gpustasis_bench.demo",
+        "--backend",
+        "emulator",
+        "--steps",
+        STEPS,
+    ]
     command += ["--program", str(programs), "--criu", str(criu.root or criu.program)]
     command += ["--work", str(out / "work"), "--out", str(out / "demo.json")]
     return subprocess.run(

@@ -18,7 +18,7 @@ import pytest
 
 from gpustasis.emulator import Emulator, Options
 from gpustasis.emulator.daemon import api_version_of
-from gpustasis.gpucheck.facts import differences, facts
+from gpustasis_bench.gpucheck.facts import differences, facts
 
 Trace = dict[str, Any]
 TRACES = sorted((Path(__file__).parent.parent / "data/driver-traces").glob("*.json"))
@@ -35,7 +35,14 @@ def take_emulator_trace(
 
     def take(driver: str = "580.95.05") -> Trace:
         out = tmp_path_factory.mktemp("trace")
-        command = [sys.executable, "-m", "gpustasis.gpucheck", "--emulator", "--step", "trace"]
+        command = [
+            sys.executable,
+            "-m",
+            "gpustasis_bench.gpucheck",
+            "--emulator",
+            "--step",
+            "trace",
+        ]
         command += ["--programs", str(programs), "--out", str(out)]
         emulator = Emulator(path=out / "socket")
         emulator.start(Options(driver=driver))

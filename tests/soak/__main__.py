@@ -25,11 +25,11 @@ from typing import Any
 import gpustasis
 from campaigns.rig import Rig
 from campaigns.tally import Tally
-from gpustasis.bench.program import compile_program as compile_packaged
 from gpustasis.criu.find import Criu, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
 from gpustasis.emulator import Emulator, Options, library_directory
 from gpustasis.emulator.daemon import api_version_of
+from gpustasis_bench.bench.program import compile_program as compile_packaged
 from soak import report
 from soak.plan import CAMPAIGNS, REPOSITORY, Bench
 

@@ -14,7 +14,6 @@ from gpustasis.errors import CheckpointError
 
 # Name -> one line of help. Modules are imported when their command runs: `--help` stays fast.
 COMMANDS: dict[str, str] = {
-    "bench": "measure this machine, beside stock CRIU",
     "build-image": "make an OCI image of a checkpoint archive",
     "checkpoint": "dump a process tree, GPU memory included",
     "containerd": "checkpoint a container of containerd's, through CRI",

@@ -1,0 +1,1 @@
+"""Programs around gpustasis that a node does not need: the benchmark, the demo, the GPU check."""

@@ -1,0 +1,235 @@
+"""What the benchmark must show, and what this machine could show at best."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gpustasis_bench.bench.contender import OURS, STOCK
+
+_DROP = "dropping the pages"
+_MEMORY_BASE = 256 << 20
+_MEMORY_SHARE = 0.001  # of the GPU memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """One promise. measured is None where it could not be measured, and met is then False.
+
+    parts: for a ratio of times, seconds that each thing that must be done takes at the bandwidths
+    measured in the same run. Nobody can be faster than the slowest of them: best is the other's
+    time over that, least_of its name. in_turn is the other's time over that of all parts, those
+    side by side that do not need the same thing (in_turn_seconds). None where that tells nothing.
+    """
+
+    name: str
+    bound: str
+    medium: str
+    measured: float | None
+    met: bool
+    parts: dict[str, float] | None = None
+    least_of: str | None = None
+    best: float | None = None
+    in_turn: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Promise:
+    workload: str
+    figure: str
+    limit: float
+    title: str
+
+
+_PROMISES = (
+    _Promise(workload="inference", figure="dump_seconds", limit=3, title="inference dump"),
+    _Promise(workload="inference", figure="restore_seconds", limit=2, title="inference restore"),
+    _Promise(
+        workload="inference", figure="stored_bytes", limit=0.42, title="inference stored bytes"
+    ),
+    _Promise(
+        workload="finetuning", figure="dump_seconds", limit=1.5, title="full fine-tuning dump"
+    ),
+    _Promise(
+        workload="finetuning",
+        figure="restore_seconds",
+        limit=1.5,
+        title="full fine-tuning restore",
+    ),
+    _Promise(workload="random", figure="dump_seconds", limit=1.2, title="random dump"),
+    _Promise(workload="random", figure="restore_seconds", limit=1.2, title="random restore"),
+)
+_SECOND_SKIPPED = 0.89
+_SECOND_DUMP = 5.0
+_CHAIN = 1.3
+_HOOK_US = 50.0
+
+
+def evaluate(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every bound whose workload is in the report (build/bench.json without `bounds`)."""
+    found: list[Bound] = []
+    results = report["results"]
+    for promise in _PROMISES:
+        for result in results:
+            if result["workload"] == promise.workload and result["contender"] == OURS:
+                found.append(_of_result(promise, result, results, report))
+    for second in report["second_checkpoints"]:
+        found += _of_second(second, report["limits"])
+    for chain in report["chains"]:
+        found.append(
+            Bound(
+                name=f"restore through a chain of {chain['length']}, over a full one",
+                bound=f"<= {_CHAIN}",
+                medium=chain["medium"],
+                measured=chain["ratio"],
+                met=chain["ratio"] <= _CHAIN,
+            )
+        )
+    found += [
+        _of_memory(result, results, report) for result in results if _compared(result, results)
+    ]
+    if (cost := report.get("hook_cost")) is not None:
+        found.append(
+            Bound(
+                name="hooks, for a process without CUDA, us",
+                bound=f"<= {_HOOK_US:g}",
+                medium="-",
+                measured=cost["process_us"],
+                met=cost["process_us"] <= _HOOK_US,
+            )
+        )
+    return [asdict(bound) for bound in found]
+
+
+def _of_result(
+    promise: _Promise,
+    result: dict[str, Any],
+    results: list[dict[str, Any]],
+    report: dict[str, Any],
+) -> Bound:
+    measured = result["ratios"][promise.figure]
+    at_least = promise.figure.endswith("_seconds")
+    met = measured is not None and (
+        measured >= promise.limit if at_least else measured <= promise.limit
+    )
+    name = promise.title + (", stock over ours" if at_least else ", ours over stock")
+    bound = Bound(
+        name=name,
+        bound=f"{'>=' if at_least else '<='} {promise.limit:g}",
+        medium=result["medium"],
+        measured=measured,
+        met=met,
+    )
+    stock = _find(results, result, STOCK)
+    if not at_least or report["limits"] is None or stock is None:
+        return bound
+    parts = unavoidable_seconds(
+        promise.figure.removesuffix("_seconds"),
+        report["workloads"][result["workload"]]["gpu_bytes"],
+        result["stored_bytes"],
+        result["medium"],
+        report["limits"],
+    )
+    return _limited(bound, parts, stock[promise.figure])
+
+
+def _limited(bound: Bound, parts: dict[str, float], other_seconds: float) -> Bound:
+    slowest = max(parts, key=lambda name: parts[name])
+    if not parts[slowest]:
+        return replace(bound, parts=parts, least_of=slowest)
+    return replace(
+        bound,
+        parts=parts,
+        least_of=slowest,
+        best=round(other_seconds / parts[slowest], 3),
+        in_turn=round(other_seconds / in_turn_seconds(parts, bound.medium), 3),
+    )
+
+
+def in_turn_seconds(parts: dict[str, float], medium: str) -> float:
+    """How long all parts take. A disk works while processors do; a tmpfs is their work, too. Pages
+    are dropped when everything else is done."""
+    drop = parts.get(_DROP, 0.0)
+    others = [seconds for name, seconds in parts.items() if name != _DROP]
+    return drop + (sum(others) if medium == "tmpfs" else max(others))
+
+
+def unavoidable_seconds(
+    stage: str, gpu_bytes: int, stored: int, medium: str, limits: dict[str, Any]
+) -> dict[str, float]:
+    """What must be done in a "dump" or "restore", and how long each takes with all cores.
+
+    A dump reads all of the staged memory, brings what is stored to the medium, and has one thread
+    of the task give the pages back; a restore reads what is stored, and writes it into the process,
+    but for zeros.
+    """
+    of_medium = limits[medium]
+    if stage == "dump":
+        parts = {
+            "reading the process": gpu_bytes / max(limits["read_process"].values()),
+            f"writing to {medium}, synced": stored / max(of_medium["write"].values()),
+            _DROP: gpu_bytes / limits["drop"]["1"],
+        }
+    else:
+        parts = {
+            f"reading from {medium}": stored / max(of_medium["read"].values()),
+            "writing into the process": stored / max(limits["write_process"].values()),
+        }
+    return {name: round(seconds, 4) for name, seconds in parts.items()}
+
+
+def _of_second(second: dict[str, Any], limits: dict[str, Any] | None) -> list[Bound]:
+    skipped, dump = second["skipped_of_nonzero"], second["ratios"]["dump_seconds"]
+    faster = Bound(
+        name="QLoRA second checkpoint dump, stock full over ours",
+        bound=f">= {_SECOND_DUMP:g}",
+        medium=second["medium"],
+        measured=dump,
+        met=dump >= _SECOND_DUMP,
+    )
+    if limits is not None:
+        stored = second["ours"]["stored_bytes"]
+        medium = second["medium"]
+        parts = unavoidable_seconds("dump", second["gpu_bytes"], stored, medium, limits)
+        faster = _limited(faster, parts, second["stock"]["dump_seconds"])
+    return [
+        Bound(
+            name="QLoRA second checkpoint, chunks skipped (of those that are not zero)",
+            bound=f">= {_SECOND_SKIPPED:g}",
+            medium=second["medium"],
+            measured=skipped,
+            met=skipped >= _SECOND_SKIPPED,
+        ),
+        faster,
+    ]
+
+
+def _compared(result: dict[str, Any], results: list[dict[str, Any]]) -> bool:
+    return result["contender"] == OURS and _find(results, result, STOCK) is not None
+
+
+def _of_memory(
+    result: dict[str, Any], results: list[dict[str, Any]], report: dict[str, Any]
+) -> Bound:
+    stock = _find(results, result, STOCK)
+    assert stock is not None
+    gpu_bytes = report["workloads"][result["workload"]]["gpu_bytes"]
+    limit = _MEMORY_BASE + gpu_bytes * _MEMORY_SHARE
+    beyond = result["peak_rss_bytes"] - stock["peak_rss_bytes"]
+    return Bound(
+        name=f"memory of criu and plugin beyond stock, {result['workload']}, MiB",
+        bound=f"<= {limit / 2**20:.1f}",
+        medium=result["medium"],
+        measured=round(beyond / 2**20, 1),
+        met=beyond <= limit,
+    )
+
+
+def _find(
+    results: list[dict[str, Any]], like: dict[str, Any], contender: str
+) -> dict[str, Any] | None:
+    for result in results:
+        same = all(result[key] == like[key] for key in ("workload", "medium"))
+        if same and result["contender"] == contender:
+            return result
+    return None

@@ -1,0 +1,155 @@
+"""The measurements themselves: rounds of dump and restore, contenders taking turns."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+from gpustasis_bench.bench.checkpointing import Checkpointing, Dumped, Restored
+from gpustasis_bench.bench.contender import OURS, Contender
+from gpustasis_bench.bench.content import Content
+from gpustasis_bench.bench.errors import BenchError, WrongMemoryError
+from gpustasis_bench.bench.medium import Medium
+from gpustasis_bench.bench.summary import Round
+from gpustasis_bench.bench.target import Target
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Course:
+    """One criu, one program to dump, a folder for what the runs leave.
+
+    cooled: how images were made cold before restores, by medium.
+    """
+
+    checkpointing: Checkpointing
+    program: Path
+    work: Path
+    environ: Mapping[str, str] = field(repr=False)
+    say: Say
+    cooled: dict[str, str] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def compare(
+        self, content: Content, medium: Medium, contenders: Sequence[Contender], pairs: int
+    ) -> list[Round]:
+        """`pairs` rounds of each contender on one process, in turns: ABC, CBA, ABC, ...
+
+        Raises WrongMemoryError if a restored process does not hold what it held, BenchError if one
+        could not be dumped or restored.
+        """
+        rounds: list[Round] = []
+        with self.target(content) as target:
+            wanted = target.digest()
+            for pair in range(pairs):
+                for contender in contenders if pair % 2 == 0 else reversed(contenders):
+                    made = self._round(target, wanted, content.workload, medium, contender, pair)
+                    rounds += made
+                    self.say(describe(made[0]))
+        return rounds
+
+    @contextmanager
+    def target(self, content: Content) -> Iterator[Target]:
+        """A process that holds the content's first state; it ends with the with statement."""
+        folder = self.work / f"target-{next(self._numbers)}"
+        target = Target(self.program, folder, self.environ)
+        try:
+            target.load(content.layout(0))
+            yield target
+        finally:
+            target.kill()
+
+    @contextmanager
+    def images(self, medium: Medium) -> Iterator[Path]:
+        """The name of a folder for a checkpoint; removed afterwards."""
+        folder = medium.folder / f"images-{next(self._numbers)}"
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def restore(
+        self,
+        target: Target,
+        wanted: str,
+        medium: Medium,
+        images: Sequence[Path],
+        contender: Contender,
+    ) -> Restored:
+        """Restore from the last of `images`, all of which are cold then, and check the memory.
+
+        Raises WrongMemoryError if it differs from `wanted`.
+        """
+        self.cooled[medium.name] = medium.cool(images)
+        restored = self.checkpointing.restore(target, images[-1], contender)
+        found = target.digest()
+        if found != wanted:
+            raise WrongMemoryError(
+                f"{contender.name}: the restored GPU memory is {found}, it was {wanted}"
+            )
+        return restored
+
+    def _round(
+        self,
+        target: Target,
+        wanted: str,
+        workload: str,
+        medium: Medium,
+        contender: Contender,
+        pair: int,
+    ) -> list[Round]:
+        with self.images(medium) as images:
+            medium.settle()
+            dumped = self.checkpointing.dump(target, images, contender)
+            begin = perf_counter()
+            medium.sync()
+            synced = perf_counter() - begin
+            restored = self.restore(target, wanted, medium, [images], contender)
+            made = [_round_of(workload, medium, contender.name, pair, dumped, restored, 0.0)]
+            if contender.synced is not None:
+                made.append(
+                    _round_of(workload, medium, contender.synced, pair, dumped, restored, synced)
+                )
+        if contender.name == OURS and dumped.staged_bytes == 0:
+            raise BenchError("the plugin stored no GPU memory of its own")
+        return made
+
+
+def describe(measured: Round) -> str:
+    """A line for somebody who waits."""
+    return (
+        f"{measured.workload}, {measured.medium}, pair {measured.pair + 1}, {measured.contender}: "
+        f"dump {measured.dump_seconds:.2f} s, restore {measured.restore_seconds:.2f} s, "
+        f"{measured.stored_bytes / 2**20:.0f} MiB"
+    )
+
+
+def _round_of(
+    workload: str,
+    medium: Medium,
+    name: str,
+    pair: int,
+    dumped: Dumped,
+    restored: Restored,
+    extra: float,
+) -> Round:
+    return Round(
+        workload=workload,
+        medium=medium.name,
+        contender=name,
+        pair=pair,
+        dump_seconds=dumped.seconds + extra,
+        frozen_seconds=dumped.frozen_seconds,
+        restore_seconds=restored.seconds,
+        stored_bytes=dumped.stored_bytes,
+        dump_peak_rss_bytes=dumped.peak_rss_bytes,
+        restore_peak_rss_bytes=restored.peak_rss_bytes,
+        dump_driver_seconds=dumped.driver_seconds,
+        restore_driver_seconds=restored.driver_seconds,
+    )

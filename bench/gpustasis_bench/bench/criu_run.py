@@ -1,0 +1,146 @@
+"""One criu, timed to the microsecond, with the memory that it took."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpustasis_bench.bench.errors import BenchError
+
+WORKER_COMM = "gpustasis-work"  # src/cuda_plugin/worker_process.cpp
+_SAMPLE_S = 0.01
+_SAMPLES_PER_LOOK = 5  # for workers, which is dearer, and takes processors from what is measured
+_PROC = Path("/proc")
+_STATUS_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRun:
+    """A program that has ended well. peak_rss_bytes: its own and, where asked for, the plugin's
+    worker's, each at its highest."""
+
+    seconds: float
+    peak_rss_bytes: int
+
+
+def run_timed(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    output: Path,
+    timeout_s: float,
+    *,
+    with_worker: bool = False,
+) -> TimedRun:
+    """Run a program to its end. What it prints goes to `output`.
+
+    Raises BenchError if it fails or takes longer than timeout_s; it is killed then.
+    """
+    write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    begin = time.perf_counter()
+    pid = os.posix_spawnp(
+        words[0],
+        list(words),
+        dict(environ),
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(output), write, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+    )
+    watch = _Watch(pid, begin + timeout_s, with_worker)
+    watch.start()
+    try:
+        _, status = os.waitpid(pid, 0)  # no polling: it would blur the time
+        seconds = time.perf_counter() - begin
+    finally:
+        watch.stop()
+    code = os.waitstatus_to_exitcode(status)
+    if code != 0:
+        said = output.read_text(errors="replace").strip()[-600:]
+        late = f" (killed after {timeout_s:.0f} s)" if watch.timed_out else ""
+        raise BenchError(f"{words[0]} ended with {code}{late}: {said}")
+    return TimedRun(seconds=seconds, peak_rss_bytes=watch.peak_bytes)
+
+
+class _Watch(threading.Thread):
+    """Reads the kernel's high-water marks. The rusage of a child is of no use: it begins with the
+    memory of the process that made it."""
+
+    def __init__(self, pid: int, deadline: float, with_worker: bool) -> None:
+        super().__init__(daemon=True)
+        self.timed_out = False
+        self._pid = pid
+        self._deadline = deadline
+        self._with_worker = with_worker
+        self._ended = threading.Event()
+        self._others = {name for name in os.listdir(_PROC) if name.isdigit()}
+        self._watched = {str(pid): _HighWater(str(pid))}
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(each.peak_bytes for each in self._watched.values())
+
+    def run(self) -> None:
+        samples = 0
+        while not self._ended.wait(_SAMPLE_S):
+            if self._with_worker and samples % _SAMPLES_PER_LOOK == 0:
+                self._look_for_workers()
+            samples += 1
+            for each in self._watched.values():
+                each.sample()
+            if time.perf_counter() > self._deadline:
+                self.timed_out = True
+                os.kill(self._pid, signal.SIGKILL)
+                return
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
+        for each in self._watched.values():
+            each.close()
+
+    def _look_for_workers(self) -> None:
+        for pid in os.listdir(_PROC):
+            if not pid.isdigit() or pid in self._others or pid in self._watched:
+                continue
+            try:
+                name = (_PROC / pid / "comm").read_text().strip()
+                stat = (_PROC / pid / "stat").read_text()
+            except OSError:  # it has ended
+                continue
+            # criu's grandchild comes to us, the subreaper; not the worker of another's criu.
+            parent = int(stat[stat.rindex(")") + 2 :].split()[1])
+            if name == WORKER_COMM and parent in (self._pid, os.getpid()):
+                self._watched[pid] = _HighWater(pid)
+
+
+class _HighWater:
+    """The most memory that one process had, as far as it was sampled; 0 if it was gone before."""
+
+    def __init__(self, pid: str) -> None:
+        self.peak_bytes = 0
+        try:
+            self._status: int | None = os.open(_PROC / pid / "status", os.O_RDONLY)
+        except OSError:
+            self._status = None
+
+    def sample(self) -> None:
+        if self._status is None:
+            return
+        try:
+            status = os.pread(self._status, _STATUS_BYTES, 0)
+        except OSError:  # it is gone
+            return
+        _, found, rest = status.partition(b"VmHWM:")
+        if found:
+            self.peak_bytes = max(self.peak_bytes, int(rest.split(maxsplit=1)[0]) << 10)
+
+    def close(self) -> None:
+        if self._status is not None:
+            os.close(self._status)
+            self._status = None

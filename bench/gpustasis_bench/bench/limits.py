@@ -1,0 +1,237 @@
+"""What this machine can do at best: bandwidths, measured in the same run as everything else."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpustasis._core import DEFAULT_CHUNK_SIZE, encode_chunk, hash128
+from gpustasis_bench.bench.errors import BenchError
+from gpustasis_bench.bench.medium import Medium
+
+THREADS = (1, 2)
+_BLOCK = 4 << 20
+_REPEATS = 3  # the best counts: a limit is what can be reached
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Span(ctypes.Structure):  # struct iovec
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+_SPANS = ctypes.POINTER(_Span)
+_NUMBER = ctypes.c_ulong
+for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
+    _call.restype = ctypes.c_ssize_t
+    _call.argtypes = (ctypes.c_int, _SPANS, _NUMBER, _SPANS, _NUMBER, _NUMBER)
+
+# Prints where its memory begins, then waits to be killed. Its bytes are all there if the last word
+# says so; else they are given by whoever writes them first.
+_HOLDER = """
+import ctypes, mmap, sys, time
+size = int(sys.argv[1])
+area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+if sys.argv[2] == "present":
+    block = b"\\x5a" * (1 << 20)
+    for at in range(0, size, len(block)):
+        area[at : at + len(block)] = block
+print(ctypes.addressof(ctypes.c_char.from_buffer(area)), flush=True)
+time.sleep(3600)
+"""
+
+
+def measure_limits(media: list[Medium], size: int) -> dict[str, Any]:
+    """Bytes per second. `size`: bytes that are moved by each measurement.
+
+    Keys: memcpy, read_process, write_process, drop, lz4_random, xxh3 (the last three: one thread),
+    and under each medium's name write (with fdatasync), read (cold); by number of threads.
+    """
+    found: dict[str, Any] = {"memcpy": _by_threads(size, _copy_memory)}
+    found["read_process"] = _by_threads(size, _read_process)
+    found["write_process"] = _by_threads(size, _write_process)
+    found["drop"] = {"1": round(size / min(_drop(size) for _ in range(_REPEATS)))}
+    chunk = os.urandom(DEFAULT_CHUNK_SIZE)
+    found["lz4_random"] = _rate_of(lambda: encode_chunk(chunk), len(chunk))
+    found["xxh3"] = _rate_of(lambda: hash128(chunk), len(chunk))
+    for medium in media:
+        found[medium.name] = {
+            "write": _by_threads(size, functools.partial(_write, medium)),
+            "read": _by_threads(size, functools.partial(_read, medium)),
+        }
+    return found
+
+
+def _by_threads(size: int, move: Callable[[int, int], float]) -> dict[str, int]:
+    """move(bytes of each thread, threads) -> seconds."""
+    found = {}
+    for threads in THREADS:
+        part = size // threads // _BLOCK * _BLOCK or _BLOCK
+        seconds = min(move(part, threads) for _ in range(_REPEATS))
+        found[str(threads)] = round(part * threads / seconds)
+    return found
+
+
+def _rate_of(work: Callable[[], object], size: int) -> int:
+    rates = []
+    for _ in range(_REPEATS):
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < 0.2:
+            work()
+            count += 1
+        rates.append(size * count / (time.perf_counter() - begin))
+    return round(max(rates))
+
+
+def _together(threads: int, work: Callable[[int], None]) -> float:
+    """Seconds until all of work(0) ... work(threads - 1) are done."""
+    failures: list[Exception] = []
+
+    def guarded(index: int) -> None:
+        try:
+            work(index)
+        except (OSError, BenchError) as exc:  # told in the thread that waits
+            failures.append(exc)
+
+    workers = [threading.Thread(target=guarded, args=(index,)) for index in range(threads)]
+    begin = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = time.perf_counter() - begin
+    if failures:
+        raise failures[0]
+    return seconds
+
+
+def _copy_memory(part: int, threads: int) -> float:
+    """From memory to memory, both present, larger than a cache."""
+    areas = [(_area(part), _area(part)) for _ in range(threads)]
+
+    def work(index: int) -> None:
+        to, source = areas[index]
+        ctypes.memmove(_address(to), _address(source), part)
+
+    return _together(threads, work)
+
+
+def _area(size: int) -> mmap.mmap:
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = b"\x5a" * _BLOCK
+    for at in range(0, size, _BLOCK):
+        area[at : at + _BLOCK] = block[: min(_BLOCK, size - at)]
+    return area
+
+
+def _address(area: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(area))
+
+
+def _read_process(part: int, threads: int) -> float:
+    """Another process's present memory into a buffer that stays in the cache, as a dump does."""
+    return _transfer(_libc.process_vm_readv, part, threads, "present")
+
+
+def _write_process(part: int, threads: int) -> float:
+    """Into another process's memory that is not there yet, as a restore does."""
+    return _transfer(_libc.process_vm_writev, part, threads, "absent")
+
+
+def _drop(size: int) -> float:
+    """Give the pages of memory back, which the thread of a task does at the end of its dump."""
+    with _area(size) as area:
+        begin = time.perf_counter()
+        area.madvise(mmap.MADV_DONTNEED)
+        return time.perf_counter() - begin
+
+
+def _transfer(call: Callable[..., int], part: int, threads: int, pages: str) -> float:
+    step = DEFAULT_CHUNK_SIZE
+    reader, writer = os.pipe()
+    words = [sys.executable, "-c", _HOLDER, str(part * threads), pages]
+    pid = os.posix_spawn(
+        words[0], words, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, writer, 1)]
+    )
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as told:
+            line = told.readline()
+        if not line:
+            raise BenchError("the process whose memory was to be read ended at once")
+        base = int(line)
+
+        def work(index: int) -> None:
+            buffer = _area(step)
+            local = _Span(_address(buffer), step)
+            for at in range(base + index * part, base + (index + 1) * part, step):
+                remote = _Span(at, step)
+                if call(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) != step:
+                    raise OSError(ctypes.get_errno(), "memory of another process")
+
+        return _together(threads, work)
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+def _write(medium: Medium, part: int, threads: int) -> float:
+    """New files, and fdatasync; incompressible, should the storage look."""
+    block = os.urandom(_BLOCK)
+    medium.settle()
+    paths = _paths(medium, threads)
+
+    def work(index: int) -> None:
+        handle = os.open(paths[index], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            for _ in range(0, part, _BLOCK):
+                if os.write(handle, block) != _BLOCK:
+                    raise BenchError(f"{paths[index]}: not all was written")
+            os.fdatasync(handle)
+        finally:
+            os.close(handle)
+
+    try:
+        return _together(threads, work)
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def _read(medium: Medium, part: int, threads: int) -> float:
+    """Files that are not in memory (but in a tmpfs, where they are)."""
+    block = os.urandom(_BLOCK)
+    paths = _paths(medium, threads)
+    try:
+        for path in paths:
+            with path.open("wb") as file:
+                for _ in range(0, part, _BLOCK):
+                    file.write(block)
+        folder = paths[0].parent
+        medium.cool([folder])
+
+        def work(index: int) -> None:
+            buffer = bytearray(_BLOCK)
+            handle = os.open(paths[index], os.O_RDONLY)
+            try:
+                while os.readv(handle, [buffer]) > 0:
+                    pass
+            finally:
+                os.close(handle)
+
+        return _together(threads, work)
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def _paths(medium: Medium, count: int) -> list[Path]:
+    return [medium.folder / f"limit-{index}" for index in range(count)]

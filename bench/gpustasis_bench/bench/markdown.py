@@ -1,0 +1,166 @@
+"""The part of docs/performance.md that a run of the benchmark writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gpustasis_bench.bench.errors import BenchError
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+_READING = (
+    "Medians; ± is half the distance between the quartiles. In brackets: stock over this one for "
+    "times, this one over stock for sizes."
+)
+_GIB, _MIB = 2**30, 2**20
+
+
+def write_page(whole: dict[str, Any], page: Path, plot: Path) -> None:
+    """Replace what stands between the marks. Raises BenchError if the page has none."""
+    text = page.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise BenchError(f"{page} has no place for results: {BEGIN} and {END}, once each")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n{results_text(whole, plot.name)}{END}{after}", "utf-8")
+
+
+def results_text(whole: dict[str, Any], plot: str) -> str:
+    """Machine, plot, tables and bounds, in Markdown."""
+    blocks = [_machine(whole), f"![Times and sizes beside stock CRIU]({plot})"]
+    if whole["results"]:
+        blocks.append(_READING)
+    for medium in dict.fromkeys(result["medium"] for result in whole["results"]):
+        blocks.append(f"### On {medium} ({whole['machine']['media'].get(medium, 'unknown')})")
+        blocks.append(_results(whole, medium))
+    blocks += [_chains(whole), _bounds(whole), _limits(whole)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _machine(whole: dict[str, Any]) -> str:
+    machine, options = whole["machine"], whole["options"]
+    versions = ", ".join(f"{name} {version}" for name, version in whole["versions"].items())
+    where = machine["gpu"]
+    if whole["backend"] == "emulator":
+        where += ": the driver **emulator**, no GPU took part"
+    where_and_how = (
+        f"Taken on {whole['date']} with `gpustasis-bench`, {options['pairs']} pairs, seed "
+        f"{options['seed']}. {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / _GIB:.0f} GiB of memory, Linux {machine['kernel']}; {where}."
+    )
+    lines = [
+        where_and_how,
+        f"Versions: {versions}.",
+    ]
+    if not whole["complete"]:
+        lines.insert(0, "**The run was broken off: not all is here.**")
+    cooled = [f"{name}: {how}" for name, how in whole["page_cache_before_restores"].items()]
+    lines.append(f"Before each restore: {'; '.join(cooled)}.")
+    lines += [f"{name}: {why}." for name, why in whole["absent"].items()]
+    lines += [f"**Not measured:** {failure}." for failure in whole["failures"]]
+    return "\n".join(lines)
+
+
+def _results(whole: dict[str, Any], medium: str) -> str:
+    head = (
+        "| workload | contender | dump s | frozen s | restore s | stored MiB | memory MiB | "
+        "driver s, dump + restore |"
+    )
+    lines = [head, "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    for result in whole["results"]:
+        if result["medium"] != medium:
+            continue
+        driver = result["driver_seconds"]
+        cells = [
+            result["workload"],
+            result["contender"],
+            *(
+                _time(result, name)
+                for name in ("dump_seconds", "frozen_seconds", "restore_seconds")
+            ),
+            _size(result, "stored_bytes"),
+            f"{result['peak_rss_bytes'] / _MIB:.0f}",
+            f"{driver['dump']:.2f} + {driver['restore']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _time(result: dict[str, Any], name: str) -> str:
+    half = result["spread"][name]["relative"] * result[name]
+    ratio = result["ratios"][name]
+    told = "" if ratio is None or result["contender"] == "stock" else f" ({ratio:.2f})"
+    return f"{result[name]:.3f} ± {half:.3f}{told}"
+
+
+def _size(result: dict[str, Any], name: str) -> str:
+    ratio = result["ratios"][name]
+    told = "" if ratio is None or result["contender"] == "stock" else f" ({ratio:.3f})"
+    return f"{result[name] / _MIB:.1f}{told}"
+
+
+def _chains(whole: dict[str, Any]) -> str:
+    lines = []
+    for second in whole["second_checkpoints"]:
+        ours, stock = second["ours"], second["stock"]
+        lines.append(
+            f"* Second checkpoint of {second['workload']} on {second['medium']}: "
+            f"{second['skipped_of_nonzero']:.1%} of the chunks that are not zero are the "
+            f"parent's ({second['skipped_of_all']:.1%} of all are not written); dump "
+            f"{ours['dump_seconds']:.3f} s and {ours['stored_bytes'] / _MIB:.1f} MiB, a full one of "
+            f"stock CRIU's {stock['dump_seconds']:.3f} s and "
+            f"{stock['stored_bytes'] / _MIB:.1f} MiB."
+        )
+    for chain in whole["chains"]:
+        lines.append(
+            f"* Restore through a chain of {chain['length']} on {chain['medium']}: "
+            f"{chain['chain_restore_seconds']:.3f} s; from a full checkpoint of the same memory "
+            f"{chain['full_restore_seconds']:.3f} s."
+        )
+    return "### Checkpoints on top of others\n\n" + "\n".join(lines) if lines else ""
+
+
+def _bounds(whole: dict[str, Any]) -> str:
+    if not whole["bounds"]:
+        return ""
+    lines = [
+        "### Bounds",
+        "",
+        "| what | medium | bound | measured | met | all that must be done | the slowest of it |",
+        "| --- | --- | ---: | ---: | --- | ---: | --- |",
+    ]
+    for bound in whole["bounds"]:
+        measured = "-" if bound["measured"] is None else f"{bound['measured']:g}"
+        best = "" if bound["best"] is None else f"{bound['best']:.2f}: {bound['least_of']}"
+        met = "yes" if bound["met"] else "**no**"
+        in_turn = "" if bound["in_turn"] is None else f"{bound['in_turn']:.2f}"
+        cells = [bound["name"], bound["medium"], bound["bound"], measured, met, in_turn, best]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _limits(whole: dict[str, Any]) -> str:
+    limits = whole["limits"]
+    if limits is None:
+        return ""
+    lines = [
+        "### What the machine can do",
+        "",
+        "| GiB/s | 1 thread | 2 threads |",
+        "| --- | ---: | ---: |",
+    ]
+    rows = {
+        "memcpy": limits["memcpy"],
+        "process_vm_readv, memory that is there": limits["read_process"],
+        "process_vm_writev, memory that is not": limits["write_process"],
+        "madvise(MADV_DONTNEED)": limits["drop"],
+        "LZ4 of noise": {"1": limits["lz4_random"]},
+        "XXH3-128": {"1": limits["xxh3"]},
+    }
+    for medium in whole["machine"]["media"]:
+        rows[f"{medium}: write and fdatasync"] = limits[medium]["write"]
+        rows[f"{medium}: read, cold"] = limits[medium]["read"]
+    for name, rates in rows.items():
+        cells = [f"{rates[key] / _GIB:.2f}" if key in rates else "" for key in ("1", "2")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""build/bench.json: everything that was measured, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpustasis_bench.bench.bounds import evaluate
+from gpustasis_bench.bench.contender import STOCK
+from gpustasis_bench.bench.content import Content
+from gpustasis_bench.bench.hook_cost import HookCost
+from gpustasis_bench.bench.summary import Round, summarise
+
+VERSION = 1
+RATIOS_EXPLAINED = (
+    "times: stock over this one, greater is better; sizes and memory: this one over stock"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """Grows as the run goes on.
+
+    absent: contenders that could not be measured, and why. failures: measurements that were begun
+    and came to nothing. bit_exact: no restored process held anything but what it had held.
+    """
+
+    backend: str
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    options: dict[str, Any]
+    absent: dict[str, str] = field(default_factory=dict)
+    contents: list[Content] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    second_checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    chains: list[dict[str, Any]] = field(default_factory=list)
+    limits: dict[str, Any] | None = None
+    hook_cost: HookCost | None = None
+    cooled: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    bit_exact: bool = True
+
+    def as_dict(self, *, complete: bool = True) -> dict[str, Any]:
+        """The whole file; bounds are evaluated here."""
+        whole: dict[str, Any] = {
+            "version": VERSION,
+            "complete": complete,
+            "backend": self.backend,
+            "date": self.date,
+            "machine": self.machine,
+            "versions": self.versions,
+            "options": self.options,
+            "ratios_are": RATIOS_EXPLAINED,
+            "restored_bit_exact": self.bit_exact,
+            "absent": self.absent,
+            "failures": self.failures,
+            "page_cache_before_restores": self.cooled,
+            "workloads": {each.workload: _describe_content(each) for each in self.contents},
+            "results": summarise(self.rounds, STOCK),
+            "second_checkpoints": self.second_checkpoints,
+            "chains": self.chains,
+            "limits": self.limits,
+            "hook_cost": None,
+        }
+        if self.hook_cost is not None:
+            process_us = {"process_us": round(self.hook_cost.process_us, 2)}
+            whole["hook_cost"] = asdict(self.hook_cost) | process_us
+        whole["bounds"] = evaluate(whole)
+        return whole
+
+
+def write_json(whole: dict[str, Any], path: Path) -> None:
+    """Replace an older file in a single step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def contenders_in(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Their names, in the order in which they come."""
+    return list(dict.fromkeys(result["contender"] for result in results))
+
+
+def _describe_content(content: Content) -> dict[str, Any]:
+    fields = asdict(content)
+    del fields["folder"], fields["workload"]
+    return fields

@@ -1,0 +1,119 @@
+"""The process that is dumped and restored; target.c is its program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpustasis_bench.bench.errors import BenchError
+
+_POLL_S = 0.005
+_TIMEOUT_S = 600.0  # 2 GiB are loaded in seconds; a machine that swaps takes long
+
+
+class Target:
+    """One such process, in a session of its own. It may be killed by a dump and be restored under
+    the same pid; this process, a subreaper, is its parent then too."""
+
+    def __init__(self, program: Path, folder: Path, environ: Mapping[str, str]) -> None:
+        """Start it in the new folder `folder`. Raises BenchError if it cannot use the GPU."""
+        folder.mkdir(parents=True)
+        self._folder = folder.absolute()
+        self._dead = False
+        output = str(self._folder / "output.txt")
+        write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        # posix_spawn has no working directory: the shell changes it and becomes the program.
+        words = ["/bin/sh", "-c", 'cd "$1" && exec "$2"', "sh", str(self._folder), str(program)]
+        self.pid = os.posix_spawn(
+            words[0],
+            words,
+            dict(environ),
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, output, write, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+                *_close_others(),
+            ],
+            setsid=True,
+        )
+        self._await_answer()
+
+    def load(self, layout: Path) -> None:
+        """Bring it into the state that the file describes."""
+        self._ask(f"load {layout}")
+
+    def digest(self) -> str:
+        """A hash of all of its GPU memory, as it is now, and its size."""
+        return self._ask("hash")
+
+    def await_killed(self) -> None:
+        """Reap it after a dump has killed it: its pid must be free when it comes back."""
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._dead = True
+        if status != -signal.SIGKILL:
+            raise BenchError(f"the target was not killed by the dump, it ended with {status}")
+
+    def expect_restored(self, pid: int) -> None:
+        """criu says that it has restored it as `pid`."""
+        if pid != self.pid:
+            raise BenchError(f"criu restored process {pid}, not {self.pid}")
+        self._dead = False
+
+    def kill(self) -> None:
+        """End it if it lives."""
+        if self._dead:
+            return
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        self._dead = True
+
+    def _ask(self, request: str) -> str:
+        (self._folder / "answer").unlink(missing_ok=True)
+        (self._folder / "request").write_text(request + "\n", encoding="utf-8")
+        os.kill(self.pid, signal.SIGUSR1)
+        return self._await_answer()
+
+    def _await_answer(self) -> str:
+        path = self._folder / "answer"
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not path.exists():
+            if self._ended():
+                raise BenchError(f"the target ended: {self._said()}")
+            if time.monotonic() > deadline:
+                raise BenchError(f"the target gave no answer in {_TIMEOUT_S:.0f} s")
+            time.sleep(_POLL_S)
+        word, _, rest = path.read_text(encoding="utf-8", errors="replace").strip().partition(" ")
+        if word != "ok":
+            raise BenchError(f"the target failed: {rest}")
+        return rest
+
+    def _ended(self) -> bool:
+        try:
+            pid, _ = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:  # restored by a criu whose child has not come to us yet
+            return not Path(f"/proc/{self.pid}").exists()
+        self._dead = self._dead or pid != 0
+        return pid != 0 and not (self._folder / "answer").exists()
+
+    def _said(self) -> str:
+        path = self._folder / "output.txt"
+        return path.read_text(errors="replace").strip()[-400:] or "it said nothing"
+
+
+def _close_others() -> list[tuple[int, int]]:
+    """What this process has open would be dumped with the target, and may not be dumpable."""
+    inheritable = []
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            if number > 2 and os.get_inheritable(number):
+                inheritable.append((os.POSIX_SPAWN_CLOSE, number))
+        except OSError:  # listdir's own, closed by now
+            continue
+    return inheritable

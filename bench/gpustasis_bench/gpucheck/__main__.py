@@ -1,0 +1,75 @@
+"""`gpustasis-gpu-check`: every step of gpu-check, on the GPU here or on the emulator."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+from rich.console import Console
+
+from gpustasis.errors import CheckpointError, UnsupportedError
+from gpustasis_bench.demo.machine import require_machine
+from gpustasis_bench.gpucheck.steps import STEPS, GpuCheck
+
+_EXIT_FAILED = 1
+
+
+@click.command("gpu-check")
+@click.option(
+    "--programs",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("build/demo"),
+    show_default=True,
+    help="Folder with train, its kernels and torch_train.py.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("gpu-check-results"),
+    show_default=True,
+    help="Folder for the trace, the figures and the verdicts.",
+)
+@click.option("--criu", "criu_place", help="The criu program, or a root that holds one.")
+@click.option("--emulator", is_flag=True, help="Check the emulator, whether there is a GPU or not.")
+@click.option(
+    "--step",
+    "steps",
+    multiple=True,
+    type=click.Choice(STEPS),
+    help="Do only this; may be repeated.",
+)
+def command(
+    programs: Path, out: Path, criu_place: str | None, emulator: bool, steps: tuple[str, ...]
+) -> None:
+    """Trace the driver's behaviour, then checkpoint and restore real programs on it."""
+    backend = "emulator" if emulator else "gpu"
+    machine = require_machine("gpustasis_bench.gpucheck", sys.argv[1:], backend)
+    if os.geteuid() != 0:
+        raise UnsupportedError("gpu-check needs root: it traces processes and runs criu")
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False)
+    if machine.emulated:
+        console.rule("[bold red]EMULATOR: no GPU takes part, no finding below is one of hardware")
+    good = GpuCheck(machine, programs.absolute(), out.absolute(), criu_place, console).run(
+        steps or STEPS
+    )
+    console.print(f"trace, figures and verdicts are in {out}")
+    if not good:
+        sys.exit(_EXIT_FAILED)
+
+
+def main() -> NoReturn:
+    """Run the command and exit: 0, _EXIT_FAILED, or what stands for the error."""
+    try:
+        command(prog_name="gpu-check")
+    except (CheckpointError, OSError) as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        sys.exit(error.exit_code if isinstance(error, CheckpointError) else 2)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

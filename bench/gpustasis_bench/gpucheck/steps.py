@@ -1,0 +1,169 @@
+"""The steps of gpu-check. Each passes, fails with a reason, or is not possible here with a reason."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+from rich.console import Console
+
+from gpustasis import process
+from gpustasis.criu.find import Criu, find
+from gpustasis.criu.log import criu_errors
+from gpustasis.criu.run import check
+from gpustasis.errors import CheckpointError, CriuError, DriverError
+from gpustasis_bench.demo.flow import Demo, make_report, prepare_work
+from gpustasis_bench.demo.machine import Machine, main_program
+from gpustasis_bench.demo.report import table_of, write_report
+from gpustasis_bench.demo.training import Program
+from gpustasis_bench.gpucheck import target
+from gpustasis_bench.gpucheck.caller import Caller
+from gpustasis_bench.gpucheck.trace import Trace, fill_trace
+
+STEPS = ("driver", "trace", "criu", "C program", "PyTorch")
+
+_OLDEST_API = 12080  # CUDA 12.8, driver 570: the first with the public checkpoint calls
+_IMPORT_SECONDS = 300.0  # from a cold disk, PyTorch takes its time
+_WORKING_SECONDS = {True: 6.0, False: 20.0}  # by emulated: how long a run is to train
+
+
+class Verdict(Enum):
+    """What became of a step, in the words that are printed."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_POSSIBLE = "not possible here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A step's name and what became of it. reason: empty if it passed."""
+
+    step: str
+    verdict: str
+    reason: str
+
+
+class NotPossible(Exception):
+    """A step cannot be done on this machine; the message says why."""
+
+
+class GpuCheck:
+    """All steps in order, on one machine, with results in the folder `out`.
+
+    programs: folder with train, its kernels and torch_train.py.
+    """
+
+    def __init__(
+        self, machine: Machine, programs: Path, out: Path, criu: str | None, console: Console
+    ) -> None:
+        self._machine = machine
+        self._programs = programs
+        self._out = out
+        self._criu_place = criu
+        self._console = console
+        self._criu: Criu | None = None
+        self.findings: list[Finding] = []
+
+    def run(self, steps: Collection[str] = STEPS) -> bool:
+        """Do these of STEPS, whatever becomes of the others. True if none failed."""
+        bodies = (
+            self._check_driver,
+            self._trace,
+            self._check_criu,
+            self._c_program,
+            self._pytorch,
+        )
+        for name, body in zip(STEPS, bodies, strict=True):
+            if name in steps:
+                self._do(name, body)
+        record = {
+            "backend": self._machine.backend,
+            "gpu": self._machine.gpu,
+            "steps": [asdict(finding) for finding in self.findings],
+        }
+        _write_json(self._out / "gpu-check.json", record)
+        return all(finding.verdict != Verdict.FAILED.value for finding in self.findings)
+
+    def _do(self, name: str, body: Callable[[], None]) -> None:
+        verdict, reason = Verdict.PASSED, ""
+        try:
+            body()
+        except NotPossible as exc:
+            verdict, reason = Verdict.NOT_POSSIBLE, str(exc)
+        except (CheckpointError, OSError) as exc:
+            verdict, reason = Verdict.FAILED, str(exc)
+        self.findings.append(Finding(step=name, verdict=verdict.value, reason=reason))
+        tail = f" ({reason})" if reason else ""
+        where = " [emulator]" if self._machine.emulated else ""
+        self._console.print(f"{name}{where}: {verdict.value}{tail}", markup=False, soft_wrap=True)
+
+    def _check_driver(self) -> None:
+        with Caller() as caller:
+            version = caller.load()["version"]
+        if version < _OLDEST_API:
+            raise DriverError(f"the driver has API {version}, {_OLDEST_API} (driver 570) is needed")
+
+    def _trace(self) -> None:
+        module = "train_kernels.so" if self._machine.emulated else "train_kernels.ptx"
+        program = target.Program(path=self._programs / "train", module=self._programs / module)
+        trace: Trace = {}
+        try:
+            fill_trace(trace, program, emulated=self._machine.emulated)
+        finally:
+            _write_json(self._out / "trace.json", trace)
+
+    def _check_criu(self) -> None:
+        criu = find(self._criu_place)
+        ended = check(criu)
+        if ended.status != 0:
+            said = "; ".join(criu_errors(ended.output)) or ended.output.strip()[-200:]
+            raise NotPossible(f"criu {criu.version_text} check, {ended.ending}: {said}")
+        self._criu = criu
+
+    def _c_program(self) -> None:
+        demo, criu = self._demo("c-program", main_program(self._programs, self._machine))
+        reference = demo.reference(demo.choose_steps(_WORKING_SECONDS[self._machine.emulated]))
+        ours = demo.trip("gpustasis", reference, {})
+        stock = demo.trip("stock", reference, {"externalize": "off"})
+        report = make_report(self._machine.backend, criu, ours, stock)
+        write_report(report, self._out / "demo.json")
+        self._console.print(table_of(report, emulated=self._machine.emulated))
+        if not report.restored_bit_exact:
+            raise CriuError("the restored program did not compute the same bits")
+
+    def _pytorch(self) -> None:
+        if self._machine.emulated:
+            raise NotPossible("PyTorch needs more of a driver than the emulator has")
+        python = _python_with_torch()
+        script = str((self._programs / "torch_train.py").absolute())
+        demo, _ = self._demo("pytorch", Program(argv=(python, script)))
+        reference = demo.reference(demo.choose_steps(_WORKING_SECONDS[False]))
+        if not demo.trip("gpustasis", reference, {}).exact:
+            raise CriuError("the restored training loop did not compute the same bits")
+
+    def _demo(self, name: str, program: Program) -> tuple[Demo, Criu]:
+        if self._criu is None:
+            raise NotPossible("there is no criu that works here")
+        work = self._out / name
+        prepare_work(work)
+        return Demo(program, self._criu, work, self._console), self._criu
+
+
+def _python_with_torch() -> str:
+    question = "import torch; assert torch.cuda.is_available(), 'it has no CUDA here'"
+    ended = process.run([sys.executable, "-c", question], timeout_s=_IMPORT_SECONDS)
+    if ended.status != 0:
+        said = ended.output.strip().splitlines() or ["it ended silently"]
+        raise NotPossible(f"this Python's PyTorch: {said[-1]}")
+    return sys.executable
+
+
+def _write_json(path: Path, value: object) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,73 @@
+"""What the wheels in build/dist hold: the product's what a node needs, gpustasis-bench's the rest."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+
+_LIMIT = 3 << 20  # bytes of the product's wheel
+# Every file of the product's wheel is of one of these kinds.
+_KINDS = {
+    "Python modules of the product": re.compile(r"gpustasis/[a-z_/]+\.py"),
+    "types of the extension, and of the package": re.compile(r"gpustasis/(_core\.pyi|py\.typed)"),
+    "the Python extension": re.compile(r"gpustasis/_core\.[a-z0-9_-]+\.so"),
+    "the CRIU plugin": re.compile(r"gpustasis/plugin/cuda_plugin\.so"),
+    "what install puts on a host": re.compile(r"gpustasis/runtime-hooks/[a-z]+/[a-z0-9.-]+"),
+    "libraries of the driver emulator": re.compile(
+        r"gpustasis/emulator/(cuda-13\.4/)?(libcuda|libnvidia-ml)\.so\.1"
+    ),
+    "the emulator's daemon": re.compile(r"gpustasis/emulator/gpustasis-gpu-emulator"),
+    "the header of emulated kernels": re.compile(r"gpustasis/emulator/include/[a-z_]+\.h"),
+    "what Python wants to know of a wheel": re.compile(
+        r"gpustasis-[0-9.]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|licenses/[A-Z]+)"
+    ),
+}
+_NOT_THE_PRODUCTS = re.compile(r"(^|/)(bench|demo|gpucheck|tests?)(/|\.py$)|torch|matplotlib")
+
+
+def wheel(repository: Path, name: str) -> Path:
+    (found,) = (repository / "build/dist").glob(f"{name}-*.whl")
+    return found
+
+
+def members(path: Path) -> list[str]:
+    with zipfile.ZipFile(path) as archive:
+        return [name for name in archive.namelist() if not name.endswith("/")]
+
+
+def of_no_kind(names: list[str]) -> list[str]:
+    return [name for name in names if not any(kind.fullmatch(name) for kind in _KINDS.values())]
+
+
+def test_the_product_holds_what_a_node_needs(repository: Path) -> None:
+    path = wheel(repository, "gpustasis")
+    names = members(path)
+    assert of_no_kind(names) == []
+    assert [name for name in names if _NOT_THE_PRODUCTS.search(name)] == []
+    assert path.stat().st_size <= _LIMIT
+    for kind in ("the Python extension", "the CRIU plugin", "the emulator's daemon"):
+        assert sum(bool(_KINDS[kind].fullmatch(name)) for name in names) == 1, kind
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpustasis/bench/target.c",
+        "gpustasis/plugin/cuda_plugin.so.debug",
+        "gpustasis/data/model.bin",
+        "tests/conftest.py",
+    ],
+)
+def test_other_kinds_are_told(name: str) -> None:
+    assert of_no_kind(["gpustasis/driver.py", name]) == [name]
+
+
+def test_the_bench_is_a_wheel_of_its_own(repository: Path) -> None:
+    names = members(wheel(repository, "gpustasis_bench"))
+    assert {name.split("/")[1] for name in names if name.count("/") > 1} == {
+        *("bench", "demo", "gpucheck")
+    }
+    assert {"gpustasis_bench/bench/target.c", "gpustasis_bench/bench/hook_cost.c"} <= set(names)
