@@ -33,8 +33,7 @@ from pathlib import Path
 import pytest
 
 from gpustasis.criu.find import Criu, find_all
-from gpustasis.emulator import Emulator, Options, library_directory
-from gpustasis.emulator.daemon import api_version_of
+from gpustasis.emulator import Emulator, Options, api_version_of, library_directory
 from support.checkpoint import Checkpointer
 from support.job import Job
 

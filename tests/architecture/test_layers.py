@@ -47,11 +47,12 @@ PYTHON_ARROWS = {
     "criu": {"errors", "process", "driver", "nvml"},
     "runtimes": {"errors", "criu", "image", "archive", "_core", "task"},
     "store": {"errors", "image", "criu", "_core"},
+    "files": set[str](),
     "policy": {"errors"},
-    "hooks": {"errors", "policy", "image", "store"},
-    "install": {"errors", "criu"},
+    "oci_hook": {"errors", "files", "policy", "image", "store"},
+    "install": {"errors", "files", "criu"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
-    "emulator": {"errors", "process"},
+    "emulator": {"errors", "files", "process"},
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task"),
         *("archive", "image"),
@@ -72,7 +73,7 @@ BENCH_ARROWS = {
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.
 PROGRAM_KEEPERS = {
-    *("process.py", "emulator/daemon.py", "demo/training.py"),
+    *("process.py", "emulator/__init__.py", "demo/training.py"),
     *("gpucheck/caller.py", "gpucheck/mistakes.py", "gpucheck/target.py"),
 }
 

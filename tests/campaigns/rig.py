@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from campaigns.steady_job import SteadyJob
-from gpustasis.criu import command
+from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
 from gpustasis.emulator import Emulator
@@ -112,27 +112,27 @@ class Rig:
     ) -> list[str]:
         """Argument list of a dump; its log goes beside `images`, so that a full directory does
         not lose it. plugin False: as without our plugin."""
-        request = command.Dump(
+        request = run.Dump(
             pid=job.pid,
             images=images,
             log=_log_path(images, "dump"),
             plugin_dir=self._plugin_directory(plugin),
             extra=tuple(extra),
         )
-        arguments = command.dump_arguments(request, self.criu.version)
+        arguments = run.dump_arguments(request, self.criu.version)
         return [*self.criu.command(self.environ), *arguments]
 
     def restore_words(
         self, images: Path, extra: Sequence[str] = (), *, plugin: bool = True
     ) -> list[str]:
-        request = command.Restore(
+        request = run.Restore(
             images=images,
             log=_log_path(images, "restore"),
             plugin_dir=self._plugin_directory(plugin),
             extra=tuple(extra),
             pidfile=_log_path(images, "pid"),
         )
-        arguments = command.restore_arguments(request, self.criu.version)
+        arguments = run.restore_arguments(request, self.criu.version)
         return [*self.criu.command(self.environ), *arguments]
 
     def environment(self, plugin: Mapping[str, Scalar] | None = None) -> dict[str, str]:

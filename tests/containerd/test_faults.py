@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.emulator import Emulator
-from gpustasis.emulator.location import RUN_DIRECTORY
+from gpustasis.emulator import RUN_DIRECTORY, Emulator
 from support.containerd_node import TIMEOUT_S, Container, ContainerdNode, wait_for
 
 

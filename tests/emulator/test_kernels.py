@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.emulator import Emulator
-from gpustasis.emulator.daemon import api_version_of
+from gpustasis.emulator import Emulator, api_version_of
 from support.job import Job
 
 Call = Callable[..., tuple[int, int]]

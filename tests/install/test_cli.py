@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from gpustasis.install import advice, layout
+from gpustasis.install import layout
 from install.conftest import put
 from install.tree import tree
 
@@ -74,13 +74,13 @@ def test_the_host_itself_is_root_s(tmp_path: Path) -> None:
 def test_a_package_that_others_can_change(tmp_path: Path) -> None:
     package = tmp_path / "shared/lib/gpustasis"
     package.mkdir(parents=True)
-    assert tmp_path / "shared" not in list(advice.writable_by_others(package))
+    assert tmp_path / "shared" not in list(layout.writable_by_others(package))
     (tmp_path / "shared").chmod(0o777)
-    assert next(advice.writable_by_others(package)) == tmp_path / "shared"
+    assert next(layout.writable_by_others(package)) == tmp_path / "shared"
     (tmp_path / "shared").chmod(0o1777)  # as /tmp
-    assert tmp_path / "shared" not in list(advice.writable_by_others(package))
+    assert tmp_path / "shared" not in list(layout.writable_by_others(package))
     os.chown(package, 65534, 65534)
-    assert next(advice.writable_by_others(package)) == package
+    assert next(layout.writable_by_others(package)) == package
 
 
 @pytest.mark.parametrize("command", ["install", "uninstall"])

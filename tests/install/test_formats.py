@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.criu.configuration import parse
 from gpustasis.criu.find import Criu
+from gpustasis.criu.plugin import parse_options
 from gpustasis.errors import CriuError
 from gpustasis.install import layout
-from gpustasis.install.advice import crun_advice
+from gpustasis.install.layout import crun_advice
 from install.conftest import install_into, put
 from install.tree import tree
 
@@ -54,7 +54,7 @@ def test_the_hook_starts_where_it_was_made_for(root: Path) -> None:
     install_into(root)
     first, *rest = (root / layout.HOOK[1:]).read_text().splitlines()
     assert first == f"#!{sys.executable} -IS"
-    assert "from gpustasis.hooks.oci import main" in rest
+    assert "from gpustasis.oci_hook import main" in rest
     place = rest[rest.index("import sys") + 2]
     code = f"import sys\n{place}\nimport gpustasis\nprint(gpustasis.__file__)"
     ended = subprocess.run(
@@ -115,7 +115,7 @@ def test_criu_reads_it_as_we_do(criu: Criu, tmp_path: Path, text: str) -> None:
     argv = [*criu.command({}), "--config", str(file), "--version"]
     ended = subprocess.run(argv, capture_output=True, text=True, check=False)
     try:
-        parse(text, "criu.conf")
+        parse_options(text, "criu.conf")
     except CriuError:
         assert ended.returncode != 0, ended.stdout
     else:
@@ -129,7 +129,7 @@ def test_criu_takes_what_is_installed(criu: Criu, root: Path) -> None:
         argv = [*criu.command({}), "--config", str(file), "--version"]
         ended = subprocess.run(argv, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        options = {option.name: option.value for option in parse(file.read_text(), name)}
+        options = {option.name: option.value for option in parse_options(file.read_text(), name)}
         assert options["libdir"] == layout.PLUGIN_DIRECTORY
 
 
@@ -144,7 +144,7 @@ def test_criu_takes_what_is_installed(criu: Criu, root: Path) -> None:
 )
 def test_a_line_that_is_no_option(line: str, problem: str) -> None:
     with pytest.raises(CriuError, match=rf"x\.conf, line 2: .*{problem}"):
-        parse(f"# first\n{line}\n", "x.conf")
+        parse_options(f"# first\n{line}\n", "x.conf")
 
 
 def test_what_a_build_of_crun_cannot_do() -> None:

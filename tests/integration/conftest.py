@@ -15,8 +15,7 @@ import pytest
 
 from campaigns.rig import Rig
 from gpustasis.criu.find import Criu, find_all
-from gpustasis.emulator import Emulator, Options
-from gpustasis.emulator.daemon import api_version_of
+from gpustasis.emulator import Emulator, Options, api_version_of
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 DRIVER = "580.95.05"

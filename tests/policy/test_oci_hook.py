@@ -262,5 +262,5 @@ def test_the_hook_imports_little() -> None:
         words, input=json.dumps(state), text=True, env={}, capture_output=True, check=True
     )
     names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "gpustasis.hooks.oci" in names
+    assert "gpustasis.oci_hook" in names
     assert not names & {"re", "json", "tomllib", "pathlib", "typing", "dataclasses", "click"}

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.diagnosis import container_checks
-from gpustasis.diagnosis.container import Container, find_container
-from gpustasis.diagnosis.container_mounts import Mount, unknown
-from gpustasis.diagnosis.finding import Finding, Status
+from gpustasis.diagnosis import Finding, Status, container_checks
+from gpustasis.diagnosis.container import Container, Mount, find_container, unknown
 from gpustasis.errors import CheckpointError
 from support.job import Job
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.criu.command import (
+from gpustasis.criu.run import (
     Dump,
     Restore,
     dump_arguments,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.criu.pstree import PSTREE_NAME, Task, read_pstree
+from gpustasis.criu.images import PSTREE_NAME, Task, read_pstree
 from gpustasis.errors import ImageError
 
 MAGIC = bytes.fromhex("1943565430302750")

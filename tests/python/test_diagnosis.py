@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpustasis.criu.find import Criu
-from gpustasis.diagnosis import criu as criu_checks
-from gpustasis.diagnosis import gpu, kernel, privileges
-from gpustasis.diagnosis.finding import Finding, Status
+from gpustasis.diagnosis import Finding, Status, host
 
 ALL_CAPABILITIES = (1 << 41) - 1
 SYS_PTRACE, SYS_ADMIN, SYS_RESOURCE, CHECKPOINT_RESTORE = 1 << 19, 1 << 21, 1 << 24, 1 << 40
@@ -45,7 +43,7 @@ def statuses(findings: list[Finding]) -> dict[str, Status]:
     ],
 )
 def test_capabilities(tmp_path: Path, capabilities: int, status: Status) -> None:
-    findings = privileges.check(proc(tmp_path, capabilities=capabilities))
+    findings = host.check_privileges(proc(tmp_path, capabilities=capabilities))
     assert statuses(findings)["capabilities"] is status
 
 
@@ -61,7 +59,7 @@ def test_capabilities(tmp_path: Path, capabilities: int, status: Status) -> None
     ],
 )
 def test_yama(tmp_path: Path, scope: int | None, capabilities: int, status: Status) -> None:
-    findings = privileges.check(proc(tmp_path, capabilities=capabilities, yama=scope))
+    findings = host.check_privileges(proc(tmp_path, capabilities=capabilities, yama=scope))
     assert statuses(findings)["yama"] is status
 
 
@@ -72,14 +70,14 @@ def test_yama(tmp_path: Path, scope: int | None, capabilities: int, status: Stat
 def test_open_files(tmp_path: Path, beyond_limit: int, capabilities: int, status: Status) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     where = proc(tmp_path, capabilities=capabilities, nr_open=hard + beyond_limit)
-    finding = privileges.check(where)[-1]
+    finding = host.check_privileges(where)[-1]
     assert finding.status is status
     if status is Status.PROBLEM:
         assert f"sysctl fs.nr_open={hard}" in finding.remedy
 
 
 def test_this_kernel_has_what_the_tests_need() -> None:
-    found = statuses(kernel.check())
+    found = statuses(host.check_kernel())
     soft_dirty = found.pop("CONFIG_MEM_SOFT_DIRTY")
     assert soft_dirty in (Status.OK, Status.NOTE)
     assert found.pop("io_uring") in (Status.OK, Status.NOTE)  # a note: programs may use it
@@ -93,25 +91,25 @@ def test_this_kernel_has_what_the_tests_need() -> None:
 def test_io_uring(tmp_path: Path, value: str, status: Status) -> None:
     (tmp_path / "sys/kernel").mkdir(parents=True)
     (tmp_path / "sys/kernel/io_uring_disabled").write_text(value)
-    assert kernel.io_uring(tmp_path).status is status
+    assert host.io_uring(tmp_path).status is status
 
 
 @pytest.mark.parametrize(("enabled", "status"), [("1", Status.OK), ("0", Status.PROBLEM)])
 def test_a_freezer_of_cgroup_v1(tmp_path: Path, enabled: str, status: Status) -> None:
     table = f"#subsys_name\thierarchy\tnum_cgroups\tenabled\nfreezer\t3\t1\t{enabled}\n"
     (tmp_path / "cgroups").write_text(table)
-    assert kernel.freezer(tmp_path, tmp_path).status is status
+    assert host.freezer(tmp_path, tmp_path).status is status
 
 
 def test_a_missing_driver_is_a_problem_that_names_the_emulator_as_a_way_out() -> None:
-    driver, nvml = gpu.check("libno-such-driver.so.1", "libno-such-nvml.so.1")
+    driver, nvml = host.check_gpus("libno-such-driver.so.1", "libno-such-nvml.so.1")
     assert (driver.status, nvml.status) == (Status.PROBLEM, Status.NOTE)
     assert "libno-such-driver.so.1" in driver.text
     assert "gpustasis emulator run" in driver.remedy
 
 
 def test_a_library_that_is_no_driver_is_a_problem() -> None:
-    (driver, _) = gpu.check("libc.so.6", "libno-such-nvml.so.1")
+    (driver, _) = host.check_gpus("libc.so.6", "libno-such-nvml.so.1")
     assert driver.status is Status.PROBLEM
     assert "570 or newer" in driver.text
 
@@ -121,19 +119,19 @@ def environment(criu: Criu, **more: str) -> dict[str, str]:
 
 
 def test_criu_and_the_packages_plugin_are_fine(criu: Criu) -> None:
-    findings = criu_checks.check(environment(criu), None)
+    findings = host.check_criu(environment(criu), None)
     assert set(statuses(findings).values()) == {Status.OK}
     assert criu.version_text in findings[0].text
 
 
 def test_no_criu_is_a_problem(tmp_path: Path) -> None:
-    findings = criu_checks.check({"GPUSTASIS_CRIU": str(tmp_path / "criu")}, None)
+    findings = host.check_criu({"GPUSTASIS_CRIU": str(tmp_path / "criu")}, None)
     assert statuses(findings)["CRIU"] is Status.PROBLEM
 
 
 def test_a_plugin_that_does_not_load_is_a_problem(criu: Criu, tmp_path: Path) -> None:
     (tmp_path / "cuda_plugin.so").write_bytes(b"no library")
-    findings = criu_checks.check(environment(criu, GPUSTASIS_PLUGIN_DIR=str(tmp_path)), None)
+    findings = host.check_criu(environment(criu, GPUSTASIS_PLUGIN_DIR=str(tmp_path)), None)
     (plugin,) = [finding for finding in findings if finding.name == "plugin"]
     assert plugin.status is Status.PROBLEM
     assert "does not load" in plugin.text
@@ -142,7 +140,7 @@ def test_a_plugin_that_does_not_load_is_a_problem(criu: Criu, tmp_path: Path) ->
 def test_a_second_plugin_in_the_directory_is_a_problem(criu: Criu, tmp_path: Path) -> None:
     (tmp_path / "cuda_plugin.so").touch()
     (tmp_path / "amdgpu_plugin.so").touch()
-    findings = criu_checks.check(environment(criu, GPUSTASIS_PLUGIN_DIR=str(tmp_path)), None)
+    findings = host.check_criu(environment(criu, GPUSTASIS_PLUGIN_DIR=str(tmp_path)), None)
     (plugin,) = [finding for finding in findings if finding.name == "plugin"]
     assert plugin.status is Status.PROBLEM
     assert "amdgpu_plugin.so" in plugin.text
@@ -151,5 +149,5 @@ def test_a_second_plugin_in_the_directory_is_a_problem(criu: Criu, tmp_path: Pat
 def test_a_broken_configuration_is_a_problem(criu: Criu, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("threads = \n")
-    findings = criu_checks.check(environment(criu, GPUSTASIS_CONFIG=str(config)), None)
+    findings = host.check_criu(environment(criu, GPUSTASIS_CONFIG=str(config)), None)
     assert statuses(findings)["configuration"] is Status.PROBLEM

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpustasis.emulator import Emulator, Options
-from gpustasis.emulator.daemon import api_version_of
+from gpustasis.emulator import Emulator, Options, api_version_of
 from gpustasis_bench.gpucheck.facts import differences, facts
 
 Trace = dict[str, Any]

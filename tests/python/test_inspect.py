@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from gpustasis._core import image_name
 from gpustasis.cli import cli
-from gpustasis.criu.core_image import parse_comm
+from gpustasis.criu.images import parse_comm
 from gpustasis.errors import ImageError
 from support.image_samples import PAGE, make_checkpoint, mixture
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.criu.pagemap import parent_pages
+from gpustasis.criu.images import parent_pages
 from gpustasis.errors import ImageError
 
 MAGIC = bytes.fromhex("1943565425400856")

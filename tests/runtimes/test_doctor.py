@@ -174,7 +174,7 @@ def test_a_hook_whose_python_is_gone(host: EngineRoot) -> None:
     set_up(host)
     hook = host.path(layout.HOOK)
     text = hook.read_text()
-    hook.write_text(text.replace("gpustasis.hooks.oci", "gpustasis.gone"))
+    hook.write_text(text.replace("gpustasis.oci_hook", "gpustasis.gone"))
     found = doctor(host)
     assert "No module named 'gpustasis.gone'" in problems(found, "OCI hook")
     assert f"{layout.HOOK}: it is not that of this version" in problems(found, "installation")

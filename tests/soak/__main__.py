@@ -27,8 +27,7 @@ from campaigns.rig import Rig
 from campaigns.tally import Tally
 from gpustasis.criu.find import Criu, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
-from gpustasis.emulator import Emulator, Options, library_directory
-from gpustasis.emulator.daemon import api_version_of
+from gpustasis.emulator import Emulator, Options, api_version_of, library_directory
 from gpustasis_bench.bench.program import compile_program as compile_packaged
 from soak import report
 from soak.plan import CAMPAIGNS, REPOSITORY, Bench

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpustasis.criu import command, run
+from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Scalar, plugin_directory
 from support.job import Job
@@ -44,7 +44,7 @@ class Checkpointer:
     ) -> tuple[list[str], dict[str, str]]:
         """Argument list and environment of the same dump, for a test that runs criu itself (and
         kills it, say). The log is images/dump.log."""
-        request = command.Dump(
+        request = run.Dump(
             pid=job.pid,
             images=images,
             log=images / "dump.log",
@@ -52,14 +52,14 @@ class Checkpointer:
             config=config,
             extra=extra,
         )
-        arguments = command.dump_arguments(request, self.criu.version)
+        arguments = run.dump_arguments(request, self.criu.version)
         return self._words(arguments), self._environment(config)
 
     def restore_command(
         self, images: Path, *extra: str, config: Path | None = None
     ) -> tuple[list[str], dict[str, str]]:
         """The same for a restore; the log is images/restore.log, the root's pid in images/pid."""
-        request = command.Restore(
+        request = run.Restore(
             images=images,
             log=images / "restore.log",
             plugin_dir=plugin_directory(self.environ),
@@ -67,7 +67,7 @@ class Checkpointer:
             extra=extra,
             pidfile=images / "pid",
         )
-        arguments = command.restore_arguments(request, self.criu.version)
+        arguments = run.restore_arguments(request, self.criu.version)
         return self._words(arguments), self._environment(config)
 
     def _settings(self, options: dict[str, Any]) -> run.Settings:
@@ -78,4 +78,4 @@ class Checkpointer:
         return [*self.criu.command(self.environ), *arguments]
 
     def _environment(self, config: Path | None) -> dict[str, str]:
-        return dict(self.environ) | command.plugin_environment(config, self.criu.version)
+        return dict(self.environ) | run.plugin_environment(config, self.criu.version)

@@ -21,7 +21,7 @@ _REMOVAL_S = 30.0
 # How the installed launcher starts it: no site-packages but the package's own, no user's settings.
 _LAUNCHER = """import sys
 sys.path.append({path!r})
-from gpustasis.hooks.oci import main
+from gpustasis.oci_hook import main
 sys.exit(main())
 """
 

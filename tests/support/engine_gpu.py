@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpustasis.criu.plugin import plugin_directory
-from gpustasis.emulator.location import find_directory
+from gpustasis.emulator import find_directory
 from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
 

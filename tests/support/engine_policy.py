@@ -13,7 +13,7 @@ _HOOK = "/usr/libexec/gpustasis/oci-hook"
 _LAUNCHER = """#!{python} -IS
 import sys
 sys.path.append({packages!r})
-from gpustasis.hooks.oci import main
+from gpustasis.oci_hook import main
 sys.exit(main())
 """
 

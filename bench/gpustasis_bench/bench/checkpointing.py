@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpustasis.criu import command
+from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
 from gpustasis.criu.statistics import Stage, statistics_path
@@ -85,7 +85,7 @@ class Checkpointing:
         if parent is not None:
             plugin["parent"] = str(parent.absolute())
         config = self._config(plugin)
-        request = command.Dump(
+        request = run.Dump(
             pid=target.pid,
             images=images.absolute(),
             log=self.logs / "dump.log",
@@ -94,7 +94,7 @@ class Checkpointing:
             extra=contender.dump_options,
             leave_running=leave_running,
         )
-        ran = self._run(command.dump_arguments(request, self.criu.version), config, request.log)
+        ran = self._run(run.dump_arguments(request, self.criu.version), config, request.log)
         if not leave_running:
             target.await_killed()
         record = _read_record(images, "dump")
@@ -121,7 +121,7 @@ class Checkpointing:
         config = self._config(dict(self.settings) | contender.plugin)
         pidfile = self.logs / "pid"
         pidfile.unlink(missing_ok=True)
-        request = command.Restore(
+        request = run.Restore(
             images=images.absolute(),
             log=self.logs / "restore.log",
             plugin_dir=plugin_directory(self.environ),
@@ -129,7 +129,7 @@ class Checkpointing:
             extra=contender.restore_options,
             pidfile=pidfile,
         )
-        ran = self._run(command.restore_arguments(request, self.criu.version), config, request.log)
+        ran = self._run(run.restore_arguments(request, self.criu.version), config, request.log)
         target.expect_restored(int(pidfile.read_text()))
         driver = driver_seconds(_read_record(images, "restore"))
         return Restored(
@@ -146,7 +146,7 @@ class Checkpointing:
 
     def _run(self, arguments: list[str], config: Path | None, log: Path) -> TimedRun:
         log.unlink(missing_ok=True)
-        environ = dict(self.environ) | command.plugin_environment(config, self.criu.version)
+        environ = dict(self.environ) | run.plugin_environment(config, self.criu.version)
         words = [*self.criu.command(self.environ), *arguments]
         output = self.logs / "output.txt"
         try:

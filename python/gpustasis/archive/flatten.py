@@ -25,8 +25,8 @@ from gpustasis.archive.opened import Archive
 from gpustasis.archive.stored_chunks import OpenImage, checked, own_chunks, placed_chunks
 from gpustasis.archive.tar_reader import Kind, Member, TarReader
 from gpustasis.archive.verification import Wanted, collect
-from gpustasis.criu.pagemap import PARENT_LINK as CRIU_PARENT_LINK
-from gpustasis.criu.pagemap import count_parent_pages, is_pagemap
+from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
+from gpustasis.criu.images import count_parent_pages, is_pagemap
 from gpustasis.errors import ArchiveError, CheckpointError, ImageError
 from gpustasis.image.checkpoint import ImageFile, image_errors, image_file
 from gpustasis.image.flatten import Flattened, OnFile, without_parent

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from gpustasis._core import MANIFEST_NAME
-from gpustasis.criu.pstree import PSTREE_NAME
+from gpustasis.criu.images import PSTREE_NAME
 from gpustasis.criu.statistics import statistics_name
 from gpustasis.errors import ArchiveError
 

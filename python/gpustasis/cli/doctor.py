@@ -14,17 +14,15 @@ from gpustasis import driver, nvml
 from gpustasis.criu.find import choose, find_all
 from gpustasis.criu.plugin import driver_libraries
 from gpustasis.diagnosis import (
+    Finding,
+    Status,
     container_checks,
-    criu,
-    gpu,
+    host,
     installation,
-    kernel,
-    privileges,
     restorability,
     runtimes,
 )
 from gpustasis.diagnosis.container import find_container
-from gpustasis.diagnosis.finding import Finding, Status
 from gpustasis.errors import CheckpointError, CriuError, DriverError, UnsupportedError
 
 _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
@@ -89,10 +87,10 @@ def diagnose(criu_program: str | None) -> list[Finding]:
     """All findings on this machine, in the order in which things are needed."""
     driver_library, nvml_library = _libraries()
     return [
-        *gpu.check(driver_library, nvml_library),
-        *kernel.check(),
-        *privileges.check(),
-        *criu.check(os.environ, criu_program),
+        *host.check_gpus(driver_library, nvml_library),
+        *host.check_kernel(),
+        *host.check_privileges(),
+        *host.check_criu(os.environ, criu_program),
         *installation.check(_program(criu_program), sys.executable),
         *runtimes.check(os.environ, _driver_version(nvml_library)),
     ]

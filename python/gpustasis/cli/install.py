@@ -12,9 +12,9 @@ import click
 
 from gpustasis import __version__
 from gpustasis.errors import UnsupportedError
-from gpustasis.install.advice import advice
 from gpustasis.install.change import Action, Change
 from gpustasis.install.installation import install
+from gpustasis.install.layout import advice
 from gpustasis.install.root import Root
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])

@@ -1,4 +1,4 @@
-"""Run criu with our plugin; the one place that does."""
+"""Run criu with our plugin: its argument lists, one run from start to end, and why it failed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,100 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis import process
-from gpustasis.criu import command, log
-from gpustasis.criu.find import Criu
+from gpustasis.criu import log
+from gpustasis.criu.find import Criu, Version
+from gpustasis.criu.images import read_pstree
 from gpustasis.criu.plugin import Scalar, find_config, format_config, plugin_directory, read_config
-from gpustasis.criu.pstree import read_pstree
 from gpustasis.criu.statistics import Stage, Statistics, find_statistics, statistics_path
 from gpustasis.errors import CriuError
+
+PLUGIN_OPTION_VERSION = (4, 3)  # the first criu with --plugin-option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What dump and restore share.
+
+    images: the image directory.
+    work: directory for criu's statistics and relative names; None: images.
+    log: criu's log file; pidfile: where a restore puts the pid of the root task.
+    plugin_dir: holds cuda_plugin.so and nothing else.
+    config: the plugin's configuration; None: it looks for one itself.
+    shell_job: the tree's session leader is not part of it.
+    extra: further criu arguments, last.
+    """
+
+    images: Path
+    log: Path
+    plugin_dir: Path
+    work: Path | None = None
+    config: Path | None = None
+    shell_job: bool = False
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump(Common):
+    """`criu dump` of the tree below pid. leave_running and leave_stopped exclude each other."""
+
+    pid: int
+    leave_running: bool = False
+    leave_stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore(Common):
+    """`criu restore`; detached: criu ends when the tree runs."""
+
+    pidfile: Path
+    detached: bool = True
+
+
+def dump_arguments(request: Dump, version: Version) -> list[str]:
+    """Arguments after the program's name. Raises ValueError if the request contradicts itself."""
+    if request.leave_running and request.leave_stopped:
+        raise ValueError("a task cannot be left both running and stopped")
+    arguments = ["dump", "--tree", str(request.pid)]
+    if request.leave_running:
+        arguments.append("--leave-running")
+    if request.leave_stopped:
+        arguments.append("--leave-stopped")
+    return arguments + _common(request, version)
+
+
+def restore_arguments(request: Restore, version: Version) -> list[str]:
+    """Arguments after the program's name."""
+    arguments = ["restore", "--pidfile", str(request.pidfile)]
+    if request.detached:
+        arguments.append("--restore-detached")
+    return arguments + _common(request, version)
+
+
+def plugin_environment(config: Path | None, version: Version) -> dict[str, str]:
+    """What to add to criu's environment so that the plugin reads `config`."""
+    if config is None or version >= PLUGIN_OPTION_VERSION:
+        return {}
+    return {"GPUSTASIS_CONFIG": str(config)}
+
+
+def _common(request: Common, version: Version) -> list[str]:
+    arguments = [
+        "--images-dir",
+        str(request.images),
+        "--libdir",
+        str(request.plugin_dir),
+        "--log-file",
+        str(request.log),
+        "-v4",
+    ]
+    if request.work is not None:
+        arguments += ["--work-dir", str(request.work)]
+    if request.config is not None and version >= PLUGIN_OPTION_VERSION:
+        arguments.append(f"--plugin-option=cuda_plugin.config={request.config}")
+    if request.shell_job:
+        arguments.append("--shell-job")
+    return arguments + list(request.extra)
+
 
 OnLine = Callable[[str], None]
 
@@ -74,7 +162,7 @@ def dump(
     use = settings or Settings()
     shell_job = _is_shell_job(pid) if use.shell_job is None else use.shell_job
     with _workspace(use, "dump", images) as space:
-        request = command.Dump(
+        request = Dump(
             pid=pid,
             images=images.absolute(),
             log=space.log,
@@ -86,7 +174,7 @@ def dump(
             leave_running=leave_running,
             leave_stopped=leave_stopped,
         )
-        seconds = space.run(criu, command.dump_arguments(request, criu.version))
+        seconds = space.run(criu, dump_arguments(request, criu.version))
     return Outcome(
         pid=pid, log=space.kept_log, seconds=seconds, statistics=find_statistics(images, "dump")
     )
@@ -109,7 +197,7 @@ def restore(
     shell_job = root.sid != root.pid if use.shell_job is None else use.shell_job
     with _workspace(use, "restore", images) as space:
         pidfile = space.directory / "pid"
-        request = command.Restore(
+        request = Restore(
             images=images.absolute(),
             log=space.log,
             plugin_dir=plugin_directory(space.environ),
@@ -120,7 +208,7 @@ def restore(
             pidfile=pidfile,
             detached=detached,
         )
-        arguments = command.restore_arguments(request, criu.version)
+        arguments = restore_arguments(request, criu.version)
         # A job of a shell takes the terminal that criu has for its own, and its signals.
         seconds = space.run(criu, arguments, terminal=shell_job or not detached)
         pid = int(pidfile.read_text())
@@ -168,7 +256,7 @@ class _Workspace:
         with suppress(OSError):  # of an earlier run; a read-only image directory keeps it
             statistics_path(self._images, self._stage).unlink(missing_ok=True)
         argv = [*criu.command(self.environ), *arguments]
-        env = self.environ | command.plugin_environment(self.config, criu.version)
+        env = self.environ | plugin_environment(self.config, criu.version)
         try:
             ended = process.run(
                 argv, env=env, shielded=not terminal, terminal=terminal, on_tick=tell

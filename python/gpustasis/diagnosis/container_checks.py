@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpustasis import nvml
-from gpustasis.diagnosis.container import PROC, Container
-from gpustasis.diagnosis.container_mounts import read_mounts, unknown
-from gpustasis.diagnosis.finding import Finding, note, ok, problem
+from gpustasis.diagnosis import Finding, note, ok, problem
+from gpustasis.diagnosis.container import PROC, Container, read_mounts, unknown
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, DriverError
 from gpustasis.task import read_task

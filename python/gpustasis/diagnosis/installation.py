@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gpustasis import process
-from gpustasis.criu.configuration import (
+from gpustasis.criu.plugin import (
     CRUN_FILE,
     DEFAULT_FILE,
+    PLUGIN_NAME,
     RUNC_FILE,
     Option,
-    parse,
+    parse_options,
 )
-from gpustasis.criu.plugin import PLUGIN_NAME
-from gpustasis.diagnosis.finding import Finding, note, ok, problem
-from gpustasis.diagnosis.plugin_symbols import lacking
+from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.errors import CriuError, InstallError
 from gpustasis.install.change import Action, Change
 from gpustasis.install.installation import install
@@ -75,7 +76,7 @@ class _Files:
                 found = root.read(path)
                 if found is not None:
                     text = found.data.decode("utf-8", "surrogateescape")
-                    self._options[path] = parse(text, path)
+                    self._options[path] = parse_options(text, path)
             except (CriuError, InstallError, OSError) as exc:
                 remedy = "mend that line: criu ends at it, and so does every checkpoint"
                 self.findings.append(problem("CRIU configuration", str(exc), remedy))
@@ -212,3 +213,77 @@ def _beside(root: Root, place: str, criu_program: Path | None) -> list[Finding]:
         else:
             findings.append(note(name, f"criu loads {path} as well"))
     return findings
+
+
+_PLACES = (  # where the loader finds libraries, whatever the distribution
+    *("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64"),
+    *("/usr/lib", "/usr/local/lib"),
+)
+_UNVERSIONED = (
+    1  # elf(5), VER_NDX_GLOBAL: up to it a symbol has no version; those of libraries have
+)
+
+
+def lacking(plugin: bytes, criu_program: Path) -> list[str]:
+    """Symbols that the plugin needs and neither criu nor a library defines; or a library that is
+    not there.
+
+    plugin: the content of the shared object. Raises CriuError if it, or criu, is no ELF file.
+    """
+    needed = [
+        name
+        for name, symbol, version in _symbols(plugin, "the plugin")
+        if symbol["st_shndx"] == "SHN_UNDEF"
+        and symbol["st_info"]["bind"] == "STB_GLOBAL"
+        and version <= _UNVERSIONED
+    ]
+    if not needed:
+        return []
+    defined = _defined(criu_program)
+    for library in _libraries(plugin):
+        place = next((p for d in _PLACES if (p := Path(d) / library).exists()), None)
+        if place is None:
+            return [library]
+        defined |= _defined(place)
+    return sorted(set(needed) - defined)
+
+
+def _defined(path: Path) -> set[str]:
+    found = _symbols(path.read_bytes(), str(path))
+    return {name for name, symbol, _ in found if symbol["st_shndx"] != "SHN_UNDEF"}
+
+
+def _libraries(content: bytes) -> list[str]:
+    """What it says itself that it is loaded with (DT_NEEDED)."""
+    from elftools.elf.dynamic import DynamicSection
+    from elftools.elf.elffile import ELFFile
+
+    section = ELFFile(io.BytesIO(content)).get_section_by_name(".dynamic")
+    if not isinstance(section, DynamicSection):
+        return []
+    return [str(vars(tag)["needed"]) for tag in section.iter_tags("DT_NEEDED")]
+
+
+def _symbols(content: bytes, name: str) -> list[tuple[str, Any, int]]:
+    """Name, entry and index of version of every dynamic symbol."""
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.elffile import ELFFile
+    from elftools.elf.gnuversions import GNUVerSymSection
+    from elftools.elf.sections import SymbolTableSection
+
+    try:
+        elf = ELFFile(io.BytesIO(content))
+        table = elf.get_section_by_name(".dynsym")
+        versions = elf.get_section_by_name(".gnu.version")
+        found: list[tuple[str, Any, int]] = []
+        if not isinstance(table, SymbolTableSection):
+            return found
+        for number, symbol in enumerate(table.iter_symbols()):
+            index = 0
+            if isinstance(versions, GNUVerSymSection):
+                raw = versions.get_symbol(number)["ndx"]
+                index = raw & 0x7FFF if isinstance(raw, int) else 0  # else it is a name of 0 or 1
+            found.append((symbol.name, symbol.entry, index))
+    except (ELFError, ValueError, KeyError, AttributeError, OSError) as exc:
+        raise CriuError(f"{name} is not a sound ELF file: {exc}") from exc
+    return found

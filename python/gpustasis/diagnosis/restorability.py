@@ -18,10 +18,9 @@ from gpustasis.archive.inspection import inspect_archive
 from gpustasis.archive.layout import SPEC
 from gpustasis.archive.opened import Archive
 from gpustasis.archive.opening import open_files
-from gpustasis.criu.core_image import core_name, parse_machine
 from gpustasis.criu.find import choose, find_all
-from gpustasis.diagnosis import kernel
-from gpustasis.diagnosis.finding import Finding, Status, ok, problem
+from gpustasis.criu.images import core_name, parse_machine
+from gpustasis.diagnosis import Finding, Status, host, ok, problem
 from gpustasis.driver import Device, Driver
 from gpustasis.errors import CheckpointError, CriuError, DriverError
 from gpustasis.image.chain import STORE_ROOT, State, find_checkpoint
@@ -55,7 +54,7 @@ def check(
     return [
         ok(name, text),
         *_architecture(machine),
-        *[f for f in kernel.check() if f.status is Status.PROBLEM],
+        *[f for f in host.check_kernel() if f.status is Status.PROBLEM],
         *_criu(environ, criu_program),
         *_runtime(found, environ),
         *_parent(found, is_archive),

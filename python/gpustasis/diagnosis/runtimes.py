@@ -9,10 +9,9 @@ from pathlib import Path
 from shutil import which
 
 from gpustasis import process
-from gpustasis.criu.configuration import CRUN_FILE
-from gpustasis.diagnosis.finding import Finding, note, ok, problem
-from gpustasis.install.advice import crun_advice
-from gpustasis.install.layout import HOOK_DEFINITION
+from gpustasis.criu.plugin import CRUN_FILE
+from gpustasis.diagnosis import Finding, note, ok, problem
+from gpustasis.install.layout import HOOK_DEFINITION, crun_advice
 
 _TIMEOUT_S = 30.0
 _HOOK_DIRECTORIES = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d")

@@ -6,12 +6,13 @@ read it from /etc/cdi and /var/run/cdi; `--device gpustasis.io/gpu=all` asks for
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 from typing import Any
 
-from gpustasis.emulator.daemon import Emulator
-from gpustasis.emulator.location import find_directory, library_directory
+from gpustasis import files
+from gpustasis.emulator import Emulator, find_directory, library_directory
 from gpustasis.errors import EmulatorError
 
 CDI_VERSION = "0.6.0"
@@ -72,12 +73,13 @@ def write_specification(text: str, path: Path) -> None:
 
     Raises EmulatorError if it cannot be written.
     """
-    part = path.with_name(f".{path.name}.part")  # engines read *.json and *.yaml
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.chmod(0o644)
-        part.replace(path)
+        files.make_directories(str(path.parent), 0o755)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:  # engines read *.json and *.yaml, not what it is called until it is whole
+            files.replace_file(directory, path.name, text.encode(), 0o644)
+        finally:
+            os.close(directory)
     except OSError as exc:
         raise EmulatorError(f"cannot write {path}: {exc.strerror}") from exc
 

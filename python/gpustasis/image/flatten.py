@@ -24,8 +24,8 @@ from gpustasis._core import (
     image_name,
     write_manifest,
 )
-from gpustasis.criu.pagemap import PARENT_LINK as CRIU_PARENT_LINK
-from gpustasis.criu.pagemap import parent_pages
+from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
+from gpustasis.criu.images import parent_pages
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image.chain import chain_directories
 from gpustasis.image.checkpoint import find_manifest, image_errors, image_names, open_image

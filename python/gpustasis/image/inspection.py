@@ -15,8 +15,7 @@ from gpustasis._core import (
     RegionKind,
     image_name,
 )
-from gpustasis.criu.core_image import core_name, parse_comm
-from gpustasis.criu.pstree import PSTREE_NAME, parse_pstree
+from gpustasis.criu.images import PSTREE_NAME, core_name, parse_comm, parse_pstree
 from gpustasis.criu.statistics import Stage, Statistics, parse_statistics, statistics_name
 from gpustasis.errors import ImageError
 from gpustasis.image.chain import NO_PARENT, FoundSource

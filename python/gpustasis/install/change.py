@@ -1,19 +1,26 @@
-"""What is to be done to one path, and doing it."""
+"""What is to be done to one path, and doing it; and our lines in a file that is somebody else's:
+between two marks, found and taken out again.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from gpustasis.criu.configuration import Option, parse
+from gpustasis.criu.plugin import Option, parse_options
 from gpustasis.errors import CriuError, InstallError
-from gpustasis.install import block
 from gpustasis.install.layout import File, Kind, Lines
 from gpustasis.install.record import Before, Entry
 from gpustasis.install.root import Found, Root
 
 MAX_CONFIGURATION = 1 << 20  # bytes of a file of CRIU's configuration
+BEGIN = '# BEGIN gpustasis: made by "gpustasis install", taken out by "gpustasis uninstall"'
+END = "# END gpustasis"
+_BLOCK = re.compile(
+    rb"^# BEGIN gpustasis\b[^\n]*\n(?:.*\n)*?# END gpustasis[^\n]*(?:\n|\Z)", re.MULTILINE
+)
 
 
 class Action(StrEnum):
@@ -93,12 +100,12 @@ def of_lines(root: Root, wanted: Lines, entry: Entry | None) -> Change:
     if found is None:
         if wanted.if_there:
             return Change(wanted.path, Action.SKIP, "not there; crun reads runc.conf instead")
-        text = block.make(wanted.body)
+        text = make_block(wanted.body)
         return Change(
             wanted.path, Action.CREATE, "", Entry(wanted.path, True, (digest(text),)), text
         )
-    place = block.find(found.data, wanted.path)
-    text, left_out = _fitted(wanted, block.blank(found.data, place))
+    place = find_block(found.data, wanted.path)
+    text, left_out = _fitted(wanted, blank_block(found.data, place))
     note = f"{', '.join(left_out)}: yours counts" if left_out else ""
     ours = (digest(text),)
     if place is None:
@@ -112,7 +119,7 @@ def of_lines(root: Root, wanted: Lines, entry: Entry | None) -> Change:
             Action.EXTEND,
             note,
             Entry(wanted.path, True, ours, before),
-            block.append(found.data, text),
+            append_block(found.data, text),
             like=found,
         )
     present = found.data[place.start : place.end]
@@ -139,7 +146,7 @@ def _fitted(wanted: Lines, others: bytes) -> tuple[bytes, list[str]]:
         theirs[option.name.removeprefix("no-")] = option
     kept, left_out = [], []
     for line in wanted.body.splitlines(keepends=True):
-        for option in parse(line, "our own lines"):
+        for option in parse_options(line, "our own lines"):
             other = theirs.get(option.name)
             if other is None or str(other) == str(option):
                 continue
@@ -151,11 +158,66 @@ def _fitted(wanted: Lines, others: bytes) -> tuple[bytes, list[str]]:
             left_out.append(f"{other} in line {other.line}")
             line = f"# Not set here, for it is set above: {line}"
         kept.append(line)
-    return block.make("".join(kept)), left_out
+    return make_block("".join(kept)), left_out
 
 
 def _parse(data: bytes, path: str) -> list[Option]:
     try:
-        return parse(data.decode("utf-8", "surrogateescape"), path)
+        return parse_options(data.decode("utf-8", "surrogateescape"), path)
     except CriuError as exc:
         raise InstallError(f"{exc}; criu ends when it reads this. Mend it first") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the block stands: its bytes from start, up to end; first and last line from 1."""
+
+    start: int
+    end: int
+    lines: tuple[int, int]
+
+
+def make_block(body: str) -> bytes:
+    """The block with these lines in it. They must end with a newline."""
+    return f"{BEGIN}\n{body}{END}\n".encode()
+
+
+def find_block(data: bytes, origin: str) -> Place | None:
+    """The block in a file. Raises InstallError if there are two, or half of one."""
+    found = list(_BLOCK.finditer(data))
+    marks = len(re.findall(rb"^# (?:BEGIN|END) gpustasis\b", data, re.MULTILINE))
+    if marks != 2 * len(found) or len(found) > 1:
+        raise InstallError(
+            f"{origin} holds marks of gpustasis that do not make one block; "
+            f"remove the lines that begin with {BEGIN[:16]!r} or {END!r}, and what is between them"
+        )
+    if not found:
+        return None
+    match = found[0]
+    first = data.count(b"\n", 0, match.start()) + 1
+    last = first + match[0].rstrip(b"\n").count(b"\n")
+    return Place(match.start(), match.end(), (first, last))
+
+
+def append_block(data: bytes, block: bytes) -> bytes:
+    """The file with the block at its end, on a line of its own."""
+    glue = b"\n" if data and not data.endswith(b"\n") else b""
+    return data + glue + block
+
+
+def blank_block(data: bytes, place: Place | None) -> bytes:
+    """The file with empty lines where the block is: line numbers stay."""
+    if place is None:
+        return data
+    lines = data.count(b"\n", place.start, place.end)
+    return data[: place.start] + b"\n" * lines + data[place.end :]
+
+
+def cut_block(data: bytes, place: Place) -> tuple[bytes, bytes]:
+    """The file without the block, and also without the newline that append_block() may have put before.
+
+    Which of them it was before only its hash can tell.
+    """
+    rest = data[: place.start] + data[place.end :]
+    glued = data[: max(0, place.start - 1)] + data[place.end :]
+    return rest, glued

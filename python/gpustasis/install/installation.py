@@ -7,8 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from gpustasis.errors import InstallError
-from gpustasis.install import block, layout, record
-from gpustasis.install.change import MAX_CONFIGURATION, Action, Change, digest, of_file, of_lines
+from gpustasis.install import layout, record
+from gpustasis.install.change import (
+    MAX_CONFIGURATION,
+    Action,
+    Change,
+    cut_block,
+    digest,
+    find_block,
+    of_file,
+    of_lines,
+)
 from gpustasis.install.record import Entry, Record
 from gpustasis.install.root import Root
 
@@ -183,13 +192,13 @@ def _undo_block(root: Root, entry: Entry, dry_run: bool) -> Change:
     found = root.read(entry.path, MAX_CONFIGURATION)
     if found is None:
         return Change(entry.path, Action.SKIP, "it is not there")
-    place = block.find(found.data, entry.path)
+    place = find_block(found.data, entry.path)
     if place is None:
         return Change(entry.path, Action.SKIP, "our lines are not in it")
     if digest(found.data[place.start : place.end]) not in entry.ours:
         text = f"lines {place.lines[0]} to {place.lines[1]} were changed since"
         return Change(entry.path, Action.KEEP, f"{text}; remove them yourself")
-    rest, glued = block.cut(found.data, place)
+    rest, glued = cut_block(found.data, place)
     if entry.before is None and not rest:
         if not dry_run:
             root.remove(entry.path)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from gpustasis import files
 from gpustasis.errors import InstallError
 
-MAX_LINKS = 40  # as the kernel's own limit
 MAX_FILE = 64 << 20  # bytes; the largest file that is installed is the plugin
 PART_SUFFIX = ".gpustasis-part"
 
@@ -158,37 +158,24 @@ class Root:
         with self._parent(path) as (directory, name):
             if directory is None:
                 raise InstallError(f"{path}: the directory above it is gone")
+
+            def prepare(fd: int) -> None:
+                if like is not None:
+                    os.fchown(fd, like.status.st_uid, like.status.st_gid)
+                    self._copy_attributes(directory, name, fd)
+                if mtime_ns >= 0:
+                    os.utime(fd, ns=(mtime_ns, mtime_ns))
+
+            if like is not None:
+                mode = stat.S_IMODE(like.status.st_mode)
             part = f".{name}{PART_SUFFIX}"
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(part, dir_fd=directory)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(part, flags, 0o600, dir_fd=directory)
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    if like is not None:
-                        os.fchown(fd, like.status.st_uid, like.status.st_gid)
-                        mode = stat.S_IMODE(like.status.st_mode)
-                        self._copy_attributes(directory, name, fd)
-                    os.fchmod(fd, mode)
-                    if mtime_ns >= 0:
-                        os.utime(fd, ns=(mtime_ns, mtime_ns))
-                    os.fsync(fd)
-                os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(part, dir_fd=directory)
-                raise
-            os.fsync(directory)
+            files.replace_file(directory, name, data, mode, part=part, prepare=prepare)
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""
         with self._parent(path) as (directory, name):
-            if directory is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=directory)
-                    os.fsync(directory)
+            if directory is not None and files.remove(directory, name):
+                os.fsync(directory)
 
     def remove_part(self, path: str) -> None:
         """Remove what a killed write() of this path has left."""
@@ -250,7 +237,7 @@ class Root:
                         raise
                     target = self._link(name, held[-1], path)
                     links += 1
-                    if links > MAX_LINKS:
+                    if links > files.MAX_LINKS:
                         raise InstallError(f"{path} leads through too many links") from exc
                     while target.startswith("/") and len(held) > 1:
                         os.close(held.pop())

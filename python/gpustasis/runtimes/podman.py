@@ -20,11 +20,12 @@ from typing import Any
 from gpustasis.archive.layout import CHECKPOINT, Engine
 from gpustasis.archive.opened import open_archive
 from gpustasis.criu import log
+from gpustasis.criu.images import dump_figures
 from gpustasis.criu.statistics import Stage, Statistics, find_statistics
 from gpustasis.errors import ArchiveError, CheckpointError, EngineError
 from gpustasis.runtimes.new_file import give_name
 from gpustasis.runtimes.parent_store import keep_parents, require_parent
-from gpustasis.runtimes.podman_report import Report, criu_dump_figures
+from gpustasis.runtimes.podman_report import Report
 from gpustasis.runtimes.podman_service import RefusedError, Service
 
 _LOG_LIMIT = 8 << 20  # bytes of criu's log that are read, counted from its end
@@ -234,7 +235,7 @@ def _export(
     figures: dict[str, int] = {}
     if found.work is not None:
         with suppress(OSError):
-            figures = criu_dump_figures((found.work / "stats-dump").read_bytes())
+            figures = dump_figures((found.work / "stats-dump").read_bytes())
     if not params["keep"] and not params["preCheckpoint"]:
         _discard(found)
     return _report("dump", found.id, begin, {"criu_statistics": figures}, plugin, path)

@@ -10,20 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpustasis.criu.protobuf import fields
 from gpustasis.criu.statistics import Stage, Statistics
-
-# CRIU images/stats.proto, dump_stats_entry; only what Podman shows.
-_DUMP_FIELDS = {
-    1: "freezing_time",
-    2: "frozen_time",
-    3: "memdump_time",
-    4: "memwrite_time",
-    5: "pages_scanned",
-    7: "pages_written",
-}
-_DUMP = 1  # stats_entry.dump
-_MAGICS = (0x55105940, 0x57093306)  # criu/include/magic.h: a service file; statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +61,3 @@ def plugin_figures(statistics: Statistics) -> dict[str, Any]:
         "file_bytes": statistics.file_bytes,
         **{f"{name}_time": round(1000 * total) for name, total in times.items()},
     }
-
-
-def criu_dump_figures(raw: bytes) -> dict[str, int]:
-    """From CRIU's file stats-dump; empty if that is not what it is."""
-    words = tuple(int.from_bytes(raw[at : at + 4], "little") for at in (0, 4, 8))
-    if words[:2] != _MAGICS:
-        return {}
-    try:
-        entry = dict(fields(raw[12 : 12 + words[2]]))[_DUMP]
-        found = dict(fields(entry)) if isinstance(entry, bytes) else {}
-    except (ValueError, IndexError, KeyError):
-        return {}
-    return {name: int(found[number]) for number, name in _DUMP_FIELDS.items() if number in found}

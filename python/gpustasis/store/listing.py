@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from gpustasis._core import MANIFEST_NAME, Manifest, image_name
-from gpustasis.criu.pagemap import PARENT_LINK as CRIU_PARENT_LINK
+from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.chain import NO_PARENT, parent_directory
 from gpustasis.image.checkpoint import find_manifest

@@ -1,0 +1,255 @@
+"""What CRIU's own images say: process tree, names, machine, pages that lie in an earlier checkpoint,
+and what a dump took.
+
+Sources: CRIU images/{core,pstree,pagemap,stats}.proto, criu/include/magic.h and pagemap.h; Protocol Buffers
+documentation, "Encoding". An image is two magic words, then records of a 32-bit length and one
+protobuf message; all numbers little-endian.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpustasis.errors import ImageError
+
+PSTREE_NAME = "pstree.img"
+INVENTORY_NAME = "inventory.img"  # CRIU writes it last: without it a checkpoint is not complete
+STATISTICS_NAME = "stats-dump"
+PARENT_LINK = "parent"  # CRIU's own, to the directory of --prev-images-dir
+
+_COMMON_MAGIC = 0x54564319  # "1.1 images"
+_SERVICE_MAGIC = 0x55105940
+_CORE_MAGIC, _PSTREE_MAGIC, _PAGEMAP_MAGIC = 0x55053847, 0x50273030, 0x56084025
+_STATISTICS_MAGIC = 0x57093306
+_RECORD_LIMIT = 1 << 20  # bytes; a task with 100,000 threads stays below it
+_VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5  # wire types of protobuf
+_FIXED_SIZES = {_FIXED_64: 8, _FIXED_32: 4}
+
+_MACHINE, _TASK_CORE = 1, 3  # core_entry.mtype, core_entry.tc
+_COMM = 6  # task_core_entry.comm
+# core_entry.march, by number
+_MACHINES = (
+    *("unknown", "X86_64", "ARM", "AARCH64", "PPC64", "S390", "MIPS", "LOONGARCH64", "RISCV64"),
+)
+_THREADS = 5  # pstree_entry.threads, packed or not
+_PAGEMAP_NAME = re.compile(r"pagemap-.*\.img")
+_NR_PAGES_32, _IN_PARENT, _FLAGS, _NR_PAGES = 2, 3, 4, 5  # pagemap_entry
+_PE_PARENT = 1
+_DUMP = 1  # stats_entry.dump
+_DUMP_FIGURES = {  # dump_stats_entry, in part; times in microseconds
+    1: "freezing_time",
+    2: "frozen_time",
+    3: "memdump_time",
+    4: "memwrite_time",
+    5: "pages_scanned",
+    7: "pages_written",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One process; all numbers as its innermost pid namespace has them. ppid 0: the root."""
+
+    pid: int
+    ppid: int
+    pgid: int
+    sid: int
+    threads: tuple[int, ...]
+
+
+def read_pstree(images: Path) -> tuple[Task, ...]:
+    """The processes in `images`, the root first. Raises ImageError if the file is no such image."""
+    path = images / PSTREE_NAME
+    return parse_pstree(_read(path), str(path))
+
+
+def parse_pstree(raw: bytes, path: str) -> tuple[Task, ...]:
+    """The same from the content of the file; `path` is for messages. Raises ImageError."""
+    messages = _messages(raw, _PSTREE_MAGIC, path, "a process tree")
+    try:
+        tasks = tuple(_task(message) for message in messages)
+    except (ValueError, IndexError, KeyError) as exc:
+        raise ImageError(f"{path} is damaged: {exc}") from exc
+    if not tasks:
+        raise ImageError(f"{path} holds no process")
+    return tasks
+
+
+def core_name(pid: int) -> str:
+    """The image with the name and the machine of a process."""
+    return f"core-{pid}.img"
+
+
+def parse_comm(raw: bytes, path: str) -> str:
+    """The comm of a process from its core image; `path` is for messages.
+
+    Raises ImageError if it is none, or damaged.
+    """
+    message = _core(raw, path)
+    try:
+        return _part(_part(message, _TASK_CORE), _COMM).decode("utf-8", "replace")
+    except (IndexError, ValueError) as exc:
+        raise ImageError(f"{path} is damaged: {exc}") from exc
+
+
+def parse_machine(raw: bytes, path: str) -> str:
+    """The kind of machine, as CRIU names it: "X86_64". Raises as parse_comm."""
+    message = _core(raw, path)
+    try:
+        number = next(v for n, v in fields(message) if n == _MACHINE and isinstance(v, int))
+    except (StopIteration, IndexError, ValueError) as exc:
+        raise ImageError(f"{path} is damaged: it does not say its machine") from exc
+    return _MACHINES[number] if number < len(_MACHINES) else f"machine {number}"
+
+
+def parent_pages(images: Path) -> dict[str, int]:
+    """Pages that lie in the parent, by name of the pagemap that says so; none: empty.
+
+    Raises ImageError if a pagemap cannot be read.
+    """
+    names = sorted(path.name for path in images.iterdir() if is_pagemap(path.name))
+    counts = {name: count_parent_pages(_read(images / name), str(images / name)) for name in names}
+    return {name: count for name, count in counts.items() if count}
+
+
+def is_pagemap(name: str) -> bool:
+    """Whether a file of that name in an image directory is a pagemap."""
+    return _PAGEMAP_NAME.fullmatch(name) is not None
+
+
+def count_parent_pages(raw: bytes, path: str) -> int:
+    """Pages of one pagemap that lie in the parent; `path` is for messages. Raises ImageError."""
+    entries = _messages(raw, _PAGEMAP_MAGIC, path, "a pagemap")
+    try:
+        next(entries, None)  # the head: which pages-N.img
+        return sum(_pages_in_parent(entry) for entry in entries)
+    except (ValueError, IndexError) as exc:
+        raise ImageError(f"{path} is damaged: {exc}") from exc
+
+
+def dump_figures(raw: bytes) -> dict[str, int]:
+    """CRIU's own figures of a dump from its file stats-dump, times in microseconds; empty if that
+    is not what it is."""
+    if (_word(raw, 0), _word(raw, 4)) != (_SERVICE_MAGIC, _STATISTICS_MAGIC):
+        return {}
+    try:
+        found = dict(fields(_part(next(_records(raw)), _DUMP)))
+    except (ValueError, IndexError, StopIteration):
+        return {}
+    return {
+        name: value
+        for number, name in _DUMP_FIGURES.items()
+        if isinstance(value := found.get(number), int)
+    }
+
+
+def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Each field's number and value, as they stand: an int or what has a length, as bytes.
+
+    Fields of fixed width are left out. Raises ValueError or IndexError if the message is damaged.
+    """
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
+        number, kind = key >> 3, key & 7
+        if kind in _FIXED_SIZES:
+            offset += _FIXED_SIZES[kind]
+            continue
+        value, offset = _varint(message, offset)
+        if kind == _VARINT:
+            yield number, value
+        elif kind == _LENGTH:
+            if value > len(message) - offset:
+                raise ValueError(f"field {number} does not end in its message")
+            yield number, message[offset : offset + value]
+            offset += value
+        else:
+            raise ValueError(f"field {number} has wire type {kind}")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
+
+
+def _messages(raw: bytes, magic: int, path: str, what: str) -> Iterator[bytes]:
+    """The messages of a whole image. Raises ImageError if it is not of this kind; the iterator
+    raises ValueError where the image is cut short."""
+    if _word(raw, 0) != _COMMON_MAGIC or _word(raw, 4) != magic:
+        raise ImageError(f"{path} is not {what} of CRIU")
+    return _records(raw)
+
+
+def _records(raw: bytes) -> Iterator[bytes]:
+    offset = 8
+    while offset < len(raw):
+        size = _word(raw, offset)
+        record = raw[offset + 4 : offset + 4 + size]
+        if size > _RECORD_LIMIT or len(record) != size:
+            raise ValueError(f"a record at byte {offset} does not end in the file")
+        yield record
+        offset += 4 + size
+
+
+def _word(raw: bytes, offset: int) -> int:
+    return int.from_bytes(raw[offset : offset + 4], "little")
+
+
+def _varint(raw: bytes, offset: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = raw[offset]
+        offset += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, offset
+    raise ValueError("a number is longer than 64 bits")
+
+
+def _packed(raw: bytes) -> Iterator[int]:
+    """The numbers of a packed repeated field."""
+    offset = 0
+    while offset < len(raw):
+        value, offset = _varint(raw, offset)
+        yield value
+
+
+def _task(message: bytes) -> Task:
+    single: dict[int, int] = {}
+    threads: list[int] = []
+    for number, value in fields(message):
+        if number == _THREADS:
+            threads += _packed(value) if isinstance(value, bytes) else [value]
+        elif isinstance(value, int):
+            single[number] = value
+    return Task(
+        pid=single[1], ppid=single[2], pgid=single[3], sid=single[4], threads=tuple(threads)
+    )
+
+
+def _core(raw: bytes, path: str) -> bytes:
+    try:
+        return next(_messages(raw, _CORE_MAGIC, path, "a core image"), b"")
+    except ValueError as exc:
+        raise ImageError(f"{path} is damaged: {exc}") from exc
+
+
+def _part(message: bytes, wanted: int) -> bytes:
+    """The first field `wanted` that has a length."""
+    for number, value in fields(message):
+        if number == wanted and isinstance(value, bytes):
+            return value
+    raise ValueError(f"field {wanted} is missing")
+
+
+def _pages_in_parent(entry: bytes) -> int:
+    """Of one run of pages; older CRIUs say it with a field of its own, newer ones with a flag."""
+    numbers = {number: value for number, value in fields(entry) if isinstance(value, int)}
+    if not numbers.get(_IN_PARENT) and not numbers.get(_FLAGS, 0) & _PE_PARENT:
+        return 0
+    return max(numbers.get(_NR_PAGES, 0), numbers.get(_NR_PAGES_32, 0), 1)

@@ -1,0 +1,177 @@
+"""Files of a program that runs as root: written whole or not at all, and kept where nobody but root
+can put something else in their place.
+
+The OCI hook imports this, and every container with annotations waits for it: it imports next to
+nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MAX_LINKS = 40  # on the way to a file, as the kernel's own limit
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def replace_file(
+    directory: int,
+    name: str,
+    data: bytes,
+    mode: int,
+    *,
+    part: str = "",
+    durable: bool = True,
+    prepare: Callable[[int], None] | None = None,
+) -> None:
+    """Put `data` at `name` in one step; a file that is there is replaced.
+
+    directory: an open one. mode: whatever the umask is. part: its name until it is whole; what a
+    killed writer has left there is removed. durable: on the disk when this returns, name included.
+    prepare: is called with the descriptor of the new file once `data` is in it.
+
+    Raises OSError; the part is gone then, and what was at `name` is still there.
+    """
+    part = part or f".{name}.part"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    remove(directory, part)
+    descriptor = os.open(part, flags, 0o600, dir_fd=directory)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            if prepare is not None:
+                prepare(descriptor)
+            os.fchmod(descriptor, mode)
+            if durable:
+                os.fsync(descriptor)
+        os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        remove(directory, part)
+        raise
+    if durable:
+        os.fsync(directory)
+
+
+def remove(directory: int, name: str) -> bool:
+    """Whether the file was there. Raises OSError."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Have the names in a directory on the disk. Raises OSError."""
+    descriptor = os.open(path, _DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directories(path: str, mode: int) -> None:
+    """Make what is missing of this path, each directory with this mode whatever the umask is.
+
+    Raises OSError.
+    """
+    above = os.path.dirname(path.rstrip("/"))
+    if above and not os.path.isdir(above):
+        make_directories(above, mode)
+    if not os.path.isdir(path):
+        os.mkdir(path, mode)
+        os.chmod(path, mode)
+
+
+def open_own_directory(path: str, levels: int, make_mode: int | None = None) -> int:
+    """A descriptor of a directory whose last `levels` parts only root, or this user, can write to,
+    and none of which is a link.
+
+    make_mode: of those that are missing, whatever the umask is; None: none is made.
+
+    Raises PermissionError that names the part that others can write to, another OSError for what
+    the kernel refuses, FileNotFoundError among them.
+    """
+    parts = path.rstrip("/").split("/")
+    whole = "/".join(parts[:-levels]) or "/"
+    descriptor = os.open(whole, _DIRECTORY)
+    for part in parts[-levels:]:
+        above, whole = descriptor, f"{whole.rstrip('/')}/{part}"
+        try:
+            made = make_mode is not None and _make_directory(above, part, make_mode)
+            descriptor = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+        except OSError as exc:
+            exc.filename = whole
+            raise
+        finally:
+            os.close(above)
+        if made and make_mode is not None:
+            os.fchmod(descriptor, make_mode)
+        found = os.fstat(descriptor)
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & _OTHERS_WRITE:
+            os.close(descriptor)
+            raise PermissionError(0, f"{_owned(found)}: others could write there", whole)
+    return descriptor
+
+
+def changeable_by_others(
+    path: str, root: str = "/", owners: tuple[int, ...] = (0,)
+) -> Iterator[str]:
+    """Each directory, link and file on the way to `path` that others than `owners` could change or
+    put something else in the place of; the way to where links lead, too. With what is wrong.
+
+    root: "/", or the directory that is the "/" of `path`: links that are absolute start there again.
+    A directory where anybody may write, but only remove what is his (as /tmp), is fine.
+
+    Raises OSError if it is not there.
+    """
+    host = root.rstrip("/")
+    at = ""  # the directory that was reached, without links; "": the root
+    todo = ["/", *_parts(path)][::-1]
+    links = 0
+    while todo:
+        name = todo.pop()
+        if name == "..":
+            at = at.rpartition("/")[0]
+            continue
+        place = "" if name == "/" else f"{at}/{name}"
+        found = os.lstat(f"{host}{place}" if place else root)
+        is_link, is_directory = stat.S_ISLNK(found.st_mode), stat.S_ISDIR(found.st_mode)
+        writable = found.st_mode & _OTHERS_WRITE and not is_link
+        if found.st_uid not in owners or (
+            writable and not (is_directory and found.st_mode & stat.S_ISVTX)
+        ):
+            yield f"{place or '/'} {_owned(found)}"
+        if is_link:
+            links += 1
+            if links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            target = os.readlink(f"{host}{place}")
+            todo += _parts(target)[::-1]
+            at = "" if target.startswith("/") else at
+        else:
+            at = place
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]
+
+
+def _make_directory(above: int, name: str, mode: int) -> bool:
+    """Whether it was made."""
+    try:
+        os.mkdir(name, mode, dir_fd=above)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _owned(found: os.stat_result) -> str:
+    return f"belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}"

@@ -1,1 +1,0 @@
-"""Programs that container runtimes run at certain moments of a container's life."""
