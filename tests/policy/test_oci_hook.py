@@ -135,7 +135,7 @@ def test_a_state_that_is_none_is_refused(state: str) -> None:
 
 def test_letters_written_as_numbers_hide_nothing(made: Container, pid: int) -> None:
     state = json.dumps(made.state("creating", pid, {"io.gpustasis.threads": "many"}))
-    hidden = state.replace("gpustasis", "\\u0063udackp\\u0074")
+    hidden = state.replace("gpustasis", "\\u0067pustasi\\u0073")
     done = run_hook(hidden)
     assert done.returncode == 1
     assert "io.gpustasis.threads" in done.stderr
