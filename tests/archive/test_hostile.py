@@ -15,8 +15,8 @@ import pytest
 import zstandard
 
 from gpustasis.archive.flatten import flatten_archive
-from gpustasis.archive.limits import DEFAULT_LIMITS, Limits
 from gpustasis.archive.opening import open_files
+from gpustasis.archive.stream import DEFAULT_LIMITS, Limits
 from gpustasis.errors import ArchiveError, CheckpointError, ImageError
 from support.archives import Raw, compressed, pack, pax, tar
 from support.image_samples import make_checkpoint, mixture, noise
@@ -49,7 +49,7 @@ def long(name: bytes, kind: bytes = b"L") -> Raw:
         ([Raw(b"../x", type=b"5")], "leads out of the archive"),
         ([pax(path="/etc/shadow"), Raw(b"x")], "'/etc/shadow' has a name that leads out"),
         ([pax(path="a/../../b"), Raw(b"x")], "leads out"),
-        ([pax(path="a\0b"), Raw(b"x")], "leads out"),
+        ([pax(path="a\0b"), Raw(b"x")], "path is b'a"),
         ([long(b"../" * 50 + b"x"), Raw(b"x")], "leads out"),
         ([Raw(b"\x1b[2Jx/..", b"x")], r"'\x1b[2Jx/..'"),
         ([Raw(b"./", b"x")], "has the name of a directory"),
@@ -71,7 +71,12 @@ def long(name: bytes, kind: bytes = b"L") -> Raw:
         ([Raw(b"x", type=b"M")], "more than one volume"),
         ([Raw(b"x", type=b"?")], "of type b'?'"),
         ([pax(GNU__sparse__major="1"), Raw(b"x")], "sparse members are not read"),
-        ([replace(pax(size="9"), type=b"g"), Raw(b"x")], "size for all members that follow"),
+        ([replace(pax(size="9"), type=b"g"), Raw(b"x")], "for all members that follow"),
+        ([long(b"y"), long(b"z"), Raw(b"x")], "of type 'L' behind one of type 'L'"),
+        ([long(b"y"), pax(path="z"), Raw(b"x")], "of type 'x' behind one of type 'L'"),
+        ([pax(path="y"), pax(path="z"), Raw(b"x")], "of type 'x' behind one of type 'x'"),
+        ([Raw(b"x/.", b"y")], "has the name of a directory and is none"),
+        ([Raw(b"x", type=b"2")], "is a link without a target"),
         ([pax(size="-1"), Raw(b"x")], "size is b'-1'"),
         ([pax(size="9" * 30), Raw(b"x")], "size is b'999"),
         ([pax(mtime="nan"), Raw(b"x")], "mtime is b'nan'"),
@@ -153,7 +158,14 @@ def test_bounds_are_kept(tmp_path: Path) -> None:
     few = replace(DEFAULT_LIMITS, members=10)
     assert "more than 10 members" in refused(tmp_path, tar([ROOT, *many]), few)
     names = replace(DEFAULT_LIMITS, names_bytes=2000)
-    assert "names take more than 2000" in refused(tmp_path, tar([ROOT, *many]), names)
+    assert "take more than 2000 bytes" in refused(tmp_path, tar([ROOT, *many]), names)
+    targets = [
+        part
+        for number in range(20)
+        for part in (pax(linkpath="t" * 4000), Raw(b"m%d" % number, type=b"2"))
+    ]
+    links = replace(DEFAULT_LIMITS, names_bytes=40_000)
+    assert "targets of its links take more" in refused(tmp_path, tar([ROOT, *targets]), links)
     cores = [Raw(b"checkpoint/core-%d.img" % number, b"x" * 1000) for number in range(20)]
     kept = replace(DEFAULT_LIMITS, kept_bytes=10_000)
     assert "more than 10000 bytes" in refused(tmp_path, tar([ROOT, *cores]), kept)
@@ -184,7 +196,7 @@ def test_too_few_descriptors_are_a_sentence(tmp_path: Path, limit: int) -> None:
 def test_an_endless_list_of_extended_headers_ends(tmp_path: Path) -> None:
     headers = [long(b"x" * 100) for _ in range(100)]
     few = replace(DEFAULT_LIMITS, members=50)
-    assert "more than 50 members" in refused(tmp_path, tar([ROOT, *headers]), few)
+    assert "behind one of type 'L'" in refused(tmp_path, tar([ROOT, *headers]), few)
 
 
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from campaigns import archives
 from gpustasis._core import ManifestTask, image_name, read_manifest, write_manifest
-from gpustasis.archive.compression import Compression, UnpackedStream
 from gpustasis.archive.flatten import flatten_archive
-from gpustasis.archive.limits import DEFAULT_LIMITS
 from gpustasis.archive.opened import open_archive
 from gpustasis.archive.opening import open_files
-from gpustasis.archive.tar_reader import Kind, TarReader
+from gpustasis.archive.stream import DEFAULT_LIMITS, Compression, UnpackedStream
+from gpustasis.archive.tar import Kind, TarReader
 from gpustasis.archive.verification import verify_archive
 from gpustasis.errors import ArchiveError, CheckpointError
 from support.archives import COMPRESSIONS, compressed, pack

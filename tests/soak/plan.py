@@ -21,10 +21,12 @@ from campaigns import (
     kill_restore,
     repetition,
     space,
+    tar_readers,
 )
 from campaigns.rig import Rig
 from campaigns.tally import Tally
 from support.archives import pack
+from support.tar_readers import build_go_reader
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 KILLS = 120
@@ -41,6 +43,7 @@ KILLED_COMMANDS = 300
 STORE_ROUNDS = 150
 FUZZ_INPUTS = 1_000_000
 ARCHIVES_CHANGED = 10_000
+TARS_COMPARED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,16 @@ def _archives(bench: Bench) -> Iterator[tuple[str, Tally]]:
     yield "inspect, verify and flatten", tally
 
 
+def _tar_readers(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    scratch = bench.newest.images()
+    program = build_go_reader(scratch)
+    archives_made = scratch / "archives"
+    archives_made.mkdir()
+    random = bench.random("tar-readers")
+    tally = tar_readers.run(program, archives_made, random, TARS_COMPARED)
+    yield "ours, GNU tar and Go's", tally
+
+
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kill-points": ("criu is killed with SIGKILL during a dump; no job may be lost", _kill_points),
     "kill-with-worker": (
@@ -218,5 +231,9 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
         _kill_store,
     ),
     "archives": ("checkpoint archives are changed at random; read or refused", _archives),
+    "tar-readers": (
+        "tar archives with odd headers; what our reader accepts, others read in the same way",
+        _tar_readers,
+    ),
     "fuzz": ("the image reader reads whatever libFuzzer thinks of", _fuzz),
 }

@@ -118,7 +118,8 @@ def _directory(name: str) -> tarfile.TarInfo:
 
 @dataclass
 class Raw:
-    """One member to be, with whatever its header shall say. size: None: that of the content."""
+    """One member to be, with whatever its header shall say. size: None: that of the content.
+    fields: bytes at offsets of its header, over all else."""
 
     name: bytes
     content: bytes = b""
@@ -127,6 +128,8 @@ class Raw:
     size: int | None = None
     magic: bytes = b"ustar\0" + b"00"
     size_field: bytes | None = None
+    prefix: bytes = b""
+    fields: dict[int, bytes] = field(default_factory=dict)
     break_checksum: bool = False
     before: list[Raw] = field(default_factory=list)
 
@@ -142,6 +145,10 @@ class Raw:
         block[156:157] = self.type
         block[157 : 157 + min(len(self.target), 100)] = self.target[:100]
         block[257:265] = self.magic
+        block[329:345] = b"0000000\0" * 2
+        block[345 : 345 + len(self.prefix)] = self.prefix
+        for offset, content in self.fields.items():
+            block[offset : offset + len(content)] = content
         struct.pack_into("8s", block, 148, b"%06o\0 " % (sum(block) + self.break_checksum))
         before = b"".join(member.packed() for member in self.before)
         return before + bytes(block) + self.content + bytes(-len(self.content) % 512)

@@ -23,7 +23,7 @@ from gpustasis.archive.flat_image import FlatImage
 from gpustasis.archive.layout import CHECKPOINT
 from gpustasis.archive.opened import Archive
 from gpustasis.archive.stored_chunks import OpenImage, checked, own_chunks, placed_chunks
-from gpustasis.archive.tar_reader import Kind, Member, TarReader
+from gpustasis.archive.tar import Kind, Member, TarReader
 from gpustasis.archive.verification import Wanted, collect
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.criu.images import count_parent_pages, is_pagemap

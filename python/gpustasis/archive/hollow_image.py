@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from gpustasis._core import ImageReader, Manifest, ManifestTask, image_name
-from gpustasis.archive.compression import ByteStream
+from gpustasis.archive.stream import ByteStream
 from gpustasis.errors import ArchiveError, ImageError
 from gpustasis.image.checkpoint import image_errors, require_meant
 from gpustasis.image.plain_reader import HEADER_SIZE, INDEX_ENTRY_SIZE, TRAILER_SIZE

@@ -21,7 +21,6 @@ from gpustasis._core import (
     Source,
     image_name,
 )
-from gpustasis.archive.compression import ByteStream, Compression, UnpackedStream, detect
 from gpustasis.archive.hollow_image import (
     HollowFile,
     HollowImage,
@@ -36,10 +35,17 @@ from gpustasis.archive.layout import (
     read_facts,
     require_container,
 )
-from gpustasis.archive.limits import DEFAULT_LIMITS, Limits
 from gpustasis.archive.manifest import parse_core_manifest
 from gpustasis.archive.parents import Parents
-from gpustasis.archive.tar_reader import Kind, Member, TarReader
+from gpustasis.archive.stream import (
+    DEFAULT_LIMITS,
+    ByteStream,
+    Compression,
+    Limits,
+    UnpackedStream,
+    detect,
+)
+from gpustasis.archive.tar import Kind, Member, TarReader
 from gpustasis.errors import ArchiveError, ImageError
 from gpustasis.image.chain import FoundSource, State
 from gpustasis.image.checkpoint import ImageFile, image_file

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from gpustasis.archive.limits import DEFAULT_LIMITS, Limits
 from gpustasis.archive.opened import Archive, open_archive
 from gpustasis.archive.parents import DirectoryParent, Parent, Parents
+from gpustasis.archive.stream import DEFAULT_LIMITS, Limits
 from gpustasis.errors import CheckpointError
 from gpustasis.image.chain import MAX_DEPTH, chain_directories
 from gpustasis.image.files import DirectoryFiles

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from gpustasis._core import Manifest, Source, image_name
-from gpustasis.archive.compression import ByteStream
 from gpustasis.archive.hollow_image import DIGEST_SIZE
+from gpustasis.archive.stream import ByteStream
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.chain import FoundSource, State
 from gpustasis.image.checkpoint import ImageFile, find_manifest

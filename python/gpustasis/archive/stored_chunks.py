@@ -23,8 +23,8 @@ from gpustasis._core import (
     hash64,
     hash128,
 )
-from gpustasis.archive.compression import ByteStream
 from gpustasis.archive.hollow_image import HollowFile, HollowImage
+from gpustasis.archive.stream import ByteStream
 from gpustasis.errors import ImageError
 
 _IN_FLIGHT_BYTES = 32 << 20  # of stored chunks that wait for a thread

@@ -10,7 +10,6 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpustasis.archive.compression import UnpackedStream, detect
 from gpustasis.archive.layout import (
     CHECKPOINT,
     CONFIG,
@@ -20,8 +19,8 @@ from gpustasis.archive.layout import (
     read_facts,
     require_container,
 )
-from gpustasis.archive.limits import DEFAULT_LIMITS
-from gpustasis.archive.tar_reader import TarReader
+from gpustasis.archive.stream import DEFAULT_LIMITS, UnpackedStream, detect
+from gpustasis.archive.tar import TarReader
 from gpustasis.errors import ArchiveError
 
 DIRECTORY = Path("/var/lib/kubelet/checkpoints")

@@ -14,7 +14,7 @@ from pathlib import Path
 from gpustasis._core import PARENT_LINK
 from gpustasis.archive.layout import CHECKPOINT
 from gpustasis.archive.opened import Archive, open_archive
-from gpustasis.archive.tar_reader import Kind, Member, TarReader
+from gpustasis.archive.tar import Kind, Member, TarReader
 from gpustasis.errors import CheckpointError
 from gpustasis.image.chain import NO_PARENT, STORE_ROOT, find_checkpoint
 from gpustasis.image.new_directory import sync_directory
