@@ -3,7 +3,9 @@
 #include "bindings/convert.hpp"
 #include "bindings/memory_buffers.hpp"
 #include "bindings/open_dir.hpp"
+#include "core/error.hpp"
 #include "core/image_flatten.hpp"
+#include "core/image_format.hpp"
 #include "core/image_reader.hpp"
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
@@ -14,6 +16,7 @@
 
 #include <filesystem>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -43,7 +46,7 @@ ImageReader open_image(const std::filesystem::path& path) {
 // A reader and what its sources are found by: the locks are held as long as it lives.
 struct OpenImage {
     ImageReader reader;
-    std::filesystem::path path;
+    std::filesystem::path path; ///< empty: in no directory of a checkpoint
     std::optional<Lineage> lineage = std::nullopt;
 };
 
@@ -51,7 +54,36 @@ OpenImage open_with_path(const std::filesystem::path& path) {
     return {open_image(path), path};
 }
 
+OpenImage open_part(int fd, std::uint64_t offset, std::uint64_t length, const std::string& name) {
+    const py::gil_scoped_release unlocked;
+    return {ImageReader::open_part(fd, offset, length, name), {}};
+}
+
+OpenImage from_ends(const py::buffer& header, const py::buffer& tail, std::uint64_t size,
+                    const std::string& name) {
+    const BufferView front(header);
+    const BufferView back(tail);
+    const py::gil_scoped_release unlocked;
+    return {ImageReader::from_ends(front.bytes(), back.bytes(), size, name), {}};
+}
+
+std::uint64_t tail_size(const py::buffer& trailer, std::uint64_t size) {
+    const BufferView view(trailer);
+    if (view.bytes().size() != format::kTrailerSize)
+        throw Error(Errc::bad_argument, "a trailer has " + std::to_string(format::kTrailerSize) +
+                                            " bytes, not " + std::to_string(view.bytes().size()));
+    return ImageReader::tail_size(view.bytes(), size);
+}
+
+void check_stored(const OpenImage& self, std::uint64_t index, const py::buffer& stored) {
+    const BufferView view(stored);
+    const py::gil_scoped_release unlocked;
+    self.reader.check_stored(index, view.bytes());
+}
+
 void attach_sources(OpenImage& self) {
+    if (self.path.empty())
+        throw Error(Errc::bad_argument, "an image of an archive has no directory to search from");
     const py::gil_scoped_release unlocked;
     self.lineage.emplace(open_dir_of(self.path).get());
     self.reader.attach_sources(*self.lineage);
@@ -157,6 +189,27 @@ void bind_reader(py::module_& m) {
                           "Safe on hostile files and from several threads.")
         .def_static("open", &open_with_path, py::arg("path"),
                     "Raises OSError, CorruptDataError, UnsupportedDataError; each names the file.")
+        .def_static("open_part", &open_part, py::arg("fd"), py::arg("offset"), py::arg("length"),
+                    py::arg("name"),
+                    "The image that is the `length` bytes of a file from `offset`, for example a\n"
+                    "member of a tar archive. The descriptor is copied. name: for messages.\n"
+                    "Raises as open.")
+        .def_static(
+            "from_ends", &from_ends, py::arg("header"), py::arg("tail"), py::arg("size"),
+            py::arg("name"),
+            "An image of `size` bytes of which only the ends are at hand: its first\n"
+            "IMAGE_HEADER_SIZE bytes, and its last tail_size(). It is checked as open does.\n"
+            "Its chunks cannot be read through it: check_stored() checks bytes read\n"
+            "elsewhere. Raises as open, ValueError if the ends are longer than `size`.")
+        .def_static(
+            "tail_size", &tail_size, py::arg("trailer"), py::arg("size"),
+            "How many bytes from_ends needs of the end of an image of `size` bytes, as its\n"
+            "last IMAGE_TRAILER_SIZE bytes say; of a damaged trailer only that many: from_ends\n"
+            "says what is wrong.")
+        .def("check_stored", &check_stored, py::arg("index"), py::arg("stored"),
+             "Check that `stored` are the stored bytes of a chunk, by all its hashes, wherever\n"
+             "they were read. Raises CorruptDataError that names image, chunk and address.\n"
+             "Releases the GIL.")
         .def_property_readonly(
             "info", [](const OpenImage& self) -> const ImageInfo& { return self.reader.info(); })
         .def_property_readonly(
@@ -204,6 +257,57 @@ WriteResult flatten(const OpenImage& image, const std::filesystem::path& path, u
                          progress_of(progress));
 }
 
+// A writer and the directory it writes to; no writer once it is finished or given up.
+struct OpenFlatImage {
+    UniqueFd dir;
+    std::optional<FlatImageWriter> writer;
+};
+
+OpenFlatImage open_flat(const OpenImage& image, const std::filesystem::path& path) {
+    const py::gil_scoped_release unlocked;
+    OpenFlatImage flat{open_dir_of(path), std::nullopt};
+    flat.writer.emplace(image.reader, flat.dir.get(), path.filename().string());
+    return flat;
+}
+
+FlatImageWriter& writer_of(OpenFlatImage& self) {
+    if (!self.writer)
+        throw Error(Errc::bad_argument, "the image is finished or given up");
+    return *self.writer;
+}
+
+void put(OpenFlatImage& self, std::uint64_t index, const py::buffer& stored) {
+    const BufferView view(stored);
+    FlatImageWriter& writer = writer_of(self);
+    const py::gil_scoped_release unlocked;
+    writer.put(index, view.bytes());
+}
+
+WriteResult finish(OpenFlatImage& self) {
+    const py::gil_scoped_release unlocked;
+    const WriteResult result = writer_of(self).finish();
+    self.writer.reset();
+    return result;
+}
+
+void bind_flat_image(py::module_& m) {
+    py::class_<OpenFlatImage>(
+        m, "FlatImageWriter",
+        "A copy of an image that needs no other one, written from stored chunks that come in any\n"
+        "order. A context manager: left without finish(), nothing of the file stays.")
+        .def(py::init(&open_flat), py::arg("image"), py::arg("path"),
+             "image: any ImageReader; only its index is used. Raises OSError.")
+        .def("put", &put, py::arg("index"), py::arg("stored"),
+             "Write the stored bytes of a chunk, which were checked; by several threads at once,\n"
+             "each chunk once, but for those of zeros. Raises ValueError if it was put before or\n"
+             "has another size, OSError. Releases the GIL.")
+        .def("finish", &finish,
+             "Complete and durable on return; call it when no thread puts any more. Raises\n"
+             "ValueError if a chunk was not put, OSError. Releases the GIL.")
+        .def("__enter__", [](py::object self) { return self; })
+        .def("__exit__", [](OpenFlatImage& self, const py::args&) { self.writer.reset(); });
+}
+
 void bind_parent(py::module_& m) {
     m.attr("PARENT_LINK") = kParentLink;
     m.def(
@@ -236,6 +340,9 @@ void bind_image(py::module_& m) {
     bind_parent(m);
     bind_writer(m);
     bind_reader(m);
+    bind_flat_image(m);
+    m.attr("IMAGE_HEADER_SIZE") = format::kHeaderSize;
+    m.attr("IMAGE_TRAILER_SIZE") = format::kTrailerSize;
     m.def(
         "flatten_image", &flatten, py::arg("image"), py::arg("path"), py::arg("threads") = 0,
         py::arg("progress") = py::none(),

@@ -1,4 +1,5 @@
 #include "bindings/bind.hpp"
+#include "bindings/buffer_view.hpp"
 #include "bindings/convert.hpp"
 #include "bindings/open_dir.hpp"
 #include "core/manifest.hpp"
@@ -63,6 +64,14 @@ void bind_manifest(py::module_& m) {
         py::arg("dir"),
         "The manifest in a directory.\n"
         "Raises OSError (also if there is none), CorruptDataError, UnsupportedDataError.");
+    m.def(
+        "parse_manifest",
+        [](const py::buffer& data, const std::string& name) {
+            return parse_manifest(BufferView(data).bytes(), name);
+        },
+        py::arg("data"), py::arg("name"),
+        "The manifest in a buffer; `name` is for messages.\n"
+        "Raises CorruptDataError, UnsupportedDataError.");
     m.def(
         "write_manifest",
         [](const std::filesystem::path& dir, const Manifest& manifest) {

@@ -30,14 +30,16 @@ std::size_t read_direct(int fd, std::uint64_t offset, MutBytes out) noexcept {
 
 } // namespace
 
-ChunkInput::ChunkInput(std::shared_ptr<const UniqueFd> file, std::uint64_t size, IoMode mode)
-    : file_(std::move(file)), mode_(mode) {
+ChunkInput::ChunkInput(std::shared_ptr<const UniqueFd> file, std::uint64_t begin,
+                       std::uint64_t size, IoMode mode)
+    : file_(std::move(file)), begin_(begin), mode_(mode) {
     direct_ = open_direct(file_->get(), O_RDONLY, mode);
-    if (direct_ && mode == IoMode::automatic && is_mostly_cached(file_->get(), size))
+    if (direct_ && mode == IoMode::automatic && is_mostly_cached(file_->get(), begin + size))
         direct_.reset();
 }
 
 Bytes ChunkInput::read(std::uint64_t offset, std::size_t size, MutBytes buffer) const {
+    offset += begin_;
     std::size_t done = 0;
     if (direct_ && is_aligned(buffer) && offset % kDirectAlignment == 0)
         done = read_direct(direct_.get(), offset, buffer.first(direct_size(size)));

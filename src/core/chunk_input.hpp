@@ -10,14 +10,15 @@
 
 namespace gpustasis {
 
-/// One image file whose chunks are read, by several threads at once.
+/// One image whose chunks are read, by several threads at once.
 class ChunkInput {
 public:
-    /// `file` is `size` bytes long. Throws Error: unsupported if `mode` is direct and that is not
-    /// to be had, io.
-    ChunkInput(std::shared_ptr<const UniqueFd> file, std::uint64_t size, IoMode mode);
+    /// The image is the `size` bytes of `file` from `begin`. Throws Error: unsupported if `mode` is
+    /// direct and that is not to be had, io.
+    ChunkInput(std::shared_ptr<const UniqueFd> file, std::uint64_t begin, std::uint64_t size,
+               IoMode mode);
 
-    /// The `size` bytes at `offset`, in the front of `buffer`, which holds that many at least. If it is aligned,
+    /// The `size` bytes at `offset` of the image, in the front of `buffer`, which holds that many at least. If it is aligned,
     /// more of it may be written: what follows in the file, up to a multiple of kDirectAlignment.
     /// Throws Error: io, corrupt_data if the file ends before, unsupported if direct I/O was asked
     /// for by name and these bytes cannot be read so.
@@ -27,6 +28,7 @@ public:
 
 private:
     std::shared_ptr<const UniqueFd> file_;
+    std::uint64_t begin_;
     IoMode mode_;
     UniqueFd direct_; ///< none: buffered
 };

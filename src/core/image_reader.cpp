@@ -12,10 +12,14 @@
 #include "core/stripe_file.hpp"
 #include "core/workers.hpp"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
+#include <functional>
 #include <iterator>
 #include <vector>
 
@@ -38,11 +42,37 @@ auto named(const std::string& name, const Body& body) {
     }
 }
 
+/// Gives the bytes [offset, offset + size) of an image.
+using ReadPart = std::function<std::vector<std::byte>(std::uint64_t offset, std::uint64_t size)>;
+
+UniqueFd duplicate(int fd) {
+    UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!copy)
+        throw io_error("cannot duplicate a descriptor", errno);
+    return copy;
+}
+
+// Of an image of `size` bytes that has zeros between `header` and `tail`.
+ReadPart read_ends(Bytes header, Bytes tail, std::uint64_t size) {
+    return [=](std::uint64_t offset, std::uint64_t length) {
+        std::vector<std::byte> part(length);
+        const auto copy = [&](Bytes from, std::uint64_t at) {
+            const std::uint64_t begin = std::max(at, offset);
+            const std::uint64_t end = std::min(at + from.size(), offset + length);
+            if (begin < end)
+                std::ranges::copy(from.subspan(begin - at, end - begin),
+                                  part.begin() + static_cast<std::ptrdiff_t>(begin - offset));
+        };
+        copy(header, 0);
+        copy(tail, size - tail.size());
+        return part;
+    };
+}
+
 } // namespace
 
 struct ImageReader::State {
     std::string name;
-    std::shared_ptr<const UniqueFd> fd;
     IoMode io = IoMode::automatic;
     ImageInfo info;
     std::uint32_t alignment = 1;
@@ -64,11 +94,11 @@ struct ImageReader::State {
         AlignedBuffer stored;
     };
 
-    void load();
+    void load(std::uint64_t size, const ReadPart& read);
     void check_layout(std::uint64_t size) const;
     void check_index();
-    void open_files(int dir_fd);
-    void check_padding(std::uint64_t begin, std::uint64_t end) const;
+    void open_files(const std::shared_ptr<const UniqueFd>& fd, int dir_fd);
+    void refuse_stripes() const;
     std::uint32_t padded_size(const format::IndexEntry& entry) const;
     const ChunkInput& input_of(const format::IndexEntry& entry) const;
 
@@ -78,6 +108,8 @@ struct ImageReader::State {
             map.at(number).size, info.sources);
     }
     void decode(const format::IndexEntry& entry, MutBytes stored, MutBytes plain) const;
+    static void check_stored(const format::IndexEntry& entry, Bytes stored, MutBytes plain);
+    static void check_plain(const format::IndexEntry& entry, Bytes plain);
     bool is_sound_zero(const format::IndexEntry& entry, MutBytes plain) const;
 
     /// Call `use(number, entry, place, scratch)` for every chunk, on `threads` threads; an Error
@@ -88,21 +120,17 @@ struct ImageReader::State {
     [[noreturn]] void blame_chunk(std::uint64_t number, const Error& error) const;
 };
 
-void ImageReader::State::load() {
-    const std::uint64_t size = gpustasis::file_size(fd->get());
+void ImageReader::State::load(std::uint64_t size, const ReadPart& read) {
     if (size < format::kHeaderSize + format::kTrailerSize)
         corrupt("too short for an image: " + std::to_string(size) + " bytes");
-    const format::Header header =
-        format::unpack_header(read_part(fd->get(), 0, format::kHeaderSize));
-    trailer = format::unpack_trailer(
-        read_part(fd->get(), size - format::kTrailerSize, format::kTrailerSize));
+    const format::Header header = format::unpack_header(read(0, format::kHeaderSize));
+    trailer = format::unpack_trailer(read(size - format::kTrailerSize, format::kTrailerSize));
     if (trailer.header_hash != header.hash)
         corrupt("header and trailer are of different images");
     alignment = header.alignment;
     check_layout(size);
 
-    const std::vector<std::byte> metadata =
-        read_part(fd->get(), trailer.metadata_offset, trailer.metadata_size);
+    const std::vector<std::byte> metadata = read(trailer.metadata_offset, trailer.metadata_size);
     if (hash128(metadata) != trailer.metadata_hash)
         corrupt("metadata does not match its checksum");
     info.checkpoint_id = header.checkpoint_id;
@@ -118,12 +146,13 @@ void ImageReader::State::load() {
     map = ChunkMap(info.regions, info.chunk_size);
     if (trailer.chunk_count != map.count())
         corrupt("number of chunks does not follow from the regions");
-    index =
-        read_part(fd->get(), trailer.index_offset, trailer.chunk_count * format::kIndexEntrySize);
+    index = read(trailer.index_offset, trailer.chunk_count * format::kIndexEntrySize);
     if (hash128(index) != trailer.index_hash)
         corrupt("index does not match its checksum");
     check_index();
-    check_padding(format::kHeaderSize, align_up(format::kHeaderSize, alignment));
+    const std::uint64_t data_begin = align_up(format::kHeaderSize, alignment);
+    if (!is_zero(read(format::kHeaderSize, data_begin - format::kHeaderSize)))
+        corrupt("padding after the header is not zero");
     if (totals.zero.chunks != 0)
         zero_hash = hash128(std::vector<std::byte>(info.chunk_size));
 }
@@ -173,8 +202,8 @@ void ImageReader::State::check_index() {
 }
 
 // This image's own: once its index is known to be sound.
-void ImageReader::State::open_files(int dir_fd) {
-    inputs.emplace_back(fd, trailer.file_size, io);
+void ImageReader::State::open_files(const std::shared_ptr<const UniqueFd>& fd, int dir_fd) {
+    inputs.emplace_back(fd, 0, trailer.file_size, io);
     const auto entries = hash_stripe_entries(index, files);
     for (unsigned number = 1; number < files; ++number) {
         const Source& source = info.sources[number - 1];
@@ -185,13 +214,13 @@ void ImageReader::State::open_files(int dir_fd) {
                                                     .number = number,
                                                     .alignment = alignment,
                                                     .entries_hash = entries[number]}));
-        inputs.emplace_back(std::move(stripe), source.file_size, io);
+        inputs.emplace_back(std::move(stripe), 0, source.file_size, io);
     }
 }
 
-void ImageReader::State::check_padding(std::uint64_t begin, std::uint64_t end) const {
-    if (!is_zero(read_part(fd->get(), begin, end - begin)))
-        corrupt("padding at " + std::to_string(begin) + " is not zero");
+void ImageReader::State::refuse_stripes() const {
+    if (files != 1)
+        throw Error(Errc::unsupported, "has stripes, which are other files");
 }
 
 // Of what is read of a packed chunk. In another image the padding is that one's business.
@@ -203,7 +232,10 @@ std::uint32_t ImageReader::State::padded_size(const format::IndexEntry& chunk) c
 
 const ChunkInput& ImageReader::State::input_of(const format::IndexEntry& chunk) const {
     if (chunk.source >= inputs.size())
-        throw Error(Errc::bad_argument, "lies in another image, and sources are not attached");
+        throw Error(Errc::bad_argument,
+                    chunk.source < files
+                        ? "its bytes are not at hand: only the ends of the image are"
+                        : "lies in another image, and sources are not attached");
     return inputs[chunk.source];
 }
 
@@ -215,15 +247,29 @@ void ImageReader::State::decode(const format::IndexEntry& chunk, MutBytes stored
     case Encoding::raw: input_of(chunk).read(chunk.offset, plain.size(), plain); break;
     case Encoding::lz4: {
         const Bytes read = input_of(chunk).read(chunk.offset, padded_size(chunk), stored);
-        const Bytes packed = read.first(chunk.stored_size);
         if (!is_zero(read.subspan(chunk.stored_size)))
             corrupt("padding behind it is not zero");
-        if (hash64(packed) != chunk.stored_hash)
-            corrupt("stored bytes do not match their checksum");
-        decode_chunk(Encoding::lz4, packed, plain);
-        break;
+        return check_stored(chunk, read.first(chunk.stored_size), plain);
     }
     }
+    check_plain(chunk, plain);
+}
+
+// `plain` is room for what they decode to.
+void ImageReader::State::check_stored(const format::IndexEntry& chunk, Bytes stored,
+                                      MutBytes plain) {
+    if (stored.size() != chunk.stored_size)
+        corrupt("has " + std::to_string(stored.size()) + " stored bytes, not " +
+                std::to_string(chunk.stored_size));
+    if (chunk.encoding == Encoding::lz4 && hash64(stored) != chunk.stored_hash)
+        corrupt("stored bytes do not match their checksum");
+    if (chunk.encoding == Encoding::raw)
+        return check_plain(chunk, stored);
+    decode_chunk(chunk.encoding, stored, plain);
+    check_plain(chunk, plain);
+}
+
+void ImageReader::State::check_plain(const format::IndexEntry& chunk, Bytes plain) {
     if (hash128(plain) != chunk.plain_hash)
         corrupt("content does not match its checksum");
 }
@@ -278,11 +324,57 @@ ImageReader ImageReader::open(int dir_fd, const std::string& name, IoMode io) {
         auto state = std::make_unique<State>();
         state->name = name;
         state->io = io;
-        state->fd = std::make_shared<UniqueFd>(open_regular(dir_fd, name));
-        state->load();
-        state->open_files(dir_fd);
+        const auto fd = std::make_shared<const UniqueFd>(open_regular(dir_fd, name));
+        state->load(gpustasis::file_size(fd->get()), [&](std::uint64_t offset, std::uint64_t size) {
+            return read_part(fd->get(), offset, size);
+        });
+        state->open_files(fd, dir_fd);
         return ImageReader(std::move(state));
     });
+}
+
+ImageReader ImageReader::open_part(int fd, std::uint64_t offset, std::uint64_t length,
+                                   const std::string& name) {
+    return named(name, [&] {
+        auto state = std::make_unique<State>();
+        state->name = name;
+        // Members of archives seldom begin where direct I/O could.
+        state->io = IoMode::buffered;
+        const auto copy = std::make_shared<const UniqueFd>(duplicate(fd));
+        if (const std::uint64_t whole = gpustasis::file_size(fd);
+            offset > whole || length > whole - offset)
+            corrupt("lies beyond the end of the file it is in");
+        state->load(length, [&](std::uint64_t at, std::uint64_t size) {
+            return read_part(fd, offset + at, size);
+        });
+        state->refuse_stripes();
+        state->inputs.emplace_back(copy, offset, length, state->io);
+        return ImageReader(std::move(state));
+    });
+}
+
+ImageReader ImageReader::from_ends(Bytes header, Bytes tail, std::uint64_t size,
+                                   const std::string& name) {
+    return named(name, [&] {
+        if (header.size() > size || tail.size() > size)
+            throw Error(Errc::bad_argument, "its ends are longer than all of it");
+        auto state = std::make_unique<State>();
+        state->name = name;
+        state->load(size, read_ends(header, tail, size));
+        state->refuse_stripes();
+        return ImageReader(std::move(state));
+    });
+}
+
+std::uint64_t ImageReader::tail_size(Bytes trailer, std::uint64_t size) {
+    try {
+        const std::uint64_t begin = format::unpack_trailer(trailer).metadata_offset;
+        if (begin >= format::kHeaderSize &&
+            begin <= size - std::min<std::uint64_t>(size, format::kTrailerSize))
+            return size - begin;
+    } catch (const Error&) { // from_ends() says what is wrong
+    }
+    return format::kTrailerSize;
 }
 
 ImageReader::ImageReader(std::unique_ptr<State> state) noexcept : state_(std::move(state)) {}
@@ -336,7 +428,7 @@ void ImageReader::attach_sources(Lineage& lineage) {
         std::vector<ChunkInput> inputs;
         const auto own = static_cast<std::ptrdiff_t>(state_->files);
         for (const Source& source : std::span(state_->info.sources).subspan(state_->files - 1))
-            inputs.emplace_back(lineage.file(source), source.file_size, state_->io);
+            inputs.emplace_back(lineage.file(source), 0, source.file_size, state_->io);
         state_->inputs.erase(state_->inputs.begin() + own, state_->inputs.end());
         std::ranges::move(inputs, std::back_inserter(state_->inputs));
     });
@@ -351,6 +443,18 @@ void ImageReader::read_chunk(std::uint64_t index, MutBytes plain) const {
             std::vector<std::byte> stored(
                 entry.encoding == Encoding::lz4 ? state_->padded_size(entry) : 0);
             state_->decode(entry, stored, plain);
+        } catch (const Error& e) {
+            state_->blame_chunk(index, e);
+        }
+    });
+}
+
+void ImageReader::check_stored(std::uint64_t index, Bytes stored) const {
+    const std::uint32_t plain_size = chunk(index).plain_size;
+    named(state_->name, [&] {
+        try {
+            AlignedBuffer plain(plain_size);
+            state_->check_stored(state_->entry(index), stored, plain.bytes().first(plain_size));
         } catch (const Error& e) {
             state_->blame_chunk(index, e);
         }

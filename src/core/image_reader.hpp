@@ -1,6 +1,7 @@
 /// Read an image (docs/format.md) that may be damaged or hostile.
 #pragma once
 
+#include "core/bytes.hpp"
 #include "core/chunk_codec.hpp"
 #include "core/direct_io.hpp"
 #include "core/encoding_totals.hpp"
@@ -42,6 +43,23 @@ public:
     /// not in the page cache.
     static ImageReader open(int dir_fd, const std::string& name, IoMode io = IoMode::automatic);
 
+    /// An image that is the `length` bytes of the file `fd` from `offset`, for example a member of a
+    /// tar archive. `fd` is copied. `name` is for messages. Throws as open().
+    static ImageReader open_part(int fd, std::uint64_t offset, std::uint64_t length,
+                                 const std::string& name);
+
+    /// An image of which only the ends are at hand: its first kHeaderSize bytes, and its last ones
+    /// from the metadata on (tail_size()); `size` is that of all. It is checked as open() does. Its
+    /// chunks cannot be read through it: whoever gets their bytes asks check_stored().
+    /// Throws Error: as open(); bad_argument if the ends are longer than `size`.
+    static ImageReader from_ends(Bytes header, Bytes tail, std::uint64_t size,
+                                 const std::string& name);
+
+    /// How many bytes from_ends() needs of the end of an image of `size` bytes: metadata, index
+    /// and trailer, as its last kTrailerSize bytes say. Of a trailer that says nonsense it is
+    /// kTrailerSize: from_ends() says then what is wrong.
+    static std::uint64_t tail_size(Bytes trailer, std::uint64_t size);
+
     ImageReader(ImageReader&&) noexcept;
     ImageReader& operator=(ImageReader&&) noexcept;
     ~ImageReader();
@@ -63,6 +81,10 @@ public:
 
     /// Read, decode and check one chunk into `plain` (exactly plain_size bytes).
     void read_chunk(std::uint64_t index, MutBytes plain) const;
+
+    /// Check that `stored` are the stored bytes of that chunk, by all its hashes, wherever they were
+    /// read. Throws Error: corrupt_data; bad_argument past the end.
+    void check_stored(std::uint64_t index, Bytes stored) const;
 
     /// Called now and then with the plain bytes done so far; from one thread at a time.
     using Progress = std::function<void(std::uint64_t done)>;

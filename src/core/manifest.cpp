@@ -183,4 +183,12 @@ Manifest read_manifest(int dir_fd) {
     }
 }
 
+Manifest parse_manifest(Bytes bytes, const std::string& name) {
+    try {
+        return unpack(bytes);
+    } catch (const Error& e) {
+        throw Error(e.code(), name + ": " + e.what());
+    }
+}
+
 } // namespace gpustasis

@@ -1,6 +1,7 @@
 /// The manifest: the one file of an image directory that says which GPU images belong to it.
 #pragma once
 
+#include "core/bytes.hpp"
 #include "core/image_info.hpp"
 
 #include <cstdint>
@@ -42,5 +43,8 @@ void write_manifest(int dir_fd, const Manifest& manifest);
 
 /// Throws Error: io (also if there is none), corrupt_data, unsupported.
 Manifest read_manifest(int dir_fd);
+
+/// The manifest that is in `bytes`; `name` is for messages. Throws Error: corrupt_data, unsupported.
+Manifest parse_manifest(Bytes bytes, const std::string& name);
 
 } // namespace gpustasis
