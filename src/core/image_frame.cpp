@@ -1,11 +1,72 @@
 #include "core/image_frame.hpp"
 
+#include "core/chunk_codec.hpp"
 #include "core/file.hpp"
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_metadata.hpp"
+#include "core/stripe_file.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <string>
 
 namespace gpustasis {
+namespace {
+
+using format::align_up;
+
+[[noreturn]] void corrupt(const std::string& what) {
+    throw Error(Errc::corrupt_data, what);
+}
+
+// That the parts at the end follow each other without gaps. After this, sizes can be trusted to
+// lie in the file.
+void check_layout(const format::Trailer& trailer, std::uint32_t alignment, std::uint64_t size) {
+    if (trailer.file_size != size)
+        corrupt("file is " + std::to_string(size) + " bytes long, but should be " +
+                std::to_string(trailer.file_size));
+    if (trailer.metadata_size > format::kMaxMetadataSize)
+        corrupt("metadata is too large");
+    if (trailer.chunk_count > format::kMaxChunks)
+        corrupt("too many chunks");
+    const std::uint64_t tail = trailer.metadata_size +
+                               trailer.chunk_count * format::kIndexEntrySize + format::kTrailerSize;
+    const std::uint64_t data_begin = align_up(format::kHeaderSize, alignment);
+    if (size < data_begin + tail || trailer.metadata_offset != size - tail ||
+        trailer.index_offset != trailer.metadata_offset + trailer.metadata_size)
+        corrupt("parts of the file are not where they should be");
+}
+
+// Each chunk lies where it must, and no other byte is between header and metadata.
+void check_index(ImageFrame& frame) {
+    std::array<std::uint64_t, kMaxStripes> ends{};
+    ends.fill(align_up(kStripeHeaderSize, frame.alignment));
+    ends[0] = align_up(format::kHeaderSize, frame.alignment);
+    for (std::uint64_t number = 0; number < frame.map.count(); ++number) {
+        try {
+            const format::IndexEntry chunk = frame.entry(number);
+            frame.totals.add(chunk.encoding, chunk.source >= frame.files, frame.map.at(number).size,
+                             chunk.stored_size);
+            if (chunk.encoding == Encoding::zero || chunk.source >= frame.files)
+                continue;
+            std::uint64_t& end = ends[chunk.source];
+            if (chunk.offset != end)
+                corrupt("not where it should be in the file");
+            end = align_up(end + chunk.stored_size, frame.alignment);
+        } catch (const Error& e) {
+            frame.blame_chunk(number, e);
+        }
+    }
+    if (ends[0] != frame.trailer.metadata_offset)
+        corrupt("chunks do not fill the space between header and metadata");
+    for (unsigned number = 1; number < frame.files; ++number)
+        if (frame.info.sources[number - 1].file_size != ends[number] + kStripeTrailerSize)
+            corrupt("chunks do not fill " + stripe_name("the image", number));
+}
+
+} // namespace
 
 FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index) {
@@ -35,6 +96,70 @@ FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
     write_at(fd, trailer.index_offset, index);
     write_at(fd, trailer_offset, packed_trailer);
     return {.file_size = trailer.file_size, .digest = format::hash_at_end(packed_trailer)};
+}
+
+// Of an image of `size` bytes that has zeros between `header` and `tail`.
+ReadPart read_ends(Bytes header, Bytes tail, std::uint64_t size) {
+    return [=](std::uint64_t offset, std::uint64_t length) {
+        std::vector<std::byte> part(length);
+        const auto copy = [&](Bytes from, std::uint64_t at) {
+            const std::uint64_t begin = std::max(at, offset);
+            const std::uint64_t end = std::min(at + from.size(), offset + length);
+            if (begin < end)
+                std::ranges::copy(from.subspan(begin - at, end - begin),
+                                  part.begin() + static_cast<std::ptrdiff_t>(begin - offset));
+        };
+        copy(header, 0);
+        copy(tail, size - tail.size());
+        return part;
+    };
+}
+
+void ImageFrame::blame_chunk(std::uint64_t number, const Error& error) const {
+    char address[32];
+    std::snprintf(address, sizeof address, "0x%llx",
+                  static_cast<unsigned long long>(map.at(number).address));
+    throw Error(error.code(),
+                "chunk " + std::to_string(number) + " at " + address + ": " + error.what());
+}
+
+ImageFrame read_frame(std::uint64_t size, const ReadPart& read) {
+    ImageFrame frame;
+    if (size < format::kHeaderSize + format::kTrailerSize)
+        corrupt("too short for an image: " + std::to_string(size) + " bytes");
+    const format::Header header = format::unpack_header(read(0, format::kHeaderSize));
+    frame.trailer = format::unpack_trailer(read(size - format::kTrailerSize, format::kTrailerSize));
+    if (frame.trailer.header_hash != header.hash)
+        corrupt("header and trailer are of different images");
+    frame.alignment = header.alignment;
+    check_layout(frame.trailer, frame.alignment, size);
+
+    const std::vector<std::byte> metadata =
+        read(frame.trailer.metadata_offset, frame.trailer.metadata_size);
+    if (hash128(metadata) != frame.trailer.metadata_hash)
+        corrupt("metadata does not match its checksum");
+    frame.info.checkpoint_id = header.checkpoint_id;
+    frame.info.parent_id = header.parent_id;
+    frame.info.pid = header.pid;
+    frame.info.chunk_size = header.chunk_size;
+    format::unpack_metadata(metadata, frame.info);
+    format::check_info(frame.info, Errc::corrupt_data);
+    if (format::has_stripes(frame.info.sources) != header.striped)
+        corrupt("stripes and features contradict each other");
+    frame.files = format::own_files(frame.info.sources);
+
+    frame.map = ChunkMap(frame.info.regions, frame.info.chunk_size);
+    if (frame.trailer.chunk_count != frame.map.count())
+        corrupt("number of chunks does not follow from the regions");
+    frame.index =
+        read(frame.trailer.index_offset, frame.trailer.chunk_count * format::kIndexEntrySize);
+    if (hash128(frame.index) != frame.trailer.index_hash)
+        corrupt("index does not match its checksum");
+    check_index(frame);
+    const std::uint64_t data_begin = align_up(format::kHeaderSize, frame.alignment);
+    if (!is_zero(read(format::kHeaderSize, data_begin - format::kHeaderSize)))
+        corrupt("padding after the header is not zero");
+    return frame;
 }
 
 } // namespace gpustasis

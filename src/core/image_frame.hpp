@@ -2,9 +2,15 @@
 #pragma once
 
 #include "core/bytes.hpp"
+#include "core/chunk_map.hpp"
+#include "core/encoding_totals.hpp"
+#include "core/error.hpp"
+#include "core/image_format.hpp"
 #include "core/image_info.hpp"
 
 #include <cstdint>
+#include <functional>
+#include <vector>
 
 namespace gpustasis {
 
@@ -19,5 +25,35 @@ struct FrameResult {
 /// written: it is what the file has where nothing was put. Throws Error: io.
 FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index);
+
+/// Gives the bytes [offset, offset + size) of an image. Throws Error: io, corrupt_data.
+using ReadPart = std::function<std::vector<std::byte>(std::uint64_t offset, std::uint64_t size)>;
+
+/// Of an image of `size` bytes that has zeros between `header` and `tail`, neither longer than that.
+ReadPart read_ends(Bytes header, Bytes tail, std::uint64_t size);
+
+/// A frame that was read and found sound.
+struct ImageFrame {
+    ImageInfo info;
+    std::uint32_t alignment = 1;
+    format::Trailer trailer;
+    std::vector<std::byte> index;
+    ChunkMap map{{}, kMinChunkSize};
+    EncodingTotals totals;
+    unsigned files = 1; ///< of this image: sources from this number on are others'
+
+    /// Throws Error: corrupt_data while the index is not checked, never after.
+    format::IndexEntry entry(std::uint64_t number) const {
+        return format::unpack_index_entry(
+            Bytes(index).subspan(number * format::kIndexEntrySize, format::kIndexEntrySize),
+            map.at(number).size, info.sources);
+    }
+    /// Throw `error` with number and address of a chunk before what it says.
+    [[noreturn]] void blame_chunk(std::uint64_t number, const Error& error) const;
+};
+
+/// The frame of an image of `size` bytes. Checks every checksum and bound, and that the parts fill the
+/// file with no gap. Throws Error: io, corrupt_data, unsupported.
+ImageFrame read_frame(std::uint64_t size, const ReadPart& read);
 
 } // namespace gpustasis

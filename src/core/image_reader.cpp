@@ -7,7 +7,7 @@
 #include "core/file.hpp"
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
-#include "core/image_metadata.hpp"
+#include "core/image_frame.hpp"
 #include "core/progress_meter.hpp"
 #include "core/stripe_file.hpp"
 #include "core/workers.hpp"
@@ -15,12 +15,10 @@
 #include <fcntl.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
-#include <cstdio>
-#include <functional>
 #include <iterator>
+#include <utility>
 #include <vector>
 
 namespace gpustasis {
@@ -42,9 +40,6 @@ auto named(const std::string& name, const Body& body) {
     }
 }
 
-/// Gives the bytes [offset, offset + size) of an image.
-using ReadPart = std::function<std::vector<std::byte>(std::uint64_t offset, std::uint64_t size)>;
-
 UniqueFd duplicate(int fd) {
     UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
     if (!copy)
@@ -52,35 +47,17 @@ UniqueFd duplicate(int fd) {
     return copy;
 }
 
-// Of an image of `size` bytes that has zeros between `header` and `tail`.
-ReadPart read_ends(Bytes header, Bytes tail, std::uint64_t size) {
-    return [=](std::uint64_t offset, std::uint64_t length) {
-        std::vector<std::byte> part(length);
-        const auto copy = [&](Bytes from, std::uint64_t at) {
-            const std::uint64_t begin = std::max(at, offset);
-            const std::uint64_t end = std::min(at + from.size(), offset + length);
-            if (begin < end)
-                std::ranges::copy(from.subspan(begin - at, end - begin),
-                                  part.begin() + static_cast<std::ptrdiff_t>(begin - offset));
-        };
-        copy(header, 0);
-        copy(tail, size - tail.size());
-        return part;
-    };
-}
-
 } // namespace
 
-struct ImageReader::State {
+struct ImageReader::State : ImageFrame {
+    State(const std::string& image_name, IoMode mode, ImageFrame frame)
+        : ImageFrame(std::move(frame)), name(image_name), io(mode) {
+        if (totals.zero.chunks != 0)
+            zero_hash = hash128(std::vector<std::byte>(info.chunk_size));
+    }
+
     std::string name;
-    IoMode io = IoMode::automatic;
-    ImageInfo info;
-    std::uint32_t alignment = 1;
-    format::Trailer trailer;
-    std::vector<std::byte> index;
-    ChunkMap map{{}, kMinChunkSize};
-    EncodingTotals totals;
-    unsigned files = 1; ///< of this image: sources from this number on are others'
+    IoMode io;
     /// By number of the source: this file, its stripes, and the rest of info.sources once they are
     /// attached.
     std::vector<ChunkInput> inputs;
@@ -94,19 +71,10 @@ struct ImageReader::State {
         AlignedBuffer stored;
     };
 
-    void load(std::uint64_t size, const ReadPart& read);
-    void check_layout(std::uint64_t size) const;
-    void check_index();
     void open_files(const std::shared_ptr<const UniqueFd>& fd, int dir_fd);
     void refuse_stripes() const;
     std::uint32_t padded_size(const format::IndexEntry& entry) const;
     const ChunkInput& input_of(const format::IndexEntry& entry) const;
-
-    format::IndexEntry entry(std::uint64_t number) const {
-        return format::unpack_index_entry(
-            Bytes(index).subspan(number * format::kIndexEntrySize, format::kIndexEntrySize),
-            map.at(number).size, info.sources);
-    }
     void decode(const format::IndexEntry& entry, MutBytes stored, MutBytes plain) const;
     static void check_stored(const format::IndexEntry& entry, Bytes stored, MutBytes plain);
     static void check_plain(const format::IndexEntry& entry, Bytes plain);
@@ -116,90 +84,7 @@ struct ImageReader::State {
     /// from it gets the chunk's number and address.
     template <class Use>
     void for_each_chunk(unsigned threads, const Progress& progress, const Use& use) const;
-
-    [[noreturn]] void blame_chunk(std::uint64_t number, const Error& error) const;
 };
-
-void ImageReader::State::load(std::uint64_t size, const ReadPart& read) {
-    if (size < format::kHeaderSize + format::kTrailerSize)
-        corrupt("too short for an image: " + std::to_string(size) + " bytes");
-    const format::Header header = format::unpack_header(read(0, format::kHeaderSize));
-    trailer = format::unpack_trailer(read(size - format::kTrailerSize, format::kTrailerSize));
-    if (trailer.header_hash != header.hash)
-        corrupt("header and trailer are of different images");
-    alignment = header.alignment;
-    check_layout(size);
-
-    const std::vector<std::byte> metadata = read(trailer.metadata_offset, trailer.metadata_size);
-    if (hash128(metadata) != trailer.metadata_hash)
-        corrupt("metadata does not match its checksum");
-    info.checkpoint_id = header.checkpoint_id;
-    info.parent_id = header.parent_id;
-    info.pid = header.pid;
-    info.chunk_size = header.chunk_size;
-    format::unpack_metadata(metadata, info);
-    format::check_info(info, Errc::corrupt_data);
-    if (format::has_stripes(info.sources) != header.striped)
-        corrupt("stripes and features contradict each other");
-    files = format::own_files(info.sources);
-
-    map = ChunkMap(info.regions, info.chunk_size);
-    if (trailer.chunk_count != map.count())
-        corrupt("number of chunks does not follow from the regions");
-    index = read(trailer.index_offset, trailer.chunk_count * format::kIndexEntrySize);
-    if (hash128(index) != trailer.index_hash)
-        corrupt("index does not match its checksum");
-    check_index();
-    const std::uint64_t data_begin = align_up(format::kHeaderSize, alignment);
-    if (!is_zero(read(format::kHeaderSize, data_begin - format::kHeaderSize)))
-        corrupt("padding after the header is not zero");
-    if (totals.zero.chunks != 0)
-        zero_hash = hash128(std::vector<std::byte>(info.chunk_size));
-}
-
-// That the parts at the end follow each other without gaps. After this, sizes can be trusted to
-// lie in the file.
-void ImageReader::State::check_layout(std::uint64_t size) const {
-    if (trailer.file_size != size)
-        corrupt("file is " + std::to_string(size) + " bytes long, but should be " +
-                std::to_string(trailer.file_size));
-    if (trailer.metadata_size > format::kMaxMetadataSize)
-        corrupt("metadata is too large");
-    if (trailer.chunk_count > format::kMaxChunks)
-        corrupt("too many chunks");
-    const std::uint64_t tail = trailer.metadata_size +
-                               trailer.chunk_count * format::kIndexEntrySize + format::kTrailerSize;
-    const std::uint64_t data_begin = align_up(format::kHeaderSize, alignment);
-    if (size < data_begin + tail || trailer.metadata_offset != size - tail ||
-        trailer.index_offset != trailer.metadata_offset + trailer.metadata_size)
-        corrupt("parts of the file are not where they should be");
-}
-
-void ImageReader::State::check_index() {
-    std::array<std::uint64_t, kMaxStripes> ends{};
-    ends.fill(align_up(kStripeHeaderSize, alignment));
-    ends[0] = align_up(format::kHeaderSize, alignment);
-    for (std::uint64_t number = 0; number < map.count(); ++number) {
-        try {
-            const format::IndexEntry chunk = entry(number);
-            totals.add(chunk.encoding, chunk.source >= files, map.at(number).size,
-                       chunk.stored_size);
-            if (chunk.encoding == Encoding::zero || chunk.source >= files)
-                continue;
-            std::uint64_t& end = ends[chunk.source];
-            if (chunk.offset != end)
-                corrupt("not where it should be in the file");
-            end = align_up(end + chunk.stored_size, alignment);
-        } catch (const Error& e) {
-            blame_chunk(number, e);
-        }
-    }
-    if (ends[0] != trailer.metadata_offset)
-        corrupt("chunks do not fill the space between header and metadata");
-    for (unsigned number = 1; number < files; ++number)
-        if (info.sources[number - 1].file_size != ends[number] + kStripeTrailerSize)
-            corrupt("chunks do not fill " + stripe_name(name, number));
-}
 
 // This image's own: once its index is known to be sound.
 void ImageReader::State::open_files(const std::shared_ptr<const UniqueFd>& fd, int dir_fd) {
@@ -311,23 +196,15 @@ void ImageReader::State::for_each_chunk(unsigned threads, const Progress& progre
     meter.finish();
 }
 
-void ImageReader::State::blame_chunk(std::uint64_t number, const Error& error) const {
-    char address[32];
-    std::snprintf(address, sizeof address, "0x%llx",
-                  static_cast<unsigned long long>(map.at(number).address));
-    throw Error(error.code(),
-                "chunk " + std::to_string(number) + " at " + address + ": " + error.what());
-}
-
 ImageReader ImageReader::open(int dir_fd, const std::string& name, IoMode io) {
     return named(name, [&] {
-        auto state = std::make_unique<State>();
-        state->name = name;
-        state->io = io;
         const auto fd = std::make_shared<const UniqueFd>(open_regular(dir_fd, name));
-        state->load(gpustasis::file_size(fd->get()), [&](std::uint64_t offset, std::uint64_t size) {
-            return read_part(fd->get(), offset, size);
-        });
+        auto state =
+            std::make_unique<State>(name, io,
+                                    read_frame(gpustasis::file_size(fd->get()),
+                                               [&](std::uint64_t offset, std::uint64_t size) {
+                                                   return read_part(fd->get(), offset, size);
+                                               }));
         state->open_files(fd, dir_fd);
         return ImageReader(std::move(state));
     });
@@ -336,17 +213,15 @@ ImageReader ImageReader::open(int dir_fd, const std::string& name, IoMode io) {
 ImageReader ImageReader::open_part(int fd, std::uint64_t offset, std::uint64_t length,
                                    const std::string& name) {
     return named(name, [&] {
-        auto state = std::make_unique<State>();
-        state->name = name;
-        // Members of archives seldom begin where direct I/O could.
-        state->io = IoMode::buffered;
         const auto copy = std::make_shared<const UniqueFd>(duplicate(fd));
         if (const std::uint64_t whole = gpustasis::file_size(fd);
             offset > whole || length > whole - offset)
             corrupt("lies beyond the end of the file it is in");
-        state->load(length, [&](std::uint64_t at, std::uint64_t size) {
-            return read_part(fd, offset + at, size);
-        });
+        // Members of archives seldom begin where direct I/O could.
+        auto state = std::make_unique<State>(
+            name, IoMode::buffered, read_frame(length, [&](std::uint64_t at, std::uint64_t size) {
+                return read_part(fd, offset + at, size);
+            }));
         state->refuse_stripes();
         state->inputs.emplace_back(copy, offset, length, state->io);
         return ImageReader(std::move(state));
@@ -358,9 +233,8 @@ ImageReader ImageReader::from_ends(Bytes header, Bytes tail, std::uint64_t size,
     return named(name, [&] {
         if (header.size() > size || tail.size() > size)
             throw Error(Errc::bad_argument, "its ends are longer than all of it");
-        auto state = std::make_unique<State>();
-        state->name = name;
-        state->load(size, read_ends(header, tail, size));
+        auto state = std::make_unique<State>(name, IoMode::buffered,
+                                             read_frame(size, read_ends(header, tail, size)));
         state->refuse_stripes();
         return ImageReader(std::move(state));
     });
