@@ -259,6 +259,7 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
 
 void DumpSession::drop(TaskRecord& record, const std::vector<Region>& regions) {
     record.drop_begun = true;
+    host::info("dropping the staged memory of " + name(record));
     InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
     if (!task.has_way_back())
         host::warn(name(record) + " would not survive this criu being killed while its staged "
@@ -300,6 +301,7 @@ void DumpSession::undo(TaskRecord& record) noexcept {
             return;
         }
         TaskStatistics& statistics = statistics_of(record);
+        host::info("bringing back " + name(record));
         statistics.phases.time("undo", [&] {
             // Frozen only if the dump came that far: a failing lock leaves the task running.
             if (is_traced_by_us(record.restore_tid)) {

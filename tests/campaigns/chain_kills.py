@@ -142,7 +142,7 @@ class _Window:
     def _run(self, words: list[str], number: int) -> bool:
         command = [sys.executable, "-m", "gpustasis", *words]
         ended = subprocess.run(
-            [self._killer, self._scratch / "system-calls", str(number), "1", *command],
+            [self._killer, self._scratch / "system-calls", str(number), "o", "", *command],
             capture_output=True,
             text=True,
             timeout=120,

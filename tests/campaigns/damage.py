@@ -35,7 +35,7 @@ class Checkpoint:
 
 def take(rig: Rig, **options: int) -> Checkpoint:
     name = rig.images().name + "-job"
-    job = SteadyJob(rig.program, rig.scratch / name, rig.environ, **options)
+    job = SteadyJob(rig.programs.job, rig.scratch / name, rig.environ, **options)
     try:
         images = rig.images()
         dumped = rig.dump(job, images)

@@ -146,7 +146,7 @@ def _try_undo(rig: Rig, job: SteadyJob, fault: Fault) -> str:
 
 def _start(rig: Rig) -> SteadyJob:
     log = rig.images().with_suffix(".job")
-    return SteadyJob(rig.program, log, rig.environ, mib=2, children=1)
+    return SteadyJob(rig.programs.job, log, rig.environ, mib=2, children=1)
 
 
 def _add(rig: Rig, fault: Fault) -> None:

@@ -1,73 +1,57 @@
 """CRIU is killed with SIGKILL at many points of a dump: the job must live, and be exact.
 
-Half of the points are system calls of criu's main thread, the other half moments, for the phases in
-which other threads work. Both are chosen so that every phase of a dump gets its share: the next
-point is one in the phase that has had the fewest, as far as earlier points tell where that is.
+Each trial aims at the phase of a dump that has had the fewest hits so far. It kills criu at a system
+call of its main thread, counted from the line of the log with which the phase begins, or at a moment
+after that line, for what other threads do meanwhile.
+
+A task that dies is CRIU's loss only if CRIU's own code was seen to stand in it when criu was killed
+(criu_code), while tasks were being dumped, and if every other task runs on. Any other loss is ours.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from campaigns.rig import Jobs, Rig, workers
+from campaigns import criu_code
+from campaigns.rig import CRIU_TIMEOUT_S, Jobs, Rig, log_path, workers
 from campaigns.steady_job import SteadyJob, exit_status, process_state
 from campaigns.tally import Tally
 
 # Phases in their order, each with what criu's log holds once it has begun.
-_PHASES = (
-    ("start", ""),
-    ("lock", "cuda_plugin: backend"),
-    ("freeze", "Seized task"),
-    ("checkpoint", "' hook 11 "),
-    ("drop", ""),  # told by the image, see _phase
-    ("collect", "Collecting netns"),
-    ("dump tasks", "Dumping task (pid:"),
-    ("finish", "Writing image inventory"),
-)
+_PHASES = {
+    "start": "",
+    "lock": "cuda_plugin: backend",
+    "freeze": "Seized task",
+    "checkpoint": "' hook 11 ",
+    "drop": "cuda_plugin: dropping",
+    "collect": "Collecting netns",
+    "dump tasks": "Dumping task (pid:",
+    "finish": "Writing image inventory",
+    "refill": "cuda_plugin: bringing back",
+}
+_DROPPED = "cuda_plugin: checkpointed pid"  # the drop of one task is over
+_REFILLED = "cuda_plugin: brought back pid"
+_STOCK = ("start", "freeze", "dump tasks", "finish")
 _CRIUS_SIGNALS = {"SIGTRAP", "SIGSEGV"}  # what stock CRIU's victims die of in this campaign
-_PLUGIN_PHASES = ("lock", "checkpoint", "drop")
-_NAMES = tuple(name for name, _ in _PHASES)
-_STOCK_NAMES = ("start", "freeze", "dump tasks", "finish")
-_EXPLORED = 12  # places before the phases' own places are used
-_JITTER = 0.02
-_OVERTIME = 1.1  # the latest moment, in lengths of an undisturbed dump
-
-
-class _Aim:
-    """Chooses places (0: start of a dump, 1: its end) so that all phases are hit alike."""
-
-    def __init__(self, random: Random, names: tuple[str, ...], end: float) -> None:
-        self._random = random
-        self._hits: dict[str, list[float]] = {name: [] for name in names}
-        self._end = end
-        self._asked = 0
-
-    def next_place(self) -> float:
-        """At first evenly spread; then in turn near a hit of the phase with the fewest, and
-        between the phases around one that was never hit."""
-        self._asked += 1
-        if self._asked <= _EXPLORED:
-            return (self._asked - self._random.random()) / _EXPLORED * self._end
-        names = list(self._hits)
-        missed = [index for index, name in enumerate(names) if not self._hits[name]]
-        if missed and self._asked % 2 == 0:
-            index = self._random.choice(missed)
-            low = max((p for name in names[:index] for p in self._hits[name]), default=0.0)
-            high = min((p for name in names[index:] for p in self._hits[name]), default=self._end)
-            return self._random.uniform(*sorted((low, high)))
-        fewest = min((hits for hits in self._hits.values() if hits), key=len)
-        place = self._random.choice(fewest) + self._random.gauss(0, _JITTER)
-        return min(max(place, 0.0), self._end)
-
-    def hit(self, name: str, place: float) -> None:
-        self._hits.setdefault(name, []).append(place)
+_CRIUS_PHASE = "dump tasks"  # the only one in which CRIU's code stands in tasks
+_LIMIT = 30  # trials for each hit that is asked for, in the phase that is hardest to hit
+# Every job has a child, mapped host memory, and kernels under way on streams whenever it is stopped.
+_BUSY = {"children": 1, "pinned_kib": 64, "registered_kib": 64, "streams": 2}
+SMALL: Mapping[str, int] = {"mib": 8} | _BUSY
+LARGE: Mapping[str, int] = {"mib": 64} | _BUSY  # drop and refill take long enough to be hit
+_SHORT_S = 0.003  # a phase that is shorter is hit by counting calls only
+_WATCH_S = 0.0003  # how often a dump is looked at for its phase
 
 
 def run(
@@ -78,33 +62,45 @@ def run(
     plugin: bool = True,
     with_worker: bool = False,
     whole_bound: bool = True,
+    each: int = 0,
+    shape: Mapping[str, int] = SMALL,
 ) -> Tally:
     """Kill criu at `count` points of dumps of one job, which must survive all of them.
 
     plugin False: stock CRIU and a job without CUDA, for comparison; what that loses is counted, and
-    is not a failure of ours. with_worker: the plugin's
-    worker is killed at the same instant, and `gpustasis recover` has to do its work.
-    whole_bound False: a loss in CRIU's own window (_not_crius_own) is counted and is no failure; what
-    this leaves is what the plugin itself can break.
+    is not a failure of ours. with_worker: the plugin's worker is killed at the same instant, and
+    `gpustasis recover` has to do its work.
+    whole_bound False: a loss that is proved to be CRIU's own is counted and is no failure; what this
+    leaves is what the plugin itself can break.
+    each: go on until every phase of the plugin's dump was hit that often; one that cannot be hit is
+    a failure. shape: of the job, with the plugin.
     """
     tally = Tally()
-    names = _NAMES if plugin else _STOCK_NAMES
-    by_call, by_time = _Aim(random, names, 1.0), _Aim(random, names, _OVERTIME)
-    with Jobs(lambda: start_job(rig, plugin, random)) as jobs:
-        calls, seconds = _measure(rig, jobs.get(), plugin)
-        for index in range(count):
+    names = tuple(_PHASES) if plugin else _STOCK
+    hits: Counter[str] = Counter()
+    with Jobs(lambda: start_job(rig, plugin, random, shape)) as jobs:
+        lengths = _measure(rig, jobs.get(), plugin)
+        calls = _count_calls(rig, jobs.get(), plugin, names)
+        for index in itertools.count():
+            fewest = min(names, key=lambda name: hits[name])
+            if index >= count and hits[fewest] >= each:
+                break
+            if index >= max(count, _LIMIT * each):
+                tally.failures.append(f"not every phase could be hit {each} times: {dict(hits)}")
+                break
             job, images = jobs.get(), rig.images()
-            aim = by_call if with_worker or index % 2 == 0 else by_time
-            place = aim.next_place()
-            if aim is by_call:
-                number = 1 + int(place * calls)
-                point = f"system call {number} of {calls}"
-                _kill_at_call(rig, job, images, number, plugin, with_worker)
+            kill = _Kill(rig, job, images, with_worker)
+            words = _words(rig, job, images, plugin)
+            if index % 2 == 0 or lengths[fewest] < _SHORT_S:
+                number = random.randint(1, max(1, calls[fewest]))
+                point = f"system call {number} of {calls[fewest]} of {fewest}"
+                proofs = kill.at_call(words, number, _PHASES[fewest])
             else:
-                point = f"{place * seconds * 1000:.0f} ms of {seconds * 1000:.0f}"
-                _kill_at_time(rig, job, images, place * seconds, plugin)
+                seconds = random.uniform(0, lengths[fewest])
+                point = f"{seconds * 1000:.1f} ms of {lengths[fewest] * 1000:.1f} of {fewest}"
+                proofs = kill.in_phase(words, fewest, seconds)
             phase = _phase(images)
-            aim.hit(phase, place)
+            hits[phase] += 1
             tally.counts["trials"] += 1
             tally.counts[f"in {phase}"] += 1
             try:
@@ -116,11 +112,13 @@ def run(
                 if (images / "gpustasis-undo.log").exists():
                     tally.counts["brought back by the worker"] += 1
             except AssertionError as lost:
-                signals = _deadly_signals(job)
-                tally.counts[f"LOST in {phase} to {' and '.join(signals) or 'a hang'}"] += 1
-                why = _not_crius_own(job, phase, signals)
+                deaths = _deaths(job)
+                why = _not_crius_own(job, phase, deaths, proofs)
+                owner = "not proved to be CRIU's" if why else "CRIU's own code stood there"
+                names_of = " and ".join(sorted(set(deaths.values()))) or "a hang"
+                tally.counts[f"LOST in {phase} to {names_of}, {owner}"] += 1
                 if plugin and (why or whole_bound):
-                    why = why or "CRIU's own code stood in the task"
+                    why = why or "; ".join(proofs.values())
                     tally.failures.append(f"killed at {point} ({phase}): {lost}; {why}")
                 jobs.drop()
     return tally
@@ -130,7 +128,8 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
     """The plugin's worker alone is killed, at `count` moments of dumps of one job."""
     tally = Tally()
     with Jobs(lambda: start_job(rig, True, random)) as jobs:
-        _, seconds = _measure(rig, jobs.get(), True)
+        lengths = _measure(rig, jobs.get(), True)
+        seconds = sum(lengths.values())
         for _ in range(count):
             job, images = jobs.get(), rig.images()
             threads = job.threads()
@@ -156,25 +155,33 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
     return tally
 
 
-def _deadly_signals(job: SteadyJob) -> list[str]:
-    """What killed processes of the tree; children are killed with their parent, which is left
-    out."""
-    statuses = {exit_status(pid) for pid in job.pids if process_state(pid) == "Z"}
-    names = {signal.Signals(-status).name if status < 0 else "exit" for status in statuses}
-    return sorted(names - {"SIGKILL"} or names)
+def _deaths(job: SteadyJob) -> dict[int, str]:
+    """Which processes of the tree have ended, and of what. Children that were killed with their
+    parent are left out, unless nobody died of anything else."""
+    found = {}
+    for pid in job.pids:
+        if process_state(pid) == "Z":
+            status = exit_status(pid)
+            found[pid] = signal.Signals(-status).name if status < 0 else f"exit {status}"
+    return {pid: how for pid, how in found.items() if how != "SIGKILL"} or found
 
 
-def _not_crius_own(job: SteadyJob, phase: str, signals: list[str]) -> str:
-    """What tells that a loss is not owed to CRIU's own code in the task; empty: nothing does.
-
-    CRIU runs code of its own in the tasks, which it puts in the place of the task's and leads by
-    breakpoints: a task that stands there when criu is killed dies, with any plugin or none. Who
-    dies so is the only one, and never in a phase in which the plugin is at work.
-    """
-    if phase in _PLUGIN_PHASES:
-        return "the plugin was at work"
-    if not signals or not set(signals) <= _CRIUS_SIGNALS:
-        return f"that is not how criu's code in the task ends: {signals or 'a hang'}"
+def _not_crius_own(
+    job: SteadyJob, phase: str, deaths: Mapping[int, str], proofs: Mapping[int, str]
+) -> str:
+    """What is missing for a proof that CRIU's own code in a task killed it; empty: nothing."""
+    if phase != _CRIUS_PHASE:
+        return f"in this phase no code of CRIU's stands in a task; {_told(deaths)}"
+    if not deaths:
+        return "the job hangs"
+    for pid, how in deaths.items():
+        if how not in _CRIUS_SIGNALS:
+            return f"that is not how CRIU's code in a task ends: {_told(deaths)}"
+        if pid not in proofs:
+            return f"no code of CRIU's was seen in pid {pid} when criu was killed; {_told(deaths)}"
+    if job.pids[0] in deaths:
+        job.pids = job.pids[:1]  # its children die with it
+        return ""
     job.pids = tuple(job.alive_pids())
     try:
         job.run_on()
@@ -183,44 +190,115 @@ def _not_crius_own(job: SteadyJob, phase: str, signals: list[str]) -> str:
     return ""
 
 
-def start_job(rig: Rig, plugin: bool, random: Random) -> SteadyJob:
+def _told(deaths: Mapping[int, str]) -> str:
+    return ", ".join(f"pid {pid}: {how}" for pid, how in deaths.items()) or "nobody died"
+
+
+def start_job(
+    rig: Rig, plugin: bool, random: Random, shape: Mapping[str, int] = SMALL
+) -> SteadyJob:
     """Without the plugin, one with as many threads and processes, and no CUDA."""
     name = rig.scratch / f"job-{random.randrange(1 << 30):x}"
     if plugin:
-        return SteadyJob(rig.program, name, rig.environ, mib=8, children=1, pinned_kib=64)
-    shape = {"cuda": 0, "plain_children": 1, "plain_threads": 3}
-    return SteadyJob(rig.program, name, rig.environ, mib=8, **shape)
+        return SteadyJob(rig.programs.job, name, rig.environ, module=rig.programs.kernels, **shape)
+    stock = {"cuda": 0, "plain_children": 1, "plain_threads": 3}
+    return SteadyJob(rig.programs.job, name, rig.environ, mib=8, **stock)
 
 
 def _words(rig: Rig, job: SteadyJob, images: Path, plugin: bool) -> list[str]:
     return rig.dump_words(job, images, ["--leave-running"], plugin=plugin)
 
 
-def _measure(rig: Rig, job: SteadyJob, plugin: bool) -> tuple[int, float]:
-    """System calls and seconds of an undisturbed dump."""
-    dumped = rig.run(_words(rig, job, images := rig.images(), plugin), images, "dump")
-    assert dumped.status == 0, dumped.errors
-    calls = _kill_at_call(rig, job, rig.images(), 0, plugin, False)
-    job.run_on()
-    return calls, dumped.seconds
-
-
-def _kill_at_call(
-    rig: Rig, job: SteadyJob, images: Path, number: int, plugin: bool, with_worker: bool
-) -> int:
-    """Returns how many system calls were made."""
-    count = rig.scratch / "system-calls"
-    prefix = [str(rig.killer), str(count), str(number), str(int(with_worker))]
-    ended = rig.run([*prefix, *_words(rig, job, images, plugin)], images, "dump")
-    assert ended.status in (0, 137), ended.errors
-    return int(count.read_text())
-
-
-def _kill_at_time(rig: Rig, job: SteadyJob, images: Path, seconds: float, plugin: bool) -> None:
+def _measure(rig: Rig, job: SteadyJob, plugin: bool) -> Counter[str]:
+    """The seconds that each phase of an undisturbed dump lasts."""
+    images = rig.images()
     criu = rig.start(_words(rig, job, images, plugin))
-    time.sleep(seconds)
-    criu.kill()
-    criu.wait()
+    lengths: Counter[str] = Counter()
+    phase, since = "start", time.monotonic()
+    while criu.poll() is None:
+        now = time.monotonic()
+        lengths[phase] += now - since
+        phase, since = _phase(images), now
+        time.sleep(_WATCH_S)
+    assert criu.returncode == 0, log_path(images, "dump").read_text(errors="replace")[-600:]
+    job.run_on()
+    return lengths
+
+
+def _count_calls(rig: Rig, job: SteadyJob, plugin: bool, names: Sequence[str]) -> dict[str, int]:
+    """System calls of criu's main thread from the begin of each phase to the next; for one that
+    comes again with the next task, of the first time."""
+    marks = [_PHASES[name] for name in names]
+    left = {}
+    for mark in {*marks, _DROPPED, _REFILLED} if plugin else marks:
+        images = rig.images()
+        kill = _Kill(rig, job, images, False)
+        kill.at_call(_words(rig, job, images, plugin), 0, mark)
+        left[mark] = kill.calls
+        job.run_on()
+    ends = [*marks[1:], ""]
+    if plugin:
+        ends[names.index("drop")] = _DROPPED
+        ends[names.index("refill")] = _REFILLED
+    return {
+        name: left[mark] - (left[end] if end else 0)
+        for name, mark, end in zip(names, marks, ends, strict=True)
+    }
+
+
+@dataclass(slots=True)
+class _Kill:
+    """One dump that criu does not survive. calls: system calls that were counted."""
+
+    rig: Rig
+    job: SteadyJob
+    images: Path
+    with_worker: bool
+    calls: int = 0
+
+    def at_call(self, words: list[str], number: int, mark: str) -> dict[int, str]:
+        """At that system call after the mark, 0: at none. In which tasks CRIU's code stood."""
+        count = self.rig.scratch / "system-calls"
+        how = "po" if self.with_worker else "p"
+        prefix = [str(self.rig.programs.killer), str(count), str(number), how, mark]
+        killer = self.rig.start([*prefix, *words])
+        proofs = {}
+        if _stops(killer):
+            proofs = criu_code.proofs(self.job.pids)
+            killer.send_signal(signal.SIGCONT)
+        status = killer.wait(CRIU_TIMEOUT_S)
+        if status not in (0, 137):
+            log = log_path(self.images, "dump").read_text(errors="replace")
+            raise AssertionError(f"criu ended with {status}: {log[-600:]}")
+        self.calls = int(count.read_text())
+        return proofs
+
+    def in_phase(self, words: list[str], phase: str, seconds: float) -> dict[int, str]:
+        """That long after the phase, or one behind it, has begun. In which tasks CRIU's code
+        stood."""
+        names = tuple(_PHASES)
+        begun = (*names[names.index(phase) :], "end")
+        criu = self.rig.start(words)
+        while criu.poll() is None and _phase(self.images) not in begun:
+            time.sleep(_WATCH_S)
+        time.sleep(seconds)
+        proofs = {}
+        criu.send_signal(signal.SIGSTOP)
+        if _stops(criu):
+            proofs = criu_code.proofs(self.job.pids)
+            for pid in workers(self.images) if self.with_worker else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        criu.kill()
+        criu.wait()
+        return proofs
+
+
+def _stops(process: subprocess.Popen[bytes]) -> bool:
+    """Wait until a child has stopped; False if it ends instead. It stays to be waited for."""
+    events = os.WSTOPPED | os.WEXITED | os.WNOWAIT
+    found = os.waitid(os.P_PID, process.pid, events)
+    return found is not None and found.si_code == os.CLD_STOPPED
 
 
 def _recover(rig: Rig, job: SteadyJob, images: Path) -> None:
@@ -237,9 +315,13 @@ def _recover(rig: Rig, job: SteadyJob, images: Path) -> None:
 
 
 def _phase(images: Path) -> str:
-    log = images.with_name(f"{images.name}.dump.log")
+    """In which phase a dump is, or was killed, by criu's log."""
+    log = log_path(images, "dump")
     text = log.read_text(errors="replace") if log.exists() else ""
-    phase = next(name for name, mark in reversed(_PHASES) if name != "drop" and mark in text)
-    # The image has its name, and the log does not say yet that the task is done with.
-    stored = len([path for path in images.glob("gpustasis-[0-9]*.img")])
-    return "drop" if stored > text.count("cuda_plugin: checkpointed pid") else phase
+    phase = next(name for name, mark in reversed(_PHASES.items()) if mark in text)
+    # A task's drop is over when the next task's checkpoint begins; that of its refill likewise.
+    if phase == "drop" and text.count(_PHASES["drop"]) == text.count(_DROPPED):
+        return "checkpoint"
+    if phase == "refill" and text.count(_REFILLED) == text.count(_DROPPED):
+        return "end"
+    return phase

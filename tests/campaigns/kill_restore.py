@@ -51,7 +51,7 @@ def _restore(rig: Rig, checkpoint: damage.Checkpoint, number: int) -> int:
     count = rig.scratch / "system-calls"
     images = checkpoint.images
     images.with_name(f"{images.name}.pid").unlink(missing_ok=True)
-    prefix = [str(rig.killer), str(count), str(number), "0"]
+    prefix = [str(rig.programs.killer), str(count), str(number), "-", ""]
     ended = rig.run([*prefix, *rig.restore_words(images)], images, "restore")
     assert ended.status in (0, 137), ended.errors
     return int(count.read_text())

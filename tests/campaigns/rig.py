@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -18,11 +18,12 @@ from campaigns.steady_job import SteadyJob
 from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
-from gpustasis.emulator import Emulator
+from gpustasis.emulator import Emulator, Options, api_version_of
 from gpustasis.recovery import WORKER_COMM
 from gpustasis.task import find_users
 
 CRIU_TIMEOUT_S = 120.0
+GPU_MEMORY = 256 << 20  # bytes of each emulated GPU
 SETTLE_S = 20.0  # a worker left behind has done its work by then
 CONFIG_NAME = "config.toml"
 _DISK_SIZE = 64 << 20
@@ -73,23 +74,33 @@ class Jobs:
         self._job = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """Compiled from tests/programs. job: steady_job; kernels: its module; killer: kill_at_syscall."""
+
+    job: Path
+    kernels: Path
+    killer: Path
+
+
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """environ: of jobs and of criu, with the emulator's variables. program: steady_job; killer:
-    kill_at_syscall. scratch: an empty directory of this rig's own."""
+    """environ: of jobs and of criu, with the emulator's variables. scratch: an empty directory of
+    this rig's own."""
 
     criu: Criu
     emulator: Emulator
     environ: Mapping[str, str] = field(repr=False)
-    program: Path
-    killer: Path
+    programs: Programs
     scratch: Path
     _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     @contextmanager
-    def job(self, **options: int) -> Iterator[SteadyJob]:
+    def job(self, **options: int | Path) -> Iterator[SteadyJob]:
         """A steady_job for the length of a with statement."""
-        job = SteadyJob(self.program, self.scratch / self._name("job"), self.environ, **options)
+        job = SteadyJob(
+            self.programs.job, self.scratch / self._name("job"), self.environ, **options
+        )
         try:
             yield job
         finally:
@@ -115,7 +126,7 @@ class Rig:
         request = run.Dump(
             pid=job.pid,
             images=images,
-            log=_log_path(images, "dump"),
+            log=log_path(images, "dump"),
             plugin_dir=self._plugin_directory(plugin),
             extra=tuple(extra),
         )
@@ -127,10 +138,10 @@ class Rig:
     ) -> list[str]:
         request = run.Restore(
             images=images,
-            log=_log_path(images, "restore"),
+            log=log_path(images, "restore"),
             plugin_dir=self._plugin_directory(plugin),
             extra=tuple(extra),
-            pidfile=_log_path(images, "pid"),
+            pidfile=log_path(images, "pid"),
         )
         arguments = run.restore_arguments(request, self.criu.version)
         return [*self.criu.command(self.environ), *arguments]
@@ -163,7 +174,7 @@ class Rig:
         plugin: bool = True,
     ) -> Run:
         words = self.restore_words(images, extra, plugin=plugin)
-        _log_path(images, "pid").unlink(missing_ok=True)  # of an earlier one: criu would refuse
+        log_path(images, "pid").unlink(missing_ok=True)  # of an earlier one: criu would refuse
         return self.run(words, images, "restore", config)
 
     def run(
@@ -174,9 +185,9 @@ class Rig:
         config: Mapping[str, Scalar] | None = None,
     ) -> Run:
         """Run criu to its end. What it prints goes to a file: restored tasks may hold it open."""
-        log = _log_path(images, stage)
+        log = log_path(images, stage)
         log.unlink(missing_ok=True)
-        printed = _log_path(images, "output")
+        printed = log_path(images, "output")
         begin = time.monotonic()
         with printed.open("wb") as output:
             ended = subprocess.run(
@@ -227,6 +238,21 @@ class Rig:
         return f"{next(self._numbers)}-{kind}"
 
 
+@contextmanager
+def with_driver(rig: Rig, driver: str) -> Iterator[Rig]:
+    """The same on an emulator of its own whose driver has that version."""
+    api = api_version_of(driver)
+    place = rig.scratch / f"driver-{driver}"
+    place.mkdir()
+    emulator = Emulator(path=place / "emulator" / "socket")
+    emulator.start(Options(gpus=2, memory_bytes=GPU_MEMORY, driver=driver))
+    try:
+        environ = dict(rig.environ) | emulator.environment(api)
+        yield replace(rig, emulator=emulator, environ=environ, scratch=place)
+    finally:
+        emulator.stop()
+
+
 def workers(images: Path) -> list[int]:
     """Live workers of the plugin that hold `images` open."""
     return find_users(images, WORKER_COMM)
@@ -257,7 +283,8 @@ def _children_named(*names: str) -> list[int]:
     return found
 
 
-def _log_path(images: Path, stage: str) -> Path:
+def log_path(images: Path, stage: str) -> Path:
+    """Where criu's log of that stage goes: beside the image directory."""
     return images.with_name(f"{images.name}.{stage}" + ("" if stage == "pid" else ".log"))
 
 

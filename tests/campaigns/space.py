@@ -61,7 +61,7 @@ def run_disk(rig: Rig, random: Random, sizes: int) -> Tally:
 
 
 def _start(rig: Rig) -> SteadyJob:
-    return SteadyJob(rig.program, rig.scratch / "full-job", rig.environ, mib=4, children=1)
+    return SteadyJob(rig.programs.job, rig.scratch / "full-job", rig.environ, mib=4, children=1)
 
 
 def _measure(rig: Rig, job: SteadyJob) -> tuple[int, int]:

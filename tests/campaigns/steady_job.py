@@ -35,18 +35,19 @@ class SteadyJob(Job):
         program: Path,
         log: Path,
         environ: Mapping[str, str],
-        **options: int,
+        **options: int | Path,
     ) -> None:
         """Start it and wait until each of its processes has made two steps.
 
-        options: the program's, with "_" for "-": mib, pinned_kib, children, plain_children, plain_threads,
-        seed, cuda.
+        options: the program's, with "_" for "-": mib, pinned_kib, registered_kib, children, plain_children,
+        plain_threads, seed, cuda, module, streams.
         """
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         argv = [str(program), *(part for word in words for part in word.split("="))]
         super().__init__(argv, log, environ)
         self.pids: tuple[int, ...] = (self.pid,)
-        processes = 1 + options.get("children", 0) + options.get("plain_children", 0)
+        kinds = ("children", "plain_children")
+        processes = 1 + sum(int(str(options.get(kind, 0))) for kind in kinds)
         deadline = time.monotonic() + TIMEOUT_S
         while len(steps := self.steps()) < processes or min(steps.values()) < 2:
             if not self.alive() or time.monotonic() > deadline:

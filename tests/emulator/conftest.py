@@ -11,7 +11,6 @@ stock     criu without any plugin: stock(words) -> CompletedProcess
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from gpustasis.criu.find import Criu
-from gpustasis.emulator import Emulator, Options, find_directory
+from gpustasis.emulator import Emulator, Options
 from support.job import Job
+from support.kernels import compile_kernels
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 Call = Callable[..., tuple[int, int]]
@@ -28,15 +28,7 @@ Call = Callable[..., tuple[int, int]]
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    module = tmp_path_factory.mktemp("module") / "kernels.so"
-    compiler = shutil.which("c++") or shutil.which("g++")
-    assert compiler is not None, "no C++ compiler; run ci/setup"
-    argv = [compiler, "-x", "c++", "-std=c++17", "-O2", "-ffp-contract=off"]
-    argv += ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fPIC", "-shared"]
-    argv += [f"-I{find_directory() / 'include'}", "-o", str(module), str(PROGRAMS / "kernels.cu")]
-    ended = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return module
+    return compile_kernels(PROGRAMS / "kernels.cu", tmp_path_factory.mktemp("module"))
 
 
 @pytest.fixture

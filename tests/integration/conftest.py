@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from campaigns.rig import Rig
+from campaigns.rig import Programs, Rig
 from gpustasis.criu.find import Criu, find_all
 from gpustasis.emulator import Emulator, Options, api_version_of
+from support.kernels import compile_kernels
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 DRIVER = "580.95.05"
@@ -30,9 +31,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def programs(
-    compile_cuda: Callable[..., Path], compile_c: Callable[..., Path]
-) -> tuple[Path, Path]:
-    return compile_cuda(PROGRAMS / "steady_job.c"), compile_c(PROGRAMS / "kill_at_syscall.c")
+    compile_cuda: Callable[..., Path],
+    compile_c: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Programs:
+    kernels = compile_kernels(PROGRAMS / "steady_kernels.cu", tmp_path_factory.mktemp("kernels"))
+    job, killer = compile_cuda(PROGRAMS / "steady_job.c"), compile_c(PROGRAMS / "kill_at_syscall.c")
+    return Programs(job=job, kernels=kernels, killer=killer)
 
 
 @pytest.fixture
@@ -40,10 +45,10 @@ def rig(
     criu: Criu,
     emulator: Emulator,
     emulator_environ: dict[str, str],
-    programs: tuple[Path, Path],
+    programs: Programs,
     tmp_path: Path,
 ) -> Rig:
-    return Rig(criu, emulator, emulator_environ, *programs, tmp_path)
+    return Rig(criu, emulator, emulator_environ, programs, tmp_path)
 
 
 @pytest.fixture
@@ -51,18 +56,18 @@ def newest_rig(
     newest_criu: Criu,
     emulator: Emulator,
     emulator_environ: dict[str, str],
-    programs: tuple[Path, Path],
+    programs: Programs,
     tmp_path: Path,
 ) -> Rig:
-    return Rig(newest_criu, emulator, emulator_environ, *programs, tmp_path)
+    return Rig(newest_criu, emulator, emulator_environ, programs, tmp_path)
 
 
 @pytest.fixture
-def own_rig(newest_criu: Criu, programs: tuple[Path, Path], tmp_path: Path) -> Iterator[Rig]:
+def own_rig(newest_criu: Criu, programs: Programs, tmp_path: Path) -> Iterator[Rig]:
     """Two GPUs of 64 MiB."""
     emulator = Emulator(path=tmp_path / "emulator" / "socket")
     emulator.start(Options(gpus=2, memory_bytes=64 << 20, driver=DRIVER))
     environ = dict(os.environ) | emulator.environment(api_version_of(DRIVER))
-    yield Rig(newest_criu, emulator, environ, *programs, tmp_path)
+    yield Rig(newest_criu, emulator, environ, programs, tmp_path)
     if emulator.is_running():
         emulator.stop()

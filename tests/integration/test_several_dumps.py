@@ -19,7 +19,7 @@ LEAK_DUMPS = 8
 
 def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
     jobs = [
-        SteadyJob(rig.program, rig.scratch / f"job-{number}", rig.environ, mib=8, seed=number)
+        SteadyJob(rig.programs.job, rig.scratch / f"job-{number}", rig.environ, mib=8, seed=number)
         for number in range(DUMPS_AT_ONCE)
     ]
     try:

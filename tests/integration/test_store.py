@@ -124,7 +124,7 @@ def test_a_single_bit_in_a_parent_is_found(newest_rig: Rig) -> None:
 
 def test_two_dumps_name_one_parent_at_once(rig: Rig) -> None:
     jobs = [
-        SteadyJob(rig.program, rig.scratch / f"job-{seed}", rig.environ, mib=8, seed=seed)
+        SteadyJob(rig.programs.job, rig.scratch / f"job-{seed}", rig.environ, mib=8, seed=seed)
         for seed in range(2)
     ]
     try:

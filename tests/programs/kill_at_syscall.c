@@ -1,12 +1,14 @@
 /* Runs a program and kills it with SIGKILL at one of its system calls.
  *
- *     kill_at_syscall COUNT-FILE NUMBER ORPHANS PROGRAM ARGUMENT...
+ *     kill_at_syscall COUNT-FILE NUMBER HOW MARK PROGRAM ARGUMENT...
  *
- * NUMBER counts the system calls of the program's first thread from its start, 1 being the first; the
- * program is killed when it is about to make that one. 0: it is never killed. ORPHANS 1: processes
- * that it has left behind are killed with it. How many calls it has made is written to COUNT-FILE.
- * Exit status: the program's; 137 if it was killed; 125 for a fault of this program. Other threads
- * and children run untraced.
+ * NUMBER counts the system calls of the program's first thread, 1 being the first; the program is killed
+ * when it is about to make that one. 0: it is never killed. If MARK is not empty, counting begins behind
+ * the first write of that thread that holds it. HOW is a word of
+ * letters: o, processes that the program has left behind are killed with it; p, before the kill this
+ * program stops itself, so that whoever started it can look, and goes on after a SIGCONT; -, neither.
+ * How many calls were made is written to COUNT-FILE. Exit status: the program's; 137 if it was
+ * killed; 125 for a fault of this program. Other threads and children run untraced.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -17,7 +19,10 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
+#include <sys/uio.h>
+#include <sys/user.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -40,13 +45,25 @@ static void kill_orphans(pid_t program) {
     fclose(file);
 }
 
+/* Whether the call that `pid` is about to make is a write that holds `mark`. */
+static bool writes(pid_t pid, const char* mark) {
+    struct user_regs_struct registers;
+    char text[4096];
+    if (ptrace(PTRACE_GETREGS, pid, NULL, &registers) != 0 || registers.orig_rax != SYS_write)
+        return false;
+    const size_t size = registers.rdx < sizeof text ? registers.rdx : sizeof text;
+    struct iovec here = {text, size}, there = {(void*)registers.rsi, size};
+    const ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    return got > 0 && memmem(text, (size_t)got, mark, strlen(mark)) != NULL;
+}
+
 int main(int argc, char** argv) {
-    if (argc < 5) {
-        fprintf(stderr, "usage: kill_at_syscall COUNT-FILE NUMBER ORPHANS PROGRAM ARGUMENT...\n");
+    if (argc < 6) {
+        fprintf(stderr, "usage: kill_at_syscall COUNT-FILE NUMBER HOW MARK PROGRAM ARGUMENT...\n");
         return 125;
     }
     const unsigned long last = strtoul(argv[2], NULL, 10);
-    const bool orphans = strcmp(argv[3], "1") == 0;
+    const bool orphans = strchr(argv[3], 'o') != NULL, pause_first = strchr(argv[3], 'p') != NULL;
     if (orphans && prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0)
         fail("PR_SET_CHILD_SUBREAPER");
     const pid_t child = fork();
@@ -55,8 +72,8 @@ int main(int argc, char** argv) {
     if (child == 0) {
         ptrace(PTRACE_TRACEME, 0, NULL, NULL);
         raise(SIGSTOP);
-        execv(argv[4], argv + 4);
-        fail(argv[4]);
+        execv(argv[5], argv + 5);
+        fail(argv[5]);
     }
     int status = 0;
     if (waitpid(child, &status, 0) != child || !WIFSTOPPED(status))
@@ -65,7 +82,7 @@ int main(int argc, char** argv) {
     if (ptrace(PTRACE_SETOPTIONS, child, NULL, (void*)options) != 0)
         fail("PTRACE_SETOPTIONS");
     unsigned long count = 0;
-    bool entering = true;
+    bool entering = true, counting = argv[4][0] == '\0';
     for (long deliver = 0;;) {
         if (ptrace(PTRACE_SYSCALL, child, NULL, (void*)deliver) != 0 && errno != ESRCH)
             fail("PTRACE_SYSCALL");
@@ -75,7 +92,11 @@ int main(int argc, char** argv) {
             break;
         deliver = 0;
         if (WSTOPSIG(status) == (SIGTRAP | 0x80)) {
-            if (entering && ++count == last) {
+            if (entering && !counting) {
+                counting = writes(child, argv[4]);
+            } else if (entering && ++count == last) {
+                if (pause_first)
+                    raise(SIGSTOP);
                 if (orphans)
                     kill_orphans(child);
                 kill(child, SIGKILL);

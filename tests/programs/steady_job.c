@@ -1,13 +1,14 @@
 /* A job that uses GPU memory all the time and knows what must be in it.
  *
  *     steady_job [--mib N] [--pinned-kib N] [--children N] [--plain-children N] [--seed N]
- *                [--plain-threads N] [--cuda 0]
+ *                [--plain-threads N] [--cuda 0] [--registered-kib N] [--module FILE] [--streams N]
  *
  * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA.
  * Each CUDA process holds N MiB of device memory (default 4) in four regions - zero, compressible,
- * random, and a pattern that repeats - and N KiB of pinned host memory (default 0). Again and again it
- * reads all of it, compares each byte with a copy of its own, prints "PID step K ok", and changes a
- * stretch of both. A process without CUDA does the same with its own memory, and has N more threads
+ * random, and a pattern that repeats - and N KiB of pinned and of registered host memory (default 0).
+ * Again and again it reads all of it, compares each byte with a copy of its own, prints "PID step K ok",
+ * and changes a stretch of both. With a module, steady_kernels.cu compiled, each of N streams (default 1)
+ * has a kernel under way and an asynchronous copy behind it from one step to the next. A process without CUDA does the same with its own memory, and has N more threads
  * that wait (default 0). What differs is "PID MISMATCH region R offset O", an error of the driver
  * "PID CALL: NAME"; the process then ends with status 1. Every line is one write to standard output,
  * so the lines of the tree do not mix.
@@ -85,7 +86,79 @@ static size_t change(uint8_t* wanted, size_t size, int region, uint64_t* state, 
     return offset;
 }
 
-static void run_cuda(size_t size, size_t pinned_size, uint64_t seed) {
+enum { kNumbers = 1024, kRounds = 500, kMaxStreams = 16 };
+
+/* Streams with a kernel under way whenever a step ends. */
+struct streams {
+    unsigned count;
+    CUfunction advance;
+    CUstream stream[kMaxStreams];
+    CUdeviceptr numbers[kMaxStreams];
+    uint64_t* copy[kMaxStreams]; /* pinned: where the asynchronous copy ends */
+    CUevent copied[kMaxStreams];
+    uint64_t wanted[kMaxStreams][kNumbers], expected[kMaxStreams][kNumbers];
+};
+
+static void advance_all(uint64_t* numbers) {
+    for (unsigned i = 0; i < kNumbers; ++i)
+        for (unsigned round = 0; round < kRounds; ++round)
+            next_random(&numbers[i]);
+}
+
+static void launch(struct streams* all, unsigned i) {
+    unsigned count = kNumbers, rounds = kRounds;
+    void* arguments[] = {&all->numbers[i], &count, &rounds};
+    REQUIRE(cuLaunchKernel(all->advance, kNumbers / 64, 1, 1, 64, 1, 1, 0, all->stream[i],
+                           arguments, NULL));
+    advance_all(all->wanted[i]);
+}
+
+/* What the last launch makes goes to the host behind it; another kernel is left under way. */
+static void step_streams(struct streams* all) {
+    for (unsigned i = 0; i < all->count; ++i) {
+        REQUIRE(cuMemcpyDtoHAsync(all->copy[i], all->numbers[i], sizeof all->wanted[i],
+                                  all->stream[i]));
+        REQUIRE(cuEventRecord(all->copied[i], all->stream[i]));
+        memcpy(all->expected[i], all->wanted[i], sizeof all->wanted[i]);
+        launch(all, i);
+    }
+    for (unsigned i = 0; i < all->count; ++i) {
+        REQUIRE(cuEventSynchronize(all->copied[i]));
+        compare((uint8_t*)all->copy[i], (uint8_t*)all->expected[i], sizeof all->wanted[i],
+                kRegions + 2 + (int)i);
+    }
+}
+
+static struct streams* start_streams(const char* path, unsigned count, uint64_t seed) {
+    struct streams* all = calloc(1, sizeof *all);
+    CUmodule module;
+    if (all == NULL || count > kMaxStreams)
+        _exit(3);
+    all->count = count;
+    REQUIRE(cuModuleLoad(&module, path));
+    REQUIRE(cuModuleGetFunction(&all->advance, module, "advance"));
+    for (unsigned i = 0; i < count; ++i) {
+        REQUIRE(cuStreamCreate(&all->stream[i], CU_STREAM_NON_BLOCKING));
+        REQUIRE(cuEventCreate(&all->copied[i], CU_EVENT_DISABLE_TIMING));
+        REQUIRE(cuMemAlloc(&all->numbers[i], sizeof all->wanted[i]));
+        REQUIRE(cuMemHostAlloc((void**)&all->copy[i], sizeof all->wanted[i], 0));
+        for (unsigned n = 0; n < kNumbers; ++n)
+            all->wanted[i][n] = next_random(&seed);
+        REQUIRE(cuMemcpyHtoD(all->numbers[i], all->wanted[i], sizeof all->wanted[i]));
+        launch(all, i);
+    }
+    return all;
+}
+
+struct shape {
+    size_t size, pinned_size, registered_size;
+    const char* module; /* NULL: no kernels */
+    unsigned streams;
+};
+
+static void run_cuda(const struct shape* shape, uint64_t seed) {
+    const size_t size = shape->size, pinned_size = shape->pinned_size;
+    const size_t registered_size = shape->registered_size;
     CUdevice device;
     CUcontext context;
     REQUIRE(cuInit(0));
@@ -114,7 +187,22 @@ static void run_cuda(size_t size, size_t pinned_size, uint64_t seed) {
         fill(pinned_wanted, pinned_size, 2, seed + 1);
         memcpy(pinned, pinned_wanted, pinned_size);
     }
+    uint8_t *registered = NULL, *registered_wanted = NULL;
+    if (registered_size > 0) {
+        registered = aligned_alloc(4096, (registered_size + 4095) & ~(size_t)4095);
+        registered_wanted = malloc(registered_size);
+        if (registered == NULL || registered_wanted == NULL)
+            _exit(3);
+        fill(registered_wanted, registered_size, 2, seed + 2);
+        memcpy(registered, registered_wanted, registered_size);
+        REQUIRE(cuMemHostRegister(registered, registered_size, 0));
+    }
+    struct streams* streams = NULL;
+    if (shape->module != NULL)
+        streams = start_streams(shape->module, shape->streams, seed + 3);
     for (unsigned long step = 0;; ++step) {
+        if (streams != NULL)
+            step_streams(streams);
         for (int region = 0; region < kRegions; ++region) {
             size_t length;
             REQUIRE(cuMemcpyDtoH(found, memory[region], each));
@@ -127,6 +215,13 @@ static void run_cuda(size_t size, size_t pinned_size, uint64_t seed) {
             compare(pinned, pinned_wanted, pinned_size, kRegions);
             const size_t offset = change(pinned_wanted, pinned_size, kRegions, &seed, &length);
             memcpy((uint8_t*)pinned + offset, pinned_wanted + offset, length);
+        }
+        if (registered_size > 0) {
+            size_t length;
+            compare(registered, registered_wanted, registered_size, kRegions + 1);
+            const size_t offset =
+                change(registered_wanted, registered_size, kRegions + 1, &seed, &length);
+            memcpy(registered + offset, registered_wanted + offset, length);
         }
         say("step %lu ok", step);
         usleep(kStepMicroseconds);
@@ -162,16 +257,22 @@ static void run_plain(size_t size, unsigned long threads, uint64_t seed) {
 }
 
 int main(int argc, char** argv) {
-    size_t size = (size_t)4 << 20, pinned_size = 0;
+    struct shape shape = {.size = (size_t)4 << 20, .streams = 1};
     unsigned long children = 0, plain_children = 0, plain_threads = 0;
     uint64_t seed = 1;
     bool cuda = true;
     for (int i = 1; i < argc; i += 2) {
         const unsigned long value = i + 1 < argc ? strtoul(argv[i + 1], NULL, 10) : 0;
         if (strcmp(argv[i], "--mib") == 0)
-            size = (size_t)value << 20;
+            shape.size = (size_t)value << 20;
         else if (strcmp(argv[i], "--pinned-kib") == 0)
-            pinned_size = (size_t)value << 10;
+            shape.pinned_size = (size_t)value << 10;
+        else if (strcmp(argv[i], "--registered-kib") == 0)
+            shape.registered_size = (size_t)value << 10;
+        else if (strcmp(argv[i], "--module") == 0 && i + 1 < argc)
+            shape.module = argv[i + 1];
+        else if (strcmp(argv[i], "--streams") == 0)
+            shape.streams = (unsigned)value;
         else if (strcmp(argv[i], "--children") == 0)
             children = value;
         else if (strcmp(argv[i], "--plain-children") == 0)
@@ -198,10 +299,10 @@ int main(int argc, char** argv) {
         if (getppid() != parent)
             return 0;
         if (child < children)
-            run_cuda(size, pinned_size, seed * 1000003 + child);
-        run_plain(size, plain_threads, seed * 1000003 + child);
+            run_cuda(&shape, seed * 1000003 + child);
+        run_plain(shape.size, plain_threads, seed * 1000003 + child);
     }
     if (cuda)
-        run_cuda(size, pinned_size, seed * 1000003 - 1);
-    run_plain(size, plain_threads, seed * 1000003 - 1);
+        run_cuda(&shape, seed * 1000003 - 1);
+    run_plain(shape.size, plain_threads, seed * 1000003 - 1);
 }

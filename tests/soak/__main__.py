@@ -1,7 +1,8 @@
 """`ci/soak [--seed N] [--fresh] [--docs] [CAMPAIGN...]`: run the long campaigns.
 
 Each campaign's result is kept in build/soak/; one that has a result for the same seed and the same
-plugin is not run again, unless it is named, so that what was broken off can be taken up. The report
+tree (sources, tests and what is installed) is not run again, unless it is named, so that what was broken
+off can be taken up. The report
 is build/soak.json; --docs writes docs/soak.md too. Exit status 1 if anything failed.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import gpustasis
-from campaigns.rig import Rig
+from campaigns.rig import GPU_MEMORY, Programs, Rig
 from campaigns.tally import Tally
 from gpustasis.criu.find import Criu, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
@@ -31,9 +32,9 @@ from gpustasis.emulator import Emulator, Options, api_version_of, library_direct
 from gpustasis_bench.bench.program import compile_program as compile_packaged
 from soak import report
 from soak.plan import CAMPAIGNS, REPOSITORY, Bench
+from support.kernels import compile_kernels
 
 DRIVER = "580.95.05"
-MEMORY_SIZE = 256 << 20  # bytes of each emulated GPU
 PROGRAMS = REPOSITORY / "tests" / "programs"
 WORK = REPOSITORY / "build" / "soak"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -48,7 +49,7 @@ def main() -> int:
     if arguments.fresh:
         shutil.rmtree(results, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
-    identity = {"seed": arguments.seed, "plugin": plugin_digest()}
+    identity = {"seed": arguments.seed, "tree": tree_digest()}
     versions = criu_versions()
     print(f"soak on the emulator: seed {arguments.seed}, CRIU {', '.join(texts(versions))}")
     for name in arguments.campaigns or CAMPAIGNS:
@@ -122,8 +123,21 @@ def read_result(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]] | 
     return parts
 
 
-def plugin_digest() -> str:
-    return hashlib.sha256((plugin_directory() / PLUGIN_NAME).read_bytes()).hexdigest()
+def tree_digest() -> str:
+    """Of every file that git knows or would add, docs aside, and of the plugin that is installed."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", ":!docs", ":!*.md"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=True,
+    )
+    digest = hashlib.sha256((plugin_directory() / PLUGIN_NAME).read_bytes())
+    for name in sorted(os.fsdecode(word) for word in listed.stdout.split(b"\0") if word):
+        path = REPOSITORY / name
+        if path.is_file():
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{name}\0{content}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def criu_versions() -> tuple[Criu, ...]:
@@ -148,15 +162,17 @@ def bench(versions: tuple[Criu, ...], seed: int) -> Iterator[Bench]:
     cuda = [f"-isystem{os.environ['CUDA_INCLUDE']}", f"-L{library}", "-l:libcuda.so.1"]
     job = compile_program("steady_job", scratch, *cuda)
     killer = compile_program("kill_at_syscall", scratch)
+    kernels = compile_kernels(PROGRAMS / "steady_kernels.cu", scratch)
+    programs = Programs(job=job, kernels=kernels, killer=killer)
     cost = compile_packaged("hook_cost", scratch)
     emulator = Emulator(path=scratch / "emulator" / "socket")
-    emulator.start(Options(gpus=2, memory_bytes=MEMORY_SIZE, driver=DRIVER))
+    emulator.start(Options(gpus=2, memory_bytes=GPU_MEMORY, driver=DRIVER))
     environ = dict(os.environ) | emulator.environment(api_version_of(DRIVER))
     rigs = []
     for criu in versions:
         place = scratch / criu.version_text
         place.mkdir()
-        rigs.append(Rig(criu, emulator, environ, job, killer, place))
+        rigs.append(Rig(criu, emulator, environ, programs, place))
     try:
         yield Bench(tuple(rigs), cost, seed)
     finally:

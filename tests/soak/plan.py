@@ -23,13 +23,15 @@ from campaigns import (
     space,
     tar_readers,
 )
-from campaigns.rig import Rig
+from campaigns.rig import Rig, with_driver
 from campaigns.tally import Tally
 from support.archives import pack
 from support.tar_readers import build_go_reader
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 KILLS = 120
+KILLS_EACH_PHASE = 30
+OTHER_DRIVERS = ("570.133.20", "595.58.03", "610.43.02")  # beside the one of all campaigns
 KILLS_WITH_WORKER = 40
 KILLED_RESTORES = 60
 FLIPS_RESTORED, CUTS_RESTORED = 260, 60
@@ -71,8 +73,16 @@ def _kill_points(bench: Bench) -> Iterator[tuple[str, Tally]]:
     for rig in bench.rigs:
         version = f"criu {rig.criu.version_text}"
         random = bench.random(f"kill-points {version}")
-        yield f"{version} with the plugin", kill_points.run(rig, random, KILLS)
+        yield f"{version} with the plugin", _aimed_kills(rig, random)
         yield f"{version} stock", kill_points.run(rig, random, KILLS, plugin=False)
+    for driver in OTHER_DRIVERS:
+        with with_driver(bench.newest, driver) as rig:
+            part = f"criu {rig.criu.version_text}, driver {driver}"
+            yield part, _aimed_kills(rig, bench.random(f"kill-points {part}"))
+
+
+def _aimed_kills(rig: Rig, random: Random) -> Tally:
+    return kill_points.run(rig, random, KILLS, each=KILLS_EACH_PHASE, shape=kill_points.LARGE)
 
 
 def _kill_with_worker(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -152,9 +162,12 @@ def _chains(bench: Bench) -> Iterator[tuple[str, Tally]]:
 
 def _kill_store(bench: Bench) -> Iterator[tuple[str, Tally]]:
     rig, random = bench.newest, bench.random("kill-store")
-    flattened = chain_kills.run_flatten(rig.killer, rig.scratch, random, KILLED_COMMANDS)
+    flattened = chain_kills.run_flatten(rig.programs.killer, rig.scratch, random, KILLED_COMMANDS)
     yield "gpustasis flatten", flattened
-    yield "gpustasis prune", chain_kills.run_prune(rig.killer, rig.scratch, random, KILLED_COMMANDS)
+    yield (
+        "gpustasis prune",
+        chain_kills.run_prune(rig.programs.killer, rig.scratch, random, KILLED_COMMANDS),
+    )
 
 
 def _fuzz(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -193,7 +206,13 @@ def _tar_readers(bench: Bench) -> Iterator[tuple[str, Tally]]:
 
 
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
-    "kill-points": ("criu is killed with SIGKILL during a dump; no job may be lost", _kill_points),
+    "kill-points": (
+        (
+            "criu is killed with SIGKILL during a dump, "
+            f"at least {KILLS_EACH_PHASE} times in each phase; no job may be lost"
+        ),
+        _kill_points,
+    ),
     "kill-with-worker": (
         "criu and the plugin's worker are killed at once; `gpustasis recover` brings the job back",
         _kill_with_worker,
