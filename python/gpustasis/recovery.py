@@ -7,7 +7,6 @@ killed too, or the machine had no room for it).
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,27 +15,24 @@ from pathlib import Path
 
 from gpustasis._core import (
     MANIFEST_NAME,
-    Encoding,
-    ImageReader,
+    DropRecord,
     Manifest,
-    RegionKind,
+    find_drop_record,
     image_name,
     read_manifest,
+    refill_dropped,
+    remove_drop_record,
 )
 from gpustasis.criu.statistics import find_statistics, statistics_path
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, DriverError, ImageError
-from gpustasis.task import Task, boot_id, find_users, read_task
+from gpustasis.task import Task, find_users, read_task
 
 log = logging.getLogger(__name__)
 
 WORKER_COMM = "gpustasis-work"  # src/cuda_plugin/worker_process.cpp
 WORKER_TIMEOUT_S = 60.0
 _POLL_S = 0.1
-_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
-_EMPTY = bytes(_PAGE_SIZE)
-_PROTECTIONS = {1: "r", 2: "w", 4: "x"}  # PROT_*, and as in /proc/PID/maps
-_PRESENT_OR_SWAPPED = 3 << 62  # bits 63 and 62 of an entry of /proc/PID/pagemap
 
 Progress = Callable[[int], None]
 
@@ -60,6 +56,32 @@ class Recovery:
     refilled_bytes: int
 
 
+def find_images(pid: int) -> Path:
+    """The directory that memory of process `pid` was dumped into, by the record that the dump left.
+
+    Raises CheckpointError if there is no such record, or the directory is no longer there.
+    """
+    record = _find_record(read_task(pid).pid)
+    if record is None:
+        raise CheckpointError(
+            f"no dump has taken memory out of process {pid}; "
+            "if a dump was broken off before that, name its directory with -D"
+        )
+    images = Path(record.directory)
+    try:
+        found = images.stat()
+    except OSError as exc:
+        raise CheckpointError(
+            f"{images}, where memory of process {pid} is: {exc.strerror}"
+        ) from exc
+    if (found.st_dev, found.st_ino) != (record.device, record.inode):
+        raise CheckpointError(
+            f"{images} is not the directory any more that memory of process {pid} was dumped into; "
+            "name that one with -D"
+        )
+    return images
+
+
 def recover(
     pid: int,
     images: Path,
@@ -79,6 +101,7 @@ def recover(
     state = driver.get_state(pid)
     log.info("process %s is %s", pid, state.name)
     if state is ProcessState.RUNNING:
+        _require_no_record(pid)
         return Recovery(outcome=Outcome.RUNS, refilled_bytes=0)
     if state not in (ProcessState.LOCKED, ProcessState.CHECKPOINTED):
         raise CheckpointError(
@@ -125,6 +148,26 @@ def _settled_task(pid: int, images: Path) -> Task:
     return task
 
 
+def _find_record(pid: int) -> DropRecord | None:
+    try:
+        return find_drop_record(pid)
+    except (ValueError, OSError) as exc:
+        raise CheckpointError(
+            f"cannot read whether memory of process {pid} is missing: {exc}"
+        ) from exc
+
+
+def _require_no_record(pid: int) -> None:
+    """All memory is put back, and the record removed, before the driver may restore the process."""
+    record = _find_record(pid)
+    if record is not None:
+        raise CheckpointError(
+            f"process {pid} runs, and its memory was not put back from {record.directory}: "
+            "another program had the driver restore it; its GPU memory is wrong. End it, and "
+            "restore it from a checkpoint"
+        )
+
+
 def _require_unfinished(images: Path) -> None:
     """Refuse the images of a dump that came to its end: another one left the task behind. Statistics
     are written last; those older than the manifest are of an earlier dump into the same place."""
@@ -167,90 +210,27 @@ def _refill(
     The plugin drops pages only after it has named the image and its digest in the manifest: with
     no such entry all pages are where the driver put them.
     """
-    entries = manifest.tasks if manifest else ()
-    found = [entry for entry in entries if entry.pid == task.inner_pid and entry.externalized]
-    if not found:
+    for entry in manifest.tasks if manifest else ():
+        if entry.pid == task.inner_pid and entry.externalized:
+            break
+    else:
         return 0
-    path = images / image_name(task.inner_pid)
+    assert manifest is not None
+    image = image_name(task.inner_pid)
     try:
-        image = ImageReader.open(path)
-        if image.info.start_time != task.start_time or image.info.boot_id != boot_id():
-            raise ImageError(f"{path} is of another process than {task.pid}; nothing was changed")
-        if image.digest != found[0].digest:
-            raise ImageError(f"{path} is not the one that the manifest names; nothing was changed")
-        image.attach_sources()
-        image.verify(threads)
-        _require_mapped(task, image)
-        _require_same_pages(task, image)
-        image.restore_to_process(task.pid, threads, progress=on_progress)
+        size = refill_dropped(
+            images,
+            task.pid,
+            image,
+            manifest.checkpoint_id,
+            entry.digest,
+            threads,
+            progress=on_progress,
+        )
+        remove_drop_record(task.pid)
     except (ValueError, OSError, NotImplementedError) as exc:
-        raise ImageError(f"cannot put back {path}: {exc}") from exc
-    return sum(region.length for region in image.info.regions)
-
-
-def _require_mapped(task: Task, image: ImageReader) -> None:
-    """Refuse an image of another time: the task maps each region as it did. Of what is not mapped
-    no page is there, and that must not pass for a page that was dropped."""
-    lines = Path(f"/proc/{task.pid}/maps").read_text(errors="replace").splitlines()
-    for region in image.info.regions:
-        flags = "".join(
-            letter if region.protection & bit else "-" for bit, letter in _PROTECTIONS.items()
-        ) + ("p" if region.kind == RegionKind.PRIVATE_ANONYMOUS else "s")
-        at = region.address
-        for line in lines:
-            span, found = line.split(maxsplit=2)[:2]
-            begin, end = (int(bound, 16) for bound in span.split("-"))
-            if begin <= at < end and found == flags:
-                at = end
-        if at < region.address + region.length:
-            raise _other(task, at)
-
-
-def _require_same_pages(task: Task, image: ImageReader) -> None:
-    """Refuse an image of another time: the pages that are still there must be what it holds.
-
-    Some of them may be empty instead, as long as others are not there at all: who is killed while he
-    puts pages back may have got some and not filled them yet, and whoever reads a page gets one.
-    The driver leaves no page out: where all are there, they are what it put there.
-    """
-    empty: int | None = None
-    refilled = True
-    with (
-        open(f"/proc/{task.pid}/pagemap", "rb", buffering=0) as pagemap,
-        open(f"/proc/{task.pid}/mem", "rb", buffering=0) as memory,
-    ):
-        for index in range(len(image)):
-            chunk = image.chunk(index)
-            count = chunk.plain_size // _PAGE_SIZE
-            pagemap.seek(chunk.address // _PAGE_SIZE * 8)
-            entries = memoryview(pagemap.read(count * 8)).cast("Q")
-            there = [entry & _PRESENT_OR_SWAPPED != 0 for entry in entries]
-            if not any(there):
-                refilled = refilled and chunk.encoding == Encoding.ZERO
-                continue
-            stored = image.read_chunk(index)
-            if all(there) and os.pread(memory.fileno(), chunk.plain_size, chunk.address) == stored:
-                continue
-            for page in range(count):
-                address = chunk.address + page * _PAGE_SIZE
-                wanted = stored[page * _PAGE_SIZE : (page + 1) * _PAGE_SIZE]
-                if not there[page]:  # and so it is not read: that would give it one
-                    refilled = refilled and wanted == _EMPTY
-                    continue
-                live = os.pread(memory.fileno(), _PAGE_SIZE, address)
-                if live != wanted:
-                    empty = empty or address
-                    if live != _EMPTY:
-                        raise _other(task, address)
-    if empty is not None and refilled:
-        raise _other(task, empty)
-
-
-def _other(task: Task, address: int) -> ImageError:
-    return ImageError(
-        f"process {task.pid} holds something else at {address:#x} than the image: "
-        "it was checkpointed again since; nothing was changed"
-    )
+        raise ImageError(f"cannot put back {images / image}: {exc}") from exc
+    return size
 
 
 def _unlock(pid: int, driver: Driver) -> None:

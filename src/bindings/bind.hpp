@@ -7,6 +7,7 @@ namespace gpustasis::bindings {
 
 void bind_errors(pybind11::module_& m);
 void bind_dirty_tracker(pybind11::module_& m);
+void bind_dropped_memory(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
 void bind_info(pybind11::module_& m);
 void bind_image(pybind11::module_& m);

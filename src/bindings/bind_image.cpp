@@ -3,6 +3,7 @@
 #include "bindings/convert.hpp"
 #include "bindings/memory_buffers.hpp"
 #include "bindings/open_dir.hpp"
+#include "bindings/progress.hpp"
 #include "core/error.hpp"
 #include "core/image_flatten.hpp"
 #include "core/image_format.hpp"
@@ -24,19 +25,6 @@ namespace py = pybind11;
 
 namespace gpustasis::bindings {
 namespace {
-
-using Tell = std::optional<py::function>;
-
-// Calls `tell` with the GIL, and lets Ctrl-C stop long work either way. Outlived by `tell`.
-ImageReader::Progress progress_of(const Tell& tell) {
-    return [&tell](std::uint64_t done) {
-        const py::gil_scoped_acquire locked;
-        if (PyErr_CheckSignals() != 0)
-            throw py::error_already_set();
-        if (tell)
-            (*tell)(done);
-    };
-}
 
 ImageReader open_image(const std::filesystem::path& path) {
     const py::gil_scoped_release unlocked;

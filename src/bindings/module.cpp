@@ -9,4 +9,5 @@ PYBIND11_MODULE(_core, m) {
     bind_image(m);
     bind_manifest(m);
     bind_dirty_tracker(m);
+    bind_dropped_memory(m);
 }

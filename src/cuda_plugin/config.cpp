@@ -119,6 +119,11 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.incremental = on_or_off(path, key, node);
     } else if (key == "max_chain") {
         config.max_chain = number(path, key, node, 1, kMaxChain);
+    } else if (key == "found_locked") {
+        const std::string word = text(path, key, node);
+        if (word != "refuse" && word != "dump")
+            reject(path, key, node, "\"refuse\" or \"dump\"");
+        config.dump_locked = word == "dump";
     } else if (key == "lock_timeout_ms") {
         config.lock_timeout_ms = number(path, key, node, 1, kMaxMs);
     } else if (key == "driver_timeout_ms") {

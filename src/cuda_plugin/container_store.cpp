@@ -2,7 +2,7 @@
 
 #include "core/error.hpp"
 #include "core/lineage.hpp"
-#include "cuda_plugin/trusted_directory.hpp"
+#include "core/trusted_directory.hpp"
 
 #include <fcntl.h>
 #include <sys/file.h>

@@ -2,6 +2,7 @@
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
+#include "cuda_plugin/drop.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/staging.hpp"
@@ -9,12 +10,10 @@
 #include "cuda_plugin/traced_thread.hpp"
 #include "cuda_plugin/undo.hpp"
 #include "cuda_plugin/worker_process.hpp"
-#include "tracee/injected_syscall.hpp"
+#include "tracee/thread_memory.hpp"
 
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/random.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,8 +25,6 @@ namespace {
 
 // The driver's helper threads of a checkpoint are gone within microseconds of its answer.
 constexpr int kHelperThreadsMs = 5'000;
-// linux/mman.h, since 5.18: MADV_DONTNEED for memory that is mlocked.
-constexpr int kMadvDontneedLocked = 24;
 
 Id random_id() {
     Id id{};
@@ -135,7 +132,18 @@ void DumpSession::begin() {
     begun_ = true;
 }
 
+// Their images would have one name, and the second would take the place of the first.
+void DumpSession::refuse_same_inner_pid(pid_t pid, std::uint32_t inner_pid) {
+    for (std::size_t i = 0; i < table_->task_count; ++i)
+        if (const TaskRecord& other = table_->tasks[i]; other.image_pid == inner_pid)
+            throw Error(Errc::unsupported,
+                        "processes " + std::to_string(other.pid) + " and " + std::to_string(pid) +
+                            " use CUDA and both have pid " + std::to_string(inner_pid) +
+                            " in their pid namespaces: checkpoint them in separate dumps");
+}
+
 bool DumpSession::pause(pid_t pid) {
+    refuse_missing_memory(pid, root_ == 0);
     if (root_ == 0)
         root_ = pid;
     if (!proc::has_cuda_thread(pid))
@@ -153,9 +161,19 @@ bool DumpSession::pause(pid_t pid) {
     const ProcessState before = worker_.state(pid);
     if (before == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");
+    if (before != ProcessState::running && !config_.dump_locked)
+        throw Error(Errc::unsupported,
+                    std::string("the driver says that the process is ") +
+                        (before == ProcessState::locked ? "locked" : "checkpointed") +
+                        ": another program is at work on it, or has left it so; unlock it, or "
+                        "set found_locked = \"dump\" to have it dumped as it is");
+    const TaskIdentity identity = identify_task(pid);
+    refuse_same_inner_pid(pid, identity.inner_pid);
     TaskRecord& record = table_.add(pid);
-    record.image_pid = proc::innermost_pid(pid);
-    record.start_time = proc::start_time(pid);
+    record.image_pid = identity.inner_pid;
+    record.start_time = identity.start_time;
+    record.pid_namespace = identity.pid_namespace;
+    record.checkpoint_id = manifest_.checkpoint_id;
     record.restore_tid = *tid;
     record.state_before = before;
     TaskStatistics& statistics = statistics_of(record);
@@ -193,8 +211,9 @@ bool DumpSession::checkpoint(pid_t pid) {
     run_driver_checkpoint(*record, statistics);
     std::vector<Region> regions;
     if (config_.externalize)
-        regions = statistics.phases.time("find_staging",
-                                         [&] { return find_staging(before, read_maps(pid)); });
+        regions = statistics.phases.time("find_staging", [&] {
+            return find_staging(before, read_maps(pid), addresses_in_use(pid));
+        });
     if (regions.empty()) {
         note_in_manifest(*record, false, {});
         note_in_inventory(false);
@@ -254,27 +273,8 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     // Once the inventory has our name, stock criu will not restore a process without its memory.
     note_in_inventory(true);
     note_in_manifest(record, true, written.digest);
-    statistics.phases.time("drop", [&] { drop(record, regions); });
-}
-
-void DumpSession::drop(TaskRecord& record, const std::vector<Region>& regions) {
-    record.drop_begun = true;
-    host::info("dropping the staged memory of " + name(record));
-    InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
-    if (!task.has_way_back())
-        host::warn(name(record) + " would not survive this criu being killed while its staged "
-                                  "memory is dropped");
-    for (const Region& region : regions) {
-        const bool shared = region.kind == RegionKind::shared_anonymous;
-        std::int64_t result = task.call(SYS_madvise, region.address, region.length,
-                                        shared ? MADV_REMOVE : MADV_DONTNEED);
-        if (result == -EINVAL && !shared)
-            result = task.call(SYS_madvise, region.address, region.length, kMadvDontneedLocked);
-        if (result != 0)
-            throw io_error("cannot drop staged memory of " + name(record),
-                           static_cast<int>(-result));
-    }
-    task.finish();
+    record.digest = written.digest;
+    statistics.phases.time("drop", [&] { drop_staging(record, regions, image_dir_.get()); });
 }
 
 void DumpSession::note_in_manifest(const TaskRecord& record, bool externalized, const Id& digest) {
@@ -297,20 +297,23 @@ void DumpSession::note_in_inventory(bool externalized) {
 void DumpSession::undo(TaskRecord& record) noexcept {
     try {
         if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead) {
+            forget_drop(record);
             record.settled = true;
             return;
         }
         TaskStatistics& statistics = statistics_of(record);
         host::info("bringing back " + name(record));
         statistics.phases.time("undo", [&] {
+            // While every thread of it is frozen: none may see the memory missing.
+            refill_task(record, lineage_, config_.threads);
             // Frozen only if the dump came that far: a failing lock leaves the task running.
             if (is_traced_by_us(record.restore_tid)) {
                 ThawedThread thawed(record);
                 const WatchedThread watched(worker_, record.restore_tid);
-                undo_task(record, worker_, lineage_, config_.threads);
+                undo_task(record, worker_);
                 thawed.refreeze();
             } else {
-                undo_task(record, worker_, lineage_, config_.threads);
+                undo_task(record, worker_);
             }
         });
         record.settled = true;

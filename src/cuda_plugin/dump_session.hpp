@@ -43,7 +43,7 @@ private:
     void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);
     void externalize(TaskRecord& record, const std::vector<Region>& regions,
                      TaskStatistics& statistics);
-    void drop(TaskRecord& record, const std::vector<Region>& regions);
+    void refuse_same_inner_pid(pid_t pid, std::uint32_t inner_pid);
     void note_in_manifest(const TaskRecord& record, bool externalized, const Id& digest);
     void note_in_inventory(bool externalized);
     void undo(TaskRecord& record) noexcept;

@@ -2,8 +2,8 @@
 
 #include "core/error.hpp"
 #include "core/file.hpp"
+#include "core/trusted_directory.hpp"
 #include "cuda_plugin/config_keys.hpp"
-#include "cuda_plugin/trusted_directory.hpp"
 
 #include <fcntl.h>
 #include <sys/stat.h>

@@ -5,9 +5,9 @@
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/huge_pages.hpp"
 #include "cuda_plugin/proc.hpp"
-#include "cuda_plugin/staging.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
 #include "cuda_plugin/traced_thread.hpp"
+#include "dropped_memory/refill.hpp"
 
 #include <unistd.h>
 

@@ -1,26 +1,11 @@
 #include "cuda_plugin/staging.hpp"
 
-#include "core/error.hpp"
-#include "core/process_memory.hpp"
-#include "core/unique_fd.hpp"
-
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cerrno>
-#include <cstdio>
 
 namespace gpustasis {
 namespace {
-
-std::string hex(std::uint64_t value) {
-    std::array<char, 20> text{};
-    std::snprintf(text.data(), text.size(), "%#llx", static_cast<unsigned long long>(value));
-    return text.data();
-}
 
 bool is_readable_anonymous(const Mapping& mapping) noexcept {
     return (mapping.protection & PROT_READ) != 0 &&
@@ -47,90 +32,79 @@ void append(std::vector<Region>& regions, const Mapping& mapping, std::uint64_t 
     regions.push_back({start, end - start, mapping.protection, kind_of(mapping)});
 }
 
-/// Whether no page of the region is present or swapped out, by /proc/PID/pagemap.
-bool is_untouched(pid_t pid, const Region& region) {
-    const std::string path = "/proc/" + std::to_string(pid) + "/pagemap";
-    const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    if (!fd)
-        throw io_error("cannot open " + path, errno);
-    constexpr std::uint64_t kPresentOrSwapped = std::uint64_t{3} << 62;
-    const auto page_size = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-    std::vector<std::uint64_t> entries(8192);
-    std::uint64_t page = region.address / page_size;
-    std::uint64_t left = region.length / page_size;
-    while (left > 0) {
-        const std::size_t count = std::min<std::uint64_t>(left, entries.size());
-        const ssize_t got = ::pread(fd.get(), entries.data(), count * sizeof(entries[0]),
-                                    static_cast<off_t>(page * sizeof(entries[0])));
-        if (got <= 0)
-            throw io_error("cannot read " + path, got < 0 ? errno : EIO);
-        const auto read = static_cast<std::size_t>(got) / sizeof(entries[0]);
-        for (std::size_t i = 0; i < read; ++i)
-            if ((entries[i] & kPresentOrSwapped) != 0)
-                return false;
-        page += read;
-        left -= read;
-    }
-    return true;
+bool is_reserved(const Mapping& mapping) noexcept {
+    return mapping.protection == PROT_NONE && mapping.is_private_anonymous();
 }
 
-/// Throws unless the task maps all of `region`, and just as it says.
-void require_mapped(const std::vector<Mapping>& maps, const Region& region) {
-    const std::uint64_t end = region.address + region.length;
-    std::uint64_t at = region.address;
-    for (const Mapping& mapping : maps) {
-        if (mapping.end <= at)
-            continue;
-        if (mapping.start > at)
-            break;
-        if (!is_readable_anonymous(mapping) || kind_of(mapping) != region.kind ||
-            mapping.protection != region.protection)
-            break;
-        at = mapping.end;
-        if (at >= end)
-            return;
-    }
-    throw Error(Errc::corrupt_data, "the task does not map " + hex(region.address) + "-" +
-                                        hex(end) + " as its GPU image says (differs at " + hex(at) +
-                                        ")");
+/// Of glibc's malloc (HEAP_MAX_SIZE): that much memory at a multiple of it, the first of it in use
+/// and the rest reserved.
+constexpr std::uint64_t kArena = std::uint64_t{64} << 20;
+
+/// Where in `mapping` such an arena begins, else its end. What was mapped below an arena may have
+/// become one mapping with it. `next`: what follows `mapping`, if anything.
+std::uint64_t arena_start(const Mapping& mapping, const Mapping* next) noexcept {
+    const std::uint64_t start = (mapping.end - 1) / kArena * kArena;
+    const bool is_arena = !mapping.shared && mapping.start <= start && next != nullptr &&
+                          is_reserved(*next) && next->start == mapping.end &&
+                          next->end == start + kArena;
+    return is_arena ? start : mapping.end;
+}
+
+bool was_there(const std::vector<Mapping>& before, std::uint64_t address) noexcept {
+    return std::ranges::any_of(before, [address](const Mapping& mapping) {
+        return mapping.start <= address && address < mapping.end;
+    });
+}
+
+/// Where in `mapping` the stack of a new thread ends, else its start. Such a stack lies above a guard
+/// of at most 64 KiB that is new; 8 MiB are
+/// the usual size. What is mapped above it may have become
+/// one mapping with it. `below`: what lies below `mapping`, if anything.
+std::uint64_t stack_end(const Mapping& mapping, const Mapping* below,
+                        const std::vector<Mapping>& before) noexcept {
+    constexpr std::uint64_t kMaxGuard = 64U << 10;
+    constexpr std::uint64_t kMaxStack = std::uint64_t{8} << 20;
+    const bool is_stack = !mapping.shared && below != nullptr && is_reserved(*below) &&
+                          below->end == mapping.start && below->end - below->start <= kMaxGuard &&
+                          !was_there(before, below->start);
+    return is_stack ? std::min(mapping.end, mapping.start + kMaxStack) : mapping.start;
 }
 
 } // namespace
 
 std::vector<Region> find_staging(const std::vector<Mapping>& before,
-                                 const std::vector<Mapping>& after) {
+                                 const std::vector<Mapping>& after,
+                                 const std::vector<std::uint64_t>& in_use) {
     std::vector<Region> regions;
     std::size_t first = 0; // the first old mapping that may still overlap
-    for (const Mapping& mapping : after) {
-        if (!is_readable_anonymous(mapping))
+    for (std::size_t number = 0; number < after.size(); ++number) {
+        const Mapping& mapping = after[number];
+        const Mapping* below = number == 0 ? nullptr : &after[number - 1];
+        const Mapping* next = number + 1 == after.size() ? nullptr : &after[number + 1];
+        if (!is_readable_anonymous(mapping) || mapping.name == "[heap]")
             continue;
-        std::uint64_t at = mapping.start;
-        while (first < before.size() && before[first].end <= at)
+        const std::uint64_t end = arena_start(mapping, next);
+        std::uint64_t at = stack_end(mapping, below, before);
+        while (first < before.size() && before[first].end <= mapping.start)
             ++first;
-        for (std::size_t i = first; i < before.size() && before[i].start < mapping.end; ++i) {
+        for (std::size_t i = first; i < before.size() && before[i].start < end; ++i) {
             const Mapping& old = before[i];
             // Only memory of the same kind was there before: what it held is CRIU's business.
             if (!is_readable_anonymous(old) || old.shared != mapping.shared ||
                 old.inode != mapping.inode)
                 continue;
-            append(regions, mapping, at, std::max(at, old.start));
+            append(regions, mapping, at, std::min(end, std::max(at, old.start)));
             at = std::max(at, old.end);
         }
-        append(regions, mapping, at, mapping.end);
+        append(regions, mapping, at, end);
     }
+    std::erase_if(regions, [&](const Region& region) {
+        return region.length < kMinStaging ||
+               std::ranges::any_of(in_use, [&](std::uint64_t address) {
+                   return region.address <= address && address < region.address + region.length;
+               });
+    });
     return regions;
-}
-
-void refill(pid_t pid, const ImageReader& image, unsigned threads) {
-    const std::vector<Mapping> maps = read_maps(pid);
-    bool fresh = true;
-    for (const Region& region : image.info().regions) {
-        require_mapped(maps, region);
-        // A shared page can be there without this task having touched it.
-        fresh = fresh && region.kind == RegionKind::private_anonymous && is_untouched(pid, region);
-    }
-    ProcessMemory memory(pid);
-    image.restore(memory, threads, fresh);
 }
 
 } // namespace gpustasis

@@ -1,25 +1,27 @@
-/// The memory that the driver staged GPU memory in: finding it, and filling it again.
+/// Finding the memory that the driver staged GPU memory in.
 #pragma once
 
 #include "core/image_info.hpp"
-#include "core/image_reader.hpp"
 #include "tracee/task_maps.hpp"
 
-#include <sys/types.h>
-
+#include <cstdint>
 #include <vector>
 
 namespace gpustasis {
 
-/// Readable anonymous memory, private or shared, at addresses that held no such memory before:
-/// unmapped, reserved (PROT_NONE) or a device until then. Both lists ascend by address, as
-/// read_maps gives them. Ascending by address; neighbours that are mapped alike are one region.
-std::vector<Region> find_staging(const std::vector<Mapping>& before,
-                                 const std::vector<Mapping>& after);
+/// What is smaller stays with CRIU: a driver stages in multiples of 2 MiB, and what its threads
+/// allocate besides in so small pieces is theirs.
+inline constexpr std::uint64_t kMinStaging = std::uint64_t{1} << 20;
 
-/// Check that the task maps every region of `image` as the image says, then put its memory back.
-/// Chunks that are zero are left out where the page tables show that no page is there.
-/// Throws Error: corrupt_data if a mapping differs or a chunk is damaged, io.
-void refill(pid_t pid, const ImageReader& image, unsigned threads);
+/// Readable anonymous memory, private or shared, at addresses that held no such memory before:
+/// unmapped, reserved (PROT_NONE) or a device until then. Left to CRIU, because threads of the task
+/// may use it at any time: the heap, what looks like an arena of malloc (at a multiple of 64 MiB
+/// with the rest of those 64 MiB reserved) or like the stack of a thread (above a new guard), memory
+/// that holds one of the addresses `in_use`, and what is smaller than kMinStaging. Both lists ascend
+/// by address, as read_maps gives them. Ascending by address; neighbours that are mapped alike are one
+/// region.
+std::vector<Region> find_staging(const std::vector<Mapping>& before,
+                                 const std::vector<Mapping>& after,
+                                 const std::vector<std::uint64_t>& in_use);
 
 } // namespace gpustasis

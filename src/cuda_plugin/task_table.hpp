@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/image_info.hpp"
+#include "dropped_memory/drop_record.hpp"
 
 #include <sys/types.h>
 
@@ -19,13 +20,23 @@ struct TaskRecord {
     std::uint64_t start_time = 0; ///< field 22 of /proc/PID/stat: the pid is still this task
     pid_t restore_tid = 0;
     ProcessState state_before = ProcessState::running;
+    std::uint64_t pid_namespace = 0; ///< of the task: with image_pid and start_time its identity
+    Id checkpoint_id{};              ///< of this dump
+    Id digest{};                     ///< of its image; set before drop_begun
     std::atomic<bool> lock_begun = false;
     std::atomic<bool> checkpoint_begun = false;
+    std::atomic<bool> recorded = false;         ///< there may be a record of the drop
     std::atomic<bool> drop_begun = false;       ///< staged pages may be gone: the image has them
+    std::atomic<bool> refilled = false;         ///< all of them are back
     std::atomic<bool> thawed = false;           ///< the restore thread runs with signals blocked
     std::atomic<std::uint64_t> signal_mask = 0; ///< the restore thread's own, while thawed
     std::atomic<bool> settled = false;          ///< nothing is left to undo
 };
+
+/// As records of dropped memory name the task.
+inline TaskIdentity identity_of(const TaskRecord& record) noexcept {
+    return {record.pid_namespace, record.image_pid, record.start_time};
+}
 
 /// What the worker does with the tasks once criu is gone without having said goodbye.
 enum class OnOrphaned : std::uint32_t {

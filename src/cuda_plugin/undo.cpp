@@ -2,10 +2,12 @@
 
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
-#include "cuda_plugin/staging.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
+#include "dropped_memory/refill.hpp"
 #include "tracee/ptrace_call.hpp"
 #include "tracee/ptrace_stop.hpp"
+
+#include <exception>
 
 namespace gpustasis {
 namespace {
@@ -22,23 +24,42 @@ void unlock(pid_t pid, Driver& driver) {
 
 } // namespace
 
-void undo_task(const TaskRecord& record, Driver& driver, Lineage& lineage, unsigned threads) {
+void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads) {
+    if (record.drop_begun && !record.refilled) {
+        const ImageReader image = open_dropped({.pid = record.pid,
+                                                .start_time = record.start_time,
+                                                .checkpoint_id = record.checkpoint_id,
+                                                .digest = record.digest,
+                                                .image = image_name(record.image_pid)},
+                                               lineage);
+        refill_dropped(record.pid, image, threads);
+        record.refilled = true;
+    }
+    // Before the driver restores: from then on the staged memory is the driver's to give back.
+    forget_drop(record);
+}
+
+void undo_task(const TaskRecord& record, Driver& driver) {
     ProcessState state = driver.state(record.pid);
     if (state == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");
     if (state == ProcessState::checkpointed && record.state_before != ProcessState::checkpointed) {
-        if (record.drop_begun) {
-            ImageReader image =
-                ImageReader::open(lineage.directory(0), image_name(record.image_pid));
-            image.attach_sources(lineage);
-            refill(record.pid, image, threads);
-        }
         driver.initialize();
         driver.restore(record.pid, {});
         state = ProcessState::locked;
     }
     if (state == ProcessState::locked && record.state_before == ProcessState::running)
         unlock(record.pid, driver);
+}
+
+void forget_drop(TaskRecord& record) noexcept {
+    if (!record.recorded)
+        return;
+    try {
+        DropRecords().remove(identity_of(record));
+        record.recorded = false;
+    } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): see undo.hpp
+    }
 }
 
 void reset_signal_mask(TaskRecord& record) {

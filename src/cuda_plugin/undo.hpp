@@ -7,12 +7,19 @@
 
 namespace gpustasis {
 
-/// Refill the staged memory if it may have been dropped, restore and unlock as far as the task
-/// was neither checkpointed nor locked before. Does nothing that is not needed: a task that is
-/// already back is left alone. The restore thread must be running. Marks nothing in `record`.
-/// `lineage` is that of the dump's image directory.
-/// Throws Error or DriverError with what is left undone.
-void undo_task(const TaskRecord& record, Driver& driver, Lineage& lineage, unsigned threads);
+/// Put the staged memory back if it may have been dropped and is not back yet, and remove the record
+/// of the drop. Needs no thread of the task to run. `lineage` is that of the dump's image directory.
+/// Throws Error: as open_dropped() and refill_dropped().
+void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads);
+
+/// Restore and unlock as far as the task was neither checkpointed nor locked before: after
+/// refill_task(). Does nothing that is not needed: a task that is already back is left alone. The
+/// restore thread must be running. Throws Error or DriverError with what is left undone.
+void undo_task(const TaskRecord& record, Driver& driver);
+
+/// Remove the record of the drop: all memory is back, or the task is dead. Errors are lost: the job
+/// comes first, and a record that stays only has later dumps of the task refused.
+void forget_drop(TaskRecord& record) noexcept;
 
 /// Give the restore thread its signal mask back if criu died while it was thawed.
 /// The task must not be traced. Throws Error: io.

@@ -194,21 +194,25 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
             if (record.settled)
                 continue;
             const proc::Liveness life = proc::liveness(record.pid, record.start_time);
-            if (life == proc::Liveness::traced)
+            if (life == proc::Liveness::traced || life == proc::Liveness::unknown)
                 continue; // criu, or the kernel on its behalf, still holds it
-            record.settled = true;
-            if (life == proc::Liveness::dead)
+            if (life == proc::Liveness::dead) {
+                forget_drop(record);
+                record.settled = true;
                 continue;
+            }
             if (!log)
                 log = std::make_unique<UndoLog>(lineage.directory(0));
             const std::string who = "pid " + std::to_string(record.pid) + ": ";
             try {
+                refill_task(record, lineage, config.threads);
                 reset_signal_mask(record);
-                undo_task(record, driver.get(), lineage, config.threads);
+                undo_task(record, driver.get());
                 (*log)(who + "criu is gone; the task was brought back and runs on");
             } catch (const std::exception& e) {
                 (*log)(who + e.what() + "; try gpustasis recover");
             }
+            record.settled = true; // only now: until here it is not undone
         }
         ::poll(nullptr, 0, kOrphanPollMs);
     }

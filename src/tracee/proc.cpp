@@ -10,7 +10,9 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <cerrno>
 #include <charconv>
+#include <csignal>
 #include <cstring>
 #include <memory>
 #include <string_view>
@@ -166,8 +168,16 @@ Liveness liveness(pid_t pid, std::uint64_t expected_start) noexcept {
             return Liveness::dead;
         return status_field(status, "TracerPid") == "0" ? Liveness::untraced : Liveness::traced;
     } catch (const std::exception&) {
-        return Liveness::dead; // its files are gone, and so is the task
+        // No file is needed for this. Only the signal's errno says that there is no such task:
+        // /proc may be unreadable for want of descriptors or memory.
+        return ::kill(pid, 0) != 0 && errno == ESRCH ? Liveness::dead : Liveness::unknown;
     }
+}
+
+pid_t parent(pid_t pid) {
+    const std::string path = task_path(pid, "status");
+    const std::string status = read_file(path);
+    return parse<pid_t>(status_field(status, "PPid"), path);
 }
 
 pid_t tracer_of(pid_t tid) {

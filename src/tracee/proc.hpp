@@ -37,10 +37,14 @@ bool has_thread_named(pid_t pid, std::string_view prefix);
 /// Ids of the task's threads, ascending. Throws Error: io.
 std::vector<pid_t> threads(pid_t pid);
 
-enum class Liveness { dead, traced, untraced };
+enum class Liveness { dead, traced, untraced, unknown };
 
-/// dead: no such task, a zombie, or another task that has got the same id.
+/// dead: no such task, a zombie, or another task that has got the same id. unknown: this process has
+/// too few descriptors or too little memory to look now.
 Liveness liveness(pid_t pid, std::uint64_t start_time) noexcept;
+
+/// The parent of process `pid`; 0: it has none here. Throws Error: io.
+pid_t parent(pid_t pid);
 
 /// The process that traces thread `tid`; 0: none. Throws Error: io.
 pid_t tracer_of(pid_t tid);

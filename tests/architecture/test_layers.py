@@ -21,8 +21,9 @@ CPP_ARROWS = {
     "core": {"core"},
     "tracee": {"tracee", "core"},
     "dirty_tracker": {"dirty_tracker", "tracee", "core"},
-    "bindings": {"bindings", "dirty_tracker", "core"},
-    "cuda_plugin": {"cuda_plugin", "tracee", "core"},
+    "dropped_memory": {"dropped_memory", "tracee", "core"},
+    "bindings": {"bindings", "dirty_tracker", "dropped_memory", "core"},
+    "cuda_plugin": {"cuda_plugin", "dropped_memory", "tracee", "core"},
     "driver_emulator": {"driver_emulator"},
 }
 # What core may include beyond itself, the standard library and the system: bytes only.
@@ -55,7 +56,7 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "files", "process"},
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task"),
-        *("archive", "image"),
+        *("archive", "image", "_core"),
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),

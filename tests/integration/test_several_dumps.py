@@ -15,6 +15,11 @@ from gpustasis.driver import Driver, ProcessState
 
 DUMPS_AT_ONCE = 3
 LEAK_DUMPS = 8
+ASKED = {"found_locked": "dump"}
+
+
+def driver_of(rig: Rig) -> Driver:
+    return Driver(str(Path(rig.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"))
 
 
 def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
@@ -39,24 +44,43 @@ def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("found", [ProcessState.LOCKED, ProcessState.CHECKPOINTED])
+def test_a_job_found_locked_or_checkpointed_is_refused(
+    newest_rig: Rig, found: ProcessState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program is at work on it, or was killed at it: only who knows better asks for it."""
+    monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
+    driver = driver_of(newest_rig)
+    with newest_rig.job(mib=4, children=1) as job:
+        driver.lock(job.pids[1], 10_000)
+        if found is ProcessState.CHECKPOINTED:
+            driver.checkpoint(job.pids[1])
+        dumped = newest_rig.dump(job, newest_rig.images())
+        assert dumped.status != 0
+        assert f"the driver says that the process is {found.name.lower()}" in dumped.log
+        assert 'found_locked = "dump"' in dumped.log
+        assert driver.get_state(job.pid) is ProcessState.RUNNING
+        assert driver.get_state(job.pids[1]) is found
+
+
+@pytest.mark.parametrize("found", [ProcessState.LOCKED, ProcessState.CHECKPOINTED])
 def test_a_job_found_locked_or_checkpointed_is_left_so(
     rig: Rig, found: ProcessState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUSTASIS_EMULATOR", rig.environ["GPUSTASIS_EMULATOR"])
-    driver = Driver(str(Path(rig.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"))
+    driver = driver_of(rig)
     with rig.job(mib=4) as job:
         driver.lock(job.pid, 10_000)
         if found is ProcessState.CHECKPOINTED:
             driver.checkpoint(job.pid)
         images = rig.images()
-        dumped = rig.dump(job, images, "--leave-running")
+        dumped = rig.dump(job, images, "--leave-running", config=ASKED)
         assert dumped.status == 0, dumped.errors
         rig.settle(images)
         assert driver.get_state(job.pid) is found
 
         # A restored process runs, whatever it was found in.
         second = rig.images()
-        dumped = rig.dump(job, second)
+        dumped = rig.dump(job, second, config=ASKED)
         assert dumped.status == 0, dumped.errors
         job.wait()
         rig.settle(second)
@@ -70,13 +94,12 @@ def test_a_locked_job_whose_dump_fails_is_left_locked(
     newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
-    library = Path(newest_rig.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"
-    driver = Driver(str(library))
+    driver = driver_of(newest_rig)
     with newest_rig.job(mib=4) as job:
         driver.lock(job.pid, 10_000)
         newest_rig.emulator.add_fault("checkpoint", "fail_after", code=999)
         images = newest_rig.images()
-        assert newest_rig.dump(job, images).status != 0
+        assert newest_rig.dump(job, images, config=ASKED).status != 0
         newest_rig.settle(images)
         assert driver.get_state(job.pid) is ProcessState.LOCKED
         driver.unlock(job.pid)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import json
 import os
 import shutil
 import signal
@@ -16,19 +15,10 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from gpustasis._core import (
-    DEFAULT_CHUNK_SIZE,
-    ImageInfo,
-    ImageReader,
-    Region,
-    RegionKind,
-    image_name,
-    write_image,
-)
+from gpustasis._core import ImageReader, find_drop_record, image_name
 from gpustasis.criu.find import choose, find_all
-from gpustasis.errors import ImageError
-from gpustasis.recovery import WORKER_COMM, _require_mapped, _require_same_pages
-from gpustasis.task import find_users, read_task
+from gpustasis.recovery import WORKER_COMM
+from gpustasis.task import find_users
 from support.checkpoint import Checkpointer
 from support.job import TIMEOUT_S, Job
 
@@ -38,7 +28,6 @@ DriverCalls = Callable[..., None]
 Abandon = Callable[..., None]
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-CHUNK = DEFAULT_CHUNK_SIZE
 
 # argv: pid, then methods of Driver: as another tool would call them.
 CALLER = """
@@ -75,8 +64,13 @@ def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
     )
     script.chmod(0o755)
 
+    config = tmp_path / "found-locked.toml"
+    config.write_text('found_locked = "dump"\n')
+
     def begin_and_kill(job: Job, images: Path, *, with_worker: bool = True) -> None:
-        argv, environ = checkpointer.dump_command(job, images, "--action-script", str(script))
+        argv, environ = checkpointer.dump_command(
+            job, images, "--action-script", str(script), config=config
+        )
         with subprocess.Popen(
             argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
         ) as criu:
@@ -113,6 +107,55 @@ def test_dropped_memory_is_put_back(
     assert "was checkpointed, and runs again (12.0 MiB of GPU memory put back)" in ended.stdout
     check_memory(job, 1)
     check_memory(job, 2)
+
+
+def test_the_directory_is_found_by_the_record_of_the_drop(
+    gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
+) -> None:
+    job = gpu_generations()
+    refused = gpustasis("recover", str(job.pid))
+    assert refused.returncode == 2
+    assert "no dump has taken memory out of process" in refused.stderr
+    abandon(job, images)
+    record = find_drop_record(job.pid)
+    assert record is not None
+    assert (record.directory, record.image) == (str(images), image_name(job.pid))
+
+    seen = findings(gpustasis("doctor", "--json"))[f"memory of process {job.pid}"]
+    assert seen["status"] == "problem"
+    assert seen["remedy"] == f"gpustasis recover {job.pid}"
+
+    moved = images.with_name("moved")
+    images.rename(moved)
+    refused = gpustasis("recover", str(job.pid))
+    assert refused.returncode == 2
+    assert str(images) in refused.stderr
+    moved.rename(images)
+    ended = gpustasis("recover", str(job.pid))
+    assert ended.returncode == 0, ended.stderr
+    assert "(12.0 MiB of GPU memory put back)" in ended.stdout
+    assert find_drop_record(job.pid) is None
+    assert f"memory of process {job.pid}" not in findings(gpustasis("doctor", "--json"))
+    check_memory(job, 0)
+
+
+def findings(ended: CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    return {item["name"]: item for item in json.loads(ended.stdout)["findings"]}
+
+
+def test_a_job_that_was_restored_without_its_memory_is_not_said_to_be_well(
+    gpustasis: Gpustasis,
+    gpu_generations: Generations,
+    driver_calls: DriverCalls,
+    abandon: Abandon,
+    images: Path,
+) -> None:
+    job = gpu_generations()
+    abandon(job, images)
+    driver_calls(job, "restore", "unlock")
+    refused = gpustasis("recover", str(job.pid), "-D", images)
+    assert refused.returncode == 2
+    assert "its GPU memory is wrong" in refused.stderr
 
 
 def test_it_waits_for_the_worker_that_does_the_same(
@@ -322,49 +365,6 @@ def test_an_empty_page_among_all_others_is_the_jobs(
         memory.write(content)
     assert gpustasis("recover", str(job.pid), "-D", images).returncode == 0
     check_memory(job, 0)
-
-
-def test_an_empty_page_is_unfilled_only_where_data_is_lacking(tmp_path: Path) -> None:
-    """A zero chunk, which is never put back, is none that is lacking."""
-    data = os.urandom(CHUNK)
-    with mmap.mmap(-1, 2 * CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        image = written(tmp_path / "image", address, data + bytes(CHUNK), 3)
-        area[:CHUNK] = data
-        task = read_task(os.getpid())
-        _require_same_pages(task, image)
-        area[:PAGE] = bytes(PAGE)
-        with pytest.raises(ImageError, match=f"something else at {address:#x}"):
-            _require_same_pages(task, image)
-        area.madvise(mmap.MADV_DONTNEED, CHUNK - PAGE, PAGE)
-        _require_same_pages(task, image)
-        area[PAGE : PAGE + 1] = bytes([data[PAGE] ^ 1])
-        with pytest.raises(ImageError, match=f"something else at {address + PAGE:#x}"):
-            _require_same_pages(task, image)
-
-
-def test_memory_that_is_mapped_otherwise_was_not_dropped(tmp_path: Path) -> None:
-    size = 4 * PAGE
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(area))
-        images = {
-            protection: written(tmp_path / f"{protection}.img", address, bytes(size), protection)
-            for protection in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ)
-        }
-        task = read_task(os.getpid())
-        _require_mapped(task, images.pop(mmap.PROT_READ | mmap.PROT_WRITE))
-        with pytest.raises(ImageError, match=f"something else at {address:#x}"):
-            _require_mapped(task, images.pop(mmap.PROT_READ))
-    nowhere = written(tmp_path / "nowhere.img", PAGE, bytes(size), mmap.PROT_READ)
-    with pytest.raises(ImageError, match=f"something else at {PAGE:#x}"):
-        _require_mapped(task, nowhere)
-
-
-def written(path: Path, address: int, content: bytes, protection: int) -> ImageReader:
-    region = Region(address, len(content), protection, RegionKind.PRIVATE_ANONYMOUS)
-    info = ImageInfo(pid=os.getpid(), checkpoint_id=bytes(15) + b"1", regions=[region])
-    write_image(path, info, [(address, content)])
-    return ImageReader.open(path)
 
 
 def test_a_stopped_process_is_refused_with_the_way_out(

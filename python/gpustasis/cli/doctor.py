@@ -91,6 +91,7 @@ def diagnose(criu_program: str | None) -> list[Finding]:
         *host.check_kernel(),
         *host.check_privileges(),
         *host.check_criu(os.environ, criu_program),
+        *host.check_dropped_memory(),
         *installation.check(_program(criu_program), sys.executable),
         *runtimes.check(os.environ, _driver_version(nvml_library)),
     ]

@@ -1,4 +1,4 @@
-"""`gpustasis recover PID -D DIR`: bring back a task left behind by a criu that died."""
+"""`gpustasis recover PID [-D DIR]`: bring back a task left behind by a criu that died."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from gpustasis.criu.plugin import driver_libraries
 from gpustasis.driver import Driver
 from gpustasis.image.lock import allow_many_files
-from gpustasis.recovery import recover
+from gpustasis.recovery import find_images, recover
 
 
 @click.command("recover")
@@ -21,9 +21,10 @@ from gpustasis.recovery import recover
     "-D",
     "--images-dir",
     "images",
-    required=True,
+    default=None,
     type=click.Path(file_okay=False, exists=True, path_type=Path),
-    help="Where the dump that was broken off was writing to.",
+    help="Where the dump that was broken off was writing to; found by itself if that dump has taken "
+    "memory out of the process.",
 )
 @click.option(
     "--threads",
@@ -31,8 +32,8 @@ from gpustasis.recovery import recover
     default=0,
     help="Threads that put GPU memory back; 0: one for each processor.",
 )
-def command(pid: int, images: Path, threads: int) -> None:
-    """Bring back process PID, whose dump into DIR was broken off by criu's death.
+def command(pid: int, images: Path | None, threads: int) -> None:
+    """Bring back process PID, whose dump was broken off by criu's death.
 
     Puts back the GPU memory that was taken out already, after checking every byte of it, and has
     the driver restore and unlock the process. A process found locked or checkpointed by the dump
@@ -53,7 +54,7 @@ def command(pid: int, images: Path, threads: int) -> None:
         row = bar.add_task("", total=None)
         done = recover(
             pid,
-            images,
+            find_images(pid) if images is None else images,
             driver,
             threads=threads,
             on_progress=lambda count: bar.update(row, completed=count),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpustasis import nvml, process
+from gpustasis._core import list_drop_records
 from gpustasis.criu import run
 from gpustasis.criu.find import Criu, choose, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, find_config, plugin_directory, read_config
@@ -290,3 +291,20 @@ def _configuration(environ: Mapping[str, str]) -> Finding:
     except CheckpointError as exc:
         return problem(name, str(exc), "mend the file; docs/operating.md explains every key")
     return ok(name, str(path))
+
+
+def check_dropped_memory() -> list[Finding]:
+    """Processes whose memory a dump has taken out and not put back; so has one that is under way."""
+    try:
+        records = list_drop_records()
+    except (OSError, ValueError) as exc:
+        remedy = "look who has made that file, and remove it"
+        return [problem("dropped memory", str(exc), remedy)]
+    return [
+        problem(
+            f"memory of process {record.pid}",
+            f"a dump into {record.directory} has taken it out and not put it back",
+            f"gpustasis recover {record.pid}",
+        )
+        for record in records
+    ]

@@ -2,6 +2,8 @@
 
 #include "driver_emulator/driver/futex.hpp"
 
+#include <cstdint>
+#include <cstring>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -21,6 +23,54 @@ struct Thread {
     int tid = 0;
     void* stack = MAP_FAILED;
 };
+
+// As malloc and pthread_create of a C library leave them behind, on whose threads a driver may do
+// this work: an arena at a multiple of 64 MiB, its tail reserved, and a stack above a guard, kept for
+// the next thread. Neither is staging.
+constexpr std::size_t kArenaBytes = std::size_t{64} << 20;
+constexpr std::size_t kArenaUsedBytes = std::size_t{2} << 20;
+constexpr std::size_t kCachedStackBytes = std::size_t{8} << 20;
+constexpr std::size_t kGuardBytes = 4096;
+void* arena = nullptr;
+void* cached_stack = nullptr;
+
+void* reserve(std::size_t size) noexcept {
+    void* memory = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return memory == MAP_FAILED ? nullptr : memory;
+}
+
+void make_arena() noexcept {
+    char* room = static_cast<char*>(reserve(2 * kArenaBytes));
+    if (room == nullptr) {
+        return;
+    }
+    const std::size_t skipped = kArenaBytes - reinterpret_cast<std::uintptr_t>(room) % kArenaBytes;
+    munmap(room, skipped);
+    if (skipped != kArenaBytes) {
+        munmap(room + skipped + kArenaBytes, kArenaBytes - skipped);
+    }
+    arena = room + skipped;
+    mprotect(arena, kArenaUsedBytes, PROT_READ | PROT_WRITE);
+}
+
+void leave_traces() noexcept {
+    if (arena == nullptr) {
+        make_arena();
+    }
+    if (cached_stack == nullptr) {
+        cached_stack = reserve(kGuardBytes + kCachedStackBytes);
+        if (cached_stack != nullptr) {
+            mprotect(static_cast<char*>(cached_stack) + kGuardBytes, kCachedStackBytes,
+                     PROT_READ | PROT_WRITE);
+        }
+    }
+    if (arena != nullptr) {
+        std::memset(arena, 0x5a, kGuardBytes);
+    }
+    if (cached_stack != nullptr) {
+        std::memset(static_cast<char*>(cached_stack) + kCachedStackBytes, 0x5a, kGuardBytes);
+    }
+}
 
 int run_task(void* argument) {
     // Not the restore thread's name, which callers search for.
@@ -70,6 +120,7 @@ void HelperThreads::run(unsigned count, void (*body)(void*), void* argument) noe
         }
     }
     body(argument);
+    leave_traces();
     for (Thread& thread : threads) {
         join(thread);
     }

@@ -1,4 +1,5 @@
-/// Short-lived threads made from the restore thread, gone before it replies.
+/// Short-lived threads made from the restore thread, gone before it replies. They leave behind what
+/// threads of a C library leave: a malloc arena and a stack kept for later.
 #pragma once
 
 #include <atomic>

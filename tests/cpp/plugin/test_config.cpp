@@ -25,14 +25,15 @@ void every_key_is_taken() {
              "chunk_size = 65536\nstripes = 3\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
              "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
              "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
-             "max_chain = 8\nincremental = true\n");
+             "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\n");
     CHECK(!config.externalize && !config.compress && config.threads == 3);
     CHECK(config.stripes == 3);
     CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
     CHECK(config.driver_timeout_ms == 6 && config.driver == "/x/libcuda.so.1");
     CHECK(config.nvml == "/x/nvml.so" && config.source == path);
     CHECK(config.io == IoMode::direct && config.huge_pages == HugePages::off);
-    CHECK(config.parent == "../a" && config.max_chain == 8 && config.incremental);
+    CHECK(config.parent == "../a" && config.max_chain == 8 && config.incremental &&
+          config.dump_locked);
     CHECK(read("huge_pages = \"on\"").huge_pages == HugePages::on);
     CHECK(read("huge_pages = \"auto\"").huge_pages == HugePages::automatic);
     CHECK(read("io = \"auto\"").io == IoMode::automatic);
@@ -61,6 +62,7 @@ void bad_values_are_named() {
                              "huge_pages = \"maybe\"",
                              "parent = \"\"",
                              "max_chain = 0",
+                             "found_locked = \"yes\"",
                              "max_chain = 65536",
                              "incremental = 1",
                              "lock_timeout_ms = 0",

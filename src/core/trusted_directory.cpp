@@ -1,4 +1,4 @@
-#include "cuda_plugin/trusted_directory.hpp"
+#include "core/trusted_directory.hpp"
 
 #include "core/error.hpp"
 

@@ -1,0 +1,80 @@
+#include "bindings/bind.hpp"
+#include "bindings/convert.hpp"
+#include "bindings/open_dir.hpp"
+#include "bindings/progress.hpp"
+#include "dropped_memory/drop_record.hpp"
+#include "dropped_memory/refill.hpp"
+
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <filesystem>
+
+namespace py = pybind11;
+
+namespace gpustasis::bindings {
+namespace {
+
+const Tell kNobody;
+
+std::uint64_t refill(const std::filesystem::path& directory, pid_t pid, const std::string& image,
+                     const py::bytes& checkpoint_id, const py::bytes& digest, unsigned threads,
+                     const Tell& progress) {
+    const DroppedTask task{.pid = pid,
+                           .start_time = identify_task(pid).start_time,
+                           .checkpoint_id = to_id(checkpoint_id),
+                           .digest = to_id(digest),
+                           .image = image};
+    const py::gil_scoped_release unlocked;
+    Lineage lineage(open_dir(directory).get());
+    const ImageReader reader = open_dropped(task, lineage);
+    reader.verify(threads, progress_of(kNobody)); // before anything is changed
+    refill_dropped(pid, reader, threads, progress_of(progress));
+    std::uint64_t size = 0;
+    for (const Region& region : reader.info().regions)
+        size += region.length;
+    return size;
+}
+
+void bind_record(py::module_& m) {
+    py::class_<DropRecord>(m, "DropRecord",
+                           "A task whose memory a dump has taken out and not put back.")
+        .def_readonly("pid", &DropRecord::pid, "of the task, as the dump saw it")
+        .def_readonly("image", &DropRecord::image, "file name in the image directory")
+        .def_readonly("device", &DropRecord::device, "st_dev of the image directory")
+        .def_readonly("inode", &DropRecord::inode, "st_ino of the image directory")
+        .def_property_readonly(
+            "directory", [](const DropRecord& self) { return to_python(self.directory); },
+            "path of the image directory, as the dump saw it")
+        .def_property_readonly("checkpoint_id",
+                               [](const DropRecord& self) { return to_python(self.checkpoint_id); })
+        .def_property_readonly("digest",
+                               [](const DropRecord& self) { return to_python(self.digest); });
+    m.def(
+        "find_drop_record", [](pid_t pid) { return DropRecords().find(identify_task(pid)); },
+        py::arg("pid"),
+        "The record of process `pid`; None: no dump has taken memory out of it. Raises OSError, "
+        "also\n"
+        "if there is no such process; CorruptDataError, ValueError if others could write it.");
+    m.def(
+        "remove_drop_record", [](pid_t pid) { DropRecords().remove(identify_task(pid)); },
+        py::arg("pid"), "The memory of process `pid` is back. Raises OSError, ValueError.");
+    m.def(
+        "list_drop_records", [] { return DropRecords().list(); },
+        "Of every task that is alive. Raises as find_drop_record.");
+}
+
+} // namespace
+
+void bind_dropped_memory(py::module_& m) {
+    bind_record(m);
+    m.def("refill_dropped", &refill, py::arg("directory"), py::arg("pid"), py::arg("image"),
+          py::arg("checkpoint_id"), py::arg("digest"), py::arg("threads") = 0,
+          py::arg("progress") = py::none(),
+          "Put the memory that a dump has taken out of process `pid` back from file `image` of\n"
+          "`directory`, after checking the whole image and that it is what the process lacks; its\n"
+          "bytes. Raises CorruptDataError if it is not, and has changed nothing then; OSError.\n"
+          "progress(bytes done) as in ImageReader.verify. Releases the GIL.");
+}
+
+} // namespace gpustasis::bindings

@@ -1,0 +1,88 @@
+#include "cuda_plugin/drop.hpp"
+
+#include "core/error.hpp"
+#include "core/lineage.hpp"
+#include "core/manifest.hpp"
+#include "cuda_plugin/host.hpp"
+#include "dropped_memory/drop_record.hpp"
+#include "tracee/injected_syscall.hpp"
+#include "tracee/proc.hpp"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+
+#include <cerrno>
+#include <string>
+
+namespace gpustasis {
+namespace {
+
+// linux/mman.h, since 5.18: MADV_DONTNEED for memory that is mlocked.
+constexpr int kMadvDontneedLocked = 24;
+
+bool is_descendant(pid_t pid, pid_t ancestor) {
+    while (pid != ancestor && pid > 1)
+        pid = proc::parent(pid);
+    return pid == ancestor;
+}
+
+[[noreturn]] void refuse(const DropRecord& record, pid_t pid) {
+    throw Error(Errc::unsupported,
+                "memory of process " + std::to_string(pid) + " is missing: an earlier dump into " +
+                    record.directory + " took it out and was broken off; put it back first: " +
+                    "gpustasis recover " + std::to_string(pid) + " -D " + record.directory);
+}
+
+void write_record(const TaskRecord& record, int image_dir) {
+    struct stat directory {};
+    if (::fstat(image_dir, &directory) != 0)
+        throw io_error("cannot examine the image directory", errno);
+    DropRecords().write({.task = identity_of(record),
+                         .pid = record.pid,
+                         .seen_from = pid_namespace_of("self"),
+                         .boot_id = proc::boot_id(),
+                         .checkpoint_id = record.checkpoint_id,
+                         .digest = record.digest,
+                         .image = image_name(record.image_pid),
+                         .device = directory.st_dev,
+                         .inode = directory.st_ino,
+                         .directory = directory_path(image_dir)});
+}
+
+} // namespace
+
+void refuse_missing_memory(pid_t pid, bool with_tree) {
+    DropRecords records;
+    if (const auto record = records.find(identify_task(pid)))
+        refuse(*record, pid);
+    if (!with_tree)
+        return;
+    for (const DropRecord& record : records.list())
+        if (record.seen_from == pid_namespace_of("self") && is_descendant(record.pid, pid))
+            refuse(record, record.pid);
+}
+
+void drop_staging(TaskRecord& record, const std::vector<Region>& regions, int image_dir) {
+    const std::string name = "pid " + std::to_string(record.pid);
+    record.recorded = true;
+    write_record(record, image_dir);
+    record.drop_begun = true;
+    host::info("dropping the staged memory of " + name);
+    InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
+    if (!task.has_way_back())
+        host::warn(name + " would not survive this criu being killed while its staged memory is "
+                          "dropped");
+    for (const Region& region : regions) {
+        const bool shared = region.kind == RegionKind::shared_anonymous;
+        std::int64_t result = task.call(SYS_madvise, region.address, region.length,
+                                        shared ? MADV_REMOVE : MADV_DONTNEED);
+        if (result == -EINVAL && !shared)
+            result = task.call(SYS_madvise, region.address, region.length, kMadvDontneedLocked);
+        if (result != 0)
+            throw io_error("cannot drop staged memory of " + name, static_cast<int>(-result));
+    }
+    task.finish();
+}
+
+} // namespace gpustasis

@@ -1,0 +1,205 @@
+#include "dropped_memory/drop_record.hpp"
+
+#include "core/error.hpp"
+#include "core/file.hpp"
+#include "core/lineage.hpp"
+#include "core/trusted_directory.hpp"
+#include "tracee/proc.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <memory>
+#include <span>
+#include <sstream>
+#include <string_view>
+
+namespace gpustasis {
+namespace {
+
+constexpr const char* kHead = "gpustasis drop record 1";
+constexpr std::size_t kMaxSize = 8192; // a path has at most 4096 bytes
+
+std::string file_name(const TaskIdentity& task) {
+    return std::to_string(task.pid_namespace) + "-" + std::to_string(task.inner_pid) + "-" +
+           std::to_string(task.start_time);
+}
+
+Id parse_id(std::string_view text) {
+    Id id{};
+    if (text.size() != 2 * id.size())
+        throw Error(Errc::corrupt_data, "an id has the wrong length");
+    for (std::size_t i = 0; i < id.size(); ++i) {
+        unsigned value = 0;
+        const char* begin = text.data() + 2 * i;
+        const auto [at, error] = std::from_chars(begin, begin + 2, value, 16);
+        if (error != std::errc{} || at != begin + 2)
+            throw Error(Errc::corrupt_data, "an id is not in hex");
+        id[i] = static_cast<std::byte>(value);
+    }
+    return id;
+}
+
+std::string text_of(const DropRecord& record) {
+    std::ostringstream text;
+    text << kHead << '\n'
+         << record.task.pid_namespace << ' ' << record.task.inner_pid << ' '
+         << record.task.start_time << '\n'
+         << record.pid << ' ' << record.seen_from << '\n'
+         << id_text(record.boot_id) << '\n'
+         << id_text(record.checkpoint_id) << '\n'
+         << id_text(record.digest) << '\n'
+         << record.image << '\n'
+         << record.device << ' ' << record.inode << '\n'
+         << record.directory; // to the end: a path may hold anything
+    return text.str();
+}
+
+DropRecord parse(const std::string& content) {
+    std::istringstream text(content);
+    text.exceptions(std::ios::badbit);
+    const auto line = [&text] {
+        std::string found;
+        if (!std::getline(text, found))
+            throw Error(Errc::corrupt_data, "it ends too early");
+        return found;
+    };
+    const auto numbers = [&line](auto&... values) {
+        std::istringstream words(line());
+        if (!((words >> values) && ...))
+            throw Error(Errc::corrupt_data, "a number is missing");
+    };
+    if (line() != kHead)
+        throw Error(Errc::corrupt_data, "it is not a drop record, or of another version");
+    DropRecord record;
+    numbers(record.task.pid_namespace, record.task.inner_pid, record.task.start_time);
+    numbers(record.pid, record.seen_from);
+    record.boot_id = parse_id(line());
+    record.checkpoint_id = parse_id(line());
+    record.digest = parse_id(line());
+    record.image = line();
+    numbers(record.device, record.inode);
+    std::getline(text, record.directory, '\0');
+    return record;
+}
+
+bool is_alive(const DropRecord& record) {
+    if (record.boot_id != proc::boot_id())
+        return false;
+    if (record.seen_from != pid_namespace_of("self"))
+        return true; // its pid is not one of ours: nothing tells that it is dead
+    return proc::liveness(record.pid, record.task.start_time) != proc::Liveness::dead;
+}
+
+struct CloseDir {
+    void operator()(DIR* dir) const noexcept { ::closedir(dir); }
+};
+
+} // namespace
+
+std::uint64_t pid_namespace_of(const std::string& process) {
+    const std::string path = "/proc/" + process + "/ns/pid";
+    struct stat status {};
+    if (::stat(path.c_str(), &status) != 0)
+        throw io_error("cannot examine " + path, errno);
+    return status.st_ino;
+}
+
+TaskIdentity identify_task(pid_t pid) {
+    return {pid_namespace_of(std::to_string(pid)), proc::innermost_pid(pid), proc::start_time(pid)};
+}
+
+DropRecords::DropRecords(std::string base) : base_(std::move(base)) {
+    if (base_.empty())
+        base_ = ::geteuid() == 0 ? "/run" : "/run/user/" + std::to_string(::geteuid());
+}
+
+std::string DropRecords::path() const {
+    return base_ + "/gpustasis/dropped";
+}
+
+UniqueFd DropRecords::open(bool make) const {
+    return open_trusted(base_, {"gpustasis", "dropped"},
+                        make ? IfMissing::make : IfMissing::nothing);
+}
+
+void DropRecords::write(const DropRecord& record) {
+    const UniqueFd dir = open(true);
+    try {
+        PartFile file(dir.get(), file_name(record.task));
+        const std::string text = text_of(record);
+        write_at(file.fd(), 0, std::as_bytes(std::span(text)));
+        file.commit();
+    } catch (const Error& e) {
+        throw Error(e.code(), "cannot write a record to " + path() + ": " + e.what());
+    }
+}
+
+void DropRecords::remove(const TaskIdentity& task) {
+    const UniqueFd dir = open(false);
+    if (dir && ::unlinkat(dir.get(), file_name(task).c_str(), 0) != 0 && errno != ENOENT)
+        throw io_error("cannot remove " + path() + "/" + file_name(task), errno);
+}
+
+std::optional<DropRecord> DropRecords::find(const TaskIdentity& task) {
+    const UniqueFd dir = open(false);
+    const std::string name = file_name(task);
+    struct stat status {};
+    if (!dir ||
+        (::fstatat(dir.get(), name.c_str(), &status, AT_SYMLINK_NOFOLLOW) != 0 && errno == ENOENT))
+        return std::nullopt;
+    try {
+        const UniqueFd file(
+            ::openat(dir.get(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+        if (!file)
+            throw io_error("cannot open it", errno);
+        require_trusted(file.get(), name);
+        const std::uint64_t size = file_size(file.get());
+        if (size > kMaxSize)
+            throw Error(Errc::corrupt_data, "it is too long");
+        const std::vector<std::byte> bytes = read_part(file.get(), 0, size);
+        DropRecord record = parse({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+        if (record.task != task)
+            throw Error(Errc::corrupt_data, "it is of another task");
+        if (record.boot_id != proc::boot_id())
+            return std::nullopt;
+        return record;
+    } catch (const Error& e) {
+        throw Error(e.code(), path() + "/" + name + ": " + e.what());
+    }
+}
+
+std::vector<DropRecord> DropRecords::list() {
+    std::vector<DropRecord> records;
+    const UniqueFd dir = open(false);
+    if (!dir)
+        return records;
+    const std::unique_ptr<DIR, CloseDir> entries(
+        ::fdopendir(::openat(dir.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC)));
+    if (!entries)
+        throw io_error("cannot list " + path(), errno);
+    while (const dirent* entry = ::readdir(entries.get())) {
+        TaskIdentity task;
+        char rest = 0;
+        unsigned long long pid_namespace = 0;
+        unsigned long long start_time = 0;
+        if (std::sscanf(entry->d_name, "%llu-%u-%llu%c", &pid_namespace, &task.inner_pid,
+                        &start_time, &rest) != 3)
+            continue; // a file that was not finished, or none of ours
+        task.pid_namespace = pid_namespace;
+        task.start_time = start_time;
+        const std::optional<DropRecord> record = find(task);
+        if (record && is_alive(*record))
+            records.push_back(*record);
+        else
+            ::unlinkat(dir.get(), entry->d_name, 0);
+    }
+    return records;
+}
+
+} // namespace gpustasis

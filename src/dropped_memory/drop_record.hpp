@@ -1,0 +1,83 @@
+/// Which tasks lack memory because a dump has taken it out: one small file for each, written before
+/// the first page is dropped and removed when all pages are back or the task is dead.
+///
+/// A dump that was killed leaves such a task behind. Another dump must not take the missing pages
+/// for zeros, and `gpustasis recover` must find the image that holds them.
+#pragma once
+
+#include "core/image_info.hpp"
+#include "core/unique_fd.hpp"
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace gpustasis {
+
+/// A task, the same whichever pid namespace it is seen from, until the machine boots again.
+struct TaskIdentity {
+    std::uint64_t pid_namespace = 0; ///< inode of its innermost pid namespace
+    std::uint32_t inner_pid = 0;     ///< its id in that namespace
+    std::uint64_t start_time = 0;    ///< field 22 of /proc/PID/stat
+
+    bool operator==(const TaskIdentity&) const = default;
+};
+
+/// Throws Error: io if there is no such task.
+TaskIdentity identify_task(pid_t pid);
+
+/// Inode of the innermost pid namespace of a process: its id in digits, or "self".
+/// Throws Error: io.
+std::uint64_t pid_namespace_of(const std::string& process);
+
+struct DropRecord {
+    TaskIdentity task;
+    pid_t pid = 0;               ///< of the task, as the dump saw it
+    std::uint64_t seen_from = 0; ///< inode of the pid namespace that `pid` counts in
+    Id boot_id{};                ///< a record of another boot counts for nothing
+    Id checkpoint_id{};          ///< of the dump
+    Id digest{};                 ///< of the image
+    std::string image;           ///< file name in the image directory
+    std::uint64_t device = 0;    ///< st_dev of the image directory
+    std::uint64_t inode = 0;     ///< st_ino of the image directory
+    std::string directory;       ///< path of the image directory, as the dump saw it
+
+    bool operator==(const DropRecord&) const = default;
+};
+
+/// The directory of records: /run/gpustasis/dropped, of a user other than root
+/// /run/user/UID/gpustasis/dropped. Nothing in it outlives a boot, nor could a dropped page. It has
+/// mode 0700, no link is followed, and what others could write to is refused.
+/// Errors name the file. For one thread at a time.
+class DropRecords {
+public:
+    /// `base`: in place of the directory above; for tests. It must exist.
+    explicit DropRecords(std::string base = {});
+
+    /// Where the records are.
+    std::string path() const;
+
+    /// Durable on return. Throws Error: io, bad_argument.
+    void write(const DropRecord& record);
+
+    /// Nothing happens if there is none. Throws Error: io, bad_argument.
+    void remove(const TaskIdentity& task);
+
+    /// nullopt: nothing is missing in `task`. Throws Error: io, bad_argument; corrupt_data if there is
+    /// a record that cannot be read.
+    std::optional<DropRecord> find(const TaskIdentity& task);
+
+    /// Of this boot, of tasks that are alive as far as this process can tell; files of others are
+    /// removed. Throws as find().
+    std::vector<DropRecord> list();
+
+private:
+    UniqueFd open(bool make) const;
+
+    std::string base_;
+};
+
+} // namespace gpustasis

@@ -1,0 +1,132 @@
+#include "check.hpp"
+
+#include "core/image_writer.hpp"
+#include "core/process_memory.hpp"
+#include "dropped_memory/refill.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+using namespace gpustasis;
+
+namespace {
+
+constexpr std::uint32_t kReadWrite = PROT_READ | PROT_WRITE;
+constexpr std::size_t kPage = 4096;
+
+/// A directory for one image, gone with its owner.
+struct ScratchDir {
+    char path[32] = "/tmp/gpustasis-test-XXXXXX";
+    int fd = -1;
+    ScratchDir() {
+        CHECK(::mkdtemp(path) != nullptr);
+        fd = ::open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        CHECK(fd >= 0);
+    }
+    ~ScratchDir() {
+        ::unlinkat(fd, "x.img", 0);
+        ::close(fd);
+        ::rmdir(path);
+    }
+};
+
+void refill_wants_the_mapping_that_was_there() {
+    constexpr std::size_t kSize = 1 << 20;
+    auto* memory = static_cast<std::byte*>(
+        ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    std::memset(memory + 4096, 7, kSize / 2);
+    ImageInfo info;
+    info.pid = 1;
+    info.regions = {{reinterpret_cast<std::uint64_t>(memory), kSize, kReadWrite,
+                     RegionKind::private_anonymous}};
+    ProcessMemory self(::getpid());
+    const ScratchDir dir;
+    write_image(dir.fd, "x.img", info, self, {.threads = 2});
+    const ImageReader image = ImageReader::open(dir.fd, "x.img");
+
+    // Fresh: as CRIU restores it after a drop. Then used: what lies there is overwritten.
+    CHECK(::madvise(memory, kSize, MADV_DONTNEED) == 0);
+    for (int round = 0; round < 2; ++round) {
+        refill(::getpid(), image, 2);
+        for (std::size_t i = 0; i < kSize; ++i)
+            CHECK(memory[i] == std::byte(i >= 4096 && i < 4096 + kSize / 2 ? 7 : 0));
+        std::memset(memory, 9, kSize);
+    }
+
+    CHECK(::mprotect(memory + 8192, 4096, PROT_READ) == 0);
+    CHECK_THROWS(Errc::corrupt_data, refill(::getpid(), image, 2));
+    CHECK(::munmap(memory, kSize) == 0);
+    CHECK_THROWS(Errc::corrupt_data, refill(::getpid(), image, 2));
+}
+
+/// Memory of this process and its image: 256 KiB of data, as much of zeros, as much of data.
+struct Dropped {
+    static constexpr std::size_t kChunk = std::size_t{256} << 10;
+    static constexpr std::size_t kSize = 3 * kChunk;
+    std::byte* memory = static_cast<std::byte*>(
+        ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    ScratchDir dir;
+    ImageReader image = write();
+
+    ImageReader write() {
+        std::memset(memory, 7, kChunk);
+        std::memset(memory + 2 * kChunk, 8, kChunk);
+        ImageInfo info;
+        info.pid = 1;
+        info.regions = {{reinterpret_cast<std::uint64_t>(memory), kSize, kReadWrite,
+                         RegionKind::private_anonymous}};
+        ProcessMemory self(::getpid());
+        write_image(dir.fd, "x.img", info, self, {.threads = 1});
+        drop();
+        return ImageReader::open(dir.fd, "x.img");
+    }
+    void drop() { CHECK(::madvise(memory, kSize, MADV_DONTNEED) == 0); }
+    void refill() { refill_dropped(::getpid(), image, 1); }
+    bool is_intact() {
+        for (std::size_t i = 0; i < kSize; ++i)
+            if (memory[i] != std::byte(i < kChunk ? 7 : i < 2 * kChunk ? 0 : 8))
+                return false;
+        return true;
+    }
+    ~Dropped() { ::munmap(memory, kSize); }
+};
+
+void pages_of_a_later_time_are_not_overwritten() {
+    Dropped dropped;
+    dropped.memory[5 * kPage] = std::byte{9};
+    CHECK_THROWS(Errc::corrupt_data, dropped.refill());
+    CHECK(dropped.memory[0] == std::byte{0});
+    dropped.drop();
+    dropped.refill();
+    CHECK(dropped.is_intact());
+    dropped.refill(); // all is there and as it should be
+    CHECK(dropped.is_intact());
+}
+
+// Whoever puts pages back and is killed, or reads one that is missing, leaves empty pages.
+void an_empty_page_is_unfilled_only_where_data_is_missing() {
+    Dropped dropped;
+    std::memset(dropped.memory, 7, Dropped::kChunk);
+    std::memset(dropped.memory + 3 * kPage, 0, kPage);
+    dropped.refill(); // the last chunk is missing
+    CHECK(dropped.is_intact());
+    std::memset(dropped.memory + 3 * kPage, 0, kPage);
+    CHECK_THROWS(Errc::corrupt_data, dropped.refill());
+    // The pages of the chunk of zeros are not there, and are none that are missing.
+    CHECK(::madvise(dropped.memory + Dropped::kChunk, Dropped::kChunk, MADV_DONTNEED) == 0);
+    CHECK_THROWS(Errc::corrupt_data, dropped.refill());
+}
+
+} // namespace
+
+int main() {
+    refill_wants_the_mapping_that_was_there();
+    pages_of_a_later_time_are_not_overwritten();
+    an_empty_page_is_unfilled_only_where_data_is_missing();
+}
