@@ -103,6 +103,26 @@ def test_readme(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None
         clean_up(home, environ)
 
 
+@pytest.mark.parametrize("shell", ["a script", "a shell with job control"])
+def test_the_pid_in_the_readme_is_its_own_programs(
+    newcomer: tuple[Path, dict[str, str]], repository: Path, tmp_path: Path, shell: str
+) -> None:
+    """Not a stranger's of the same name, started a moment later; not that of setsid, which starts
+    a second process where the shell has made it the leader of a group."""
+    home, environ = newcomer
+    (tmp_path / "bin" / "vectors").symlink_to("/bin/sleep")
+    script = "set -eu\n" + ("set -m\n" if shell != "a script" else "")
+    script += "(sleep 1; vectors 60; :) &\n"
+    script += "\n".join(shell_blocks(repository / "README.md")[:2])
+    script += '\necho "program $(readlink "/proc/$pid/exe")"\n'
+    try:
+        status, output = run_shell(script, home, environ)
+        assert status == 0, output
+        assert f"program {home}/vectors" in output.splitlines()
+    finally:
+        clean_up(home, environ)
+
+
 def clean_up(home: Path, environ: dict[str, str]) -> None:
     end_programs_in(home)
     subprocess.run(
