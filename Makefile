@@ -32,7 +32,10 @@ format: build
 test: setup build
 	@ci/test
 
-demo: setup build
+demo: # of what tests need, only what the demo needs: one CRIU, no linters, no tests
+	@ci/setup demo
+	@ci/test-root sid
+	@ci/build demo
 	@ci/demo
 
 bench: setup build

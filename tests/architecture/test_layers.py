@@ -68,9 +68,12 @@ PYTHON_ARROWS = {
 # theirs; gpustasis uses nothing of gpustasis_bench.
 BENCH_ARROWS = {
     "__init__": set[str](),
-    "demo": {"errors", "process", "nvml", "criu", "emulator"},
-    "gpucheck": {"errors", "process", "nvml", "criu", "demo"},
-    "bench": {"__init__", "errors", "process", "criu", "_core", "demo"},
+    "roots": {"errors"},
+    "contents": set[str](),
+    "machine": {"errors", "process", "emulator"},
+    "demo": {"errors", "criu", "machine"},
+    "gpucheck": {"errors", "process", "nvml", "criu", "machine", "demo"},
+    "bench": {"__init__", "errors", "process", "criu", "_core", "contents", "roots", "machine"},
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.
 PROGRAM_KEEPERS = {

@@ -68,6 +68,6 @@ def test_other_kinds_are_told(name: str) -> None:
 def test_the_bench_is_a_wheel_of_its_own(repository: Path) -> None:
     names = members(wheel(repository, "gpustasis_bench"))
     assert {name.split("/")[1] for name in names if name.count("/") > 1} == {
-        *("bench", "demo", "gpucheck")
+        *("bench", "contents", "demo", "gpucheck")
     }
     assert {"gpustasis_bench/bench/target.c", "gpustasis_bench/bench/hook_cost.c"} <= set(names)

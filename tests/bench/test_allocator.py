@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gpustasis_bench.bench.allocator import CachingAllocator, segment_size
+from gpustasis_bench.contents.layout import CachingAllocator, segment_size
 
 KIB, MIB = 1 << 10, 1 << 20
 

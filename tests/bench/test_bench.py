@@ -14,13 +14,15 @@ import pytest
 
 from gpustasis.criu.find import Criu, find_all
 from gpustasis_bench.bench.checkpointing import Checkpointing
-from gpustasis_bench.bench.contender import CONTENDERS, OURS
-from gpustasis_bench.bench.content import Content, ContentWriter, find_content, make_content
+from gpustasis_bench.bench.contenders import CONTENDERS, OURS
+from gpustasis_bench.bench.content import Content, make_content, read_content
 from gpustasis_bench.bench.course import Course
-from gpustasis_bench.bench.errors import BenchError, WrongMemoryError
 from gpustasis_bench.bench.markdown import write_page
 from gpustasis_bench.bench.medium import Medium, filesystem_of, remove_leftovers, resident_share
-from gpustasis_bench.bench.program import compile_program
+from gpustasis_bench.bench.programs import compile_program
+from gpustasis_bench.contents.layout import ContentWriter
+from gpustasis_bench.errors import BenchError, WrongMemoryError
+from gpustasis_bench.roots import require_root
 
 MIB = 1 << 20
 TMPFS = Path("/dev/shm")
@@ -53,6 +55,7 @@ def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repositor
         *("--contenders", "ours,stock,stock+lz4"),
     )
     assert (whole["complete"], whole["failures"], whole["backend"]) == (True, [], "emulator")
+    assert whole["usable"] is (whole["not_usable_because"] == [])
     assert whole["restored_bit_exact"] is True
     size = 32 * MIB
     found = {(each["workload"], each["contender"]): each for each in whole["results"]}
@@ -63,6 +66,8 @@ def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repositor
         assert each["restore_seconds"] > 0
         assert 0 < each["peak_rss_bytes"] < 256 * MIB
         assert min(each["driver_seconds"].values()) > 0
+        for name in ("dump_seconds", "frozen_seconds", "restore_seconds"):
+            assert each["with_driver"][name] > each[name]
     assert size < found["random", "ours"]["stored_bytes"] < size * 1.02
     assert found["zeros", "ours"]["stored_bytes"] < MIB
     assert found["zeros", "stock"]["stored_bytes"] > size
@@ -100,23 +105,44 @@ def test_a_page_without_a_place_is_left_alone(tmp_path: Path) -> None:
     assert page.read_text() == "nothing here\n"
 
 
-def test_without_the_extra_its_workloads_are_refused(emulator_environ: dict[str, str]) -> None:
-    script = (
-        "import sys; sys.modules['torch'] = None\n"
-        "sys.argv = ['gpustasis-bench', '--workloads', 'random,inference']\n"
-        "from gpustasis_bench.bench.__main__ import main; main()"
-    )
+def test_without_its_root_computed_contents_are_refused(
+    emulator_environ: dict[str, str], tmp_path: Path
+) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", script],
-        env=emulator_environ,
+        [sys.executable, "-m", "gpustasis_bench.bench", "--workloads", "random,inference"],
+        env=emulator_environ | {"GPUSTASIS_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert ended.returncode == 20
-    assert "gpustasis-bench[torch]" in ended.stderr
+    assert f"there is no root {tmp_path}/roots/torch; ci/test-root torch makes it" in ended.stderr
     assert "inference" in ended.stderr
+
+
+def test_a_content_made_in_a_debian_root_is_the_same(tmp_path: Path) -> None:
+    """The way of those that PyTorch computes; engines is a root with Python as well."""
+    made = [
+        make_content("random", 5 * MIB, 7, tmp_path / name, root)
+        for name, root in (("here", None), ("there", require_root("engines")))
+    ]
+    here, there = ((each.folder / "tensors.bin").read_bytes() for each in made)
+    assert len(here) == 5 * MIB
+    assert here == there
+    assert here.count(0) < len(here) / 100
+    layouts = [each.layout(0).read_text().splitlines() for each in made]
+    assert layouts[0][1:] == layouts[1][1:]
+    for each, lines in zip(made, layouts, strict=True):
+        assert lines[0] == f"file {each.folder}/tensors.bin"
+    again = make_content("random", 5 * MIB, 7, tmp_path / "there", require_root("engines"))
+    assert again == made[1]
+
+
+def test_a_content_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"(?s)inference was not made.*No module named 'torch'"):
+        make_content("inference", 5 * MIB, 7, tmp_path, require_root("engines"))
+    assert not list(tmp_path.glob("inference-*k-7"))
 
 
 def fill_two_states(writer: ContentWriter) -> None:
@@ -129,7 +155,14 @@ def fill_two_states(writer: ContentWriter) -> None:
 
 @pytest.fixture
 def content(tmp_path: Path) -> Content:
-    return make_content(tmp_path / "contents", "sample", "key", fill_two_states)
+    folder = tmp_path / "contents" / "sample"
+    folder.mkdir(parents=True)
+    writer = ContentWriter(folder)
+    fill_two_states(writer)
+    writer.finish("sample", folder)
+    made = read_content(folder)
+    assert made is not None
+    return made
 
 
 @pytest.fixture
@@ -152,11 +185,10 @@ def medium(tmp_path: Path) -> Iterator[Medium]:
     yield Medium(name="disk", folder=folder, filesystem=filesystem_of(folder))
 
 
-def test_content_is_kept_and_found(content: Content, tmp_path: Path) -> None:
+def test_content_is_read_as_it_was_written(content: Content, tmp_path: Path) -> None:
     assert (content.segments, content.states, content.tensors) == (2, 2, 3)
     assert content.gpu_bytes == (20 + 2) * MIB  # the third lies beside the first
-    assert find_content(tmp_path / "contents", "sample", "key") == content
-    assert find_content(tmp_path / "contents", "sample", "other") is None
+    assert read_content(tmp_path / "contents" / "other") is None
 
 
 def test_the_target_holds_what_it_is_told_to(course: Course, content: Content) -> None:

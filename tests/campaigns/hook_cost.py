@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from campaigns.tally import Tally
-from gpustasis_bench.bench.hook_cost import measure
+from gpustasis_bench.bench.programs import measure_hooks
 
 
 def run(program: Path, environ: Mapping[str, str], calls: int, limit_us: float) -> Tally:
     """program: hook_cost. counts: medians and 99th percentiles in nanoseconds; a median above
     `limit_us` microseconds is a failure."""
-    cost = measure(program, environ, calls)
+    cost = measure_hooks(program, environ, calls)
     tally = Tally()
     tally.counts["trials"] = calls
     for name, median in cost.median_ns.items():

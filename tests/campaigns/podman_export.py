@@ -6,7 +6,7 @@ to CRIU, as the stock plugin has it.
 
 The figures become the section `podman` of the file that `gpustasis-bench` has written, or of a new one.
 Everything is measured in turns, in a tmpfs, on the driver emulator, with runc, with archives as
-Podman compresses them by default and not compressed. Needs root, ci/test-root engines, and the extra `bench`.
+Podman compresses them by default and not compressed. Needs root, and the roots of ci/test-root engines and torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpustasis_bench.bench.content import Content
-from gpustasis_bench.bench.program import compile_program
+from gpustasis_bench.bench.content import WORKLOADS, Content, obtain_content
+from gpustasis_bench.bench.programs import compile_program
 from gpustasis_bench.bench.report import write_json
-from gpustasis_bench.bench.workload import WORKLOADS, content_from_outside
 from support.engine_gpu import DEVICE, add_gpus, write_config
 from support.engine_image import IMAGE, import_image
 from support.engine_root import EngineRoot
@@ -204,7 +203,7 @@ def main() -> None:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     size = int(given.size * (1 << 30))
-    content = content_from_outside(WORKLOADS[given.workload], size, 1, given.work / "content")
+    content = obtain_content(WORKLOADS[given.workload], size, 1, given.work / "content")
     whole = json.loads(given.out.read_text()) if given.out.exists() else {}
     whole["podman"] = run(content, given.work, given.pairs)
     write_json(whole, given.out)

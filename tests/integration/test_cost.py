@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from campaigns import hook_cost
-from gpustasis_bench.bench.program import compile_program
+from gpustasis_bench.bench.programs import compile_program
 
 LIMIT_US = 50.0
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from gpustasis.criu.find import Criu, find
 from gpustasis_bench.demo.flow import Demo, prepare_work
 from gpustasis_bench.demo.report import Report
-from gpustasis_bench.demo.training import DemoError, Result, c_program
+from gpustasis_bench.demo.training import Result, c_program
+from gpustasis_bench.errors import DemoError
 
 STEPS = "120"
 

@@ -29,7 +29,7 @@ from campaigns.tally import Tally
 from gpustasis.criu.find import Criu, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
 from gpustasis.emulator import Emulator, Options, api_version_of, library_directory
-from gpustasis_bench.bench.program import compile_program as compile_packaged
+from gpustasis_bench.bench.programs import compile_program as compile_packaged
 from soak import report
 from soak.plan import CAMPAIGNS, REPOSITORY, Bench
 from support.kernels import compile_kernels

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from gpustasis.criu.find import Criu, find, find_all
 from gpustasis.errors import CheckpointError
-from gpustasis_bench.bench.contender import CONTENDERS
+from gpustasis_bench.bench.contenders import CONTENDERS
+from gpustasis_bench.bench.content import WORKLOADS, require_contents
 from gpustasis_bench.bench.markdown import write_page
 from gpustasis_bench.bench.plot import require_plot, write_plot
 from gpustasis_bench.bench.report import write_json
 from gpustasis_bench.bench.suite import Options, Suite
-from gpustasis_bench.bench.workload import WORKLOADS, require_extra
-from gpustasis_bench.demo.machine import require_machine
+from gpustasis_bench.machine import require_machine, run_command
 
 _WORK = Path("build/bench")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -103,7 +103,7 @@ def command(
     """Measure dumps and restores of GPU memory as programs have it, ours and stock CRIU's in turns.
 
     Without a GPU it runs on the driver emulator, and says so. The contents of inference, finetuning
-    and qlora are computed with PyTorch, an extra: pip install 'gpustasis-bench[torch]'.
+    and qlora are computed with Debian's PyTorch, in the root that `ci/test-root torch` makes.
     """
     places = {"tmpfs": tmpfs_dir, "disk": disk_dir}
     options = Options(
@@ -118,7 +118,7 @@ def command(
         work=work.absolute(),
         out=out,
     )
-    require_extra(list(options.workloads))
+    require_contents(list(options.workloads))
     if docs is not None:
         require_plot()
     criu = _newest(criu_program)
@@ -171,13 +171,8 @@ def _bounds_table(bounds: list[dict[str, object]]) -> Table:
 
 
 def main() -> NoReturn:
-    """Run the command and exit: 0, a CheckpointError's exit_code, or click's own 2."""
-    try:
-        command(prog_name="gpustasis-bench")
-    except (CheckpointError, OSError) as error:
-        print(f"gpustasis-bench: {error}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, CheckpointError) else 2)
-    sys.exit(0)
+    """The command."""
+    run_command(command, "gpustasis-bench")
 
 
 if __name__ == "__main__":

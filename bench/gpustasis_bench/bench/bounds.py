@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpustasis_bench.bench.contender import OURS, STOCK
+from gpustasis_bench.bench.contenders import OURS, STOCK
 
 _DROP = "dropping the pages"
 _MEMORY_BASE = 256 << 20
@@ -14,7 +14,8 @@ _MEMORY_SHARE = 0.001  # of the GPU memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One promise. measured is None where it could not be measured, and met is then False.
+    """One promise. measured is None where it could not be measured, and met is then False; of ratios
+    it is the mean over the pairs, and low and high its interval, where there is one.
 
     parts: for a ratio of times, seconds that each thing that must be done takes at the bandwidths
     measured in the same run. Nobody can be faster than the slowest of them: best is the other's
@@ -27,6 +28,8 @@ class Bound:
     medium: str
     measured: float | None
     met: bool
+    low: float | None = None
+    high: float | None = None
     parts: dict[str, float] | None = None
     least_of: str | None = None
     best: float | None = None
@@ -107,7 +110,8 @@ def _of_result(
     results: list[dict[str, Any]],
     report: dict[str, Any],
 ) -> Bound:
-    measured = result["ratios"][promise.figure]
+    ratio = result["ratios"][promise.figure]
+    measured = None if ratio is None else ratio["mean"]
     at_least = promise.figure.endswith("_seconds")
     met = measured is not None and (
         measured >= promise.limit if at_least else measured <= promise.limit
@@ -119,6 +123,8 @@ def _of_result(
         medium=result["medium"],
         measured=measured,
         met=met,
+        low=None if ratio is None else ratio["low"],
+        high=None if ratio is None else ratio["high"],
     )
     stock = _find(results, result, STOCK)
     if not at_least or report["limits"] is None or stock is None:

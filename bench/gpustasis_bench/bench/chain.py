@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any
 
 from gpustasis_bench.bench.checkpointing import Dumped
-from gpustasis_bench.bench.contender import CONTENDERS, OURS, STOCK
+from gpustasis_bench.bench.contenders import CONTENDERS, OURS, STOCK
 from gpustasis_bench.bench.content import Content
 from gpustasis_bench.bench.course import Course
 from gpustasis_bench.bench.medium import Medium
-from gpustasis_bench.bench.summary import spread
+from gpustasis_bench.bench.statistics import spread
 
 _OURS, _STOCK = CONTENDERS[OURS], CONTENDERS[STOCK]
 _LENGTH = 10  # checkpoints on top of a full one

@@ -12,11 +12,11 @@ from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
 from gpustasis.criu.statistics import Stage, statistics_path
-from gpustasis_bench.bench.contender import Contender
-from gpustasis_bench.bench.criu_run import TimedRun, run_timed
+from gpustasis_bench.bench.contenders import Contender
 from gpustasis_bench.bench.criu_statistics import frozen_seconds
-from gpustasis_bench.bench.errors import BenchError
 from gpustasis_bench.bench.target import Target
+from gpustasis_bench.bench.timing import TimedRun, run_timed
+from gpustasis_bench.errors import BenchError
 
 _TIMEOUT_S = 900.0
 # Phases in which the driver, not criu or the plugin, is at work; docs/operating.md lists all.
@@ -27,12 +27,14 @@ _OWN_RECORDS = (".log", ".json")  # kept beside the images, no part of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dumped:
-    """seconds and frozen_seconds: without driver_seconds. stored_bytes: all files.
+    """seconds and frozen_seconds: without driver_seconds. criu_seconds: without the tool after it,
+    too. stored_bytes: all files.
 
     record: the plugin's statistics.
     """
 
     seconds: float
+    criu_seconds: float
     frozen_seconds: float
     driver_seconds: float
     stored_bytes: int
@@ -106,6 +108,7 @@ class Checkpointing:
             packed = contender.codec.pack(images, self.logs / "codec.txt")
         return Dumped(
             seconds=ran.seconds - driver + (packed.seconds if packed else 0.0),
+            criu_seconds=ran.seconds - driver,
             frozen_seconds=frozen_seconds(images) - driver,
             driver_seconds=driver,
             stored_bytes=stored_bytes(images),

@@ -1,32 +1,41 @@
-"""What a benchmarked process holds on the GPU: bytes in a file, and where they go.
-
-A content is a folder: tensors.bin, one NAME.layout for each state, content.json. Lines of a layout:
-
-    file PATH                          the bytes of what follows
-    segment BYTES                      one cuMemAlloc, zero at first; only in the first state
-    copy SEGMENT OFFSET BYTES AT       these bytes of the segment are those of the file at AT
-
-A later state has only the lines of what is different.
-"""
+"""What a benchmarked process holds on the GPU: made once by gpustasis_bench.contents, then kept."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-from typing_extensions import Buffer
+from gpustasis import process
+from gpustasis.errors import UnsupportedError
+from gpustasis_bench.contents.layout import META, RECIPE
+from gpustasis_bench.errors import BenchError
+from gpustasis_bench.roots import command_in, require_root
 
-from gpustasis_bench.bench.allocator import CachingAllocator, Place
-from gpustasis_bench.bench.errors import BenchError
+QLORA = "qlora"
+TORCH_ROOT = "torch"  # ci/test-root makes it
 
-RECIPE = 3  # raised when contents are made differently: those kept are then made anew
-_META = "content.json"
-_DATA = "tensors.bin"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """computed: its contents come from PyTorch, so they are made in the root that has it."""
+
+    name: str
+    computed: bool = True
+
+
+WORKLOADS = {
+    each.name: each
+    for each in (
+        Workload(name="inference"),
+        Workload(name="finetuning"),
+        Workload(name=QLORA),
+        Workload(name="random", computed=False),
+        Workload(name="zeros", computed=False),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,119 +56,72 @@ class Content:
         return (self.folder / f"state-{state}.layout").absolute()
 
 
-@dataclass(slots=True)
-class ContentWriter:
-    """Lays tensors out and writes them. Use inside `make_content`."""
-
-    folder: Path
-    facts: dict[str, float | int | str] = field(default_factory=dict)
-    _allocator: CachingAllocator = field(default_factory=CachingAllocator)
-    _places: dict[str, Place] = field(default_factory=dict)
-    _parts: Counter[str] = field(default_factory=Counter)
-    _copies: list[list[str]] = field(default_factory=lambda: [[]])
-    _end: int = 0
-    _file: BinaryIO | None = None
-
-    @property
-    def reserved(self) -> int:
-        """Bytes of GPU memory in segments so far."""
-        return self._allocator.reserved
-
-    def add(self, name: str, part: str, data: Buffer) -> None:
-        """A tensor of the first state."""
-        size = memoryview(data).nbytes
-        self.add_untouched(name, part, size)
-        self._copy(name, data)
-
-    def add_untouched(self, name: str, part: str, size: int) -> None:
-        """A tensor that was allocated and never written: zero."""
-        if name in self._places:
-            raise ValueError(f"tensor {name} is there already")
-        self._places[name] = self._allocator.allocate(size)
-        self._parts[part] += size
-
-    def next_state(self) -> None:
-        """What is changed from here on belongs to the next state."""
-        self._copies.append([])
-
-    def change(self, name: str, data: Buffer) -> None:
-        """A tensor that this state has different from the state before."""
-        self._copy(name, data)
-
-    def _copy(self, name: str, data: Buffer) -> None:
-        view = memoryview(data).cast("B")
-        place = self._places[name]
-        if view.nbytes > place.size:
-            raise ValueError(f"tensor {name} has {view.nbytes} bytes, its place {place.size}")
-        if self._file is None:
-            self._file = (self.folder / _DATA).open("wb")
-        self._file.write(view)
-        self._copies[-1].append(f"copy {place.segment} {place.offset} {view.nbytes} {self._end}")
-        self._end += view.nbytes
-
-    def finish(self, workload: str, final: Path) -> Content:
-        """Write the layouts; `final` is where the folder will lie."""
-        if self._file is not None:
-            self._file.close()
-        else:
-            (self.folder / _DATA).touch()
-        for state, copies in enumerate(self._copies):
-            lines = [f"file {(final / _DATA).absolute()}"]
-            if state == 0:
-                lines += [f"segment {size}" for size in self._allocator.segments]
-            text = "\n".join([*lines, *copies]) + "\n"
-            (self.folder / f"state-{state}.layout").write_text(text, encoding="utf-8")
-        content = Content(
-            folder=final,
-            workload=workload,
-            gpu_bytes=self._allocator.reserved,
-            segments=len(self._allocator.segments),
-            tensors=len(self._places),
-            states=len(self._copies),
-            parts=dict(self._parts),
-            facts=self.facts,
-        )
-        fields = asdict(content) | {"folder": str(final), "recipe": RECIPE}
-        (self.folder / _META).write_text(json.dumps(fields, indent=2), encoding="utf-8")
-        return content
+def require_contents(workloads: list[Workload]) -> None:
+    """Raises UnsupportedError if one of them needs PyTorch and there is no root with it."""
+    needing = [each.name for each in workloads if each.computed]
+    if not needing:
+        return
+    try:
+        require_root(TORCH_ROOT)
+    except UnsupportedError as exc:
+        raise UnsupportedError(
+            f"the contents of {', '.join(needing)} are computed with PyTorch: {exc}; or name other "
+            "--workloads (random, zeros)"
+        ) from exc
 
 
-def make_content(
-    cache: Path, workload: str, key: str, fill: Callable[[ContentWriter], None]
-) -> Content:
-    """The content of `workload` for the parameters in `key`, made by `fill` unless it is kept in
-    `cache` already. Raises BenchError if it cannot be written."""
-    if (kept := find_content(cache, workload, key)) is not None:
+def obtain_content(workload: Workload, size: int, seed: int, cache: Path) -> Content:
+    """At least `size` bytes of GPU memory; made once for these parameters and then kept in `cache`.
+
+    Made by a process of its own, so that what computes it takes no part in what is measured.
+    Raises BenchError if that fails, UnsupportedError without the root that it needs.
+    """
+    return make_content(
+        workload.name, size, seed, cache, require_root(TORCH_ROOT) if workload.computed else None
+    )
+
+
+def make_content(name: str, size: int, seed: int, cache: Path, root: Path | None) -> Content:
+    """The same in the Debian root `root`; None: with this Python."""
+    final = (cache / f"{name}-{size >> 10}k-{seed}").absolute()
+    if (kept := read_content(final)) is not None:
         return kept
-    final = _folder(cache, workload, key)
     part = final.with_name(final.name + ".part")
     try:
         for old in (final, part):
             if old.exists():
                 shutil.rmtree(old)
         part.mkdir(parents=True)
-        writer = ContentWriter(part)
-        fill(writer)
-        content = writer.finish(workload, final)
+        _run(name, size, seed, part, final, root)
         part.rename(final)
     except OSError as exc:
         raise BenchError(f"cannot write the content {final}: {exc.strerror}") from exc
-    return content
+    made = read_content(final)
+    if made is None:
+        raise BenchError(f"the program for contents made {final} by another recipe")
+    return made
 
 
-def find_content(cache: Path, workload: str, key: str) -> Content | None:
-    """What `make_content` made earlier; None: nothing, or by another recipe."""
-    folder = _folder(cache, workload, key)
+def read_content(folder: Path) -> Content | None:
+    """What lies in `folder`; None: nothing, or of another recipe. Raises BenchError if damaged."""
     try:
-        fields = json.loads((folder / _META).read_text(encoding="utf-8"))
+        fields = json.loads((folder / META).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as exc:
-        raise BenchError(f"{folder / _META} is damaged ({exc}); remove {folder}") from exc
+        raise BenchError(f"{folder / META} is damaged ({exc}); remove {folder}") from exc
     if fields.pop("recipe", None) != RECIPE or fields["folder"] != str(folder):
         return None
     return Content(**fields | {"folder": folder})
 
 
-def _folder(cache: Path, workload: str, key: str) -> Path:
-    return (cache / f"{workload}-{key}").absolute()
+def _run(name: str, size: int, seed: int, part: Path, final: Path, root: Path | None) -> None:
+    words = ["-m", "gpustasis_bench.contents", name, str(size), str(seed)]
+    if root is None:
+        words = [sys.executable, *words, str(part), str(final)]
+    else:
+        words = command_in(root, part, ["python3", *words, "{folder}", str(final)])
+    ended = process.run(words)
+    if ended.status != 0:
+        said = ended.output.strip()[-2000:]
+        raise BenchError(f"the content of {name} was not made ({ended.ending}): {said}")

@@ -11,12 +11,12 @@ from pathlib import Path
 from time import perf_counter
 
 from gpustasis_bench.bench.checkpointing import Checkpointing, Dumped, Restored
-from gpustasis_bench.bench.contender import OURS, Contender
+from gpustasis_bench.bench.contenders import OURS, Contender
 from gpustasis_bench.bench.content import Content
-from gpustasis_bench.bench.errors import BenchError, WrongMemoryError
 from gpustasis_bench.bench.medium import Medium
-from gpustasis_bench.bench.summary import Round
+from gpustasis_bench.bench.statistics import Round, turns
 from gpustasis_bench.bench.target import Target
+from gpustasis_bench.errors import BenchError, WrongMemoryError
 
 Say = Callable[[str], None]
 
@@ -39,7 +39,7 @@ class Course:
     def compare(
         self, content: Content, medium: Medium, contenders: Sequence[Contender], pairs: int
     ) -> list[Round]:
-        """`pairs` rounds of each contender on one process, in turns: ABC, CBA, ABC, ...
+        """`pairs` rounds of each contender on one process, in the order of statistics.turns.
 
         Raises WrongMemoryError if a restored process does not hold what it held, BenchError if one
         could not be dumped or restored.
@@ -47,8 +47,9 @@ class Course:
         rounds: list[Round] = []
         with self.target(content) as target:
             wanted = target.digest()
-            for pair in range(pairs):
-                for contender in contenders if pair % 2 == 0 else reversed(contenders):
+            by_name = {each.name: each for each in contenders}
+            for pair, order in enumerate(turns(list(by_name), pairs)):
+                for contender in (by_name[name] for name in order):
                     made = self._round(target, wanted, content.workload, medium, contender, pair)
                     rounds += made
                     self.say(describe(made[0]))
@@ -150,6 +151,7 @@ def _round_of(
         stored_bytes=dumped.stored_bytes,
         dump_peak_rss_bytes=dumped.peak_rss_bytes,
         restore_peak_rss_bytes=restored.peak_rss_bytes,
+        criu_seconds=dumped.criu_seconds,
         dump_driver_seconds=dumped.driver_seconds,
         restore_driver_seconds=restored.driver_seconds,
     )

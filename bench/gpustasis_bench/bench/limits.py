@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gpustasis._core import DEFAULT_CHUNK_SIZE, encode_chunk, hash128
-from gpustasis_bench.bench.errors import BenchError
 from gpustasis_bench.bench.medium import Medium
+from gpustasis_bench.errors import BenchError
 
 THREADS = (1, 2)
 _BLOCK = 4 << 20

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpustasis_bench.bench.errors import BenchError
+from gpustasis_bench.bench.contenders import STOCK
+from gpustasis_bench.bench.statistics import INTERVAL
+from gpustasis_bench.errors import BenchError
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 _READING = (
-    "Medians; ± is half the distance between the quartiles. In brackets: stock over this one for "
-    "times, this one over stock for sizes."
+    "Medians, without the driver's time; ± is half the distance between the quartiles. In brackets: "
+    "stock over this one for times, this one over stock for sizes, geometric means over the pairs, and "
+    f"their interval ({INTERVAL})."
 )
 _GIB, _MIB = 2**30, 2**20
 
@@ -52,6 +55,7 @@ def _machine(whole: dict[str, Any]) -> str:
         where_and_how,
         f"Versions: {versions}.",
     ]
+    lines += [f"**Not usable:** {reason}." for reason in whole["not_usable_because"]]
     if not whole["complete"]:
         lines.insert(0, "**The run was broken off: not all is here.**")
     cooled = [f"{name}: {how}" for name, how in whole["page_cache_before_restores"].items()]
@@ -64,9 +68,9 @@ def _machine(whole: dict[str, Any]) -> str:
 def _results(whole: dict[str, Any], medium: str) -> str:
     head = (
         "| workload | contender | dump s | frozen s | restore s | stored MiB | memory MiB | "
-        "driver s, dump + restore |"
+        "driver s, dump + restore | with the driver's: dump | restore |"
     )
-    lines = [head, "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    lines = [head, "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for result in whole["results"]:
         if result["medium"] != medium:
             continue
@@ -81,6 +85,10 @@ def _results(whole: dict[str, Any], medium: str) -> str:
             _size(result, "stored_bytes"),
             f"{result['peak_rss_bytes'] / _MIB:.0f}",
             f"{driver['dump']:.2f} + {driver['restore']:.2f}",
+            *(
+                f"{result['with_driver'][name]:.2f}{_ratio(result, name, 2, 'ratios_with_driver')}"
+                for name in ("dump_seconds", "restore_seconds")
+            ),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -88,15 +96,20 @@ def _results(whole: dict[str, Any], medium: str) -> str:
 
 def _time(result: dict[str, Any], name: str) -> str:
     half = result["spread"][name]["relative"] * result[name]
-    ratio = result["ratios"][name]
-    told = "" if ratio is None or result["contender"] == "stock" else f" ({ratio:.2f})"
-    return f"{result[name]:.3f} ± {half:.3f}{told}"
+    return f"{result[name]:.3f} ± {half:.3f}{_ratio(result, name, 2)}"
 
 
 def _size(result: dict[str, Any], name: str) -> str:
-    ratio = result["ratios"][name]
-    told = "" if ratio is None or result["contender"] == "stock" else f" ({ratio:.3f})"
-    return f"{result[name] / _MIB:.1f}{told}"
+    return f"{result[name] / _MIB:.1f}{_ratio(result, name, 3)}"
+
+
+def _ratio(result: dict[str, Any], name: str, digits: int, key: str = "ratios") -> str:
+    ratio = result[key][name]
+    if ratio is None or result["contender"] == STOCK:
+        return ""
+    if ratio["low"] is None or ratio["low"] == ratio["high"]:
+        return f" ({ratio['mean']:.{digits}f})"
+    return f" ({ratio['mean']:.{digits}f}: {ratio['low']:.{digits}f} … {ratio['high']:.{digits}f})"
 
 
 def _chains(whole: dict[str, Any]) -> str:
@@ -131,6 +144,8 @@ def _bounds(whole: dict[str, Any]) -> str:
     ]
     for bound in whole["bounds"]:
         measured = "-" if bound["measured"] is None else f"{bound['measured']:g}"
+        if bound["low"] is not None:
+            measured += f" ({bound['low']:.2f} … {bound['high']:.2f})"
         best = "" if bound["best"] is None else f"{bound['best']:.2f}: {bound['least_of']}"
         met = "yes" if bound["met"] else "**no**"
         in_turn = "" if bound["in_turn"] is None else f"{bound['in_turn']:.2f}"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpustasis_bench.bench.errors import BenchError
+from gpustasis_bench.errors import BenchError
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _TOLERATED = 0.01  # of the pages of the images may stay in memory

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gpustasis
+from gpustasis.criu.find import Criu
 from gpustasis_bench.bench.bounds import evaluate
-from gpustasis_bench.bench.contender import STOCK
+from gpustasis_bench.bench.contenders import STOCK, Codec, same_dumps
 from gpustasis_bench.bench.content import Content
-from gpustasis_bench.bench.hook_cost import HookCost
-from gpustasis_bench.bench.summary import Round, summarise
+from gpustasis_bench.bench.medium import Medium
+from gpustasis_bench.bench.programs import HookCost
+from gpustasis_bench.bench.statistics import INTERVAL, Round, disagreements, summarise
 
-VERSION = 1
+_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+VERSION = 2
 RATIOS_EXPLAINED = (
-    "times: stock over this one, greater is better; sizes and memory: this one over stock"
+    "geometric means over pairs; times: stock over this one, greater is better; sizes and memory: "
+    "this one over stock"
 )
 
 
@@ -46,6 +54,7 @@ class Report:
 
     def as_dict(self, *, complete: bool = True) -> dict[str, Any]:
         """The whole file; bounds are evaluated here."""
+        disagreeing = disagreements(self.rounds, same_dumps())
         whole: dict[str, Any] = {
             "version": VERSION,
             "complete": complete,
@@ -55,6 +64,9 @@ class Report:
             "versions": self.versions,
             "options": self.options,
             "ratios_are": RATIOS_EXPLAINED,
+            "interval": INTERVAL,
+            "usable": not disagreeing,
+            "not_usable_because": disagreeing,
             "restored_bit_exact": self.bit_exact,
             "absent": self.absent,
             "failures": self.failures,
@@ -90,3 +102,49 @@ def _describe_content(content: Content) -> dict[str, Any]:
     fields = asdict(content)
     del fields["folder"], fields["workload"]
     return fields
+
+
+def describe_machine(gpu: str, media: Sequence[Medium]) -> dict[str, Any]:
+    """Sizes in bytes."""
+    pages = os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "kernel": platform.release(),
+        "transparent_huge_pages": _chosen(_THP),
+        "gpu": gpu,
+        "media": {medium.name: medium.filesystem for medium in media},
+    }
+
+
+def describe_versions(criu: Criu, codecs: Sequence[Codec]) -> dict[str, str]:
+    versions = {
+        "gpustasis": gpustasis.__version__,
+        "criu": f"{criu.version_text} ({criu.origin})",
+        "python": platform.python_version(),
+    }
+    for codec in codecs:
+        versions[codec.program] = codec.version()
+    for name in ("matplotlib",):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _chosen(path: Path) -> str:
+    """The word in brackets."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return "unknown"
+    return text[text.find("[") + 1 : text.find("]")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import os
 import shutil
@@ -13,20 +12,17 @@ from pathlib import Path
 
 from gpustasis.criu.find import Criu
 from gpustasis.errors import CheckpointError
-from gpustasis_bench.bench import chain, hook_cost, limits
+from gpustasis_bench.bench import chain, limits
 from gpustasis_bench.bench.checkpointing import Checkpointing
-from gpustasis_bench.bench.contender import OURS, STOCK, Contender, why_absent
-from gpustasis_bench.bench.content import Content
+from gpustasis_bench.bench.contenders import OURS, STOCK, Contender, why_absent
+from gpustasis_bench.bench.content import QLORA, Content, Workload, obtain_content, require_contents
 from gpustasis_bench.bench.course import Course, Say
-from gpustasis_bench.bench.errors import WrongMemoryError
-from gpustasis_bench.bench.machine import describe_machine, describe_versions
 from gpustasis_bench.bench.medium import Medium, open_medium, remove_leftovers
-from gpustasis_bench.bench.program import compile_program
-from gpustasis_bench.bench.report import Report, write_json
-from gpustasis_bench.bench.workload import QLORA, Workload, content_from_outside, require_extra
-from gpustasis_bench.demo.machine import Machine
+from gpustasis_bench.bench.programs import compile_program, measure_hooks
+from gpustasis_bench.bench.report import Report, describe_machine, describe_versions, write_json
+from gpustasis_bench.errors import WrongMemoryError
+from gpustasis_bench.machine import Machine, adopt_orphans
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _HOOK_CALLS = 20_000
 _LIMIT_BYTES = 1 << 30  # moved by each measurement of a limit, at most
 _ROOM = 2.5  # times the GPU memory: an image, and the same again while it is compressed
@@ -76,8 +72,8 @@ class Suite:
         Raises CheckpointError if the run cannot begin.
         """
         options = self.options
-        require_extra(list(options.workloads))
-        _adopt_orphans()
+        require_contents(list(options.workloads))
+        adopt_orphans()
         room = _ROOM_CHAIN if self._has_chain() else _ROOM
         with contextlib.ExitStack() as stack:
             media = [
@@ -95,7 +91,7 @@ class Suite:
                     report.limits = limits.measure_limits(media, size)
             with self._step(report, course, "hook cost"):
                 cost = compile_program("hook_cost", options.work)
-                report.hook_cost = hook_cost.measure(cost, self.environ, _HOOK_CALLS)
+                report.hook_cost = measure_hooks(cost, self.environ, _HOOK_CALLS)
             for workload in options.workloads:
                 self._measure(workload, media, contenders, course, report)
             return report
@@ -141,9 +137,7 @@ class Suite:
         self.say(f"content of {workload.name}")
         content: Content | None = None
         with self._step(report, course, f"the content of {workload.name}"):
-            content = content_from_outside(
-                workload, options.size, options.seed, options.work / "content"
-            )
+            content = obtain_content(workload, options.size, options.seed, options.work / "content")
         if content is None:
             return
         report.contents.append(content)
@@ -181,13 +175,6 @@ class Suite:
         shutil.rmtree(kept, ignore_errors=True)
         shutil.copytree(course.checkpointing.logs, kept)
         self.say(f"its logs are in {kept}")
-
-
-def _adopt_orphans() -> None:
-    """Restored processes become children of this one, which can then wait for them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpustasis_bench.bench.errors import BenchError
+from gpustasis_bench.errors import BenchError
 
 _POLL_S = 0.005
 _TIMEOUT_S = 600.0  # 2 GiB are loaded in seconds; a machine that swaps takes long

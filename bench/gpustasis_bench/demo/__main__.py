@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import click
 from rich.console import Console
 
 from gpustasis.criu.find import find
-from gpustasis.errors import CheckpointError
 from gpustasis_bench.demo.flow import Demo, make_report, prepare_work
-from gpustasis_bench.demo.machine import main_program, require_machine
 from gpustasis_bench.demo.report import table_of, write_report
-from gpustasis_bench.demo.training import DemoError
+from gpustasis_bench.demo.training import main_program
+from gpustasis_bench.errors import DemoError
+from gpustasis_bench.machine import require_machine, run_command
 
 _WORKING_SECONDS = {True: 10.0, False: 20.0}  # by emulated; a dump must begin before training ends
 
@@ -67,9 +68,10 @@ def command(
         raise DemoError("a restored run did not compute what the run left alone did")
 
 
+def main() -> NoReturn:
+    """The command."""
+    run_command(command, "demo")
+
+
 if __name__ == "__main__":
-    try:
-        command(prog_name="python -m gpustasis_bench.demo")
-    except (CheckpointError, OSError) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, CheckpointError) else 2)
+    main()

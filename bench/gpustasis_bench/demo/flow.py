@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +16,10 @@ from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Scalar
 from gpustasis.criu.run import Settings, dump, restore
 from gpustasis_bench.demo.report import Report, image_bytes, read_statistics, sum_of
-from gpustasis_bench.demo.training import DemoError, OnStep, Program, Result, Run
+from gpustasis_bench.demo.training import OnStep, Program, Result, Run
+from gpustasis_bench.errors import DemoError
+from gpustasis_bench.machine import adopt_orphans
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CALIBRATION_STEPS = 16
 _LEAST_STEPS = 30
 
@@ -48,7 +48,7 @@ class Demo:
         self._criu = criu
         self._work = work
         self._console = console
-        _adopt_orphans()
+        adopt_orphans()
 
     def choose_steps(self, seconds: float) -> int:
         """How many steps take about `seconds` here, from a short run of its own."""
@@ -146,13 +146,6 @@ def prepare_work(work: Path) -> None:
 
 def _driver_seconds(record: dict[str, Any], phase: str) -> float:
     return round(sum_of(record, "phases_ms", phase) / 1000, 3)
-
-
-def _adopt_orphans() -> None:
-    """Restored tasks become children of this process, which can then wait for them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 @contextmanager

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpustasis.errors import CheckpointError
+from gpustasis_bench.errors import DemoError
+from gpustasis_bench.machine import Machine
 
 OnStep = Callable[[int, int], None]
 
 _STEP_LINE = re.compile(r"^step (\d+) of (\d+):", re.MULTILINE)
 _TAIL = 4096  # bytes of the program's output in which its latest step is looked for
 _POLL_SECONDS = 0.02
-
-
-class DemoError(CheckpointError):
-    """The demo's program failed, or did not compute what it should have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +38,13 @@ def c_program(folder: Path, module: str, *, data_mib: int, pool_mib: int, hidden
     argv = [str((folder / "train").absolute()), "--module", str((folder / module).absolute())]
     argv += ["--data-mib", str(data_mib), "--pool-mib", str(pool_mib), "--hidden", str(hidden)]
     return Program(argv=tuple(argv))
+
+
+def main_program(folder: Path, machine: Machine) -> Program:
+    """The training program as the demo runs it: 256 MiB on the emulator, 2 GiB on a GPU."""
+    if machine.emulated:
+        return c_program(folder, "train_kernels.so", data_mib=64, pool_mib=176, hidden=768)
+    return c_program(folder, "train_kernels.ptx", data_mib=512, pool_mib=1280, hidden=2048)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import NoReturn
 import click
 from rich.console import Console
 
-from gpustasis.errors import CheckpointError, UnsupportedError
-from gpustasis_bench.demo.machine import require_machine
+from gpustasis.errors import UnsupportedError
 from gpustasis_bench.gpucheck.steps import STEPS, GpuCheck
+from gpustasis_bench.machine import require_machine, run_command
 
 _EXIT_FAILED = 1
 
@@ -62,13 +62,8 @@ def command(
 
 
 def main() -> NoReturn:
-    """Run the command and exit: 0, _EXIT_FAILED, or what stands for the error."""
-    try:
-        command(prog_name="gpu-check")
-    except (CheckpointError, OSError) as error:
-        print(f"gpu-check: {error}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, CheckpointError) else 2)
-    sys.exit(0)
+    """The command."""
+    run_command(command, "gpu-check")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from gpustasis.criu.log import criu_errors
 from gpustasis.criu.run import check
 from gpustasis.errors import CheckpointError, CriuError, DriverError
 from gpustasis_bench.demo.flow import Demo, make_report, prepare_work
-from gpustasis_bench.demo.machine import Machine, main_program
 from gpustasis_bench.demo.report import table_of, write_report
-from gpustasis_bench.demo.training import Program
+from gpustasis_bench.demo.training import Program, main_program
 from gpustasis_bench.gpucheck import target
 from gpustasis_bench.gpucheck.caller import Caller
 from gpustasis_bench.gpucheck.trace import Trace, fill_trace
+from gpustasis_bench.machine import Machine
 
 STEPS = ("driver", "trace", "criu", "C program", "PyTorch")
 

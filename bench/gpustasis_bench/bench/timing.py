@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpustasis_bench.bench.errors import BenchError
+from gpustasis_bench.errors import BenchError
 
 WORKER_COMM = "gpustasis-work"  # src/cuda_plugin/worker_process.cpp
 _SAMPLE_S = 0.01

@@ -1,4 +1,4 @@
-"""What goes wrong in a benchmark."""
+"""What goes wrong in the programs of this package."""
 
 from __future__ import annotations
 
@@ -11,3 +11,7 @@ class BenchError(CheckpointError):
 
 class WrongMemoryError(BenchError):
     """A restored process does not hold what it held."""
+
+
+class DemoError(CheckpointError):
+    """The demo's program failed, or did not compute what it should have."""

@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpustasis_bench.bench.content import ContentWriter
-from gpustasis_bench.bench.corpus import batches, read_corpus
-from gpustasis_bench.bench.training import AdamW, saved_tensors, tensor_bytes, tokens_of
-from gpustasis_bench.bench.transformer import (
+from gpustasis_bench.contents.layout import ContentWriter
+from gpustasis_bench.contents.network import (
+    AdamW,
     Shape,
+    batches,
     embed,
     initial_layer,
     initial_outer,
     loss_of,
+    read_corpus,
     run_layer,
+    saved_tensors,
+    tensor_bytes,
+    tokens_of,
     width_for,
 )
 
@@ -112,6 +116,7 @@ def _train(
         adam.step()
         losses.append(float(loss.detach()))
     writer.facts |= {
+        "torch": torch.__version__,
         "weights": sum(tensor.numel() for tensor in found.values()),
         "width": shape.width,
         "layers": shape.layers,
