@@ -6,7 +6,7 @@ launch          launch(argv, environ=None) -> Job: a program in a session of its
                 the test
 compile_c       compile_c(source, *flags) -> Path: a C program, compiled once for the whole run
 emulator        a private driver emulator (gpustasis.emulator.Emulator), one for the whole run: two
-                GPUs of 256 MiB, driver 580; its faults and settings are reset after each test
+                GPUs of 256 MiB, driver 580, copies as fast as memory; its faults and settings are reset after each test
 emulator_environ
                 the environment in which programs and criu use that emulator
 compile_cuda    compile_cuda(source, *flags) -> Path: the same for a program of the CUDA driver API
@@ -33,7 +33,7 @@ from pathlib import Path
 import pytest
 
 from gpustasis.criu.find import Criu, find_all
-from gpustasis.emulator import Emulator, Options, api_version_of, library_directory
+from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of, library_directory
 from support.checkpoint import Checkpointer
 from support.job import Job
 
@@ -136,7 +136,9 @@ def compile_c(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def running_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emulator]:
     """The daemon itself; tests use `emulator`, which cleans up after each of them."""
     daemon = Emulator(path=tmp_path_factory.mktemp("emulator") / "socket")
-    daemon.start(Options(gpus=2, memory_bytes=EMULATED_MEMORY_SIZE, driver=EMULATED_DRIVER))
+    daemon.start(
+        Options(gpus=2, memory_bytes=EMULATED_MEMORY_SIZE, driver=EMULATED_DRIVER, rates=RATES_OFF)
+    )
     yield daemon
     daemon.stop()
 

@@ -89,7 +89,7 @@ struct OperationPlan {
     std::int32_t code = 0;
     std::uint32_t delay_ms = 0;
     std::uint32_t lock_drain_ms = 0;
-    std::uint32_t d2h_ms_per_gib = 0; ///< at least this long; 0 = as fast as memory
+    std::uint32_t d2h_ms_per_gib = 0; ///< of each GPU, at least this long; 0 = as fast as memory
     std::uint32_t h2d_ms_per_gib = 0;
 };
 

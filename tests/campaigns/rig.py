@@ -18,7 +18,7 @@ from campaigns.steady_job import SteadyJob
 from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
-from gpustasis.emulator import Emulator, Options, api_version_of
+from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
 from gpustasis.recovery import WORKER_COMM
 from gpustasis.task import find_users
 
@@ -245,7 +245,7 @@ def with_driver(rig: Rig, driver: str) -> Iterator[Rig]:
     place = rig.scratch / f"driver-{driver}"
     place.mkdir()
     emulator = Emulator(path=place / "emulator" / "socket")
-    emulator.start(Options(gpus=2, memory_bytes=GPU_MEMORY, driver=driver))
+    emulator.start(Options(gpus=2, memory_bytes=GPU_MEMORY, driver=driver, rates=RATES_OFF))
     try:
         environ = dict(rig.environ) | emulator.environment(api)
         yield replace(rig, emulator=emulator, environ=environ, scratch=place)

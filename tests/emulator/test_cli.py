@@ -99,6 +99,28 @@ def test_settings_and_faults(command: Command) -> None:
     assert command("fault", "list").stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "down", "back"),
+    [((), 537, 153), (("--rates", "0"), 0, 0), (("--rates", "4,8.5"), 268, 126)],
+)
+def test_rates_are_as_measured_unless_others_are_asked_for(
+    command: Command, words: tuple[str, ...], down: int, back: int
+) -> None:
+    assert command("start", *words).returncode == 0
+    settings = json.loads(command("status", "--json").stdout)["settings"]
+    assert (settings["d2h_ms_per_gib"], settings["h2d_ms_per_gib"]) == (down, back)
+    other = command("start", "--rates", "1,1")
+    assert other.returncode == 15
+    assert f"its d2h_ms_per_gib is {down}, not 1074" in other.stderr
+
+
+@pytest.mark.parametrize("rates", ["fast", "1,2,3", "-1", "1,nan"])
+def test_what_is_no_rate_is_refused(command: Command, rates: str) -> None:
+    ended = command("start", f"--rates={rates}")
+    assert ended.returncode == 2
+    assert rates in ended.stderr
+
+
 def test_env_is_for_a_shell(command: Command, compile_cuda: Callable[..., Path]) -> None:
     command("start")
     program = compile_cuda(PROGRAMS / "plain_vectors.c")

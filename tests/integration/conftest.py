@@ -15,7 +15,7 @@ import pytest
 
 from campaigns.rig import Programs, Rig
 from gpustasis.criu.find import Criu, find_all
-from gpustasis.emulator import Emulator, Options, api_version_of
+from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
 from support.kernels import compile_kernels
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
@@ -66,7 +66,7 @@ def newest_rig(
 def own_rig(newest_criu: Criu, programs: Programs, tmp_path: Path) -> Iterator[Rig]:
     """Two GPUs of 64 MiB."""
     emulator = Emulator(path=tmp_path / "emulator" / "socket")
-    emulator.start(Options(gpus=2, memory_bytes=64 << 20, driver=DRIVER))
+    emulator.start(Options(gpus=2, memory_bytes=64 << 20, driver=DRIVER, rates=RATES_OFF))
     environ = dict(os.environ) | emulator.environment(api_version_of(DRIVER))
     yield Rig(newest_criu, emulator, environ, programs, tmp_path)
     if emulator.is_running():

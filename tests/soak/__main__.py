@@ -28,7 +28,7 @@ from campaigns.rig import GPU_MEMORY, Programs, Rig
 from campaigns.tally import Tally
 from gpustasis.criu.find import Criu, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
-from gpustasis.emulator import Emulator, Options, api_version_of, library_directory
+from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of, library_directory
 from gpustasis_bench.bench.programs import compile_program as compile_packaged
 from soak import report
 from soak.plan import CAMPAIGNS, REPOSITORY, Bench
@@ -166,7 +166,7 @@ def bench(versions: tuple[Criu, ...], seed: int) -> Iterator[Bench]:
     programs = Programs(job=job, kernels=kernels, killer=killer)
     cost = compile_packaged("hook_cost", scratch)
     emulator = Emulator(path=scratch / "emulator" / "socket")
-    emulator.start(Options(gpus=2, memory_bytes=GPU_MEMORY, driver=DRIVER))
+    emulator.start(Options(gpus=2, memory_bytes=GPU_MEMORY, driver=DRIVER, rates=RATES_OFF))
     environ = dict(os.environ) | emulator.environment(api_version_of(DRIVER))
     rigs = []
     for criu in versions:

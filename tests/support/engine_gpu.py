@@ -28,7 +28,7 @@ def add_gpus(root: EngineRoot, gpus: int = 2, memory: str = "512MiB") -> None:
     write_config(root)
     root.run(
         *["gpustasis", "emulator", "start", "--gpus", str(gpus), "--memory", memory],
-        *["--driver", DRIVER],
+        *["--driver", DRIVER, "--rates", "0"],
     )
     root.run("gpustasis", "emulator", "cdi", "--output", "/etc/cdi/gpustasis-emulator.json")
 

@@ -33,6 +33,21 @@ def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
+def _parse_rates(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[float, float] | None:
+    """Turn 2,7 or 0 into GB/s to the host and back."""
+    if value is None:
+        return None
+    try:
+        down, back = map(float, value.split(",")) if "," in value else (float(value),) * 2
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not two rates such as 2,7", ctx, param) from None
+    if not all(0 <= rate < 1e6 for rate in (down, back)):
+        raise click.BadParameter(f"{value!r}: a rate is 0 or more GB/s", ctx, param)
+    return down, back
+
+
 def _machine_options(command: Command) -> Command:
     """Add the options that say what to emulate."""
     for option in reversed(
@@ -43,6 +58,12 @@ def _machine_options(command: Command) -> Command:
             ),
             click.option("--uuid", multiple=True, help="Of the first GPU, the second, ..."),
             click.option("--driver", metavar="VERSION", help="Default 580.95.05."),
+            click.option(
+                "--rates",
+                metavar="D2H,H2D",
+                callback=_parse_rates,
+                help="GB/s of each GPU at a checkpoint and at a restore; 0: no limit; default 2,7.",
+            ),
             click.option("--name", help='Default "gpustasis emulated GPU".'),
             click.option("--set", "settings", multiple=True, metavar="KEY=VALUE"),
         ]
@@ -58,9 +79,10 @@ def _options(
     driver: str | None,
     name: str | None,
     settings: tuple[str, ...],
+    rates: tuple[float, float] | None,
 ) -> Options:
     pairs = dict(setting.partition("=")[::2] for setting in settings)
-    return Options(gpus, memory, uuid, driver, name, pairs)
+    return Options(gpus, memory, uuid, driver, name, pairs, rates)
 
 
 @click.group()

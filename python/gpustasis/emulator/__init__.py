@@ -35,6 +35,10 @@ _ADMIN = 3
 _MAX_TEXT = 64 * 1024
 _PATIENCE_S = 10.0
 
+# GB/s of each GPU, to the host and back. 0: as fast as memory.
+Rates = tuple[float, float]
+RATES_OFF: Rates = (0.0, 0.0)
+
 
 def find_directory() -> Path:
     """Return the folder of the daemon and the libraries.
@@ -119,7 +123,8 @@ class Options:
     """What to emulate. None means the default, or whatever a running emulator has.
 
     memory_bytes is each GPU's, a multiple of 2 MiB (rounded down). uuids are of the first GPUs, in
-    order; the others' are random.
+    order; the others' are random. rates: how fast a checkpoint and a restore copy GPU memory, at most;
+    by default the daemon's, which are those measured on A100, A10G and L4.
     """
 
     gpus: int | None = None
@@ -128,6 +133,7 @@ class Options:
     driver: str | None = None
     name: str | None = None
     settings: dict[str, str] = field(default_factory=dict)
+    rates: Rates | None = None
 
     def arguments(self) -> list[str]:
         """Return the daemon's arguments for it."""
@@ -144,6 +150,9 @@ class Options:
             arguments += ["--driver", self.driver, "--api", str(api_version_of(self.driver))]
         if self.name is not None:
             arguments += ["--name", self.name]
+        if self.rates is not None:
+            for key, milliseconds in rate_settings(self.rates).items():
+                arguments += ["--set", f"{key}={milliseconds}"]
         for key, value in self.settings.items():
             arguments += ["--set", f"{key}={value}"]
         return arguments
@@ -165,9 +174,22 @@ class Options:
                 found.append(f"one of its GPUs is {gpu['uuid']}, not {wanted}")
         if self.driver is not None and self.driver != status["driver_version"]:
             found.append(f"its driver is {status['driver_version']}, not {self.driver}")
+        if self.rates is not None:
+            for key, milliseconds in rate_settings(self.rates).items():
+                if status["settings"][key] != milliseconds:
+                    found.append(f"its {key} is {status['settings'][key]}, not {milliseconds}")
         if self.name is not None and gpus and self.name != gpus[0]["name"]:
             found.append(f"its GPUs are named {gpus[0]['name']!r}, not {self.name!r}")
         return found
+
+
+def rate_settings(rates: Rates) -> dict[str, int]:
+    """The settings that make an emulator copy at these rates."""
+    keys = ("d2h_ms_per_gib", "h2d_ms_per_gib")
+    return {
+        key: round(2**30 / 1e6 / rate) if rate > 0 else 0
+        for key, rate in zip(keys, rates, strict=True)
+    }
 
 
 def _plain(uuid: str) -> str:

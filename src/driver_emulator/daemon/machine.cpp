@@ -121,6 +121,8 @@ Machine parse_options(const std::vector<std::string_view>& arguments) {
     machine.info.magic = kWireMagic;
     machine.info.api_version = 13000;
     machine.info.cloexec = 1;
+    machine.times.d2h_ms_per_gib = kD2hMsPerGib;
+    machine.times.h2d_ms_per_gib = kH2dMsPerGib;
     copy_text("driver", "580.95.05", machine.info.driver_version);
     std::string_view name = "gpustasis emulated GPU";
     std::uint64_t memory = std::uint64_t{16} << 30;

@@ -35,10 +35,17 @@ void for_each_segment(Driver& driver, Visit visit) noexcept {
     }
 }
 
-std::uint64_t total_bytes(Driver& driver) noexcept {
-    std::uint64_t total = 0;
-    for_each_segment(driver, [&](Vram&, std::uint64_t, Segment& s) { total += s.size; });
-    return total;
+/// What the GPU with the most holds: each has a link of its own, and they copy side by side.
+std::uint64_t most_bytes(Driver& driver) noexcept {
+    std::uint64_t most = 0;
+    for (unsigned i = 0; i < driver.objects.device_count; ++i) {
+        std::uint64_t held = 0;
+        for (const auto& [address, segment] : driver.objects.devices[i].vram.segments()) {
+            held += segment.size;
+        }
+        most = held > most ? held : most;
+    }
+    return most;
 }
 
 bool is_zero(const char* bytes, std::size_t size) noexcept {
@@ -89,7 +96,7 @@ Result copy_all(Driver& driver, bool to_host, std::uint32_t ms_per_gib) noexcept
     cpu_set_t cpus;
     const bool known = sched_getaffinity(0, sizeof cpus, &cpus) == 0;
     HelperThreads::run(known && CPU_COUNT(&cpus) > 2 ? HelperThreads::kMax : 2, copy_pieces, &job);
-    const std::uint64_t wanted_ms = total_bytes(driver) * ms_per_gib >> 30;
+    const std::uint64_t wanted_ms = most_bytes(driver) * ms_per_gib >> 30;
     const std::uint64_t taken_ms = (now_ns() - start) / 1'000'000;
     if (taken_ms < wanted_ms) {
         sleep_ms(static_cast<std::uint32_t>(wanted_ms - taken_ms));
