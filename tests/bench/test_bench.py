@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from gpustasis.criu.find import Criu, find_all
+from gpustasis.emulator import Emulator
+from gpustasis_bench.bench import running
 from gpustasis_bench.bench.checkpointing import Checkpointing
 from gpustasis_bench.bench.contenders import CONTENDERS, OURS
 from gpustasis_bench.bench.content import Content, make_content, read_content
@@ -52,7 +54,7 @@ def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repositor
         emulator_environ,
         tmp_path,
         *("--workloads", "random,zeros", "--media", "tmpfs"),
-        *("--contenders", "ours,stock,stock+lz4"),
+        *("--contenders", "ours,stock,stock+lz4", "--no-running"),
     )
     assert (whole["complete"], whole["failures"], whole["backend"]) == (True, [], "emulator")
     assert whole["usable"] is (whole["not_usable_because"] == [])
@@ -78,9 +80,10 @@ def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repositor
     assert synced["restore_seconds"] == stock["restore_seconds"]
     limits = whole["limits"]
     assert min(*limits["tmpfs"]["write"].values(), *limits["read_process"].values()) > 0
-    assert {"random dump, stock over ours", "hooks, for a process without CUDA, us"} <= {
-        bound["name"] for bound in whole["bounds"]
-    }
+    assert {
+        "random dump, stock over ours",
+        "hooks, for a process of 1,000 threads without CUDA, us",
+    } <= {bound["name"] for bound in whole["bounds"]}
     assert not list(TMPFS.glob(f"gpustasis-bench-{os.getpid()}-*"))
 
     page = tmp_path / "page.md"
@@ -234,6 +237,37 @@ def test_a_second_checkpoint_refers_to_the_first(
         assert dumped.count("ref") >= 12
         assert dumped.count("raw") + dumped.count("lz4") == 1
         course.restore(target, wanted, medium, [first, second], ours)
+
+
+def test_a_job_left_running_says_how_long_it_stood_still(
+    course: Course, content: Content, medium: Medium, emulator: Emulator
+) -> None:
+    emulator.set("d2h_ms_per_gib", "20000")  # 430 ms for 22 MiB
+    found = running.measure_content(course, content, medium, 1)
+    for one in found["contenders"].values():
+        assert 0.4 < one["driver_seconds"] < one["downtime_seconds"] < 20
+        assert one["driver_seconds"] <= one["hook_seconds"]
+    assert found["ratio"]["pairs"] == 1
+
+
+def test_gpus_of_a_task_copy_side_by_side_and_tasks_are_a_tree(
+    course: Course, medium: Medium, emulator: Emulator
+) -> None:
+    emulator.set("d2h_ms_per_gib", "20000")
+    with course.tree(2) as target:
+        target.spread(2, 16 * MIB)
+        wanted = target.digests()
+        assert len({digest.split()[0] for digest in wanted}) == 2
+        assert all(digest.endswith(f" {32 * MIB}") for digest in wanted)
+        target.watch()
+        with course.images(medium) as images:
+            dumped = course.checkpointing.dump(target, images, CONTENDERS[OURS], leave_running=True)
+        assert target.gap_seconds() > 0.3
+        assert target.digests() == wanted
+    one_gpu = 20.0 * 16 / 1024
+    phases = [task["phases_ms"]["driver_checkpoint"] / 1000 for task in dumped.record["tasks"]]
+    assert len(phases) == 2
+    assert one_gpu <= min(phases) < 2 * one_gpu, "two GPUs take as long as one"
 
 
 def test_a_dump_that_fails_says_why(course: Course, content: Content, medium: Medium) -> None:

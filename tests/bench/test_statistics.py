@@ -173,6 +173,7 @@ def report_of(*rounds: Round, limits: dict[str, Any] | None = None) -> dict[str,
         "second_checkpoints": [],
         "chains": [],
         "limits": limits,
+        "hook_costs": [],
         "workloads": {"inference": {"gpu_bytes": 4_000_000_000}},
     }
 

@@ -9,10 +9,12 @@ from campaigns.tally import Tally
 from gpustasis_bench.bench.programs import measure_hooks
 
 
-def run(program: Path, environ: Mapping[str, str], calls: int, limit_us: float) -> Tally:
+def run(
+    program: Path, environ: Mapping[str, str], calls: int, limit_us: float, threads: int = 1
+) -> Tally:
     """program: hook_cost. counts: medians and 99th percentiles in nanoseconds; a median above
     `limit_us` microseconds is a failure."""
-    cost = measure_hooks(program, environ, calls)
+    cost = measure_hooks(program, environ, calls, threads)
     tally = Tally()
     tally.counts["trials"] = calls
     for name, median in cost.median_ns.items():

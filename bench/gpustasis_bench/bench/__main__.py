@@ -80,6 +80,9 @@ class _Names(click.ParamType[list[str]]):
     help="A page whose part between the marks is replaced by the results; the plot goes beside it.",
 )
 @click.option("--chains/--no-chains", default=True, help="Checkpoints on top of others (qlora).")
+@click.option(
+    "--running/--no-running", default=True, help="Dumps that leave the job running: its downtime."
+)
 @click.option("--limits/--no-limits", default=True, help="Bandwidths of the machine.")
 @click.option("--backend", type=click.Choice(["auto", "gpu", "emulator"]), default="auto")
 @click.option("--criu", "criu_program", help="A criu, or a root with one.  [default: the newest]")
@@ -96,6 +99,7 @@ def command(
     out: Path,
     docs: Path | None,
     chains: bool,
+    running: bool,
     limits: bool,
     backend: str,
     criu_program: str | None,
@@ -115,6 +119,7 @@ def command(
         seed=seed,
         chains=chains,
         limits=limits,
+        running=running,
         work=work.absolute(),
         out=out,
     )

@@ -99,7 +99,7 @@ class Checkpointing:
         ran = self._run(run.dump_arguments(request, self.criu.version), config, request.log)
         if not leave_running:
             target.await_killed()
-        record = _read_record(images, "dump")
+        record = _read_record(images, "dump", target.tasks)
         if parent is not None and record.get("parent") is None:
             raise BenchError(f"{images} is a full checkpoint: {record.get('full_because')}")
         driver = driver_seconds(record)
@@ -134,7 +134,7 @@ class Checkpointing:
         )
         ran = self._run(run.restore_arguments(request, self.criu.version), config, request.log)
         target.expect_restored(int(pidfile.read_text()))
-        driver = driver_seconds(_read_record(images, "restore"))
+        driver = driver_seconds(_read_record(images, "restore", target.tasks))
         return Restored(
             seconds=ran.seconds - driver + (unpacked.seconds if unpacked else 0.0),
             driver_seconds=driver,
@@ -180,12 +180,12 @@ def stored_bytes(images: Path) -> int:
     return sum(path.stat().st_size for path in files if path.suffix not in _OWN_RECORDS)
 
 
-def _read_record(images: Path, stage: Stage) -> dict[str, Any]:
+def _read_record(images: Path, stage: Stage, tasks: int) -> dict[str, Any]:
     path = statistics_path(images, stage)
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
         raise BenchError(f"the plugin left no statistics of the {stage}: {exc}") from exc
-    if record["result"] != "ok" or len(record["tasks"]) != 1:
-        raise BenchError(f"{path}: {record['error'] or 'not one CUDA process'}")
+    if record["result"] != "ok" or len(record["tasks"]) != tasks:
+        raise BenchError(f"{path}: {record['error'] or f'not {tasks} CUDA processes'}")
     return record

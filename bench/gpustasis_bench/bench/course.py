@@ -58,10 +58,16 @@ class Course:
     @contextmanager
     def target(self, content: Content) -> Iterator[Target]:
         """A process that holds the content's first state; it ends with the with statement."""
-        folder = self.work / f"target-{next(self._numbers)}"
-        target = Target(self.program, folder, self.environ)
-        try:
+        with self.tree(1) as target:
             target.load(content.layout(0))
+            yield target
+
+    @contextmanager
+    def tree(self, tasks: int) -> Iterator[Target]:
+        """So many processes in a tree, which hold nothing yet; they end with the with statement."""
+        folder = self.work / f"target-{next(self._numbers)}"
+        target = Target(self.program, folder, self.environ, tasks)
+        try:
             yield target
         finally:
             target.kill()

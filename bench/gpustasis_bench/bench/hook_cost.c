@@ -1,9 +1,9 @@
 /* What the plugin's hooks cost for a process that has nothing to do with CUDA.
  *
- *     hook_cost PLUGIN CALLS
+ *     hook_cost PLUGIN CALLS THREADS
  *
  * Plays criu for the plugin (the symbols that it uses are below), and calls the two hooks of a dump
- * CALLS times for a child that sleeps. Prints the median and the 99th percentile of each in
+ * CALLS times for a child of THREADS threads, all of which sleep. Prints the median and the 99th percentile of each in
  * nanoseconds: "pause MEDIAN P99", "checkpoint MEDIAN P99". Link with -rdynamic. Each hook must answer
  * -ENOTSUP, "not mine"; exit status 1 if not.
  */
@@ -11,6 +11,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -92,8 +93,30 @@ static bool measure(const char* name, int (*hook)(int), int pid, unsigned calls)
     return true;
 }
 
+static void* sleep_on(void* unused) {
+    for (;;)
+        pause();
+    return unused;
+}
+
+/* Threads that do nothing; says so through the descriptor when all are there. */
+static void be_many(unsigned threads, int ready) {
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, 64 << 10);
+    for (unsigned i = 1; i < threads; ++i) {
+        pthread_t thread;
+        if (pthread_create(&thread, &attributes, sleep_on, NULL) != 0)
+            _exit(1);
+    }
+    if (write(ready, "1", 1) != 1)
+        _exit(1);
+    sleep_on(NULL);
+}
+
 int main(int argc, char** argv) {
-    if (argc != 3)
+    int ready[2];
+    if (argc != 4 || pipe2(ready, O_CLOEXEC) != 0)
         return 2;
     void* library = dlopen(argv[1], RTLD_NOW);
     struct plugin* plugin = library ? dlsym(library, "CR_PLUGIN_DESC") : NULL;
@@ -102,12 +125,13 @@ int main(int argc, char** argv) {
         return 1;
     }
     const pid_t child = fork();
-    if (child == 0) {
-        pause();
-        _exit(0);
-    }
+    if (child == 0)
+        be_many((unsigned)strtoul(argv[3], NULL, 10), ready[1]);
+    close(ready[1]);
+    char there = 0;
     const unsigned calls = (unsigned)strtoul(argv[2], NULL, 10);
-    bool ok = child > 0 && calls > 0 && plugin->init(kStageDump) == 0;
+    bool ok =
+        child > 0 && read(ready[0], &there, 1) == 1 && calls > 0 && plugin->init(kStageDump) == 0;
     ok = ok && measure("pause", plugin->hooks[kPauseDevices], child, calls);
     ok = ok && measure("checkpoint", plugin->hooks[kCheckpointDevices], child, calls);
     if (child > 0) {

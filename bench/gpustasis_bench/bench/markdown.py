@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gpustasis_bench.bench.contenders import STOCK
+from gpustasis_bench.bench.contenders import OURS, STOCK
 from gpustasis_bench.bench.statistics import INTERVAL
 from gpustasis_bench.errors import BenchError
 
@@ -14,6 +14,14 @@ _READING = (
     "Medians, without the driver's time; ± is half the distance between the quartiles. In brackets: "
     "stock over this one for times, this one over stock for sizes, geometric means over the pairs, and "
     f"their interval ({INTERVAL})."
+)
+_RUNNING = (
+    "How long the job could not use its GPU, from lock to unlock: medians of what it saw itself. "
+    "*hooks* is all that the plugin did, driver and all tasks included."
+)
+_RUNNING_HEAD = (
+    "| what | rates | GPUs | tasks | medium | ours s | stock s | stock over ours | driver s | "
+    "hooks s, ours | hooks s, stock |"
 )
 _GIB, _MIB = 2**30, 2**20
 
@@ -36,7 +44,7 @@ def results_text(whole: dict[str, Any], plot: str) -> str:
     for medium in dict.fromkeys(result["medium"] for result in whole["results"]):
         blocks.append(f"### On {medium} ({whole['machine']['media'].get(medium, 'unknown')})")
         blocks.append(_results(whole, medium))
-    blocks += [_chains(whole), _bounds(whole), _limits(whole)]
+    blocks += [_running(whole), _chains(whole), _bounds(whole), _limits(whole)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -110,6 +118,36 @@ def _ratio(result: dict[str, Any], name: str, digits: int, key: str = "ratios") 
     if ratio["low"] is None or ratio["low"] == ratio["high"]:
         return f" ({ratio['mean']:.{digits}f})"
     return f" ({ratio['mean']:.{digits}f}: {ratio['low']:.{digits}f} … {ratio['high']:.{digits}f})"
+
+
+def _running(whole: dict[str, Any]) -> str:
+    if not whole["running"]:
+        return ""
+    lines = [
+        "### Jobs that are left running",
+        "",
+        _RUNNING,
+        "",
+        _RUNNING_HEAD,
+        "| --- | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for one in whole["running"]:
+        ours, stock = (one["contenders"][name] for name in (OURS, STOCK))
+        interval = "" if one["ratio"]["low"] is None else _interval(one["ratio"])
+        cells = [
+            *(one["workload"], one["rates"], str(one["gpus"]), str(one["tasks"]), one["medium"]),
+            f"{ours['downtime_seconds']:.3f}",
+            f"{stock['downtime_seconds']:.3f}",
+            f"{one['ratio']['mean']:.2f}{interval}",
+            *(f"{ours['driver_seconds']:.3f}", f"{ours['hook_seconds']:.3f}"),
+            f"{stock['hook_seconds']:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _interval(ratio: dict[str, Any]) -> str:
+    return f" ({ratio['low']:.2f} … {ratio['high']:.2f})"
 
 
 def _chains(whole: dict[str, Any]) -> str:

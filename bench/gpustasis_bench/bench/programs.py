@@ -13,7 +13,7 @@ from gpustasis.errors import UnsupportedError
 from gpustasis_bench.errors import BenchError
 
 _SOURCES = Path(__file__).resolve().parent
-_FLAGS = ("-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-rdynamic")
+_FLAGS = ("-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-rdynamic", "-pthread")
 _COMPILE_S = 60.0
 _HOOKS_S = 120.0
 
@@ -39,9 +39,11 @@ def compile_program(name: str, folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookCost:
-    """Nanoseconds by hook, "pause" and "checkpoint", over `calls` calls of each."""
+    """Nanoseconds by hook, "pause" and "checkpoint", over `calls` calls of each, for a process with
+    so many threads."""
 
     calls: int
+    threads: int
     median_ns: dict[str, int]
     rare_ns: dict[str, int]  # 99th percentile
 
@@ -51,14 +53,18 @@ class HookCost:
         return sum(self.median_ns.values()) / 1000
 
 
-def measure_hooks(program: Path, environ: Mapping[str, str], calls: int) -> HookCost:
+def measure_hooks(
+    program: Path, environ: Mapping[str, str], calls: int, threads: int = 1
+) -> HookCost:
     """program: hook_cost, of hook_cost.c. Raises BenchError if a hook answers what it must not."""
     plugin = plugin_directory(environ) / PLUGIN_NAME
-    ended = process.run([str(program), str(plugin), str(calls)], env=environ, timeout_s=_HOOKS_S)
+    ended = process.run(
+        [str(program), str(plugin), str(calls), str(threads)], env=environ, timeout_s=_HOOKS_S
+    )
     if ended.status != 0:
         raise BenchError(f"{program.name} failed ({ended.ending}): {ended.output.strip()}")
     medians, rare = {}, {}
     for line in ended.output.splitlines():
         name, median, percentile = line.split()
         medians[name], rare[name] = int(median), int(percentile)
-    return HookCost(calls=calls, median_ns=medians, rare_ns=rare)
+    return HookCost(calls=calls, threads=threads, median_ns=medians, rare_ns=rare)

@@ -47,7 +47,8 @@ class Report:
     second_checkpoints: list[dict[str, Any]] = field(default_factory=list)
     chains: list[dict[str, Any]] = field(default_factory=list)
     limits: dict[str, Any] | None = None
-    hook_cost: HookCost | None = None
+    hook_costs: list[HookCost] = field(default_factory=list)
+    running: list[dict[str, Any]] = field(default_factory=list)
     cooled: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     bit_exact: bool = True
@@ -76,11 +77,11 @@ class Report:
             "second_checkpoints": self.second_checkpoints,
             "chains": self.chains,
             "limits": self.limits,
-            "hook_cost": None,
+            "running": self.running,
+            "hook_costs": [
+                asdict(cost) | {"process_us": round(cost.process_us, 2)} for cost in self.hook_costs
+            ],
         }
-        if self.hook_cost is not None:
-            process_us = {"process_us": round(self.hook_cost.process_us, 2)}
-            whole["hook_cost"] = asdict(self.hook_cost) | process_us
         whole["bounds"] = evaluate(whole)
         return whole
 

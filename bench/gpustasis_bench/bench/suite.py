@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpustasis.criu.find import Criu
 from gpustasis.errors import CheckpointError
-from gpustasis_bench.bench import chain, limits
+from gpustasis_bench.bench import chain, limits, running
 from gpustasis_bench.bench.checkpointing import Checkpointing
 from gpustasis_bench.bench.contenders import OURS, STOCK, Contender, why_absent
 from gpustasis_bench.bench.content import QLORA, Content, Workload, obtain_content, require_contents
@@ -24,6 +24,8 @@ from gpustasis_bench.errors import WrongMemoryError
 from gpustasis_bench.machine import Machine, adopt_orphans
 
 _HOOK_CALLS = 20_000
+_HOOK_THREADS = (1, 64, 1000)
+_SHAPE_BYTES = 256 << 20  # on each GPU, at most
 _LIMIT_BYTES = 1 << 30  # moved by each measurement of a limit, at most
 _ROOM = 2.5  # times the GPU memory: an image, and the same again while it is compressed
 _ROOM_CHAIN = 4.5
@@ -41,6 +43,7 @@ class Options:
     seed: int
     chains: bool
     limits: bool
+    running: bool
     work: Path
     out: Path
 
@@ -91,7 +94,13 @@ class Suite:
                     report.limits = limits.measure_limits(media, size)
             with self._step(report, course, "hook cost"):
                 cost = compile_program("hook_cost", options.work)
-                report.hook_cost = measure_hooks(cost, self.environ, _HOOK_CALLS)
+                for threads in _HOOK_THREADS:
+                    found = measure_hooks(cost, self.environ, _HOOK_CALLS // threads + 1, threads)
+                    report.hook_costs.append(found)
+            if options.running:
+                with self._step(report, course, "jobs left running, by GPUs and tasks"):
+                    size = max(min(options.size // 8, _SHAPE_BYTES), 4 << 20)
+                    report.running += running.measure_shapes(course, media[0], options.pairs, size)
             for workload in options.workloads:
                 self._measure(workload, media, contenders, course, report)
             return report
@@ -145,6 +154,11 @@ class Suite:
             name = f"{workload.name} on {medium.name}"
             with self._step(report, course, name):
                 report.rounds += course.compare(content, medium, contenders, options.pairs)
+            if options.running:
+                with self._step(report, course, f"{name}, left running"):
+                    report.running.append(
+                        running.measure_content(course, content, medium, options.pairs)
+                    )
             if workload.name == QLORA and self._has_chain():
                 with self._step(report, course, f"{name}, second checkpoint"):
                     second = chain.measure_second(course, content, medium, options.pairs)

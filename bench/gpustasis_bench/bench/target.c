@@ -7,7 +7,11 @@
  *
  *     load LAYOUT       allocate the layout's segments, if that was not done, and copy its bytes
  *     hash              answer with a hash of all segments, read back from the GPU
+ *     spread GPUS BYTES  allocate so many bytes on each of the first GPUs, and fill them
+ *     watch             from now on, touch the GPU twice in a millisecond
+ *     gap               answer with the longest time between two touches, in ns, and stop touching
  *
+ * `target TASKS` is a tree of so many such processes; the second works in `task-1`, and so on.
  * It keeps no file open and no buffer between requests, so that nearly all it has is on the GPU.
  * Layouts: content.py. Needs libcuda.so.1 when it runs, nothing of CUDA to be
  * compiled.
@@ -18,11 +22,14 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef unsigned long long device_pointer;
@@ -36,11 +43,13 @@ static int (*cu_set_bytes)(device_pointer, unsigned char, size_t);
 static int (*cu_to_device)(device_pointer, const void*, size_t);
 static int (*cu_to_host)(void*, device_pointer, size_t);
 
-enum { kBufferSize = 4 << 20, kMaxSegments = 1 << 16, kLine = 4200 };
+enum { kBufferSize = 4 << 20, kMaxSegments = 1 << 16, kMaxGpus = 16, kLine = 4200 };
 
+static void* contexts[kMaxGpus];
 static struct {
     device_pointer address;
     size_t size;
+    int gpu;
 } segments[kMaxSegments];
 static size_t segment_count;
 static char* buffer;
@@ -95,14 +104,20 @@ static int find_driver(void) {
     return 0;
 }
 
-static int start_driver(void) {
+/* The GPU whose memory the next calls are about. */
+static int use_gpu(int gpu) {
     int device = 0;
-    void* context = NULL;
-    TRY(cu_init(0));
-    TRY(cu_device_get(&device, 0));
-    TRY(cu_primary_context(&context, device));
-    TRY(cu_set_current(context));
+    if (contexts[gpu] == NULL) {
+        TRY(cu_device_get(&device, gpu));
+        TRY(cu_primary_context(&contexts[gpu], device));
+    }
+    TRY(cu_set_current(contexts[gpu]));
     return 0;
+}
+
+static int start_driver(void) {
+    TRY(cu_init(0));
+    return use_gpu(0);
 }
 
 static int copy_bytes(int file, size_t segment, size_t offset, size_t size, off_t at) {
@@ -131,6 +146,45 @@ static int add_segment(size_t index, size_t size) {
     TRY(cu_set_bytes(segments[segment_count].address, 0, size));
     segments[segment_count++].size = size;
     return 0;
+}
+
+/* Noise, another one for each GPU and task. */
+static int spread(int gpus, size_t size) {
+    if (gpus < 1 || gpus > kMaxGpus || segment_count != 0)
+        FAIL("cannot spread over %d GPUs\n", gpus);
+    uint64_t state = (uint64_t)getpid();
+    for (int gpu = 0; gpu < gpus; ++gpu) {
+        if (use_gpu(gpu) != 0 || add_segment(segment_count, size) != 0)
+            return -1;
+        segments[segment_count - 1].gpu = gpu;
+        for (size_t done = 0; done < size; done += kBufferSize) {
+            for (size_t at = 0; at < kBufferSize; at += sizeof state) {
+                state = state * 6364136223846793005u + 1442695040888963407u;
+                memcpy(buffer + at, &state, sizeof state);
+            }
+            const size_t left = size - done;
+            TRY(cu_to_device(segments[gpu].address + done, buffer,
+                             left < kBufferSize ? left : kBufferSize));
+        }
+    }
+    return use_gpu(0);
+}
+
+static struct {
+    bool on;
+    uint64_t last, greatest;
+} watch;
+
+static void touch(void) {
+    char byte;
+    struct timespec now;
+    if (segment_count == 0 || cu_to_host(&byte, segments[0].address, 1) != 0)
+        return; /* a gap without end is seen as one */
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const uint64_t ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+    if (watch.last != 0 && ns - watch.last > watch.greatest)
+        watch.greatest = ns - watch.last;
+    watch.last = ns;
 }
 
 static int follow(FILE* layout) {
@@ -182,6 +236,8 @@ static int hash(void) {
     uint64_t lanes[4] = {1, 2, 3, 4};
     size_t total = 0;
     for (size_t i = 0; i < segment_count; ++i) {
+        if (use_gpu(segments[i].gpu) != 0)
+            return -1;
         for (size_t done = 0; done < segments[i].size;) {
             const size_t left = segments[i].size - done;
             const size_t size = left < kBufferSize ? left : kBufferSize;
@@ -191,6 +247,8 @@ static int hash(void) {
         }
         total += segments[i].size;
     }
+    if (use_gpu(0) != 0)
+        return -1;
     answer("ok %016llx%016llx%016llx%016llx %zu\n", (unsigned long long)lanes[0],
            (unsigned long long)lanes[1], (unsigned long long)lanes[2], (unsigned long long)lanes[3],
            total);
@@ -199,6 +257,8 @@ static int hash(void) {
 
 static void serve(void) {
     char request[kLine] = "";
+    int gpus = 0;
+    size_t size = 0;
     FILE* file = fopen("request", "r");
     if (file == NULL || fgets(request, sizeof request, file) == NULL) {
         answer("error there is no request\n");
@@ -214,6 +274,18 @@ static void serve(void) {
         }
     } else if (strcmp(request, "hash\n") == 0) {
         hash();
+    } else if (sscanf(request, "spread %d %zu", &gpus, &size) == 2) {
+        if (spread(gpus, size) == 0)
+            answer("ok spread\n");
+    } else if (strcmp(request, "watch\n") == 0) {
+        watch.on = true;
+        watch.last = watch.greatest = 0;
+        touch();
+        answer("ok watching\n");
+    } else if (strcmp(request, "gap\n") == 0) {
+        touch();
+        watch.on = false;
+        answer("ok %llu\n", (unsigned long long)watch.greatest);
     } else {
         answer("error unknown request\n");
     }
@@ -221,17 +293,39 @@ static void serve(void) {
         fclose(file);
 }
 
-int main(void) {
+/* The others of the tree, before the driver is there: each in a folder of its own. */
+static int fork_others(int tasks) {
+    for (int task = 1; task < tasks; ++task) {
+        char folder[32];
+        snprintf(folder, sizeof folder, "task-%d", task);
+        if (mkdir(folder, 0700) != 0)
+            return -1;
+        const pid_t child = fork();
+        if (child < 0)
+            return -1;
+        if (child == 0)
+            return chdir(folder);
+    }
+    return 0;
+}
+
+int main(int argc, char** argv) {
     sigset_t signals;
     sigemptyset(&signals);
     sigaddset(&signals, SIGUSR1);
     sigprocmask(SIG_BLOCK, &signals, NULL);
+    if (argc > 1 && fork_others(atoi(argv[1])) != 0)
+        return 1;
     if (find_driver() != 0 || start_driver() != 0)
         return 1;
-    answer("ok ready\n");
+    answer("ok ready %d\n", (int)getpid());
     for (;;) {
-        int signal = 0;
-        sigwait(&signals, &signal);
+        const struct timespec while_watching = {0, 500000};
+        if (sigtimedwait(&signals, NULL, watch.on ? &while_watching : NULL) < 0) {
+            if (watch.on)
+                touch();
+            continue;
+        }
         buffer =
             mmap(NULL, kBufferSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (buffer == MAP_FAILED)

@@ -18,15 +18,24 @@ class Target:
     """One such process, in a session of its own. It may be killed by a dump and be restored under
     the same pid; this process, a subreaper, is its parent then too."""
 
-    def __init__(self, program: Path, folder: Path, environ: Mapping[str, str]) -> None:
-        """Start it in the new folder `folder`. Raises BenchError if it cannot use the GPU."""
+    def __init__(
+        self, program: Path, folder: Path, environ: Mapping[str, str], tasks: int = 1
+    ) -> None:
+        """Start it in the new folder `folder`, as a tree of so many processes that all use the GPU.
+
+        Raises BenchError if it cannot use the GPU.
+        """
         folder.mkdir(parents=True)
+        self.tasks = tasks
         self._folder = folder.absolute()
         self._dead = False
         output = str(self._folder / "output.txt")
         write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         # posix_spawn has no working directory: the shell changes it and becomes the program.
         words = ["/bin/sh", "-c", 'cd "$1" && exec "$2"', "sh", str(self._folder), str(program)]
+        if tasks > 1:
+            words[2] = words[2].replace('"$2"', '"$2" "$3"')
+            words.append(str(tasks))
         self.pid = os.posix_spawn(
             words[0],
             words,
@@ -39,7 +48,10 @@ class Target:
             ],
             setsid=True,
         )
-        self._await_answer()
+        self._pids = {
+            place: int(self._await_answer(place).split()[1])
+            for place in (self._folder, *(self._folder / f"task-{n}" for n in range(1, tasks)))
+        }
 
     def load(self, layout: Path) -> None:
         """Bring it into the state that the file describes."""
@@ -48,6 +60,24 @@ class Target:
     def digest(self) -> str:
         """A hash of all of its GPU memory, as it is now, and its size."""
         return self._ask("hash")
+
+    def digests(self) -> list[str]:
+        """The same of each task."""
+        return [self._ask("hash", place) for place in self._pids]
+
+    def spread(self, gpus: int, size: int) -> None:
+        """Have each task hold `size` bytes of noise on each of the first `gpus` GPUs."""
+        for place in self._pids:
+            self._ask(f"spread {gpus} {size}", place)
+
+    def watch(self) -> None:
+        """Have each task touch its GPU twice in a millisecond, until `gap_seconds`."""
+        for place in self._pids:
+            self._ask("watch", place)
+
+    def gap_seconds(self) -> float:
+        """The longest time between two touches, of the task that waited longest."""
+        return max(int(self._ask("gap", place)) for place in self._pids) / 1e9
 
     def await_killed(self) -> None:
         """Reap it after a dump has killed it: its pid must be free when it comes back."""
@@ -66,21 +96,23 @@ class Target:
         """End it if it lives."""
         if self._dead:
             return
-        try:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
+        for pid in self._pids.values():  # the first one first: then the others are our children
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                pass
         self._dead = True
 
-    def _ask(self, request: str) -> str:
-        (self._folder / "answer").unlink(missing_ok=True)
-        (self._folder / "request").write_text(request + "\n", encoding="utf-8")
-        os.kill(self.pid, signal.SIGUSR1)
-        return self._await_answer()
+    def _ask(self, request: str, place: Path | None = None) -> str:
+        place = place or self._folder
+        (place / "answer").unlink(missing_ok=True)
+        (place / "request").write_text(request + "\n", encoding="utf-8")
+        os.kill(self._pids[place], signal.SIGUSR1)
+        return self._await_answer(place)
 
-    def _await_answer(self) -> str:
-        path = self._folder / "answer"
+    def _await_answer(self, place: Path) -> str:
+        path = place / "answer"
         deadline = time.monotonic() + _TIMEOUT_S
         while not path.exists():
             if self._ended():
