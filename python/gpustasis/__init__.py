@@ -1,3 +1,77 @@
-"""Checkpoint and restore GPU workloads, transparently, with CRIU."""
+"""Checkpoint and restore GPU workloads, transparently, with CRIU: the public Python API.
+
+The names in __all__ are stable; docs/api.md describes them. They are imported when they are first
+used: `import gpustasis` alone costs next to nothing.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as typing's; the OCI hook, which each container waits for, imports this
+if TYPE_CHECKING:
+    from gpustasis.api import (
+        Checkpoint,
+        CriuOptions,
+        RestoreOptions,
+        checkpoint,
+        open,
+        prune,
+        recover,
+        restore,
+    )
+    from gpustasis.criu.run import Run
+    from gpustasis.criu.statistics import Statistics
+    from gpustasis.errors import (
+        ArchiveError,
+        CheckpointError,
+        CriuError,
+        DriverError,
+        ImageError,
+        UnsupportedError,
+    )
+    from gpustasis.image.difference import Difference
+    from gpustasis.image.flatten import Flattened
+    from gpustasis.image.inspection import Inspection
+    from gpustasis.image.verification import Verification
+    from gpustasis.recovery import Recovery
+    from gpustasis.store.prune import Outcome as Pruned
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ArchiveError",
+    "Checkpoint",
+    "CheckpointError",
+    "CriuError",
+    "CriuOptions",
+    "Difference",
+    "DriverError",
+    "Flattened",
+    "ImageError",
+    "Inspection",
+    "Pruned",
+    "Recovery",
+    "RestoreOptions",
+    "Run",
+    "Statistics",
+    "UnsupportedError",
+    "Verification",
+    "__version__",
+    "checkpoint",
+    "open",
+    "prune",
+    "recover",
+    "restore",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    module = "gpustasis.errors" if name.endswith("Error") else "gpustasis.api"
+    return globals().setdefault(name, getattr(importlib.import_module(module), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,15 +10,17 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from gpustasis.errors import DESCRIBED
+
 DESCRIPTION = "Show the GPU memory in a checkpoint (gpustasis)"
-_DESCRIBED = 42
 
 
 def main() -> NoReturn:
     """Exit as `gpustasis inspect` does, or with 42 if asked for a description."""
     if sys.argv[1:] == ["--plugin-description"]:
         print(DESCRIPTION)
-        sys.exit(_DESCRIBED)
-    from gpustasis.cli.checkpointctl import run
+        sys.exit(DESCRIBED)
+    from gpustasis.cli.framework import run
+    from gpustasis.cli.inspect import command
 
-    run()
+    run(command, "checkpointctl gpustasis")

@@ -1,12 +1,36 @@
-"""Every exception this package raises on purpose. The CLI prints str(exc), exits exit_code."""
+"""Every exception that this package raises on purpose, and every exit status of its programs.
+
+The command line prints str(exc) and exits with exit_code; no status stands for two things.
+docs/errors.md is made from this file.
+"""
 
 from __future__ import annotations
+
+# Exit statuses that are no exception of this package, and what they mean.
+DONE = 0
+BUG = 1
+USAGE = 2
+DESCRIBED = 42
+INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+OTHER_STATUSES = {
+    DONE: "done",
+    BUG: "a bug in gpustasis; please report the traceback",
+    USAGE: "the command line is wrong: nothing was done",
+    DESCRIBED: "`checkpointctl-gpustasis --plugin-description`, as checkpointctl asks for",
+    INTERRUPTED: "interrupted with Ctrl-C (128 + SIGINT)",
+    OUTPUT_CLOSED: "the reader of the output, such as `head`, went away (128 + SIGPIPE)",
+}
 
 
 class CheckpointError(Exception):
     """A checkpoint, restore or image operation failed."""
 
-    exit_code = 2
+    exit_code = 3
+
+    def details(self) -> dict[str, object]:
+        """Further facts for programs, by name: what --json adds to code, name and message."""
+        return {}
 
 
 class ImageError(CheckpointError):
@@ -18,7 +42,7 @@ class ImageError(CheckpointError):
 class ArchiveError(ImageError):
     """A checkpoint archive is damaged, out of bounds, or of a layout that is not known."""
 
-    exit_code = 10
+    exit_code = 13
 
 
 class DriverError(CheckpointError):
@@ -32,6 +56,10 @@ class DriverError(CheckpointError):
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
         self.code = code
+
+    def details(self) -> dict[str, object]:
+        """cuda_result: the CUresult of the refused call."""
+        return {} if self.code is None else {"cuda_result": self.code}
 
 
 class CriuError(CheckpointError):

@@ -26,6 +26,7 @@ import sys
 
 from gpustasis import files, policy
 from gpustasis.errors import CheckpointError, PolicyError
+from gpustasis.text import safe_lines
 
 STAGES = ("createRuntime", "poststop")
 MAX_STATE_BYTES = 1 << 20
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif (keep := drop_policy(state)) is not None:
             apply_retention(state.container_id, keep)
     except CheckpointError as exc:
-        print(f"gpustasis: {exc}", file=sys.stderr)
+        print(safe_lines(f"gpustasis: {exc}"), file=sys.stderr)
         if _is_discarded():
             _tell_runtime(f"gpustasis: {exc}")
         if state is not None and stage == "createRuntime":

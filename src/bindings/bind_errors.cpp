@@ -8,6 +8,17 @@ namespace py = pybind11;
 
 namespace gpustasis::bindings {
 
+namespace {
+
+/// As py::set_error, of a message that may name a path which is no UTF-8: as Python keeps one.
+void set_message(py::handle type, const char* message) {
+    const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(message));
+    if (text)
+        PyErr_SetObject(type.ptr(), text.ptr());
+}
+
+} // namespace
+
 /// The single place where a core error becomes a Python exception.
 void bind_errors(py::module_& m) {
     struct Types {
@@ -38,11 +49,11 @@ void bind_errors(py::module_& m) {
                 std::rethrow_exception(p);
         } catch (const Error& e) {
             switch (e.code()) {
-            case Errc::bad_argument: return py::set_error(PyExc_ValueError, e.what());
-            case Errc::corrupt_data: return py::set_error(types.get_stored().corrupt, e.what());
-            case Errc::unsupported: return py::set_error(types.get_stored().unsupported, e.what());
-            case Errc::io: return py::set_error(PyExc_OSError, e.what());
-            case Errc::gone: return py::set_error(PyExc_ProcessLookupError, e.what());
+            case Errc::bad_argument: return set_message(PyExc_ValueError, e.what());
+            case Errc::corrupt_data: return set_message(types.get_stored().corrupt, e.what());
+            case Errc::unsupported: return set_message(types.get_stored().unsupported, e.what());
+            case Errc::io: return set_message(PyExc_OSError, e.what());
+            case Errc::gone: return set_message(PyExc_ProcessLookupError, e.what());
             }
         }
     });

@@ -55,7 +55,7 @@ def test_its_view_is_that_of_inspect(tmp_path: Path, words: list[str]) -> None:
 def test_its_errors_are_a_line(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"text")
     done = run(tmp_path / "a")
-    assert done.returncode == 10
+    assert done.returncode == 13
     assert done.stderr == (
         f"checkpointctl gpustasis: {tmp_path / 'a'}: is no checkpoint archive: "
         "neither tar nor gzip nor zstd\n"

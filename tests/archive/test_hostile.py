@@ -188,7 +188,7 @@ def test_too_few_descriptors_are_a_sentence(tmp_path: Path, limit: int) -> None:
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
     )
-    assert ended.returncode == 10
+    assert ended.returncode == 13
     assert ended.stderr.count("\n") == 1
     assert "cannot be looked at: Too many open files" in ended.stderr
 

@@ -61,7 +61,7 @@ def test_many_pods_at_once(cluster: Cluster, node: ContainerdNode) -> None:
 
     done = cluster.checkpoint("--json", jobs[0].path, "tests/worker-1/none", "tests/none/job")
     assert done.returncode == 16
-    results = json.loads(done.stdout)
+    results = json.loads(done.stdout)["checkpoints"]
     assert [result["ok"] for result in results] == [True, False, False]
     assert "2 of 3 checkpoints failed" in done.stderr
     assert '"container none does not exist" (404): the pod has no such container' in done.stderr

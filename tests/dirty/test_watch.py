@@ -64,6 +64,7 @@ def test_each_look_is_a_json_object(job: subprocess.Popen[str]) -> None:
     ended = watch(job.pid, "--json", "--interval", 0.5, "--count", 4)
     assert ended.returncode == 0, ended.stderr
     *looks, last = map(json.loads, ended.stdout.splitlines())
+    looks = [look["look"] for look in looks]
     assert len(looks) == 4
     for look in looks:
         assert look["backend"] in ("write-protect", "soft-dirty")
@@ -134,7 +135,7 @@ def test_children_are_watched_too() -> None:
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         ended = watch(process.pid, "--json", "--tree", "--interval", 0.5, "--count", 3)
         assert ended.returncode == 0, ended.stderr
-        look = json.loads(ended.stdout.splitlines()[2])
+        look = json.loads(ended.stdout.splitlines()[2])["look"]
         assert look["processes"] == 2
         assert look["tracked_bytes"] >= 8 * PAGES * PAGE
     finally:
@@ -163,4 +164,4 @@ def test_a_backend_that_cannot_work_is_refused(job: subprocess.Popen[str]) -> No
             assert ended.returncode == 20
             assert reason in ended.stderr
         else:
-            assert json.loads(ended.stdout.splitlines()[0])["backend"] == name
+            assert json.loads(ended.stdout.splitlines()[0])["look"]["backend"] == name

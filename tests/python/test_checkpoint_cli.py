@@ -60,13 +60,15 @@ def test_leave_running(
     check_memory(job, 1)
 
     again = gpustasis(*words)
-    assert again.returncode == 2
+    assert again.returncode == 3
     assert "holds a checkpoint already" in again.stderr
 
 
 def test_stop(criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path) -> None:
     job = gpu_generations()
-    dumped = gpustasis("checkpoint", str(job.pid), "-D", images, "--stop", "--criu", program(criu))
+    dumped = gpustasis(
+        "checkpoint", str(job.pid), "-D", images, "--leave-stopped", "--criu", program(criu)
+    )
     assert dumped.returncode == 0, dumped.stderr
     job.await_stopped()
     job.signal(signal.SIGCONT)
@@ -139,7 +141,7 @@ def test_a_process_that_is_not_there(gpustasis: Gpustasis, criu: Criu, images: P
 
 
 def test_running_and_stopped_exclude_each_other(gpustasis: Gpustasis, images: Path) -> None:
-    ended = gpustasis("checkpoint", "2", "-D", images, "--leave-running", "--stop")
+    ended = gpustasis("checkpoint", "2", "-D", images, "--leave-running", "--leave-stopped")
     assert ended.returncode == 2
     assert "exclude each other" in ended.stderr
 

@@ -295,5 +295,5 @@ def test_an_interrupt_begins_no_more(access: Access, serve: Serve) -> None:
         command.kill()
         command.communicate()
     assert command.returncode == 16
-    assert [result["ok"] for result in json.loads(said)] == [True, False]
+    assert [result["ok"] for result in json.loads(said)["checkpoints"]] == [True, False]
     assert "default/web/b on 127.0.0.1" in errors and "not begun" in errors

@@ -78,7 +78,7 @@ def test_the_columns(tmp_path: Path) -> None:
 
 def test_json(tmp_path: Path) -> None:
     write_archive(tmp_path / "one.tar", Engine.CRI_O)
-    (found,) = json.loads(command(tmp_path, "--json").stdout)
+    (found,) = json.loads(command(tmp_path, "--json").stdout)["archives"]
     assert found["path"] == str(tmp_path / "one.tar")
     assert found["container_id"] == CONFIG["id"]
     assert (found["checkpoint_bytes"], found["rootfs_diff_bytes"]) == (4096, 340)
@@ -95,7 +95,7 @@ def test_what_is_none_is_said_beside_the_others(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.tar")
     (tmp_path / "empty.tar").touch()
     done = command(tmp_path)
-    assert done.returncode == 10
+    assert done.returncode == 13
     assert len(done.stdout.splitlines()) == 1 + 1
     archives, errors = list_archives(tmp_path)
     assert [archive.path.name for archive in archives] == ["good.tar"]
@@ -114,7 +114,7 @@ def test_a_terminal_is_left_alone(tmp_path: Path) -> None:
     raw = json.dumps(config).encode()
     write_archive(tmp_path / "one.tar", Engine.PODMAN, config_dump=raw)
     done = command(tmp_path)
-    assert "a?[2Jb?xxx" in done.stdout and "\x1b" not in done.stdout
+    assert "a\\x1b[2Jb\\nxxx" in done.stdout and "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 1000
 
 

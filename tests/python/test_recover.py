@@ -114,7 +114,7 @@ def test_the_directory_is_found_by_the_record_of_the_drop(
 ) -> None:
     job = gpu_generations()
     refused = gpustasis("recover", str(job.pid))
-    assert refused.returncode == 2
+    assert refused.returncode == 3
     assert "no dump has taken memory out of process" in refused.stderr
     abandon(job, images)
     record = find_drop_record(job.pid)
@@ -128,7 +128,7 @@ def test_the_directory_is_found_by_the_record_of_the_drop(
     moved = images.with_name("moved")
     images.rename(moved)
     refused = gpustasis("recover", str(job.pid))
-    assert refused.returncode == 2
+    assert refused.returncode == 3
     assert str(images) in refused.stderr
     moved.rename(images)
     ended = gpustasis("recover", str(job.pid))
@@ -154,7 +154,7 @@ def test_a_job_that_was_restored_without_its_memory_is_not_said_to_be_well(
     abandon(job, images)
     driver_calls(job, "restore", "unlock")
     refused = gpustasis("recover", str(job.pid), "-D", images)
-    assert refused.returncode == 2
+    assert refused.returncode == 3
     assert "its GPU memory is wrong" in refused.stderr
 
 
@@ -292,7 +292,7 @@ def test_the_images_of_a_dump_that_was_not_broken_off_are_refused(
     check_memory(job, 0)
     abandon(job, images)
     refused = gpustasis("recover", str(job.pid), "-D", earlier)
-    assert refused.returncode == 2
+    assert refused.returncode == 3
     assert "was not broken off" in refused.stderr
     assert gpustasis("recover", str(job.pid), "-D", images).returncode == 0
     check_memory(job, 1)
@@ -374,7 +374,7 @@ def test_a_stopped_process_is_refused_with_the_way_out(
     job.signal(signal.SIGSTOP)
     job.await_stopped()
     refused = gpustasis("recover", str(job.pid), "-D", images)
-    assert refused.returncode == 2
+    assert refused.returncode == 3
     assert f"kill -CONT {job.pid}" in refused.stderr
 
 
@@ -389,5 +389,5 @@ def test_a_process_without_cuda_is_refused(
 
 def test_a_process_that_is_gone_is_named(gpustasis: Gpustasis, images: Path) -> None:
     refused = gpustasis("recover", str(2**22), "-D", images)
-    assert refused.returncode == 2
+    assert refused.returncode == 3
     assert f"there is no process {2**22}" in refused.stderr

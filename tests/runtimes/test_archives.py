@@ -67,7 +67,7 @@ def test_podmans_archive_is_read_and_becomes_an_image(archive: SteadyContainer) 
 def test_a_tool_that_fails_or_is_not_there_is_told(archive: SteadyContainer) -> None:
     root = archive.root
     failed = root.run("gpustasis", "build-image", ARCHIVE, "-t", "NOT//A:NAME:", check=False)
-    assert failed.returncode == 2
+    assert failed.returncode == 3
     assert "buildah commit failed (exit " in failed.stderr
     assert "Traceback" not in failed.stderr
     assert root.run("buildah", "containers", "--quiet").stdout == ""

@@ -87,7 +87,7 @@ def test_a_gpu_container_that_can_be_checkpointed(
 def test_one_that_is_not_there(engines: EngineRoot) -> None:
     for name, said in (("no-such", "neither Podman"), ("0123456789ab", "no process is in")):
         done = engines.run("gpustasis", "doctor", "--container", name, check=False)
-        assert done.returncode == 2
+        assert done.returncode == 3
         assert said in done.stderr
 
 

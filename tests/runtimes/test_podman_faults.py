@@ -146,7 +146,7 @@ def test_no_room_for_the_archive(steady: Steady) -> None:
         archive = "/mnt/small/archive.tar"
         words = ("gpustasis", "podman", "--url", url, "checkpoint", container.name, "-e", archive)
         done = root.run(*words, check=False)
-        assert done.returncode == 2 and "No space left on device" in done.stderr
+        assert done.returncode == 3 and "No space left on device" in done.stderr
         assert f"`podman container restore {container.name}` restores it" in done.stderr
         assert list(root.path("/mnt/small").iterdir()) == []
         root.run("podman", "container", "restore", container.name)

@@ -84,7 +84,7 @@ def test_a_chain_of_five_and_its_end_elsewhere(
     words = ("gpustasis", "podman", "--url", url, "restore", "--import", archives[-1])
     try:
         alone = elsewhere.run(*words, check=False)
-        assert alone.returncode == 2
+        assert alone.returncode == 3
         assert f"is built on checkpoint {needed}" in alone.stderr
         # Podman by itself gets the same answer, from the plugin. Under another name: crun leaves a
         # group of a v1 hierarchy behind, and cannot restore a container of that id again.
@@ -117,7 +117,7 @@ def test_what_cannot_be_done_is_said(
     assert (shared / Path(archive).name).stat().st_mode & 0o777 == 0o600
 
     again = ask(engines, runtime, "checkpoint", container.name, "-e", archive, check=False)
-    assert again.returncode == 2 and "exists already" in again.stderr
+    assert again.returncode == 3 and "exists already" in again.stderr
     taken = ask(engines, runtime, "restore", "--import", archive, check=False)
     assert f"there is a container {container.name} already" in taken.stderr
     running = ask(engines, runtime, "restore", container.name, check=False)

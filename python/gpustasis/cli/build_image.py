@@ -9,10 +9,12 @@ import click
 from gpustasis.archive.inspection import inspect_archive
 from gpustasis.archive.oci_image import TOOLS, build_image
 from gpustasis.archive.opened import open_archive
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
 from gpustasis.image.lock import allow_many_files
 
 
-@click.command("build-image")
+@click.command("build-image", cls=Command)
 @click.argument("archive", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-t", "--tag", "name", required=True, help="Name of the image.")
 @click.option(
@@ -31,10 +33,12 @@ def command(archive: Path, name: str, tool: str | None) -> None:
     with open_archive(archive) as opened:
         found = inspect_archive(opened)
         if found.parent is not None:
-            click.echo(
+            output.warn(
                 f"note: this checkpoint is built on {found.parent.checkpoint_id}, which has to be "
-                "on the machine where it is restored",
-                err=True,
+                "on the machine where it is restored"
             )
         used = build_image(opened, name, tool)
-    click.echo(f"{name}: built with {used}")
+    output.answer(
+        {"archive": archive, "image": name, "tool": used},
+        lambda: output.say(f"{name}: built with {used}"),
+    )

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.markup import escape
 
-from gpustasis.cli.table import print_table
+from gpustasis.cli import output
+from gpustasis.cli.framework import Group
+from gpustasis.cli.options import mib
 from gpustasis.runtimes import containerd
 from gpustasis.runtimes.cri import Cri
 
 
-@click.group("containerd")
+@click.group("containerd", cls=Group)
 @click.option(
     "--address",
     default=containerd.DEFAULT_ADDRESS,
@@ -61,15 +59,16 @@ def checkpoint(address: str, container: str, export: Path, timeout_s: int) -> No
         interrupted: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: interrupted.append(number))
-        console = Console(stderr=True)
-        status = console.status(escape(f"checkpointing container {found}"))
-        with status if console.is_terminal else nullcontext():
+        with output.status(f"checkpointing container {found}"):
             done = containerd.checkpoint(
                 cri, found, export, timeout_s, stop=lambda: bool(interrupted)
             )
-    click.echo(
-        f"container {found} is in {done.archive}: {done.size / 2**20:.1f} MiB "
-        f"({runtime}, {done.seconds:.2f} s)"
+    output.answer(
+        {"container": asdict(found), "runtime": str(runtime), **asdict(done)},
+        lambda: output.say(
+            f"container {found} is in {done.archive}: {mib(done.size)} "
+            f"({runtime}, {done.seconds:.2f} s)"
+        ),
     )
 
 
@@ -81,20 +80,23 @@ def resume(address: str, container: str) -> None:
     with Cri(address) as cri:
         found = containerd.find(cri, container, containerd.PERHAPS_PAUSED)
         resumed = containerd.resume(cri, found)
-    click.echo(f"container {found} {'was paused and runs on' if resumed else 'is not paused'}")
+    state = "was paused and runs on" if resumed else "is not paused"
+    output.answer(
+        {"container": asdict(found), "resumed": resumed},
+        lambda: output.say(f"container {found} {state}"),
+    )
 
 
 @command.command("list")
-@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout.")
 @click.pass_obj
-def list_containers(address: str, as_json: bool) -> None:
+def list_containers(address: str) -> None:
     """Show the containers that the runtime knows."""
     with Cri(address) as cri:
         found = containerd.containers(cri)
-    if as_json:
-        click.echo(json.dumps([asdict(one) for one in found], indent=2))
-        return
-    print_table(
-        ("ID", "NAMESPACE", "POD", "CONTAINER", "IMAGE", "STATE"),
-        ((one.id[:13], one.namespace, one.pod, one.name, one.image, one.state) for one in found),
+    output.answer(
+        {"containers": [asdict(one) for one in found]},
+        lambda: output.table(
+            ("ID", "NAMESPACE", "POD", "CONTAINER", "IMAGE", "STATE"),
+            ((c.id[:13], c.namespace, c.pod, c.name, c.image, c.state) for c in found),
+        ),
     )

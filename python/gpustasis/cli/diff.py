@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from gpustasis.archive.opening import open_files
-from gpustasis.cli.options import checkpoint_argument
-from gpustasis.image.difference import Amounts, Difference, TaskDifference, compare_files
+import gpustasis
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
+from gpustasis.cli.options import checkpoint_argument, mib
+from gpustasis.image.difference import Amounts, Difference, TaskDifference
 from gpustasis.image.lock import allow_many_files
 
-# Of the JSON form. A key that is there keeps its meaning; new ones may come.
-DIFF_VERSION = 1
-_FILE_WIDTH = 160  # columns, where no terminal says how many there are
 _COLUMNS = (
     ("same", "same"),
     ("changed", "changed"),
@@ -29,11 +24,10 @@ _COLUMNS = (
 )
 
 
-@click.command("diff")
+@click.command("diff", cls=Command)
 @checkpoint_argument("a")
 @checkpoint_argument("b")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def command(a: Path, b: Path, as_json: bool) -> None:
+def command(a: Path, b: Path) -> None:
     """Say what changed in GPU memory from checkpoint A to checkpoint B, by task and region.
     Each is an image directory or an archive of a container engine.
 
@@ -41,37 +35,27 @@ def command(a: Path, b: Path, as_json: bool) -> None:
     what is not as in A at its address but elsewhere in A. Shares are of B's memory.
     """
     allow_many_files()
-    with open_files(a) as before, open_files(b) as after:
-        found = compare_files(before, after)
-    if as_json:
-        click.echo(json.dumps(_to_json(a, b, found), indent=2))
-        return
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    console.print(_table(a, b, found))
-    if found.seconds is not None:
-        console.print(
-            f"{found.seconds:.1f} s between the two: {_mib(found.amounts.fresh)} that A does not "
-            f"have, {_rate(found):.1f} MiB/s",
-            highlight=False,
-        )
+    found = gpustasis.open(a).diff(b)
+    output.answer(_to_json(a, b, found), lambda: _show(a, b, found))
 
 
-def _table(a: Path, b: Path, found: Difference) -> Table:
-    title = f"from {a} (A) to {b} (B), chunks of {found.chunk_size // 1024} KiB"
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("Memory")
-    for _, head in (("size", "MiB in B"), *_COLUMNS):
-        table.add_column(head, justify="right")
+def _show(a: Path, b: Path, found: Difference) -> None:
+    rows: list[list[str]] = []
     for task in found.tasks:
-        table.add_row(_task_text(task), *_cells(task.amounts))
+        rows.append([_task_text(task), *_cells(task.amounts)])
         for region in task.regions:
             place = f"  {region.address:x}-{region.address + region.length:x}"
-            table.add_row(place, *_cells(region.amounts))
-    table.add_section()
-    table.add_row("total", *_cells(found.amounts))
-    return table
+            rows.append([place, *_cells(region.amounts)])
+    output.grid(
+        ("Memory", "MiB in B", *(head for _, head in _COLUMNS)),
+        [rows, [["total", *_cells(found.amounts)]]],
+        title=f"from {a} (A) to {b} (B), chunks of {found.chunk_size // 1024} KiB",
+    )
+    if found.seconds is not None:
+        output.say(
+            f"{found.seconds:.1f} s between the two: {mib(found.amounts.fresh)} that A does not "
+            f"have, {_rate(found):.1f} MiB/s"
+        )
 
 
 def _task_text(task: TaskDifference) -> str:
@@ -98,7 +82,6 @@ def _rate(found: Difference) -> float:
 def _to_json(a: Path, b: Path, found: Difference) -> dict[str, Any]:
     known = found.seconds is not None
     return {
-        "version": DIFF_VERSION,
         "a": str(a),
         "b": str(b),
         "chunk_bytes": found.chunk_size,
@@ -133,7 +116,3 @@ def _amounts(amounts: Amounts) -> dict[str, Any]:
         if name != "only_in_a"
     }
     return sizes | {"fresh_bytes": amounts.fresh} | shares
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -11,6 +10,8 @@ from pathlib import Path
 import click
 
 from gpustasis import driver, nvml
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
 from gpustasis.criu.find import choose, find_all
 from gpustasis.criu.plugin import driver_libraries
 from gpustasis.diagnosis import (
@@ -28,8 +29,7 @@ from gpustasis.errors import CheckpointError, CriuError, DriverError, Unsupporte
 _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
 
 
-@click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.command("doctor", cls=Command)
 @click.option(
     "--criu",
     "criu_program",
@@ -48,9 +48,7 @@ _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
     metavar="FILE",
     help="Look at this checkpoint, an archive or a directory: can this host restore it?",
 )
-def command(
-    as_json: bool, criu_program: str | None, container_name: str | None, archive: Path | None
-) -> None:
+def command(criu_program: str | None, container_name: str | None, archive: Path | None) -> None:
     """Look at driver, kernel, privileges, CRIU, plugin, installation and container runtimes; or at
     one container, or at one checkpoint.
 
@@ -65,11 +63,7 @@ def command(
         findings = restorability.check(archive, os.environ, criu_program, *_libraries())
     else:
         findings = diagnose(criu_program)
-    if as_json:
-        click.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
-    else:
-        for finding in findings:
-            _print(finding)
+    output.answer({"findings": [asdict(finding) for finding in findings]}, lambda: _show(findings))
     problems = sum(finding.status is Status.PROBLEM for finding in findings)
     if problems:
         raise UnsupportedError(f"{problems} problem{'s' if problems > 1 else ''} found")
@@ -111,8 +105,9 @@ def _driver_version(library: str) -> str | None:
         return None
 
 
-def _print(finding: Finding) -> None:
-    mark = click.style(f"{finding.status.value:<8}", fg=_COLOURS[finding.status])
-    click.echo(f"{mark}{finding.name}: {finding.text}")
-    if finding.remedy:
-        click.echo(f"{'':<8}-> {finding.remedy}")
+def _show(findings: list[Finding]) -> None:
+    for finding in findings:
+        mark = f"{finding.status.value:<8}"
+        output.say(f"{finding.name}: {finding.text}", mark=mark, colour=_COLOURS[finding.status])
+        if finding.remedy:
+            output.say(f"{'':<8}-> {finding.remedy}")

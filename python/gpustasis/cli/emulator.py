@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -12,25 +11,17 @@ from typing import Any, TypeVar
 
 import click
 
+from gpustasis.cli import output
+from gpustasis.cli.framework import Group
+from gpustasis.cli.options import Size, mib
 from gpustasis.emulator import Emulator, Options, find_directory
 from gpustasis.emulator.cdi import DEFAULT_FILE, KIND, specification, write_specification
 from gpustasis.errors import EmulatorError
 
 _OPERATIONS = ["any", "init", "get_state", "lock", "checkpoint", "restore", "unlock"]
 _ACTIONS = ["error", "hang", "die", "oom", "failed", "fail_after", "delay"]
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Turn 512M or 16GiB into bytes."""
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", value, re.IGNORECASE)
-    if match is None:
-        raise click.BadParameter(f"{value!r} is not a size such as 512M or 16GiB", ctx, param)
-    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def _parse_rates(
@@ -54,7 +45,7 @@ def _machine_options(command: Command) -> Command:
         [
             click.option("--gpus", type=click.IntRange(0, 16), help="How many; default 1."),
             click.option(
-                "--memory", metavar="SIZE", callback=_parse_size, help="Of each GPU; default 16GiB."
+                "--memory", type=Size(), metavar="SIZE", help="Of each GPU; default 16GiB."
             ),
             click.option("--uuid", multiple=True, help="Of the first GPU, the second, ..."),
             click.option("--driver", metavar="VERSION", help="Default 580.95.05."),
@@ -85,7 +76,7 @@ def _options(
     return Options(gpus, memory, uuid, driver, name, pairs, rates)
 
 
-@click.group()
+@click.group("emulator", cls=Group)
 @click.option("--instance", default="default", help="Which of several emulators.")
 @click.pass_context
 def command(ctx: click.Context, instance: str) -> None:
@@ -104,7 +95,10 @@ def start(emulator: Emulator, /, **options: Any) -> None:
     """Start the emulator; it runs until `stop`."""
     started = emulator.start(_options(**options))
     state = "started" if started else "was already running"
-    click.echo(f"emulator {state} at {emulator.path}")
+    output.answer(
+        {"socket": emulator.path, "started": started},
+        lambda: output.say(f"emulator {state} at {emulator.path}"),
+    )
 
 
 @command.command()
@@ -112,35 +106,37 @@ def start(emulator: Emulator, /, **options: Any) -> None:
 def stop(emulator: Emulator) -> None:
     """Stop the emulator; what its GPUs hold is lost."""
     emulator.stop()
-    click.echo(f"emulator at {emulator.path} stopped")
+    output.answer(
+        {"socket": emulator.path}, lambda: output.say(f"emulator at {emulator.path} stopped")
+    )
 
 
 @command.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
-def status(emulator: Emulator, as_json: bool) -> None:
+def status(emulator: Emulator) -> None:
     """Say what is emulated and who uses it."""
     found = emulator.status()
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    click.echo(
+    output.answer(found, lambda: _show(found))
+
+
+def _show(found: dict[str, Any]) -> None:
+    output.say(
         f"emulator at {found['socket']}, pid {found['pid']}: driver {found['driver_version']} "
         f"(emulated), API {found['api_version']}"
     )
     for index, gpu in enumerate(found["gpus"]):
-        used, total = (gpu[key] / (1 << 20) for key in ("used_bytes", "memory_bytes"))
-        click.echo(f"  GPU {index}: {gpu['name']}, {gpu['uuid']}, {used:.1f} of {total:.1f} MiB")
+        memory = f"{gpu['used_bytes'] / 2**20:.1f} of {mib(gpu['memory_bytes'])}"
+        output.say(f"  GPU {index}: {gpu['name']}, {gpu['uuid']}, {memory}")
         for process in gpu["processes"]:
-            click.echo(
-                f"    {process['pid']} {process['name']}: {process['used_bytes'] / (1 << 20):.1f} "
-                f"MiB, device files are {process['device_stand_in']}, "
+            output.say(
+                f"    {process['pid']} {process['name']}: {mib(process['used_bytes'])}, "
+                f"device files are {process['device_stand_in']}, "
                 f"mappings {process['mapping_stand_in']}"
             )
     for key, value in found["settings"].items():
-        click.echo(f"  {key} = {value}")
+        output.say(f"  {key} = {value}")
     for fault in found["faults"]:
-        click.echo(f"  fault {_describe(fault)}")
+        output.say(f"  fault {_describe(fault)}")
 
 
 @command.command()
@@ -148,38 +144,49 @@ def status(emulator: Emulator, as_json: bool) -> None:
 def env(emulator: Emulator) -> None:
     """Print what to `eval` in a shell that is to use the emulator."""
     variables = emulator.environment(int(emulator.status()["api_version"]))
-    for key, value in variables.items():
-        click.echo(f"export {key}={shlex.quote(value)}")
-    click.echo(f"# kernels: -I{find_directory() / 'include'}, see gpustasis_emulator.h there")
+    include = find_directory() / "include"
+    lines = [f"export {key}={shlex.quote(value)}" for key, value in variables.items()]
+    lines.append(f"# kernels: -I{include}, see gpustasis_emulator.h there")
+    output.answer(
+        {"variables": variables, "include_directory": include},
+        lambda: output.exact("\n".join(lines)),
+    )
 
 
 @command.command()
 @click.option(
     "-o",
     "--output",
+    "file",
     type=click.Path(dir_okay=False, path_type=Path),
     help=f"Write it there; engines read {DEFAULT_FILE.parent}.",
 )
 @click.pass_obj
-def cdi(emulator: Emulator, output: Path | None) -> None:
+def cdi(emulator: Emulator, file: Path | None) -> None:
     """Print a CDI specification, for containers with these GPUs.
 
     An engine that has it takes `--device gpustasis.io/gpu=all`.
     """
-    text = json.dumps(specification(emulator), indent=2) + "\n"
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        write_specification(text, output)
-        click.echo(f"device {KIND}=all of {emulator.path} written to {output}")
+    made = specification(emulator)
+    text = json.dumps(made, indent=2)
+    if file is None:
+        output.answer({"specification": made}, lambda: output.exact(text))
+        return
+    write_specification(text + "\n", file)
+    output.answer(
+        {"specification": made, "file": file},
+        lambda: output.say(f"device {KIND}=all of {emulator.path} written to {file}"),
+    )
 
 
-@command.command(context_settings={"ignore_unknown_options": True})
+@command.command(context_settings={"allow_interspersed_args": False})
 @_machine_options
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_obj
 def run(emulator: Emulator, /, program: tuple[str, ...], **options: Any) -> None:
     """Run PROGRAM with its arguments on the emulator, starting that if it does not run.
+
+    Options for the emulator stand before PROGRAM; what follows it is PROGRAM's.
 
     The emulator goes on when the program has ended: it may be restored.
     """
@@ -198,6 +205,7 @@ def run(emulator: Emulator, /, program: tuple[str, ...], **options: Any) -> None
 def set_(emulator: Emulator, key: str, value: str) -> None:
     """Change a setting that `status` shows."""
     emulator.set(key, value)
+    output.answer({"key": key, "value": value})
 
 
 @command.group()
@@ -227,15 +235,20 @@ def add(
     number = emulator.add_fault(
         operation, action, code=code, count=count, delay_ms=delay_ms, pid=pid
     )
-    click.echo(f"emulator fault {number} added")
+    output.answer({"number": number}, lambda: output.say(f"emulator fault {number} added"))
 
 
 @fault.command(name="list")
 @click.pass_obj
 def list_(emulator: Emulator) -> None:
     """List the faults that are still to come."""
-    for entry in emulator.status()["faults"]:
-        click.echo(_describe(entry))
+    faults = emulator.status()["faults"]
+
+    def show() -> None:
+        for entry in faults:
+            output.say(_describe(entry))
+
+    output.answer({"faults": faults}, show)
 
 
 @fault.command()
@@ -243,6 +256,7 @@ def list_(emulator: Emulator) -> None:
 def clear(emulator: Emulator) -> None:
     """Forget all faults."""
     emulator.clear_faults()
+    output.answer({})
 
 
 def _describe(fault: dict[str, Any]) -> str:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.markup import escape
 
-from gpustasis.archive.flatten import flatten_archive
-from gpustasis.archive.opened import Archive
-from gpustasis.archive.opening import open_files
-from gpustasis.cli.options import checkpoint_argument, parent_option
-from gpustasis.image.flatten import Flattened, OnFile, flatten
+import gpustasis
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
+from gpustasis.cli.options import checkpoint_argument, mib, parent_option, threads_option
 from gpustasis.image.lock import allow_many_files
 
 
-@click.command("flatten")
+@click.command("flatten", cls=Command)
 @checkpoint_argument("checkpoint")
 @click.option(
-    "-o",
-    "--output",
-    "out",
+    *("-o", "--output", "out"),
     required=True,
     type=click.Path(path_type=Path),
     help="Where the copy goes; must not exist, or be an empty directory.",
 )
 @parent_option
-@click.option(
-    "--threads", type=click.IntRange(0, 1024), default=0, help="0: as many as processors."
-)
+@threads_option
 def command(checkpoint: Path, out: Path, parents: tuple[Path, ...], threads: int) -> None:
     """Copy CHECKPOINT to OUT, with all that it has in earlier checkpoints.
 
@@ -39,29 +33,15 @@ def command(checkpoint: Path, out: Path, parents: tuple[Path, ...], threads: int
     the next one.
     """
     allow_many_files()
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(escape(f"flattening {checkpoint}")) as status:
-            done = _flatten(
-                checkpoint,
-                out,
-                parents,
-                threads,
-                lambda name: status.update(escape(f"writing {name}")),
-            )
-    else:
-        done = _flatten(checkpoint, out, parents, threads, None)
-    click.echo(
-        f"{out}: {done.images} image{'' if done.images == 1 else 's'}, "
-        f"{done.image_bytes / 2**20:.1f} MiB, and {done.other_bytes / 2**20:.1f} MiB of other "
-        f"files; {done.earlier_bytes / 2**20:.1f} MiB of GPU memory were in earlier checkpoints"
+    with output.status(f"flattening {checkpoint}") as update:
+        done = gpustasis.open(checkpoint, parents).flatten(
+            out, threads=threads, on_file=lambda name: update(lambda: f"writing {name}")
+        )
+    output.answer(
+        {"checkpoint": checkpoint, "directory": out, **asdict(done)},
+        lambda: output.say(
+            f"{out}: {done.images} image{'' if done.images == 1 else 's'}, "
+            f"{mib(done.image_bytes)}, and {mib(done.other_bytes)} of other files; "
+            f"{mib(done.earlier_bytes)} of GPU memory were in earlier checkpoints"
+        ),
     )
-
-
-def _flatten(
-    checkpoint: Path, out: Path, parents: tuple[Path, ...], threads: int, on_file: OnFile | None
-) -> Flattened:
-    with open_files(checkpoint, parents) as files:
-        if isinstance(files, Archive):
-            return flatten_archive(files, out, on_file, threads=threads)
-        return flatten(files.directory, out, on_file, threads=threads)

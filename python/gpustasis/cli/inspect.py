@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.tree import Tree
 
+import gpustasis
 from gpustasis._core import image_name
-from gpustasis.archive.inspection import inspect_archive
-from gpustasis.archive.opened import Archive
-from gpustasis.archive.opening import open_files
-from gpustasis.cli.options import checkpoint_argument, parent_option
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
+from gpustasis.cli.options import checkpoint_argument, mib, parent_option
+from gpustasis.cli.output import Node
 from gpustasis.criu.statistics import EMULATOR
 from gpustasis.image.chain import State
 from gpustasis.image.inspection import (
@@ -25,45 +21,33 @@ from gpustasis.image.inspection import (
     ParentView,
     ProcessView,
     RegionView,
-    inspect_files,
 )
 from gpustasis.image.lock import allow_many_files
 
-_FILE_WIDTH = 160  # columns, where no terminal says how many there are
 _SOURCES_SHOWN = 8
 _REGIONS_SHOWN = 8  # of a task; --json has them all
 
 
-@click.command("inspect")
+@click.command("inspect", cls=Command)
 @checkpoint_argument("checkpoint")
 @parent_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def command(checkpoint: Path, parents: tuple[Path, ...], as_json: bool) -> None:
+def command(checkpoint: Path, parents: tuple[Path, ...]) -> None:
     """Say what CHECKPOINT, an image directory or an archive of a container engine, holds:
     processes, GPU memory, sizes and times.
 
     GPU memory itself is not checked; `gpustasis verify` does that.
     """
-    show(checkpoint, parents, as_json)
-
-
-def show(checkpoint: Path, parents: tuple[Path, ...], as_json: bool) -> None:
-    """What the command does. Raises CheckpointError."""
     allow_many_files()
-    with open_files(checkpoint, parents) as files:
-        found = inspect_archive(files) if isinstance(files, Archive) else inspect_files(files)
-    if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
-        return
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    console.print(_summary(found))
-    console.print(_process_tree(found.processes))
+    found = gpustasis.open(checkpoint, parents).inspect()
+
+    def show() -> None:
+        output.facts(found.directory, _summary(found))
+        output.tree(_process_tree(found.processes))
+
+    output.answer(found.to_json(), show)
 
 
-def _summary(found: Inspection) -> Table:
-    table = Table(title=escape(found.directory), show_header=False, title_justify="left")
+def _summary(found: Inspection) -> list[tuple[str, str]]:
     gpu_bytes = sum(image.plain_bytes for image in _images(found))
     rows = [
         ("Checkpoint", found.checkpoint_id or "no GPU state saved by gpustasis"),
@@ -75,23 +59,16 @@ def _summary(found: Inspection) -> Table:
         rows.append(("Backend", found.backend))
     if found.checkpoint_id is not None:
         rows.append(("Driver", _driver_text(found)))
-        rows += [("GPU", f"{gpu.name}, {_mib(gpu.memory_bytes)}, {gpu.uuid}") for gpu in found.gpus]
-        rows.append(("GPU memory", f"{_mib(gpu_bytes)} in {_mib(found.gpu_image_bytes)} of images"))
+        rows += [("GPU", f"{gpu.name}, {mib(gpu.memory_bytes)}, {gpu.uuid}") for gpu in found.gpus]
+        rows.append(("GPU memory", f"{mib(gpu_bytes)} in {mib(found.gpu_image_bytes)} of images"))
     if found.parent is not None:
         rows += _parent_rows(found.parent, found.archive is not None)
     if found.archive is not None:
         rows += _archive_rows(found.archive)
-    rows.append(("Other images", _mib(found.other_bytes)))
+    rows.append(("Other images", mib(found.other_bytes)))
     for stage, phases in found.timings_ms.items():
         rows.append((f"Times, {stage}", ", ".join(f"{k} {v:.1f} ms" for k, v in phases.items())))
-    for name, text in rows:
-        table.add_row(name, _shown(text))
-    return table
-
-
-def _shown(text: str) -> str:
-    """Of a stranger's text: nothing in it is markup, or moves the cursor."""
-    return escape("".join(char if char.isprintable() else "\ufffd" for char in text))
+    return rows
 
 
 def _archive_rows(archive: ArchiveView) -> list[tuple[str, str]]:
@@ -112,8 +89,8 @@ def _archive_rows(archive: ArchiveView) -> list[tuple[str, str]]:
 def _sizes_text(archive: ArchiveView) -> str:
     packed = "" if archive.compression == "none" else f", packed with {archive.compression}"
     return (
-        f"{_mib(archive.file_bytes)}{packed}; checkpoint {_mib(archive.checkpoint_bytes)}, root "
-        f"file system {_mib(archive.rootfs_diff_bytes)}, volumes {_mib(archive.volumes_bytes)}"
+        f"{mib(archive.file_bytes)}{packed}; checkpoint {mib(archive.checkpoint_bytes)}, root "
+        f"file system {mib(archive.rootfs_diff_bytes)}, volumes {mib(archive.volumes_bytes)}"
     )
 
 
@@ -130,11 +107,11 @@ def _state_text(state: str) -> str:
     return "" if state in (State.RIGHT, State.OUTSIDE) else f" ({state.upper()})"
 
 
-def _process_tree(processes: tuple[ProcessView, ...]) -> Tree:
-    tree = Tree("Processes")
-    nodes: dict[int, Tree] = {}
+def _process_tree(processes: tuple[ProcessView, ...]) -> Node:
+    tree = Node("Processes")
+    nodes: dict[int, Node] = {}
     for process in processes:  # parents come before their children
-        node = nodes.get(process.ppid, tree).add(_shown(_process_text(process)))
+        node = nodes.get(process.ppid, tree).add(_process_text(process))
         nodes[process.pid] = node
         if process.cuda is not None and process.cuda.image is not None:
             _add_image(node, process.cuda.image)
@@ -152,14 +129,12 @@ def _process_text(process: ProcessView) -> str:
     return text + ", CUDA" + where + ("" if before == "running" else f", was {before} before")
 
 
-def _add_image(node: Tree, image: ImageView) -> None:
-    branch = node.add(
-        escape(f"{image.file}: {_mib(image.plain_bytes)} in {_mib(image.file_bytes)}")
-    )
+def _add_image(node: Node, image: ImageView) -> None:
+    branch = node.add(f"{image.file}: {mib(image.plain_bytes)} in {mib(image.file_bytes)}")
     for name, count in image.encodings.items():
         if count.chunks:
             chunks = f"{count.chunks} chunk{'s' if count.chunks > 1 else ''}"
-            branch.add(f"{name}: {_mib(count.plain_bytes)} in {_mib(count.stored_bytes)}, {chunks}")
+            branch.add(f"{name}: {mib(count.plain_bytes)} in {mib(count.stored_bytes)}, {chunks}")
     stripes = sum(source.depth == 0 for source in image.sources)
     if stripes:
         branch.add(f"chunk data in {stripes + 1} files")
@@ -170,19 +145,19 @@ def _add_image(node: Tree, image: ImageView) -> None:
         nowhere = f"checkpoint {source.checkpoint_id}" if outside else "no link leads to it"
         where = source.directory or nowhere
         text = f"from {where}/{image_name(source.pid, source.stripe)}, depth {source.depth}"
-        branch.add(escape(text + _state_text(source.state)))
+        branch.add(text + _state_text(source.state))
     if len(earlier) > _SOURCES_SHOWN:
         branch.add(f"and from {len(earlier) - _SOURCES_SHOWN} more")
     regions = branch.add(f"{len(image.regions)} regions")
     for region in image.regions[:_REGIONS_SHOWN]:
-        regions.add(escape(_region_text(region)))
+        regions.add(_region_text(region))
     if len(image.regions) > _REGIONS_SHOWN:
         regions.add(f"and {len(image.regions) - _REGIONS_SHOWN} more")
 
 
 def _region_text(region: RegionView) -> str:
     end = region.address + region.length
-    return f"{region.address:x}-{end:x} {region.protection} {region.kind} {_mib(region.length)}"
+    return f"{region.address:x}-{end:x} {region.protection} {region.kind} {mib(region.length)}"
 
 
 def _driver_text(found: Inspection) -> str:
@@ -194,7 +169,3 @@ def _driver_text(found: Inspection) -> str:
 def _images(found: Inspection) -> list[ImageView]:
     views = [process.cuda for process in found.processes if process.cuda is not None]
     return [view.image for view in views if view.image is not None]
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""`gpustasis install`: have the container runtimes of a host use gpustasis."""
+"""`gpustasis install`, `uninstall` and `plugin-dir`: what is put on a host, and where it lies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import TypeVar
 import click
 
 from gpustasis import __version__
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
+from gpustasis.criu.plugin import plugin_directory
 from gpustasis.errors import UnsupportedError
+from gpustasis.install import installation
 from gpustasis.install.change import Action, Change
-from gpustasis.install.installation import install
 from gpustasis.install.layout import advice
 from gpustasis.install.root import Root
 
@@ -39,7 +42,7 @@ def root_options(function: Decorated) -> Decorated:
     return function
 
 
-@click.command("install")
+@click.command("install", cls=Command)
 @root_options
 @click.option(
     "--python",
@@ -55,15 +58,66 @@ def command(directory: Path, dry_run: bool, python: str) -> None:
     can be run again, also with a newer version. "gpustasis uninstall" undoes it.
     """
     require_rights(directory, dry_run)
+    changes: list[Change] = []
     with Root(directory) as root:
-        install(root, __version__, python, print_change, dry_run)
-        for text in advice(root, python):
-            click.echo(f"{click.style('note', fg='yellow')}       {text}")
+        installation.install(root, __version__, python, _told(changes), dry_run)
+        notes = list(advice(root, python))
+
+    def show() -> None:
+        for text in notes:
+            output.say(text, mark=f"{'note':<11}", colour="yellow")
+
+    output.answer(_fields(directory, dry_run, changes) | {"advice": notes}, show)
 
 
-def print_change(change: Change) -> None:
-    word = click.style(f"{change.action.value:<10}", fg=_COLOURS.get(change.action, "green"))
-    click.echo(f"{word} {change.path}" + (f": {change.note}" if change.note else ""))
+@click.command("uninstall", cls=Command)
+@root_options
+def uninstall(directory: Path, dry_run: bool) -> None:
+    """Undo "gpustasis install".
+
+    Files that were extended are as before, to the byte; what was made is removed, unless it was
+    changed since: then it is left, and named. Checkpoints are not touched.
+    """
+    require_rights(directory, dry_run)
+    changes: list[Change] = []
+    with Root(directory) as root:
+        found = installation.uninstall(root, _told(changes), dry_run)
+    output.answer(
+        _fields(directory, dry_run, changes),
+        lambda: None if found else output.say("nothing is installed there"),
+    )
+
+
+@click.command("plugin-dir", cls=Command)
+def plugin_dir() -> None:
+    """Print the directory to give to criu as --libdir. It holds the plugin and nothing else."""
+    found = plugin_directory()
+    output.answer({"directory": found}, lambda: output.exact(str(found)))
+
+
+def _told(changes: list[Change]) -> Callable[[Change], None]:
+    """What to call with each change when it is made."""
+
+    def tell(change: Change) -> None:
+        changes.append(change)
+        output.say(
+            f"{change.path}" + (f": {change.note}" if change.note else ""),
+            mark=f"{change.action.value:<11}",
+            colour=_COLOURS.get(change.action, "green"),
+        )
+
+    return tell
+
+
+def _fields(directory: Path, dry_run: bool, changes: list[Change]) -> dict[str, object]:
+    return {
+        "root": directory,
+        "dry_run": dry_run,
+        "changes": [
+            {"action": change.action.value, "path": str(change.path), "note": change.note}
+            for change in changes
+        ],
+    }
 
 
 def require_rights(directory: Path, dry_run: bool) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import sys
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gpustasis.archive.layout import Engine
-from gpustasis.cli.table import print_table
+from gpustasis.cli import output
+from gpustasis.cli.framework import Group
 from gpustasis.errors import ArchiveError, EngineError
 from gpustasis.runtimes import kubelet, kubelet_archives
 
@@ -35,7 +32,7 @@ _SHORT_ID = 12  # characters of an id, as checkpointctl shows it
 Outcome = kubelet.Made | EngineError
 
 
-@click.group("kubelet")
+@click.group("kubelet", cls=Group)
 def command() -> None:
     """Checkpoint containers of a cluster through its kubelets; list a node's archives."""
 
@@ -76,7 +73,6 @@ def command() -> None:
     show_default=True,
     help="How many at once.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout.")
 def checkpoint(
     targets: tuple[str, ...],
     node: str | None,
@@ -87,7 +83,6 @@ def checkpoint(
     token_file: Path | None,
     timeout_s: int,
     parallel: int,
-    as_json: bool,
 ) -> None:
     """Have kubelets write checkpoint archives of containers, which run on.
 
@@ -116,10 +111,9 @@ def checkpoint(
             return exc
 
     outcomes = _all(one, wanted, parallel)
-    if as_json:
-        click.echo(json.dumps([_fields(*pair) for pair in outcomes.items()], indent=2))
-    else:
-        _show(outcomes)
+    output.answer(
+        {"checkpoints": [_fields(*pair) for pair in outcomes.items()]}, lambda: _show(outcomes)
+    )
     failed = [value for value in outcomes.values() if isinstance(value, EngineError)]
     if failed:
         raise EngineError(
@@ -134,32 +128,22 @@ def _all(
 ) -> dict[kubelet.Target, Outcome]:
     """The outcome of each, in the order asked for. Ctrl-C begins no more, and waits for those that
     are under way: a node would go on with them anyway."""
-    progress = Progress(
-        TextColumn("checkpointing"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
     interrupted: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupted.append(number))
-    with progress, ThreadPoolExecutor(parallel) as pool:
-        bar = progress.add_task("", total=len(wanted))
+    with output.bars(count=True) as update, ThreadPoolExecutor(parallel) as pool:
         futures: dict[Future[Outcome], kubelet.Target] = {
             pool.submit(one, target): target for target in wanted
         }
         pending = set(futures)
         try:
             while pending:
-                done, pending = wait(pending, _TICK_S, FIRST_COMPLETED)
-                progress.advance(bar, len(done))
+                _, pending = wait(pending, _TICK_S, FIRST_COMPLETED)
+                update("checkpointing", len(wanted) - len(pending), len(wanted))
                 if interrupted:
                     interrupted.clear()
                     for future in pending:
                         future.cancel()
-                    progress.console.print("no more are begun; waiting for those under way")
+                    output.warn("no more are begun; waiting for those under way")
         finally:
             signal.signal(signal.SIGINT, before)
     return {
@@ -176,7 +160,7 @@ def _show(outcomes: dict[kubelet.Target, Outcome]) -> None:
         else:
             cells = ("done", f"{outcome.seconds:.2f}", " ".join(outcome.archives))
         rows.append((target.path, target.node, *cells))
-    print_table(("CONTAINER", "NODE", "RESULT", "SECONDS", "ARCHIVE"), rows)
+    output.table(("CONTAINER", "NODE", "RESULT", "SECONDS", "ARCHIVE"), rows)
 
 
 def _fields(target: kubelet.Target, outcome: Outcome) -> dict[str, object]:
@@ -192,16 +176,16 @@ def _fields(target: kubelet.Target, outcome: Outcome) -> dict[str, object]:
     default=kubelet_archives.DIRECTORY,
     type=click.Path(file_okay=False, path_type=Path),
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout.")
-def list_archives(directory: Path, as_json: bool) -> None:
+def list_archives(directory: Path) -> None:
     """Show the checkpoint archives in DIRECTORY, a node's if none is named."""
     archives, errors = kubelet_archives.list_archives(directory)
-    if as_json:
-        click.echo(json.dumps([_archive_fields(archive) for archive in archives], indent=2))
-    else:
-        titles = ("CONTAINER", "IMAGE", "ID", "RUNTIME", "CREATED", "ENGINE")
-        rows = map(_archive_cells, archives)
-        print_table((*titles, "CHKPT SIZE", "ROOT FS DIFF SIZE"), rows)
+    titles = ("CONTAINER", "IMAGE", "ID", "RUNTIME", "CREATED", "ENGINE")
+    output.answer(
+        {"archives": [_archive_fields(archive) for archive in archives]},
+        lambda: output.table(
+            (*titles, "CHKPT SIZE", "ROOT FS DIFF SIZE"), map(_archive_cells, archives)
+        ),
+    )
     if errors:
         raise ArchiveError("\n".join(map(str, errors)))
 
@@ -226,9 +210,8 @@ def _archive_cells(archive: kubelet_archives.ListedArchive) -> tuple[str, ...]:
 
 
 def _cell(text: str) -> str:
-    """What an archive says, as one line that does nothing to a terminal."""
-    shown = "".join(char if char.isprintable() else "?" for char in text[:_CELL_LIMIT])
-    return shown or "-"
+    """What an archive says, not longer than a line."""
+    return text[:_CELL_LIMIT] or "-"
 
 
 def _size(count: int | None) -> str:

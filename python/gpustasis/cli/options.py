@@ -1,15 +1,16 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what they say of sizes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
-from gpustasis.criu.plugin import Scalar
-from gpustasis.criu.statistics import Statistics
+if TYPE_CHECKING:
+    from gpustasis.criu.statistics import Statistics
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
@@ -33,44 +34,70 @@ def parent_option(function: Decorated) -> Decorated:
     )(function)
 
 
-SHELL_JOB = {"auto": None, "yes": True, "no": False}
+def threads_option(function: Decorated) -> Decorated:
+    """--threads; 0: one for each processor."""
+    return click.option(
+        "--threads",
+        type=click.IntRange(0, 1024),
+        default=0,
+        show_default=True,
+        help="Threads that read, check and write GPU memory; 0: one for each processor.",
+    )(function)
+
+
+class Size(click.ParamType[int]):
+    """512M or 16GiB, in bytes."""
+
+    name = "size"
+    _UNITS: ClassVar = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE)
+        if match is None:
+            self.fail(f"{value!r} is not a size such as 512M or 16GiB", param, ctx)
+        return int(match[1]) * self._UNITS[match[2].upper()]
 
 
 def criu_options(function: Decorated) -> Decorated:
-    """--criu, --shell-job, --work-dir, --threads and the arguments for criu after --."""
-    for option in (
-        click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- CRIU-ARGS...]"),
-        click.option(
-            "--criu",
-            "criu_program",
-            metavar="PATH",
-            help="The criu program, or a root directory that holds one.",
-        ),
-        click.option(
-            "--shell-job",
-            type=click.Choice(list(SHELL_JOB)),
-            default="auto",
-            show_default=True,
-            help="Whether the job belongs to a shell's session.",
-        ),
-        click.option(
-            "--work-dir",
-            type=click.Path(file_okay=False, exists=True, path_type=Path),
-            help="Where criu puts its log and statistics.  [default: the image directory]",
-        ),
-        click.option(
-            "--threads",
-            type=click.IntRange(0, 1024),
-            help="Threads that move GPU memory; 0: one for each processor.",
-        ),
+    """Options of dump and restore, most of them CRIU's own, and the arguments for criu after --."""
+    for option in reversed(
+        (
+            click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- CRIU-ARGS...]"),
+            click.option(
+                "--criu",
+                "criu_program",
+                metavar="PATH",
+                help="The criu program, or a root directory that holds one.",
+            ),
+            click.option(
+                *("-j", "--shell-job/--no-shell-job"),
+                default=None,
+                help="The job belongs to a shell's session.  [default: found out]",
+            ),
+            click.option("--tcp-established", is_flag=True, help="Keep open TCP connections."),
+            click.option("--tcp-close", is_flag=True, help="Restore TCP connections as closed."),
+            click.option("-l", "--file-locks", is_flag=True, help="Keep file locks."),
+            click.option(
+                *("-W", "--work-dir"),
+                type=click.Path(file_okay=False, exists=True, path_type=Path),
+                help="Where criu puts its log and statistics.  [default: the image directory]",
+            ),
+            click.option(
+                "--threads",
+                type=click.IntRange(0, 1024),
+                help="Threads that move GPU memory; 0: one for each processor.",
+            ),
+        )
     ):
         function = option(function)
     return function
 
 
-def plugin_settings(**values: Scalar | None) -> dict[str, Scalar]:
-    """The settings that were given on the command line."""
-    return {key: value for key, value in values.items() if value is not None}
+def mib(size: float) -> str:
+    """Bytes in MiB, for people."""
+    return f"{size / 2**20:.1f} MiB"
 
 
 def describe(statistics: Statistics | None) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from gpustasis.cli import output
+from gpustasis.cli.framework import Group
 from gpustasis.cli.options import describe
 from gpustasis.runtimes import podman
 from gpustasis.runtimes.podman_report import Report
@@ -16,7 +18,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 _ARCHIVE = click.Path(dir_okay=False, exists=True, path_type=Path)
 
 
-@click.group("podman")
+@click.group("podman", cls=Group)
 @click.option(
     "--url", metavar="URL", help=f"Podman's service.  [default: $CONTAINER_HOST, {DEFAULT_URL}]"
 )
@@ -71,7 +73,7 @@ def checkpoint(
     with Service(url) as service:
         report = podman.checkpoint(service, name, options)
     where = "checkpointed" if export is None else f"in {export}"
-    _print(report, f"container {name} is {where}", print_stats)
+    _answer(report, name, f"container {name} is {where}", print_stats)
 
 
 @command.command("restore")
@@ -129,12 +131,18 @@ def restore(
             report = podman.restore(service, name, options)
         else:
             report = podman.restore_archive(service, archive, options, parents)
-    _print(report, f"container {name or new_name or report.container_id[:12]} runs", print_stats)
+    shown = name or new_name or report.container_id[:12]
+    _answer(report, shown, f"container {shown} runs", print_stats)
 
 
-def _print(report: Report, done: str, print_stats: bool) -> None:
-    if print_stats:
-        click.echo(json.dumps(report.as_podman(), indent=4))
-        return
-    figures = "" if report.plugin is None else f": {describe(report.plugin)}"
-    click.echo(f"{done}{figures} ({report.duration_us / 1e6:.2f} s)")
+def _answer(report: Report, name: str, done: str, print_stats: bool) -> None:
+    found = report.as_podman()
+
+    def show() -> None:
+        if print_stats:
+            output.exact(json.dumps(found, indent=4))
+            return
+        figures = "" if report.plugin is None else f": {describe(report.plugin)}"
+        output.say(f"{done}{figures} ({report.duration_us / 1e6:.2f} s)")
+
+    output.answer({"container": name, "podman": found}, show)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 
+import gpustasis
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
+from gpustasis.cli.options import mib
 from gpustasis.image.lock import allow_many_files
-from gpustasis.store.prune import Action, Outcome, Verdict, prune
-from gpustasis.store.retention import Rules, parse_duration
-
-# Of the JSON form. A key that is there keeps its meaning; new ones may come.
-PRUNE_VERSION = 1
+from gpustasis.store.prune import Action, Outcome, Verdict
+from gpustasis.store.retention import parse_duration
 
 
 class _Duration(click.ParamType[timedelta]):
@@ -29,7 +29,7 @@ class _Duration(click.ParamType[timedelta]):
             self.fail(str(exc), param, ctx)
 
 
-@click.command("prune")
+@click.command("prune", cls=Command)
 @click.argument("store", type=click.Path(file_okay=False, exists=True, path_type=Path))
 @click.option("--keep-last", type=click.IntRange(1), metavar="N", help="Keep the newest N.")
 @click.option(
@@ -45,7 +45,6 @@ class _Duration(click.ParamType[timedelta]):
     "--keep-daily", type=click.IntRange(1), metavar="N", help="Keep the newest of N days."
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def command(
     store: Path,
     keep_last: int | None,
@@ -53,23 +52,29 @@ def command(
     keep_hourly: int | None,
     keep_daily: int | None,
     dry_run: bool,
-    as_json: bool,
 ) -> None:
     """Remove the checkpoints in STORE that no --keep rule keeps and none that stays is built on.
 
     STORE is a directory whose subdirectories are checkpoints of one job. Their time is that of
     their manifest's last change. What is in use, or is no whole checkpoint of ours, is left alone.
     """
-    rules = Rules(last=keep_last, within=keep_within, hourly=keep_hourly, daily=keep_daily)
-    if rules.empty:
+    if not (keep_last or keep_within is not None or keep_hourly or keep_daily):
         raise click.UsageError("say what to keep: at least one --keep rule is needed")
     allow_many_files()
-    done = prune(store, rules, dry_run=dry_run)
-    if as_json:
-        click.echo(json.dumps(_to_json(store, dry_run, done), indent=2))
-        return
-    for line in _lines(store, dry_run, done):
-        click.echo(line)
+    done = gpustasis.prune(
+        store,
+        keep_last=keep_last,
+        keep_within=keep_within,
+        keep_hourly=keep_hourly,
+        keep_daily=keep_daily,
+        dry_run=dry_run,
+    )
+
+    def show() -> None:
+        for line in _lines(store, dry_run, done):
+            output.say(line)
+
+    output.answer(_to_json(store, dry_run, done), show)
 
 
 def _lines(store: Path, dry_run: bool, done: Outcome) -> list[str]:
@@ -83,9 +88,9 @@ def _lines(store: Path, dry_run: bool, done: Outcome) -> list[str]:
     ]
     now = "would be deleted" if dry_run else "now deleted"
     lines += [f"{name}: left by a prune that was killed, {now}" for name in done.leftovers]
-    size = sum(verdict.size for verdict in removed) / 2**20
+    size = mib(sum(verdict.size for verdict in removed))
     would = "would be removed" if dry_run else "removed"
-    lines.append(f"{store}: {kept} kept, {len(removed)} {would}, {size:.1f} MiB")
+    lines.append(f"{store}: {kept} kept, {len(removed)} {would}, {size}")
     return lines
 
 
@@ -102,7 +107,6 @@ def _line(verdict: Verdict, dry_run: bool) -> str:
 
 def _to_json(store: Path, dry_run: bool, done: Outcome) -> dict[str, Any]:
     return {
-        "version": PRUNE_VERSION,
         "store": str(store),
         "dry_run": dry_run,
         "entries": [

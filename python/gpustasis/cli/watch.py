@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import click
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
+from gpustasis.cli.options import mib
 from gpustasis.dirty_rate import (
     MIB,
     Meter,
@@ -23,7 +22,7 @@ from gpustasis.watching import Watch
 _SCOPE = "CPU memory only; GPU memory is not seen here: compare checkpoints, gpustasis diff"
 
 
-@click.command("watch")
+@click.command("watch", cls=Command)
 @click.argument("pid", type=click.IntRange(1))
 @click.option(
     "--interval",
@@ -60,7 +59,6 @@ _SCOPE = "CPU memory only; GPU memory is not seen here: compare checkpoints, gpu
     type=click.FloatRange(0.0, min_open=True),
     help="MiB/s that a checkpoint is written with; the cost follows from it and the memory.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object for each look, and one sum.")
 def command(
     pid: int,
     interval: float,
@@ -71,14 +69,14 @@ def command(
     mtbf_s: float | None,
     cost_s: float | None,
     bandwidth_mib: float | None,
-    as_json: bool,
 ) -> None:
     """Show how fast process PID writes to its memory, and what follows for its checkpoints.
 
     Sees CPU memory only, not GPU memory: the driver's staging is new memory at each checkpoint. How
     fast GPU memory changes is found by comparing checkpoints: gpustasis diff.
 
-    Ends with the process, with Ctrl-C, or as --duration and --count say.
+    Ends with the process, with Ctrl-C, or as --duration and --count say. --json prints one object
+    a line: one for each look, and a last one with the summary.
     """
     if mtbf_s is not None and cost_s is None and bandwidth_mib is None:
         raise click.UsageError("--mtbf needs --cost or --bandwidth")
@@ -87,7 +85,6 @@ def command(
     if cost_s is not None and bandwidth_mib is not None:
         raise click.UsageError("give --cost or --bandwidth, not both")
     meter = Meter()
-    console = Console()
 
     def choice() -> tuple[float, float] | None:
         """(interval, cost) in seconds, if it was asked for."""
@@ -103,7 +100,7 @@ def command(
     with Watch(pid, backend=backend, tree=tree) as watch:
         end = None if duration is None else time.monotonic() + duration
         reason = ""
-        with Live(console=console, auto_refresh=False, transient=True) as live:
+        with output.live() as update:
             try:
                 while not reason:
                     time.sleep(interval if end is None else _until(end, interval))
@@ -112,22 +109,18 @@ def command(
                         reason = "the process has ended"
                         break
                     meter.add(sample)
-                    if as_json:
-                        click.echo(json.dumps(_fields(sample, watch)))
-                    elif console.is_terminal:
-                        live.update(_table(pid, meter, watch, choice()), refresh=True)
+                    output.stream({"look": _fields(sample, watch)})
+                    update(f"process {pid}", _rows(meter, watch, choice()), _SCOPE)
                     if count is not None and meter.count >= count:
                         reason = "count"
                     elif end is not None and time.monotonic() >= end:
                         reason = "duration"
             except KeyboardInterrupt:
                 reason = "interrupted"
-        if as_json:
-            click.echo(json.dumps({"summary": _summary(meter, choice()) | {"ended": reason}}))
-        else:
-            console.print(_table(pid, meter, watch, choice()))
-            if reason == "the process has ended":
-                click.echo(f"process {pid} has ended or executed another program")
+        output.stream({"summary": _summary(meter, choice()) | {"ended": reason}})
+        output.facts(f"process {pid}", _rows(meter, watch, choice()), _SCOPE)
+        if reason == "the process has ended":
+            output.say(f"process {pid} has ended or executed another program")
 
 
 def _until(end: float, interval: float) -> float:
@@ -165,39 +158,34 @@ def _summary(meter: Meter, choice: tuple[float, float] | None) -> dict[str, obje
     return found
 
 
-def _table(pid: int, meter: Meter, watch: Watch, choice: tuple[float, float] | None) -> Table:
+def _rows(
+    meter: Meter, watch: Watch, choice: tuple[float, float] | None
+) -> list[tuple[str, object]]:
     last = meter.last
-    table = Table(title=f"process {pid}", show_header=False, title_justify="left", caption=_SCOPE)
-    rows = [
+    rows: list[tuple[str, object]] = [
         ("Processes, backend", f"{watch.processes}, {watch.backend}"),
         (
             "Writes per s: now, mean, peak",
-            f"{_mib(last.rate)}, {_mib(meter.mean_rate)}, {_mib(meter.peak_rate)}",
+            f"{mib(last.rate)}, {mib(meter.mean_rate)}, {mib(meter.peak_rate)}",
         ),
         (
             "Memory",
-            f"{_mib(last.tracked_bytes)}, {100 * last.share:.1f} % written in the last look",
+            f"{mib(last.tracked_bytes)}, {100 * last.share:.1f} % written in the last look",
         ),
-        ("Not tracked", _mib(last.untracked_bytes)),
+        ("Not tracked", mib(last.untracked_bytes)),
     ]
     for seconds in (60.0, 600.0):
         size = incremental_bytes(meter.mean_rate, last.tracked_bytes, seconds)
-        rows.append((f"Changed after {seconds:.0f} s", f"at most {_mib(size)}"))
+        rows.append((f"Changed after {seconds:.0f} s", f"at most {mib(size)}"))
     if choice is not None:
         interval, cost = choice
         size = incremental_bytes(meter.mean_rate, last.tracked_bytes, interval)
         rows.append(
             (
                 "Checkpoint",
-                f"every {interval:.0f} s, for {cost:.2f} s, at most {_mib(size)} changed"
+                f"every {interval:.0f} s, for {cost:.2f} s, at most {mib(size)} changed"
                 if interval
                 else "no writes seen: as often or as seldom as you like",
             )
         )
-    for name, text in rows:
-        table.add_row(name, text)
-    return table
-
-
-def _mib(size: float) -> str:
-    return f"{size / MIB:.1f} MiB"
+    return rows

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpustasis import process
@@ -16,9 +16,14 @@ from gpustasis.criu.find import Criu, Version
 from gpustasis.criu.images import read_pstree
 from gpustasis.criu.plugin import Scalar, find_config, format_config, plugin_directory, read_config
 from gpustasis.criu.statistics import Stage, Statistics, find_statistics, statistics_path
-from gpustasis.errors import CriuError
+from gpustasis.errors import CheckpointError, CriuError
 
 PLUGIN_OPTION_VERSION = (4, 3)  # the first criu with --plugin-option
+
+# Options of criu that this package sets itself: log and pidfile are read afterwards, the plugin's
+# errors are found in the log. None of them may come among a user's further arguments.
+_OWN_LONG = ("--tree", "--images-dir", "--libdir", "--log-file", "--work-dir", "--pidfile")
+_OWN_SHORT = "tDLoW"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,7 @@ class Common:
     plugin_dir: holds cuda_plugin.so and nothing else.
     config: the plugin's configuration; None: it looks for one itself.
     shell_job: the tree's session leader is not part of it.
+    options: criu's own, by their names without dashes: true for those that take no value.
     extra: further criu arguments, last.
     """
 
@@ -40,6 +46,7 @@ class Common:
     work: Path | None = None
     config: Path | None = None
     shell_job: bool = False
+    options: Mapping[str, bool | int] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
 
 
@@ -87,6 +94,20 @@ def plugin_environment(config: Path | None, version: Version) -> dict[str, str]:
     return {"GPUSTASIS_CONFIG": str(config)}
 
 
+def own_option(extra: Sequence[str]) -> str | None:
+    """The first of a user's arguments for criu that sets what this package sets; None: none does.
+
+    criu takes a long option by any beginning of its name that fits no other.
+    """
+    for word in extra:
+        name = word.partition("=")[0]
+        if len(name) > 2 and any(own.startswith(name) for own in _OWN_LONG):
+            return word
+        if len(word) > 1 and word[0] == "-" and word[1] in _OWN_SHORT:
+            return word
+    return None
+
+
 def _common(request: Common, version: Version) -> list[str]:
     arguments = [
         "--images-dir",
@@ -103,6 +124,9 @@ def _common(request: Common, version: Version) -> list[str]:
         arguments.append(f"--plugin-option=cuda_plugin.config={request.config}")
     if request.shell_job:
         arguments.append("--shell-job")
+    for name, value in request.options.items():
+        if value is not False:
+            arguments += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return arguments + list(request.extra)
 
 
@@ -110,16 +134,18 @@ OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Run:
     """A dump or restore that succeeded.
 
     pid: the root task's, as this process sees it.
+    criu_version: "4.3".
     log: criu's whole log.
     seconds: criu's run, from start to end.
     statistics: what the plugin says of it; None if the tree has no CUDA process.
     """
 
     pid: int
+    criu_version: str
     log: Path
     seconds: float
     statistics: Statistics | None
@@ -132,7 +158,8 @@ class Settings:
     plugin: keys of the plugin's configuration that differ from its file, by name.
     work: as criu's --work-dir; None: the image directory. Holds the log in the end.
     shell_job: None: found out.
-    extra: further arguments for criu.
+    options: of criu, as in Common.
+    extra: further arguments for criu; none of own_option's.
     environ: criu's environment; None: this process's own.
     on_line: told each line of criu's log as it comes.
     """
@@ -140,6 +167,7 @@ class Settings:
     plugin: Mapping[str, Scalar] | None = None
     work: Path | None = None
     shell_job: bool | None = None
+    options: Mapping[str, bool | int] = field(default_factory=dict)
     extra: Sequence[str] = ()
     environ: Mapping[str, str] | None = None
     on_line: OnLine | None = None
@@ -153,13 +181,13 @@ def dump(
     *,
     leave_running: bool = False,
     leave_stopped: bool = False,
-) -> Outcome:
+) -> Run:
     """Dump the tree below `pid` into the existing directory `images`; the log is dump.log there.
 
     Ctrl-C does not stop it half-way. Raises CriuError if criu or the plugin failed (the tree then
     runs on), UnsupportedError without the plugin, CheckpointError for a bad configuration.
     """
-    use = settings or Settings()
+    use = _checked(settings)
     shell_job = _is_shell_job(pid) if use.shell_job is None else use.shell_job
     with _workspace(use, "dump", images) as space:
         request = Dump(
@@ -170,13 +198,18 @@ def dump(
             work=use.work,
             config=space.config,
             shell_job=shell_job,
+            options=use.options,
             extra=tuple(use.extra),
             leave_running=leave_running,
             leave_stopped=leave_stopped,
         )
         seconds = space.run(criu, dump_arguments(request, criu.version))
-    return Outcome(
-        pid=pid, log=space.kept_log, seconds=seconds, statistics=find_statistics(images, "dump")
+    return Run(
+        pid=pid,
+        criu_version=criu.version_text,
+        log=space.kept_log,
+        seconds=seconds,
+        statistics=find_statistics(images, "dump"),
     )
 
 
@@ -186,17 +219,21 @@ def restore(
     settings: Settings | None = None,
     *,
     detached: bool = True,
-) -> Outcome:
+    pidfile: Path | None = None,
+) -> Run:
     """Restore the tree in `images`; the log is restore.log there.
 
-    detached: return when the tree runs; else when its root has ended. Raises as dump; on an error
-    of the plugin nothing of the tree is left running.
+    detached: return when the tree runs; else when its root has ended. pidfile: a file, not there
+    yet, that criu writes the root's pid to. Raises as dump; on an error of the plugin nothing of
+    the tree is left running.
     """
-    use = settings or Settings()
+    use = _checked(settings)
+    if pidfile is not None and pidfile.exists():
+        raise CheckpointError(f"{pidfile} exists already; criu would fail to write the pid there")
     root = read_pstree(images)[0]
     shell_job = root.sid != root.pid if use.shell_job is None else use.shell_job
     with _workspace(use, "restore", images) as space:
-        pidfile = space.directory / "pid"
+        written = space.directory / "pid" if pidfile is None else pidfile.absolute()
         request = Restore(
             images=images.absolute(),
             log=space.log,
@@ -204,20 +241,33 @@ def restore(
             work=use.work,
             config=space.config,
             shell_job=shell_job,
+            options=use.options,
             extra=tuple(use.extra),
-            pidfile=pidfile,
+            pidfile=written,
             detached=detached,
         )
         arguments = restore_arguments(request, criu.version)
         # A job of a shell takes the terminal that criu has for its own, and its signals.
         seconds = space.run(criu, arguments, terminal=shell_job or not detached)
-        pid = int(pidfile.read_text())
-    return Outcome(
+        pid = int(written.read_text())
+    return Run(
         pid=pid,
+        criu_version=criu.version_text,
         log=space.kept_log,
         seconds=seconds,
         statistics=find_statistics(images, "restore"),
     )
+
+
+def _checked(settings: Settings | None) -> Settings:
+    use = settings or Settings()
+    word = own_option(use.extra)
+    if word is not None:
+        raise CheckpointError(
+            f"criu's option {word} is set by gpustasis itself and cannot follow --; where gpustasis "
+            "has an option of that name, use that"
+        )
+    return use
 
 
 def check(criu: Criu, environ: Mapping[str, str] | None = None) -> process.Finished:

@@ -1,0 +1,202 @@
+"""`gpustasis checkpoint`, `restore` and `recover`: what is done to a process tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+import gpustasis
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
+from gpustasis.cli.options import Size, criu_options, describe, mib, threads_option
+
+_PHASE_WIDTH = 70  # characters
+
+
+@click.command("checkpoint", cls=Command)
+@click.argument("pid", type=click.IntRange(2))
+@click.option(
+    *("-D", "--images-dir", "images"),
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where the checkpoint goes; made if it is not there.",
+)
+@click.option("-R", "--leave-running", is_flag=True, help="The tree runs on afterwards.")
+@click.option("-s", "--leave-stopped", is_flag=True, help="The tree is left stopped.")
+@click.option(
+    "--parent",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="An earlier checkpoint of the job: GPU memory that it holds is not stored again.",
+)
+@click.option(
+    "--max-chain",
+    type=click.IntRange(1, 65535),
+    metavar="N",
+    help="A chain of N on top of a full checkpoint gets no longer: the next one is full again.",
+)
+@click.option("--compress", type=click.Choice(["lz4", "none"]), help="How GPU memory is stored.")
+@click.option(
+    "--externalize",
+    type=click.Choice(["on", "off"]),
+    help="off: GPU memory goes into CRIU's own images, as with the stock plugin.",
+)
+@click.option(
+    "--ghost-limit",
+    type=Size(),
+    metavar="SIZE",
+    help="The largest file without a name that is dumped with its content.",
+)
+@click.option("--skip-in-flight", is_flag=True, help="Leave out connections not accepted yet.")
+@click.option("--link-remap", is_flag=True, help="Give files without a name one for the dump.")
+@criu_options
+def checkpoint(
+    pid: int,
+    images: Path,
+    leave_running: bool,
+    leave_stopped: bool,
+    externalize: str | None,
+    parent: Path | None,
+    criu_program: str | None,
+    extra: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Dump the process tree below PID. It ends then, unless told otherwise.
+
+    Options that CRIU has too mean what they mean there; what follows -- goes to criu.
+    """
+    if leave_running and leave_stopped:
+        raise click.UsageError("--leave-running and --leave-stopped exclude each other")
+    with _criu_progress(f"checkpointing process {pid}", images) as on_line:
+        made = gpustasis.checkpoint(
+            pid,
+            images,
+            parent=parent,
+            leave_running=leave_running,
+            leave_stopped=leave_stopped,
+            externalize=None if externalize is None else externalize == "on",
+            criu=criu_program,
+            criu_args=extra,
+            on_line=on_line,
+            **options,
+        )
+    done = made.dump
+    assert done is not None
+
+    def show() -> None:
+        output.say(
+            f"process {pid} is in {images}: {describe(done.statistics)} "
+            f"(criu {done.criu_version}, {done.seconds:.2f} s)"
+        )
+        if parent is not None and done.statistics is not None and done.statistics.full_because:
+            output.say(f"{images} is a full checkpoint: {done.statistics.full_because}")
+
+    output.answer({"directory": images, **asdict(done)}, show)
+
+
+@click.command("restore", cls=Command)
+@click.option(
+    *("-D", "--images-dir", "images"),
+    required=True,
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="The checkpoint.",
+)
+@click.option(
+    *("-d/-f", "--detach/--foreground", "detached"),
+    default=True,
+    show_default=True,
+    help="Return when the tree runs, or when its root process has ended.",
+)
+@click.option(
+    "--pidfile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A file, not there yet, that the pid of the root process is written to.",
+)
+@criu_options
+def restore(images: Path, criu_program: str | None, extra: tuple[str, ...], **options: Any) -> None:
+    """Restore the process tree in a checkpoint and let it run on.
+
+    A restore that cannot be proved right ends in an error, and nothing of the tree is left running.
+    Options that CRIU has too mean what they mean there; what follows -- goes to criu.
+    """
+    with _criu_progress(f"restoring {images}", images) as on_line:
+        done = gpustasis.restore(
+            images, criu=criu_program, criu_args=extra, on_line=on_line, **options
+        )
+    state = "runs" if options["detached"] else "has ended"
+    output.answer(
+        {"directory": images, **asdict(done)},
+        lambda: output.say(
+            f"process {done.pid} {state}, restored from {images}: {describe(done.statistics)} "
+            f"(criu {done.criu_version}, {done.seconds:.2f} s)"
+        ),
+    )
+
+
+@click.command("recover", cls=Command)
+@click.argument("pid", type=click.IntRange(2))
+@click.option(
+    *("-D", "--images-dir", "images"),
+    default=None,
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="Where the dump that was broken off was writing to; found by itself if that dump has taken "
+    "memory out of the process.",
+)
+@threads_option
+def recover(pid: int, images: Path | None, threads: int) -> None:
+    """Bring back process PID, whose dump was broken off by criu's death.
+
+    Puts back the GPU memory that was taken out already, after checking every byte of it, and has
+    the driver restore and unlock the process. A process found locked or checkpointed by the dump
+    is left so. For a tree, run it for each CUDA process.
+    """
+    from gpustasis.image.lock import allow_many_files
+
+    allow_many_files()
+    with output.bars() as update:
+        done = gpustasis.recover(
+            pid,
+            images,
+            threads=threads,
+            on_progress=lambda count: update("putting GPU memory back", count, None),
+        )
+    text = f"process {pid} {done.outcome.value}"
+    if done.refilled_bytes:
+        text += f" ({mib(done.refilled_bytes)} of GPU memory put back)"
+    output.answer(
+        {
+            "pid": pid,
+            "outcome": done.outcome.name.lower(),
+            "refilled_bytes": done.refilled_bytes,
+        },
+        lambda: output.say(text),
+    )
+
+
+@contextmanager
+def _criu_progress(title: str, images: Path) -> Iterator[Callable[[str], None]]:
+    """Show title, phase and the size of `images`; yields what to call with each log line."""
+    from gpustasis.criu.log import phase_of
+
+    with output.status(title) as update:
+
+        def on_line(line: str) -> None:
+            if (phase := phase_of(line)) is not None:
+                update(lambda: f"{title}: {phase[:_PHASE_WIDTH]} ({mib(_size(images))} of images)")
+
+        yield on_line
+
+
+def _size(directory: Path) -> int:
+    """Bytes of the files in `directory`, not below it; files that vanish meanwhile count 0."""
+    total = 0
+    for path in directory.iterdir():
+        try:
+            total += path.lstat().st_size
+        except FileNotFoundError:
+            continue
+    return total

@@ -1,0 +1,37 @@
+"""Text for people: what other programs, files and kernels say is shown, never obeyed."""
+
+from __future__ import annotations
+
+_NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+_RAW_BYTES = range(0xDC80, 0xDD00)  # bytes that are no UTF-8, as Python keeps them in a str
+
+
+def safe(text: object) -> str:
+    """`text` on one line, with every character that is not printable written as an escape.
+
+    Such are control characters and so escape sequences, line ends, characters that change the
+    direction of writing or have no width, lone surrogates and unassigned code points. A byte that
+    is no UTF-8 is shown as that byte. What is printable stays as it is, backslashes too: the
+    result is for reading, not for parsing (--json is), and safe(safe(x)) == safe(x).
+    """
+    found = str(text)
+    return found if found.isprintable() else "".join(map(_shown, found))
+
+
+def safe_lines(text: object) -> str:
+    """The same for a text of several lines. Those after the first are indented, so that no text
+    from elsewhere can pass for a line of its own."""
+    first, *others = str(text).split("\n")
+    indented = (line if line.startswith("  ") else f"  {line}" for line in others)
+    return "\n".join(map(safe, (first, *indented)))
+
+
+def _shown(char: str) -> str:
+    code = ord(char)
+    if char.isprintable():
+        return char
+    if code in _RAW_BYTES:
+        return f"\\x{code - 0xDC00:02x}"
+    if code < 0x100:
+        return _NAMED.get(char, f"\\x{code:02x}")
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
