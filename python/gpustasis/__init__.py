@@ -63,14 +63,27 @@ __all__ = [
     "restore",
 ]
 
+# What a function of the API returns, where it is not the API's own.
+_HOMES = {
+    "Difference": "image.difference",
+    "Flattened": "image.flatten",
+    "Inspection": "image.inspection",
+    "Pruned": "store.prune",
+    "Recovery": "recovery",
+    "Run": "criu.run",
+    "Statistics": "criu.statistics",
+    "Verification": "image.verification",
+}
+
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    module = "gpustasis.errors" if name.endswith("Error") else "gpustasis.api"
-    return globals().setdefault(name, getattr(importlib.import_module(module), name))
+    module = "errors" if name.endswith("Error") else _HOMES.get(name, "api")
+    found = importlib.import_module(f"gpustasis.{module}")
+    return globals().setdefault(name, getattr(found, "Outcome" if name == "Pruned" else name))
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 from support.containerd_node import JOB_IMAGE, ContainerdNode, Pod
 from support.containerd_node import Container as NodeContainer
 from support.engine_root import EngineRoot
+from support.json_output import check_document
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +80,19 @@ def test_a_gpu_container_goes_to_another_node(
     job.remove()
 
 
-def test_containers_are_listed_and_named(node: ContainerdNode, job: NodeContainer) -> None:
+def test_containers_are_listed_and_named(
+    node: ContainerdNode, job: NodeContainer, shared: Path
+) -> None:
     listed = node.root.run("gpustasis", "containerd", "list").stdout.splitlines()
     assert listed[0].split() == ["ID", "NAMESPACE", "POD", "CONTAINER", "IMAGE", "STATE"]
+    words = ("gpustasis", "containerd", "checkpoint", job.path, "--json", "--export")
+    said = node.root.run(*words, shared / "json.tar").stdout
+    assert check_document(said, "containerd checkpoint")["container"]["id"] == job.id
     wanted = [job.id[:13], "tests", "trainer", "job", JOB_IMAGE, "running"]
     assert wanted in [line.split() for line in listed]
+    said = node.root.run("gpustasis", "containerd", "list", "--json").stdout
+    found = check_document(said, "containerd list")["containers"]
+    assert job.id in [container["id"] for container in found]
 
 
 def test_no_container_is_named(
@@ -150,6 +159,8 @@ def test_a_container_left_paused_is_resumed(
     job.run_on()
     done = node.root.run("gpustasis", "containerd", "resume", job.path)
     assert "is not paused" in done.stdout
+    said = node.root.run("gpustasis", "containerd", "resume", job.path, "--json").stdout
+    assert not check_document(said, "containerd resume")["resumed"]
 
 
 def test_ctr_checkpoints_with_the_plugin(

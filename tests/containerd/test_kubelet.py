@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import pytest
 from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.certificates import Authority, Pair
 from support.containerd_node import KUBELET_PORT, ContainerdNode, kubelet_on
+from support.json_output import check_document
 from support.kubelet_server import ALLOWED
 
 TOKEN = "a-token-of-the-tests"
@@ -61,7 +61,7 @@ def test_many_pods_at_once(cluster: Cluster, node: ContainerdNode) -> None:
 
     done = cluster.checkpoint("--json", jobs[0].path, "tests/worker-1/none", "tests/none/job")
     assert done.returncode == 16
-    results = json.loads(done.stdout)["checkpoints"]
+    results = check_document(done.stdout, "kubelet checkpoint")["checkpoints"]
     assert [result["ok"] for result in results] == [True, False, False]
     assert "2 of 3 checkpoints failed" in done.stderr
     assert '"container none does not exist" (404): the pod has no such container' in done.stderr

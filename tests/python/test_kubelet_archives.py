@@ -15,6 +15,7 @@ import pytest
 from gpustasis.archive.layout import Engine
 from gpustasis.errors import ArchiveError
 from gpustasis.runtimes.kubelet_archives import list_archives, read_archive
+from support.json_output import check_document
 
 CONFIG = {
     "id": "0123456789abcdef" * 4,
@@ -78,7 +79,8 @@ def test_the_columns(tmp_path: Path) -> None:
 
 def test_json(tmp_path: Path) -> None:
     write_archive(tmp_path / "one.tar", Engine.CRI_O)
-    (found,) = json.loads(command(tmp_path, "--json").stdout)["archives"]
+    said = command(tmp_path, "--json").stdout
+    (found,) = check_document(said, "kubelet list")["archives"]
     assert found["path"] == str(tmp_path / "one.tar")
     assert found["container_id"] == CONFIG["id"]
     assert (found["checkpoint_bytes"], found["rootfs_diff_bytes"]) == (4096, 340)

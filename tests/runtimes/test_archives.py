@@ -10,6 +10,7 @@ import pytest
 
 from support.engine_gpu import Steady, SteadyContainer
 from support.engine_root import EngineRoot
+from support.json_output import check_document
 
 NAME = "archived"
 ARCHIVE = "/mnt/shared/archived.tar.zst"
@@ -49,8 +50,10 @@ def test_podmans_archive_is_read_and_becomes_an_image(archive: SteadyContainer) 
 
     for tool in TOOLS:
         image = f"localhost/checkpoint-{tool}:1"
-        built = root.run("gpustasis", "build-image", ARCHIVE, "-t", image, "--with", tool)
-        assert built.stdout == f"{image}: built with {tool}\n"
+        words = ("gpustasis", "build-image", ARCHIVE, "-t", image, "--with", tool)
+        assert root.run(*words).stdout == f"{image}: built with {tool}\n"
+        found = check_document(root.run(*words, "--json").stdout, "build-image")
+        assert (found["image"], found["tool"]) == (image, tool)
         notes = annotations(root, image)
         assert notes["io.podman.annotations.checkpoint.name"] == NAME
         assert notes["io.podman.annotations.checkpoint.runtime.name"] == "runc"

@@ -12,6 +12,7 @@ import pytest
 from gpustasis.criu import log as log_errors
 from support.engine_gpu import Steady, SteadyContainer, start_podman, write_config
 from support.engine_root import EngineRoot
+from support.json_output import check_document
 
 MIB = 1 << 20
 RUNTIMES = ["runc", "crun"]
@@ -34,7 +35,10 @@ def test_figures_stand_beside_crius(steady: Steady, runtime: str) -> None:
     container = steady(f"figures-{runtime}", runtime, mib=8, children=1)
     root = container.root
     for leave in (["--leave-running"], []):
-        said = ask(root, runtime, "checkpoint", container.name, "--print-stats", *leave).stdout
+        word = "--print-stats" if leave else "--json"
+        said = ask(root, runtime, "checkpoint", container.name, word, *leave).stdout
+        if not leave:
+            said = json.dumps(check_document(said, "podman checkpoint")["podman"])
         figures = container_figures(said)
         assert figures["Id"] == container.id()
         assert figures["criu_statistics"]["pages_written"] > 0
@@ -43,8 +47,8 @@ def test_figures_stand_beside_crius(steady: Steady, runtime: str) -> None:
         assert ours["staged_bytes"] >= 16 * MIB > ours["file_bytes"] > 0
         assert 0 < ours["lock_time"] < figures["runtime_checkpoint_duration"]
         assert container.state() == ("running" if leave else "exited")
-    said = ask(root, runtime, "restore", container.name, "--print-stats", "--keep").stdout
-    figures = container_figures(said)
+    said = ask(root, runtime, "restore", container.name, "--json", "--keep").stdout
+    figures = container_figures(json.dumps(check_document(said, "podman restore")["podman"]))
     assert figures["criu_statistics"]["pages_restored"] > 0
     assert figures["gpustasis_statistics"]["refill_time"] > 0
     container.run_on(2)

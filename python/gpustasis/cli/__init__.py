@@ -48,6 +48,7 @@ class _Program(Group):
             return None
         module, name = COMMANDS[cmd_name][0].split(".")
         found: click.Command = getattr(importlib.import_module(f"gpustasis.cli.{module}"), name)
+        found.short_help = COMMANDS[cmd_name][1]
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
