@@ -13,6 +13,12 @@ _LIMIT = 3 << 20  # bytes of the product's wheel
 _KINDS = {
     "Python modules of the product": re.compile(r"gpustasis/[a-z_/]+\.py"),
     "types of the extension, and of the package": re.compile(r"gpustasis/(_core\.pyi|py\.typed)"),
+    "what --json prints": re.compile(r"gpustasis/cli/output\.schema\.json"),
+    "man pages and completion": re.compile(
+        r"gpustasis-[0-9.]+\.data/data/share/(man/man1/gpustasis[a-z-]*\.1"
+        r"|bash-completion/completions/gpustasis|zsh/site-functions/_gpustasis"
+        r"|fish/vendor_completions\.d/gpustasis\.fish)"
+    ),
     "the Python extension": re.compile(r"gpustasis/_core\.[a-z0-9_-]+\.so"),
     "the CRIU plugin": re.compile(r"gpustasis/plugin/cuda_plugin\.so"),
     "what install puts on a host": re.compile(r"gpustasis/runtime-hooks/[a-z]+/[a-z0-9.-]+"),
