@@ -17,6 +17,21 @@ use_cuda_include() {
     export CUDA_INCLUDE
 }
 
+# A criu for what runs gpustasis: the one that GPUSTASIS_CRIU names, this machine's own if the plugin
+# can use it, else that of the first of these test roots that is there. gpustasis looks for none.
+use_criu() { # SUITE...
+    local suite
+    if [ -n "${GPUSTASIS_CRIU:-}" ] ||
+        "$venv/bin/python" -c 'from gpustasis.criu.find import find; find()' 2>/dev/null; then
+        return
+    fi
+    for suite in "$@"; do
+        [ -x "$cache/roots/$suite/usr/sbin/criu" ] || continue
+        export GPUSTASIS_CRIU=$cache/roots/$suite
+        return
+    done
+}
+
 say() { printf '%s\n' "$*"; }
 
 # die WHAT HOW-TO-MEND

@@ -8,7 +8,8 @@ compile_c       compile_c(source, *flags) -> Path: a C program, compiled once fo
 emulator        a private driver emulator (gpustasis.emulator.Emulator), one for the whole run: two
                 GPUs of 256 MiB, driver 580, copies as fast as memory; its faults and settings are reset after each test
 emulator_environ
-                the environment in which programs and criu use that emulator
+                the environment in which programs and criu use that emulator; it names the
+                preferred CRIU
 compile_cuda    compile_cuda(source, *flags) -> Path: the same for a program of the CUDA driver API
 launch_cuda     launch_cuda(argv) -> Job: launch, on the emulator's GPUs
 gpu_generations launch_cuda of tests/programs/gpu_generations.c, once it is "ready":
@@ -32,9 +33,10 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.criu.find import Criu, find_all
+from gpustasis.criu.find import Criu
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of, library_directory
 from support.checkpoint import Checkpointer
+from support.criu_roots import criu_place, criu_versions, preferred_criu
 from support.job import Job
 
 EMULATED_DRIVER = "580.95.05"
@@ -42,16 +44,6 @@ EMULATED_MEMORY_SIZE = 256 << 20  # bytes of each GPU
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 Launch = Callable[..., Job]
-
-
-@functools.cache
-def criu_versions() -> tuple[Criu, ...]:
-    """The usable CRIUs of this machine, each version once, oldest first."""
-    by_version: dict[tuple[int, ...], Criu] = {}
-    for candidate in find_all():
-        if candidate.usable:
-            by_version.setdefault(candidate.version, candidate)
-    return tuple(by_version[version] for version in sorted(by_version))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -155,7 +147,8 @@ def emulator(running_emulator: Emulator) -> Iterator[Emulator]:
 
 @pytest.fixture
 def emulator_environ(emulator: Emulator) -> dict[str, str]:
-    return dict(os.environ) | emulator.environment(api_version_of(EMULATED_DRIVER))
+    named = {"GPUSTASIS_CRIU": criu_place(preferred_criu())}
+    return dict(os.environ) | named | emulator.environment(api_version_of(EMULATED_DRIVER))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpustasis.criu.find import Criu, find_all
+from gpustasis.criu.find import Criu
 from gpustasis.emulator import Emulator
 from gpustasis_bench.bench import running
 from gpustasis_bench.bench.checkpointing import Checkpointing
@@ -25,6 +25,7 @@ from gpustasis_bench.bench.programs import compile_program
 from gpustasis_bench.contents.layout import ContentWriter
 from gpustasis_bench.errors import BenchError, WrongMemoryError
 from gpustasis_bench.roots import require_root
+from support import criu_roots
 
 MIB = 1 << 20
 TMPFS = Path("/dev/shm")
@@ -32,7 +33,7 @@ TMPFS = Path("/dev/shm")
 
 @pytest.fixture
 def newest_criu() -> Criu:
-    return max((found for found in find_all() if found.usable), key=lambda criu: criu.version)
+    return criu_roots.newest_criu()
 
 
 def run_bench(environ: dict[str, str], work: Path, *words: str) -> dict[str, Any]:

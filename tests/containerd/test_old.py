@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 
-from gpustasis.criu.find import roots_directory
 from support.containerd_node import ContainerdNode
+from support.criu_roots import roots_directory
 from support.engine_root import EngineRoot
 
 PROGRAMS = Path("/opt/containerd-1.7")
 
 
 def test_containerd_1_7(tmp_path: Path, job_program: Path) -> None:
-    here = roots_directory(os.environ) / "containerd-1.7/root/usr/bin"
+    here = roots_directory() / "containerd-1.7/root/usr/bin"
     assert here.is_dir(), f"{here} is missing; ci/test-root containerd-1.7 makes it"
     place = tmp_path / "root"
     place.mkdir()

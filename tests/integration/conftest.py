@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from campaigns.rig import Programs, Rig
-from gpustasis.criu.find import Criu, find_all
+from gpustasis.criu.find import Criu
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
+from support.criu_roots import newest_criu
 from support.kernels import compile_kernels
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
@@ -24,7 +25,7 @@ DRIVER = "580.95.05"
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "newest_criu" in metafunc.fixturenames:
-        newest = max((found for found in find_all() if found.usable), key=lambda c: c.version)
+        newest = newest_criu()
         name = f"criu-{newest.version_text}"
         metafunc.parametrize("newest_criu", [newest], ids=[name], scope="session")
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gpustasis.criu.find import Criu, find
+from gpustasis.criu.find import Criu
 from gpustasis_bench.demo.flow import Demo, prepare_work
 from gpustasis_bench.demo.report import Report
 from gpustasis_bench.demo.training import Result, c_program
 from gpustasis_bench.errors import DemoError
+from support.criu_roots import criu_place, preferred_criu
 
 STEPS = "120"
 
@@ -42,7 +43,7 @@ def run_demo(
         "--steps",
         STEPS,
     ]
-    command += ["--program", str(programs), "--criu", str(criu.root or criu.program)]
+    command += ["--program", str(programs), "--criu", criu_place(criu)]
     command += ["--work", str(out / "work"), "--out", str(out / "demo.json")]
     return subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=200, check=False
@@ -69,7 +70,7 @@ def test_the_demo_comes_back_to_the_bit_and_says_so(
 @pytest.mark.timeout(240)
 def test_a_demo_that_cannot_dump_fails_with_a_sentence(programs: Path, tmp_path: Path) -> None:
     environ = dict(os.environ) | {"GPUSTASIS_PLUGIN_DIR": str(tmp_path)}
-    ended = run_demo(programs, find(), tmp_path, environ)
+    ended = run_demo(programs, preferred_criu(), tmp_path, environ)
     assert ended.returncode != 0
     assert "demo: " in ended.stderr
     assert "cuda_plugin.so is missing" in ended.stderr
@@ -79,7 +80,7 @@ def test_a_demo_that_cannot_dump_fails_with_a_sentence(programs: Path, tmp_path:
 def small_demo(programs: Path, work: Path) -> Demo:
     prepare_work(work)
     program = c_program(programs, "train_kernels.so", data_mib=2, pool_mib=2, hidden=256)
-    return Demo(program, find(), work, Console(quiet=True))
+    return Demo(program, preferred_criu(), work, Console(quiet=True))
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.criu.find import Criu, choose, find, find_all, parse_version, roots_directory
+from gpustasis.criu.find import Criu, choose, find, find_all, parse_version
 from gpustasis.errors import CriuError
+from support.criu_roots import roots_directory
 
 
 def fake_criu(program: Path, says: str, status: int = 0) -> Path:
@@ -61,16 +62,24 @@ def test_a_directory_is_a_root_with_its_own_loader(tmp_path: Path) -> None:
     ]
 
 
-def test_path_comes_before_test_roots(tmp_path: Path) -> None:
+def test_nothing_is_looked_for_or_run_in_caches(tmp_path: Path) -> None:
+    """Whoever can write there would have it run as root."""
     fake_criu(tmp_path / "bin/criu", "Version: 4.1")
-    for suite in ("trixie", "sid"):
-        root = tmp_path / "cache/roots" / suite
-        fake_criu(root / "lib64/ld-linux-x86-64.so.2", "Version: 4.2.1")
+    ran = tmp_path / "ran"
+    for suite in ("trixie", "sid", "experimental"):
+        root = tmp_path / "cache/gpustasis/roots" / suite
+        loader = fake_criu(root / "lib64/ld-linux-x86-64.so.2", "Version: 4.2.1")
+        loader.write_text(f"#!/bin/sh\ntouch {ran}\necho Version: 4.2.1\n")
         fake_criu(root / "usr/sbin/criu", "")
-    found = find_all(environment(tmp_path))
-    origins = [criu.origin for criu in found if not criu.origin.startswith("/")]
-    assert origins == ["PATH", "test root sid", "test root trixie"]
-    assert choose(found).version_text == "4.1"
+    cache = tmp_path / "cache"
+    for more in (
+        {"GPUSTASIS_CACHE": str(cache / "gpustasis")},
+        {"GPUSTASIS_CACHE": "", "XDG_CACHE_HOME": str(cache)},
+    ):
+        found = find_all(environment(tmp_path, **more))
+        assert all(criu.root is None for criu in found)
+        assert choose(found).origin == "PATH"
+    assert not ran.exists()
 
 
 def test_too_old_and_broken_ones_are_passed_over_and_named(tmp_path: Path) -> None:
@@ -97,7 +106,7 @@ def test_none_at_all_says_what_to_do() -> None:
         choose(())
 
 
-def test_the_cache_follows_the_environment() -> None:
+def test_test_roots_follow_the_environment() -> None:
     assert roots_directory({"GPUSTASIS_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c/roots")
     assert roots_directory({"XDG_CACHE_HOME": "/x"}) == Path("/x/gpustasis/roots")
     assert roots_directory({}) == Path("/var/cache/gpustasis/roots")

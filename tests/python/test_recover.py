@@ -16,10 +16,10 @@ from subprocess import CompletedProcess
 import pytest
 
 from gpustasis._core import ImageReader, find_drop_record, image_name
-from gpustasis.criu.find import choose, find_all
 from gpustasis.recovery import WORKER_COMM
 from gpustasis.task import find_users
 from support.checkpoint import Checkpointer
+from support.criu_roots import preferred_criu
 from support.job import TIMEOUT_S, Job
 
 Gpustasis = Callable[..., CompletedProcess[str]]
@@ -55,7 +55,7 @@ def driver_calls(emulator_environ: dict[str, str]) -> DriverCalls:
 def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
     """abandon(job, images, with_worker=True): begin a dump and kill criu, and the worker that would
     undo it, when all GPU memory is in the image and out of the task. One CRIU will do here."""
-    checkpointer = Checkpointer(choose(find_all()), emulator_environ)
+    checkpointer = Checkpointer(preferred_criu(), emulator_environ)
     reached = tmp_path / "reached"
     script = tmp_path / "script"
     script.write_text(

@@ -26,12 +26,13 @@ from typing import Any
 import gpustasis
 from campaigns.rig import GPU_MEMORY, Programs, Rig
 from campaigns.tally import Tally
-from gpustasis.criu.find import Criu, find_all
+from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of, library_directory
 from gpustasis_bench.bench.programs import compile_program as compile_packaged
 from soak import report
 from soak.plan import CAMPAIGNS, REPOSITORY, Bench
+from support.criu_roots import criu_versions
 from support.kernels import compile_kernels
 
 DRIVER = "580.95.05"
@@ -51,6 +52,8 @@ def main() -> int:
     results.mkdir(parents=True, exist_ok=True)
     identity = {"seed": arguments.seed, "tree": tree_digest()}
     versions = criu_versions()
+    if not versions:
+        raise SystemExit("no CRIU was found: ci/test-root all")
     print(f"soak on the emulator: seed {arguments.seed}, CRIU {', '.join(texts(versions))}")
     for name in arguments.campaigns or CAMPAIGNS:
         stored = results / f"{name}.json"
@@ -138,14 +141,6 @@ def tree_digest() -> str:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             digest.update(f"{name}\0{content}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
-
-
-def criu_versions() -> tuple[Criu, ...]:
-    """Each version once, oldest first."""
-    by_version = {found.version: found for found in reversed(find_all()) if found.usable}
-    if not by_version:
-        raise SystemExit("no CRIU was found: ci/test-root all")
-    return tuple(by_version[version] for version in sorted(by_version))
 
 
 def texts(versions: tuple[Criu, ...]) -> list[str]:

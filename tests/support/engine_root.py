@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gpustasis.criu.find import roots_directory
+from support.criu_roots import roots_directory
 
 TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 60.0
@@ -69,7 +69,7 @@ class EngineRoot:
         binds: Mapping[str, Path] | None = None,
         shared: Mapping[str, Path] | None = None,
     ) -> None:
-        lower = roots_directory(os.environ) / "engines"
+        lower = roots_directory() / "engines"
         assert lower.is_dir(), f"{lower} is missing; ci/test-root engines makes it"
         self.name = f"gpustasis-engines-{os.getpid()}-{next(_numbers)}"
         words = [f"ro:{path}" for path in _python_paths()]

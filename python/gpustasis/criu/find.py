@@ -13,7 +13,6 @@ from gpustasis import process
 from gpustasis.errors import CriuError
 
 MINIMUM_VERSION = (4, 1)
-ROOT_SUITES = ("sid", "trixie", "experimental")  # in the order in which they are preferred
 _LOADER = Path("lib64/ld-linux-x86-64.so.2")
 _LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
 _TIMEOUT_S = 30.0
@@ -27,10 +26,10 @@ class Criu:
     """One criu program.
 
     program: the executable.
-    root: the Debian root that it lives in and whose loader and libraries it needs; None: it is
-        this system's own.
+    root: the directory with a system of its own (Debian's layout) that it was named in, and whose
+        loader and libraries it needs; None: it is this system's own.
     version: (4, 2, 1); empty if it does not run.
-    origin: where it was found, for people: "PATH", "GPUSTASIS_CRIU", "test root sid".
+    origin: where it was found, for people: "PATH", "GPUSTASIS_CRIU", "/usr/sbin".
     problem: why it does not run; empty if it does.
     """
 
@@ -69,8 +68,8 @@ def find_all(
     """Every criu there is, the preferred one first; also those too old or broken.
 
     explicit: a program, or a root directory holding usr/sbin/criu. It, else the environment's
-    GPUSTASIS_CRIU (the same), stands alone if given. Otherwise: PATH, the system's usual places,
-    then the test roots made by ci/test-root.
+    GPUSTASIS_CRIU (the same), stands alone if given. Otherwise: PATH, then the system's usual
+    places. No other place is looked into: what is found is run, as root mostly.
     """
     env = os.environ if environ is None else environ
     named, origin = (
@@ -78,7 +77,7 @@ def find_all(
     )
     if named:
         return (_probe(*_locate(Path(named)), origin, env),)
-    return tuple(_probe(program, root, origin, env) for program, root, origin in _search(env))
+    return tuple(_probe(program, None, origin, env) for program, origin in _search(env))
 
 
 def choose(candidates: tuple[Criu, ...]) -> Criu:
@@ -100,14 +99,6 @@ def find(explicit: str | None = None, environ: Mapping[str, str] | None = None) 
     return choose(find_all(environ, explicit))
 
 
-def roots_directory(environ: Mapping[str, str]) -> Path:
-    """Where ci/test-root keeps its Debian roots."""
-    cache = environ.get("GPUSTASIS_CACHE")
-    if cache:
-        return Path(cache) / "roots"
-    return Path(environ.get("XDG_CACHE_HOME") or "/var/cache") / "gpustasis" / "roots"
-
-
 def parse_version(text: str) -> Version:
     """The version in what `criu --version` prints; empty if there is none."""
     match = re.search(r"^Version:\s*(\d+(?:\.\d+)*)", text, re.MULTILINE)
@@ -121,7 +112,7 @@ def _locate(path: Path) -> tuple[Path, Path | None]:
     return path, None
 
 
-def _search(environ: Mapping[str, str]) -> Iterator[tuple[Path, Path | None, str]]:
+def _search(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     seen: set[Path] = set()
     on_path = shutil.which("criu", path=environ.get("PATH", os.defpath))
     places = [(on_path, "PATH")] if on_path else []
@@ -130,11 +121,7 @@ def _search(environ: Mapping[str, str]) -> Iterator[tuple[Path, Path | None, str
         program = Path(name)
         if program.exists() and program.resolve() not in seen:
             seen.add(program.resolve())
-            yield program, None, origin
-    for suite in ROOT_SUITES:
-        root = roots_directory(environ) / suite
-        if (root / "usr/sbin/criu").exists():
-            yield root / "usr/sbin/criu", root, f"test root {suite}"
+            yield program, origin
 
 
 def _loader(root: Path | None, environ: Mapping[str, str]) -> list[str]:
