@@ -26,7 +26,7 @@ from gpustasis._core import (
 from gpustasis.criu.statistics import find_statistics, statistics_path
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, DriverError, ImageError
-from gpustasis.task import Task, find_users, read_task
+from gpustasis.task import Task, find_users, misleading_thread, read_task
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,8 @@ def recover(
     as it was found then, or, after a refusal of the driver, as far as it came.
     """
     task = _settled_task(pid, images)
+    if misled := misleading_thread(pid):
+        raise CheckpointError(f"{misled}; the driver is not asked about it")
     state = driver.get_state(pid)
     log.info("process %s is %s", pid, state.name)
     if state is ProcessState.RUNNING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TypeVar
 from gpustasis.errors import CheckpointError
 
 PROC = Path("/proc")
+_DRIVER_THREAD = re.compile(r"cuda([0-9a-f]{11})")
 Seen = TypeVar("Seen")
 _STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat after the name: 3 and 22 of proc(5)
 
@@ -53,45 +55,67 @@ def read_task(pid: int) -> Task:
     )
 
 
+def misleading_thread(pid: int) -> str | None:
+    """A thread of `pid` by whose name the driver would open a file, and not a pipe of its own; None:
+    there is none.
+
+    The driver finds its thread in a process by its name, "cuda" and 11 hex digits: the numbers of two
+    descriptors of that process, 22 bits each. It opens them anew, to write a request to the one and
+    read the answer from the other. Whoever may name a thread can so have a root that asks the driver
+    write to any file that the process has open, if only for reading.
+    """
+    place = PROC / str(pid)
+    try:
+        for thread in (place / "task").iterdir():
+            name = (thread / "comm").read_text(errors="replace").rstrip("\n")
+            digits = _DRIVER_THREAD.fullmatch(name)
+            for number in divmod(int(digits[1], 16), 1 << 22) if digits else ():
+                try:
+                    target = os.readlink(place / "fd" / str(number))
+                except FileNotFoundError:
+                    continue  # the driver cannot open it either
+                if target.startswith("/"):
+                    return (
+                        f"thread {thread.name} of process {pid} is named {name} as the driver's are, "
+                        f"but leads it to {target} (descriptor {number}), which is no pipe"
+                    )
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # it has ended, or one of its threads has
+    return None
+
+
 def boot_id() -> bytes:
     """16 bytes that name this boot of this machine."""
     return uuid.UUID((PROC / "sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
 def find_users(directory: Path, comm: str) -> list[int]:
-    """Processes of that name that have `directory` open, as far as this process may see."""
+    """Processes of that name and of this user that have `directory` open."""
     wanted = directory.stat()
-    found = []
-    for entry in PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if (entry / "comm").read_text().rstrip("\n") == comm and _holds(entry, wanted):
-                found.append(int(entry.name))
-        except OSError:  # it has ended, or is not ours to look at
-            continue
-    return found
+    return _find(
+        comm, lambda entry: any(os.path.samestat(found, wanted) for found in _each(entry, os.stat))
+    )
 
 
 def find_openers(part: str, comm: str) -> list[int]:
-    """Processes of that name that have a file open whose path holds `part`, as far as this process
-    may see."""
+    """Processes of that name and of this user that have a file open whose path holds `part`."""
+    return _find(comm, lambda entry: any(part in name for name in _each(entry, os.readlink)))
+
+
+def _find(comm: str, holds: Callable[[Path], bool]) -> list[int]:
+    """Only processes of this user: what another names like that is not believed, and nothing that
+    it has open, which may be on a file system of its own that never answers, is looked at."""
     found = []
     for entry in PROC.iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            if (entry / "comm").read_text().rstrip("\n") == comm and any(
-                part in name for name in _each(entry, os.readlink)
-            ):
+            name = (entry / "comm").read_text(errors="replace").rstrip("\n")
+            if name == comm and entry.stat().st_uid == os.geteuid() and holds(entry):
                 found.append(int(entry.name))
         except OSError:  # it has ended, or is not ours to look at
             continue
     return found
-
-
-def _holds(process: Path, wanted: os.stat_result) -> bool:
-    return any(os.path.samestat(found, wanted) for found in _each(process, os.stat))
 
 
 def _each(process: Path, look: Callable[[Path], Seen]) -> Iterator[Seen]:

@@ -35,3 +35,13 @@ def _shown(char: str) -> str:
     if code < 0x100:
         return _NAMED.get(char, f"\\x{code:02x}")
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def mib(size: float) -> str:
+    """Bytes as "12.0 MiB"."""
+    return f"{size / 2**20:.1f} MiB"
+
+
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    """Count and noun: "1 image", "2 images"."""
+    return f"{count} {noun}{'' if count == 1 else ending}"

@@ -89,6 +89,11 @@ void set_from_text(Config& config, const std::string& key, const std::string& va
         set_key(config, where, key, toml::value<std::string>(value));
 }
 
+std::string environment(const char* name) {
+    const char* value = std::getenv(name);
+    return value == nullptr ? "" : value;
+}
+
 } // namespace
 
 void set_key(Config& config, const std::string& path, std::string_view key,
@@ -171,22 +176,21 @@ Config read_config(const std::string& path) {
     return config;
 }
 
-Config find_config(const PluginOptions& options) {
+Config find_config(const PluginOptions& options, const SetPolicy& set_policy) {
     Config config;
     const auto named = std::ranges::find(options, "config", &PluginOptions::value_type::first);
-    const char* environment = std::getenv("GPUSTASIS_CONFIG");
-    std::string file;
-    if (named != options.end())
-        file = named->second;
-    else if (environment != nullptr)
-        file = environment;
-    if (!file.empty())
-        config = read_config(file);
-    else if (::access(kDefaultPath, F_OK) == 0)
-        config = read_config(kDefaultPath);
-    else
+    const std::string file =
+        named != options.end() ? named->second : environment("GPUSTASIS_CONFIG");
+    if (file.empty() && ::access(kDefaultPath, F_OK) == 0)
+        set_from_file(config, kDefaultPath);
+    else if (file.empty() || set_policy)
         config.source = "defaults";
-    config.named = file;
+    if (set_policy)
+        set_policy(config);
+    if (!file.empty())
+        set_from_file(config, file);
+    if (const std::string overrides = environment("GPUSTASIS_OVERRIDES"); !overrides.empty())
+        set_from_file(config, overrides);
     set_options(config, options);
     return config;
 }

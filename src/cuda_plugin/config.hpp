@@ -4,6 +4,7 @@
 #include "core/direct_io.hpp"
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,8 +31,7 @@ struct Config {
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0
     std::string driver = "libcuda.so.1";
     std::string nvml = "libnvidia-ml.so.1";
-    std::string source; ///< the file read, or "defaults"
-    std::string named;  ///< a file that was named for this run; it wins over a container's policy
+    std::string source; ///< the files read, the one that wins last; or "defaults"
 };
 
 /// Read the file `path`. Throws Error: io if it cannot be read, bad_argument for bad TOML, an
@@ -45,13 +45,15 @@ void set_from_file(Config& config, const std::string& path);
 /// Name and value of an option that criu was given for this plugin.
 using PluginOptions = std::vector<std::pair<std::string, std::string>>;
 
-/// The file that the option `config` names, else the environment's GPUSTASIS_CONFIG, else
-/// /etc/gpustasis/config.toml if it exists, else the defaults; other options are keys of the file
-/// and win over it. Throws as read_config.
-Config find_config(const PluginOptions& options);
+/// Sets what a container's policy says.
+using SetPolicy = std::function<void(Config&)>;
 
-/// Set what `options` say, but for `config`: once more, when something else was set since.
-/// Throws Error: bad_argument.
+/// Later wins: the defaults; /etc/gpustasis/config.toml, if it exists and no other file is named;
+/// `set_policy`; the file that the option `config`, else the environment's GPUSTASIS_CONFIG, names;
+/// the file that GPUSTASIS_OVERRIDES names; the other options, which are keys. Throws as read_config.
+Config find_config(const PluginOptions& options, const SetPolicy& set_policy = {});
+
+/// Set what `options` say, but for `config`. Throws Error: bad_argument.
 void set_options(Config& config, const PluginOptions& options);
 
 } // namespace gpustasis

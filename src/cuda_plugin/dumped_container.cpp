@@ -5,24 +5,18 @@
 #include "cuda_plugin/policy.hpp"
 #include "cuda_plugin/proc.hpp"
 
+#include <utility>
+
 namespace gpustasis {
 
 void DumpedContainer::settle(pid_t root, Config& config, const PluginOptions& options) {
     const std::vector<std::string> ids =
         container_ids(proc::read_file("/proc/" + std::to_string(root) + "/cgroup"),
                       proc::read_file("/proc/self/cgroup"));
-    Config settled = config;
-    if (!config.named.empty()) {
-        settled = Config();
-        settled.source = "defaults";
-    }
-    policy_ = PolicyDirectory().apply(settled, ids);
-    if (!policy_.empty()) {
-        if (!config.named.empty())
-            set_from_file(settled, config.named);
-        set_options(settled, options);
-        config = settled;
-    }
+    Config settled =
+        find_config(options, [&](Config& below) { policy_ = PolicyDirectory().apply(below, ids); });
+    if (!policy_.empty())
+        config = std::move(settled);
     if (config.incremental)
         open_store(root, config, policy_.empty() ? ids : std::vector{policy_});
 }

@@ -14,9 +14,9 @@ namespace gpustasis {
 
 class DumpedContainer {
 public:
-    /// Of the tree whose first task is `root`. Sets in `config` what the container's policy says;
-    /// then once more what config.named and `options` say, which win. Opens the store if the
-    /// result is `incremental`. Throws Error: io; bad_argument if the policy cannot be used, or
+    /// Of the tree whose first task is `root`. If its container has a policy, `config` is found anew,
+    /// with the policy at its place in the order (find_config). Opens the store if the result is
+    /// `incremental`. Throws Error: io; bad_argument if the policy cannot be used, or
     /// `incremental` cannot be done.
     void settle(pid_t root, Config& config, const PluginOptions& options);
 

@@ -53,17 +53,17 @@ PYTHON_ARROWS = {
     "files": set[str](),
     "policy": {"errors"},
     "oci_hook": {"errors", "files", "policy", "image", "store"},
-    "install": {"errors", "files", "criu"},
+    "install": {"errors", "files", "process", "criu"},
     "recovery": {"errors", "driver", "task", "_core", "criu"},
     "emulator": {"errors", "files", "process"},
     "diagnosis": {
-        *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task"),
+        *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
         *("archive", "image", "_core"),
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu", "store"),
         *("recovery", "emulator", "diagnosis", "_core"),
-        *("dirty_rate", "watching", "archive", "install", "runtimes"),
+        *("dirty_rate", "watching", "archive", "install", "runtimes", "text"),
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from gpustasis.emulator import RUN_DIRECTORY
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
@@ -46,6 +49,31 @@ def test_run_starts_an_emulator_that_stays(
     stopped = command("status")
     assert stopped.returncode == 15
     assert "start one with `gpustasis emulator start`" in stopped.stderr
+
+
+def test_its_directory_is_root_s_whatever_the_umask(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "GPUSTASIS_EMULATOR"}
+    instance = f"test-{os.getpid()}"
+    argv = [sys.executable, "-m", "gpustasis", "emulator", "--instance", instance]
+
+    def call(word: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*argv, word], env=environ, capture_output=True, text=True, check=False, umask=0
+        )
+
+    place = RUN_DIRECTORY / instance
+    try:
+        started = call("start")
+        assert started.returncode == 0, started.stderr
+        assert place.stat().st_mode & 0o7777 == 0o755
+        assert call("stop").returncode == 0
+        place.chmod(0o777)
+        refused = call("start")
+        assert refused.returncode == 15
+        assert f"cannot use {place}: belongs to user 0 with mode 0777" in refused.stderr
+    finally:
+        call("stop")
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def test_exit_status_of_the_program_is_that_of_run(command: Command) -> None:

@@ -11,8 +11,10 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from gpustasis.install import layout
-from install.conftest import put
+from gpustasis.errors import InstallError
+from gpustasis.install import layout, record
+from gpustasis.install.root import Root
+from install.conftest import install_into, put
 from install.tree import tree
 
 Gpustasis = Callable[..., CompletedProcess[str]]
@@ -71,16 +73,127 @@ def test_the_host_itself_is_root_s(tmp_path: Path) -> None:
     assert ended.stdout.startswith("run it as root")
 
 
-def test_a_package_that_others_can_change(tmp_path: Path) -> None:
-    package = tmp_path / "shared/lib/gpustasis"
-    package.mkdir(parents=True)
-    assert tmp_path / "shared" not in list(layout.writable_by_others(package))
-    (tmp_path / "shared").chmod(0o777)
-    assert next(layout.writable_by_others(package)) == tmp_path / "shared"
-    (tmp_path / "shared").chmod(0o1777)  # as /tmp
-    assert tmp_path / "shared" not in list(layout.writable_by_others(package))
-    os.chown(package, 65534, 65534)
-    assert next(layout.writable_by_others(package)) == package
+def as_nobody(code: str) -> subprocess.CompletedProcess[str]:
+    """Run the code as nobody. The package may lie where nobody may look: it is imported before."""
+    before = (
+        "import os, sys\nfrom gpustasis import cli\n"
+        "for name in ('install', 'uninstall', 'doctor'): cli.cli.get_command(None, name)\n"
+        "import gpustasis.install.installation, gpustasis.text\n"
+        "from gpustasis.install import layout\n"
+        "files, lines, unsafe = layout.files(sys.executable), layout.lines(), []\n"
+        "layout.files, layout.lines = lambda python: files, lambda: lines\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", before + code], capture_output=True, text=True, check=False
+    )
+
+
+def call(*words: object) -> str:
+    return f"sys.argv[1:] = {[str(word) for word in words]!r}\ncli.main()\n"
+
+
+def test_an_ordinary_user_can_look(root: Path, gpustasis: Gpustasis) -> None:
+    for place in (root, *root.parents[:-2]):
+        place.chmod(place.stat().st_mode | 0o755)
+    dry = as_nobody(call("install", "--root", root, "--dry-run"))
+    assert dry.returncode == 0, dry.stderr
+    assert f"create     {layout.PLUGIN}" in dry.stdout
+    assert gpustasis("install", "--root", root).returncode == 0
+    before = tree(root)
+    for command in ("install", "uninstall"):  # its record is root's alone
+        dry = as_nobody(call(command, "--root", root, "--dry-run"))
+        assert dry.returncode == 22
+        assert dry.stderr == (
+            f"gpustasis: cannot read {record.RECORD}: Permission denied; run it as root\n"
+        )
+    assert tree(root) == before
+
+
+def test_a_file_that_an_ordinary_user_cannot_read(root: Path) -> None:
+    for place in (root, *root.parents[:-2]):
+        place.chmod(place.stat().st_mode | 0o755)
+    put(root, "/etc/criu/runc.conf", "link-remap\n").chmod(0o600)
+    dry = as_nobody(call("install", "--root", root, "--dry-run"))
+    assert dry.returncode == 22
+    assert "cannot read /etc/criu/runc.conf: Permission denied; run it as root" in dry.stderr
+    assert "Traceback" not in dry.stderr
+
+
+def test_names_and_lines_that_are_no_utf_8(gpustasis: Gpustasis, root: Path) -> None:
+    put(root, "/etc/criu/runc.conf", b"ghost-limit \xff1G\n")
+    done = gpustasis("install", "--root", root)
+    assert done.returncode == 0, done.stderr
+    assert r"ghost-limit \udcff1G in line 1: yours counts" in done.stdout
+
+
+def fake_python(place: Path) -> Path:
+    """A Python that only root can change, in a place that the test can spoil."""
+    place.mkdir(parents=True)
+    (place / "python3").symlink_to(sys.executable)
+    return place / "python3"
+
+
+UNSAFE = {
+    "the directory": lambda place: place.chmod(0o777),
+    "the directory above": lambda place: place.parent.chmod(0o775),
+    "the owner of the directory": lambda place: os.chown(place, 65534, 0),
+    "the owner of the link": lambda place: os.chown(
+        place / "python3", 65534, 0, follow_symlinks=False
+    ),
+}
+
+
+@pytest.mark.parametrize("how", UNSAFE)
+def test_an_interpreter_that_others_can_change(tmp_path: Path, how: str) -> None:
+    """Looked at on this host, where nothing is installed by a dry run."""
+    python = fake_python(tmp_path / "opt/bin")
+    with Root(Path("/"), alone=False) as host:
+        assert list(layout.unsafe_hook(host, str(python))) == []
+        UNSAFE[how](python.parent)
+        (found,) = layout.unsafe_hook(host, str(python))
+    assert str(tmp_path / "opt") in found
+    assert f"others than root could change it, and {layout.HOOK} runs it as root" in found
+
+
+@pytest.mark.parametrize("part", ["", "/_core.so", "/image", "/image/lock.py", "/link"])
+def test_a_package_that_others_can_change(
+    root: Path, monkeypatch: pytest.MonkeyPatch, gpustasis: Gpustasis, part: str
+) -> None:
+    """The extension module is one of its files."""
+    package = root / "opt/packages/gpustasis"
+    (package / "image").mkdir(parents=True)
+    for name in ("_core.so", "image/lock.py"):
+        (package / name).write_text("")
+    (package / "link").symlink_to("image")
+    monkeypatch.setattr(layout, "packages", lambda: "/opt/packages")
+    assert install_into(root)[layout.HOOK].action == "create"
+    before = tree(root)
+    os.chown(f"{package}{part}", 65534, 65534, follow_symlinks=False)
+    with pytest.raises(InstallError) as caught:
+        install_into(root)
+    assert f"/opt/packages/gpustasis{part} belongs to user 65534" in str(caught.value)
+    assert str(caught.value).endswith("nothing was changed")
+    os.chown(f"{package}{part}", 0, 0, follow_symlinks=False)
+    assert tree(root) == before
+
+
+def test_the_command_refuses_it(gpustasis: Gpustasis, tmp_path: Path) -> None:
+    python = fake_python(tmp_path / "opt/bin")
+    words = ("install", "--dry-run", "--python", python)
+    first = gpustasis(*words)
+    python.parent.chmod(0o777)
+    ended = gpustasis(*words)
+    assert ended.returncode == 22
+    assert f"{python.parent} belongs to user 0 with mode 0777: others than root" in ended.stderr
+    assert str(python.parent) not in first.stderr
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/bin/echo"])
+def test_what_is_no_interpreter(gpustasis: Gpustasis, python: str) -> None:
+    ended = gpustasis("install", "--dry-run", "--python", python)
+    assert ended.returncode == 22
+    assert f"{python} cannot be the hook's interpreter: exit" in ended.stderr
 
 
 @pytest.mark.parametrize("command", ["install", "uninstall"])

@@ -63,6 +63,34 @@ def test_the_hook_starts_where_it_was_made_for(root: Path) -> None:
     assert Path(ended.stdout.strip()).parent.parent == Path(layout.packages())
 
 
+ODD_NAMES = [
+    *(
+        'with "quotes"',
+        "it's",
+        "two\nlines",
+        "back\\slash\\n",
+        "@PYTHON@",
+        "@PACKAGES@",
+        "not \udcff",
+    ),
+    '"); import os; os._exit(9); ("',
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_package_in_a_directory_of_any_name(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    packages = tmp_path / name
+    (packages / "gpustasis").mkdir(parents=True)
+    (packages / "gpustasis/oci_hook.py").write_text("def main():\n    return 7\n")
+    monkeypatch.setattr(layout, "packages", lambda: str(packages))
+    install_into(root)
+    program = root / layout.HOOK[1:]
+    ended = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 7, ended.stderr
+
+
 @pytest.mark.parametrize("python", ["python3", "/usr/bin/python3 -X", "/" + "x" * 300, "/a\n/b"])
 def test_an_interpreter_that_cannot_stand_in_a_first_line(python: str) -> None:
     with pytest.raises(Exception, match="cannot be the hook's interpreter"):

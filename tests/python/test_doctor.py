@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -65,3 +68,37 @@ def test_it_reads_the_configuration(
     assert ended.returncode == 20
     wrong = "configuration" if line.startswith("threads") else "CUDA driver"
     assert findings(ended)[wrong]["status"] == "problem"
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_name_that_is_no_utf_8_is_shown(
+    gpustasis: Gpustasis,
+    emulator_environ: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    form: str,
+) -> None:
+    monkeypatch.setitem(emulator_environ, "PYTHONIOENCODING", "utf-8:strict")
+    name = os.fsdecode(bytes(tmp_path) + b"/\xff.tar")
+    ended = gpustasis("doctor", "--archive", name, *(["--json"] if form == "json" else []))
+    assert ended.returncode == 20, ended.stderr
+    assert "Traceback" not in ended.stderr
+    shown = ended.stdout if form == "text" else findings(ended)["checkpoint"]["text"]
+    assert f"{tmp_path}/\\udcff.tar" in shown
+
+
+def test_an_ordinary_user_gets_findings(tmp_path: Path) -> None:
+    """The package may lie where nobody may look: it is imported before the process is nobody."""
+    code = (
+        "import os, sys\nfrom gpustasis import cli\n"
+        "command = cli.cli.get_command(None, 'doctor')\n"
+        "import gpustasis.archive.compression, gpustasis.image.inspection\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "sys.argv[1:] = ['doctor']\ncli.main()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 20, ended.stderr
+    assert "problem capabilities: lacking CAP_SYS_PTRACE" in ended.stdout
+    assert "Traceback" not in ended.stderr

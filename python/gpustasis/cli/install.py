@@ -59,7 +59,7 @@ def command(directory: Path, dry_run: bool, python: str) -> None:
     """
     require_rights(directory, dry_run)
     changes: list[Change] = []
-    with Root(directory) as root:
+    with Root(directory, alone=not dry_run) as root:
         installation.install(root, __version__, python, _told(changes), dry_run)
         notes = list(advice(root, python))
 
@@ -80,7 +80,7 @@ def uninstall(directory: Path, dry_run: bool) -> None:
     """
     require_rights(directory, dry_run)
     changes: list[Change] = []
-    with Root(directory) as root:
+    with Root(directory, alone=not dry_run) as root:
         found = installation.uninstall(root, _told(changes), dry_run)
     output.answer(
         _fields(directory, dry_run, changes),

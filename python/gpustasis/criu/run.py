@@ -14,10 +14,11 @@ from gpustasis import process
 from gpustasis.criu import log
 from gpustasis.criu.find import Criu, Version
 from gpustasis.criu.images import read_pstree
-from gpustasis.criu.plugin import Scalar, find_config, format_config, plugin_directory, read_config
+from gpustasis.criu.plugin import Scalar, format_config, plugin_directory, read_config
 from gpustasis.criu.statistics import Stage, Statistics, find_statistics, statistics_path
 from gpustasis.errors import CheckpointError, CriuError
 
+OVERRIDES = "GPUSTASIS_OVERRIDES"  # a file whose keys win over all other files and policies
 PLUGIN_OPTION_VERSION = (4, 3)  # the first criu with --plugin-option
 
 # Options of criu that this package sets itself: log and pidfile are read afterwards, the plugin's
@@ -155,7 +156,7 @@ class Run:
 class Settings:
     """What dump and restore have in common beyond their images.
 
-    plugin: keys of the plugin's configuration that differ from its file, by name.
+    plugin: keys of the plugin's configuration for this run; they win over every file and policy.
     work: as criu's --work-dir; None: the image directory. Holds the log in the end.
     shell_job: None: found out.
     options: of criu, as in Common.
@@ -196,7 +197,6 @@ def dump(
             log=space.log,
             plugin_dir=plugin_directory(space.environ),
             work=use.work,
-            config=space.config,
             shell_job=shell_job,
             options=use.options,
             extra=tuple(use.extra),
@@ -239,7 +239,6 @@ def restore(
             log=space.log,
             plugin_dir=plugin_directory(space.environ),
             work=use.work,
-            config=space.config,
             shell_job=shell_job,
             options=use.options,
             extra=tuple(use.extra),
@@ -287,12 +286,20 @@ class _Workspace:
         self.kept_log = (settings.work or images).absolute() / f"{stage}.log"
         self._stage = stage
         self._images = images
-        self.config = find_config(self.environ)
         self._on_line = settings.on_line
         if settings.plugin:
-            merged = read_config(self.config) | dict(settings.plugin)
-            self.config = directory / "config.toml"
-            self.config.write_text(format_config(merged), encoding="utf-8")
+            # A file of these alone: whatever else there is, a container's policy among it, keeps its
+            # place below them.
+            overrides = directory / "overrides.toml"
+            overrides.write_text(format_config(self._overrides(settings.plugin)), encoding="utf-8")
+            self.environ[OVERRIDES] = str(overrides)
+
+    def _overrides(self, told: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        named = self.environ.get(OVERRIDES)
+        found = read_config(Path(named)) if named else {}
+        if "parent" in told:  # the later answer to the same question
+            found.pop("incremental", None)
+        return found | dict(told)
 
     def run(self, criu: Criu, arguments: list[str], *, terminal: bool = False) -> float:
         """Run criu; seconds it took. Raises CriuError."""
@@ -306,10 +313,9 @@ class _Workspace:
         with suppress(OSError):  # of an earlier run; a read-only image directory keeps it
             statistics_path(self._images, self._stage).unlink(missing_ok=True)
         argv = [*criu.command(self.environ), *arguments]
-        env = self.environ | plugin_environment(self.config, criu.version)
         try:
             ended = process.run(
-                argv, env=env, shielded=not terminal, terminal=terminal, on_tick=tell
+                argv, env=self.environ, shielded=not terminal, terminal=terminal, on_tick=tell
             )
         except OSError as exc:
             raise CriuError(f"cannot run {argv[0]}: {exc.strerror}") from exc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def find_container(name: str, environ: Mapping[str, str]) -> Container:
 def freezer_group(pid: int) -> str:
     """The path of its control group, in the freezer's hierarchy or the unified one."""
     paths = {}
-    for line in (PROC / str(pid) / "cgroup").read_text().splitlines():
+    for line in (PROC / str(pid) / "cgroup").read_text(errors="surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             paths[controller] = path
@@ -197,7 +198,7 @@ class Mount:
 def read_mounts(pid: int) -> list[Mount]:
     """The mounts that a process sees; proc(5), /proc/PID/mountinfo."""
     found = []
-    for line in Path(f"/proc/{pid}/mountinfo").read_text(errors="replace").splitlines():
+    for line in Path(f"/proc/{pid}/mountinfo").read_text(errors="surrogateescape").splitlines():
         own, _, filesystem = line.partition(" - ")
         words, kind = own.split(" "), filesystem.split(" ")
         if len(words) >= 6 and len(kind) >= 2:
@@ -229,7 +230,7 @@ def unknown(mounts: list[Mount], config: dict[str, Any]) -> list[Mount]:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    return re.sub(r"\\([0-7]{3})", lambda match: os.fsdecode(bytes([int(match[1], 8)])), text)
 
 
 def _path(value: object) -> str:

@@ -12,7 +12,7 @@ from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.diagnosis.container import PROC, Container, read_mounts, unknown
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, DriverError
-from gpustasis.task import read_task
+from gpustasis.task import misleading_thread, read_task
 
 _GROUPS = Path("/sys/fs/cgroup")
 _ESTABLISHED = "01"  # TCP_ESTABLISHED, linux/tcp_states.h
@@ -22,6 +22,7 @@ _UNDUMPABLE = {  # what /proc/PID/fd says, as far as CRIU knows no way to dump i
     "anon_inode:[userfaultfd]": "a userfaultfd",
 }
 _SHOWN = 5
+_MISLED = "end that process: it would have the driver, asked by root, write to that file"
 
 
 def check(container: Container, driver_library: str, nvml_library: str) -> list[Finding]:
@@ -31,9 +32,11 @@ def check(container: Container, driver_library: str, nvml_library: str) -> list[
         driver: Driver | DriverError = Driver(driver_library)
     except DriverError as exc:
         driver = exc
-    users = [] if isinstance(driver, DriverError) else _users(container, driver)
+    misled = [text for pid in container.tasks if (text := misleading_thread(pid))]
+    users = [] if isinstance(driver, DriverError) or misled else _users(container, driver)
     return [
         _container(container, frozen),
+        *(problem("threads", text, _MISLED) for text in misled),
         *_tasks(container),
         *_mounts(container),
         *_files(container, _stand_ins(driver, users)),

@@ -89,9 +89,12 @@ def _soft_dirty() -> Finding:
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         page[0] = 1
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
-            pagemap.seek(address // mmap.PAGESIZE * 8)
-            entry = int.from_bytes(pagemap.read(8), "little")
+        try:
+            with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+                pagemap.seek(address // mmap.PAGESIZE * 8)
+                entry = int.from_bytes(pagemap.read(8), "little")
+        except OSError as exc:
+            return note(name, f"not known: cannot read /proc/self/pagemap: {exc.strerror}")
     if entry >> _SOFT_DIRTY_BIT & 1:
         return ok(name, "set")
     return note(name, "not set: CRIU's own incremental dumps (--track-mem) will not work")

@@ -34,6 +34,13 @@ _CRIU_TIMEOUT_S = 10  # criu's own default, for stopping the tasks
 def check(criu_program: Path | None, python: str, directory: Path = Path("/")) -> list[Finding]:
     """criu_program: whose symbols plugins need; None: there is none. python: the hook's
     interpreter. directory: the host's root."""
+    try:
+        return _check(criu_program, python, directory)
+    except OSError as exc:
+        return [problem(_NAME, f"cannot be looked at: {exc.strerror}", "run as root")]
+
+
+def _check(criu_program: Path | None, python: str, directory: Path) -> list[Finding]:
     with Root(directory, alone=False) as root:
         installed = root.exists(RECORD)
         findings = [_installation(root, python) if installed else _not_installed()]

@@ -245,7 +245,7 @@ class Emulator:
             lock = (self.path.parent / (self.path.name + ".lock")).open("ab")
         except OSError as exc:
             raise EmulatorError(
-                f"cannot make {self.path}: {exc.strerror}; as another user than root, let "
+                f"cannot use {exc.filename or self.path}: {exc.strerror}; as another user than root, let "
                 "GPUSTASIS_EMULATOR name a socket in a folder of yours"
             ) from exc
         with lock:

@@ -103,7 +103,9 @@ def _plan(root: Root, old: Record | None, python: str) -> list[Change]:
                 changes.append(of_lines(root, one, entry))
         except InstallError as exc:
             obstacles.append(str(exc))
-    obstacles += _beside_plugin(root)
+        except OSError as exc:
+            obstacles.append(_unreadable(one.path, exc))
+    obstacles += [*_beside_plugin(root), *layout.unsafe_hook(root, python)]
     if obstacles:
         raise InstallError("\n".join(obstacles) + "\nnothing was changed")
     present = {one.path for one in wanted}
@@ -116,12 +118,19 @@ def _plan(root: Root, old: Record | None, python: str) -> list[Change]:
 def _beside_plugin(root: Root) -> list[str]:
     """What criu would load as well; one sentence, or none."""
     name = layout.PLUGIN.rpartition("/")[2]
-    names = root.listing(layout.PLUGIN_DIRECTORY)
+    try:
+        names = root.listing(layout.PLUGIN_DIRECTORY)
+    except OSError as exc:
+        return [_unreadable(layout.PLUGIN_DIRECTORY, exc)]
     others = [item for item in names if item.endswith(".so") and item != name]
     if not others:
         return []
     text = f"{layout.PLUGIN_DIRECTORY} holds {', '.join(others)}, which criu would load as well"
     return [f"{text}; move that elsewhere"]
+
+
+def _unreadable(path: str, exc: OSError) -> str:
+    return f"cannot read {path}: {exc.strerror}; run it as root"
 
 
 def _missing(root: Root, paths: list[str]) -> list[str]:

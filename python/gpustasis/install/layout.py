@@ -6,13 +6,17 @@ docs/operating.md has the table. Programs of a root are looked at, not run: it m
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
-import stat
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from gpustasis import files as files_
+from gpustasis import process
 from gpustasis.criu.plugin import (
     CRUN_FILE,
     DEFAULT_FILE,
@@ -88,7 +92,11 @@ def files(python: str) -> tuple[File, ...]:
     return (
         File(PLUGIN, plugin, 0o755, Kind.PROGRAM),
         File(
-            HOOK, _filled("oci/oci-hook", PYTHON=python, PACKAGES=packages()), 0o755, Kind.PROGRAM
+            HOOK,
+            # ascii(): whatever its name holds, it is one literal.
+            _filled("oci/oci-hook", PYTHON=python, PACKAGES=ascii(packages())),
+            0o755,
+            Kind.PROGRAM,
         ),
         File(HOOK_DEFINITION, _filled("oci/50-gpustasis.json", HOOK=HOOK), 0o644, Kind.DROP_IN),
         File(CRIO_DROP_IN, _filled("crio/50-gpustasis.conf"), 0o644, Kind.DROP_IN),
@@ -118,11 +126,11 @@ def _filled(name: str, **values: str) -> bytes:
         text = path.read_text(encoding="utf-8")
     except OSError as exc:
         raise InstallError(f"cannot read {path}: {exc.strerror}; install gpustasis anew") from exc
-    for key, value in values.items():
-        text = text.replace(f"@{key}@", value)
-    return text.encode()
+    filled = re.sub(r"@([A-Z]+)@", lambda found: values[found[1]], text)
+    return os.fsencode(filled)
 
 
+_PYTHON_TIMEOUT_S = 30.0
 CRUN_PLACES = ("/usr/bin/crun", "/usr/sbin/crun", "/usr/local/bin/crun", "/usr/local/sbin/crun")
 
 # Where distributions' criu looks if no libdir is set.
@@ -134,14 +142,14 @@ def advice(root: Root, python: str) -> Iterator[str]:
     for place in CRUN_PLACES:
         try:
             found = root.read(place)
-        except InstallError:
+        except (InstallError, OSError):  # one that this user cannot read
             continue
         if found is not None:
             yield from crun_advice(place, found.data)
     for directory in STOCK_DIRECTORIES:
         try:
             plugins = [name for name in root.listing(directory) if name.endswith(".so")]
-        except InstallError:  # links to nowhere: criu finds nothing there either
+        except (InstallError, OSError):  # links to nowhere: criu finds nothing there either
             continue
         if plugins:
             yield (
@@ -153,12 +161,6 @@ def advice(root: Root, python: str) -> Iterator[str]:
             yield (
                 f"{path} is not there, and {HOOK} needs it: containers with annotations "
                 "io.gpustasis.* will not start"
-            )
-    if os.path.samefile(root.directory, "/"):
-        for part in writable_by_others(Path(packages()) / "gpustasis"):
-            yield (
-                f"{part} can be written by others than root, and {HOOK} runs what is in it "
-                "as root; install gpustasis where only root can write"
             )
 
 
@@ -174,10 +176,48 @@ def crun_advice(place: str, program: bytes) -> Iterator[str]:
         )
 
 
-def writable_by_others(path: Path) -> Iterator[Path]:
-    """Parts of a path, from its end on, that others than root could put something else into."""
-    for part in (path, *path.parents):
-        found = part.stat()
-        shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
-        if found.st_uid != 0 or shared:
-            yield part
+def unsafe_hook(root: Root, python: str) -> Iterator[str]:
+    """What of the hook, which runs as root, others than root could change: its interpreter, where
+    that finds its modules, and the package, with all ways there. What is missing is left out."""
+    host = os.path.samefile(root.directory, "/")
+    # A root that is being made is its maker's, who need not be root.
+    directory, owners = ("/", (0,)) if host else (str(root.directory), (0, os.geteuid()))
+    package = f"{packages()}/gpustasis"
+    found = list(_changeable([python, package], directory, owners))
+    prefix = directory.rstrip("/")
+    for above, below, names in os.walk(prefix + package):
+        inside = above[len(prefix) :]
+        paths = [f"{inside}/{name}" for name in (*below, *names)]
+        found += _changeable(paths, directory, owners)
+    if host and not found and os.path.exists(python):
+        found += _changeable(_module_places(python), directory, owners)
+    for part in dict.fromkeys(found):
+        yield (
+            f"{part}: others than root could change it, and {HOOK} runs it as root; install "
+            "gpustasis, and name a Python, where only root can write"
+        )
+
+
+def _changeable(paths: list[str], root: str, owners: tuple[int, ...]) -> Iterator[str]:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            yield from files_.changeable_by_others(path, root, owners)
+
+
+def _module_places(python: str) -> list[str]:
+    """Where this interpreter, which only root can change, finds modules, and the file that tells it.
+
+    Raises InstallError if it does not run.
+    """
+    code = "import sys; print(ascii(sys.path))"
+    try:
+        ended = process.run([python, "-IS", "-c", code], timeout_s=_PYTHON_TIMEOUT_S)
+    except OSError as exc:
+        raise InstallError(f"{python} cannot be the hook's interpreter: {exc}") from exc
+    try:
+        places: list[str] = ast.literal_eval(ended.output)
+    except (ValueError, SyntaxError) as exc:
+        raise InstallError(f"{python} cannot be the hook's interpreter: {ended.ending}") from exc
+    here = os.path.dirname(python)
+    settings = [f"{place}/pyvenv.cfg" for place in (here, os.path.dirname(here))]
+    return [*settings, *places]

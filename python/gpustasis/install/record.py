@@ -59,10 +59,13 @@ class Record:
 
 def load(root: Root) -> Record | None:
     """The record of this root; None: nothing is installed. Raises InstallError if it is unfit."""
-    found = root.read(RECORD, MAX_BYTES)
+    try:
+        found = root.read(RECORD, MAX_BYTES)
+    except OSError as exc:
+        raise InstallError(f"cannot read {RECORD}: {exc.strerror}; run it as root") from exc
     if found is None:
         return None
-    if found.status.st_uid != os.geteuid() or found.status.st_mode & 0o022:
+    if found.status.st_uid not in (0, os.geteuid()) or found.status.st_mode & 0o022:
         raise InstallError(
             f"the record {RECORD} is refused: others than user {os.geteuid()} can write to it; "
             "nothing was changed"

@@ -86,7 +86,7 @@ void a_file_that_was_named_must_be_there() {
     CHECK_THROWS(Errc::io, find_config({}));
     read("threads = 7");
     ::setenv("GPUSTASIS_CONFIG", path.c_str(), 1);
-    CHECK(find_config({}).threads == 7 && find_config({}).named == path);
+    CHECK(find_config({}).threads == 7 && find_config({}).source == path);
 }
 
 void of_parent_and_incremental_the_later_holds() {
@@ -99,6 +99,32 @@ void of_parent_and_incremental_the_later_holds() {
     CHECK(!config.incremental && config.parent == "/b");
     set_options(config, {{"incremental", "true"}});
     CHECK(config.incremental && config.parent.empty());
+}
+
+void a_policy_has_its_place_in_the_order() {
+    const auto policy = [](Config& config) {
+        CHECK(config.threads == 0); // what is named for this run comes later
+        config.threads = 2;
+        config.lock_timeout_ms = 4;
+        config.compress = false;
+        config.incremental = true;
+    };
+    read("threads = 7\ncompress = \"lz4\"");
+    const std::string overrides = path + ".overrides";
+    std::ofstream(overrides) << "threads = 8\nparent = \"/p\"";
+    ::unsetenv("GPUSTASIS_CONFIG");
+    ::setenv("GPUSTASIS_OVERRIDES", overrides.c_str(), 1);
+    Config config = find_config({}, policy);
+    CHECK(config.threads == 8 && config.lock_timeout_ms == 4 && !config.compress);
+    CHECK(config.parent == "/p" && !config.incremental);
+    CHECK(config.source.ends_with(", " + overrides));
+    config = find_config({{"config", path}, {"threads", "9"}}, policy);
+    CHECK(config.threads == 9 && config.lock_timeout_ms == 4 && config.compress);
+    CHECK(config.source == "defaults, " + path + ", " + overrides);
+    ::setenv("GPUSTASIS_OVERRIDES", "/nonexistent", 1);
+    CHECK_THROWS(Errc::io, find_config({}));
+    ::unsetenv("GPUSTASIS_OVERRIDES");
+    ::unlink(overrides.c_str());
 }
 
 void options_of_criu_win_over_the_file() {
@@ -123,5 +149,6 @@ int main() {
     a_file_that_was_named_must_be_there();
     of_parent_and_incremental_the_later_holds();
     options_of_criu_win_over_the_file();
+    a_policy_has_its_place_in_the_order();
     ::unlink(name);
 }
