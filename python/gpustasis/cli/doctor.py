@@ -25,6 +25,7 @@ from gpustasis.diagnosis import (
 )
 from gpustasis.diagnosis.container import find_container
 from gpustasis.errors import CheckpointError, CriuError, DriverError, UnsupportedError
+from gpustasis.text import plural
 
 _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
 
@@ -66,7 +67,7 @@ def command(criu_program: str | None, container_name: str | None, archive: Path 
     output.answer({"findings": [asdict(finding) for finding in findings]}, lambda: _show(findings))
     problems = sum(finding.status is Status.PROBLEM for finding in findings)
     if problems:
-        raise UnsupportedError(f"{problems} problem{'s' if problems > 1 else ''} found")
+        raise UnsupportedError(f"{plural(problems, 'problem')} found")
 
 
 def _libraries() -> tuple[str, str]:

@@ -13,6 +13,7 @@ from gpustasis.diagnosis.container import PROC, Container, read_mounts, unknown
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, DriverError
 from gpustasis.task import misleading_thread, read_task
+from gpustasis.text import mib, plural
 
 _GROUPS = Path("/sys/fs/cgroup")
 _ESTABLISHED = "01"  # TCP_ESTABLISHED, linux/tcp_states.h
@@ -72,7 +73,7 @@ def _stand_ins(driver: Driver | DriverError, users: list[int]) -> list[int]:
 
 def _container(container: Container, frozen: bool) -> Finding:
     count = len(container.tasks)
-    text = f"{container.name}: {count} process{'es' if count > 1 else ''}, first {container.init}"
+    text = f"{container.name}: {plural(count, 'process', 'es')}, first {container.init}"
     if frozen:
         return note("container", f"{text}; it is paused, criu >= 4.1 thaws it for the GPU")
     return ok("container", text)
@@ -230,7 +231,7 @@ def _memory(container: Container, nvml_library: str) -> Finding:
     except DriverError as exc:
         return note(name, f"how much GPU memory is in use is not known: {exc}")
     room, where = _room(container)
-    text = f"{_mib(used)} of GPU memory are in use on this host, {_mib(room)} free {where}"
+    text = f"{mib(used)} of GPU memory are in use on this host, {mib(room)} free {where}"
     if used > room:
         return problem(
             name,
@@ -272,7 +273,3 @@ def _holds_gpu_files(pid: int) -> bool:
 
 def _pids(pids: list[int]) -> str:
     return f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

@@ -18,6 +18,7 @@ from gpustasis.criu.plugin import PLUGIN_NAME, find_config, plugin_directory, re
 from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.driver import Device, Driver
 from gpustasis.errors import CheckpointError, CriuError, DriverError, UnsupportedError
+from gpustasis.text import mib
 
 _CLONE3 = 435  # x86-64 and every other architecture
 _CLONE_ARGS_SIZE = 80  # CLONE_ARGS_SIZE_VER1: with set_tid
@@ -216,8 +217,7 @@ def _driver(library: str) -> list[Finding]:
 
 
 def _device(number: int, device: Device) -> Finding:
-    size_mib = device.memory_size / 2**20
-    return ok(f"GPU {number}", f"{device.name}, {size_mib:.1f} MiB, {device.uuid}")
+    return ok(f"GPU {number}", f"{device.name}, {mib(device.memory_size)}, {device.uuid}")
 
 
 def _nvml(library: str) -> Finding:

@@ -25,6 +25,7 @@ from gpustasis.driver import Device, Driver
 from gpustasis.errors import CheckpointError, CriuError, DriverError
 from gpustasis.image.chain import STORE_ROOT, State, find_checkpoint
 from gpustasis.image.inspection import Inspection, inspect_files
+from gpustasis.text import mib, plural
 
 _OTHER_GPUS = 13000  # CUDA version of the first driver (R580) that restores on other GPUs
 # What engines make anew for each container, and mount from there.
@@ -50,7 +51,7 @@ def check(
     except CheckpointError as exc:
         return [problem(name, str(exc), "make a new one; gpustasis verify looks at every byte")]
     count = len(found.processes)
-    text = f"{checkpoint}: {count} process{'es' if count != 1 else ''}, {len(found.gpus)} GPU(s)"
+    text = f"{checkpoint}: {plural(count, 'process', 'es')}, {len(found.gpus)} GPU(s)"
     return [
         ok(name, text),
         *_architecture(machine),
@@ -182,7 +183,7 @@ def _gpu_memory(found: Inspection, devices: tuple[Device, ...], nvml_library: st
         free = total - nvml.memory_used(nvml_library)
     except DriverError:
         free = total
-    text = f"{_mib(needed)} needed, {_mib(free)} free on {len(devices)} GPU(s)"
+    text = f"{mib(needed)} needed, {mib(free)} free on {len(devices)} GPU(s)"
     if needed > free:
         return problem(name, text, "end what uses the GPUs, or take a host with more memory")
     return ok(name, text)
@@ -197,7 +198,7 @@ def _host_memory(found: Inspection) -> Iterator[Finding]:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    text = f"{_mib(needed)} needed to stage GPU memory, {_mib(free)} free"
+    text = f"{mib(needed)} needed to stage GPU memory, {mib(free)} free"
     if needed > free:
         yield problem("host memory", text, "free memory, or take a host with more of it")
     else:
@@ -248,7 +249,3 @@ def _plain_bytes(found: Inspection) -> int:
 
 def _cuda(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
