@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from gpustasis_bench.roots import roots_directory
 from support.containerd_node import ContainerdNode
-from support.criu_roots import roots_directory
 from support.engine_root import EngineRoot
 
 PROGRAMS = Path("/opt/containerd-1.7")

@@ -7,7 +7,7 @@ import pytest
 
 from gpustasis.criu.find import Criu, choose, find, find_all, parse_version
 from gpustasis.errors import CriuError
-from support.criu_roots import roots_directory
+from gpustasis_bench.roots import roots_directory
 
 
 def fake_criu(program: Path, says: str, status: int = 0) -> Path:

@@ -5,20 +5,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
 from gpustasis.criu.find import Criu, choose, find_all
+from gpustasis_bench.roots import roots_directory
 
 SUITES = ("sid", "trixie", "experimental")  # in the order in which they are preferred
-
-
-def roots_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where ci/test-root keeps its Debian roots."""
-    cache = environ.get("GPUSTASIS_CACHE")
-    if cache:
-        return Path(cache) / "roots"
-    return Path(environ.get("XDG_CACHE_HOME") or "/var/cache") / "gpustasis" / "roots"
 
 
 @functools.cache

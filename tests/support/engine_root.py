@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from support.criu_roots import roots_directory
+from gpustasis_bench.roots import roots_directory
 
 TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 60.0
