@@ -124,7 +124,7 @@ def test_names_and_lines_that_are_no_utf_8(gpustasis: Gpustasis, root: Path) -> 
     put(root, "/etc/criu/runc.conf", b"ghost-limit \xff1G\n")
     done = gpustasis("install", "--root", root)
     assert done.returncode == 0, done.stderr
-    assert r"ghost-limit \udcff1G in line 1: yours counts" in done.stdout
+    assert r"ghost-limit \xff1G in line 1: yours counts" in done.stdout
 
 
 def fake_python(place: Path) -> Path:

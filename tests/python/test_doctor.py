@@ -83,8 +83,10 @@ def test_a_name_that_is_no_utf_8_is_shown(
     ended = gpustasis("doctor", "--archive", name, *(["--json"] if form == "json" else []))
     assert ended.returncode == 20, ended.stderr
     assert "Traceback" not in ended.stderr
-    shown = ended.stdout if form == "text" else findings(ended)["checkpoint"]["text"]
-    assert f"{tmp_path}/\\udcff.tar" in shown
+    if form == "text":
+        assert f"{tmp_path}/\\xff.tar" in ended.stdout
+    else:
+        assert name in findings(ended)["checkpoint"]["text"]
 
 
 def test_an_ordinary_user_gets_findings(tmp_path: Path) -> None:
@@ -92,7 +94,6 @@ def test_an_ordinary_user_gets_findings(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom gpustasis import cli\n"
         "command = cli.cli.get_command(None, 'doctor')\n"
-        "import gpustasis.archive.compression, gpustasis.image.inspection\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "sys.argv[1:] = ['doctor']\ncli.main()\n"
     )

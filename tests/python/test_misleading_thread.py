@@ -64,7 +64,7 @@ def test_recover_has_nothing_written_to_it(
     with job(victim, "files") as pid:
         ended = gpustasis("recover", str(pid), "-D", images)
     assert victim.read_bytes() == before
-    assert ended.returncode == 2, ended.stderr
+    assert ended.returncode == 3, ended.stderr
     assert f"of process {pid} is named cuda" in ended.stderr
     assert f"leads it to {victim} (descriptor" in ended.stderr
 
