@@ -3,6 +3,11 @@
 
 #include "core/error.hpp"
 
+#include <sys/prctl.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 
@@ -26,3 +31,24 @@
             CHECK(check_error.code() == (errc));                                                   \
         }                                                                                          \
     } while (0)
+
+/// fork() of a child that dies with the test: a failed one leaves no process behind, which would hold
+/// the output open that the test's caller reads.
+inline pid_t fork_child() {
+    const pid_t parent = ::getpid();
+    const pid_t child = ::fork();
+    if (child == 0 && (::prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || ::getppid() != parent))
+        ::_exit(1);
+    return child;
+}
+
+/// Waits until `condition()` holds, 10 s at most; whether it does.
+template <class Condition>
+bool comes_true(Condition&& condition) {
+    for (int tick = 0; tick < 10'000; ++tick) {
+        if (condition())
+            return true;
+        ::usleep(1000);
+    }
+    return condition();
+}

@@ -129,7 +129,7 @@ void a_write_that_fails_leaves_nothing_behind() {
         const sample::TempDir dir;
         Memory memory;
         memory.map(4096, sample::random_bytes(64 * 4096, 1));
-        const pid_t child = ::fork();
+        const pid_t child = fork_child();
         if (child == 0) {
             const rlimit size{limit, limit};
             ::signal(SIGXFSZ, SIG_IGN);

@@ -21,7 +21,7 @@ constexpr std::size_t kSize = 64 * 4096;
 /// A child that does nothing, with the same memory as this process when it was made.
 class Child {
 public:
-    Child() : pid_(::fork()) {
+    Child() : pid_(fork_child()) {
         if (pid_ == 0)
             for (;;)
                 ::pause();

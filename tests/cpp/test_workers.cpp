@@ -70,7 +70,7 @@ void other_threads_block_signals_and_the_caller_keeps_its_mask() {
 
 // With no process left to the user no thread can be started: the caller does all the work.
 void fewer_threads_than_asked_for_do_all_the_work() {
-    const pid_t child = ::fork();
+    const pid_t child = fork_child();
     if (child == 0) {
         const rlimit none{0, 0};
         CHECK(::setrlimit(RLIMIT_NPROC, &none) == 0);

@@ -122,14 +122,15 @@ void more_ranges_than_one_call_returns() {
 void processes_that_cannot_be_tracked() {
     CHECK_THROWS(Errc::bad_argument, DirtyTracker(-1, std::nullopt));
     CHECK_THROWS(Errc::gone, DirtyTracker(0x3ffffe, std::nullopt));
-    const pid_t child = ::fork();
+    const pid_t child = fork_child();
     if (child == 0)
         ::pause();
     {
         DirtyTracker tracker(child, std::nullopt);
         tracker.mark();
         ::kill(child, SIGKILL);
-        ::usleep(20000);
+        siginfo_t ended{};
+        CHECK(::waitid(P_PID, static_cast<id_t>(child), &ended, WEXITED | WNOWAIT) == 0);
         CHECK_THROWS(Errc::gone, tracker.scan(false)); // a zombie
         ::waitpid(child, nullptr, 0);
         CHECK_THROWS(Errc::gone, tracker.scan(true));

@@ -59,7 +59,7 @@ int main() {
         ::mmap(nullptr, kPages * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
     ::madvise(memory, kPages * kPage, MADV_NOHUGEPAGE);
-    const pid_t child = ::fork();
+    const pid_t child = fork_child();
     if (child == 0) {
         ::close(ask[1]);
         std::memset(memory, 7, kPages * kPage);

@@ -54,7 +54,7 @@ Target start() {
     CHECK(::pipe(ask) == 0 && ::pipe(answer) == 0);
     auto* memory = static_cast<std::byte*>(
         ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    const pid_t pid = ::fork();
+    const pid_t pid = fork_child();
     if (pid == 0) {
         ::close(ask[1]);
         std::memset(memory, 7, kSize);
@@ -134,7 +134,7 @@ void the_task_survives_the_tracers_death() {
         SharedTaskTable table(OnOrphaned::undo);
         TaskRecord& record = table.add(target.pid);
         fill_record(record, target);
-        const pid_t tracer = ::fork();
+        const pid_t tracer = fork_child();
         if (tracer == 0) {
             seize(target.pid);
             InjectedSyscalls task(
