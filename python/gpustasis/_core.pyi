@@ -13,7 +13,6 @@ MAX_CHUNK_SIZE: int
 DEFAULT_CHUNK_SIZE: int
 MANIFEST_NAME: str
 PARENT_LINK: str
-MAX_STRIPES: int
 IMAGE_HEADER_SIZE: int
 IMAGE_TRAILER_SIZE: int
 
@@ -75,8 +74,6 @@ class Source:
     def pid(self) -> int: ...
     @property
     def depth(self) -> int: ...
-    @property
-    def stripe(self) -> int: ...
 
 class ImageInfo:
     def __init__(
@@ -145,8 +142,6 @@ class WriteResult:
     @property
     def file_size(self) -> int: ...
     @property
-    def total_size(self) -> int: ...
-    @property
     def digest(self) -> bytes: ...
 
 def write_image(
@@ -159,7 +154,6 @@ def write_image(
     lz4_acceleration: int = 1,
     alignment: int = 4096,
     parent: ParentIndex | None = None,
-    stripes: int = 1,
 ) -> WriteResult: ...
 def flatten_image(
     image: ImageReader,
@@ -211,8 +205,6 @@ class ImageReader:
     @property
     def file_size(self) -> int: ...
     @property
-    def total_size(self) -> int: ...
-    @property
     def digest(self) -> bytes: ...
     def attach_sources(self) -> None: ...
     def __len__(self) -> int: ...
@@ -240,7 +232,7 @@ class FlatImageWriter:
         traceback: TracebackType | None,
     ) -> None: ...
 
-def image_name(pid: int, stripe: int = 0) -> str: ...
+def image_name(pid: int) -> str: ...
 
 class ManifestTask:
     def __init__(

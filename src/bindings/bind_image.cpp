@@ -10,7 +10,6 @@
 #include "core/image_reader.hpp"
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
-#include "core/stripe_file.hpp"
 
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -112,7 +111,7 @@ void restore_to_process(const OpenImage& self, pid_t pid, unsigned threads, bool
 WriteResult write(const std::filesystem::path& path, const ImageInfo& info,
                   const std::vector<std::pair<std::uint64_t, py::buffer>>& memory, unsigned threads,
                   bool compress, int lz4_acceleration, std::uint32_t alignment,
-                  const ParentIndex* parent, unsigned stripes) {
+                  const ParentIndex* parent) {
     MemoryBuffers source;
     for (const auto& [address, buffer] : memory)
         source.add(address, BufferView(buffer));
@@ -122,7 +121,6 @@ WriteResult write(const std::filesystem::path& path, const ImageInfo& info,
                         .compress = compress,
                         .lz4_acceleration = lz4_acceleration,
                         .alignment = alignment,
-                        .stripes = stripes,
                         .parent = parent});
 }
 
@@ -143,22 +141,18 @@ void bind_totals(py::module_& m) {
 void bind_writer(py::module_& m) {
     py::class_<WriteResult>(m, "WriteResult", "What write_image() wrote.")
         .def_readonly("totals", &WriteResult::totals)
-        .def_readonly("file_size", &WriteResult::file_size, "of the image file")
-        .def_readonly("total_size", &WriteResult::total_size, "of that and its stripes")
+        .def_readonly("file_size", &WriteResult::file_size)
         .def_property_readonly("digest",
                                [](const WriteResult& self) { return to_python(self.digest); });
 
     m.def("write_image", &write, py::arg("path"), py::arg("info"), py::arg("memory"), py::kw_only(),
           py::arg("threads") = 0, py::arg("compress") = true, py::arg("lz4_acceleration") = 1,
           py::arg("alignment") = WriteOptions{}.alignment, py::arg("parent") = py::none(),
-          py::arg("stripes") = 1,
           "Write the regions of `info` from `memory`, a list of (address, buffer) that covers\n"
           "them. Complete and durable on return; nothing is left of it on an exception.\n"
           "Raises ValueError if info or an option breaks a limit of docs/format.md or memory is\n"
           "missing, OSError if the file cannot be written. Releases the GIL.\n"
-          "parent: chunks that it has become references to it.\n"
-          "stripes: files that chunk data is written to; 0: as many as pay off there.");
-    m.attr("MAX_STRIPES") = kMaxStripes;
+          "parent: chunks that it has become references to it.");
 }
 
 void bind_reader(py::module_& m) {
@@ -205,9 +199,6 @@ void bind_reader(py::module_& m) {
             [](const OpenImage& self) -> const EncodingTotals& { return self.reader.totals(); })
         .def_property_readonly("file_size",
                                [](const OpenImage& self) { return self.reader.file_size(); })
-        .def_property_readonly(
-            "total_size", [](const OpenImage& self) { return self.reader.total_size(); },
-            "of the image file and its stripes")
         .def_property_readonly(
             "digest", [](const OpenImage& self) { return to_python(self.reader.digest()); })
         .def(

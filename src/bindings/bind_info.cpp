@@ -57,7 +57,6 @@ void bind_source(py::module_& m) {
         .def_readonly("pid", &Source::pid)
         .def_readonly("depth", &Source::depth,
                       "parent links to its directory; 0: own, 1: the parent's")
-        .def_readonly("stripe", &Source::stripe, "0: the image file; else that stripe of it")
         .def("__eq__", &equal<Source>, py::is_operator());
 }
 

@@ -14,8 +14,7 @@ namespace py = pybind11;
 namespace gpustasis::bindings {
 void bind_manifest(py::module_& m) {
     m.attr("MANIFEST_NAME") = kManifestName;
-    m.def("image_name", &image_name, py::arg("pid"), py::arg("stripe") = 0,
-          "The file name of the image of task `pid`, or of a stripe of it.");
+    m.def("image_name", &image_name, py::arg("pid"), "The file name of the image of task `pid`.");
 
     const py::bytes no_id(std::string(sizeof(Id), '\0'));
     py::class_<ManifestTask>(m, "ManifestTask", "One CUDA task of the tree.")

@@ -4,7 +4,6 @@
 #include "core/file.hpp"
 #include "core/image_format.hpp"
 #include "core/image_frame.hpp"
-#include "core/stripe_file.hpp"
 
 #include <atomic>
 #include <vector>
@@ -14,7 +13,6 @@ namespace gpustasis {
 struct FlatImageWriter::State {
     State(const ImageReader& image, int dir, const std::string& name);
 
-    int dir_fd;
     std::string name;
     PartFile file;
     ImageInfo info;
@@ -31,9 +29,9 @@ struct FlatImageWriter::State {
 };
 
 FlatImageWriter::State::State(const ImageReader& image, int dir, const std::string& file_name)
-    : dir_fd(dir), name(file_name), file(dir, file_name), info(image.info()),
-      alignment(image.alignment()), index(image.chunk_count() * format::kIndexEntrySize),
-      places(image.chunk_count()), end(format::align_up(format::kHeaderSize, alignment)) {
+    : name(file_name), file(dir, file_name), info(image.info()), alignment(image.alignment()),
+      index(image.chunk_count() * format::kIndexEntrySize), places(image.chunk_count()),
+      end(format::align_up(format::kHeaderSize, alignment)) {
     info.parent_id = {};
     info.sources.clear();
     for (std::uint64_t number = 0; number < places.size(); ++number) {
@@ -83,12 +81,8 @@ WriteResult FlatImageWriter::finish() {
                                             " of its chunks were not put");
     const FrameResult frame =
         write_frame(state_->file.fd(), state_->info, state_->alignment, state_->end, state_->index);
-    remove_stripes(state_->dir_fd, state_->name, 1);
     state_->file.commit();
-    return {.totals = state_->totals,
-            .file_size = frame.file_size,
-            .total_size = frame.file_size,
-            .digest = frame.digest};
+    return {.totals = state_->totals, .file_size = frame.file_size, .digest = frame.digest};
 }
 
 WriteResult flatten_image(const ImageReader& image, int dir_fd, const std::string& name,

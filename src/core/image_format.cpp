@@ -62,7 +62,7 @@ Id hash_at_end(Bytes packed) {
 void check_required_features(std::uint64_t bits) {
     if ((bits & kEncryption) != 0)
         throw Error(Errc::unsupported, "is encrypted, which this version cannot read");
-    if ((bits & ~(kParent | kStripes)) != 0)
+    if ((bits & ~kParent) != 0)
         throw Error(Errc::unsupported, "needs features this version does not know (bits " +
                                            std::to_string(bits) + ")");
 }
@@ -72,7 +72,7 @@ std::vector<std::byte> pack_header(const Header& header) {
     out.append(header_magic());
     out.number(kVersion);
     out.number(static_cast<std::uint32_t>(kHeaderSize));
-    out.number((header.parent_id == Id{} ? 0 : kParent) | (header.striped ? kStripes : 0));
+    out.number(header.parent_id == Id{} ? 0 : kParent);
     out.number(std::uint64_t{0}); // optional_features
     out.append(header.checkpoint_id);
     out.append(header.parent_id);
@@ -103,7 +103,6 @@ Header unpack_header(Bytes bytes) {
     header.parent_id = in.id();
     if ((header.parent_id != Id{}) != ((required & kParent) != 0))
         corrupt("parent and features contradict each other");
-    header.striped = (required & kStripes) != 0;
     header.pid = in.number<std::uint32_t>();
     header.chunk_size = in.number<std::uint32_t>();
     header.alignment = in.number<std::uint32_t>();

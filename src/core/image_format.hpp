@@ -24,7 +24,6 @@ inline constexpr std::uint32_t kMaxAlignment = 4096;
 /// Bits of required_features.
 inline constexpr std::uint64_t kParent = 1U << 0;
 inline constexpr std::uint64_t kEncryption = 1U << 1;
-inline constexpr std::uint64_t kStripes = 1U << 2;
 
 constexpr std::uint64_t align_up(std::uint64_t offset, std::uint64_t alignment) noexcept {
     return (offset + alignment - 1) & ~(alignment - 1);
@@ -42,8 +41,7 @@ struct Header {
     std::uint32_t pid = 0;
     std::uint32_t chunk_size = 0;
     std::uint32_t alignment = 0;
-    bool striped = false; ///< a source is a stripe
-    Id hash{};            ///< set by unpack_header
+    Id hash{}; ///< set by unpack_header
 };
 
 std::vector<std::byte> pack_header(const Header& header);

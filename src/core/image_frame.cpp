@@ -5,10 +5,8 @@
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_metadata.hpp"
-#include "core/stripe_file.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cstdio>
 #include <string>
 
@@ -41,17 +39,14 @@ void check_layout(const format::Trailer& trailer, std::uint32_t alignment, std::
 
 // Each chunk lies where it must, and no other byte is between header and metadata.
 void check_index(ImageFrame& frame) {
-    std::array<std::uint64_t, kMaxStripes> ends{};
-    ends.fill(align_up(kStripeHeaderSize, frame.alignment));
-    ends[0] = align_up(format::kHeaderSize, frame.alignment);
+    std::uint64_t end = align_up(format::kHeaderSize, frame.alignment);
     for (std::uint64_t number = 0; number < frame.map.count(); ++number) {
         try {
             const format::IndexEntry chunk = frame.entry(number);
-            frame.totals.add(chunk.encoding, chunk.source >= frame.files, frame.map.at(number).size,
+            frame.totals.add(chunk.encoding, chunk.source != 0, frame.map.at(number).size,
                              chunk.stored_size);
-            if (chunk.encoding == Encoding::zero || chunk.source >= frame.files)
+            if (chunk.encoding == Encoding::zero || chunk.source != 0)
                 continue;
-            std::uint64_t& end = ends[chunk.source];
             if (chunk.offset != end)
                 corrupt("not where it should be in the file");
             end = align_up(end + chunk.stored_size, frame.alignment);
@@ -59,25 +54,20 @@ void check_index(ImageFrame& frame) {
             frame.blame_chunk(number, e);
         }
     }
-    if (ends[0] != frame.trailer.metadata_offset)
+    if (end != frame.trailer.metadata_offset)
         corrupt("chunks do not fill the space between header and metadata");
-    for (unsigned number = 1; number < frame.files; ++number)
-        if (frame.info.sources[number - 1].file_size != ends[number] + kStripeTrailerSize)
-            corrupt("chunks do not fill " + stripe_name("the image", number));
 }
 
 } // namespace
 
 FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index) {
-    const std::vector<std::byte> header =
-        format::pack_header({.checkpoint_id = info.checkpoint_id,
-                             .parent_id = info.parent_id,
-                             .pid = info.pid,
-                             .chunk_size = info.chunk_size,
-                             .alignment = alignment,
-                             .striped = format::has_stripes(info.sources),
-                             .hash = {}});
+    const std::vector<std::byte> header = format::pack_header({.checkpoint_id = info.checkpoint_id,
+                                                               .parent_id = info.parent_id,
+                                                               .pid = info.pid,
+                                                               .chunk_size = info.chunk_size,
+                                                               .alignment = alignment,
+                                                               .hash = {}});
     const std::vector<std::byte> metadata = format::pack_metadata(info);
     format::Trailer trailer;
     trailer.metadata_offset = data_end;
@@ -144,9 +134,6 @@ ImageFrame read_frame(std::uint64_t size, const ReadPart& read) {
     frame.info.chunk_size = header.chunk_size;
     format::unpack_metadata(metadata, frame.info);
     format::check_info(frame.info, Errc::corrupt_data);
-    if (format::has_stripes(frame.info.sources) != header.striped)
-        corrupt("stripes and features contradict each other");
-    frame.files = format::own_files(frame.info.sources);
 
     frame.map = ChunkMap(frame.info.regions, frame.info.chunk_size);
     if (frame.trailer.chunk_count != frame.map.count())

@@ -40,7 +40,6 @@ struct ImageFrame {
     std::vector<std::byte> index;
     ChunkMap map{{}, kMinChunkSize};
     EncodingTotals totals;
-    unsigned files = 1; ///< of this image: sources from this number on are others'
 
     /// Throws Error: corrupt_data while the index is not checked, never after.
     format::IndexEntry entry(std::uint64_t number) const {

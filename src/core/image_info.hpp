@@ -38,15 +38,13 @@ struct GpuInfo {
 /// The driver's view of a process; values of CUprocessState (cuda.h).
 enum class ProcessState : std::uint32_t { running = 0, locked = 1, checkpointed = 2, failed = 3 };
 
-/// Another file that holds chunks of an image: a stripe of its own, or an image of an earlier
-/// checkpoint or a stripe of one.
+/// An image of an earlier checkpoint that holds chunks of a later one.
 struct Source {
     Id checkpoint_id{};
     Id digest{};                 ///< of that file
     std::uint64_t file_size = 0; ///< of that file, in bytes
-    std::uint32_t pid = 0;       ///< the file is image_name(pid, stripe)
-    std::uint32_t depth = 0;  ///< parent links from here to its directory; 0: own, 1: the parent's
-    std::uint32_t stripe = 0; ///< 0: the image file; else a stripe file, less than kMaxStripes
+    std::uint32_t pid = 0;       ///< the file is image_name(pid)
+    std::uint32_t depth = 0;     ///< parent links from here to its directory; 1: the parent's
 
     bool operator==(const Source&) const = default;
 };
@@ -64,7 +62,7 @@ struct ImageInfo {
     std::vector<GpuInfo> gpus;            ///< empty: not known
     std::uint32_t chunk_size = 0;         ///< bytes; a power of two, kMinChunkSize..kMaxChunkSize
     std::vector<Region> regions;          ///< ascending by address, not overlapping
-    std::vector<Source> sources;          ///< ascending by depth, pid, stripe: own stripes first
+    std::vector<Source> sources;          ///< ascending by depth, then pid
 
     bool operator==(const ImageInfo&) const = default;
 };

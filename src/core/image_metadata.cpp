@@ -1,19 +1,18 @@
 #include "core/image_metadata.hpp"
 
 #include "core/chunk_codec.hpp"
-#include "core/stripe_file.hpp"
 
 #include <algorithm>
 #include <bit>
 #include <string>
-#include <tuple>
+#include <utility>
 
 namespace gpustasis::format {
 namespace {
 
 constexpr std::size_t kFixedReserved = 4;
 constexpr std::size_t kRegionReserved = 3;
-constexpr std::size_t kSourceReserved = 1;
+constexpr std::size_t kSourceReserved = 2;
 constexpr std::uint32_t kMaxProtection = 7; // PROT_READ | PROT_WRITE | PROT_EXEC
 
 void check_region(const Region& region, std::uint64_t lowest, Errc blame) {
@@ -52,29 +51,21 @@ void check_regions(const ImageInfo& info, Errc blame) {
 void check_sources(const ImageInfo& info, Errc blame) {
     if (info.sources.size() > kMaxSources)
         throw Error(blame, "too many sources: " + std::to_string(info.sources.size()));
-    const std::size_t own = own_files(info.sources) - 1;
-    if (info.sources.size() > own && info.parent_id == Id{})
+    if (!info.sources.empty() && info.parent_id == Id{})
         throw Error(blame, "has sources, and no parent");
-    std::tuple<std::uint32_t, std::uint32_t, std::uint32_t> last{0, 0, 0};
-    for (std::size_t i = 0; i < info.sources.size(); ++i) {
-        const Source& source = info.sources[i];
+    std::pair<std::uint32_t, std::uint32_t> last{0, 0};
+    for (const Source& source : info.sources) {
         const auto refuse = [&](const char* why) {
-            throw Error(blame, "source " + std::to_string(source.pid) + "." +
-                                   std::to_string(source.stripe) + " at depth " +
+            throw Error(blame, "source " + std::to_string(source.pid) + " at depth " +
                                    std::to_string(source.depth) + ": " + why);
         };
         if (source.pid == 0 || source.pid > kMaxPid)
             refuse("pid out of range");
-        if (source.depth > kMaxDepth || (source.depth == 0) != (i < own))
+        if (source.depth == 0 || source.depth > kMaxDepth)
             refuse("depth out of range");
-        if (source.stripe >= kMaxStripes)
-            refuse("stripe out of range");
-        if (i < own && (source.stripe != i + 1 || source.pid != info.pid ||
-                        source.checkpoint_id != info.checkpoint_id))
-            refuse("not a stripe of this image");
         if (source.file_size > kMaxFileSize)
             refuse("file size out of range");
-        const std::tuple place{source.depth, source.pid, source.stripe};
+        const std::pair place{source.depth, source.pid};
         if (place <= last)
             refuse("out of order");
         last = place;
@@ -107,20 +98,6 @@ void check_info(const ImageInfo& info, Errc blame) {
     check_machine(info.driver_version, info.gpus, blame);
     check_regions(info, blame);
     check_sources(info, blame);
-}
-
-unsigned own_files(const std::vector<Source>& sources) noexcept {
-    unsigned files = 1;
-    for (const Source& source : sources) {
-        if (source.depth != 0 || files == kMaxStripes)
-            break;
-        ++files;
-    }
-    return files;
-}
-
-bool has_stripes(const std::vector<Source>& sources) noexcept {
-    return std::ranges::any_of(sources, [](const Source& source) { return source.stripe != 0; });
 }
 
 void pack_gpus(const std::vector<GpuInfo>& gpus, FieldWriter& out) {
@@ -168,7 +145,6 @@ std::vector<std::byte> pack_metadata(const ImageInfo& info) {
         out.number(source.file_size);
         out.number(source.pid);
         out.number(static_cast<std::uint16_t>(source.depth));
-        out.number(static_cast<std::uint8_t>(source.stripe));
         out.reserved(kSourceReserved);
     }
     return out.take();
@@ -206,7 +182,6 @@ void unpack_metadata(Bytes bytes, ImageInfo& info) {
         source.file_size = in.number<std::uint64_t>();
         source.pid = in.number<std::uint32_t>();
         source.depth = in.number<std::uint16_t>();
-        source.stripe = in.number<std::uint8_t>();
         in.reserved(kSourceReserved);
     }
 }

@@ -50,12 +50,6 @@ std::vector<std::byte> pack_metadata(const ImageInfo& info);
 /// and check_info() after. Throws Error: corrupt_data.
 void unpack_metadata(Bytes bytes, ImageInfo& info);
 
-/// How many files of its own an image with these sources has its chunk data in, its image file
-/// among them: 1 … kMaxStripes.
-unsigned own_files(const std::vector<Source>& sources) noexcept;
-/// Whether any source is a stripe, which a feature bit says.
-bool has_stripes(const std::vector<Source>& sources) noexcept;
-
 void pack_gpus(const std::vector<GpuInfo>& gpus, FieldWriter& out);
 std::vector<GpuInfo> unpack_gpus(std::uint32_t count, FieldReader& in);
 

@@ -9,7 +9,6 @@
 #include "core/image_format.hpp"
 #include "core/image_frame.hpp"
 #include "core/progress_meter.hpp"
-#include "core/stripe_file.hpp"
 #include "core/workers.hpp"
 
 #include <fcntl.h>
@@ -58,8 +57,7 @@ struct ImageReader::State : ImageFrame {
 
     std::string name;
     IoMode io;
-    /// By number of the source: this file, its stripes, and the rest of info.sources once they are
-    /// attached.
+    /// By number of the source: 0 is this file; info.sources once they are attached.
     std::vector<ChunkInput> inputs;
     Id zero_hash{}; ///< of a whole chunk of zeros, if there is a zero chunk
 
@@ -71,8 +69,6 @@ struct ImageReader::State : ImageFrame {
         AlignedBuffer stored;
     };
 
-    void open_files(const std::shared_ptr<const UniqueFd>& fd, int dir_fd);
-    void refuse_stripes() const;
     std::uint32_t padded_size(const format::IndexEntry& entry) const;
     const ChunkInput& input_of(const format::IndexEntry& entry) const;
     void decode(const format::IndexEntry& entry, MutBytes stored, MutBytes plain) const;
@@ -86,41 +82,17 @@ struct ImageReader::State : ImageFrame {
     void for_each_chunk(unsigned threads, const Progress& progress, const Use& use) const;
 };
 
-// This image's own: once its index is known to be sound.
-void ImageReader::State::open_files(const std::shared_ptr<const UniqueFd>& fd, int dir_fd) {
-    inputs.emplace_back(fd, 0, trailer.file_size, io);
-    const auto entries = hash_stripe_entries(index, files);
-    for (unsigned number = 1; number < files; ++number) {
-        const Source& source = info.sources[number - 1];
-        auto stripe =
-            std::make_shared<UniqueFd>(open_stripe(dir_fd, stripe_name(name, number), source,
-                                                   {.checkpoint_id = info.checkpoint_id,
-                                                    .pid = info.pid,
-                                                    .number = number,
-                                                    .alignment = alignment,
-                                                    .entries_hash = entries[number]}));
-        inputs.emplace_back(std::move(stripe), 0, source.file_size, io);
-    }
-}
-
-void ImageReader::State::refuse_stripes() const {
-    if (files != 1)
-        throw Error(Errc::unsupported, "has stripes, which are other files");
-}
-
 // Of what is read of a packed chunk. In another image the padding is that one's business.
 std::uint32_t ImageReader::State::padded_size(const format::IndexEntry& chunk) const {
-    return chunk.source >= files
-               ? chunk.stored_size
-               : static_cast<std::uint32_t>(align_up(chunk.stored_size, alignment));
+    return chunk.source != 0 ? chunk.stored_size
+                             : static_cast<std::uint32_t>(align_up(chunk.stored_size, alignment));
 }
 
 const ChunkInput& ImageReader::State::input_of(const format::IndexEntry& chunk) const {
     if (chunk.source >= inputs.size())
         throw Error(Errc::bad_argument,
-                    chunk.source < files
-                        ? "its bytes are not at hand: only the ends of the image are"
-                        : "lies in another image, and sources are not attached");
+                    chunk.source == 0 ? "its bytes are not at hand: only the ends of the image are"
+                                      : "lies in another image, and sources are not attached");
     return inputs[chunk.source];
 }
 
@@ -205,7 +177,7 @@ ImageReader ImageReader::open(int dir_fd, const std::string& name, IoMode io) {
                                                [&](std::uint64_t offset, std::uint64_t size) {
                                                    return read_part(fd->get(), offset, size);
                                                }));
-        state->open_files(fd, dir_fd);
+        state->inputs.emplace_back(fd, 0, state->trailer.file_size, io);
         return ImageReader(std::move(state));
     });
 }
@@ -222,7 +194,6 @@ ImageReader ImageReader::open_part(int fd, std::uint64_t offset, std::uint64_t l
             name, IoMode::buffered, read_frame(length, [&](std::uint64_t at, std::uint64_t size) {
                 return read_part(fd, offset + at, size);
             }));
-        state->refuse_stripes();
         state->inputs.emplace_back(copy, offset, length, state->io);
         return ImageReader(std::move(state));
     });
@@ -235,7 +206,6 @@ ImageReader ImageReader::from_ends(Bytes header, Bytes tail, std::uint64_t size,
             throw Error(Errc::bad_argument, "its ends are longer than all of it");
         auto state = std::make_unique<State>(name, IoMode::buffered,
                                              read_frame(size, read_ends(header, tail, size)));
-        state->refuse_stripes();
         return ImageReader(std::move(state));
     });
 }
@@ -264,12 +234,6 @@ const EncodingTotals& ImageReader::totals() const noexcept {
 }
 std::uint64_t ImageReader::file_size() const noexcept {
     return state_->trailer.file_size;
-}
-std::uint64_t ImageReader::total_size() const noexcept {
-    std::uint64_t size = state_->trailer.file_size;
-    for (unsigned number = 1; number < state_->files; ++number)
-        size += state_->info.sources[number - 1].file_size;
-    return size;
 }
 std::uint32_t ImageReader::alignment() const noexcept {
     return state_->alignment;
@@ -300,10 +264,9 @@ ChunkInfo ImageReader::chunk(std::uint64_t index) const {
 void ImageReader::attach_sources(Lineage& lineage) {
     named(state_->name, [&] {
         std::vector<ChunkInput> inputs;
-        const auto own = static_cast<std::ptrdiff_t>(state_->files);
-        for (const Source& source : std::span(state_->info.sources).subspan(state_->files - 1))
+        for (const Source& source : state_->info.sources)
             inputs.emplace_back(lineage.file(source), 0, source.file_size, state_->io);
-        state_->inputs.erase(state_->inputs.begin() + own, state_->inputs.end());
+        state_->inputs.erase(state_->inputs.begin() + 1, state_->inputs.end());
         std::ranges::move(inputs, std::back_inserter(state_->inputs));
     });
 }

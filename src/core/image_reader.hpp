@@ -27,9 +27,8 @@ struct ChunkInfo {
     Id hash{};                ///< XXH3-128 of the plain bytes, canonical (big-endian) form
 };
 
-/// One image. Its chunks may lie in stripe files beside it, which are opened and checked with it. Of a
-/// checkpoint that has a parent, chunks may lie in images of earlier ones: those are needed for
-/// reading chunks only. Both are its sources.
+/// One image. Of a checkpoint that has a parent, chunks may lie in images of earlier ones, its sources:
+/// those are needed for reading chunks only.
 ///
 /// Opening checks everything but the chunks and the padding after them: header, trailer, metadata and index with their
 /// checksums and every bound, and that the file is exactly as long as it says. Methods may be
@@ -37,8 +36,7 @@ struct ChunkInfo {
 /// per chunk) and, while restoring or verifying, about two chunks of memory per thread.
 class ImageReader {
 public:
-    /// Throws Error: io, corrupt_data, unsupported; what() names the file, and of a stripe that is
-    /// missing or another, that too.
+    /// Throws Error: io, corrupt_data, unsupported; what() names the file.
     /// `io`: how chunks are read. Automatic: directly where that is possible and most of the file is
     /// not in the page cache.
     static ImageReader open(int dir_fd, const std::string& name, IoMode io = IoMode::automatic);
@@ -66,9 +64,8 @@ public:
 
     const ImageInfo& info() const noexcept;
     const EncodingTotals& totals() const noexcept;
-    std::uint64_t file_size() const noexcept;  ///< of the image file
-    std::uint64_t total_size() const noexcept; ///< of that and its stripes
-    std::uint32_t alignment() const noexcept;  ///< of chunks in the file, in bytes
+    std::uint64_t file_size() const noexcept;
+    std::uint32_t alignment() const noexcept; ///< of chunks in the file, in bytes
     Id digest() const noexcept; ///< equal to WriteResult::digest of the write that made it
 
     std::uint64_t chunk_count() const noexcept;

@@ -3,13 +3,14 @@
 #include "core/aligned_buffer.hpp"
 #include "core/chunk_codec.hpp"
 #include "core/chunk_map.hpp"
+#include "core/chunk_output.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_frame.hpp"
 #include "core/image_metadata.hpp"
-#include "core/striped_output.hpp"
+#include "core/place_in_order.hpp"
 #include "core/workers.hpp"
 #include "core/write_queue.hpp"
 
@@ -23,6 +24,8 @@
 namespace gpustasis {
 namespace {
 
+using format::align_up;
+
 std::vector<std::byte> buffer(std::size_t size) {
     return std::vector<std::byte>(size);
 }
@@ -30,12 +33,14 @@ std::vector<std::byte> buffer(std::size_t size) {
 // One image being written: what the workers share.
 class Pipeline {
 public:
-    Pipeline(StripedOutput& output, const ImageInfo& info, MemorySource& source,
+    Pipeline(ChunkOutput& output, const ImageInfo& info, MemorySource& source,
              const WriteOptions& options)
-        : output_(output), source_(source), options_(options), chunk_size_(info.chunk_size),
+        : output_(output),
+          places_(align_up(format::kHeaderSize, options.alignment), options.alignment),
+          source_(source), options_(options), chunk_size_(info.chunk_size),
           map_(info.regions, info.chunk_size), index_(map_.count() * format::kIndexEntrySize),
-          zero_hash_(hash128(buffer(info.chunk_size))), next_(output.files()),
-          threads_(count_threads()), makers_(count_makers()),
+          zero_hash_(hash128(buffer(info.chunk_size))), threads_(count_threads()),
+          makers_(count_makers()),
           queue_(threads_ + makers_, chunk_size_, options.compress ? lz4_limit(chunk_size_) : 0,
                  [this](WriteQueue::Buffer& made) { write(made); }) {}
 
@@ -43,13 +48,12 @@ public:
         FirstFailure failure;
         const auto work = [&] {
             try {
-                const unsigned thread = started_.fetch_add(1, std::memory_order_relaxed);
-                if (thread < makers_)
-                    make_chunks(thread, failure);
+                if (started_.fetch_add(1, std::memory_order_relaxed) < makers_)
+                    make_chunks(failure);
                 queue_.drain();
             } catch (...) {
                 failure.record();
-                output_.cancel();
+                places_.cancel();
                 queue_.cancel();
             }
         };
@@ -62,21 +66,21 @@ public:
         if (options_.parent == nullptr)
             return {};
         const std::vector<Source>& all = options_.parent->sources();
-        const unsigned own = output_.files(); // sources of one's own come first, and stay
         std::vector<std::uint16_t> numbers(all.size());
-        for_each_reference([&](std::uint16_t source) { numbers[source - own] = 1; });
+        for_each_reference([&](std::uint16_t source) { numbers[source - 1] = 1; });
         std::vector<Source> used;
         for (std::size_t i = 0; i < all.size(); ++i) {
             if (numbers[i] == 0)
                 continue;
-            numbers[i] = static_cast<std::uint16_t>(own + used.size());
             used.push_back(all[i]);
+            numbers[i] = static_cast<std::uint16_t>(used.size());
         }
-        for_each_reference([&](std::uint16_t& source) { source = numbers[source - own]; });
+        for_each_reference([&](std::uint16_t& source) { source = numbers[source - 1]; });
         return used;
     }
 
     Bytes index() const noexcept { return index_; }
+    std::uint64_t data_end() const noexcept { return places_.end(); }
     const EncodingTotals& totals() const noexcept { return totals_; }
 
 private:
@@ -87,7 +91,7 @@ private:
                 index_.data() + number * format::kIndexEntrySize + format::kIndexSourceOffset;
             std::uint16_t source;
             std::memcpy(&source, at, sizeof source);
-            if (source < output_.files())
+            if (source == 0)
                 continue;
             use(source);
             std::memcpy(at, &source, sizeof source);
@@ -105,27 +109,20 @@ private:
         return output_.is_direct() ? std::min(threads_, worker_count(0, map_.count())) : threads_;
     }
 
-    void make_chunks(unsigned thread, const FirstFailure& failure) {
+    void make_chunks(const FirstFailure& failure) {
         queue_.enter();
         WriteQueue::Buffer* buffer = queue_.take();
         EncodingTotals totals;
-        // Each thread has a file of its own as long as that has chunks: who writes to one that
-        // another writes to may have to wait for it.
-        const unsigned files = output_.files();
-        for (unsigned i = 0; i < files && !failure.any(); ++i) {
-            const unsigned file = (thread + i) % files;
-            while (buffer != nullptr && !failure.any()) {
-                const std::uint64_t index =
-                    next_[file].fetch_add(1, std::memory_order_relaxed) * files + file;
-                if (index >= map_.count())
-                    break;
-                const ChunkPlace place = map_.at(index);
-                source_.read(place.address, buffer->plain.bytes().first(place.size));
-                if (!make_chunk(index, place.size, *buffer, totals))
-                    break;
-                if (buffer->size != 0)
-                    buffer = pass_on(buffer);
-            }
+        while (buffer != nullptr && !failure.any()) {
+            const std::uint64_t index = next_.fetch_add(1, std::memory_order_relaxed);
+            if (index >= map_.count())
+                break;
+            const ChunkPlace place = map_.at(index);
+            source_.read(place.address, buffer->plain.bytes().first(place.size));
+            if (!make_chunk(index, place.size, *buffer, totals))
+                break;
+            if (buffer->size != 0)
+                buffer = pass_on(buffer);
         }
         if (buffer != nullptr)
             queue_.put_back(buffer);
@@ -151,17 +148,14 @@ private:
         const MutBytes plain = buffer.plain.bytes().first(plain_size);
         Bytes stored;
         format::IndexEntry entry = make_entry(plain, buffer.packed.bytes(), stored);
-        const auto offset = output_.take(index, stored.size());
+        const auto offset = places_.take(index, stored.size());
         if (!offset)
             return false;
-        if (!stored.empty()) {
+        if (!stored.empty())
             entry.offset = *offset;
-            entry.source = static_cast<std::uint16_t>(index % output_.files());
-        }
         format::pack_index_entry(entry, MutBytes(index_).subspan(index * format::kIndexEntrySize,
                                                                  format::kIndexEntrySize));
-        totals.add(entry.encoding, entry.source >= output_.files(), plain_size, stored.size());
-        buffer.chunk = index;
+        totals.add(entry.encoding, entry.source != 0, plain_size, stored.size());
         buffer.offset = *offset;
         buffer.size = stored.size();
         buffer.is_packed = entry.encoding == Encoding::lz4;
@@ -169,8 +163,7 @@ private:
     }
 
     void write(WriteQueue::Buffer& made) {
-        output_.write(made.chunk, made.offset, (made.is_packed ? made.packed : made.plain).bytes(),
-                      made.size);
+        output_.write(made.offset, (made.is_packed ? made.packed : made.plain).bytes(), made.size);
     }
 
     // Everything but the place of `stored`, which is what this file is to hold of the chunk.
@@ -203,18 +196,19 @@ private:
         entry.stored_hash = place->stored_hash;
         entry.stored_size = place->stored_size;
         entry.encoding = place->encoding;
-        entry.source = static_cast<std::uint16_t>(place->source + output_.files());
+        entry.source = static_cast<std::uint16_t>(place->source + 1);
         return true;
     }
 
-    StripedOutput& output_;
+    ChunkOutput& output_;
+    PlaceInOrder places_;
     MemorySource& source_;
     const WriteOptions& options_;
     const std::uint32_t chunk_size_;
     const ChunkMap map_;
     std::vector<std::byte> index_;
     const Id zero_hash_; // of a whole chunk of zeros: most zero chunks are whole
-    std::vector<std::atomic<std::uint64_t>> next_; // by file: how many of its chunks are taken
+    std::atomic<std::uint64_t> next_ = 0;
     std::atomic<unsigned> started_ = 0;
     std::mutex totals_mutex_;
     EncodingTotals totals_;
@@ -236,16 +230,6 @@ void check_options(const ImageInfo& info, const WriteOptions& options) {
                     "alignment out of range: " + std::to_string(options.alignment));
 }
 
-unsigned count_files(const ImageInfo& info, const WriteOptions& options, int fd) {
-    const ChunkMap map(info.regions, info.chunk_size);
-    const unsigned threads = worker_count(options.threads, map.count(), Waits::processor);
-    const unsigned files = stripe_count(options.stripes, fd, threads, map.plain_size());
-    const std::size_t others = options.parent != nullptr ? options.parent->sources().size() : 0;
-    if (files - 1 + others > format::kMaxSources)
-        throw Error(Errc::bad_argument, "the chain of parents is too long to build on");
-    return files;
-}
-
 } // namespace
 
 WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& info,
@@ -261,22 +245,15 @@ WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& in
 
     try {
         PartFile file(dir_fd, name);
-        const unsigned files = count_files(checked, options, file.fd());
-        StripedOutput output(file, dir_fd, name, files, options.io, options.alignment);
+        ChunkOutput output(file.fd(), options.io, options.alignment);
         Pipeline pipeline(output, checked, source, options);
         pipeline.run();
-        const std::vector<Source> used = pipeline.keep_used_sources();
-        checked.sources = output.finish_stripes(checked, pipeline.index());
-        checked.sources.insert(checked.sources.end(), used.begin(), used.end());
-        const FrameResult frame =
-            write_frame(file.fd(), checked, options.alignment, output.data_end(), pipeline.index());
-        output.finish_image(frame.file_size);
-        const std::uint64_t total_size = output.total_size();
-        output.commit();
-        return {.totals = pipeline.totals(),
-                .file_size = frame.file_size,
-                .total_size = total_size,
-                .digest = frame.digest};
+        checked.sources = pipeline.keep_used_sources();
+        const FrameResult frame = write_frame(file.fd(), checked, options.alignment,
+                                              pipeline.data_end(), pipeline.index());
+        output.finish(frame.file_size);
+        file.commit();
+        return {.totals = pipeline.totals(), .file_size = frame.file_size, .digest = frame.digest};
     } catch (const Error& e) {
         throw Error(e.code(), name + ": " + e.what());
     }

@@ -18,25 +18,21 @@ struct WriteOptions {
     int lz4_acceleration = 1;       ///< 1..65537, as LZ4_compress_fast
     std::uint32_t alignment = 4096; ///< of chunks in the file; a power of two, 1..4096
     IoMode io = IoMode::automatic;
-    /// Files that chunk data is written to, 1 … kMaxStripes; 0: as many as pay off (stripe_count()).
-    unsigned stripes = 1;
     /// Chunks that the parent has become references to it; nullptr: no parent.
     const ParentIndex* parent = nullptr;
 };
 
 struct WriteResult {
     EncodingTotals totals;
-    std::uint64_t file_size = 0;  ///< of the image file
-    std::uint64_t total_size = 0; ///< of that and its stripes
-    Id digest{}; ///< of all files by way of its index and metadata; the manifest holds it
+    std::uint64_t file_size = 0;
+    Id digest{}; ///< of all of the file, by way of its index and metadata; the manifest holds it
 };
 
 /// Write all regions of `info` from `source` to the file `name` in directory `dir_fd`.
 /// Written to a temporary name, synced, renamed, and the directory synced: on return the image
 /// is complete and durable; on an exception nothing named `name` was made and the temporary file
-/// is gone. The same holds for its stripes, which get their names before it. The bytes of the files
-/// depend on `info`, the memory, their number and all of `options` but threads and io, never on
-/// timing. Holds at most about three chunks of
+/// is gone. The bytes of the file depend on `info`, the memory and all of `options` but threads and
+/// io, never on timing. Holds at most about three chunks of
 /// memory per thread. `info.chunk_size` 0 means the parent's, or kDefaultChunkSize without one.
 /// parent_id and sources of `info` are left out and follow from the options.
 /// Throws Error: bad_argument if `info` breaks a bound of docs/format.md or its chunk size is not

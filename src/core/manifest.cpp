@@ -6,7 +6,6 @@
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_metadata.hpp"
-#include "core/stripe_file.hpp"
 
 #include <algorithm>
 
@@ -89,8 +88,6 @@ Manifest unpack(Bytes bytes) {
         corrupt("header has the wrong size");
     const auto required = in.number<std::uint64_t>();
     format::check_required_features(required);
-    if ((required & format::kStripes) != 0)
-        corrupt("only images have stripes");
     const bool has_parent = (required & format::kParent) != 0;
     in.number<std::uint64_t>(); // optional_features
 
@@ -154,8 +151,8 @@ std::vector<std::byte> pack(const Manifest& manifest) {
 
 } // namespace
 
-std::string image_name(std::uint32_t pid, std::uint32_t stripe) {
-    return stripe_name("gpustasis-" + std::to_string(pid) + ".img", stripe);
+std::string image_name(std::uint32_t pid) {
+    return "gpustasis-" + std::to_string(pid) + ".img";
 }
 
 void write_manifest(int dir_fd, const Manifest& manifest) {

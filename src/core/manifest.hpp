@@ -12,8 +12,8 @@ namespace gpustasis {
 
 inline constexpr const char* kManifestName = "gpustasis-manifest.img";
 
-/// "gpustasis-<pid>.img"; of a stripe that is not 0 "gpustasis-<pid>.<stripe>.img".
-std::string image_name(std::uint32_t pid, std::uint32_t stripe = 0);
+/// "gpustasis-<pid>.img"
+std::string image_name(std::uint32_t pid);
 
 /// One CUDA task of the tree.
 struct ManifestTask {

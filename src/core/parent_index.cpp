@@ -12,7 +12,7 @@
 #include <cstring>
 #include <numeric>
 #include <string>
-#include <tuple>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -92,7 +92,7 @@ void ParentIndex::sort_sources() {
     std::vector<std::uint16_t> order(sources_.size());
     std::iota(order.begin(), order.end(), std::uint16_t{0});
     const auto place = [&](std::uint16_t i) {
-        return std::tuple{sources_[i].depth, sources_[i].pid, sources_[i].stripe};
+        return std::pair{sources_[i].depth, sources_[i].pid};
     };
     std::ranges::sort(order, {}, place);
     std::vector<Source> sorted;
@@ -105,7 +105,7 @@ void ParentIndex::sort_sources() {
     for (Place& known : places_)
         known.source = moved[known.source];
     const auto same_place = [](const Source& a, const Source& b) {
-        return a.depth == b.depth && a.pid == b.pid && a.stripe == b.stripe;
+        return a.depth == b.depth && a.pid == b.pid;
     };
     if (std::ranges::adjacent_find(sources_, same_place) != sources_.end())
         throw Error(Errc::corrupt_data, "images of the parent contradict each other about theirs");

@@ -38,7 +38,7 @@ public:
     std::uint32_t chunk_size() const noexcept { return chunk_size_; }
     std::size_t size() const noexcept { return places_.size(); }
 
-    /// As seen from the checkpoint to be made; ascending by depth, pid, stripe.
+    /// As seen from the checkpoint to be made; ascending by depth, then pid.
     const std::vector<Source>& sources() const noexcept { return sources_; }
 
     /// The chunk with this content, or nullptr.

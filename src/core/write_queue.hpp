@@ -24,7 +24,6 @@ public:
     struct Buffer {
         AlignedBuffer plain;
         AlignedBuffer packed;
-        std::uint64_t chunk = 0;
         std::uint64_t offset = 0;
         std::size_t size = 0;   ///< bytes to be written
         bool is_packed = false; ///< they are in `packed`, not in `plain`

@@ -1,7 +1,6 @@
 #include "cuda_plugin/config.hpp"
 
 #include "core/error.hpp"
-#include "core/stripe_file.hpp"
 #include "cuda_plugin/config_keys.hpp"
 #include "tracee/proc.hpp"
 
@@ -108,8 +107,6 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.compress = word == "lz4";
     } else if (key == "threads") {
         config.threads = number(path, key, node, 0, kMaxThreads);
-    } else if (key == "stripes") {
-        config.stripes = number(path, key, node, 0, kMaxStripes);
     } else if (key == "chunk_size") {
         config.chunk_size = number(path, key, node, 4096, kMaxChunkSize);
         if ((config.chunk_size & (config.chunk_size - 1)) != 0)

@@ -18,7 +18,6 @@ struct Config {
     bool externalize = true;       ///< false: the staged memory stays in CRIU's own images
     bool compress = true;          ///< key compress = "lz4" | "none"
     unsigned threads = 0;          ///< 0: as many as processors; at most 1024
-    std::uint32_t stripes = 0;     ///< files for chunk data of a task, 1..16; 0: as many as pay off
     std::uint32_t chunk_size = 0;  ///< bytes; 0: the format's default
     IoMode io = IoMode::automatic; ///< key io = "auto" | "buffered" | "direct"
     HugePages huge_pages = HugePages::automatic; ///< asked for before staged memory is refilled

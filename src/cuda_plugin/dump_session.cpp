@@ -258,7 +258,6 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     const WriteOptions options{.threads = config_.threads,
                                .compress = config_.compress,
                                .io = config_.io,
-                               .stripes = config_.stripes,
                                .parent = parent_.index ? &*parent_.index : nullptr};
     const WriteResult written = statistics.phases.time("write", [&] {
         return write_image(image_dir_.get(), image_name(record.image_pid), info, memory, options);
@@ -266,7 +265,7 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     statistics.externalized = true;
     statistics.regions = regions.size();
     statistics.totals = written.totals;
-    statistics.file_bytes = written.total_size;
+    statistics.file_bytes = written.file_size;
     for (const Region& region : regions)
         statistics.staged_bytes += region.length;
 

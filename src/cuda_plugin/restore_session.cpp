@@ -154,7 +154,7 @@ bool RestoreSession::resume_task(pid_t pid) {
     if (const auto image = images_.find(image_pid); image != images_.end()) {
         statistics.externalized = true;
         statistics.totals = image->second.totals();
-        statistics.file_bytes = image->second.total_size();
+        statistics.file_bytes = image->second.file_size();
         statistics.regions = image->second.info().regions.size();
         for (const Region& region : image->second.info().regions)
             statistics.staged_bytes += region.length;

@@ -156,51 +156,6 @@ def test_damage_in_an_archive_is_named(tmp_path: Path, images: Path) -> None:
     assert "checkpoint/gpustasis-77.img: not named by the manifest" in unnamed
 
 
-def test_stripes_are_read_checked_and_written_as_one_file(tmp_path: Path) -> None:
-    words = ["A", "b", "0", "C", "d", "E"]
-    make_link(tmp_path / "a", {7: memory_of(words), 9: memory_of(["F"])}, stripes=3)
-    whole = inspected(tmp_path / "a")
-    for compression in COMPRESSIONS:
-        archive = pack(tmp_path / "a", tmp_path / compression, compression=compression)
-        found = inspected(archive)
-        assert found["gpu_image_bytes"] == whole["gpu_image_bytes"]
-        result = CliRunner().invoke(cli, ["verify", str(archive)])
-        assert "manifest and 2 images whole" in result.output, result.output
-    out = tmp_path / "out"
-    result = CliRunner().invoke(cli, ["flatten", str(archive), "-o", str(out)])
-    assert result.exit_code == 0, repr(result.exception)
-    assert contents(out) == contents(tmp_path / "a")
-    assert sorted(path.name for path in out.glob("*-[0-9]*")) == [image_name(7), image_name(9)]
-
-
-def test_damage_in_a_stripe_is_named(tmp_path: Path) -> None:
-    directory = tmp_path / "a"
-    make_link(directory, {7: memory_of(["A", "b", "C", "d", "E"])}, stripes=3)
-    path = directory / image_name(7, 2)
-    whole = path.read_bytes()
-    for offset, what in (
-        (130, "gpustasis-7.img: chunk 2 at 0x7f0000002000: content does not match"),
-        (100, "gpustasis-7.2.img: padding"),
-        (20, "gpustasis-7.2.img"),
-        (len(whole) - 20, "gpustasis-7.2.img"),
-    ):
-        damaged = bytearray(whole)
-        damaged[offset] ^= 1
-        path.write_bytes(damaged)
-        with open_files(pack(directory, tmp_path / "a.tar")) as files:
-            (problem,) = verify_archive(files).problems
-        assert what in problem
-        assert problem.startswith(f"{tmp_path / 'a.tar'}: checkpoint/")
-    path.unlink()
-    path.with_name(image_name(7, 5)).write_bytes(whole)
-    with open_files(pack(directory, tmp_path / "a.tar")) as files:
-        (missing,) = verify_archive(files).problems
-    assert "gpustasis-7.2.img" in missing
-    path.write_bytes(whole)
-    with open_files(pack(directory, tmp_path / "a.tar")) as files:
-        (unnamed,) = verify_archive(files).problems
-    assert "gpustasis-7.5.img: not named by the manifest, or by the image" in unnamed
-
 
 def test_a_damaged_archive_leaves_nothing_of_a_flatten(tmp_path: Path, images: Path) -> None:
     path = images / image_name(7)

@@ -37,7 +37,7 @@ def sample(tmp_path: Path) -> bytes:
     images = tmp_path / "images"
     images.mkdir()
     words = ["A", "b", "0", "C"]
-    make_link(images, {7: memory_of(words), 9: memory_of(words)}, stripes=2)
+    make_link(images, {7: memory_of(words), 9: memory_of(words)})
     return pack(images, tmp_path / "sample.tar").read_bytes()
 
 

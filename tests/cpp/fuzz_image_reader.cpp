@@ -1,4 +1,4 @@
-// Any bytes at all as an image, a stripe or a manifest: the reader accepts or throws Error, no more.
+// Any bytes at all as an image or a manifest: the reader accepts or throws Error, no more.
 // The mutator makes checksums right again after most mutations, so that what lies behind them is
 // reached.
 #include "check.hpp"
@@ -7,7 +7,6 @@
 #include "core/image_format.hpp"
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
-#include "core/stripe_file.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -77,17 +76,6 @@ void only_error(const Body& body) {
     }
 }
 
-// The same, but for stripes that the image needs and that are not there.
-template <class Body>
-void only_error_or_no_stripe(const Body& body) {
-    try {
-        body();
-    } catch (const Error& e) {
-        CHECK(e.code() == Errc::corrupt_data || e.code() == Errc::unsupported ||
-              std::strstr(e.what(), "stripe file") != nullptr);
-    }
-}
-
 // What docs/format.md promises of an image that was accepted.
 void check_chunk(const ImageReader& reader, const ChunkInfo& chunk) {
     CHECK(chunk.plain_size != 0 && chunk.plain_size <= reader.info().chunk_size);
@@ -141,22 +129,6 @@ void use_image(const ImageReader& reader) {
         only_error([&] { reader.verify(1); });
 }
 
-// As the stripe that it says it is: what is checked behind that is reached.
-void use_stripe(const std::string& path, Bytes bytes) {
-    Stripe expected{.checkpoint_id = {}, .pid = 7, .number = 1, .alignment = 1, .entries_hash = {}};
-    Source source;
-    source.file_size = bytes.size();
-    if (bytes.size() >= kStripeHeaderSize + kStripeTrailerSize) {
-        std::memcpy(&expected.checkpoint_id, &bytes[32], sizeof(Id));
-        std::memcpy(&expected.pid, &bytes[48], sizeof expected.pid);
-        std::memcpy(&expected.number, &bytes[52], sizeof expected.number);
-        expected.alignment = 1U << (std::to_integer<unsigned>(bytes[57]) % 13);
-        std::memcpy(&expected.entries_hash, &bytes[bytes.size() - 56], sizeof(Id));
-        std::memcpy(&source.digest, &bytes[bytes.size() - 16], sizeof(Id));
-    }
-    open_stripe(AT_FDCWD, path, source, expected);
-}
-
 /// Makes the checksums of a mutated file right, where the file is whole enough to have them.
 class Repair {
 public:
@@ -165,15 +137,6 @@ public:
     void manifest() {
         if (file_.size() >= 32)
             put(file_.size() - 16, hash128(Bytes(file_).first(file_.size() - 16)));
-    }
-    void stripe() {
-        if (file_.size() < kStripeHeaderSize + kStripeTrailerSize)
-            return;
-        const std::size_t trailer = file_.size() - kStripeTrailerSize;
-        put(80, hash128(Bytes(file_).first(80)));
-        put(trailer, std::uint64_t{file_.size()});
-        put(trailer + 24, hash128(Bytes(file_).first(80)));
-        put(trailer + 48, hash128(Bytes(file_).subspan(trailer, 48)));
     }
     void image(bool layout) {
         if (file_.size() < format::kHeaderSize + format::kTrailerSize)
@@ -260,10 +223,6 @@ bool is_manifest(Bytes file) {
     return file.size() > 6 && std::memcmp(file.data() + 5, "MF", 2) == 0;
 }
 
-bool is_stripe(Bytes file) {
-    return file.size() > 6 && std::memcmp(file.data() + 5, "ST", 2) == 0;
-}
-
 } // namespace
 
 extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t* data, std::size_t size,
@@ -283,8 +242,6 @@ extern "C" std::size_t LLVMFuzzerCustomMutator(std::uint8_t* data, std::size_t s
     if (random() % 16 != 0) {
         if (is_manifest(file))
             Repair(file).manifest();
-        else if (is_stripe(file))
-            Repair(file).stripe();
         else
             Repair(file).image(random() % 2 == 0);
     }
@@ -298,9 +255,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     file.set(bytes);
     if (is_manifest(bytes))
         only_error([&] { read_manifest(dir.fd()); });
-    else if (is_stripe(bytes))
-        only_error([&] { use_stripe(file.path(), bytes); });
     else
-        only_error_or_no_stripe([&] { use_image(ImageReader::open(AT_FDCWD, file.path())); });
+        only_error([&] { use_image(ImageReader::open(AT_FDCWD, file.path())); });
     return 0;
 }

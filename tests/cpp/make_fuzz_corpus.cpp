@@ -27,10 +27,6 @@ void make_images(int dir_fd) {
             for (const std::uint32_t alignment : {1U, 64U})
                 write_image(dir_fd, "image-" + std::to_string(number++),
                             info_of(*memory, chunk_size), *memory, {.alignment = alignment});
-    // With their stripes, which are files to start from as well.
-    for (const unsigned stripes : {2U, 3U})
-        write_image(dir_fd, "image-" + std::to_string(number++), info_of(mixture), mixture,
-                    {.alignment = 64, .stripes = stripes});
 }
 
 ImageInfo task_info(const sample::Memory& memory) {

@@ -51,7 +51,6 @@ def make_link(
     taken: float | None = None,
     chunk_size: int = PAGE,
     finished: bool = True,
-    stripes: int = 1,
 ) -> Manifest:
     """Make `directory` a checkpoint with these images, on top of `parent` if there is one.
 
@@ -81,7 +80,6 @@ def make_link(
             alignment=64,
             threads=1,
             parent=index,
-            stripes=stripes,
         )
         tasks.append(ManifestTask(pid=pid, externalized=True, digest=written.digest))
     manifest = Manifest(
@@ -115,7 +113,7 @@ def is_whole(directory: Path) -> bool:
     return not verify_directory(directory, threads=1).problems
 
 
-def make_chain(store: Path, length: int, *, pages: int = 8, stripes: int = 1) -> list[Path]:
+def make_chain(store: Path, length: int, *, pages: int = 8) -> list[Path]:
     """A full checkpoint and `length` on top of it, a page changed in each: c000, c001, ..."""
     words = [f"a{page}" if page % 2 else f"A{page}" for page in range(pages)]
     made: list[Path] = []
@@ -129,7 +127,6 @@ def make_chain(store: Path, length: int, *, pages: int = 8, stripes: int = 1) ->
             {7: memory_of(words)},
             parent=parent,
             taken=1_800_000_000 + number,
-            stripes=stripes,
         )
         made.append(directory)
     return made

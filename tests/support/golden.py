@@ -40,13 +40,6 @@ def write_golden(directory: Path) -> None:
     digest = write_image(
         directory / "mixture.img", info_of(MIXTURE, chunk_size=2 * PAGE), MIXTURE
     ).digest
-    write_image(
-        directory / "striped.img",
-        info_of(MIXTURE, chunk_size=PAGE),
-        MIXTURE,
-        alignment=64,
-        stripes=2,
-    )
     manifest = Manifest(
         checkpoint_id=CHECKPOINT_ID,
         driver_api_version=13000,

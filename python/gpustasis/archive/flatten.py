@@ -28,7 +28,7 @@ from gpustasis.archive.verification import Wanted, collect
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.criu.images import count_parent_pages, is_pagemap
 from gpustasis.errors import ArchiveError, CheckpointError, ImageError
-from gpustasis.image.checkpoint import ImageFile, image_errors, image_file
+from gpustasis.image.checkpoint import image_errors, image_pid
 from gpustasis.image.flatten import Flattened, OnFile, without_parent
 from gpustasis.image.new_directory import (
     INVENTORY_NAME,
@@ -105,8 +105,8 @@ class _Copy:
             }
             self._read_archive(flat, threads)
             for parent, by_file in wanted.items():
-                for file, stream in parent.image_streams(by_file.keys()):
-                    for chunk, stored in checked(placed_chunks(by_file[file], stream), threads):
+                for pid, stream in parent.image_streams(by_file.keys()):
+                    for chunk, stored in checked(placed_chunks(by_file[pid], stream), threads):
                         flat[chunk.image.pid].put(chunk, stored)
             written = {pid: image.finish() for pid, image in flat.items()}
         tasks = [
@@ -131,9 +131,9 @@ class _Copy:
             name = member.name.removeprefix(CHECKPOINT)
             if not _is_copied(member):
                 continue
-            file = image_file(name)
-            if file is not None:
-                self._read_image(file, reader, flat, threads)
+            pid = image_pid(name)
+            if pid is not None:
+                self._read_image(pid, reader, flat, threads)
             elif name == INVENTORY_NAME:
                 self._inventory = member, self._read_whole(member, reader)
             elif name != MANIFEST_NAME:
@@ -141,14 +141,13 @@ class _Copy:
                 self._copy(name, member, reader)
 
     def _read_image(
-        self, file: ImageFile, reader: TarReader, flat: dict[int, FlatImage], threads: int
+        self, pid: int, reader: TarReader, flat: dict[int, FlatImage], threads: int
     ) -> None:
         """What does not belong to the checkpoint is left out."""
-        pid, stripe = file
-        if pid not in flat or stripe > self._images[pid].stripes():
+        if pid not in flat:
             return
-        self._tell(image_name(*file))
-        for chunk, stored in checked(own_chunks(self._images[pid], stripe, reader), threads):
+        self._tell(image_name(pid))
+        for chunk, stored in checked(own_chunks(self._images[pid], reader), threads):
             flat[pid].put(chunk, stored)
 
     def _copy(self, name: str, member: Member, reader: TarReader) -> None:

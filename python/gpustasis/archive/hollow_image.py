@@ -1,6 +1,6 @@
-"""An image of an archive, and its stripes, without their chunk data: headers, metadata, index, trailers.
+"""An image of an archive without its chunk data: header, metadata, index, trailer.
 
-They are put into files in memory that are as long as those of the archive and have a hole where
+They are put into a file in memory that is as long as that of the archive and has a hole where
 chunk data is, so that the core's reader can open them and check all of that. Memory: twice the index.
 """
 
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import os
 import struct
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
-from gpustasis._core import ImageReader, Manifest, ManifestTask, image_name
+from gpustasis._core import ImageReader, Manifest, ManifestTask
 from gpustasis.archive.stream import ByteStream
 from gpustasis.errors import ArchiveError, ImageError
 from gpustasis.image.checkpoint import image_errors, require_meant
 from gpustasis.image.plain_reader import HEADER_SIZE, INDEX_ENTRY_SIZE, TRAILER_SIZE
-from gpustasis.image.plain_stripe import HEADER_SIZE as STRIPE_HEADER_SIZE
-from gpustasis.image.plain_stripe import TRAILER_SIZE as STRIPE_TRAILER_SIZE
 
-DIGEST_SIZE = 16  # bytes at the end of an image or a stripe
+DIGEST_SIZE = 16  # bytes at the end of an image
 _FIRST_TAIL = 16 << 20  # bytes read of the end before it is known where the index begins
 _PIECE = 1 << 20
 _STORED_HASH_OFFSET = 24  # in an index entry
@@ -77,16 +73,14 @@ class HollowFile:
 
 
 class HollowImage:
-    """files: by stripe; 0: the image file."""
+    """An image by what is kept of it."""
 
-    def __init__(self, pid: int, files: Mapping[int, HollowFile]) -> None:
-        self.pid = pid
-        self.files = files
-        main = files[0]
-        self.place = main.place
-        self.header = main.header
-        self._fd = main.fd
-        trailer = read_part(main.fd, main.size - TRAILER_SIZE, TRAILER_SIZE)
+    def __init__(self, file: HollowFile) -> None:
+        self.file = file
+        self.place = file.place
+        self.header = file.header
+        self._fd = file.fd
+        trailer = read_part(file.fd, file.size - TRAILER_SIZE, TRAILER_SIZE)
         self.metadata_offset, _, _, self.index_offset = _TRAILER_PLACES.unpack_from(trailer)
 
     def open(self, manifest: Manifest, task: ManifestTask) -> ImageReader:
@@ -94,27 +88,10 @@ class HollowImage:
 
         Raises ImageError, UnsupportedError; each names the file.
         """
-        if len(self.files) == 1:
-            path = f"/proc/self/fd/{self._fd}"
-            with image_errors(rename=(path, self.place)):
-                image = ImageReader.open(path)
-        else:
-            image = self._open_with_stripes()
+        with image_errors():
+            image = ImageReader.open_part(self._fd, 0, self.file.size, self.place)
         require_meant(image, manifest, task, self.place)
         return image
-
-    def _open_with_stripes(self) -> ImageReader:
-        """The core finds them by name beside the image: links are made for it, and for a moment."""
-        main = image_name(self.pid)
-        try:
-            with tempfile.TemporaryDirectory(prefix="gpustasis-") as names:
-                for stripe, file in self.files.items():
-                    link = Path(names) / image_name(self.pid, stripe)
-                    link.symlink_to(f"/proc/self/fd/{file.fd}")
-                with image_errors(rename=(f"{names}/", self.place.removesuffix(main))):
-                    return ImageReader.open(Path(names) / main)
-        except OSError as exc:
-            raise ArchiveError(f"{self.place}: cannot be looked at: {exc}") from exc
 
     def stored_hash(self, number: int) -> int:
         """Of the stored bytes of a chunk of an image that was opened."""
@@ -126,15 +103,6 @@ class HollowImage:
     def metadata(self) -> bytes:
         """As it stands in the image."""
         return read_part(self._fd, self.metadata_offset, self.index_offset - self.metadata_offset)
-
-
-def read_stripe_ends(stream: ByteStream, size: int, place: str) -> tuple[bytes, bytes]:
-    """Header and trailer of a stripe that `stream` begins with. Raises ImageError."""
-    if size < STRIPE_HEADER_SIZE + STRIPE_TRAILER_SIZE:
-        raise ImageError(f"{place}: too short for a stripe: {size} bytes")
-    header = stream.read(STRIPE_HEADER_SIZE)
-    stream.skip(size - STRIPE_HEADER_SIZE - STRIPE_TRAILER_SIZE)
-    return header, stream.read(STRIPE_TRAILER_SIZE)
 
 
 def read_ends(stream: ByteStream, size: int, limit: int, place: str) -> tuple[bytes, bytes] | int:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from gpustasis._core import (
     MANIFEST_NAME,
-    MAX_STRIPES,
     ImageReader,
     Manifest,
     ManifestTask,
@@ -26,7 +25,6 @@ from gpustasis.archive.hollow_image import (
     HollowImage,
     read_ends,
     read_long_tail,
-    read_stripe_ends,
 )
 from gpustasis.archive.layout import (
     CHECKPOINT,
@@ -48,13 +46,13 @@ from gpustasis.archive.stream import (
 from gpustasis.archive.tar import Kind, Member, TarReader
 from gpustasis.errors import ArchiveError, ImageError
 from gpustasis.image.chain import FoundSource, State
-from gpustasis.image.checkpoint import ImageFile, image_file
+from gpustasis.image.checkpoint import image_pid
 
 
 class Archive:
     """One archive. Make it with open_archive. Implements gpustasis.image.files.CheckpointFiles.
 
-    members: by name. image_files: by pid and stripe (0: the image file itself). file_bytes,
+    members: by name. image_files: by pid. file_bytes,
     unpacked_bytes: of all. damaged_files: those of image_files that are none at all, and why.
     """
 
@@ -62,8 +60,8 @@ class Archive:
         self.path = path
         self.name = str(path)
         self.members: dict[str, Member] = {}
-        self.image_files: dict[ImageFile, HollowFile] = {}
-        self.damaged_files: dict[ImageFile, ImageError] = {}
+        self.image_files: dict[int, HollowFile] = {}
+        self.damaged_files: dict[int, ImageError] = {}
         self.unpacked_bytes = 0
         self.file_bytes = os.fstat(fd).st_size
         self.compression = Compression.NONE
@@ -94,12 +92,12 @@ class Archive:
         if seen < len(self.members):
             raise ArchiveError(f"{self.name}: was changed while it was read: it ends earlier")
 
-    def images_again(self) -> Iterator[tuple[Member, TarReader, ImageFile]]:
-        """The members that are images or stripes, on a later pass. Raises as again."""
+    def images_again(self) -> Iterator[tuple[Member, TarReader, int]]:
+        """The members that are images, on a later pass. Raises as again."""
         for member, reader in self.again():
-            file = _image_file(member)
-            if file is not None:
-                yield member, reader, file
+            pid = _image_pid(member)
+            if pid is not None:
+                yield member, reader, pid
 
     def checkpoint_id(self) -> bytes | None:
         """As a parent: of its manifest; None: it has none."""
@@ -108,14 +106,14 @@ class Archive:
 
     def holds(self, source: Source) -> bool:
         """As a parent: whether the file that is meant is in it, told by size and digest."""
-        file = self.image_files.get((source.pid, source.stripe))
+        file = self.image_files.get(source.pid)
         return file is not None and (file.size, file.digest) == (source.file_size, source.digest)
 
-    def image_streams(self, files: Collection[ImageFile]) -> Iterator[tuple[ImageFile, ByteStream]]:
-        """As a parent: these images and stripes, each from its beginning."""
-        for _, reader, file in self.images_again():
-            if file in files:
-                yield file, reader
+    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
+        """As a parent: these images, each from its beginning."""
+        for _, reader, pid in self.images_again():
+            if pid in pids:
+                yield pid, reader
 
     def facts(self) -> ContainerFacts:
         """What it says of its container. Raises ArchiveError."""
@@ -134,17 +132,13 @@ class Archive:
         return self.hollow_image(task.pid).open(manifest, task)
 
     def hollow_image(self, pid: int) -> HollowImage:
-        """Raises ImageError if there is none, or a file of it is damaged so that it was not kept."""
-        for stripe in range(MAX_STRIPES):
-            if (pid, stripe) in self.damaged_files:
-                raise self.damaged_files[pid, stripe]
-        if (pid, 0) not in self.image_files:
+        """Raises ImageError if there is none, or it is damaged so that it was not kept."""
+        if pid in self.damaged_files:
+            raise self.damaged_files[pid]
+        if pid not in self.image_files:
             self._regular(image_name(pid))
             raise ImageError(f"{self.place(image_name(pid))}: is not in the archive")
-        names = [(pid, stripe) for stripe in range(MAX_STRIPES)]
-        return HollowImage(
-            pid, {name[1]: self.image_files[name] for name in names if name in self.image_files}
-        )
+        return HollowImage(self.image_files[pid])
 
     def read(self, name: str) -> bytes | None:
         return self._regular(name)
@@ -166,12 +160,7 @@ class Archive:
         return self.parents.find_parent(manifest)
 
     def find_sources(self, sources: list[Source]) -> tuple[FoundSource, ...]:
-        return tuple(
-            FoundSource(source=source, directory=self.path, state=State.RIGHT)
-            if source.depth == 0  # a stripe, and the image could be opened
-            else self.parents.find_source(source)
-            for source in sources
-        )
+        return tuple(self.parents.find_source(source) for source in sources)
 
     def _regular(self, name: str) -> bytes | None:
         """Raises ArchiveError if there is something else of that name."""
@@ -182,67 +171,64 @@ class Archive:
 
     def _survey(self, kept: ExitStack) -> None:
         """The first pass, and a second one if an index is too long for the first."""
-        long_tails: dict[ImageFile, int] = {}
+        long_tails: dict[int, int] = {}
         for member, reader in self.walk():
             self.members[member.name] = member
-            file = _image_file(member)
-            if file is not None:
-                self._note_image(file, member, reader, kept, long_tails)
+            pid = _image_pid(member)
+            if pid is not None:
+                self._note_image(pid, member, reader, kept, long_tails)
             elif member.kind is Kind.FILE and is_small(member.name):
                 self._small[member.name] = self._read_small(member, reader)
         require_container(self.members.keys(), self.name)
         if not long_tails:
             return
-        for member, reader, file in self.images_again():
-            if file in long_tails:
-                header, tail = read_long_tail(reader, member.size, long_tails[file])
-                self._keep(file, member, header, tail, long_tails[file], kept)
+        for member, reader, pid in self.images_again():
+            if pid in long_tails:
+                header, tail = read_long_tail(reader, member.size, long_tails[pid])
+                self._keep(pid, member, header, tail, long_tails[pid], kept)
 
     def _note_image(
         self,
-        file: ImageFile,
+        pid: int,
         member: Member,
         reader: TarReader,
         kept: ExitStack,
-        long_tails: dict[ImageFile, int],
+        long_tails: dict[int, int],
     ) -> None:
-        place = self.place(image_name(*file))
+        place = self.place(image_name(pid))
         if len(self.image_files) + len(long_tails) >= self._limits.image_files:
             raise ArchiveError(
-                f"{self.name}: has more than {self._limits.image_files} images and stripes"
+                f"{self.name}: has more than {self._limits.image_files} images"
             )
         left = self._limits.index_bytes - self._index_bytes
         try:
-            if file[1]:
-                found: tuple[bytes, bytes] | int = read_stripe_ends(reader, member.size, place)
-            else:
-                found = read_ends(reader, member.size, left, place)
+            found = read_ends(reader, member.size, left, place)
         except ArchiveError:
             raise
         except ImageError as exc:
-            self.damaged_files[file] = exc
+            self.damaged_files[pid] = exc
             return
         if isinstance(found, int):
-            long_tails[file] = found
+            long_tails[pid] = found
             self._index_bytes += found
         else:
             header, tail = found
             self._index_bytes += len(tail)
-            self._keep(file, member, header, [tail], len(tail), kept)
+            self._keep(pid, member, header, [tail], len(tail), kept)
 
     def _keep(
         self,
-        file: ImageFile,
+        pid: int,
         member: Member,
         header: bytes,
         tail: Iterable[bytes],
         length: int,
         kept: ExitStack,
     ) -> None:
-        place = self.place(image_name(*file))
+        place = self.place(image_name(pid))
         hollow = HollowFile(member.size, header, tail, length, place)
         kept.callback(hollow.close)
-        self.image_files[file] = hollow
+        self.image_files[pid] = hollow
 
     def _read_small(self, member: Member, reader: TarReader) -> bytes:
         limits = self._limits
@@ -280,7 +266,7 @@ def open_archive(
         yield archive
 
 
-def _image_file(member: Member) -> ImageFile | None:
+def _image_pid(member: Member) -> int | None:
     if member.kind is not Kind.FILE or not member.name.startswith(CHECKPOINT):
         return None
-    return image_file(member.name.removeprefix(CHECKPOINT))
+    return image_pid(member.name.removeprefix(CHECKPOINT))

@@ -13,7 +13,7 @@ from gpustasis.archive.hollow_image import DIGEST_SIZE
 from gpustasis.archive.stream import ByteStream
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.chain import FoundSource, State
-from gpustasis.image.checkpoint import ImageFile, find_manifest
+from gpustasis.image.checkpoint import find_manifest
 
 
 class Parent(Protocol):
@@ -27,10 +27,10 @@ class Parent(Protocol):
         """None: it has no manifest."""
 
     def holds(self, source: Source) -> bool:
-        """Whether the image or stripe that is meant is in it, told by size and digest."""
+        """Whether the image that is meant is in it, told by size and digest."""
 
-    def image_streams(self, files: Collection[ImageFile]) -> Iterator[tuple[ImageFile, ByteStream]]:
-        """These images and stripes, each from its beginning."""
+    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
+        """These images, each from its beginning."""
 
 
 class Parents:
@@ -79,7 +79,7 @@ class DirectoryParent:
 
     def holds(self, source: Source) -> bool:
         try:
-            with (self.path / image_name(source.pid, source.stripe)).open("rb") as file:
+            with (self.path / image_name(source.pid)).open("rb") as file:
                 if file.seek(0, os.SEEK_END) != source.file_size:
                     return False
                 file.seek(source.file_size - DIGEST_SIZE)
@@ -87,12 +87,12 @@ class DirectoryParent:
         except OSError:
             return False
 
-    def image_streams(self, files: Collection[ImageFile]) -> Iterator[tuple[ImageFile, ByteStream]]:
-        for name in sorted(files):
-            path = self.path / image_name(*name)
+    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
+        for pid in sorted(pids):
+            path = self.path / image_name(pid)
             try:
                 with path.open("rb") as file:
-                    yield name, FileStream(file, str(path))
+                    yield pid, FileStream(file, str(path))
             except OSError as exc:
                 raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
 

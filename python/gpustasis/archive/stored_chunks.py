@@ -92,24 +92,18 @@ class OpenImage:
             plain_hash=found.hash,
         )
 
-    def stripes(self) -> int:
-        """How many it has beside the image file; they are its first sources."""
-        return sum(source.depth == 0 for source in self.reader.info.sources)
-
     def plain_bytes(self) -> int:
         return sum(region.length for region in self.reader.info.regions)
 
 
-def own_chunks(
-    image: OpenImage, stripe: int, stream: ByteStream
-) -> Iterator[tuple[StoredChunk, bytes]]:
-    """Each chunk with bytes in the image file (stripe 0) or that stripe, which `stream` begins
-    with, and these bytes, unchecked.
+def own_chunks(image: OpenImage, stream: ByteStream) -> Iterator[tuple[StoredChunk, bytes]]:
+    """Each chunk with bytes in the image file, which `stream` begins with, and these bytes,
+    unchecked.
 
-    The zeros between them, and that the rest is what it was at the first pass, are checked here;
-    with stripe 0 also the chunks of zeros. Raises ImageError.
+    The zeros between them, chunks of zeros, and that the rest is what it was at the first pass, are
+    checked here. Raises ImageError.
     """
-    file = image.hollow.files[stripe]
+    file = image.hollow.file
     file.require_header(stream)
     zeros: dict[int, bytes] = {}
     position = len(file.header)
@@ -117,9 +111,9 @@ def own_chunks(
         chunk = image.chunk(number)
         if chunk.encoding == Encoding.ZERO:
             size = chunk.plain_size
-            if not stripe and zeros.setdefault(size, hash128(bytes(size))) != chunk.plain_hash:
+            if zeros.setdefault(size, hash128(bytes(size))) != chunk.plain_hash:
                 raise chunk.damaged("content does not match its checksum")
-        elif chunk.source == stripe:  # stripes are the first sources
+        elif chunk.source == 0:
             _require_zeros(stream, position, chunk.offset, file)
             yield chunk, stream.read(chunk.size)
             position = chunk.offset + chunk.size
@@ -194,11 +188,10 @@ def checked(
 def by_source(image: OpenImage) -> dict[int, Places]:
     """The chunks in earlier checkpoints, by number of their source."""
     found: dict[int, Places] = {}
-    stripes = image.stripes()
     if image.reader.totals.ref.chunks:
         for number in range(len(image.reader)):
             chunk = image.chunk(number)
-            if chunk.source > stripes:
+            if chunk.source != 0:
                 found.setdefault(chunk.source, Places(image)).add(chunk)
     return found
 

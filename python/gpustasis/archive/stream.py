@@ -39,7 +39,7 @@ class Limits:
     members: headers of any kind. names_bytes: of memory for all names, the directories they imply
     and the targets of links, which are kept to find a name that comes twice. name_bytes: of one name
     or target; name_parts: directories in it. header_bytes: of one extended header (pax, GNU long
-    name). kept_bytes: of the small files that are read whole; kept_file_bytes: of one of them. image_files: images and their stripes, each of which takes two
+    name). kept_bytes: of the small files that are read whole; kept_file_bytes: of one of them. image_files: images, each of which takes two
     descriptors. index_bytes: of all images' metadata and indexes.
     unpacked_bytes: of the whole archive. An archive that unpacks to more than ratio_free_bytes may
     be at most ratio times smaller than what comes out of it: gzip cannot do better, and what zstd

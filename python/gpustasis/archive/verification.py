@@ -14,11 +14,10 @@ from gpustasis.archive.stored_chunks import (
     placed_chunks,
 )
 from gpustasis.errors import ArchiveError, ImageError, UnsupportedError
-from gpustasis.image.checkpoint import ImageFile
 from gpustasis.image.verification import OnProgress, Verification
 
-# Places of chunks, by the file of the parent that has their bytes.
-Wanted = dict[Parent, dict[ImageFile, list[Places]]]
+# Places of chunks, by pid of the parent's image that has their bytes.
+Wanted = dict[Parent, dict[int, list[Places]]]
 
 
 def verify_archive(
@@ -54,16 +53,10 @@ def verify_archive(
     wanted = {task.pid for task in manifest.tasks if task.externalized}
     there = {*archive.image_files, *archive.damaged_files}
     found.problems += [
-        f"{archive.place(image_name(*file))}: not named by the manifest, or by the image of its process"
-        for file in sorted(there)
-        if file[0] not in wanted or _is_unnamed(images.get(file[0]), file[1])
+        f"{archive.place(image_name(pid))}: not named by the manifest"
+        for pid in sorted(there - wanted)
     ]
     return found
-
-
-def _is_unnamed(image: OpenImage | None, stripe: int) -> bool:
-    """Whether a sound image does not know of that stripe."""
-    return image is not None and stripe > image.stripes()
 
 
 def _open_images(archive: Archive, manifest: Manifest, found: Verification) -> dict[int, OpenImage]:
@@ -89,12 +82,12 @@ def _check_own(
 ) -> None:
     """What is in the archive itself; a damaged image is taken out of `images`."""
     done = dict.fromkeys(images, 0)
-    for _, reader, (pid, stripe) in archive.images_again():
-        if pid not in images or stripe > images[pid].stripes():
+    for _, reader, pid in archive.images_again():
+        if pid not in images:
             continue
         total = images[pid].plain_bytes()
         try:
-            for chunk, _stored in checked(own_chunks(images[pid], stripe, reader), threads):
+            for chunk, _stored in checked(own_chunks(images[pid], reader), threads):
                 done[pid] += chunk.plain_size
                 if on_progress is not None:
                     on_progress(image_name(pid), done[pid], total)
@@ -116,7 +109,7 @@ def _check_earlier(
     wanted: Wanted = {}
     for image in list(images.values()):
         referred = image.reader.totals.ref.plain
-        sources = image.reader.info.sources[image.stripes() :]
+        sources = image.reader.info.sources
         if not archive.parents:
             found.outside_bytes += referred
             outside |= {source.checkpoint_id.hex() for source in sources}
@@ -132,14 +125,14 @@ def _check_earlier(
     found.outside_checkpoints = sorted(outside)
     found.earlier_checkpoints = len(earlier)
     for parent, by_file in wanted.items():
-        for file, stream in parent.image_streams(by_file.keys()):
+        for pid, stream in parent.image_streams(by_file.keys()):
             try:
-                for _ in checked(placed_chunks(by_file[file], stream), threads):
+                for _ in checked(placed_chunks(by_file[pid], stream), threads):
                     pass
             except ArchiveError:
                 raise
             except ImageError as exc:
-                found.problems.append(f"{exc} (in {image_name(*file)} of {parent.path})")
+                found.problems.append(f"{exc} (in {image_name(pid)} of {parent.path})")
 
 
 def collect(archive: Archive, image: OpenImage, wanted: Wanted) -> None:
@@ -147,24 +140,23 @@ def collect(archive: Archive, image: OpenImage, wanted: Wanted) -> None:
 
     Raises ImageError that names the first checkpoint that is not there.
     """
-    stripes = image.stripes()
     sources = image.reader.info.sources
     parents: list[Parent] = []
-    for source in sources[stripes:]:
+    for source in sources:
         parent = archive.parents.find(source)
         if parent is None:
             raise ImageError(missing_source(archive, image, source))
         parents.append(parent)
     for number, places in by_source(image).items():
-        source, parent = sources[number - 1], parents[number - 1 - stripes]
+        source, parent = sources[number - 1], parents[number - 1]
         by_file = wanted.setdefault(parent, {})
-        by_file.setdefault((source.pid, source.stripe), []).append(places)
+        by_file.setdefault(source.pid, []).append(places)
 
 
 def missing_source(archive: Archive, image: OpenImage, source: Source) -> str:
     """A sentence that says which earlier image is needed."""
     return (
-        f"{image.hollow.place}: needs {image_name(source.pid, source.stripe)} of checkpoint "
+        f"{image.hollow.place}: needs {image_name(source.pid)} of checkpoint "
         f"{source.checkpoint_id.hex()}, {source.depth} before this one, which is not in "
         f"{archive.name} and no --parent holds"
     )

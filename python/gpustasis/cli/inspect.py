@@ -135,19 +135,15 @@ def _add_image(node: Node, image: ImageView) -> None:
         if count.chunks:
             chunks = f"{count.chunks} chunk{'s' if count.chunks > 1 else ''}"
             branch.add(f"{name}: {mib(count.plain_bytes)} in {mib(count.stored_bytes)}, {chunks}")
-    stripes = sum(source.depth == 0 for source in image.sources)
-    if stripes:
-        branch.add(f"chunk data in {stripes + 1} files")
-    earlier = [source for source in image.sources if source.depth > 0]
-    telling_first = sorted(earlier, key=lambda source: source.state == State.RIGHT)
+    telling_first = sorted(image.sources, key=lambda source: source.state == State.RIGHT)
     for source in telling_first[:_SOURCES_SHOWN]:
         outside = source.state == State.OUTSIDE
         nowhere = f"checkpoint {source.checkpoint_id}" if outside else "no link leads to it"
         where = source.directory or nowhere
-        text = f"from {where}/{image_name(source.pid, source.stripe)}, depth {source.depth}"
+        text = f"from {where}/{image_name(source.pid)}, depth {source.depth}"
         branch.add(text + _state_text(source.state))
-    if len(earlier) > _SOURCES_SHOWN:
-        branch.add(f"and from {len(earlier) - _SOURCES_SHOWN} more")
+    if len(image.sources) > _SOURCES_SHOWN:
+        branch.add(f"and from {len(image.sources) - _SOURCES_SHOWN} more")
     regions = branch.add(f"{len(image.regions)} regions")
     for region in image.regions[:_REGIONS_SHOWN]:
         regions.add(_region_text(region))

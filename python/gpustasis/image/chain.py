@@ -127,7 +127,7 @@ def _find(source: Source, directories: list[Path]) -> FoundSource:
     return FoundSource(
         source=source,
         directory=directory,
-        state=_state(directory / image_name(source.pid, source.stripe), source),
+        state=_state(directory / image_name(source.pid), source),
     )
 
 

@@ -20,10 +20,7 @@ from gpustasis._core import (
 )
 from gpustasis.errors import ImageError, UnsupportedError
 
-# Pid and stripe; 0: the image file itself.
-ImageFile = tuple[int, int]
-
-_IMAGE_NAME = re.compile(r"gpustasis-([1-9][0-9]{0,9})(?:\.([1-9][0-9]{0,2}))?\.img")
+_IMAGE_NAME = re.compile(r"gpustasis-([1-9][0-9]{0,9})\.img")
 
 
 @contextmanager
@@ -71,21 +68,15 @@ def require_meant(image: ImageReader, manifest: Manifest, task: ManifestTask, pa
 
 
 def image_names(directory: Path) -> list[str]:
-    """Names in `directory` that are those of images and their stripes, sorted. Raises ImageError."""
+    """Names in `directory` that are those of images, sorted. Raises ImageError."""
     with image_errors():
-        return sorted(p.name for p in directory.iterdir() if image_file(p.name) is not None)
+        return sorted(p.name for p in directory.iterdir() if image_pid(p.name) is not None)
 
 
-def image_file(name: str) -> ImageFile | None:
-    """What the name of an image or a stripe says; None if it is none's."""
+def image_pid(name: str) -> int | None:
+    """The pid that the name of an image says; None if it is none's."""
     match = _IMAGE_NAME.fullmatch(name)
-    return (int(match[1]), int(match[2] or 0)) if match else None
-
-
-def own_names(image: ImageReader) -> list[str]:
-    """The files that an image opened by open_image() is: its own, and its stripes."""
-    stripes = [source.stripe for source in image.info.sources if source.depth == 0]
-    return [image_name(image.info.pid, stripe) for stripe in (0, *stripes)]
+    return int(match[1]) if match else None
 
 
 def gpu_uuid(raw: bytes) -> str:

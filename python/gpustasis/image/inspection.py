@@ -59,10 +59,10 @@ class GpuView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceView:
-    """Another file that holds chunks of an image, in the directory `depth` parent links away: a
-    stripe of the image itself (depth 0), or an image of an earlier checkpoint or a stripe of one.
+    """An image of an earlier checkpoint, in the directory `depth` parent links away, that holds chunks
+    of an image.
 
-    stripe: 0: the image file of `pid`, else that stripe of it. directory: where the links lead; None:
+    directory: where the links lead; None:
     not so far. state: "right", "missing" or "replaced"; "outside": not in the archive, and no parent
     was named.
     """
@@ -70,7 +70,6 @@ class SourceView:
     checkpoint_id: str
     pid: int
     depth: int
-    stripe: int
     file_bytes: int
     digest: str
     directory: str | None
@@ -92,7 +91,7 @@ class ParentView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageView:
-    """The image of one task. file_bytes: with its stripes."""
+    """The image of one task."""
 
     file: str
     file_bytes: int
@@ -298,7 +297,7 @@ def _image_view(files: CheckpointFiles, image: ImageReader, pid: int) -> ImageVi
     )
     return ImageView(
         file=image_name(pid),
-        file_bytes=image.total_size,
+        file_bytes=image.file_size,
         plain_bytes=sum(region.length for region in regions),
         digest=image.digest.hex(),
         chunk_bytes=info.chunk_size,
@@ -316,7 +315,6 @@ def _source_view(found: FoundSource) -> SourceView:
         checkpoint_id=found.source.checkpoint_id.hex(),
         pid=found.source.pid,
         depth=found.source.depth,
-        stripe=found.source.stripe,
         file_bytes=found.source.file_size,
         digest=found.source.digest.hex(),
         directory=None if found.directory is None else str(found.directory),

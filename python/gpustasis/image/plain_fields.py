@@ -10,7 +10,6 @@ import xxhash
 from gpustasis.errors import ImageError, UnsupportedError
 
 FEATURE_PARENT = 1 << 0
-FEATURE_STRIPES = 1 << 2
 NO_ID = bytes(16)
 MAX_GPUS = 256
 MAX_DEPTH = 65535  # of a source, and length of a chain
@@ -36,7 +35,7 @@ def parse_gpus(raw: bytes, offset: int, count: int) -> tuple[PlainGpu, ...]:
 
 
 def check_start(file: bytes, magic: bytes, size: int, found_hash: bytes, hashed: bytes) -> int:
-    """Check what images, stripes and manifests begin with; their required features.
+    """Check what images and manifests begin with; their required features.
 
     found_hash: as stored; hashed: what it covers. Raises ImageError, UnsupportedError.
     """
@@ -46,7 +45,7 @@ def check_start(file: bytes, magic: bytes, size: int, found_hash: bytes, hashed:
     if version != _VERSION:
         raise UnsupportedError(f"format version {version}, this reader knows {_VERSION}")
     require(header_size == size, "header has the wrong size")
-    if required & ~(FEATURE_PARENT | FEATURE_STRIPES):
+    if required & ~FEATURE_PARENT:
         raise UnsupportedError(f"required features {required:#x} are not all known")
     return int(required)
 

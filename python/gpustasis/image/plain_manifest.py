@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from gpustasis.image.plain_fields import (
     FEATURE_PARENT,
-    FEATURE_STRIPES,
     GPU,
     MAX_DEPTH,
     MAX_GPUS,
@@ -54,7 +53,6 @@ def parse_manifest(file: bytes) -> PlainManifest:
     """Take a manifest apart. Raises ImageError, UnsupportedError."""
     require(len(file) >= _HEADER_SIZE + _HASH_SIZE, "too short for a manifest")
     required = check_start(file, _MAGIC, _HEADER_SIZE, file[-_HASH_SIZE:], file[:-_HASH_SIZE])
-    require(not required & FEATURE_STRIPES, "only images have stripes")
     has_parent = bool(required & FEATURE_PARENT)
     checkpoint_id, api_version, gpu_count, task_count, reserved, version = _FIELDS.unpack_from(
         file, START.size

@@ -16,7 +16,6 @@ import xxhash
 from gpustasis.errors import ImageError
 from gpustasis.image.plain_fields import (
     FEATURE_PARENT,
-    FEATURE_STRIPES,
     GPU,
     MAX_GPUS,
     NO_ID,
@@ -26,9 +25,6 @@ from gpustasis.image.plain_fields import (
     require,
     text,
 )
-from gpustasis.image.plain_stripe import HEADER_SIZE as STRIPE_HEADER_SIZE
-from gpustasis.image.plain_stripe import MAX_STRIPES, check_stripe
-from gpustasis.image.plain_stripe import TRAILER_SIZE as STRIPE_TRAILER_SIZE
 
 HEADER_SIZE = 256
 TRAILER_SIZE = 128
@@ -41,7 +37,7 @@ TRAILER_MAGIC = b"GPUSEND\n"
 _HEADER = struct.Struct("<16s16sIII164s")
 METADATA = struct.Struct("<Q16sIIII16s32sI4s")
 REGION = struct.Struct("<QQIB3s")
-_SOURCE = struct.Struct("<16s16sQIHBB")
+_SOURCE = struct.Struct("<16s16sQIH2s")
 INDEX_ENTRY = struct.Struct("<16sQQIBHB")
 TRAILER = struct.Struct("<QQ16sQQ16s16sQ16s8s")
 
@@ -63,15 +59,13 @@ class PlainRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainSource:
-    """Another file that holds chunks of an image; depth of its directory in parent links, 0 for a
-    stripe of the image itself. stripe: 0 for an image file, else which stripe of it."""
+    """An image of an earlier checkpoint; depth of its directory in parent links."""
 
     checkpoint_id: bytes
     digest: bytes
     file_size: int
     pid: int
     depth: int
-    stripe: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +93,7 @@ class PlainImage:
     chunk_size: int
 
     def __init__(self, file: bytes, read_source: ReadSource | None = None) -> None:
-        """read_source: needed for chunks with a source, stripes of this image too. Raises ImageError, UnsupportedError."""
+        """read_source: needed for chunks with a source. Raises ImageError, UnsupportedError."""
         self._file = file
         self._read_source = read_source
         self._source_files: dict[int, bytes] = {}
@@ -132,17 +126,13 @@ class PlainImage:
         """Check every source, every chunk and all padding. Raises ImageError."""
         for number in range(1, len(self.sources) + 1):
             self._source_file(number)
-        files = [self._file, *(self._source_file(n + 1) for n in range(self._stripes))]
-        ends = [HEADER_SIZE] + [STRIPE_HEADER_SIZE] * self._stripes
+        end = HEADER_SIZE
         for index, chunk in enumerate(self.chunks):
             self.read_chunk(index)
-            if chunk.encoding != ZERO and chunk.source <= self._stripes:
-                _check_padding(files[chunk.source][ends[chunk.source] : chunk.offset])
-                ends[chunk.source] = chunk.offset + chunk.stored_size
-        data_ends = [self._metadata_offset]
-        data_ends += [len(file) - STRIPE_TRAILER_SIZE for file in files[1:]]
-        for file, begin, end in zip(files, ends, data_ends, strict=True):
-            _check_padding(file[begin:end])
+            if chunk.encoding != ZERO and chunk.source == 0:
+                _check_padding(self._file[end : chunk.offset])
+                end = chunk.offset + chunk.stored_size
+        _check_padding(self._file[end : self._metadata_offset])
 
     def _source_file(self, number: int) -> bytes:
         """The file of the number-th source, found to be the one that is meant."""
@@ -154,35 +144,16 @@ class PlainImage:
             same = len(file) == source.file_size and file[-16:] == source.digest
             require(
                 same,
-                f"stripe {source.stripe} of gpustasis-{source.pid}.img of checkpoint "
+                f"gpustasis-{source.pid}.img of checkpoint "
                 f"{source.checkpoint_id.hex()}, {source.depth} links away, is another file",
             )
-            if source.depth == 0:
-                check_stripe(
-                    file,
-                    checkpoint_id=self.checkpoint_id,
-                    pid=self.pid,
-                    stripe=source.stripe,
-                    alignment=self.alignment,
-                    entries_hash=self._entries_hash(number),
-                )
             self._source_files[number] = file
         return self._source_files[number]
-
-    def _entries_hash(self, number: int) -> bytes:
-        """Of the index entries of the chunks that are in one of the sources."""
-        hasher = xxhash.xxh3_128()
-        for index, chunk in enumerate(self.chunks):
-            if chunk.source == number:
-                at = self._index_offset + INDEX_ENTRY_SIZE * index
-                hasher.update(self._file[at : at + INDEX_ENTRY_SIZE])
-        return hasher.digest()
 
     def _parse_header(self) -> None:
         header = self._file[:HEADER_SIZE]
         required = check_start(header, _IMAGE_MAGIC, HEADER_SIZE, header[240:], header[:240])
         self.has_parent = bool(required & FEATURE_PARENT)
-        self._has_stripes = bool(required & FEATURE_STRIPES)
         (
             self.checkpoint_id,
             self.parent_id,
@@ -250,18 +221,7 @@ class PlainImage:
         self.gpus = parse_gpus(raw, METADATA.size, gpu_count)
         self.regions = _parse_regions(raw[regions_offset:sources_offset])
         self.sources = _parse_sources(raw[sources_offset:])
-        self._stripes = sum(source.depth == 0 for source in self.sources)
-        self._check_sources()
-
-    def _check_sources(self) -> None:
-        require(self.has_parent or len(self.sources) == self._stripes, "sources without a parent")
-        require(
-            any(source.stripe for source in self.sources) == self._has_stripes,
-            "stripes and feature disagree",
-        )
-        for number, source in enumerate(self.sources[: self._stripes], 1):
-            found = (source.checkpoint_id, source.pid, source.stripe)
-            require(found == (self.checkpoint_id, self.pid, number), "not a stripe of this image")
+        require(self.has_parent or not self.sources, "sources without a parent")
 
     def _parse_index(self) -> tuple[PlainChunk, ...]:
         raw = self._file[self._index_offset : -TRAILER_SIZE]
@@ -274,19 +234,16 @@ class PlainImage:
             for address in range(region.address, region.address + region.length, self.chunk_size)
         ]
         chunks = []
-        expected = [self._align(HEADER_SIZE)]
-        expected += [self._align(STRIPE_HEADER_SIZE)] * self._stripes
+        expected = self._align(HEADER_SIZE)
         for entry, (address, size) in zip(INDEX_ENTRY.iter_unpack(raw), places, strict=True):
             chunk = _parse_entry(entry, address, size)
             if chunk.source != 0:
                 self._check_reference(chunk)
-            if chunk.encoding != ZERO and chunk.source <= self._stripes:
-                require(chunk.offset == expected[chunk.source], "chunk is not where it should be")
-                expected[chunk.source] = self._align(chunk.offset + chunk.stored_size)
+            elif chunk.encoding != ZERO:
+                require(chunk.offset == expected, "chunk is not where it should be")
+                expected = self._align(chunk.offset + chunk.stored_size)
             chunks.append(chunk)
-        require(expected[0] == self._metadata_offset, "chunks do not fill the data area")
-        for end, source in zip(expected[1:], self.sources, strict=False):
-            require(end + STRIPE_TRAILER_SIZE == source.file_size, "chunks do not fill a stripe")
+        require(expected == self._metadata_offset, "chunks do not fill the data area")
         return tuple(chunks)
 
     def _check_reference(self, chunk: PlainChunk) -> None:
@@ -342,11 +299,11 @@ def _parse_regions(raw: bytes) -> tuple[PlainRegion, ...]:
 
 def _parse_sources(raw: bytes) -> tuple[PlainSource, ...]:
     sources = []
-    lowest = (0, 1, 0)
-    for checkpoint_id, digest, file_size, pid, depth, stripe, reserved in _SOURCE.iter_unpack(raw):
-        require((depth, pid, stripe) >= lowest, "sources do not ascend")
-        require(1 <= pid < 1 << 31 and stripe < MAX_STRIPES and reserved == 0, "source malformed")
-        lowest = (depth, pid, stripe + 1)
+    lowest = (1, 1)
+    for checkpoint_id, digest, file_size, pid, depth, reserved in _SOURCE.iter_unpack(raw):
+        require((depth, pid) >= lowest, "sources do not ascend")
+        require(1 <= pid < 1 << 31 and not any(reserved), "source malformed")
+        lowest = (depth, pid + 1)
         sources.append(
             PlainSource(
                 checkpoint_id=checkpoint_id,
@@ -354,7 +311,6 @@ def _parse_sources(raw: bytes) -> tuple[PlainSource, ...]:
                 file_size=file_size,
                 pid=pid,
                 depth=depth,
-                stripe=stripe,
             )
         )
     return tuple(sources)

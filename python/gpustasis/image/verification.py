@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, MAX_STRIPES, ImageReader, Manifest, image_name
+from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest, image_name
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import (
     find_manifest,
     image_errors,
     image_names,
     open_image,
-    own_names,
 )
 
 # Name of a file, bytes of memory done, bytes of memory in all.
@@ -60,11 +59,10 @@ def verify_directory(
             "GPU state saved by gpustasis"
         )
         return found
-    wanted = _check_images(directory, manifest, threads, on_progress, found)
+    _check_images(directory, manifest, threads, on_progress, found)
+    wanted = {image_name(task.pid) for task in manifest.tasks if task.externalized}
     found.problems += [
-        f"{directory / name}: not named by the manifest, or by the image of its process"
-        for name in names
-        if name not in wanted
+        f"{directory / name}: not named by the manifest" for name in names if name not in wanted
     ]
     return found
 
@@ -75,11 +73,8 @@ def _check_images(
     threads: int,
     on_progress: OnProgress | None,
     found: Verification,
-) -> set[str]:
-    """Names of the files that belong to the checkpoint; of an image that cannot be opened, all that
-    could be its."""
+) -> None:
     earlier: set[bytes] = set()
-    wanted: set[str] = set()
     for task in manifest.tasks:
         if not task.externalized:
             continue
@@ -87,9 +82,7 @@ def _check_images(
             image = open_image(directory, manifest, task)
         except (ImageError, UnsupportedError) as exc:
             found.problems.append(str(exc))
-            wanted |= {image_name(task.pid, stripe) for stripe in range(MAX_STRIPES)}
             continue
-        wanted |= set(own_names(image))
         try:
             _check_content(image, image_name(task.pid), threads, on_progress)
         except (ImageError, UnsupportedError) as exc:
@@ -98,9 +91,8 @@ def _check_images(
         found.images += 1
         found.plain_bytes += plain_size(image)
         found.earlier_bytes += image.totals.ref.plain
-        earlier |= {source.checkpoint_id for source in image.info.sources if source.depth > 0}
+        earlier |= {source.checkpoint_id for source in image.info.sources}
     found.earlier_checkpoints = len(earlier)
-    return wanted
 
 
 def _check_content(

@@ -22,12 +22,11 @@ Config read(const std::string& text) {
 void every_key_is_taken() {
     const Config config =
         read("externalize = \"off\"\ncompress = \"none\"\nthreads = 3\n"
-             "chunk_size = 65536\nstripes = 3\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
+             "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
              "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
              "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
              "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\n");
     CHECK(!config.externalize && !config.compress && config.threads == 3);
-    CHECK(config.stripes == 3);
     CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
     CHECK(config.driver_timeout_ms == 6 && config.driver == "/x/libcuda.so.1");
     CHECK(config.nvml == "/x/nvml.so" && config.source == path);
@@ -51,8 +50,6 @@ void bad_values_are_named() {
                              "threads = 1025",
                              "threads = \"two\"",
                              "chunk_size = 5000",
-                             "stripes = 17",
-                             "stripes = -1",
                              "chunk_size = 1024",
                              "externalize = 1",
                              "externalize = \"yes\"",

@@ -25,7 +25,6 @@ class Images {
 public:
     explicit Images(unsigned char number) : id_(sample::id_of(number)) {
         write("gpustasis-7.img", "image " + id_text(id_));
-        write("gpustasis-7.1.img", "stripe " + id_text(id_));
         write("gpustasis-dump.json", "{}");
         write("pages-1.img", "CRIU's");
         write("inventory.img", "inventory");
@@ -75,7 +74,7 @@ void a_checkpoint_is_kept_and_found() {
     }
     const fs::path kept = base.store() / id_text(images.id());
     CHECK(same_inode(kept / "gpustasis-7.img", images.path("gpustasis-7.img")));
-    CHECK(fs::exists(kept / "gpustasis-7.1.img") && fs::exists(kept / kManifestName));
+    CHECK(fs::exists(kept / "gpustasis-7.img") && fs::exists(kept / kManifestName));
     CHECK(fs::exists(kept / "inventory.img"));
     CHECK(!same_inode(kept / "inventory.img", images.path("inventory.img")));
     CHECK(!fs::exists(kept / "pages-1.img") && !fs::exists(kept / "gpustasis-dump.json"));
