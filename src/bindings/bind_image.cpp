@@ -5,6 +5,7 @@
 #include "bindings/open_dir.hpp"
 #include "bindings/progress.hpp"
 #include "core/error.hpp"
+#include "core/image_check.hpp"
 #include "core/image_flatten.hpp"
 #include "core/image_format.hpp"
 #include "core/image_reader.hpp"
@@ -101,6 +102,36 @@ void verify(const OpenImage& self, unsigned threads, const Tell& progress) {
     self.reader.verify(threads, progress_of(progress));
 }
 
+std::vector<std::pair<std::uint64_t, py::str>> damage_list(const std::vector<ChunkDamage>& found) {
+    std::vector<std::pair<std::uint64_t, py::str>> list;
+    for (const ChunkDamage& damage : found)
+        list.emplace_back(damage.number, to_python(damage.what));
+    return list;
+}
+
+std::vector<std::pair<std::uint64_t, py::str>> damage_in(const OpenImage& self, std::uint64_t begin,
+                                                         std::uint64_t end,
+                                                         const std::vector<std::uint16_t>& sources,
+                                                         unsigned threads) {
+    std::vector<ChunkDamage> found;
+    {
+        const py::gil_scoped_release unlocked;
+        found = find_damage(self.reader, begin, end, sources, threads);
+    }
+    return damage_list(found);
+}
+
+std::vector<std::pair<std::uint64_t, py::str>>
+damaged_references(const OpenImage& self, std::uint16_t source, const OpenImage& owner,
+                   const std::vector<std::uint64_t>& damaged) {
+    std::vector<ChunkDamage> found;
+    {
+        const py::gil_scoped_release unlocked;
+        found = find_damaged_references(self.reader, source, owner.reader, damaged);
+    }
+    return damage_list(found);
+}
+
 void restore_to_process(const OpenImage& self, pid_t pid, unsigned threads, bool fresh,
                         const Tell& progress) {
     const py::gil_scoped_release unlocked;
@@ -111,7 +142,7 @@ void restore_to_process(const OpenImage& self, pid_t pid, unsigned threads, bool
 WriteResult write(const std::filesystem::path& path, const ImageInfo& info,
                   const std::vector<std::pair<std::uint64_t, py::buffer>>& memory, unsigned threads,
                   bool compress, int lz4_acceleration, std::uint32_t alignment,
-                  const ParentIndex* parent) {
+                  const ParentIndex* parent, bool check_parent) {
     MemoryBuffers source;
     for (const auto& [address, buffer] : memory)
         source.add(address, BufferView(buffer));
@@ -121,7 +152,8 @@ WriteResult write(const std::filesystem::path& path, const ImageInfo& info,
                         .compress = compress,
                         .lz4_acceleration = lz4_acceleration,
                         .alignment = alignment,
-                        .parent = parent});
+                        .parent = parent,
+                        .check_parent = check_parent});
 }
 
 void bind_totals(py::module_& m) {
@@ -142,17 +174,24 @@ void bind_writer(py::module_& m) {
     py::class_<WriteResult>(m, "WriteResult", "What write_image() wrote.")
         .def_readonly("totals", &WriteResult::totals)
         .def_readonly("file_size", &WriteResult::file_size)
+        .def_readonly("damaged_in_parent", &WriteResult::damaged_in_parent,
+                      "chunks stored anew because the parent's are damaged")
+        .def_property_readonly(
+            "first_damage", [](const WriteResult& self) { return to_python(self.first_damage); },
+            "which file of the parent, where, and what is wrong; \"\": nothing")
         .def_property_readonly("digest",
                                [](const WriteResult& self) { return to_python(self.digest); });
 
     m.def("write_image", &write, py::arg("path"), py::arg("info"), py::arg("memory"), py::kw_only(),
           py::arg("threads") = 0, py::arg("compress") = true, py::arg("lz4_acceleration") = 1,
           py::arg("alignment") = WriteOptions{}.alignment, py::arg("parent") = py::none(),
+          py::arg("check_parent") = false,
           "Write the regions of `info` from `memory`, a list of (address, buffer) that covers\n"
           "them. Complete and durable on return; nothing is left of it on an exception.\n"
           "Raises ValueError if info or an option breaks a limit of docs/format.md or memory is\n"
           "missing, OSError if the file cannot be written. Releases the GIL.\n"
-          "parent: chunks that it has become references to it.");
+          "parent: chunks that it has become references to it. check_parent: each such chunk is\n"
+          "read there and compared first; what is damaged is stored anew, and counted.");
 }
 
 void bind_reader(py::module_& m) {
@@ -221,6 +260,18 @@ void bind_reader(py::module_& m) {
              "Check every chunk and all padding. progress(plain bytes done) is called now and\n"
              "then, from one thread at a time; what it raises stops the work and is raised here.\n"
              "Raises CorruptDataError that names file, chunk and address. Releases the GIL.")
+        .def(
+            "find_damage", &damage_in, py::arg("begin"), py::arg("end"), py::arg("sources"),
+            py::arg("threads") = 0,
+            "Check the chunks from `begin` to before `end` that lie in one of `sources` (0: the\n"
+            "image file), and go on after damage. Returns (number, what is wrong) of each that is\n"
+            "damaged or cannot be read. Raises ValueError past the last chunk. Releases the GIL.")
+        .def(
+            "find_damaged_references", &damaged_references, py::arg("source"), py::arg("owner"),
+            py::arg("damaged"),
+            "The same of chunks that lie in source `source`, told without reading any: `owner` is\n"
+            "that image, `damaged` the numbers of all of its own chunks that are damaged,\n"
+            "ascending. Releases the GIL.")
         .def("restore_to_process", &restore_to_process, py::arg("pid"), py::arg("threads") = 0,
              py::arg("fresh") = false, py::arg("progress") = py::none(),
              "Write every chunk, each checked first, into the memory of process `pid`, which\n"

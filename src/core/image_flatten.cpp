@@ -82,7 +82,11 @@ WriteResult FlatImageWriter::finish() {
     const FrameResult frame =
         write_frame(state_->file.fd(), state_->info, state_->alignment, state_->end, state_->index);
     state_->file.commit();
-    return {.totals = state_->totals, .file_size = frame.file_size, .digest = frame.digest};
+    WriteResult result;
+    result.totals = state_->totals;
+    result.file_size = frame.file_size;
+    result.digest = frame.digest;
+    return result;
 }
 
 WriteResult flatten_image(const ImageReader& image, int dir_fd, const std::string& name,

@@ -2,6 +2,7 @@
 
 #include "core/aligned_buffer.hpp"
 #include "core/chunk_codec.hpp"
+#include "core/chunk_input.hpp"
 #include "core/chunk_map.hpp"
 #include "core/chunk_output.hpp"
 #include "core/error.hpp"
@@ -19,6 +20,7 @@
 #include <bit>
 #include <cstring>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace gpustasis {
@@ -29,6 +31,13 @@ using format::align_up;
 std::vector<std::byte> buffer(std::size_t size) {
     return std::vector<std::byte>(size);
 }
+
+// What one thread needs to read a chunk of the parent; of size 0 if none will be.
+struct ParentScratch {
+    explicit ParentScratch(std::size_t size) : stored(size), plain(size) {}
+    AlignedBuffer stored;
+    AlignedBuffer plain;
+};
 
 // One image being written: what the workers share.
 class Pipeline {
@@ -42,7 +51,14 @@ public:
           zero_hash_(hash128(buffer(info.chunk_size))), threads_(count_threads()),
           makers_(count_makers()),
           queue_(threads_ + makers_, chunk_size_, options.compress ? lz4_limit(chunk_size_) : 0,
-                 [this](WriteQueue::Buffer& made) { write(made); }) {}
+                 [this](WriteQueue::Buffer& made) { write(made); }) {
+        if (options.parent == nullptr || !options.check_parent)
+            return;
+        const std::vector<Source>& sources = options.parent->sources();
+        for (std::size_t i = 0; i < sources.size(); ++i)
+            parent_inputs_.emplace_back(options.parent->file(i), 0, sources[i].file_size,
+                                        options.io);
+    }
 
     void run() {
         FirstFailure failure;
@@ -59,6 +75,9 @@ public:
         };
         run_workers(threads_, failure, work);
     }
+
+    std::uint64_t damaged_in_parent() const noexcept { return damaged_; }
+    const std::string& first_damage() const noexcept { return first_damage_; }
 
     // Of the parent's sources, those that are referred to, which entries then count by: the file
     // names no image that it does not need.
@@ -113,13 +132,14 @@ private:
         queue_.enter();
         WriteQueue::Buffer* buffer = queue_.take();
         EncodingTotals totals;
+        ParentScratch scratch(parent_inputs_.empty() ? 0 : chunk_size_);
         while (buffer != nullptr && !failure.any()) {
             const std::uint64_t index = next_.fetch_add(1, std::memory_order_relaxed);
             if (index >= map_.count())
                 break;
             const ChunkPlace place = map_.at(index);
             source_.read(place.address, buffer->plain.bytes().first(place.size));
-            if (!make_chunk(index, place.size, *buffer, totals))
+            if (!make_chunk(index, place.size, *buffer, totals, scratch))
                 break;
             if (buffer->size != 0)
                 buffer = pass_on(buffer);
@@ -144,10 +164,10 @@ private:
     // What `buffer` holds becomes an entry of the index, and what is to be written of it is in its
     // size. False if another worker has failed meanwhile.
     bool make_chunk(std::uint64_t index, std::size_t plain_size, WriteQueue::Buffer& buffer,
-                    EncodingTotals& totals) {
+                    EncodingTotals& totals, ParentScratch& scratch) {
         const MutBytes plain = buffer.plain.bytes().first(plain_size);
         Bytes stored;
-        format::IndexEntry entry = make_entry(plain, buffer.packed.bytes(), stored);
+        format::IndexEntry entry = make_entry(plain, buffer.packed.bytes(), stored, scratch);
         const auto offset = places_.take(index, stored.size());
         if (!offset)
             return false;
@@ -167,14 +187,15 @@ private:
     }
 
     // Everything but the place of `stored`, which is what this file is to hold of the chunk.
-    format::IndexEntry make_entry(Bytes plain, MutBytes packed, Bytes& stored) {
+    format::IndexEntry make_entry(Bytes plain, MutBytes packed, Bytes& stored,
+                                  ParentScratch& scratch) {
         format::IndexEntry entry;
         if (is_zero(plain)) {
             entry.plain_hash = plain.size() == chunk_size_ ? zero_hash_ : hash128(plain);
             return entry;
         }
         entry.plain_hash = hash128(plain);
-        if (options_.parent != nullptr && refer(plain.size(), entry))
+        if (options_.parent != nullptr && refer(plain, entry, scratch))
             return entry;
         const EncodedChunk chunk =
             encode_chunk(plain, options_.compress, options_.lz4_acceleration, packed);
@@ -187,10 +208,10 @@ private:
     }
 
     // Whether the parent has that content.
-    bool refer(std::size_t plain_size, format::IndexEntry& entry) const noexcept {
+    bool refer(Bytes plain, format::IndexEntry& entry, ParentScratch& scratch) {
         const ParentIndex::Place* place =
-            options_.parent->find(entry.plain_hash, static_cast<std::uint32_t>(plain_size));
-        if (place == nullptr)
+            options_.parent->find(entry.plain_hash, static_cast<std::uint32_t>(plain.size()));
+        if (place == nullptr || (options_.check_parent && !is_sound(*place, plain, scratch)))
             return false;
         entry.offset = place->offset;
         entry.stored_hash = place->stored_hash;
@@ -200,6 +221,30 @@ private:
         return true;
     }
 
+    // Whether every reader will find `plain` where the parent has it.
+    bool is_sound(const ParentIndex::Place& place, Bytes plain, ParentScratch& scratch) {
+        try {
+            const Bytes stored = parent_inputs_[place.source].read(place.offset, place.stored_size,
+                                                                   scratch.stored.bytes());
+            if (place.encoding == Encoding::lz4 && hash64(stored) != place.stored_hash)
+                throw Error(Errc::corrupt_data, "stored bytes do not match their checksum");
+            const MutBytes decoded = scratch.plain.bytes().first(plain.size());
+            decode_chunk(place.encoding, stored, decoded);
+            if (!std::ranges::equal(decoded, plain))
+                throw Error(Errc::corrupt_data, "content does not match its checksum");
+            return true;
+        } catch (const Error& e) {
+            const std::lock_guard lock(damage_mutex_);
+            if (damaged_++ == 0) {
+                const Source& source = options_.parent->sources()[place.source];
+                first_damage_ = image_name(source.pid) + " of checkpoint " +
+                                id_text(source.checkpoint_id) + ", at " +
+                                std::to_string(place.offset) + ": " + e.what();
+            }
+            return false;
+        }
+    }
+
     ChunkOutput& output_;
     PlaceInOrder places_;
     MemorySource& source_;
@@ -207,7 +252,11 @@ private:
     const std::uint32_t chunk_size_;
     const ChunkMap map_;
     std::vector<std::byte> index_;
-    const Id zero_hash_; // of a whole chunk of zeros: most zero chunks are whole
+    const Id zero_hash_;                    // of a whole chunk of zeros: most zero chunks are whole
+    std::vector<ChunkInput> parent_inputs_; ///< by source of the parent, if it is to be checked
+    std::mutex damage_mutex_;
+    std::uint64_t damaged_ = 0;
+    std::string first_damage_;
     std::atomic<std::uint64_t> next_ = 0;
     std::atomic<unsigned> started_ = 0;
     std::mutex totals_mutex_;
@@ -253,7 +302,11 @@ WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& in
                                               pipeline.data_end(), pipeline.index());
         output.finish(frame.file_size);
         file.commit();
-        return {.totals = pipeline.totals(), .file_size = frame.file_size, .digest = frame.digest};
+        return {.totals = pipeline.totals(),
+                .file_size = frame.file_size,
+                .damaged_in_parent = pipeline.damaged_in_parent(),
+                .first_damage = pipeline.first_damage(),
+                .digest = frame.digest};
     } catch (const Error& e) {
         throw Error(e.code(), name + ": " + e.what());
     }

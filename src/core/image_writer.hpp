@@ -20,11 +20,16 @@ struct WriteOptions {
     IoMode io = IoMode::automatic;
     /// Chunks that the parent has become references to it; nullptr: no parent.
     const ParentIndex* parent = nullptr;
+    /// Read each chunk of the parent before it is referred to, and compare it with the memory. What
+    /// cannot be read or is not the same is stored anew, and counted.
+    bool check_parent = false;
 };
 
 struct WriteResult {
     EncodingTotals totals;
     std::uint64_t file_size = 0;
+    std::uint64_t damaged_in_parent = 0; ///< chunks stored anew because the parent's are damaged
+    std::string first_damage;            ///< which file of the parent, where, and what is wrong
     Id digest{}; ///< of all of the file, by way of its index and metadata; the manifest holds it
 };
 

@@ -38,7 +38,7 @@ ParentIndex ParentIndex::read(Lineage& lineage) {
         throw Error(Errc::bad_argument, lineage.path(1) + " holds no GPU memory to build on");
     index.sort_sources();
     for (const Source& source : index.sources_)
-        lineage.file(source);
+        index.files_.push_back(lineage.file(source));
     index.build_table();
     return index;
 }

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace gpustasis {
@@ -41,6 +42,9 @@ public:
     /// As seen from the checkpoint to be made; ascending by depth, then pid.
     const std::vector<Source>& sources() const noexcept { return sources_; }
 
+    /// The open file of sources()[source].
+    const std::shared_ptr<const UniqueFd>& file(std::size_t source) const { return files_[source]; }
+
     /// The chunk with this content, or nullptr.
     const Place* find(const Id& plain_hash, std::uint32_t plain_size) const noexcept;
 
@@ -55,6 +59,7 @@ private:
     Manifest manifest_;
     std::uint32_t chunk_size_ = 0;
     std::vector<Source> sources_;
+    std::vector<std::shared_ptr<const UniqueFd>> files_; ///< of sources_
     std::vector<Place> places_;
     std::array<std::uint64_t, 2> multipliers_{};
     std::vector<std::uint32_t> table_; ///< open addressing: number of a place + 1; 0: free

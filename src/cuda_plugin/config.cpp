@@ -117,6 +117,11 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.huge_pages = huge_pages(path, key, node);
     } else if (key == "parent") {
         config.parent = text(path, key, node);
+    } else if (key == "parent_check") {
+        const std::string word = text(path, key, node);
+        if (word != "index" && word != "data")
+            reject(path, key, node, "\"index\" or \"data\"");
+        config.check_parent = word == "data";
     } else if (key == "incremental") {
         config.incremental = on_or_off(path, key, node);
     } else if (key == "max_chain") {

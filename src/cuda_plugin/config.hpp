@@ -23,6 +23,7 @@ struct Config {
     HugePages huge_pages = HugePages::automatic; ///< asked for before staged memory is refilled
     std::string
         parent; ///< directory of the checkpoint to build on; relative to the image directory
+    bool check_parent = false;     ///< key parent_check = "index" | "data"
     bool incremental = false;      ///< of a container: build on the newest that its store has
     std::uint32_t max_chain = 100; ///< checkpoints to build on, at most; 1..65535
     bool dump_locked = false; ///< key found_locked = "refuse" | "dump": a task that others locked

@@ -258,7 +258,8 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     const WriteOptions options{.threads = config_.threads,
                                .compress = config_.compress,
                                .io = config_.io,
-                               .parent = parent_.index ? &*parent_.index : nullptr};
+                               .parent = parent_.index ? &*parent_.index : nullptr,
+                               .check_parent = config_.check_parent};
     const WriteResult written = statistics.phases.time("write", [&] {
         return write_image(image_dir_.get(), image_name(record.image_pid), info, memory, options);
     });
@@ -266,6 +267,11 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     statistics.regions = regions.size();
     statistics.totals = written.totals;
     statistics.file_bytes = written.file_size;
+    statistics.damaged_in_parent = written.damaged_in_parent;
+    if (written.damaged_in_parent != 0)
+        host::warn("the parent is damaged: " + std::to_string(written.damaged_in_parent) +
+                   " chunks of " + name(record) + " were stored anew, the first because of " +
+                   written.first_damage + "; gpustasis verify says what depends on it");
     for (const Region& region : regions)
         statistics.staged_bytes += region.length;
 

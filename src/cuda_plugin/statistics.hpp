@@ -47,7 +47,8 @@ struct TaskStatistics {
     std::uint64_t staged_bytes = 0;
     EncodingTotals totals;
     std::uint64_t file_bytes = 0;
-    bool huge_pages = false; ///< of a restore: they were asked for
+    std::uint64_t damaged_in_parent = 0; ///< chunks stored anew for that reason
+    bool huge_pages = false;             ///< of a restore: they were asked for
     Phases phases;
 };
 

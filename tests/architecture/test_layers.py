@@ -49,7 +49,7 @@ PYTHON_ARROWS = {
     "archive": {"errors", "_core", "image", "criu", "process"},
     "criu": {"errors", "process", "driver", "nvml"},
     "runtimes": {"errors", "criu", "image", "archive", "_core", "task"},
-    "store": {"errors", "image", "criu", "_core"},
+    "store": {"errors", "files", "image", "criu", "_core"},
     "files": set[str](),
     "policy": {"errors"},
     "oci_hook": {"errors", "files", "policy", "image", "store"},

@@ -136,7 +136,7 @@ def test_damage_in_a_parent_is_found(tmp_path: Path, chain: list[Path]) -> None:
     """Its digest is the right one; the chunk is not."""
     archive = pack(chain[1], tmp_path / "one.tar")
     chunk = ImageReader.open(chain[0] / image_name(7)).chunk(2)
-    path = chain[0] / image_name(7, chunk.source)
+    path = chain[0] / image_name(7)
     raw = bytearray(path.read_bytes())
     raw[chunk.offset] ^= 1
     path.write_bytes(raw)

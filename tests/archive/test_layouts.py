@@ -18,7 +18,7 @@ from gpustasis.errors import ArchiveError, CheckpointError
 from gpustasis.image.difference import compare, compare_files
 from gpustasis.image.inspection import inspect_directory
 from support.archives import COMPRESSIONS, CONTAINER, CREATED, ENGINES, Raw, pack, side_files, tar
-from support.chains import contents, make_link, memory_of
+from support.chains import make_link, memory_of
 from support.image_samples import make_checkpoint, mixture
 
 
@@ -154,7 +154,6 @@ def test_damage_in_an_archive_is_named(tmp_path: Path, images: Path) -> None:
         missing, unnamed = verify_archive(files).problems
     assert "checkpoint/gpustasis-7.img: is not in the archive" in missing
     assert "checkpoint/gpustasis-77.img: not named by the manifest" in unnamed
-
 
 
 def test_a_damaged_archive_leaves_nothing_of_a_flatten(tmp_path: Path, images: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from campaigns.rig import Rig, Run
 from campaigns.steady_job import SteadyJob
-from gpustasis._core import PARENT_LINK, read_manifest
+from gpustasis._core import PARENT_LINK, ImageReader, image_name, read_manifest
 
 MIB = 1 << 20
 
@@ -55,6 +55,31 @@ def test_a_chain_of_dumps_and_a_restore_through_it(rig: Rig) -> None:
         assert job.wait() == -signal.SIGKILL
         restored = rig.restore(last)
         assert restored.status == 0, restored.errors
+        job.run_on()
+
+
+def test_a_rotten_chunk_of_a_parent_is_stored_anew(newest_rig: Rig) -> None:
+    """And the restore does not need it."""
+    rig = newest_rig
+    with rig.job(mib=8) as job:
+        first, second = rig.images(), rig.images()
+        assert rig.dump(job, first, "--leave-running").status == 0
+        path = first / image_name(job.pid)
+        image = ImageReader.open(path)
+        raw = bytearray(path.read_bytes())
+        stored = [c for c in map(image.chunk, range(len(image))) if c.stored_size]
+        for chunk in stored:
+            raw[chunk.offset + chunk.stored_size // 2] ^= 1
+        path.write_bytes(raw)
+        config: dict[str, str | int | bool] = {"parent": str(first), "parent_check": "data"}
+        dumped = rig.dump(job, second, config=config)
+        assert dumped.status == 0, dumped.errors
+        task = first_task(second)
+        assert task["ref"]["chunks"] == 0
+        assert task["damaged_in_parent"] > 0
+        assert "the parent is damaged" in dumped.log
+        assert job.wait() == -signal.SIGKILL
+        assert rig.restore(second).status == 0
         job.run_on()
 
 

@@ -197,9 +197,7 @@ class Archive:
     ) -> None:
         place = self.place(image_name(pid))
         if len(self.image_files) + len(long_tails) >= self._limits.image_files:
-            raise ArchiveError(
-                f"{self.name}: has more than {self._limits.image_files} images"
-            )
+            raise ArchiveError(f"{self.name}: has more than {self._limits.image_files} images")
         left = self._limits.index_bytes - self._index_bytes
         try:
             found = read_ends(reader, member.size, left, place)

@@ -1,4 +1,4 @@
-"""`gpustasis verify CHECKPOINT`: check every byte of a checkpoint."""
+"""`gpustasis verify PATH`: check every byte of a checkpoint, or of all checkpoints of a store."""
 
 from __future__ import annotations
 
@@ -10,25 +10,46 @@ import click
 import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import checkpoint_argument, mib, parent_option, threads_option
+from gpustasis.cli.options import Size, checkpoint_argument, mib, parent_option, threads_option
 from gpustasis.errors import ImageError
 from gpustasis.image.lock import allow_many_files
 from gpustasis.image.verification import Verification
+from gpustasis.store.verification import is_store, verify_store
 
 
 @click.command("verify", cls=Command)
 @checkpoint_argument("checkpoint")
 @parent_option
 @threads_option
-def command(checkpoint: Path, parents: tuple[Path, ...], threads: int) -> None:
+@click.option(
+    "--state",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Of a store: a file that notes how far the check has come; a killed one goes on from it.",
+)
+@click.option(
+    "--rate",
+    type=Size(),
+    help="Of a store: read at most so much in a second, for example 200MiB.",
+)
+def command(
+    checkpoint: Path, parents: tuple[Path, ...], threads: int, state: Path | None, rate: int | None
+) -> None:
     """Check every hash of the GPU images in CHECKPOINT, an image directory or an archive, and of
-    their manifest.
+    their manifest. Or give a store, a directory of checkpoints: all of them are checked, each
+    image once, and every checkpoint that depends on a damaged chunk is named.
 
     What an earlier checkpoint holds for this one is read and checked there; of an archive, where
     --parent says. Exits 0 if all is whole, 10 if anything is not; each problem is a line. CRIU's
     own images have no checksums and are not looked at.
     """
+    if rate == 0:
+        raise click.UsageError("--rate 0 would read nothing")
     allow_many_files()
+    if checkpoint.is_dir() and is_store(checkpoint):
+        _verify_store(checkpoint, state, rate, threads)
+        return
+    if state is not None or rate is not None:
+        raise click.UsageError(f"--state and --rate: {checkpoint} is no store")
     with output.bars() as update:
         found = gpustasis.open(checkpoint, parents).verify(threads=threads, on_progress=update)
 
@@ -46,6 +67,42 @@ def command(checkpoint: Path, parents: tuple[Path, ...], threads: int) -> None:
     if found.problems:
         count = len(found.problems)
         raise ImageError(f"{checkpoint}: {count} problem{'s' if count > 1 else ''} found")
+
+
+def _verify_store(store: Path, state: Path | None, rate: int | None, threads: int) -> None:
+    found = verify_store(store, state=state, rate=rate, threads=threads)
+    count = len(found.verdicts)
+
+    def show() -> None:
+        for verdict in found.verdicts:
+            for problem in verdict.problems:
+                output.say(problem)
+        for name, reason in found.ignored.items():
+            output.say(f"{name}: not checked: {reason}")
+        if not found.damaged:
+            plural = "" if count == 1 else "s"
+            output.say(f"{store}: {count} checkpoint{plural} whole, {mib(found.read_bytes)} read")
+
+    checkpoints = [
+        {
+            **asdict(verdict),
+            "checkpoint_id": None if verdict.checkpoint_id is None else verdict.checkpoint_id.hex(),
+        }
+        for verdict in found.verdicts
+    ]
+    answer = {
+        "store": store,
+        "continued": found.continued,
+        "read_bytes": found.read_bytes,
+        "ignored": found.ignored,
+        "checkpoints": checkpoints,
+    }
+    output.answer(answer, show)
+    if found.damaged:
+        names = ", ".join(verdict.name for verdict in found.damaged)
+        raise ImageError(
+            f"{store}: {len(found.damaged)} of {count} checkpoints are damaged: {names}"
+        )
 
 
 def _earlier_text(found: Verification) -> str:

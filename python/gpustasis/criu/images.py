@@ -1,7 +1,7 @@
 """What CRIU's own images say: process tree, names, machine, pages that lie in an earlier checkpoint,
 and what a dump took.
 
-Sources: CRIU images/{core,pstree,pagemap,stats}.proto, criu/include/magic.h and pagemap.h; Protocol Buffers
+Sources: CRIU images/{core,inventory,pstree,pagemap,stats}.proto, criu/include/magic.h and pagemap.h; Protocol Buffers
 documentation, "Encoding". An image is two magic words, then records of a 32-bit length and one
 protobuf message; all numbers little-endian.
 """
@@ -24,10 +24,12 @@ _COMMON_MAGIC = 0x54564319  # "1.1 images"
 _SERVICE_MAGIC = 0x55105940
 _CORE_MAGIC, _PSTREE_MAGIC, _PAGEMAP_MAGIC = 0x55053847, 0x50273030, 0x56084025
 _STATISTICS_MAGIC = 0x57093306
+_INVENTORY_MAGIC = 0x58313116
 _RECORD_LIMIT = 1 << 20  # bytes; a task with 100,000 threads stays below it
 _VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5  # wire types of protobuf
 _FIXED_SIZES = {_FIXED_64: 8, _FIXED_32: 4}
 
+_PLUGINS = 12  # inventory_entry.plugins_entry, and plugins_entry.plugins
 _MACHINE, _TASK_CORE = 1, 3  # core_entry.mtype, core_entry.tc
 _COMM = 6  # task_core_entry.comm
 # core_entry.march, by number
@@ -76,6 +78,23 @@ def parse_pstree(raw: bytes, path: str) -> tuple[Task, ...]:
     if not tasks:
         raise ImageError(f"{path} holds no process")
     return tasks
+
+
+def inventory_plugins(images: Path) -> tuple[str, ...]:
+    """Names of the plugins that a restore of `images` needs. Raises ImageError."""
+    path = images / INVENTORY_NAME
+    messages = _messages(_read(path), _INVENTORY_MAGIC, str(path), "an inventory")
+    try:
+        return tuple(
+            name.decode("utf-8", "replace")
+            for message in messages
+            for number, entry in fields(message)
+            if number == _PLUGINS and isinstance(entry, bytes)
+            for inner, name in fields(entry)
+            if inner == _PLUGINS and isinstance(name, bytes)
+        )
+    except (ValueError, IndexError) as exc:
+        raise ImageError(f"{path} is damaged: {exc}") from exc
 
 
 def core_name(pid: int) -> str:

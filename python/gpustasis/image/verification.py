@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest, image_name
+from gpustasis.criu.images import INVENTORY_NAME, inventory_plugins
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import (
     find_manifest,
@@ -14,6 +15,8 @@ from gpustasis.image.checkpoint import (
     image_names,
     open_image,
 )
+
+STOCK_PLUGIN = "cuda_plugin"  # as inventory.img names CRIU's own
 
 # Name of a file, bytes of memory done, bytes of memory in all.
 OnProgress = Callable[[str, int, int], object]
@@ -54,10 +57,7 @@ def verify_directory(
         found.problems.append(f"{directory}: {exc}")
         return found
     if manifest is None:
-        found.problems.append(
-            f"{directory / MANIFEST_NAME}: missing: the checkpoint was never finished, or has no "
-            "GPU state saved by gpustasis"
-        )
+        found.problems.append(_why_no_manifest(directory))
         return found
     _check_images(directory, manifest, threads, on_progress, found)
     wanted = {image_name(task.pid) for task in manifest.tasks if task.externalized}
@@ -65,6 +65,22 @@ def verify_directory(
         f"{directory / name}: not named by the manifest" for name in names if name not in wanted
     ]
     return found
+
+
+def _why_no_manifest(directory: Path) -> str:
+    """A sentence for a directory that has none."""
+    if not (directory / INVENTORY_NAME).exists():
+        return f"{directory / MANIFEST_NAME}: missing: the checkpoint was never finished"
+    try:
+        plugins = inventory_plugins(directory)
+    except ImageError as exc:
+        return str(exc)
+    if STOCK_PLUGIN in plugins:
+        return (
+            f"{directory}: was made with CRIU's own CUDA plugin: its GPU memory is in CRIU's images, "
+            "which have no checksums, so it cannot be verified"
+        )
+    return f"{directory}: is a checkpoint of CRIU with no GPU state in it: nothing to verify"
 
 
 def _check_images(

@@ -20,12 +20,12 @@ Config read(const std::string& text) {
 }
 
 void every_key_is_taken() {
-    const Config config =
-        read("externalize = \"off\"\ncompress = \"none\"\nthreads = 3\n"
-             "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
-             "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
-             "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
-             "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\n");
+    const Config config = read("externalize = \"off\"\ncompress = \"none\"\nthreads = 3\n"
+                               "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
+                               "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
+                               "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
+                               "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\n"
+                               "parent_check = \"data\"\n");
     CHECK(!config.externalize && !config.compress && config.threads == 3);
     CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
     CHECK(config.driver_timeout_ms == 6 && config.driver == "/x/libcuda.so.1");
@@ -33,6 +33,7 @@ void every_key_is_taken() {
     CHECK(config.io == IoMode::direct && config.huge_pages == HugePages::off);
     CHECK(config.parent == "../a" && config.max_chain == 8 && config.incremental &&
           config.dump_locked);
+    CHECK(config.check_parent && !read("parent_check = \"index\"").check_parent);
     CHECK(read("huge_pages = \"on\"").huge_pages == HugePages::on);
     CHECK(read("huge_pages = \"auto\"").huge_pages == HugePages::automatic);
     CHECK(read("io = \"auto\"").io == IoMode::automatic);
@@ -58,6 +59,8 @@ void bad_values_are_named() {
                              "io = 1",
                              "huge_pages = \"maybe\"",
                              "parent = \"\"",
+                             "parent_check = \"all\"",
+                             "parent_check = true",
                              "max_chain = 0",
                              "found_locked = \"yes\"",
                              "max_chain = 65536",

@@ -1,0 +1,273 @@
+"""A store is checked whole: each image once, what depends on damage is named, a killed check goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gpustasis._core import Encoding, ImageReader, ParentIndex, image_name, write_image
+from gpustasis.cli import cli
+from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.image.verification import verify_directory
+from gpustasis.store.verification import StoreVerification, is_store, verify_store
+from support.chains import checkpoint_id, make_chain, make_link, memory_of
+from support.image_samples import PAGE, info_of, noise
+from support.json_output import check_document
+
+IMAGE = image_name(7)
+
+
+def flip(directory: Path, number: int) -> None:
+    """One bit of a chunk that the image of pid 7 in `directory` holds."""
+    path = directory / IMAGE
+    chunk = ImageReader.open(path).chunk(number)
+    assert chunk.source == 0
+    assert chunk.encoding != Encoding.ZERO
+    raw = bytearray(path.read_bytes())
+    raw[chunk.offset + chunk.stored_size // 2] ^= 0x10
+    path.write_bytes(raw)
+
+
+def damaged(found: StoreVerification) -> dict[str, tuple[int, int]]:
+    return {v.name: (v.damaged_chunks, v.damaged_elsewhere) for v in found.damaged}
+
+
+def own_bytes(store: Path) -> int:
+    """Stored bytes of all chunks, each counted in the image that holds it."""
+    return sum(
+        chunk.stored_size
+        for path in store.glob(f"*/{IMAGE}")
+        for image in [ImageReader.open(path)]
+        for chunk in map(image.chunk, range(len(image)))
+        if chunk.source == 0
+    )
+
+
+def test_each_image_of_a_chain_is_read_once(tmp_path: Path) -> None:
+    make_chain(tmp_path, 5)
+    found = verify_store(tmp_path)
+    assert [v.name for v in found.verdicts] == [f"c{number:03}" for number in range(6)]
+    assert found.damaged == []
+    assert found.read_bytes == own_bytes(tmp_path)
+
+
+def test_what_depends_on_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+    """Chunks 0 and 5 of the full one are in all; chunk 2 is c002's own from there on."""
+    chain = make_chain(tmp_path, 4)
+    flip(chain[0], 0)
+    flip(chain[0], 5)
+    flip(chain[2], 2)
+    found = verify_store(tmp_path)
+    assert damaged(found) == {
+        "c000": (2, 0),
+        "c001": (2, 2),
+        "c002": (3, 2),
+        "c003": (3, 3),
+        "c004": (3, 3),
+    }
+    (first, *_) = [p for v in found.verdicts if v.name == "c001" for p in v.problems]
+    assert first.startswith(f"{chain[1] / IMAGE}: chunk 0 at 0x7f0000000000 is damaged")
+    assert str(chain[0] / IMAGE) in first
+    assert found.read_bytes == own_bytes(tmp_path)
+
+
+def test_the_command_says_what_is_damaged(tmp_path: Path) -> None:
+    store, state = tmp_path / "store", tmp_path / "state"
+    store.mkdir()
+    chain = make_chain(store, 2)
+    whole = CliRunner().invoke(cli, ["verify", str(store), "--state", str(state), "--rate", "1GiB"])
+    assert whole.exit_code == 0, whole.output
+    assert "3 checkpoints whole" in whole.output
+    assert not state.exists()
+    flip(chain[1], 1)
+    result = CliRunner().invoke(cli, ["verify", str(store)])
+    assert isinstance(result.exception, ImageError)
+    assert result.exception.exit_code == 10
+    assert "2 of 3 checkpoints are damaged: c001, c002" in str(result.exception)
+    answered = CliRunner().invoke(cli, ["verify", str(store), "--json"])
+    found = check_document(answered.stdout, "verify")
+    assert [c["damaged_chunks"] for c in found["checkpoints"]] == [0, 1, 1]
+    assert isinstance(answered.exception, ImageError)
+
+
+def test_state_and_rate_are_for_stores(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (one,) = make_chain(tmp_path / "store", 0)
+    for words in (["--rate", "1MiB"], ["--state", str(tmp_path / "state")]):
+        result = CliRunner().invoke(cli, ["verify", str(one), *words])
+        assert result.exit_code == 2
+        assert "is no store" in result.output
+    for rate in ("fast", "0", "-1MiB", "1TBB"):
+        result = CliRunner().invoke(cli, ["verify", str(tmp_path / "store"), "--rate", rate])
+        assert result.exit_code == 2
+
+
+def test_a_missing_image_and_one_that_was_replaced_are_problems(tmp_path: Path) -> None:
+    chain = make_chain(tmp_path, 2)
+    shutil.copyfile(chain[1] / IMAGE, chain[0] / IMAGE)
+    found = verify_store(tmp_path)
+    assert [v.name for v in found.damaged] == ["c000", "c001", "c002"]
+    assert any("is replaced" in p for v in found.damaged[1:] for p in v.problems)
+    (chain[0] / IMAGE).unlink()
+    found = verify_store(tmp_path)
+    assert [v.name for v in found.damaged] == ["c000", "c001", "c002"]
+    assert any("is missing" in p for v in found.damaged[1:] for p in v.problems)
+
+
+def test_a_damaged_manifest_is_a_problem_and_others_are_ignored(tmp_path: Path) -> None:
+    chain = make_chain(tmp_path, 1)
+    (chain[1] / "gpustasis-manifest.img").write_bytes(b"nonsense")
+    (tmp_path / "other").mkdir()
+    make_link(tmp_path / "unfinished", {7: memory_of(["A"])}, finished=False)
+    found = verify_store(tmp_path)
+    assert [v.name for v in found.damaged] == ["c001"]
+    assert sorted(found.ignored) == ["other", "unfinished"]
+
+
+def test_a_source_outside_of_the_store_is_checked_there(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "store").mkdir()
+    words = ["A", "b", "C"]
+    make_link(tmp_path / "old" / "full", {7: memory_of(words)})
+    make_link(
+        tmp_path / "store" / "more",
+        {7: memory_of([*words, "D"])},
+        parent=tmp_path / "old" / "full",
+    )
+    assert verify_store(tmp_path / "store").damaged == []
+    flip(tmp_path / "old" / "full", 1)
+    assert damaged(verify_store(tmp_path / "store")) == {"more": (1, 1)}
+
+
+def test_a_check_that_was_killed_goes_on(tmp_path: Path) -> None:
+    store, state = tmp_path / "store", tmp_path / "state.json"
+    store.mkdir()
+    chain = make_chain(store, 3, pages=32)
+    flip(chain[0], 1)
+    whole = verify_store(store)
+
+    class KilledError(Exception):
+        pass
+
+    seen = 0
+
+    def kill(name: str, done: int, total: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen % 4 == 0:
+            raise KilledError(name, done, total)
+
+    read, runs = 0, 0
+    while True:
+        try:
+            found = verify_store(store, state=state, rate=4 * 4 * PAGE * 1000, on_slice=kill)
+            break
+        except KilledError:
+            runs += 1
+            assert state.exists()
+            read += sum(len(text) for text in json.loads(state.read_bytes())["checked"])
+    assert runs >= 1
+    assert found.continued
+    assert not state.exists()
+    assert found.verdicts == whole.verdicts
+    assert found.read_bytes < whole.read_bytes
+
+
+def test_the_state_of_another_store_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        make_chain(tmp_path / name, 0)
+    state = tmp_path / "state"
+
+    def stop(name: str, done: int, total: int) -> None:
+        raise KeyError(name)
+
+    with pytest.raises(KeyError):
+        verify_store(tmp_path / "one", state=state, on_slice=stop)
+    state.write_text(json.dumps({**_state(), "store": str(tmp_path / "one")}))
+    with pytest.raises(CheckpointError, match="name another file"):
+        verify_store(tmp_path / "two", state=state)
+    for raw in (b"", b"[]", b'{"version": 1}', b"\xff"):
+        state.write_bytes(raw)
+        with pytest.raises(CheckpointError, match="remove it"):
+            verify_store(tmp_path / "one", state=state)
+
+
+def _state() -> dict[str, object]:
+    return {"version": 1, "checked": {}, "current": ["", 0, []]}
+
+
+def test_the_rate_is_kept(tmp_path: Path) -> None:
+    make_link(tmp_path / "full", {7: [(0x7F0000000000, noise(256 * PAGE))]})
+    begin = time.monotonic()
+    found = verify_store(tmp_path, rate=1 << 20)
+    assert found.read_bytes == 256 * PAGE == 1 << 20
+    assert time.monotonic() - begin >= 0.95
+
+
+def test_a_store_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    assert not is_store(tmp_path)
+    (chain,) = make_chain(tmp_path, 0)
+    assert is_store(tmp_path)
+    assert not is_store(chain)
+
+
+def test_a_rotten_chunk_of_a_parent_is_stored_anew(tmp_path: Path) -> None:
+    """And with the index alone it is referred to, unread."""
+    parent = tmp_path / "a"
+    words = ["A", "b", "0", "C"]
+    make_link(parent, {7: memory_of(words)})
+    flip(parent, 0)
+    flip(parent, 1)
+    memory = memory_of(words)
+    index = ParentIndex.read(parent)
+    info = info_of(memory, 7)
+    for check, referred in ((False, 3), (True, 1)):
+        path = tmp_path / "b.img"
+        written = write_image(path, info, memory, parent=index, check_parent=check)
+        assert written.totals.ref.chunks == referred
+        assert written.damaged_in_parent == (2 if check else 0)
+        assert (IMAGE in written.first_damage) == check
+        assert (checkpoint_id("a").hex() in written.first_damage) == check
+        own = [n for n in range(4) if ImageReader.open(path).chunk(n).source == 0]
+        assert own == ([0, 1, 2] if check else [2])
+
+
+def test_a_parent_that_is_sound_is_referred_to_after_its_check(tmp_path: Path) -> None:
+    chain = make_chain(tmp_path, 3)
+    memory = [(0x7F0000000000, b"".join(part for _, part in memory_of(["A0", "a1", "B3", "x"])))]
+    index = ParentIndex.read(chain[-1])
+    results = [
+        write_image(
+            tmp_path / f"{check}.img", info_of(memory, 7), memory, parent=index, check_parent=check
+        )
+        for check in (False, True)
+    ]
+    assert results[0].digest == results[1].digest
+    assert results[1].totals.ref.chunks > 0
+    assert results[1].damaged_in_parent == 0
+
+
+def test_a_checkpoint_of_crius_own_plugin_is_called_so(tmp_path: Path) -> None:
+    def inventory(*plugins: str) -> bytes:
+        entry = b"".join(b"\x62" + bytes([len(name)]) + name.encode() for name in plugins)
+        message = b"\x08\x02\x62" + bytes([len(entry)]) + entry
+        magics = (0x54564319).to_bytes(4, "little") + (0x58313116).to_bytes(4, "little")
+        return magics + len(message).to_bytes(4, "little") + message
+
+    (problem,) = verify_directory(tmp_path).problems
+    assert "never finished" in problem
+    (tmp_path / "inventory.img").write_bytes(inventory("cuda_plugin"))
+    (problem,) = verify_directory(tmp_path).problems
+    assert "CRIU's own CUDA plugin" in problem
+    (tmp_path / "inventory.img").write_bytes(inventory())
+    (problem,) = verify_directory(tmp_path).problems
+    assert "no GPU state" in problem
+    (tmp_path / "inventory.img").write_bytes(b"nonsense")
+    (problem,) = verify_directory(tmp_path).problems
+    assert "is not an inventory of CRIU" in problem
