@@ -153,6 +153,20 @@ def test_flatten_writes_ordinary_files_only(tmp_path: Path, kind: bytes) -> None
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_flatten_follows_no_link_planted_beside_its_output(tmp_path: Path) -> None:
+    images, victim = tmp_path / "images", tmp_path / "victim"
+    images.mkdir()
+    victim.mkdir()
+    (victim / "precious").write_text("mine")
+    make_checkpoint(images, {7: mixture()})
+    path = pack(images, tmp_path / "a.tar")
+    (tmp_path / ".out.part").symlink_to(victim)
+    with open_files(path) as files, pytest.raises(CheckpointError, match="is a link"):
+        flatten_archive(files, tmp_path / "out")  # type: ignore[arg-type]
+    assert [p.name for p in victim.iterdir()] == ["precious"]
+    assert not (tmp_path / "out").exists()
+
+
 def test_bounds_are_kept(tmp_path: Path) -> None:
     many = [Raw(b"m%d" % number) for number in range(20)]
     few = replace(DEFAULT_LIMITS, members=10)

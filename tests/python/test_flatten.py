@@ -262,3 +262,56 @@ def test_flatten_is_killed_anywhere(killer: Path, tmp_path: Path) -> None:
 def test_prune_is_killed_anywhere(killer: Path, tmp_path: Path) -> None:
     """The long form is the campaign kill-store of make soak."""
     chain_kills.run_prune(killer, tmp_path, Random(SEED), 16).require_clean()
+
+
+class TestPlantedBesideIt:
+    """Others may write where the copy goes, as to /tmp: what they put at the hidden name in
+    advance is neither followed, emptied, filled nor kept."""
+
+    def test_a_link(self, tmp_path: Path) -> None:
+        make_link(tmp_path / "a", {7: memory_of(["A"])})
+        victim = tmp_path / "victim"
+        victim.mkdir()
+        (victim / "precious").write_text("mine")
+        (tmp_path / ".flat.part").symlink_to(victim)
+        with pytest.raises(CheckpointError, match=r"\.flat\.part is a link"):
+            flatten(tmp_path / "a", tmp_path / "flat")
+        assert [p.name for p in victim.iterdir()] == ["precious"]
+        assert not (tmp_path / "flat").exists()
+
+    @pytest.mark.parametrize(("owner", "mode"), [(65534, 0o700), (0, 0o777), (0, 0o720)])
+    def test_a_directory(self, tmp_path: Path, owner: int, mode: int) -> None:
+        make_link(tmp_path / "a", {7: memory_of(["A"])})
+        part = tmp_path / ".flat.part"
+        part.mkdir()
+        (part / "theirs").write_text("x")
+        os.chown(part, owner, owner)
+        part.chmod(mode)
+        with pytest.raises(CheckpointError, match=r"\.flat\.part is there already.*remove it"):
+            flatten(tmp_path / "a", tmp_path / "flat")
+        assert (part / "theirs").exists() and not (tmp_path / "flat").exists()
+
+    def test_exchanged_while_it_is_filled(self, tmp_path: Path) -> None:
+        make_link(tmp_path / "a", {7: memory_of(["A"])})
+        victim = tmp_path / "victim"
+        victim.mkdir()
+
+        def exchange(name: str) -> None:
+            part = tmp_path / ".flat.part"
+            if not part.is_symlink():
+                part.rename(tmp_path / "stolen")
+                part.symlink_to(victim)
+
+        with pytest.raises(CheckpointError, match="exchanged for another"):
+            flatten(tmp_path / "a", tmp_path / "flat", exchange)
+        assert list(victim.iterdir()) == []
+        assert not (tmp_path / "flat").is_symlink()
+
+    def test_what_a_killed_flatten_left_is_used_up(self, tmp_path: Path) -> None:
+        make_link(tmp_path / "a", {7: memory_of(["A"])})
+        part = tmp_path / ".flat.part"
+        part.mkdir(mode=0o700)
+        (part / "inventory.img").write_text("half")
+        flatten(tmp_path / "a", tmp_path / "flat")
+        assert is_whole(tmp_path / "flat")
+        assert not part.exists()

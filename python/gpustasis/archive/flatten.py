@@ -32,7 +32,7 @@ from gpustasis.image.checkpoint import image_errors, image_pid
 from gpustasis.image.flatten import Flattened, OnFile, without_parent
 from gpustasis.image.new_directory import (
     INVENTORY_NAME,
-    building_place,
+    new_directory,
     require_free,
     sync_directory,
 )
@@ -69,13 +69,9 @@ def flatten_archive(
         collect(archive, image, wanted)
     _require_plain_files(archive)
     _require_space(archive, out)
-    with building_place(out) as place:
-        done = _Copy(archive, manifest, images, place, on_file or (lambda name: None)).run(
-            wanted, threads
-        )
-        os.rename(place, out)
-        sync_directory(out.absolute().parent)
-    return done
+    with new_directory(out) as place:
+        copy = _Copy(archive, manifest, images, place, on_file or (lambda name: None))
+        return copy.run(wanted, threads)
 
 
 class _Copy:

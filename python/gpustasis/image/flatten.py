@@ -32,7 +32,7 @@ from gpustasis.image.checkpoint import find_manifest, image_errors, image_names,
 from gpustasis.image.lock import shared
 from gpustasis.image.new_directory import (
     INVENTORY_NAME,
-    building_place,
+    new_directory,
     require_free,
     sync_directory,
 )
@@ -73,11 +73,8 @@ def flatten(
         manifest = _manifest(directory)
         _require_own_pages(directory)
         names = _files_to_copy(directory, manifest)
-        with building_place(out) as place:
-            done = _write(directory, manifest, names, place, tell, threads)
-            os.rename(place, out)
-            sync_directory(out.absolute().parent)
-    return done
+        with new_directory(out) as place:
+            return _write(directory, manifest, names, place, tell, threads)
 
 
 def _write(

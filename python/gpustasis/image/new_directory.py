@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError
-from gpustasis.image.lock import try_exclude
 
 INVENTORY_NAME = "inventory.img"  # without it CRIU restores nothing
 
@@ -23,32 +23,91 @@ def require_free(out: Path) -> None:
 
 
 @contextmanager
-def building_place(out: Path) -> Iterator[Path]:
-    """An empty directory beside `out`, nobody else's, to be renamed; removed on any error."""
-    place = out.absolute().with_name(f".{out.absolute().name}.part")
+def new_directory(out: Path) -> Iterator[Path]:
+    """An empty directory to fill; it gets the name `out` when the block ends, and is removed if
+    the block raises. Until then it is .NAME.part beside `out`, locked, mode 0700.
+
+    The path that is given leads through a descriptor: whoever else may write beside `out` cannot
+    put another directory in its place. What a process that was killed has left is used up.
+
+    Raises CheckpointError, for an OSError in the block as well.
+    """
+    part = out.absolute().with_name(f".{out.absolute().name}.part")
+    fd = _make(part, out)
+    inside = f"/proc/self/fd/{fd}"
     try:
-        place.mkdir(mode=0o700, exist_ok=True)
-    except OSError as exc:
-        raise CheckpointError(f"cannot make {place}: {exc.strerror}") from exc
-    lock = try_exclude(place)
-    if lock is None:
-        raise CheckpointError(f"another process is writing {out}")
-    with lock:
         try:
-            _empty(place)
-            yield place
+            _empty(fd)
+            yield Path(inside)
+            _require_same(fd, part, part, out)
+            os.rename(part, out)
+            _require_same(fd, out, part, out)
+            sync_directory(out.absolute().parent)
         except BaseException as exc:
-            shutil.rmtree(place, ignore_errors=True)
+            with suppress(OSError):
+                _empty(fd)
+                part.rmdir()
             if isinstance(exc, OSError):
-                raise CheckpointError(f"cannot write {out}: {exc}") from exc
+                text = str(exc).replace(inside, str(part))
+                raise CheckpointError(f"cannot write {out}: {text}") from exc
+            if isinstance(exc, CheckpointError):
+                exc.args = (str(exc).replace(inside, str(part)),)
             raise
+    finally:
+        os.close(fd)
 
 
-def _empty(place: Path) -> None:
+def _make(part: Path, out: Path) -> int:
+    """A descriptor of the directory, locked."""
+    busy = CheckpointError(f"another process is writing {out}")
+    try:
+        with suppress(FileExistsError):
+            part.mkdir(mode=0o700)
+        fd = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as exc:
+        if part.parent.is_dir():
+            raise busy from exc  # it has renamed or removed it just now
+        raise CheckpointError(f"cannot make {part}: {exc.strerror}") from exc
+    except OSError as exc:
+        if part.is_symlink():
+            raise CheckpointError(
+                f"{part} is a link, and flatten makes no links: look who made it, and remove it"
+            ) from exc
+        raise CheckpointError(f"cannot make {part}: {exc.strerror}") from exc
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CheckpointError(
+                f"{part} is there already, and user {found.st_uid} or others may write to it "
+                f"(mode {stat.S_IMODE(found.st_mode):04o}): look who made it, and remove it"
+            )
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(found, os.lstat(part)):
+                raise busy
+        except (BlockingIOError, FileNotFoundError):
+            raise busy from None
+        os.fchmod(fd, 0o700)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_same(fd: int, path: Path, part: Path, out: Path) -> None:
+    """Raise CheckpointError unless `path` is what is behind the descriptor."""
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(fd), os.lstat(path)):
+            return
+    raise CheckpointError(f"{part} was exchanged for another while {out} was written")
+
+
+def _empty(fd: int) -> None:
     """The inventory goes first: what is half removed must not look whole either."""
-    (place / INVENTORY_NAME).unlink(missing_ok=True)
-    for path in list(place.iterdir()):
-        path.unlink()
+    with suppress(FileNotFoundError):
+        os.unlink(INVENTORY_NAME, dir_fd=fd)
+    for name in os.listdir(fd):
+        os.unlink(name, dir_fd=fd)
 
 
 def sync_directory(directory: Path) -> None:
