@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpustasis._core import image_name
-from gpustasis.archive.inspection import inspect_archive
-from gpustasis.archive.opening import open_files
+from gpustasis.archive.opened import inspect_archive, open_files
 from gpustasis.archive.verification import verify_archive
 from gpustasis.cli import cli
 from gpustasis.errors import ArchiveError, CheckpointError
@@ -103,7 +102,7 @@ def test_an_index_longer_than_what_is_read_at_first(
     directory = tmp_path / "images"
     words = [f"A{number}" for number in range(40)]
     make_link(directory, {7: memory_of(words), 8: memory_of(["0"])})
-    monkeypatch.setattr("gpustasis.archive.hollow_image._FIRST_TAIL", 400)
+    monkeypatch.setattr("gpustasis.archive.chunks._FIRST_TAIL", 400)
     for compression in COMPRESSIONS:
         archive = pack(directory, tmp_path / compression, compression=compression)
         with open_files(archive) as files:

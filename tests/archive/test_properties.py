@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from campaigns import archives
 from gpustasis._core import ManifestTask, image_name, read_manifest, write_manifest
 from gpustasis.archive.flatten import flatten_archive
-from gpustasis.archive.opened import open_archive
-from gpustasis.archive.opening import open_files
+from gpustasis.archive.opened import open_archive, open_files
 from gpustasis.archive.stream import DEFAULT_LIMITS, Compression, UnpackedStream
 from gpustasis.archive.tar import Kind, TarReader
 from gpustasis.archive.verification import verify_archive

@@ -9,8 +9,7 @@ from random import Random
 
 from campaigns.tally import Tally
 from gpustasis.archive.flatten import flatten_archive
-from gpustasis.archive.inspection import inspect_archive
-from gpustasis.archive.opened import open_archive
+from gpustasis.archive.opened import inspect_archive, open_archive
 from gpustasis.archive.verification import verify_archive
 from gpustasis.errors import CheckpointError
 from support.archives import COMPRESSIONS, compressed

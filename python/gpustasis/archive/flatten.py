@@ -14,28 +14,25 @@ from pathlib import Path
 from gpustasis._core import (
     MANIFEST_NAME,
     PARENT_LINK,
+    Encoding,
+    FlatImageWriter,
     Manifest,
     ManifestTask,
     image_name,
     write_manifest,
 )
-from gpustasis.archive.flat_image import FlatImage
+from gpustasis.archive.chunks import StoredImage, checked, own_chunks
 from gpustasis.archive.layout import CHECKPOINT
-from gpustasis.archive.opened import Archive
-from gpustasis.archive.stored_chunks import OpenImage, checked, own_chunks, placed_chunks
+from gpustasis.archive.opened import Archive, member_pid
 from gpustasis.archive.tar import Kind, Member, TarReader
-from gpustasis.archive.verification import Wanted, collect
+from gpustasis.archive.verification import Wanted, collect, earlier_chunks
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.criu.images import count_parent_pages, is_pagemap
 from gpustasis.errors import ArchiveError, CheckpointError, ImageError
-from gpustasis.image.checkpoint import image_errors, image_pid
+from gpustasis.files import sync_directory
+from gpustasis.image.checkpoint import image_errors
 from gpustasis.image.flatten import Flattened, OnFile, without_parent
-from gpustasis.image.new_directory import (
-    INVENTORY_NAME,
-    new_directory,
-    require_free,
-    sync_directory,
-)
+from gpustasis.image.new_directory import INVENTORY_NAME, new_directory, require_free
 
 _NAME_LIMIT = 255  # bytes, limits.h NAME_MAX
 _WHOLE_LIMIT = 64 << 20  # bytes of a file that is looked at before it is written
@@ -58,9 +55,7 @@ def flatten_archive(
     if manifest is None:
         raise ImageError(f"{archive.name}: no manifest: it holds no GPU state saved by gpustasis")
     images = {
-        task.pid: OpenImage(
-            task.pid, archive.open_image(manifest, task), archive.hollow_image(task.pid)
-        )
+        task.pid: archive.stored_image(manifest, task)
         for task in manifest.tasks
         if task.externalized
     }
@@ -81,7 +76,7 @@ class _Copy:
         self,
         archive: Archive,
         manifest: Manifest,
-        images: dict[int, OpenImage],
+        images: dict[int, StoredImage],
         place: Path,
         tell: OnFile,
     ) -> None:
@@ -96,15 +91,15 @@ class _Copy:
     def run(self, wanted: Wanted, threads: int) -> Flattened:
         with ExitStack() as stack:
             flat = {
-                pid: stack.enter_context(FlatImage(image, self._place / image_name(pid)))
+                image: stack.enter_context(
+                    FlatImageWriter(image.reader, self._place / image_name(pid))
+                )
                 for pid, image in self._images.items()
             }
             self._read_archive(flat, threads)
-            for parent, by_file in wanted.items():
-                for pid, stream in parent.image_streams(by_file.keys()):
-                    for chunk, stored in checked(placed_chunks(by_file[pid], stream), threads):
-                        flat[chunk.image.pid].put(chunk, stored)
-            written = {pid: image.finish() for pid, image in flat.items()}
+            for chunk in earlier_chunks(wanted, threads):
+                flat[chunk.image].put(chunk.number, chunk.stored)
+            written = {pid: flat[image].finish() for pid, image in self._images.items()}
         tasks = [
             ManifestTask(
                 pid=task.pid,
@@ -122,12 +117,12 @@ class _Copy:
             other_bytes=self._other_bytes,
         )
 
-    def _read_archive(self, flat: dict[int, FlatImage], threads: int) -> None:
+    def _read_archive(self, flat: dict[StoredImage, FlatImageWriter], threads: int) -> None:
         for member, reader in self._archive.again():
             name = member.name.removeprefix(CHECKPOINT)
             if not _is_copied(member):
                 continue
-            pid = image_pid(name)
+            pid = member_pid(member)
             if pid is not None:
                 self._read_image(pid, reader, flat, threads)
             elif name == INVENTORY_NAME:
@@ -137,14 +132,16 @@ class _Copy:
                 self._copy(name, member, reader)
 
     def _read_image(
-        self, pid: int, reader: TarReader, flat: dict[int, FlatImage], threads: int
+        self, pid: int, reader: TarReader, flat: dict[StoredImage, FlatImageWriter], threads: int
     ) -> None:
         """What does not belong to the checkpoint is left out."""
-        if pid not in flat:
+        image = self._images.get(pid)
+        if image is None:
             return
         self._tell(image_name(pid))
-        for chunk, stored in checked(own_chunks(self._images[pid], reader), threads):
-            flat[pid].put(chunk, stored)
+        for chunk in checked(own_chunks(image, reader), threads):
+            if chunk.info.encoding != Encoding.ZERO:
+                flat[image].put(chunk.number, chunk.stored)
 
     def _copy(self, name: str, member: Member, reader: TarReader) -> None:
         if is_pagemap(name):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from gpustasis._core import (
@@ -19,22 +20,19 @@ from gpustasis._core import (
     ManifestTask,
     Source,
     image_name,
+    parse_manifest,
 )
-from gpustasis.archive.hollow_image import (
-    HollowFile,
-    HollowImage,
-    read_ends,
-    read_long_tail,
-)
+from gpustasis.archive.chunks import StoredImage, read_image, read_long_image
 from gpustasis.archive.layout import (
     CHECKPOINT,
+    ROOTFS_DIFF,
+    VOLUMES,
     ContainerFacts,
     is_small,
     read_facts,
     require_container,
 )
-from gpustasis.archive.manifest import parse_core_manifest
-from gpustasis.archive.parents import Parents
+from gpustasis.archive.parents import DirectoryParent, Parent, Parents
 from gpustasis.archive.stream import (
     DEFAULT_LIMITS,
     ByteStream,
@@ -44,24 +42,28 @@ from gpustasis.archive.stream import (
     detect,
 )
 from gpustasis.archive.tar import Kind, Member, TarReader
-from gpustasis.errors import ArchiveError, ImageError
-from gpustasis.image.chain import FoundSource, State
-from gpustasis.image.checkpoint import image_pid
+from gpustasis.errors import ArchiveError, CheckpointError, ImageError, UnsupportedError
+from gpustasis.image.chain import MAX_DEPTH, FoundSource, State, chain_directories
+from gpustasis.image.checkpoint import image_errors, image_pid, require_meant
+from gpustasis.image.files import DirectoryFiles
+from gpustasis.image.inspection import ArchiveView, Inspection, inspect_files
+from gpustasis.image.lock import shared
 
 
 class Archive:
-    """One archive. Make it with open_archive. Implements gpustasis.image.files.CheckpointFiles.
+    """One archive. Make it with open_archive. Implements gpustasis.image.files.CheckpointFiles, and
+    gpustasis.archive.parents.Parent.
 
-    members: by name. image_files: by pid. file_bytes,
-    unpacked_bytes: of all. damaged_files: those of image_files that are none at all, and why.
+    members: by name. images: by pid. damaged_images: those that could not be opened, and why.
+    file_bytes, unpacked_bytes: of all.
     """
 
     def __init__(self, path: Path, fd: int, limits: Limits, parents: Parents) -> None:
         self.path = path
         self.name = str(path)
         self.members: dict[str, Member] = {}
-        self.image_files: dict[int, HollowFile] = {}
-        self.damaged_files: dict[int, ImageError] = {}
+        self.images: dict[int, StoredImage] = {}
+        self.damaged_images: dict[int, ImageError | UnsupportedError] = {}
         self.unpacked_bytes = 0
         self.file_bytes = os.fstat(fd).st_size
         self.compression = Compression.NONE
@@ -92,28 +94,25 @@ class Archive:
         if seen < len(self.members):
             raise ArchiveError(f"{self.name}: was changed while it was read: it ends earlier")
 
-    def images_again(self) -> Iterator[tuple[Member, TarReader, int]]:
-        """The members that are images, on a later pass. Raises as again."""
+    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
+        """The images of these processes, each from its beginning. Raises as again."""
         for member, reader in self.again():
-            pid = _image_pid(member)
-            if pid is not None:
-                yield member, reader, pid
+            pid = member_pid(member)
+            if pid is not None and pid in pids:
+                yield pid, reader
 
     def checkpoint_id(self) -> bytes | None:
-        """As a parent: of its manifest; None: it has none."""
+        """Of its manifest; None: it has none."""
         manifest = self.manifest()
         return None if manifest is None else manifest.checkpoint_id
 
     def holds(self, source: Source) -> bool:
-        """As a parent: whether the file that is meant is in it, told by size and digest."""
-        file = self.image_files.get(source.pid)
-        return file is not None and (file.size, file.digest) == (source.file_size, source.digest)
-
-    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
-        """As a parent: these images, each from its beginning."""
-        for _, reader, pid in self.images_again():
-            if pid in pids:
-                yield pid, reader
+        """As a parent: whether the image that is meant is in it, told by size and digest."""
+        image = self.images.get(source.pid)
+        return image is not None and (image.size, image.reader.digest) == (
+            source.file_size,
+            source.digest,
+        )
 
     def facts(self) -> ContainerFacts:
         """What it says of its container. Raises ArchiveError."""
@@ -124,24 +123,34 @@ class Archive:
         return self._small.get(name)
 
     def manifest(self) -> Manifest | None:
-        raw = self._regular(MANIFEST_NAME)
-        return None if raw is None else parse_core_manifest(raw, self.place(MANIFEST_NAME))
+        raw = self.read(MANIFEST_NAME)
+        if raw is None:
+            return None
+        with image_errors():
+            return parse_manifest(raw, self.place(MANIFEST_NAME))
 
     def open_image(self, manifest: Manifest, task: ManifestTask) -> ImageReader:
         """See CheckpointFiles; its chunks cannot be read through it."""
-        return self.hollow_image(task.pid).open(manifest, task)
+        return self.stored_image(manifest, task).reader
 
-    def hollow_image(self, pid: int) -> HollowImage:
-        """Raises ImageError if there is none, or it is damaged so that it was not kept."""
-        if pid in self.damaged_files:
-            raise self.damaged_files[pid]
-        if pid not in self.image_files:
-            self._regular(image_name(pid))
-            raise ImageError(f"{self.place(image_name(pid))}: is not in the archive")
-        return HollowImage(self.image_files[pid])
+    def stored_image(self, manifest: Manifest, task: ManifestTask) -> StoredImage:
+        """The image of `task`, found to be the one that the manifest means. Raises ImageError,
+        UnsupportedError if there is none, or it is damaged."""
+        if task.pid in self.damaged_images:
+            raise self.damaged_images[task.pid]
+        image = self.images.get(task.pid)
+        if image is None:
+            self.read(image_name(task.pid))
+            raise ImageError(f"{self.place(image_name(task.pid))}: is not in the archive")
+        require_meant(image.reader, manifest, task, image.place)
+        return image
 
     def read(self, name: str) -> bytes | None:
-        return self._regular(name)
+        """Raises ArchiveError if there is something else of that name."""
+        member = self.members.get(CHECKPOINT + name)
+        if member is not None and member.kind is not Kind.FILE:
+            raise ArchiveError(f"{self.place(name)}: is a {member.kind.value}, no file")
+        return self._small.get(CHECKPOINT + name)
 
     def place(self, name: str) -> str:
         return f"{self.name}: {CHECKPOINT}{name}"
@@ -162,71 +171,55 @@ class Archive:
     def find_sources(self, sources: list[Source]) -> tuple[FoundSource, ...]:
         return tuple(self.parents.find_source(source) for source in sources)
 
-    def _regular(self, name: str) -> bytes | None:
-        """Raises ArchiveError if there is something else of that name."""
-        member = self.members.get(CHECKPOINT + name)
-        if member is not None and member.kind is not Kind.FILE:
-            raise ArchiveError(f"{self.place(name)}: is a {member.kind.value}, no file")
-        return self._small.get(CHECKPOINT + name)
-
-    def _survey(self, kept: ExitStack) -> None:
+    def survey(self) -> None:
         """The first pass, and a second one if an index is too long for the first."""
         long_tails: dict[int, int] = {}
         for member, reader in self.walk():
             self.members[member.name] = member
-            pid = _image_pid(member)
+            pid = member_pid(member)
             if pid is not None:
-                self._note_image(pid, member, reader, kept, long_tails)
+                self._note_image(pid, member, reader, long_tails)
             elif member.kind is Kind.FILE and is_small(member.name):
                 self._small[member.name] = self._read_small(member, reader)
         require_container(self.members.keys(), self.name)
         if not long_tails:
             return
-        for member, reader, pid in self.images_again():
-            if pid in long_tails:
-                header, tail = read_long_tail(reader, member.size, long_tails[pid])
-                self._keep(pid, member, header, tail, long_tails[pid], kept)
+        for member, reader in self.again():
+            pid = member_pid(member)
+            if pid is not None and pid in long_tails:
+                self._keep(pid, reader, member.size, long_tails[pid])
 
     def _note_image(
-        self,
-        pid: int,
-        member: Member,
-        reader: TarReader,
-        kept: ExitStack,
-        long_tails: dict[int, int],
+        self, pid: int, member: Member, reader: TarReader, long_tails: dict[int, int]
     ) -> None:
+        if len(self.images) + len(self.damaged_images) + len(long_tails) >= self._limits.images:
+            raise ArchiveError(f"{self.name}: has more than {self._limits.images} images")
+        length = self._keep(pid, reader, member.size)
+        if length:
+            long_tails[pid] = length
+            self._index_bytes += length
+
+    def _keep(self, pid: int, reader: TarReader, size: int, length: int = 0) -> int:
+        """Open an image. length: of its metadata and index, where they are known to be long; where
+        they turn out to be, that is returned, else 0."""
         place = self.place(image_name(pid))
-        if len(self.image_files) + len(long_tails) >= self._limits.image_files:
-            raise ArchiveError(f"{self.name}: has more than {self._limits.image_files} images")
         left = self._limits.index_bytes - self._index_bytes
         try:
-            found = read_ends(reader, member.size, left, place)
+            if length:
+                found: StoredImage | int = read_long_image(reader, size, length, place)
+            else:
+                found = read_image(reader, size, left, place)
         except ArchiveError:
             raise
-        except ImageError as exc:
-            self.damaged_files[pid] = exc
-            return
+        except (ImageError, UnsupportedError) as exc:
+            self.damaged_images[pid] = exc
+            return 0
         if isinstance(found, int):
-            long_tails[pid] = found
-            self._index_bytes += found
-        else:
-            header, tail = found
-            self._index_bytes += len(tail)
-            self._keep(pid, member, header, [tail], len(tail), kept)
-
-    def _keep(
-        self,
-        pid: int,
-        member: Member,
-        header: bytes,
-        tail: Iterable[bytes],
-        length: int,
-        kept: ExitStack,
-    ) -> None:
-        place = self.place(image_name(pid))
-        hollow = HollowFile(member.size, header, tail, length, place)
-        kept.callback(hollow.close)
-        self.image_files[pid] = hollow
+            return found
+        self.images[pid] = found
+        if not length:
+            self._index_bytes += size - found.tail_offset
+        return 0
 
     def _read_small(self, member: Member, reader: TarReader) -> bytes:
         limits = self._limits
@@ -255,16 +248,69 @@ def open_archive(
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as exc:
         raise ArchiveError(f"cannot open {path}: {exc.strerror}") from exc
-    with ExitStack() as stack:
-        stack.callback(os.close, fd)
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ArchiveError(f"{path}: is neither a directory nor an ordinary file")
         archive = Archive(path, fd, limits, parents or Parents())
-        archive._survey(stack)
+        archive.survey()
         yield archive
+    finally:
+        os.close(fd)
 
 
-def _image_pid(member: Member) -> int | None:
+@contextmanager
+def open_files(
+    path: Path, parents: Sequence[Path] = (), limits: Limits = DEFAULT_LIMITS
+) -> Iterator[DirectoryFiles | Archive]:
+    """The checkpoint at `path`, told by what it is: a directory, else an archive.
+
+    parents: directories and archives that hold earlier checkpoints of an archive's chain; of a
+    directory, all that the links from it lead to are looked through too.
+
+    Raises ArchiveError, ImageError; CheckpointError if parents are named for a directory.
+    """
+    if path.is_dir():
+        if parents:
+            raise CheckpointError(
+                f"{path} is a directory: its link says where its parent {parents[0]} has to be"
+            )
+        yield DirectoryFiles(path)
+        return
+    with ExitStack() as stack:
+        named: list[Parent] = []
+        for parent in parents:
+            if parent.is_dir():
+                directories = chain_directories(parent, MAX_DEPTH)
+                stack.enter_context(shared(dict.fromkeys(directories)))
+                named += [DirectoryParent(directory) for directory in directories]
+            else:
+                named.append(stack.enter_context(open_archive(parent, limits=limits)))
+        yield stack.enter_context(open_archive(path, Parents(named), limits))
+
+
+def inspect_archive(archive: Archive) -> Inspection:
+    """Look into it without checking GPU memory: what is in its checkpoint, as of a directory, and
+    what it says of the container. Raises as inspect_files."""
+    rootfs_diff = archive.members.get(ROOTFS_DIFF)
+    view = ArchiveView(
+        **asdict(archive.facts()),
+        compression=archive.compression,
+        members=len(archive.members),
+        file_bytes=archive.file_bytes,
+        unpacked_bytes=archive.unpacked_bytes,
+        checkpoint_bytes=_size_below(archive, CHECKPOINT),
+        rootfs_diff_bytes=0 if rootfs_diff is None else rootfs_diff.size,
+        volumes_bytes=_size_below(archive, VOLUMES),
+    )
+    return replace(inspect_files(archive), archive=view)
+
+
+def member_pid(member: Member) -> int | None:
+    """Of the process whose image a member is; None: it is no image."""
     if member.kind is not Kind.FILE or not member.name.startswith(CHECKPOINT):
         return None
     return image_pid(member.name.removeprefix(CHECKPOINT))
+
+
+def _size_below(archive: Archive, prefix: str) -> int:
+    return sum(m.size for m in archive.members.values() if m.name.startswith(prefix))

@@ -6,14 +6,15 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from gpustasis._core import Manifest, Source, image_name
-from gpustasis.archive.hollow_image import DIGEST_SIZE
-from gpustasis.archive.stream import ByteStream
+from gpustasis.archive.stream import ByteStream, FileStream
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.chain import FoundSource, State
 from gpustasis.image.checkpoint import find_manifest
+
+_DIGEST_SIZE = 16  # bytes at the end of an image
 
 
 class Parent(Protocol):
@@ -30,7 +31,7 @@ class Parent(Protocol):
         """Whether the image that is meant is in it, told by size and digest."""
 
     def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
-        """These images, each from its beginning."""
+        """The images of these processes, each from its beginning."""
 
 
 class Parents:
@@ -82,8 +83,8 @@ class DirectoryParent:
             with (self.path / image_name(source.pid)).open("rb") as file:
                 if file.seek(0, os.SEEK_END) != source.file_size:
                     return False
-                file.seek(source.file_size - DIGEST_SIZE)
-                return file.read(DIGEST_SIZE) == source.digest
+                file.seek(source.file_size - _DIGEST_SIZE)
+                return file.read(_DIGEST_SIZE) == source.digest
         except OSError:
             return False
 
@@ -95,20 +96,3 @@ class DirectoryParent:
                     yield pid, FileStream(file, str(path))
             except OSError as exc:
                 raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
-
-
-class FileStream:
-    """A ByteStream of an ordinary file."""
-
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        self._file = file
-        self._name = name
-
-    def read(self, size: int) -> bytes:
-        got = self._file.read(size)
-        if len(got) != size:
-            raise ImageError(f"{self._name}: ends {size - len(got)} bytes too early")
-        return got
-
-    def skip(self, size: int) -> None:
-        self._file.seek(size, os.SEEK_CUR)

@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol, cast
 
 import zstandard
 
-from gpustasis.errors import ArchiveError
+from gpustasis.errors import ArchiveError, ImageError
 
 TAR_MAGIC_OFFSET = 257
 _TAR_MAGIC = b"ustar"
@@ -39,9 +39,8 @@ class Limits:
     members: headers of any kind. names_bytes: of memory for all names, the directories they imply
     and the targets of links, which are kept to find a name that comes twice. name_bytes: of one name
     or target; name_parts: directories in it. header_bytes: of one extended header (pax, GNU long
-    name). kept_bytes: of the small files that are read whole; kept_file_bytes: of one of them. image_files: images, each of which takes two
-    descriptors. index_bytes: of all images' metadata and indexes.
-    unpacked_bytes: of the whole archive. An archive that unpacks to more than ratio_free_bytes may
+    name). kept_bytes: of the small files that are read whole; kept_file_bytes: of one of them. images: how many.
+    index_bytes: of all images' metadata and indexes. unpacked_bytes: of the whole archive. An archive that unpacks to more than ratio_free_bytes may
     be at most ratio times smaller than what comes out of it: gzip cannot do better, and what zstd
     makes smaller still is empty. window_bytes: of zstd's memory. padding_bytes: behind the end.
     """
@@ -53,7 +52,7 @@ class Limits:
     header_bytes: int = 1 * MIB
     kept_bytes: int = 64 * MIB
     kept_file_bytes: int = 4 * MIB
-    image_files: int = 4096
+    images: int = 4096
     index_bytes: int = 512 * MIB
     unpacked_bytes: int = 16 << 40
     ratio: int = 1024
@@ -189,3 +188,20 @@ class UnpackedStream:
                 f"and {limits.ratio} times its size is the limit; if you trust it, unpack it with "
                 "tar and give the directory"
             )
+
+
+class FileStream:
+    """A ByteStream of an ordinary file."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file = file
+        self._name = name
+
+    def read(self, size: int) -> bytes:
+        got = self._file.read(size)
+        if len(got) != size:
+            raise ImageError(f"{self._name}: ends {size - len(got)} bytes too early")
+        return got
+
+    def skip(self, size: int) -> None:
+        self._file.seek(size, os.SEEK_CUR)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from gpustasis._core import MANIFEST_NAME, Manifest, Source, image_name
-from gpustasis.archive.opened import Archive
-from gpustasis.archive.parents import Parent
-from gpustasis.archive.stored_chunks import (
-    OpenImage,
+from collections.abc import Iterator
+
+from gpustasis._core import MANIFEST_NAME, Manifest, image_name
+from gpustasis.archive.chunks import (
     Places,
-    by_source,
+    StoredChunk,
+    StoredImage,
     checked,
     own_chunks,
     placed_chunks,
+    places_by_source,
 )
+from gpustasis.archive.opened import Archive
+from gpustasis.archive.parents import Parent
 from gpustasis.errors import ArchiveError, ImageError, UnsupportedError
 from gpustasis.image.verification import OnProgress, Verification
 
-# Places of chunks, by pid of the parent's image that has their bytes.
+# Places of chunks, by the pid of the image in the parent that has their bytes.
 Wanted = dict[Parent, dict[int, list[Places]]]
 
 
@@ -41,33 +44,29 @@ def verify_archive(
             "no GPU state saved by gpustasis"
         )
         return found
-    images = _open_images(archive, manifest, found)
+    images = _images(archive, manifest, found)
     try:
         _check_own(archive, images, threads, on_progress, found)
         _check_earlier(archive, images, threads, found)
     except ArchiveError as exc:
         found.problems.append(str(exc))
-    for image in images.values():
-        found.images += 1
-        found.plain_bytes += image.plain_bytes()
+    found.images = len(images)
+    found.plain_bytes = sum(image.plain_bytes() for image in images.values())
     wanted = {task.pid for task in manifest.tasks if task.externalized}
-    there = {*archive.image_files, *archive.damaged_files}
     found.problems += [
         f"{archive.place(image_name(pid))}: not named by the manifest"
-        for pid in sorted(there - wanted)
+        for pid in sorted({*archive.images, *archive.damaged_images} - wanted)
     ]
     return found
 
 
-def _open_images(archive: Archive, manifest: Manifest, found: Verification) -> dict[int, OpenImage]:
+def _images(archive: Archive, manifest: Manifest, found: Verification) -> dict[int, StoredImage]:
     images = {}
     for task in manifest.tasks:
         if not task.externalized:
             continue
         try:
-            images[task.pid] = OpenImage(
-                task.pid, archive.open_image(manifest, task), archive.hollow_image(task.pid)
-            )
+            images[task.pid] = archive.stored_image(manifest, task)
         except (ImageError, UnsupportedError) as exc:
             found.problems.append(str(exc))
     return images
@@ -75,59 +74,54 @@ def _open_images(archive: Archive, manifest: Manifest, found: Verification) -> d
 
 def _check_own(
     archive: Archive,
-    images: dict[int, OpenImage],
+    images: dict[int, StoredImage],
     threads: int,
     on_progress: OnProgress | None,
     found: Verification,
 ) -> None:
     """What is in the archive itself; a damaged image is taken out of `images`."""
-    done = dict.fromkeys(images, 0)
-    for _, reader, pid in archive.images_again():
-        if pid not in images:
-            continue
-        total = images[pid].plain_bytes()
+    tell = on_progress or (lambda name, done, total: None)
+    for pid, stream in archive.image_streams(dict(images)):
+        done, total = 0, images[pid].plain_bytes()
         try:
-            for chunk, _stored in checked(own_chunks(images[pid], reader), threads):
-                done[pid] += chunk.plain_size
-                if on_progress is not None:
-                    on_progress(image_name(pid), done[pid], total)
+            for chunk in checked(own_chunks(images[pid], stream), threads):
+                done += chunk.info.plain_size
+                tell(image_name(pid), done, total)
+            tell(image_name(pid), total, total)
         except ArchiveError:
             raise
         except ImageError as exc:
             found.problems.append(str(exc))
             del images[pid]
-    if on_progress is not None:
-        for pid, image in images.items():
-            on_progress(image_name(pid), image.plain_bytes(), image.plain_bytes())
 
 
 def _check_earlier(
-    archive: Archive, images: dict[int, OpenImage], threads: int, found: Verification
+    archive: Archive, images: dict[int, StoredImage], threads: int, found: Verification
 ) -> None:
     """What earlier checkpoints hold, if they were named."""
     earlier, outside = set(), set()
     wanted: Wanted = {}
-    for image in list(images.values()):
+    for pid, image in list(images.items()):
         referred = image.reader.totals.ref.plain
-        sources = image.reader.info.sources
+        sources = {source.checkpoint_id for source in image.reader.info.sources}
         if not archive.parents:
             found.outside_bytes += referred
-            outside |= {source.checkpoint_id.hex() for source in sources}
+            outside |= sources
             continue
         try:
             collect(archive, image, wanted)
         except ImageError as exc:
             found.problems.append(str(exc))
-            del images[image.pid]
+            del images[pid]
             continue
         found.earlier_bytes += referred
-        earlier |= {source.checkpoint_id for source in sources}
-    found.outside_checkpoints = sorted(outside)
+        earlier |= sources
+    found.outside_checkpoints = sorted(source.hex() for source in outside)
     found.earlier_checkpoints = len(earlier)
-    for parent, by_file in wanted.items():
-        for pid, stream in parent.image_streams(by_file.keys()):
+    for parent, by_pid in wanted.items():
+        for pid, stream in parent.image_streams(by_pid):
             try:
-                for _ in checked(placed_chunks(by_file[pid], stream), threads):
+                for _ in checked(placed_chunks(by_pid[pid], stream), threads):
                     pass
             except ArchiveError:
                 raise
@@ -135,7 +129,7 @@ def _check_earlier(
                 found.problems.append(f"{exc} (in {image_name(pid)} of {parent.path})")
 
 
-def collect(archive: Archive, image: OpenImage, wanted: Wanted) -> None:
+def collect(archive: Archive, image: StoredImage, wanted: Wanted) -> None:
     """Add the places of an image's chunks in earlier checkpoints to `wanted`.
 
     Raises ImageError that names the first checkpoint that is not there.
@@ -145,18 +139,19 @@ def collect(archive: Archive, image: OpenImage, wanted: Wanted) -> None:
     for source in sources:
         parent = archive.parents.find(source)
         if parent is None:
-            raise ImageError(missing_source(archive, image, source))
+            raise ImageError(
+                f"{image.place}: needs {image_name(source.pid)} of checkpoint "
+                f"{source.checkpoint_id.hex()}, {source.depth} before this one, which is not in "
+                f"{archive.name} and no --parent holds"
+            )
         parents.append(parent)
-    for number, places in by_source(image).items():
-        source, parent = sources[number - 1], parents[number - 1]
-        by_file = wanted.setdefault(parent, {})
-        by_file.setdefault(source.pid, []).append(places)
+    for number, places in places_by_source(image).items():
+        by_pid = wanted.setdefault(parents[number - 1], {})
+        by_pid.setdefault(sources[number - 1].pid, []).append(places)
 
 
-def missing_source(archive: Archive, image: OpenImage, source: Source) -> str:
-    """A sentence that says which earlier image is needed."""
-    return (
-        f"{image.hollow.place}: needs {image_name(source.pid)} of checkpoint "
-        f"{source.checkpoint_id.hex()}, {source.depth} before this one, which is not in "
-        f"{archive.name} and no --parent holds"
-    )
+def earlier_chunks(wanted: Wanted, threads: int) -> Iterator[StoredChunk]:
+    """All that was collected, checked. Raises ImageError."""
+    for parent, by_pid in wanted.items():
+        for pid, stream in parent.image_streams(by_pid):
+            yield from checked(placed_chunks(by_pid[pid], stream), threads)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gpustasis.archive.inspection import inspect_archive
+from gpustasis.archive.opened import inspect_archive
 from gpustasis.archive.oci_image import TOOLS, build_image
 from gpustasis.archive.opened import open_archive
 from gpustasis.cli import output

@@ -14,10 +14,8 @@ from shutil import which
 from typing import Any
 
 from gpustasis import nvml
-from gpustasis.archive.inspection import inspect_archive
 from gpustasis.archive.layout import SPEC
-from gpustasis.archive.opened import Archive
-from gpustasis.archive.opening import open_files
+from gpustasis.archive.opened import Archive, inspect_archive, open_files
 from gpustasis.criu.find import choose, find_all
 from gpustasis.criu.images import core_name, parse_machine
 from gpustasis.diagnosis import Finding, Status, host, ok, problem
