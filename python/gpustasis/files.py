@@ -59,6 +59,29 @@ def replace_file(
         os.fsync(directory)
 
 
+def give_name(part: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Make the synced file `part` be `path`, in the same directory, to stay so whatever happens
+    next. Unlike a rename, it takes no other's place.
+
+    Raises OSError, FileExistsError if something has that name by now: `part` is still there then.
+    """
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links: of this file system, or of this file
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        os.close(os.open(path, flags, 0o600))  # so that it is our own that is replaced
+        try:
+            os.rename(part, path)
+        except BaseException:
+            os.unlink(path)
+            raise
+    else:
+        os.unlink(part)
+    sync_directory(os.path.dirname(path) or ".")
+
+
 def remove(directory: int, name: str) -> bool:
     """Whether the file was there. Raises OSError."""
     try:

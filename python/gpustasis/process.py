@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,8 @@ class Finished:
     """A program that has ended.
 
     status: its exit status; negative: the signal that killed it.
-    output: stdout and stderr together, at most the last OUTPUT_LIMIT bytes.
+    output: stdout and stderr together; of a program that was run with `apart`, stdout, and errors is
+        stderr. Of each at most the last OUTPUT_LIMIT bytes.
     seconds: from start to end.
     """
 
@@ -28,6 +30,7 @@ class Finished:
     status: int
     output: str
     seconds: float
+    errors: str = ""
 
     @property
     def ending(self) -> str:
@@ -41,6 +44,7 @@ def run(
     env: Mapping[str, str] | None = None,
     shielded: bool = False,
     terminal: bool = False,
+    apart: bool = False,
     timeout_s: float | None = None,
     on_tick: Callable[[], None] | None = None,
 ) -> Finished:
@@ -51,6 +55,7 @@ def run(
         must not stop half-way.
     terminal: it keeps this process's stdin, stdout and stderr, and `output` is empty. Otherwise
         stdin is empty.
+    apart: stdout and stderr are kept apart, so that a warning is not taken for its answer.
     timeout_s: it is killed after that long.
     on_tick: called about every TICK_S seconds while it runs.
 
@@ -58,7 +63,7 @@ def run(
     """
     begin = time.monotonic()
     # A file, not a pipe: what outlives the program (a restored task) may hold it open for ever.
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         stdin = None if terminal else subprocess.DEVNULL
         stdout = None if terminal else output
         child = subprocess.Popen(
@@ -66,7 +71,7 @@ def run(
             env=None if env is None else dict(env),
             stdin=stdin,
             stdout=stdout,
-            stderr=stdout,
+            stderr=errors if apart else stdout,
             process_group=0 if shielded else None,
         )
         try:
@@ -78,10 +83,19 @@ def run(
                 child.kill()
             child.wait()
             raise
-        size = output.seek(0, 2)
-        output.seek(max(0, size - OUTPUT_LIMIT))
-        text = output.read(OUTPUT_LIMIT).decode("utf-8", "replace")
-    return Finished(argv=tuple(argv), status=status, output=text, seconds=time.monotonic() - begin)
+        return Finished(
+            argv=tuple(argv),
+            status=status,
+            output=_end_of(output),
+            errors=_end_of(errors),
+            seconds=time.monotonic() - begin,
+        )
+
+
+def _end_of(file: IO[bytes]) -> str:
+    size = file.seek(0, 2)
+    file.seek(max(0, size - OUTPUT_LIMIT))
+    return file.read(OUTPUT_LIMIT).decode("utf-8", "replace")
 
 
 def _wait(

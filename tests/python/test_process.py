@@ -64,3 +64,11 @@ def test_only_what_is_shielded_survives_ctrl_c(shielded: bool) -> None:
     else:
         with pytest.raises(KeyboardInterrupt):
             run(python(code))
+
+
+def test_an_answer_can_be_had_without_what_is_said_beside_it() -> None:
+    """Podman warns on stderr, and answers in JSON on stdout."""
+    words = ["sh", "-c", "echo warning >&2; echo '[]'"]
+    ended = run(words, apart=True)
+    assert (ended.output, ended.errors) == ("[]\n", "warning\n")
+    assert run(words).output == "warning\n[]\n"

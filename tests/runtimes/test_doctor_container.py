@@ -91,6 +91,20 @@ def test_one_that_is_not_there(engines: EngineRoot) -> None:
         assert said in done.stderr
 
 
+def test_a_podman_that_warns_is_understood(engines: EngineRoot, steady: Steady) -> None:
+    container = steady("warned", "runc", mib=4)
+    place = "/etc/containers/containers.conf.d/warned.conf"
+    engines.write(place, "[engine]\nno_such_key = 1\n")
+    try:
+        warned = engines.run("podman", "container", "inspect", container.name)
+        assert "no_such_key" in warned.stderr
+        status, found = doctor(engines, container.name)
+    finally:
+        engines.path(place).unlink()
+    assert status == 0
+    assert container.name in found["container"][0]["text"]
+
+
 def test_a_paused_one_is_not_waited_for(engines: EngineRoot, steady: Steady) -> None:
     container = steady("paused", "runc", mib=4)
     engines.run("podman", "pause", container.name)

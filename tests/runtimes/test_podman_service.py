@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from gpustasis.criu import log as log_errors
+from gpustasis.errors import EngineError
+from gpustasis.runtimes import podman
+from gpustasis.runtimes.podman_service import Service
 from support.engine_gpu import Steady, SteadyContainer, start_podman, write_config
+from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
 from support.json_output import check_document
 
@@ -132,6 +136,34 @@ def test_what_cannot_be_done_is_said(
     assert f"was made with {runtime}, and Podman's service restores with {other}" in wrong.stderr
     container.run_on()
     (shared / Path(archive).name).unlink()
+
+
+def test_an_import_that_is_refused_removes_nobody_elses_container(
+    steady: Steady, engines: EngineRoot, shared: Path
+) -> None:
+    """Somebody makes a container of the name between the look for it and the import."""
+    container = steady("raced", "runc", mib=4)
+    archive = shared / "raced.tar"
+    words = ("checkpoint", container.name, "-e", "/mnt/shared/raced.tar", "--leave-running")
+    ask(engines, "runc", *words)
+    url = start_podman(engines, "runc").removeprefix("unix://")
+    made = ("podman", "create", "--name", "newcomer", IMAGE, "/bin/true")
+
+    class Raced(Service):
+        def act(self, name: str, verb: str, *words: Any) -> dict[str, Any]:
+            engines.run(*made)
+            return super().act(name, verb, *words)
+
+    try:
+        with Raced(f"unix://{engines.path(url)}") as service:
+            options = podman.RestoreOptions(name="newcomer")
+            with pytest.raises(EngineError, match="newcomer"):
+                podman.restore_archive(service, archive, options)
+        assert engines.run("podman", "inspect", "newcomer", check=False).returncode == 0
+    finally:
+        engines.run("podman", "rm", "--force", "--ignore", "newcomer")
+        archive.unlink()
+    container.run_on()
 
 
 def test_no_service(engines: EngineRoot) -> None:

@@ -83,7 +83,7 @@ def _podman(name: str, path: str) -> tuple[int, Path | None] | None:
     program = which("podman", path=path)
     if program is None:
         return None
-    found = _json([program, "container", "inspect", name])
+    found = _json([program, "container", "inspect", "--", name])
     if not isinstance(found, list) or len(found) != 1:
         return None
     config = found[0].get("OCIConfigPath")
@@ -170,9 +170,9 @@ def _read_config(path: Path | None) -> dict[str, Any] | None:
 
 
 def _json(argv: list[str]) -> Any:
-    """What a program prints; None if it fails."""
+    """What a program prints on stdout, whatever it warns of beside; None if it fails."""
     try:
-        ended = process.run(argv, timeout_s=_TIMEOUT_S)
+        ended = process.run(argv, timeout_s=_TIMEOUT_S, apart=True)
         return json.loads(ended.output) if ended.status == 0 else None
     except (OSError, TimeoutError, ValueError):
         return None

@@ -19,6 +19,7 @@ from typing import Any
 
 from gpustasis.criu.log import criu_errors, plugin_errors
 from gpustasis.errors import EngineError
+from gpustasis.files import give_name
 from gpustasis.runtimes.cri import CANCELLED, DEADLINE_EXCEEDED, CallError, Cri, printable
 from gpustasis.runtimes.cri_messages import (
     CONTAINER_STATES,
@@ -27,7 +28,6 @@ from gpustasis.runtimes.cri_messages import (
     RUNNING,
     TASK_PAUSED,
 )
-from gpustasis.runtimes.new_file import give_name
 from gpustasis.task import find_openers
 
 DEFAULT_ADDRESS = "/run/containerd/containerd.sock"
@@ -143,7 +143,8 @@ def checkpoint(
     here then, once the dump that is under way has ended.) stop: asked again and again whether to
     give up earlier, in the same way.
 
-    Raises EngineError; nothing is left of an archive that was not finished.
+    Raises EngineError; nothing is left of an archive that was not finished. One that is finished
+    and cannot get its name is kept, and the error says where.
     """
     archive = Path(os.path.abspath(export))
     if os.path.lexists(archive):
@@ -179,13 +180,12 @@ def _checkpoint(
             if isinstance(exc, CallError):
                 raise EngineError(_explain(cri, container, exc, timeout_s)) from exc
             raise
-        seconds = time.monotonic() - begin
-        size = _publish(cri, part, archive)
     except BaseException:
         with suppress(OSError):
             part.unlink()
         raise
-    return Exported(archive=archive, size=size, seconds=seconds)
+    seconds = time.monotonic() - begin
+    return Exported(archive=archive, size=_publish(cri, part, archive), seconds=seconds)
 
 
 @contextmanager
@@ -270,7 +270,7 @@ def _task_call(cri: Cri, method: str, container: Container) -> Any:
 
 
 def _publish(cri: Cri, part: Path, archive: Path) -> int:
-    """Give a finished archive its name; its size in bytes."""
+    """Give a finished archive its name; its size in bytes. Raises EngineError; it is kept then."""
     try:
         handle = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as exc:
@@ -285,7 +285,10 @@ def _publish(cri: Cri, part: Path, archive: Path) -> int:
         size = os.fstat(handle).st_size
         give_name(part, archive)
     except OSError as exc:
-        raise EngineError(f"cannot give {part} its name {archive}: {exc.strerror}") from exc
+        raise EngineError(
+            f"the archive is complete and kept as {part}: it cannot get its name {archive}: "
+            f"{exc.strerror}"
+        ) from exc
     finally:
         os.close(handle)
     return size

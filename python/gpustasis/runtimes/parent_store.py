@@ -11,23 +11,25 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpustasis._core import PARENT_LINK
+from gpustasis._core import MANIFEST_NAME, PARENT_LINK, Manifest, image_name
+from gpustasis.archive.chunks import StoredImage, checked, own_chunks
 from gpustasis.archive.layout import CHECKPOINT
 from gpustasis.archive.opened import Archive, open_archive
-from gpustasis.archive.tar import Kind, Member, TarReader
+from gpustasis.archive.stream import ByteStream, FileStream
 from gpustasis.errors import CheckpointError
+from gpustasis.files import open_own_directory, sync_directory
 from gpustasis.image.chain import NO_PARENT, STORE_ROOT, find_checkpoint
-from gpustasis.image.new_directory import sync_directory
 
-_OURS = "gpustasis-"
 _CHUNK = 1 << 20  # bytes read at a time
+_MODE = 0o700
 
 
 def keep_parents(archives: Sequence[Path]) -> None:
     """Unpack the GPU images of these archives to STORE_ROOT/checkpoints/ID, where they are not yet.
 
-    Raises ArchiveError for a bad archive, CheckpointError for one without GPU images, or if they
-    cannot be written; what is there then is whole, and on the disk.
+    Raises ImageError for a bad archive, or one whose images are damaged, CheckpointError for one
+    without GPU images, or if they cannot be written; what is there then is whole, checked, and on
+    the disk.
     """
     for path in archives:
         with open_archive(path) as archive:
@@ -50,22 +52,20 @@ def require_parent(archive: Archive) -> None:
 
 
 def _keep(archive: Archive) -> None:
-    checkpoint_id = archive.checkpoint_id()
-    if checkpoint_id is None:
+    manifest = archive.manifest()
+    if manifest is None:
         raise CheckpointError(f"{archive.name} is no parent: it holds no GPU state of gpustasis's")
+    checkpoint_id = manifest.checkpoint_id
     if find_checkpoint(checkpoint_id) is not None:
         return
     place = STORE_ROOT / "checkpoints"
     part = place / f".{checkpoint_id.hex()}.{os.getpid()}"
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(open_own_directory(str(place), 2, _MODE))
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(mode=0o700)
+        part.mkdir(_MODE)
         try:
-            for member, reader in archive.again():
-                if _is_ours(member):
-                    _write(part / member.name.removeprefix(CHECKPOINT), member, reader)
-            sync_directory(part)
+            _unpack(archive, manifest, part)
             try:
                 part.rename(place / checkpoint_id.hex())
             except OSError:
@@ -81,24 +81,38 @@ def _keep(archive: Archive) -> None:
         ) from exc
 
 
-def _is_ours(member: Member) -> bool:
-    """A GPU image or the manifest; neither is in a directory below."""
-    name = member.name.removeprefix(CHECKPOINT)
-    return (
-        member.kind is Kind.FILE
-        and member.name.startswith(CHECKPOINT + _OURS)
-        and "/" not in name
-        and name.endswith(".img")
-    )
+def _unpack(archive: Archive, manifest: Manifest, part: Path) -> None:
+    """The images that the manifest names, then, once all of them were found sound as they lie
+    there, the manifest. Raises ImageError."""
+    images = {
+        task.pid: archive.stored_image(manifest, task)
+        for task in manifest.tasks
+        if task.externalized
+    }
+    for pid, stream in archive.image_streams(images):
+        _write(part / image_name(pid), stream, images[pid].size)
+    for pid, image in images.items():
+        _require_sound(part / image_name(pid), image)
+    with open(part / MANIFEST_NAME, "xb", opener=_private) as file:
+        file.write(archive.read(MANIFEST_NAME) or b"")
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(part)
 
 
-def _write(path: Path, member: Member, reader: TarReader) -> None:
+def _require_sound(path: Path, image: StoredImage) -> None:
+    """What it has in earlier checkpoints is not looked for: a restore checks what it needs."""
+    with path.open("rb") as file:
+        for _ in checked(own_chunks(image, FileStream(file, str(path))), 0):
+            pass
+
+
+def _write(path: Path, stream: ByteStream, size: int) -> None:
     with open(path, "xb", opener=_private) as file:
-        left = member.size
-        while left:
-            piece = reader.read(min(left, _CHUNK))
+        while size:
+            piece = stream.read(min(size, _CHUNK))
             file.write(piece)
-            left -= len(piece)
+            size -= len(piece)
         file.flush()
         os.fsync(file.fileno())
 

@@ -23,7 +23,7 @@ from gpustasis.criu import log
 from gpustasis.criu.images import dump_figures
 from gpustasis.criu.statistics import Stage, Statistics, find_statistics
 from gpustasis.errors import ArchiveError, CheckpointError, EngineError
-from gpustasis.runtimes.new_file import give_name
+from gpustasis.files import give_name
 from gpustasis.runtimes.parent_store import keep_parents, require_parent
 from gpustasis.runtimes.podman_report import Report
 from gpustasis.runtimes.podman_service import RefusedError, Service
@@ -134,6 +134,7 @@ def restore_archive(
     params = _restore_params(use) | {"import": True, "printStats": True}
     if use.name is not None:
         params["name"] = use.name
+    before = service.containers()
     begin = time.monotonic()
     started_ns = time.time_ns()
     try:
@@ -142,7 +143,8 @@ def restore_archive(
     except OSError as exc:
         raise CheckpointError(f"cannot read {path}: {exc.strerror}") from exc
     except RefusedError as exc:
-        raise _forget(service, name, exc, started_ns) from exc
+        own_id = None if use.name else facts.container_id
+        raise _forget(service, name, exc, started_ns, before, own_id) from exc
     container = str(answer.get("Id", ""))
     made = _inspect(service, container or name)
     return _report("restore", made.id, begin, answer, made.statistics("restore"))
@@ -154,6 +156,7 @@ class _Container:
 
     id: str
     name: str
+    running: bool
     images: Path | None
     work: Path | None
 
@@ -180,7 +183,10 @@ def _inspect(service: Service, name: str) -> _Container:
         work = Path(found["StaticDir"]) if service.local else None
         # Also State.CheckpointPath, but only when there has been a checkpoint.
         images = None if work is None else work / "checkpoint"
-        return _Container(id=found["Id"], name=found["Name"], images=images, work=work)
+        running = bool(found["State"]["Running"])
+        return _Container(
+            id=found["Id"], name=found["Name"], running=running, images=images, work=work
+        )
     except (KeyError, TypeError) as exc:
         raise EngineError(f"Podman's description of {name} lacks {exc}") from exc
 
@@ -222,15 +228,16 @@ def _export(
             last = attempt + 1 == _ATTEMPTS or not params["leaveRunning"]
             if _is_whole(part, found, params, last):
                 break
-        try:
-            give_name(part, path)  # only then are Podman's images deleted
-        except OSError as exc:
-            raise CheckpointError(
-                f"cannot give the archive of {found.name} its name {path}: {exc.strerror}; "
-                + _left(found, params)
-            ) from exc
-    finally:
+    except BaseException:
         part.unlink(missing_ok=True)
+        raise
+    try:
+        give_name(part, path)  # only then are Podman's images deleted
+    except OSError as exc:
+        raise CheckpointError(
+            f"the archive of {found.name} is complete and kept as {part}: it cannot get its name "
+            f"{path}: {exc.strerror}; {_left(found, params)}"
+        ) from exc
     plugin = None if params["preCheckpoint"] else found.statistics("dump")
     figures: dict[str, int] = {}
     if found.work is not None:
@@ -311,12 +318,33 @@ def _require_runtime(service: Service, path: Path, made_by: str) -> None:
         )
 
 
-def _forget(service: Service, name: str, why: RefusedError, since_ns: int) -> EngineError:
-    """Remove the container that a failed import has made; the error to raise."""
+def _forget(
+    service: Service,
+    name: str,
+    why: RefusedError,
+    since_ns: int,
+    before: set[str],
+    own_id: str | None,
+) -> EngineError:
+    """Remove the container that a failed import has made, and no other that has its name by now;
+    the error to raise.
+
+    before: the ids of all that there were. own_id: of the one in the archive, which an import
+    without another name makes again.
+    """
+    plain = EngineError(f"Podman cannot restore {name}: {why}")
     try:
         found = _inspect(service, name)
     except EngineError:  # it did not come so far
-        return EngineError(f"Podman cannot restore {name}: {why}")
+        return plain
+    is_ours = (
+        not why.exists
+        and found.id not in before
+        and not found.running
+        and (own_id is None or found.id == own_id)
+    )
+    if not is_ours:
+        return plain
     error = found.failed("restore", why, "restore.log", since_ns)
     service.remove(found.id)
     return error

@@ -15,17 +15,20 @@ from urllib.parse import quote
 from gpustasis.errors import EngineError, UnsupportedError
 
 DEFAULT_URL = "unix:///run/podman/podman.sock"
+_EXISTS = "already exists"  # Podman libpod/define/errors.go, ErrCtrExists
 _CHUNK = 1 << 20  # bytes of a body at a time
 
 Params = Mapping[str, bool | str]
 
 
 class RefusedError(EngineError):
-    """The service answered that it did not do it. status: of HTTP."""
+    """The service answered that it did not do it. status: of HTTP. exists: because there is a
+    container of that name or id already."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+        self.exists = _EXISTS in message
 
 
 class Service:
@@ -58,6 +61,16 @@ class Service:
     def inspect(self, name: str) -> dict[str, Any]:
         """What `podman container inspect` shows."""
         return self._json(self._send("GET", f"/containers/{quote(name, safe='')}/json", {}))
+
+    def containers(self) -> set[str]:
+        """The ids of all containers, running or not."""
+        try:
+            return {
+                str(one["Id"])
+                for one in self._send("GET", "/containers/json", {"all": True}).json()
+            }
+        except (ValueError, KeyError, TypeError) as exc:
+            raise EngineError(f"what answers at {self.url} is no Podman service: {exc}") from exc
 
     def act(
         self, name: str, verb: str, params: Params, body: BinaryIO | None = None
