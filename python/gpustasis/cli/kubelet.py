@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Group
 from gpustasis.errors import ArchiveError, EngineError
 from gpustasis.runtimes import kubelet, kubelet_archives
+from gpustasis.runtimes.kubeconfig import default_path, open_access
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _TICK_S = 0.25
@@ -52,8 +55,16 @@ def command() -> None:
     help="Ask through this API server's proxy; nodes are then given by name.",
 )
 @click.option(
-    "--ca", required=True, type=_FILE, help="The CA that signed the server's certificate (PEM)."
+    "--kubeconfig",
+    type=_FILE,
+    help="Ask through the API server of this file's context, as its user.",
 )
+@click.option(
+    "--context",
+    metavar="NAME",
+    help="The context of --kubeconfig, or of the file that kubectl reads.  [default: its current one]",
+)
+@click.option("--ca", type=_FILE, help="The CA that signed the server's certificate (PEM).")
 @click.option("--cert", type=_FILE, help="The client's certificate (PEM), perhaps with its key.")
 @click.option("--key", type=_FILE, help="The client's key (PEM).")
 @click.option("--token-file", type=_FILE, help="Holds a bearer token.")
@@ -77,7 +88,9 @@ def checkpoint(
     targets: tuple[str, ...],
     node: str | None,
     api_server: str | None,
-    ca: Path,
+    kubeconfig: Path | None,
+    context: str | None,
+    ca: Path | None,
     cert: Path | None,
     key: Path | None,
     token_file: Path | None,
@@ -89,15 +102,47 @@ def checkpoint(
     The archives are on the nodes, in /var/lib/kubelet/checkpoints there. Each container is tried; if
     one fails, so does this command at its end. Needs the extra `kubelet`.
     """
+    with ExitStack() as stack:
+        if kubeconfig is not None or context is not None:
+            if any((api_server, ca, cert, key, token_file)):
+                raise click.UsageError(
+                    "--kubeconfig and --context say which server to ask and who you are: leave out "
+                    "--api-server, --ca, --cert, --key and --token-file"
+                )
+            path = kubeconfig or default_path(os.environ)
+            access = stack.enter_context(open_access(path, context))
+        else:
+            access = _named_access(api_server, ca, cert, key, token_file)
+        _checkpoint(access, targets, node, timeout_s, parallel)
+
+
+def _named_access(
+    api_server: str | None,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    token_file: Path | None,
+) -> kubelet.Access:
+    if ca is None:
+        raise click.UsageError("say which server to trust: --ca, or --kubeconfig")
     if cert is None and token_file is None:
-        raise click.UsageError("say who you are: --cert (and --key), or --token-file")
-    access = kubelet.Access(
+        raise click.UsageError("say who you are: --cert (and --key), --token-file or --kubeconfig")
+    return kubelet.Access(
         ca=ca,
         certificate=cert,
         key=key,
         token=None if token_file is None else kubelet.read_token(token_file),
         api_server=api_server,
     )
+
+
+def _checkpoint(
+    access: kubelet.Access,
+    targets: tuple[str, ...],
+    node: str | None,
+    timeout_s: int,
+    parallel: int,
+) -> None:
     kubelet.check(access)
     wanted = [kubelet.parse_target(target, node) for target in targets]
     twice = sorted({target.path for target in wanted if wanted.count(target) > 1})

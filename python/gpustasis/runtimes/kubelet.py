@@ -51,7 +51,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How to be let in. ca: certificates (PEM) one of which has signed the server's. certificate
+    """How to be let in. ca: certificates (PEM) one of which has signed the server's, in a file or a
+    directory as OpenSSL has it. certificate
     and key: of the client, PEM; the key may be in the same file. token: a bearer token.
     api_server: its URL; None: kubelets are asked directly.
     """
@@ -112,11 +113,13 @@ def check(access: Access) -> None:
     if access.key is not None and access.certificate is None:
         raise EngineError(f"the key {access.key} needs a certificate")
     if access.api_server is not None and not re.fullmatch(
-        r"https://[^/\s?#]+/?", access.api_server
+        r"https://[^/\s?#]+(/[^\s?#]*)?", access.api_server
     ):
-        raise EngineError(f"{access.api_server!r} is no API server's URL: https://HOST[:PORT]")
+        raise EngineError(
+            f"{access.api_server!r} is no API server's URL: https://HOST[:PORT][/PATH]"
+        )
     for path in (access.ca, access.certificate, access.key):
-        if path is None:
+        if path is None or path.is_dir():
             continue
         try:
             with path.open("rb") as file:

@@ -1,0 +1,241 @@
+"""Kubeconfig files as kubectl reads them, against a TLS server that lets in whom it knows."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpustasis.errors import EngineError
+from gpustasis.runtimes.kubeconfig import default_path, open_access
+from gpustasis.runtimes.kubelet import check, checkpoint, parse_target
+from support.certificates import Authority, Pair
+from support.kubelet_server import ALLOWED, Kubelet, KubeletServer
+
+ARCHIVE = "/var/lib/kubelet/checkpoints/a.tar"
+TARGET = "default/web/app@node-1"
+TOKEN = "s3cret.token"
+Config = dict[str, Any]
+
+
+class Proxy(Kubelet):
+    """An API server, below a path of its own, that hands on to the node."""
+
+    def answer(self, user: str | None, path: str) -> tuple[int, str, str]:
+        assert path.startswith("/clusters/one/api/v1/nodes/node-1/proxy/checkpoint/")
+        return super().answer(user, path.removeprefix("/clusters/one/api/v1/nodes/node-1/proxy"))
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def admin(authority: Authority) -> Pair:
+    return authority.client(ALLOWED)
+
+
+@pytest.fixture(scope="module")
+def server(authority: Authority) -> Iterator[str]:
+    proxy = Proxy(
+        pods=lambda: {("default", "web"): {"app"}},
+        checkpoint=lambda *words: ARCHIVE,
+        tokens={TOKEN: ALLOWED},
+    )
+    pair = authority.server("127.0.0.1")
+    with ExitStack() as stack:
+        made = KubeletServer(proxy, pair.certificate, pair.key, authority.certificate)
+        yield f"https://127.0.0.1:{stack.enter_context(made).port}/clusters/one"
+
+
+def encoded(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+@pytest.fixture
+def config(server: str, authority: Authority) -> Config:
+    """Everything but the user."""
+    cluster = {"server": server, "certificate-authority-data": encoded(authority.certificate)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "preferences": {},
+        "contexts": [
+            {"name": "elsewhere", "context": {"cluster": "gone", "user": "nobody"}},
+            {"name": "here", "context": {"cluster": "one", "user": "me", "namespace": "x"}},
+        ],
+        "clusters": [{"name": "one", "cluster": cluster}],
+        "users": [{"name": "me", "user": {}}],
+    }
+
+
+@pytest.fixture
+def ask(tmp_path: Path, config: Config) -> Callable[..., tuple[str, ...]]:
+    """ask(user, context=None) -> the archives that the server says it made."""
+
+    def call(user: Config, context: str | None = None) -> tuple[str, ...]:
+        config["users"][0]["user"] = user
+        path = tmp_path / "config"
+        path.write_text(yaml.safe_dump(config))
+        with open_access(path, context) as access:
+            check(access)
+            return checkpoint(access, parse_target(TARGET, None)).archives
+
+    return call
+
+
+Ask = Callable[..., tuple[str, ...]]
+
+
+def test_certificates_in_the_file(ask: Ask, admin: Pair) -> None:
+    user = {
+        "client-certificate-data": encoded(admin.certificate),
+        "client-key-data": encoded(admin.key),
+    }
+    assert ask(user) == (ARCHIVE,)
+    assert ask(user, "here") == (ARCHIVE,)
+
+
+def test_certificates_beside_the_file(tmp_path: Path, ask: Ask, admin: Pair) -> None:
+    (tmp_path / "me.crt").write_bytes(admin.certificate.read_bytes())
+    (tmp_path / "me.key").write_bytes(admin.key.read_bytes())
+    assert ask({"client-certificate": "me.crt", "client-key": "me.key"}) == (ARCHIVE,)
+    # What stands in the file is taken first.
+    data = {"client-certificate-data": encoded(admin.certificate), "client-certificate": "gone"}
+    assert ask(data | {"client-key": "me.key"}) == (ARCHIVE,)
+
+
+def test_tokens(tmp_path: Path, ask: Ask) -> None:
+    assert ask({"token": TOKEN, "unknown-field": [1]}) == (ARCHIVE,)
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    assert ask({"tokenFile": "token", "token": "an older one"}) == (ARCHIVE,)
+    with pytest.raises(EngineError, match="the token is not accepted"):
+        ask({"token": "another"})
+
+
+PLUGIN = """#!/bin/sh
+echo "a warning" >&2
+cat >"$(dirname "$0")/seen" <<END
+$KUBERNETES_EXEC_INFO
+END
+echo "$1 $COLOUR" >>"$(dirname "$0")/seen"
+cat "$(dirname "$0")/answer"
+"""
+
+
+def plugin(tmp_path: Path, status: Config, **fields: object) -> Config:
+    """A user with an exec plugin that answers with this status."""
+    program = tmp_path / "plugin"
+    program.write_text(PLUGIN)
+    program.chmod(0o755)
+    version = "client.authentication.k8s.io/v1"
+    answer = {"apiVersion": version, "kind": "ExecCredential", "status": status}
+    (tmp_path / "answer").write_text(json.dumps(answer))
+    words = {"command": "./plugin", "args": ["get"], "env": [{"name": "COLOUR", "value": "red"}]}
+    return {"exec": {"apiVersion": version, "interactiveMode": "IfAvailable"} | words | fields}
+
+
+def test_an_exec_plugin_gives_a_token(tmp_path: Path, ask: Ask, server: str) -> None:
+    assert ask(plugin(tmp_path, {"token": TOKEN}, provideClusterInfo=True)) == (ARCHIVE,)
+    info, words = (tmp_path / "seen").read_text().splitlines()
+    assert words == "get red"
+    assert json.loads(info)["kind"] == "ExecCredential"
+    assert json.loads(info)["spec"]["interactive"] is False
+    assert json.loads(info)["spec"]["cluster"]["server"] == server
+
+
+def test_an_exec_plugin_gives_a_certificate(tmp_path: Path, ask: Ask, admin: Pair) -> None:
+    status = {
+        "clientCertificateData": admin.certificate.read_text(),
+        "clientKeyData": admin.key.read_text(),
+    }
+    assert ask(plugin(tmp_path, status)) == (ARCHIVE,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"apiVersion": "client.authentication.k8s.io/v2"}, "apiVersion"),
+        ({"interactiveMode": "Always"}, "would ask a person"),
+        ({"command": "no-such-program", "installHint": "get it"}, "cannot run.*; get it"),
+        ({"command": "false"}, r"failed \(exit 1\)"),
+        ({"command": "echo", "args": ["no JSON"]}, "prints no ExecCredential"),
+    ],
+)
+def test_an_exec_plugin_that_does_not_work(
+    tmp_path: Path, ask: Ask, fields: Config, what: str
+) -> None:
+    with pytest.raises(EngineError, match=what):
+        ask(plugin(tmp_path, {"token": TOKEN}, **fields))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "user", "what"),
+    [
+        ({"insecure-skip-tls-verify": True}, {}, "insecure-skip-tls-verify cannot be used"),
+        ({"proxy-url": "http://proxy"}, {}, "proxy-url cannot be used"),
+        ({"tls-server-name": "x"}, {}, "tls-server-name cannot be used"),
+        ({"certificate-authority-data": "!"}, {}, "is no base64"),
+        ({"server": ""}, {}, "has no server"),
+        ({"server": "http://127.0.0.1"}, {}, "is no API server's URL"),
+        ({"server": 7}, {}, "server is no text"),
+        ({}, {"as": "somebody"}, "as cannot be used"),
+        ({}, {"username": "x", "password": "y"}, "username cannot be used"),
+        ({}, {"auth-provider": {"name": "x"}}, "auth-provider cannot be used"),
+        ({}, {"token": None}, "the user has no token"),
+        ({}, {"token": None, "client-certificate": "x"}, "go together"),
+    ],
+)
+def test_what_cannot_be_done_as_kubectl_does_it_is_refused(
+    ask: Ask, config: Config, cluster: Config, user: Config, what: str
+) -> None:
+    config["clusters"][0]["cluster"] |= cluster
+    with pytest.raises(EngineError, match=what):
+        ask({"token": TOKEN} | user)
+
+
+def test_contexts_that_are_not_there(ask: Ask, config: Config) -> None:
+    with pytest.raises(EngineError, match="has no context 'none'"):
+        ask({"token": TOKEN}, "none")
+    with pytest.raises(EngineError, match="has no cluster 'gone'"):
+        ask({"token": TOKEN}, "elsewhere")
+    del config["current-context"]
+    with pytest.raises(EngineError, match="name one with --context"):
+        ask({"token": TOKEN})
+
+
+@pytest.mark.parametrize("raw", ["", "[]", "a: [", "\x00", "contexts: 7"])
+def test_what_is_no_kubeconfig(tmp_path: Path, raw: str) -> None:
+    (tmp_path / "config").write_text(raw)
+    with pytest.raises(EngineError), open_access(tmp_path / "config", "x"):
+        pass
+
+
+def test_the_file_that_kubectl_reads() -> None:
+    assert default_path({"KUBECONFIG": "/a"}) == Path("/a")
+    assert default_path({"HOME": "/home/me"}) == Path("/home/me/.kube/config")
+    with pytest.raises(EngineError, match="names 2 files"):
+        default_path({"KUBECONFIG": "/a:/b"})
+
+
+def test_the_command(tmp_path: Path, ask: Ask) -> None:
+    ask({"token": TOKEN})
+    words = ["kubelet", "checkpoint", TARGET, "--kubeconfig", str(tmp_path / "config")]
+    argv = [sys.executable, "-m", "gpustasis", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert ARCHIVE in done.stdout
+    both = subprocess.run(
+        [*argv, "--ca", tmp_path / "config"], capture_output=True, text=True, check=False
+    )
+    assert both.returncode == 2 and "leave out" in both.stderr
