@@ -19,8 +19,7 @@ import pytest
 
 from gpustasis.errors import EngineError
 from gpustasis.runtimes import containerd
-from gpustasis.runtimes.cri import Cri
-from gpustasis.runtimes.cri_messages import GET_TASK, RESUME_TASK, RUNNING, TASK_PAUSED
+from gpustasis.runtimes.cri import GET_TASK, RESUME_TASK, RUNNING, TASK_PAUSED, Cri
 from support.cri_server import Answer, CriServer, inventory
 
 ONE, TWO, DEAD = "1" * 64, "12" * 32, "dead" * 16

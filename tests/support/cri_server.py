@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import grpc
 
-from gpustasis.runtimes.cri_messages import METHODS, SERVICE, message_classes
+from gpustasis.runtimes.cri import METHODS, SERVICE, message_classes
 
 MESSAGES = message_classes()
 POD = "p" * 64

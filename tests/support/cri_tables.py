@@ -5,7 +5,7 @@ Source: api.proto of k8s.io/cri-api, package runtime.v1.
 
 from __future__ import annotations
 
-from gpustasis.runtimes.cri_messages import MESSAGES, METHODS, PACKAGE, Table
+from gpustasis.runtimes.cri import MESSAGES, METHODS, PACKAGE, Table
 
 NODE_NETWORK = 2  # NamespaceMode.NODE
 

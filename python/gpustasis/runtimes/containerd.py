@@ -20,13 +20,17 @@ from typing import Any
 from gpustasis.criu.log import criu_errors, plugin_errors
 from gpustasis.errors import EngineError
 from gpustasis.files import give_name
-from gpustasis.runtimes.cri import CANCELLED, DEADLINE_EXCEEDED, CallError, Cri, printable
-from gpustasis.runtimes.cri_messages import (
+from gpustasis.runtimes.cri import (
+    CANCELLED,
     CONTAINER_STATES,
+    DEADLINE_EXCEEDED,
     GET_TASK,
     RESUME_TASK,
     RUNNING,
     TASK_PAUSED,
+    CallError,
+    Cri,
+    printable,
 )
 from gpustasis.task import find_openers
 
