@@ -283,6 +283,8 @@ def _publish(cri: Cri, part: Path, archive: Path) -> int:
             "other directories than this command; name one that both see"
         ) from exc
     except OSError as exc:
+        with suppress(OSError):
+            part.unlink()  # a link, or something else that is no archive
         raise EngineError(f"cannot open {part}, the new archive: {exc.strerror}") from exc
     try:
         os.fsync(handle)

@@ -15,7 +15,8 @@ from urllib.parse import quote
 from gpustasis.errors import EngineError, UnsupportedError
 
 DEFAULT_URL = "unix:///run/podman/podman.sock"
-_EXISTS = "already exists"  # Podman libpod/define/errors.go, ErrCtrExists
+# Podman libpod/define/errors.go (ErrCtrExists); containers/storage errors.go (ErrDuplicateName, -ID).
+_EXISTS = ("already exists", "already in use")
 _CHUNK = 1 << 20  # bytes of a body at a time
 
 Params = Mapping[str, bool | str]
@@ -28,7 +29,7 @@ class RefusedError(EngineError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-        self.exists = _EXISTS in message
+        self.exists = any(text in message for text in _EXISTS)
 
 
 class Service:
