@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from gpustasis.archive.flatten import flatten_archive
-from gpustasis.archive.opened import inspect_archive
-from gpustasis.archive.opened import Archive
-from gpustasis.archive.opened import open_files
+from gpustasis.archive.opened import Archive, inspect_archive, open_files
 from gpustasis.archive.verification import verify_archive
 from gpustasis.criu import run
 from gpustasis.criu.find import find

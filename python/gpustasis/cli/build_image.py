@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from gpustasis.archive.opened import inspect_archive
 from gpustasis.archive.oci_image import TOOLS, build_image
-from gpustasis.archive.opened import open_archive
+from gpustasis.archive.opened import inspect_archive, open_archive
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.image.lock import allow_many_files
