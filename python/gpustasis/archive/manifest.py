@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from gpustasis._core import GpuInfo, Manifest, ManifestTask, ProcessState
+from gpustasis._core import (
+    GpuInfo,
+    GpuSource,
+    Manifest,
+    ManifestTask,
+    ProcessState,
+    TaskGpu,
+)
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.plain_manifest import parse_manifest
 
@@ -26,6 +33,8 @@ def parse_core_manifest(file: bytes, path: str) -> Manifest:
                 externalized=task.externalized,
                 digest=task.digest,
                 state_before=ProcessState(task.state_before),
+                gpu_source=GpuSource(task.gpu_source),
+                gpus=[TaskGpu(gpu.gpu, gpu.memory_size) for gpu in task.gpus],
             )
             for task in found.tasks
         ],
