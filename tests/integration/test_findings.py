@@ -14,7 +14,7 @@ import pytest
 
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
-from gpustasis.emulator import Options
+from gpustasis.emulator import RATES_OFF, Options
 
 MIB = 1 << 20
 DRIVERS = {580: "580.178.01", 595: "595.84.01"}
@@ -25,7 +25,13 @@ V1 = Path("/sys/fs/cgroup/memory")
 def driver(rig: Rig, branch: int, **settings: str) -> None:
     rig.emulator.stop()
     rig.emulator.start(
-        Options(gpus=1, memory_bytes=512 * MIB, driver=DRIVERS[branch], settings=settings)
+        Options(
+            gpus=1,
+            memory_bytes=512 * MIB,
+            driver=DRIVERS[branch],
+            settings=settings,
+            rates=RATES_OFF,
+        )
     )
 
 
