@@ -245,6 +245,19 @@ class FlatImageWriter:
 
 def image_name(pid: int) -> str: ...
 
+class GpuSource(Enum):
+    UNKNOWN = 0
+    DEVICE_FILES = 1
+    NVML = 2
+
+class TaskGpu:
+    UNKNOWN_SIZE: int
+    def __init__(self, gpu: int, memory_size: int = ...) -> None: ...
+    @property
+    def gpu(self) -> int: ...
+    @property
+    def memory_size(self) -> int: ...
+
 class ManifestTask:
     def __init__(
         self,
@@ -253,6 +266,8 @@ class ManifestTask:
         externalized: bool = False,
         digest: bytes = ...,
         state_before: ProcessState = ...,
+        gpu_source: GpuSource = ...,
+        gpus: Sequence[TaskGpu] = ...,
     ) -> None: ...
     @property
     def pid(self) -> int: ...
@@ -262,6 +277,10 @@ class ManifestTask:
     def digest(self) -> bytes: ...
     @property
     def state_before(self) -> ProcessState: ...
+    @property
+    def gpu_source(self) -> GpuSource: ...
+    @property
+    def gpus(self) -> list[TaskGpu]: ...
 
 class Manifest:
     def __init__(

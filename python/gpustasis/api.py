@@ -23,7 +23,7 @@ from gpustasis.archive.opened import Archive, inspect_archive, open_files
 from gpustasis.archive.verification import verify_archive
 from gpustasis.criu import run
 from gpustasis.criu.find import find
-from gpustasis.criu.plugin import Scalar, driver_libraries
+from gpustasis.criu.plugin import Setting, driver_libraries
 from gpustasis.criu.run import Run
 from gpustasis.driver import Driver
 from gpustasis.errors import CheckpointError, ImageError
@@ -66,10 +66,12 @@ class CriuOptions(TypedDict, total=False):
 
 class RestoreOptions(CriuOptions, total=False):
     """detached: return when the tree runs (as by default); else when its root has ended.
-    pidfile: a file, not there yet, that the root's pid is written to."""
+    pidfile: a file, not there yet, that the root's pid is written to. gpu_map: "OLD=NEW" each: what was
+    on GPU OLD of the checkpoint goes to GPU NEW of this machine, by UUID or number."""
 
     detached: bool
     pidfile: StrPath | None
+    gpu_map: Sequence[str]
 
 
 class Checkpoint:
@@ -106,10 +108,11 @@ class Checkpoint:
             )
         detached = options.pop("detached", True)
         pidfile = options.pop("pidfile", None)
+        gpu_map = options.pop("gpu_map", ())
         return run.restore(
             find(options.get("criu")),
             self.path,
-            _settings(options, {}, {}),
+            _settings(options, {"gpu_map": tuple(gpu_map) or None}, {}),
             detached=detached,
             pidfile=None if pidfile is None else Path(pidfile),
         )
@@ -193,7 +196,7 @@ def checkpoint(
         raise CheckpointError("a tree cannot be left both running and stopped")
     images = Path(directory)
     criu = find(options.get("criu"))
-    plugin: dict[str, Scalar | None] = {
+    plugin: dict[str, Setting | None] = {
         "externalize": externalize,
         "compress": compress,
         "max_chain": max_chain,
@@ -270,7 +273,7 @@ def prune(
 
 def _settings(
     options: CriuOptions,
-    plugin: Mapping[str, Scalar | None],
+    plugin: Mapping[str, Setting | None],
     words: Mapping[str, bool | int | None],
 ) -> run.Settings:
     """What one call gave, for run: keys of the plugin, options of CRIU and the rest.

@@ -16,6 +16,7 @@ from pathlib import Path
 from gpustasis._core import (
     MANIFEST_NAME,
     DropRecord,
+    ImageReader,
     Manifest,
     find_drop_record,
     image_name,
@@ -26,7 +27,7 @@ from gpustasis._core import (
 from gpustasis.criu.statistics import find_statistics, statistics_path
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, DriverError, ImageError
-from gpustasis.task import Task, find_users, misleading_thread, read_task
+from gpustasis.task import Task, boot_id, find_users, misleading_thread, read_task
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Outcome(StrEnum):
 
     RUNS = "runs: there was nothing to do"
     UNLOCKED = "was locked, and runs again"
+    UNLOCKED_AFTER_RESTORE = "was left locked by a restore, and runs again"
     LEFT_LOCKED = "is locked, as the dump found it"
     RESTORED = "was checkpointed, and runs again"
     RESTORED_LOCKED = "was checkpointed, and is locked again, as the dump found it"
@@ -110,6 +112,10 @@ def recover(
             f"process {pid} is in the driver's state {state.name}: it cannot be brought back; "
             "end it and restore it from a checkpoint"
         )
+    if state is ProcessState.LOCKED and _was_restored(task, images):
+        _require_no_record(pid)
+        _unlock(pid, driver)
+        return Recovery(outcome=Outcome.UNLOCKED_AFTER_RESTORE, refilled_bytes=0)
     _require_unfinished(images)
     manifest = _find_manifest(images)
     before = _state_before(manifest, task)
@@ -168,6 +174,25 @@ def _require_no_record(pid: int) -> None:
             "another program had the driver restore it; its GPU memory is wrong. End it, and "
             "restore it from a checkpoint"
         )
+
+
+def _was_restored(task: Task, images: Path) -> bool:
+    """CRIU made the process of a checkpoint in `images`: one of this pid and name is in it, and
+    the process has another start time. If it is locked, the driver has put its GPU memory back: a
+    restore that ends there (criu and its worker were killed) has but left out the last call."""
+    manifest = _find_manifest(images)
+    for entry in manifest.tasks if manifest else ():
+        if entry.pid != task.inner_pid or not entry.externalized:
+            continue
+        path = images / image_name(entry.pid)
+        try:
+            info = ImageReader.open(path).info
+        except (ValueError, OSError, NotImplementedError) as exc:
+            raise ImageError(f"cannot read {path}: {exc}") from exc
+        comm = Path(f"/proc/{task.pid}/comm").read_text(errors="surrogateescape").rstrip("\n")
+        other = (info.boot_id, info.start_time) != (boot_id(), task.start_time)
+        return other and info.comm == comm
+    return False
 
 
 def _require_unfinished(images: Path) -> None:

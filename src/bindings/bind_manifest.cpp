@@ -16,19 +16,44 @@ void bind_manifest(py::module_& m) {
     m.attr("MANIFEST_NAME") = kManifestName;
     m.def("image_name", &image_name, py::arg("pid"), "The file name of the image of task `pid`.");
 
+    py::enum_<GpuSource>(m, "GpuSource", "How it was found out which GPUs a task has.")
+        .value("UNKNOWN", GpuSource::unknown)
+        .value("DEVICE_FILES", GpuSource::device_files)
+        .value("NVML", GpuSource::nvml);
+    py::class_<TaskGpu>(m, "TaskGpu", "A GPU that a task can see.")
+        .def(py::init([](std::uint32_t gpu, std::uint64_t memory_size) {
+                 return TaskGpu{gpu, memory_size};
+             }),
+             py::arg("gpu"), py::arg("memory_size") = TaskGpu::kUnknownSize)
+        .def_readonly("gpu", &TaskGpu::gpu, "its place in the manifest's gpus")
+        .def_readonly("memory_size", &TaskGpu::memory_size,
+                      "bytes that the task has in use there; UNKNOWN_SIZE: not known")
+        .def("__repr__",
+             [](const TaskGpu& self) {
+                 return py::str("TaskGpu(gpu={}, memory_size={})")
+                     .format(self.gpu, self.memory_size);
+             })
+        .def("__eq__", &equal<TaskGpu>, py::is_operator())
+        .attr("UNKNOWN_SIZE") = TaskGpu::kUnknownSize;
+
     const py::bytes no_id(std::string(sizeof(Id), '\0'));
     py::class_<ManifestTask>(m, "ManifestTask", "One CUDA task of the tree.")
         .def(py::init([](std::uint32_t pid, bool externalized, const py::bytes& digest,
-                         ProcessState state_before) {
-                 return ManifestTask{pid, externalized, to_id(digest), state_before};
+                         ProcessState state_before, GpuSource gpu_source,
+                         std::vector<TaskGpu> gpus) {
+                 return ManifestTask{pid,          externalized, to_id(digest),
+                                     state_before, gpu_source,   std::move(gpus)};
              }),
              py::kw_only(), py::arg("pid"), py::arg("externalized") = false,
-             py::arg("digest") = no_id, py::arg("state_before") = ProcessState::running)
+             py::arg("digest") = no_id, py::arg("state_before") = ProcessState::running,
+             py::arg("gpu_source") = GpuSource::unknown, py::arg("gpus") = std::vector<TaskGpu>{})
         .def_readonly("pid", &ManifestTask::pid)
         .def_readonly("externalized", &ManifestTask::externalized, "an image holds its memory")
         .def_property_readonly("digest",
                                [](const ManifestTask& self) { return to_python(self.digest); })
         .def_readonly("state_before", &ManifestTask::state_before)
+        .def_readonly("gpu_source", &ManifestTask::gpu_source)
+        .def_readonly("gpus", &ManifestTask::gpus, "GPUs that it can see; empty: not known")
         .def("__eq__", &equal<ManifestTask>, py::is_operator());
 
     py::class_<Manifest>(m, "Manifest", "Which images belong to a checkpoint.")

@@ -14,14 +14,16 @@ namespace {
 
 constexpr std::size_t kFixedSize = 96;
 constexpr std::size_t kTaskSize = 32;
+constexpr std::size_t kTaskGpuSize = 16;
 constexpr std::size_t kParentSize = 32;
 constexpr std::size_t kHashSize = sizeof(Id);
 constexpr std::uint32_t kMaxTasks = 65536;
-constexpr std::size_t kFixedReserved = 4;
-constexpr std::size_t kTaskReserved = 7;
+constexpr std::uint32_t kMaxTaskGpus = 1U << 20;
+constexpr std::size_t kTaskReserved = 6;
 constexpr std::size_t kParentReserved = 12;
 constexpr std::size_t kMaxSize = kFixedSize + format::kGpuSize * format::kMaxGpus +
-                                 kTaskSize * std::size_t{kMaxTasks} + kParentSize + kHashSize;
+                                 kTaskSize * std::size_t{kMaxTasks} +
+                                 kTaskGpuSize * std::size_t{kMaxTaskGpus} + kParentSize + kHashSize;
 
 Bytes magic() noexcept {
     return std::as_bytes(std::span("\x93"
@@ -33,10 +35,38 @@ Bytes magic() noexcept {
     throw Error(Errc::corrupt_data, what);
 }
 
+std::size_t count_task_gpus(const Manifest& manifest) noexcept {
+    std::size_t count = 0;
+    for (const ManifestTask& task : manifest.tasks)
+        count += task.gpus.size();
+    return count;
+}
+
+/// nullptr: nothing is wrong with what `task` says about its GPUs.
+const char* fault_of_gpus(const ManifestTask& task, std::size_t gpu_count) noexcept {
+    if (task.gpu_source > GpuSource::nvml)
+        return "unknown source of its GPUs";
+    if (task.gpus.empty() != (task.gpu_source == GpuSource::unknown))
+        return "its GPUs and their source contradict each other";
+    std::int64_t last = -1;
+    for (const TaskGpu& gpu : task.gpus) {
+        if (gpu.gpu >= gpu_count)
+            return "a GPU that the manifest does not list";
+        if (gpu.gpu <= last)
+            return "its GPUs do not ascend";
+        if (task.gpu_source == GpuSource::device_files && gpu.memory_size != TaskGpu::kUnknownSize)
+            return "device files do not tell how much memory is in use";
+        last = gpu.gpu;
+    }
+    return nullptr;
+}
+
 void check(const Manifest& manifest, Errc blame) {
     format::check_machine(manifest.driver_version, manifest.gpus, blame);
     if (manifest.tasks.size() > kMaxTasks)
         throw Error(blame, "too many tasks: " + std::to_string(manifest.tasks.size()));
+    if (count_task_gpus(manifest) > kMaxTaskGpus)
+        throw Error(blame, "too many GPUs of tasks: " + std::to_string(count_task_gpus(manifest)));
     if ((manifest.parent_id == Id{}) != (manifest.chain_length == 0))
         throw Error(blame, "parent and length of the chain contradict each other");
     if (manifest.chain_length > format::kMaxDepth)
@@ -54,6 +84,8 @@ void check(const Manifest& manifest, Errc blame) {
             refuse("unknown state");
         if (!task.externalized && task.digest != Id{})
             refuse("digest of an image that does not exist");
+        if (const char* fault = fault_of_gpus(task, manifest.gpus.size()); fault != nullptr)
+            refuse(fault);
         last = task.pid;
     }
 }
@@ -66,9 +98,25 @@ ManifestTask unpack_task(FieldReader& in) {
     if (externalized > 1)
         corrupt("externalized is neither 0 nor 1");
     task.externalized = externalized == 1;
+    task.gpu_source = static_cast<GpuSource>(in.number<std::uint8_t>());
     in.reserved(kTaskReserved);
     task.digest = in.id();
     return task;
+}
+
+/// The tasks stand there already, in ascending order.
+void unpack_task_gpus(std::uint32_t count, FieldReader& in, std::vector<ManifestTask>& tasks) {
+    auto task = tasks.begin();
+    for (std::uint32_t i = 0; i < count; ++i) {
+        const auto pid = in.number<std::uint32_t>();
+        while (task != tasks.end() && task->pid != pid)
+            ++task;
+        if (task == tasks.end())
+            corrupt("a GPU of task " + std::to_string(pid) +
+                    ", which is out of order or not there");
+        const auto gpu = in.number<std::uint32_t>();
+        task->gpus.push_back({gpu, in.number<std::uint64_t>()});
+    }
 }
 
 Manifest unpack(Bytes bytes) {
@@ -96,16 +144,18 @@ Manifest unpack(Bytes bytes) {
     manifest.driver_api_version = in.number<std::uint32_t>();
     const auto gpu_count = in.number<std::uint32_t>();
     const auto task_count = in.number<std::uint32_t>();
-    in.reserved(kFixedReserved);
-    if (gpu_count > format::kMaxGpus || task_count > kMaxTasks ||
+    const auto task_gpu_count = in.number<std::uint32_t>();
+    if (gpu_count > format::kMaxGpus || task_count > kMaxTasks || task_gpu_count > kMaxTaskGpus ||
         bytes.size() != kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count +
-                            (has_parent ? kParentSize : 0) + kHashSize)
+                            kTaskGpuSize * task_gpu_count + (has_parent ? kParentSize : 0) +
+                            kHashSize)
         corrupt("has the wrong size");
     manifest.driver_version = in.text(format::kDriverVersionWidth);
     manifest.gpus = format::unpack_gpus(gpu_count, in);
     manifest.tasks.reserve(task_count);
     for (std::uint32_t i = 0; i < task_count; ++i)
         manifest.tasks.push_back(unpack_task(in));
+    unpack_task_gpus(task_gpu_count, in, manifest.tasks);
     if (has_parent) {
         manifest.parent_id = in.id();
         manifest.chain_length = in.number<std::uint32_t>();
@@ -119,7 +169,8 @@ Manifest unpack(Bytes bytes) {
 
 std::vector<std::byte> pack(const Manifest& manifest) {
     FieldWriter out(kFixedSize + format::kGpuSize * manifest.gpus.size() +
-                    kTaskSize * manifest.tasks.size() + kParentSize + kHashSize);
+                    kTaskSize * manifest.tasks.size() + kTaskGpuSize * count_task_gpus(manifest) +
+                    kParentSize + kHashSize);
     const bool has_parent = manifest.parent_id != Id{};
     out.append(magic());
     out.number(format::kVersion);
@@ -130,16 +181,23 @@ std::vector<std::byte> pack(const Manifest& manifest) {
     out.number(manifest.driver_api_version);
     out.number(static_cast<std::uint32_t>(manifest.gpus.size()));
     out.number(static_cast<std::uint32_t>(manifest.tasks.size()));
-    out.reserved(kFixedReserved);
+    out.number(static_cast<std::uint32_t>(count_task_gpus(manifest)));
     out.text(manifest.driver_version, format::kDriverVersionWidth);
     format::pack_gpus(manifest.gpus, out);
     for (const ManifestTask& task : manifest.tasks) {
         out.number(task.pid);
         out.number(static_cast<std::uint32_t>(task.state_before));
         out.number(static_cast<std::uint8_t>(task.externalized));
+        out.number(static_cast<std::uint8_t>(task.gpu_source));
         out.reserved(kTaskReserved);
         out.append(task.digest);
     }
+    for (const ManifestTask& task : manifest.tasks)
+        for (const TaskGpu& gpu : task.gpus) {
+            out.number(task.pid);
+            out.number(gpu.gpu);
+            out.number(gpu.memory_size);
+        }
     if (has_parent) {
         out.append(manifest.parent_id);
         out.number(manifest.chain_length);

@@ -15,12 +15,31 @@ inline constexpr const char* kManifestName = "gpustasis-manifest.img";
 /// "gpustasis-<pid>.img"
 std::string image_name(std::uint32_t pid);
 
+/// How it was found out which GPUs a task has.
+enum class GpuSource : std::uint8_t {
+    unknown = 0,      ///< it was not: the task counts as one that may have every GPU
+    device_files = 1, ///< from the device files that it has open; sizes are not known
+    nvml = 2,         ///< the same, and NVML says how much memory of each it has in use
+};
+
+/// A GPU that a task can see.
+struct TaskGpu {
+    static constexpr std::uint64_t kUnknownSize = ~std::uint64_t{0};
+
+    std::uint32_t gpu = 0;                    ///< its place in Manifest::gpus
+    std::uint64_t memory_size = kUnknownSize; ///< that the task has in use there, bytes
+
+    bool operator==(const TaskGpu&) const = default;
+};
+
 /// One CUDA task of the tree.
 struct ManifestTask {
     std::uint32_t pid = 0;     ///< in the innermost pid namespace of the task
     bool externalized = false; ///< an image image_name(pid) holds its staged memory
     Id digest{};               ///< ImageReader::digest of that image; all zero if not externalized
     ProcessState state_before = ProcessState::running;
+    GpuSource gpu_source = GpuSource::unknown;
+    std::vector<TaskGpu> gpus{}; ///< ascending by place; empty if, and only if, unknown
 
     bool operator==(const ManifestTask&) const = default;
 };
@@ -29,7 +48,7 @@ struct Manifest {
     Id checkpoint_id{};
     std::uint32_t driver_api_version = 0;
     std::string driver_version;
-    std::vector<GpuInfo> gpus;
+    std::vector<GpuInfo> gpus;       ///< of the machine of the dump, in the driver's order
     std::vector<ManifestTask> tasks; ///< ascending by pid, each pid once
     Id parent_id{};                  ///< checkpoint_id of the parent; all zero: none
     std::uint32_t chain_length = 0;  ///< checkpoints this one is built on, 1..65535; 0: none

@@ -2,6 +2,7 @@
 
 #include "core/error.hpp"
 #include "cuda_plugin/config_keys.hpp"
+#include "cuda_plugin/nvml.hpp"
 #include "tracee/proc.hpp"
 
 #include <unistd.h>
@@ -74,6 +75,62 @@ HugePages huge_pages(const std::string& path, std::string_view key, const toml::
     return on_or_off(path, key, node) ? HugePages::on : HugePages::off;
 }
 
+/// An array of strings, or one string with commas, as an option has it.
+std::vector<std::string> words(const std::string& path, std::string_view key,
+                               const toml::node& node) {
+    std::vector<std::string> found;
+    if (const toml::array* array = node.as_array()) {
+        for (const toml::node& element : *array)
+            found.push_back(text(path, key, element));
+        return found;
+    }
+    std::istringstream list(text(path, key, node));
+    for (std::string word; std::getline(list, word, ',');)
+        found.push_back(word);
+    return found;
+}
+
+/// A number, or a UUID as nvidia-smi prints it.
+bool names_a_gpu(const std::string& text) {
+    const bool is_number = !text.empty() && text.size() <= 3 &&
+                           text.find_first_not_of("0123456789") == std::string::npos;
+    if (is_number)
+        return true;
+    try {
+        parse_gpu_uuid(text);
+        return true;
+    } catch (const Error&) {
+        return false;
+    }
+}
+
+std::vector<GpuMapEntry> gpu_map(const std::string& path, std::string_view key,
+                                 const toml::node& node) {
+    std::vector<GpuMapEntry> map;
+    for (const std::string& word : words(path, key, node)) {
+        const std::size_t equals = word.find('=');
+        GpuMapEntry entry{word.substr(0, equals),
+                          equals == std::string::npos ? "" : word.substr(equals + 1)};
+        if (!names_a_gpu(entry.from) || !names_a_gpu(entry.to))
+            reject(path, key, node,
+                   "a list of \"OLD=NEW\", each a GPU's UUID or number, not \"" + word + "\"");
+        map.push_back(std::move(entry));
+    }
+    return map;
+}
+
+std::vector<std::string> risks(const std::string& path, std::string_view key,
+                               const toml::node& node) {
+    std::vector<std::string> found = words(path, key, node);
+    for (const std::string& word : found)
+        if (word != risk::kManagedMemory && word != risk::kNccl && word != risk::kIpc &&
+            word != risk::kMemory)
+            reject(path, key, node,
+                   "a list of \"managed-memory\", \"nccl\", \"ipc\" and \"memory\", not \"" + word +
+                       "\"");
+    return found;
+}
+
 /// `value` as an option has it, without quotes: a number or a word.
 void set_from_text(Config& config, const std::string& key, const std::string& value) {
     const std::string where = "--plugin-option=cuda_plugin." + key;
@@ -135,6 +192,10 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.lock_timeout_ms = number(path, key, node, 1, kMaxMs);
     } else if (key == "driver_timeout_ms") {
         config.driver_timeout_ms = number(path, key, node, 1, kMaxMs);
+    } else if (key == "gpu_map") {
+        config.gpu_map = gpu_map(path, key, node);
+    } else if (key == "risk") {
+        config.risk = risks(path, key, node);
     } else if (key == "driver") {
         config.driver = text(path, key, node);
     } else if (key == "nvml") {

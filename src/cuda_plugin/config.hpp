@@ -14,6 +14,21 @@ namespace gpustasis {
 /// Automatic: unless this is a machine where they are known to cost more (huge_pages.hpp).
 enum class HugePages : std::uint8_t { automatic, on, off };
 
+/// One entry of gpu_map: what was on one GPU goes to another. Each is named by its UUID, or by its
+/// number in the checkpoint (from) or on this machine (to).
+struct GpuMapEntry {
+    std::string from;
+    std::string to;
+};
+
+/// What `risk` may name: findings that stop a dump unless it does (findings.hpp).
+namespace risk {
+inline constexpr const char* kManagedMemory = "managed-memory";
+inline constexpr const char* kNccl = "nccl";
+inline constexpr const char* kIpc = "ipc";
+inline constexpr const char* kMemory = "memory";
+} // namespace risk
+
 struct Config {
     bool externalize = true;       ///< false: the staged memory stays in CRIU's own images
     bool compress = true;          ///< key compress = "lz4" | "none"
@@ -29,6 +44,8 @@ struct Config {
     bool dump_locked = false; ///< key found_locked = "refuse" | "dump": a task that others locked
     std::uint32_t lock_timeout_ms = 10'000;    ///< for submitted GPU work to drain; not 0
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0
+    std::vector<GpuMapEntry> gpu_map;          ///< of a restore
+    std::vector<std::string> risk;             ///< of a dump: findings that do not stop it
     std::string driver = "libcuda.so.1";
     std::string nvml = "libnvidia-ml.so.1";
     std::string source; ///< the files read, the one that wins last; or "defaults"

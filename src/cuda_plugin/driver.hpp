@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/error.hpp"
-#include "core/image_info.hpp"
+#include "core/manifest.hpp"
 #include "cuda_plugin/driver_abi.hpp"
 
 #include <cstdint>
@@ -27,7 +27,28 @@ private:
 /// One GPU of this machine now.
 struct GpuStatus {
     GpuInfo info;
-    std::uint64_t free_size = 0; ///< device memory not in use, bytes
+    std::optional<std::uint64_t> free_size; ///< device memory not in use, bytes; nullopt: NVML
+                                            ///< cannot say, as where GPU and CPU share memory
+};
+
+/// The GPUs of one process.
+struct ProcessGpus {
+    struct Gpu {
+        Id uuid{};
+        std::uint64_t memory_size = TaskGpu::kUnknownSize; ///< in use by the process, bytes
+    };
+
+    GpuSource source = GpuSource::unknown;
+    std::vector<Gpu> gpus;   ///< that it can see, in NVML's order; empty if not known
+    std::string why_not_all; ///< why the source is not the best one, in a clause
+
+    /// In use on all of them, as far as it is known; bytes.
+    std::uint64_t memory_size() const noexcept {
+        std::uint64_t sum = 0;
+        for (const Gpu& gpu : gpus)
+            sum += gpu.memory_size == TaskGpu::kUnknownSize ? 0 : gpu.memory_size;
+        return sum;
+    }
 };
 
 /// One GPU's memory goes to another GPU.
@@ -53,6 +74,9 @@ public:
     virtual std::string version_text() = 0;
     /// Every GPU that NVML lists; nullopt if this machine has no NVML.
     virtual std::optional<std::vector<GpuStatus>> gpus() = 0;
+    /// Which GPUs `pid` can see, and how much of their memory it uses. Ask while its GPU work is
+    /// where the program left it: a checkpointed process has none. Throws nothing of NVML's.
+    virtual ProcessGpus gpus_of(int pid) = 0;
     /// cuInit in the process that makes the calls; restore() needs it.
     virtual void initialize() = 0;
 

@@ -2,8 +2,11 @@
 
 #include "core/error.hpp"
 #include "cuda_plugin/driver_abi.hpp"
+#include "cuda_plugin/nvml.hpp"
 
 #include <algorithm>
+#include <functional>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -16,20 +19,163 @@ std::string version_name(std::uint32_t api_version) {
     return std::to_string(api_version / 1000) + "." + std::to_string(api_version % 1000 / 10);
 }
 
-/// A GPU of this machine that `gpu` can be restored onto and that `taken` does not list.
-const GpuStatus* find_match(const GpuInfo& gpu, const std::vector<GpuStatus>& here,
-                            const std::vector<Id>& taken) {
-    const auto is_free = [&](const GpuStatus& candidate) {
-        return std::ranges::find(taken, candidate.info.uuid) == taken.end();
-    };
-    for (const GpuStatus& candidate : here)
-        if (candidate.info.uuid == gpu.uuid)
-            return &candidate;
-    for (const GpuStatus& candidate : here)
-        if (candidate.info.name == gpu.name && is_free(candidate))
-            return &candidate;
-    return nullptr;
+[[noreturn]] void refuse(const std::string& why) {
+    throw Error(Errc::unsupported, why);
 }
+
+[[noreturn]] void refuse_map(const GpuMapEntry& entry, const std::string& why) {
+    throw Error(Errc::bad_argument, "gpu_map \"" + entry.from + "=" + entry.to + "\": " + why);
+}
+
+std::string name_of(const GpuInfo& gpu) {
+    return gpu_uuid_text(gpu.uuid) + " (" + gpu.name + ")";
+}
+
+/// The place in `gpus` of the one that `text` names by its UUID or its number.
+std::optional<std::size_t> find_named(const std::string& text, const std::vector<GpuInfo>& gpus) {
+    if (!text.starts_with("GPU-")) {
+        const std::size_t number = std::stoul(text);
+        return number < gpus.size() ? std::optional(number) : std::nullopt;
+    }
+    const auto found = std::ranges::find(gpus, parse_gpu_uuid(text), &GpuInfo::uuid);
+    if (found == gpus.end())
+        return std::nullopt;
+    return static_cast<std::size_t>(found - gpus.begin());
+}
+
+/// What the tasks of a checkpoint need of its GPUs.
+struct Needs {
+    std::vector<bool> seen;           ///< by place in the manifest: a task can see it
+    std::vector<std::uint64_t> bytes; ///< in use there, as far as known
+    std::uint64_t anywhere = 0;       ///< bytes of GPU memory of which it is not known where
+
+    explicit Needs(const Manifest& manifest, const std::map<std::uint32_t, std::uint64_t>& staged)
+        : seen(manifest.gpus.size(), false), bytes(manifest.gpus.size(), 0) {
+        for (const ManifestTask& task : manifest.tasks) {
+            bool sizes_known = task.gpu_source == GpuSource::nvml;
+            if (task.gpu_source == GpuSource::unknown)
+                seen.assign(seen.size(), true);
+            for (const TaskGpu& gpu : task.gpus) {
+                seen[gpu.gpu] = true;
+                if (gpu.memory_size == TaskGpu::kUnknownSize)
+                    sizes_known = false;
+                else
+                    bytes[gpu.gpu] += gpu.memory_size;
+            }
+            if (const auto found = staged.find(task.pid); !sizes_known && found != staged.end())
+                anywhere += found->second;
+        }
+    }
+};
+
+/// Finds a GPU of this machine for each one that is needed.
+class Placing {
+public:
+    Placing(const Manifest& manifest, const Needs& needs, const DriverFacts& here)
+        : old_(manifest.gpus), needs_(needs), here_(*here.gpus), infos_(here.gpu_infos()),
+          target_(old_.size()), taken_(here_.size(), false) {}
+
+    void follow(const std::vector<GpuMapEntry>& map) {
+        for (const GpuMapEntry& entry : map) {
+            const auto from = find_named(entry.from, old_);
+            const auto to = find_named(entry.to, infos_);
+            if (!from)
+                refuse_map(entry, "the checkpoint has no GPU " + entry.from);
+            if (!needs_.seen[*from])
+                refuse_map(entry, "no process of the checkpoint can see GPU " + entry.from);
+            if (!to)
+                refuse_map(entry, "this machine has no GPU " + entry.to);
+            if (old_[*from].name != infos_[*to].name)
+                refuse_map(entry, "a " + old_[*from].name + " cannot be replaced by a " +
+                                      infos_[*to].name + ": the driver wants the same model");
+            if (target_[*from])
+                refuse_map(entry, "GPU " + entry.from + " is named twice");
+            if (taken_[*to])
+                refuse_map(entry, "another GPU goes to " + entry.to + " already");
+            take(*from, *to);
+        }
+    }
+
+    void keep_those_that_are_here() {
+        for (std::size_t gpu = 0; gpu < old_.size(); ++gpu) {
+            if (!needs_.seen[gpu] || target_[gpu])
+                continue;
+            const auto same = std::ranges::find(infos_, old_[gpu].uuid, &GpuInfo::uuid);
+            if (same == infos_.end())
+                continue;
+            const auto to = static_cast<std::size_t>(same - infos_.begin());
+            if (taken_[to])
+                throw Error(Errc::bad_argument, "gpu_map: " + name_of(old_[gpu]) +
+                                                    " is used by the checkpoint too, and another "
+                                                    "GPU goes there; name a place for it as well");
+            take(gpu, to);
+        }
+    }
+
+    /// The largest need first, each to the GPU of its model with the most free memory.
+    void find_places_for_the_rest() {
+        std::vector<std::size_t> rest;
+        for (std::size_t gpu = 0; gpu < old_.size(); ++gpu)
+            if (needs_.seen[gpu] && !target_[gpu])
+                rest.push_back(gpu);
+        std::ranges::stable_sort(rest, std::ranges::greater{},
+                                 [&](std::size_t gpu) { return needs_.bytes[gpu]; });
+        for (const std::size_t gpu : rest) {
+            std::optional<std::size_t> best;
+            for (std::size_t to = 0; to < here_.size(); ++to)
+                if (!taken_[to] && infos_[to].name == old_[gpu].name &&
+                    (!best || free_of(to) > free_of(*best)))
+                    best = to;
+            if (!best)
+                refuse("the checkpoint needs another GPU \"" + old_[gpu].name +
+                       "\" than the ones this machine has left for it");
+            take(gpu, *best);
+        }
+    }
+
+    void require_memory() const {
+        std::uint64_t left = 0;
+        bool left_is_known = true;
+        for (std::size_t gpu = 0; gpu < old_.size(); ++gpu) {
+            if (!target_[gpu])
+                continue;
+            const GpuStatus& to = here_[*target_[gpu]];
+            left_is_known = left_is_known && to.free_size;
+            if (!to.free_size)
+                continue;
+            if (needs_.bytes[gpu] > *to.free_size)
+                refuse("the checkpoint holds " + mib(needs_.bytes[gpu]) + " of GPU memory for " +
+                       name_of(to.info) + ", which has " + mib(*to.free_size) +
+                       " free; end what uses it, or name another GPU in gpu_map");
+            left += *to.free_size - needs_.bytes[gpu];
+        }
+        if (left_is_known && needs_.anywhere > left)
+            refuse("the checkpoint holds " + mib(needs_.anywhere) +
+                   " of GPU memory, this machine's GPUs have " + mib(left) + " free for it");
+    }
+
+    Placement result() const {
+        Placement placement;
+        for (std::size_t gpu = 0; gpu < old_.size(); ++gpu)
+            if (target_[gpu])
+                placement.moves.push_back({old_[gpu].uuid, infos_[*target_[gpu]].uuid});
+        return placement;
+    }
+
+private:
+    void take(std::size_t gpu, std::size_t to) {
+        target_[gpu] = to;
+        taken_[to] = true;
+    }
+    std::uint64_t free_of(std::size_t to) const { return here_[to].free_size.value_or(0); }
+
+    const std::vector<GpuInfo>& old_;
+    const Needs& needs_;
+    const std::vector<GpuStatus>& here_;
+    std::vector<GpuInfo> infos_;
+    std::vector<std::optional<std::size_t>> target_;
+    std::vector<bool> taken_;
+};
 
 } // namespace
 
@@ -45,50 +191,62 @@ DriverFacts read_driver_facts(Driver& driver) {
     return {driver.is_emulator(), driver.api_version(), driver.version_text(), driver.gpus()};
 }
 
-std::vector<GpuMove> require_restorable(const Manifest& manifest, std::uint64_t staged_bytes,
-                                        const DriverFacts& here) {
-    if (here.api_version < manifest.driver_api_version)
-        throw Error(Errc::unsupported, "the checkpoint was taken with a driver for CUDA " +
-                                           version_name(manifest.driver_api_version) +
-                                           ", this machine's is for " +
-                                           version_name(here.api_version));
-    if (!here.gpus || manifest.gpus.empty())
-        return {};
-    if (here.gpus->size() < manifest.gpus.size())
-        throw Error(Errc::unsupported,
-                    "the checkpoint was taken with " + std::to_string(manifest.gpus.size()) +
-                        " GPU(s), this machine has " + std::to_string(here.gpus->size()));
-
-    std::vector<GpuMove> moves;
-    // A GPU that is here itself must not be given away to another that is not.
-    std::vector<Id> taken;
-    taken.reserve(2 * manifest.gpus.size());
-    for (const GpuInfo& gpu : manifest.gpus)
-        taken.push_back(gpu.uuid);
-    bool moved = false;
-    std::uint64_t free_size = 0;
-    for (const GpuInfo& gpu : manifest.gpus) {
-        const GpuStatus* match = find_match(gpu, *here.gpus, taken);
-        if (match == nullptr)
-            throw Error(Errc::unsupported, "the checkpoint needs another GPU \"" + gpu.name +
-                                               "\" than the ones this machine has left for it");
-        taken.push_back(match->info.uuid);
-        moves.push_back({gpu.uuid, match->info.uuid});
-        moved = moved || match->info.uuid != gpu.uuid;
-        free_size += match->free_size;
+std::vector<TaskGpu> places_of(const ProcessGpus& seen, const std::vector<GpuInfo>& gpus) {
+    std::vector<TaskGpu> places;
+    for (const ProcessGpus::Gpu& gpu : seen.gpus) {
+        const auto listed = std::ranges::find(gpus, gpu.uuid, &GpuInfo::uuid);
+        if (listed == gpus.end())
+            return {};
+        places.push_back({static_cast<std::uint32_t>(listed - gpus.begin()), gpu.memory_size});
     }
-    if (staged_bytes > free_size)
-        throw Error(Errc::unsupported, "the checkpoint holds " + mib(staged_bytes) +
-                                           " of GPU memory, this machine's GPUs have " +
-                                           mib(free_size) + " free");
-    if (!moved)
-        return {}; // the identity needs no map, and masked devices make the driver refuse one
-    if (here.api_version < driver::kGpuPairsApiVersion)
-        throw Error(Errc::unsupported,
-                    "the checkpoint's GPUs are not this machine's, and moving to others needs a "
-                    "driver for CUDA " +
-                        version_name(driver::kGpuPairsApiVersion));
-    return moves;
+    return places;
+}
+
+std::vector<GpuMove> Placement::moves_of(const Manifest& manifest, const ManifestTask& task) const {
+    std::vector<GpuMove> found;
+    for (const GpuMove& move : moves) {
+        const auto sees = [&](const TaskGpu& gpu) {
+            return manifest.gpus[gpu.gpu].uuid == move.from;
+        };
+        if (task.gpu_source == GpuSource::unknown || std::ranges::any_of(task.gpus, sees))
+            found.push_back(move);
+    }
+    // Where nothing moves the driver is told nothing: it refuses a map under masked devices.
+    const bool moved =
+        std::ranges::any_of(found, [](const GpuMove& move) { return move.from != move.to; });
+    return moved ? found : std::vector<GpuMove>{};
+}
+
+Placement place_gpus(const Manifest& manifest, const std::map<std::uint32_t, std::uint64_t>& staged,
+                     const std::vector<GpuMapEntry>& map, const DriverFacts& here) {
+    if (here.api_version < manifest.driver_api_version)
+        refuse("the checkpoint was taken with a driver for CUDA " +
+               version_name(manifest.driver_api_version) + ", this machine's is for " +
+               version_name(here.api_version));
+    if (!map.empty() && (!here.gpus || manifest.gpus.empty()))
+        refuse(here.gpus ? "gpu_map: the checkpoint does not say which GPUs it needs"
+                         : "gpu_map: without NVML it is not known which GPUs this machine has");
+    if (!here.gpus || manifest.gpus.empty() || manifest.tasks.empty())
+        return {};
+    const Needs needs(manifest, staged);
+    const auto seen = static_cast<std::size_t>(std::ranges::count(needs.seen, true));
+    if (here.gpus->size() < seen)
+        refuse("the processes of the checkpoint can see " + std::to_string(seen) +
+               " GPU(s), this machine has " + std::to_string(here.gpus->size()) +
+               ", and the driver wants a place for each");
+    Placing placing(manifest, needs, here);
+    placing.follow(map);
+    placing.keep_those_that_are_here();
+    placing.find_places_for_the_rest();
+    placing.require_memory();
+    Placement placement = placing.result();
+    const bool moved = std::ranges::any_of(
+        placement.moves, [](const GpuMove& move) { return move.from != move.to; });
+    if (moved && here.api_version < driver::kGpuPairsApiVersion)
+        refuse("the checkpoint's GPUs are not those it is to be restored on, and moving to others "
+               "needs a driver for CUDA " +
+               version_name(driver::kGpuPairsApiVersion) + " (580 or newer)");
+    return placement;
 }
 
 } // namespace gpustasis

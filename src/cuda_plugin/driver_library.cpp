@@ -4,9 +4,14 @@
 #include "cuda_plugin/nvml.hpp"
 
 #include <dlfcn.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstring>
+#include <filesystem>
+#include <set>
 
 namespace gpustasis {
 namespace {
@@ -20,6 +25,50 @@ void resolve(void* library, const std::string& name, const char* symbol, Functio
     if (out == nullptr)
         throw Error(Errc::unsupported,
                     name + " has no " + symbol + "; NVIDIA driver R570 or later is needed");
+}
+
+// "NVIDIA-frontend": /dev/nvidia0 is 195:0; 195:254 and 195:255 are nvidia-modeset and nvidiactl.
+constexpr unsigned kDeviceMajor = 195;
+constexpr unsigned kDeviceMinors = 254;
+// PROC_PID_INIT_INO of the kernel's include/linux/proc_ns.h
+constexpr ino_t kInitialPidNamespace = 0xEFFFFFFC;
+
+/// The number in ".../nvidia<number>"; nullopt: it is another file.
+std::optional<unsigned> number_in_name(const std::string& path) {
+    const std::string name = path.substr(path.rfind('/') + 1);
+    const std::string prefix = "nvidia";
+    unsigned number = 0;
+    if (!name.starts_with(prefix))
+        return std::nullopt;
+    const char* end = name.data() + name.size();
+    const auto [at, error] = std::from_chars(name.data() + prefix.size(), end, number);
+    return error == std::errc{} && at == end ? std::optional(number) : std::nullopt;
+}
+
+/// Minor numbers of the GPUs whose device files `pid` has open. Of the emulator's, which are no
+/// devices, the names count.
+std::set<unsigned> open_gpus(int pid, bool emulated) {
+    const std::string directory = "/proc/" + std::to_string(pid) + "/fd";
+    std::set<unsigned> minors;
+    for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+        struct stat status {};
+        if (::stat(entry.path().c_str(), &status) != 0)
+            continue; // closed meanwhile
+        if (S_ISCHR(status.st_mode) && major(status.st_rdev) == kDeviceMajor &&
+            minor(status.st_rdev) < kDeviceMinors)
+            minors.insert(minor(status.st_rdev));
+        std::error_code gone;
+        if (emulated && S_ISREG(status.st_mode))
+            if (const auto number = number_in_name(std::filesystem::read_symlink(entry, gone)))
+                minors.insert(*number);
+    }
+    return minors;
+}
+
+/// NVML names processes by their ids there.
+bool in_initial_pid_namespace() {
+    struct stat status {};
+    return ::stat("/proc/self/ns/pid", &status) == 0 && status.st_ino == kInitialPidNamespace;
 }
 
 void check(driver::Result result, const char* call, int pid) {
@@ -61,6 +110,50 @@ std::optional<std::vector<GpuStatus>> DriverLibrary::gpus() {
     if (!nvml)
         return std::nullopt;
     return nvml->gpus();
+}
+
+ProcessGpus DriverLibrary::gpus_of(int pid) {
+    try {
+        return look_at_gpus(pid);
+    } catch (const std::exception& e) {
+        return {GpuSource::unknown, {}, e.what()};
+    }
+}
+
+ProcessGpus DriverLibrary::look_at_gpus(int pid) const {
+    const auto nvml = Nvml::find(nvml_);
+    if (!nvml)
+        return {GpuSource::unknown, {}, "there is no NVML"};
+    std::set<unsigned> minors = open_gpus(pid, is_emulator_);
+    if (minors.empty())
+        return {GpuSource::unknown, {}, "the process has no device file of a GPU open"};
+    ProcessGpus found{GpuSource::nvml, {}, ""};
+    const auto only_visible = [&](const char* why) {
+        found.source = GpuSource::device_files;
+        found.why_not_all = why;
+    };
+    if (!in_initial_pid_namespace())
+        only_visible("criu is in a pid namespace of its own, and NVML names processes by their ids "
+                     "in the initial one");
+    const std::vector<GpuStatus> gpus = nvml->gpus();
+    for (unsigned i = 0; i < gpus.size(); ++i) {
+        const auto minor = nvml->minor_number(i);
+        const auto used = found.source == GpuSource::nvml ? nvml->memory_of(i, pid) : std::nullopt;
+        if (!minor || minors.erase(*minor) == 0) {
+            if (used.value_or(0) != 0)
+                only_visible("NVML lists a process of this id on a GPU that it has not open");
+            continue;
+        }
+        if (found.source == GpuSource::nvml && !used)
+            only_visible("NVML does not say which processes use a GPU");
+        found.gpus.push_back({gpus[i].info.uuid, used.value_or(TaskGpu::kUnknownSize)});
+    }
+    if (!minors.empty())
+        return {GpuSource::unknown, {}, "the process has a GPU open that NVML does not list"};
+    if (found.source == GpuSource::device_files)
+        for (ProcessGpus::Gpu& gpu : found.gpus)
+            gpu.memory_size = TaskGpu::kUnknownSize;
+    return found;
 }
 
 void DriverLibrary::initialize() {

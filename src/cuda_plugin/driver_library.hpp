@@ -31,6 +31,7 @@ public:
     std::uint32_t api_version() override;
     std::string version_text() override;
     std::optional<std::vector<GpuStatus>> gpus() override;
+    ProcessGpus gpus_of(int pid) override;
     void initialize() override;
     std::optional<int> restore_thread(int pid) override;
     ProcessState state(int pid) override;
@@ -40,6 +41,8 @@ public:
     void unlock(int pid) override;
 
 private:
+    ProcessGpus look_at_gpus(int pid) const;
+
     struct Api {
 // NOLINTNEXTLINE(bugprone-macro-parentheses): a declarator and its parameters
 #define GPUSTASIS_MEMBER(member, symbol, params) driver::Result(*member) params = nullptr;

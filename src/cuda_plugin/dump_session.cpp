@@ -155,9 +155,7 @@ bool DumpSession::pause(pid_t pid) {
         return false;
     begin();
 
-    if (proc::is_stopped(*tid))
-        throw Error(Errc::unsupported, "the process is stopped, and so is the thread of it that "
-                                       "the driver needs; continue it (SIGCONT) first");
+    require_answering(pid, *tid);
     const ProcessState before = worker_.state(pid);
     if (before == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");
@@ -177,11 +175,30 @@ bool DumpSession::pause(pid_t pid) {
     record.restore_tid = *tid;
     record.state_before = before;
     TaskStatistics& statistics = statistics_of(record);
+    if (before != ProcessState::checkpointed)
+        look_before_lock(record, statistics);
     if (before == ProcessState::running)
         lock(record, statistics);
     else
         host::info(name(record) + " was found locked or checkpointed and will be left so");
     return true;
+}
+
+/// What would end badly is found here, while there is nothing to be undone.
+void DumpSession::look_before_lock(const TaskRecord& record, TaskStatistics& statistics) {
+    statistics.gpus = worker_.gpus_of(record.pid);
+    if (statistics.gpus.source != GpuSource::nvml)
+        host::info(name(record) + ": how much GPU memory it uses is not known (" +
+                   statistics.gpus.why_not_all + "): no check that host memory has room for it");
+    std::vector<Finding> findings =
+        find_risks(record.pid, manifest_.driver_api_version, table_->task_count);
+    if (const auto full = staging_room_.add(record.pid, statistics.gpus.memory_size()))
+        findings.push_back(*full);
+    for (const Finding& finding : findings) {
+        require_allowed(finding, config_);
+        statistics_.risks.push_back(name(record) + ": " + finding.risk + ": " + finding.text);
+        host::warn("risk taken: " + statistics_.risks.back());
+    }
 }
 
 void DumpSession::lock(TaskRecord& record, TaskStatistics& statistics) {
@@ -283,7 +300,11 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
 }
 
 void DumpSession::note_in_manifest(const TaskRecord& record, bool externalized, const Id& digest) {
-    manifest_.tasks.push_back({record.image_pid, externalized, digest, record.state_before});
+    const ProcessGpus& seen = statistics_of(record).gpus;
+    ManifestTask task{record.image_pid, externalized, digest, record.state_before, {}, {}};
+    task.gpus = places_of(seen, manifest_.gpus);
+    task.gpu_source = task.gpus.empty() ? GpuSource::unknown : seen.source;
+    manifest_.tasks.push_back(std::move(task));
     std::ranges::sort(manifest_.tasks, {}, &ManifestTask::pid);
     write_manifest(image_dir_.get(), manifest_);
 }

@@ -7,6 +7,7 @@
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver_facts.hpp"
 #include "cuda_plugin/dumped_container.hpp"
+#include "cuda_plugin/findings.hpp"
 #include "cuda_plugin/parent_choice.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
@@ -39,6 +40,7 @@ private:
     TaskStatistics& statistics_of(const TaskRecord& record);
     void choose_parent_once();
     void begin();
+    void look_before_lock(const TaskRecord& record, TaskStatistics& statistics);
     void lock(TaskRecord& record, TaskStatistics& statistics);
     void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);
     void externalize(TaskRecord& record, const std::vector<Region>& regions,
@@ -59,6 +61,7 @@ private:
     SharedTaskTable table_;
     Worker worker_;
     ParentChoice parent_;
+    StagingRoom staging_room_;
     Manifest manifest_;
     Statistics statistics_;
     bool parent_chosen_ = false;

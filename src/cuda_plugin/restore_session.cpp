@@ -4,6 +4,7 @@
 #include "cuda_plugin/dump_session.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/huge_pages.hpp"
+#include "cuda_plugin/nvml.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
 #include "cuda_plugin/traced_thread.hpp"
@@ -105,17 +106,24 @@ void RestoreSession::check_machine() {
     host::info("backend: " + statistics_.backend + ", CUDA " +
                std::to_string(facts.api_version / 1000) + "." +
                std::to_string(facts.api_version % 1000 / 10));
+    if (!has_manifest_ && !config_.gpu_map.empty())
+        throw Error(Errc::unsupported, "gpu_map: the checkpoint does not say which GPUs it needs");
     if (!has_manifest_)
         return;
-    std::uint64_t staged = 0;
+    std::map<std::uint32_t, std::uint64_t> staged;
     for (const auto& [pid, image] : images_)
         for (const Region& region : image.info().regions)
-            staged += region.length;
-    moves_ = require_restorable(manifest_, staged, facts);
-    for (const GpuMove& move : moves_)
-        if (move.from != move.to)
-            host::info("a GPU of the checkpoint is not here; its memory moves to another of the "
-                       "same model");
+            staged[pid] += region.length;
+    placement_ = place_gpus(manifest_, staged, config_.gpu_map, facts);
+    for (const GpuMove& move : placement_.moves) {
+        if (move.from == move.to)
+            continue;
+        statistics_.gpu_moves.push_back(move);
+        host::info("what was on " + gpu_uuid_text(move.from) +
+                   " moves to another GPU of the same "
+                   "model, " +
+                   gpu_uuid_text(move.to));
+    }
 }
 
 bool RestoreSession::resume(pid_t pid) {
@@ -164,7 +172,10 @@ bool RestoreSession::resume_task(pid_t pid) {
         });
         statistics.phases.time("refill", [&] { refill(pid, image->second, config_.threads); });
     }
-    restore_device(record, statistics);
+    const ManifestTask* saved = find_task(manifest_, image_pid);
+    restore_device(record, statistics,
+                   saved == nullptr ? std::vector<GpuMove>{}
+                                    : placement_.moves_of(manifest_, *saved));
     host::info("restored pid " + std::to_string(pid));
     ++resumed_;
     if (has_manifest_ && resumed_ == manifest_.tasks.size())
@@ -172,14 +183,15 @@ bool RestoreSession::resume_task(pid_t pid) {
     return true;
 }
 
-void RestoreSession::restore_device(TaskRecord& record, TaskStatistics& statistics) {
+void RestoreSession::restore_device(TaskRecord& record, TaskStatistics& statistics,
+                                    const std::vector<GpuMove>& moves) {
     statistics.phases.time("driver_init", [&] { worker_.initialize(); });
     ThawedThread thawed(record);
     const WatchedThread watched(worker_, record.restore_tid);
     ProcessState state = worker_.state(record.pid);
     statistics.state_before = state;
     if (state == ProcessState::checkpointed) {
-        statistics.phases.time("driver_restore", [&] { worker_.restore(record.pid, moves_); });
+        statistics.phases.time("driver_restore", [&] { worker_.restore(record.pid, moves); });
         state = worker_.state(record.pid);
     } else if (statistics.externalized) {
         throw Error(Errc::corrupt_data, "the restored process has a GPU image, and the driver "

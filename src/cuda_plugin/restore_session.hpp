@@ -38,7 +38,8 @@ private:
     void check_machine();
     void open_images();
     bool resume_task(pid_t pid);
-    void restore_device(TaskRecord& record, TaskStatistics& statistics);
+    void restore_device(TaskRecord& record, TaskStatistics& statistics,
+                        const std::vector<GpuMove>& moves);
     void expect_death_of_all();
     void complete() noexcept;
     void write_failure(const std::string& error) noexcept;
@@ -52,7 +53,7 @@ private:
     bool has_manifest_ = false; ///< false: the checkpoint is the stock plugin's
     bool externalized_ = false; ///< the inventory says: restorable by this plugin alone
     std::map<std::uint32_t, ImageReader> images_; ///< by pid in the innermost namespace
-    std::vector<GpuMove> moves_;
+    Placement placement_;
     Statistics statistics_;
     std::size_t resumed_ = 0;
     bool prepared_ = false; ///< prepare() found a CUDA checkpoint and nothing against it

@@ -1,8 +1,8 @@
 #include "cuda_plugin/statistics.hpp"
 
 #include "core/file.hpp"
+#include "cuda_plugin/nvml.hpp"
 
-#include <cstdio>
 #include <span>
 
 #include <nlohmann/json.hpp>
@@ -35,16 +35,26 @@ const char* state_name(ProcessState state) {
     return "unknown";
 }
 
-std::string uuid_text(const Id& id) {
-    std::string text = "GPU-";
-    char byte[3];
-    for (std::size_t i = 0; i < id.size(); ++i) {
-        if (i == 4 || i == 6 || i == 8 || i == 10)
-            text += '-';
-        std::snprintf(byte, sizeof(byte), "%02x", std::to_integer<unsigned>(id[i]));
-        text += byte;
+const char* source_name(GpuSource source) {
+    switch (source) {
+    case GpuSource::unknown: return "unknown";
+    case GpuSource::device_files: return "device files";
+    case GpuSource::nvml: return "nvml";
     }
-    return text;
+    return "unknown";
+}
+
+Json to_json(const ProcessGpus& found) {
+    Json list = Json::array();
+    for (const ProcessGpus::Gpu& gpu : found.gpus) {
+        Json size = nullptr;
+        if (gpu.memory_size != TaskGpu::kUnknownSize)
+            size = gpu.memory_size;
+        list.push_back({{"uuid", gpu_uuid_text(gpu.uuid)}, {"memory_bytes", std::move(size)}});
+    }
+    return {{"source", source_name(found.source)},
+            {"why_not_all", found.why_not_all},
+            {"list", std::move(list)}};
 }
 
 Json to_json(const TaskStatistics& task) {
@@ -61,6 +71,7 @@ Json to_json(const TaskStatistics& task) {
             {"file_bytes", task.file_bytes},
             {"damaged_in_parent", task.damaged_in_parent},
             {"huge_pages", task.huge_pages},
+            {"gpus", to_json(task.gpus)},
             {"phases_ms", to_json(task.phases)}};
 }
 
@@ -75,8 +86,12 @@ Json parent_json(const Statistics& statistics) {
 Json to_json(const Statistics& statistics) {
     Json gpus = Json::array();
     for (const GpuInfo& gpu : statistics.gpus)
-        gpus.push_back(
-            {{"uuid", uuid_text(gpu.uuid)}, {"name", gpu.name}, {"memory_bytes", gpu.memory_size}});
+        gpus.push_back({{"uuid", gpu_uuid_text(gpu.uuid)},
+                        {"name", gpu.name},
+                        {"memory_bytes", gpu.memory_size}});
+    Json moves = Json::array();
+    for (const GpuMove& move : statistics.gpu_moves)
+        moves.push_back({{"from", gpu_uuid_text(move.from)}, {"to", gpu_uuid_text(move.to)}});
     Json tasks = Json::array();
     for (const TaskStatistics& task : statistics.tasks)
         tasks.push_back(to_json(task));
@@ -88,6 +103,8 @@ Json to_json(const Statistics& statistics) {
             {"driver_api_version", statistics.driver_api_version},
             {"driver_version", statistics.driver_version},
             {"gpus", std::move(gpus)},
+            {"gpu_moves", std::move(moves)},
+            {"risks", statistics.risks},
             {"parent", parent_json(statistics)},
             {"full_because", statistics.full_because},
             {"not_kept_because", statistics.not_kept_because},

@@ -4,6 +4,7 @@
 
 #include "core/image_info.hpp"
 #include "core/image_writer.hpp"
+#include "cuda_plugin/driver.hpp"
 
 #include <chrono>
 #include <cstdint>
@@ -49,6 +50,7 @@ struct TaskStatistics {
     std::uint64_t file_bytes = 0;
     std::uint64_t damaged_in_parent = 0; ///< chunks stored anew for that reason
     bool huge_pages = false;             ///< of a restore: they were asked for
+    ProcessGpus gpus;                    ///< of a dump: those of the task
     Phases phases;
 };
 
@@ -59,7 +61,9 @@ struct Statistics {
     std::string backend; ///< "driver", or "emulator": figures made with it say nothing of GPUs
     std::uint32_t driver_api_version = 0;
     std::string driver_version;
-    std::vector<GpuInfo> gpus;
+    std::vector<GpuInfo> gpus;      ///< of this machine
+    std::vector<GpuMove> gpu_moves; ///< of a restore: where memory went to another GPU
+    std::vector<std::string> risks; ///< of a dump: findings that `risk` allowed, in a sentence
     std::string parent_directory;   ///< empty: a full checkpoint
     std::string parent_id;          ///< in hex
     std::uint32_t chain_length = 0; ///< checkpoints it is built on

@@ -247,9 +247,20 @@ std::optional<std::vector<GpuStatus>> Worker::gpus() {
     std::vector<GpuStatus> gpus;
     for (std::uint32_t i = 0; i < reply.gpu_count; ++i) {
         const worker_protocol::Gpu& wire = reply.gpus[i];
-        gpus.push_back({{wire.uuid, wire.name, wire.memory_size}, wire.free_size});
+        GpuStatus& gpu = gpus.emplace_back();
+        gpu.info = {wire.uuid, wire.name, wire.memory_size};
+        if (wire.free_size != TaskGpu::kUnknownSize)
+            gpu.free_size = wire.free_size;
     }
     return gpus;
+}
+
+ProcessGpus Worker::gpus_of(int pid) {
+    const Reply reply = call(Op::gpus_of, "looking for the GPUs", pid, kQuickTimeoutMs);
+    ProcessGpus found{static_cast<GpuSource>(reply.value), {}, reply.text};
+    for (std::uint32_t i = 0; i < reply.gpu_count; ++i)
+        found.gpus.push_back({reply.gpus[i].uuid, reply.gpus[i].memory_size});
+    return found;
 }
 
 void Worker::begin_initialize() {

@@ -37,6 +37,7 @@ public:
     std::uint32_t api_version() override;
     std::string version_text() override;
     std::optional<std::vector<GpuStatus>> gpus() override;
+    ProcessGpus gpus_of(int pid) override;
     void initialize() override;
     std::optional<int> restore_thread(int pid) override;
     ProcessState state(int pid) override;

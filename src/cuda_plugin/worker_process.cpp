@@ -80,7 +80,22 @@ void answer_gpus(Driver& driver, Reply& reply) {
         wire.uuid = gpu.info.uuid;
         copy_text(wire.name, sizeof(wire.name), gpu.info.name);
         wire.memory_size = gpu.info.memory_size;
-        wire.free_size = gpu.free_size;
+        wire.free_size = gpu.free_size.value_or(TaskGpu::kUnknownSize);
+    }
+}
+
+void answer_gpus_of(Driver& driver, int pid, Reply& reply) {
+    const ProcessGpus found = driver.gpus_of(pid);
+    reply.value = static_cast<std::int64_t>(found.source);
+    copy_text(reply.text, sizeof(reply.text), found.why_not_all);
+    for (const ProcessGpus::Gpu& gpu : found.gpus) {
+        if (reply.gpu_count == worker_protocol::kMaxGpus)
+            throw Error(Errc::unsupported, "more than " +
+                                               std::to_string(worker_protocol::kMaxGpus) +
+                                               " GPUs of one process");
+        worker_protocol::Gpu& wire = reply.gpus[reply.gpu_count++];
+        wire.uuid = gpu.uuid;
+        wire.memory_size = gpu.memory_size;
     }
 }
 
@@ -90,6 +105,7 @@ void answer(Driver& driver, const Request& request, Reply& reply) {
     case Op::api_version: reply.value = driver.api_version(); return;
     case Op::version_text: copy_text(reply.text, sizeof(reply.text), driver.version_text()); return;
     case Op::gpus: answer_gpus(driver, reply); return;
+    case Op::gpus_of: answer_gpus_of(driver, request.pid, reply); return;
     case Op::initialize: driver.initialize(); return;
     case Op::restore_thread: {
         const auto tid = driver.restore_thread(request.pid);

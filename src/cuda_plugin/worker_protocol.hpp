@@ -13,6 +13,7 @@ enum class Op : std::uint32_t {
     api_version,
     version_text,
     gpus,
+    gpus_of, ///< value: the GpuSource; text: why_not_all; of a GPU uuid and memory_size
     initialize,
     restore_thread,
     state,
@@ -47,7 +48,7 @@ struct Gpu {
     Id uuid;
     char name[kNameSize];
     std::uint64_t memory_size;
-    std::uint64_t free_size;
+    std::uint64_t free_size; ///< all ones: not known
 };
 
 struct Reply {

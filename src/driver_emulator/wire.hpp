@@ -14,8 +14,9 @@
 
 namespace gpustasis::emulator {
 
-inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'02;
+inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'03;
 inline constexpr unsigned kMaxGpus = 16;
+inline constexpr unsigned kMaxClients = 1024;
 inline constexpr int kFirstPciBus = 0xe0;
 inline constexpr std::size_t kMaxParamBytes = 4096; // of one kernel launch, as on real GPUs
 inline constexpr unsigned kMaxParams = 128;
@@ -36,6 +37,7 @@ enum class WireOp : std::uint32_t {
     unload_module, ///< ModuleRequest -> WireReply
     find_function, ///< FunctionRequest -> FunctionReply
     launch,        ///< LaunchRequest + parameter bytes, no reply: see CompletionPage
+    processes,     ///< ProcessesRequest -> ProcessList
 };
 
 struct WireHeader {
@@ -46,6 +48,8 @@ struct WireHeader {
 struct GpuInfo {
     char name[64];
     Uuid uuid;
+    std::uint32_t minor; ///< number in the machine, and of its device file
+    std::uint32_t reserved;
     std::uint64_t memory; ///< capacity in bytes
     std::uint64_t used;   ///< by all clients, in bytes
 };
@@ -60,6 +64,11 @@ struct DaemonInfo {
     std::uint32_t cloexec;     ///< descriptors in the target are close-on-exec
     std::uint32_t desync;      ///< callers take any reply for theirs, as the real driver is said to
     std::uint32_t init_ms;     ///< how long cuInit takes
+    std::uint32_t nvml_processes; ///< 0: NVML lists them; 1: NOT_SUPPORTED; 2: without sizes
+    std::uint32_t nvml_memory;    ///< 0: NVML says how much is free; 1: NOT_SUPPORTED
+    std::uint32_t managed_memory; ///< programs hold managed memory
+    std::uint32_t nccl;           ///< programs are members of an NCCL process group
+    std::uint32_t cuda_ipc;       ///< programs share memory by CUDA IPC; ms that 595 hangs on that
     char device_path[64]; ///< device that stands in for /dev/nvidia*; "" = chosen by the client
     GpuInfo gpus[kMaxGpus];
 };
@@ -76,6 +85,23 @@ enum class FaultAction : std::uint32_t {
     oom,        ///< CUDA_ERROR_OUT_OF_MEMORY mid-way
     failed,     ///< CU_PROCESS_STATE_FAILED from now on, answer with the code
     fail_after, ///< do all of it, then answer with the code
+};
+
+/// Asks who uses one GPU.
+struct ProcessesRequest {
+    WireHeader header;
+    std::uint32_t gpu; ///< its minor number
+    std::uint32_t reserved;
+};
+
+struct ProcessList {
+    std::uint32_t magic;
+    std::uint32_t count;
+    struct {
+        std::int32_t pid; ///< as the daemon sees it
+        std::uint32_t reserved;
+        std::uint64_t used;
+    } entries[kMaxClients];
 };
 
 struct PlanRequest {

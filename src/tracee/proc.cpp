@@ -222,10 +222,6 @@ bool has_signal(pid_t tid) {
     return ((set("SigPnd") | set("ShdPnd")) & ~set("SigBlk")) != 0;
 }
 
-bool is_stopped(pid_t tid) {
-    return state(tid) == 'T';
-}
-
 bool has_seccomp(pid_t tid) {
     return status_field(read_file(task_path(tid, "status")), "Seccomp") != "0";
 }

@@ -59,9 +59,6 @@ char state(pid_t tid);
 /// Throws Error: io.
 bool has_signal(pid_t tid);
 
-/// Whether thread `tid` is stopped by a signal such as SIGSTOP. Throws Error: io.
-bool is_stopped(pid_t tid);
-
 /// Whether thread `tid` runs under seccomp (field Seccomp of its status is not 0).
 bool has_seccomp(pid_t tid);
 

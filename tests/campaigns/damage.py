@@ -18,7 +18,7 @@ from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
 from gpustasis._core import MANIFEST_NAME
-from gpustasis.criu.plugin import Scalar
+from gpustasis.criu.plugin import Setting
 
 _DEATH_S = 2.0  # a process that was killed may take a moment to be gone
 
@@ -76,7 +76,7 @@ def run(rig: Rig, random: Random, flips: int, cuts: int) -> Tally:
 
 
 def expect_refusal(
-    rig: Rig, job: SteadyJob, images: Path, config: Mapping[str, Scalar] | None = None
+    rig: Rig, job: SteadyJob, images: Path, config: Mapping[str, Setting] | None = None
 ) -> str:
     """Restore; it must not come to anything. Says how it was refused."""
     output = job.log.read_bytes()

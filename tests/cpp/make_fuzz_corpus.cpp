@@ -55,7 +55,11 @@ void make_manifest(int dir_fd) {
     write_manifest(dir_fd, {.checkpoint_id = sample::id_of(1),
                             .driver_version = "580.95.05",
                             .gpus = {{.uuid = sample::id_of(2), .name = "GPU"}},
-                            .tasks = {{.pid = 7, .externalized = true, .digest = sample::id_of(3)},
+                            .tasks = {{.pid = 7,
+                                       .externalized = true,
+                                       .digest = sample::id_of(3),
+                                       .gpu_source = GpuSource::nvml,
+                                       .gpus = {{.gpu = 0, .memory_size = 1}}},
                                       {.pid = 9}}});
 }
 

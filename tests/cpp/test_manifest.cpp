@@ -16,7 +16,11 @@ Manifest example() {
             .driver_api_version = 13000,
             .driver_version = "580.95.05",
             .gpus = {{.uuid = sample::id_of(0x33), .name = "NVIDIA H200", .memory_size = 1U << 30}},
-            .tasks = {{.pid = 7, .externalized = true, .digest = sample::id_of(0x44)},
+            .tasks = {{.pid = 7,
+                       .externalized = true,
+                       .digest = sample::id_of(0x44),
+                       .gpu_source = GpuSource::nvml,
+                       .gpus = {{.gpu = 0, .memory_size = 1U << 20}}},
                       {.pid = 9, .state_before = ProcessState::checkpointed}}};
 }
 
@@ -70,14 +74,23 @@ void values_out_of_range_are_refused() {
     forged(52, 0xffffffffU, Errc::corrupt_data);
     forged(56, 1U, Errc::corrupt_data);
     forged(56, 0xffffffffU, Errc::corrupt_data);
-    forged(60, 1U, Errc::corrupt_data);
     forged(95, 'x', Errc::corrupt_data);
     forged(task, 0U, Errc::corrupt_data);
     forged(task, 9U, Errc::corrupt_data);
     forged(task + 4, 4U, Errc::corrupt_data);
     forged(task + 8, std::uint8_t{0}, Errc::corrupt_data);
     forged(task + 8, std::uint8_t{2}, Errc::corrupt_data);
+    forged(task + 9, std::uint8_t{0}, Errc::corrupt_data);
     forged(task + 9, std::uint8_t{1}, Errc::corrupt_data);
+    forged(task + 9, std::uint8_t{3}, Errc::corrupt_data);
+    forged(task + 10, std::uint8_t{1}, Errc::corrupt_data);
+    const std::size_t task_gpu = task + 2 * 32;
+    forged(60, 0U, Errc::corrupt_data);
+    forged(60, 2U, Errc::corrupt_data);
+    forged(60, 0xffffffffU, Errc::corrupt_data);
+    forged(task_gpu, 8U, Errc::corrupt_data);
+    forged(task_gpu, 9U, Errc::corrupt_data);
+    forged(task_gpu + 4, 1U, Errc::corrupt_data);
 }
 
 void what_cannot_be_stored_is_refused() {
@@ -91,6 +104,11 @@ void what_cannot_be_stored_is_refused() {
     refused([](Manifest& m) { m.tasks[0].pid = 9; });
     refused([](Manifest& m) { m.tasks[1].pid = 0x80000000; });
     refused([](Manifest& m) { m.tasks[0].externalized = false; });
+    refused([](Manifest& m) { m.tasks[0].gpu_source = GpuSource::unknown; });
+    refused([](Manifest& m) { m.tasks[0].gpu_source = GpuSource::device_files; });
+    refused([](Manifest& m) { m.tasks[0].gpus.push_back({}); });
+    refused([](Manifest& m) { m.tasks[0].gpus[0].gpu = 1; });
+    refused([](Manifest& m) { m.tasks[1].gpu_source = GpuSource::nvml; });
     refused([](Manifest& m) { m.driver_version.assign(32, 'x'); });
     refused([](Manifest& m) { m.gpus.resize(257); });
     CHECK(dir.empty());

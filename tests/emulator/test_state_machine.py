@@ -159,6 +159,8 @@ def test_every_gpu_is_put_where_it_belongs(
     pairs = [uuids[0], uuids[1], uuids[1], uuids[0]] if swap else []
     assert caller("restore", job.pid, "init", *pairs[:2])[0] == (INVALID_VALUE if swap else SUCCESS)
     if swap:
+        foreign = "12" * 16
+        assert caller("restore", job.pid, "init", *pairs, foreign, foreign)[0] == INVALID_VALUE
         assert caller("restore", job.pid, "init", *pairs)[0] == SUCCESS
     assert caller("unlock", job.pid)[0] == SUCCESS
     job.signal(signal.SIGUSR1)

@@ -12,6 +12,7 @@ from campaigns import repetition
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from gpustasis.driver import Driver, ProcessState
+from gpustasis.recovery import Outcome, recover
 
 DUMPS_AT_ONCE = 3
 LEAK_DUMPS = 8
@@ -103,6 +104,24 @@ def test_a_locked_job_whose_dump_fails_is_left_locked(
         newest_rig.settle(images)
         assert driver.get_state(job.pid) is ProcessState.LOCKED
         driver.unlock(job.pid)
+        job.run_on()
+
+
+def test_a_job_that_a_killed_restore_left_locked_is_unlocked(
+    newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restore whose criu and worker were killed before the last call of the driver."""
+    monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
+    library = Path(newest_rig.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"
+    driver = Driver(str(library))
+    with newest_rig.job(mib=4) as job:
+        images = newest_rig.images()
+        assert newest_rig.dump(job, images).status == 0
+        job.wait()
+        newest_rig.settle(images)
+        assert newest_rig.restore(images).status == 0
+        driver.lock(job.pid, 10_000)
+        assert recover(job.pid, images, driver).outcome is Outcome.UNLOCKED_AFTER_RESTORE
         job.run_on()
 
 

@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from gpustasis._core import (
     CorruptDataError,
     Encoding,
+    GpuSource,
     ImageReader,
     Manifest,
     ManifestTask,
+    TaskGpu,
     UnsupportedDataError,
     image_name,
     read_manifest,
@@ -164,7 +166,16 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
         checkpoint_id=CHECKPOINT_ID,
         driver_api_version=12080,
         gpus=[GPU],
-        tasks=[ManifestTask(pid=3), ManifestTask(pid=4, externalized=True, digest=b"d" * 16)],
+        tasks=[
+            ManifestTask(pid=3, gpu_source=GpuSource.DEVICE_FILES, gpus=[TaskGpu(0)]),
+            ManifestTask(
+                pid=4,
+                externalized=True,
+                digest=b"d" * 16,
+                gpu_source=GpuSource.NVML,
+                gpus=[TaskGpu(0, 1 << 20)],
+            ),
+        ],
     )
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest

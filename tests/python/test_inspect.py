@@ -82,7 +82,15 @@ def test_json_says_everything(tmp_path: Path) -> None:
     ]
     bash, train, odd = (process["cuda"] for process in found["processes"])
     assert bash is None
-    assert odd == {"state_before": "running", "externalized": False, "image": None}
+    assert odd == {
+        "state_before": "running",
+        "externalized": False,
+        "gpu_source": "unknown",
+        "gpus": [],
+        "image": None,
+    }
+    assert train["gpu_source"] == "nvml"
+    assert train["gpus"] == [{"number": 0, "uuid": gpu["uuid"], "memory_bytes": 24 << 20}]
     image = train["image"]
     size = (tmp_path / image_name(7)).stat().st_size
     assert (image["file"], image["file_bytes"]) == ("gpustasis-7.img", size)

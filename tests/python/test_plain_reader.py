@@ -136,7 +136,7 @@ def test_the_plain_reader_finds_every_truncation_and_flip(tmp_path: Path) -> Non
 
 
 def test_both_readers_read_the_same_manifest(tmp_path: Path) -> None:
-    manifest = make_checkpoint(tmp_path, {7: mixture(), 9: []}, staged_in_criu=(8,))
+    manifest = make_checkpoint(tmp_path, {7: mixture(), 9: []}, staged_in_criu=(8, 10))
     plain = parse_manifest((tmp_path / "gpustasis-manifest.img").read_bytes())
     assert plain.checkpoint_id == manifest.checkpoint_id
     assert plain.driver_version.decode() == manifest.driver_version
@@ -146,6 +146,10 @@ def test_both_readers_read_the_same_manifest(tmp_path: Path) -> None:
     ]
     assert [(t.pid, t.externalized, t.digest, t.state_before) for t in plain.tasks] == [
         (t.pid, t.externalized, t.digest, t.state_before.value) for t in manifest.tasks
+    ]
+    assert {t.gpu_source for t in plain.tasks} == {0, 1, 2}
+    assert [(t.gpu_source, [(g.gpu, g.memory_size) for g in t.gpus]) for t in plain.tasks] == [
+        (t.gpu_source.value, [(g.gpu, g.memory_size) for g in t.gpus]) for t in manifest.tasks
     ]
 
 

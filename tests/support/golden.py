@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 from gpustasis._core import (
+    GpuSource,
     ImageInfo,
     Manifest,
     ManifestTask,
     ProcessState,
     Region,
+    TaskGpu,
     write_image,
     write_manifest,
 )
@@ -47,7 +49,13 @@ def write_golden(directory: Path) -> None:
         gpus=[GPU],
         tasks=[
             ManifestTask(pid=7, state_before=ProcessState.CHECKPOINTED),
-            ManifestTask(pid=4242, externalized=True, digest=digest),
+            ManifestTask(
+                pid=4242,
+                externalized=True,
+                digest=digest,
+                gpu_source=GpuSource.NVML,
+                gpus=[TaskGpu(0, 12 << 20)],
+            ),
         ],
     )
     write_manifest(directory, manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 
 from gpustasis._core import (
     GpuInfo,
+    GpuSource,
     ImageInfo,
     Manifest,
     ManifestTask,
     ProcessState,
     Region,
     RegionKind,
+    TaskGpu,
     image_name,
     write_image,
     write_manifest,
@@ -67,11 +70,23 @@ def make_checkpoint(
     alignment: int = 64,
 ) -> Manifest:
     """Write an image for each pid of `images`, and the manifest that names them."""
-    tasks = [ManifestTask(pid=pid) for pid in staged_in_criu]
+    sources = [(GpuSource.UNKNOWN, []), (GpuSource.DEVICE_FILES, [TaskGpu(0)])]
+    tasks = [
+        ManifestTask(pid=pid, gpu_source=source, gpus=gpus)
+        for pid, (source, gpus) in zip(staged_in_criu, itertools.cycle(sources), strict=False)
+    ]
     for pid, memory in images.items():
         path = directory / image_name(pid)
         result = write_image(path, info_of(memory, pid), memory, alignment=alignment)
-        tasks.append(ManifestTask(pid=pid, externalized=True, digest=result.digest))
+        tasks.append(
+            ManifestTask(
+                pid=pid,
+                externalized=True,
+                digest=result.digest,
+                gpu_source=GpuSource.NVML,
+                gpus=[TaskGpu(0, 24 << 20)],
+            )
+        )
     tasks.sort(key=lambda task: task.pid)
     manifest = Manifest(
         checkpoint_id=CHECKPOINT_ID,

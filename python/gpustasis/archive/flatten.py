@@ -106,6 +106,8 @@ class _Copy:
                 externalized=task.externalized,
                 digest=written[task.pid].digest if task.externalized else task.digest,
                 state_before=task.state_before,
+                gpu_source=task.gpu_source,
+                gpus=task.gpus,
             )
             for task in self._manifest.tasks
         ]

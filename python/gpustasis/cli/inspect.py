@@ -21,6 +21,7 @@ from gpustasis.image.inspection import (
     ParentView,
     ProcessView,
     RegionView,
+    TaskGpuView,
 )
 from gpustasis.image.lock import allow_many_files
 
@@ -59,7 +60,10 @@ def _summary(found: Inspection) -> list[tuple[str, str]]:
         rows.append(("Backend", found.backend))
     if found.checkpoint_id is not None:
         rows.append(("Driver", _driver_text(found)))
-        rows += [("GPU", f"{gpu.name}, {mib(gpu.memory_bytes)}, {gpu.uuid}") for gpu in found.gpus]
+        rows += [
+            (f"GPU {number}", f"{gpu.name}, {mib(gpu.memory_bytes)}, {gpu.uuid}")
+            for number, gpu in enumerate(found.gpus)
+        ]
         rows.append(("GPU memory", f"{mib(gpu_bytes)} in {mib(found.gpu_image_bytes)} of images"))
     if found.parent is not None:
         rows += _parent_rows(found.parent, found.archive is not None)
@@ -113,7 +117,11 @@ def _process_tree(processes: tuple[ProcessView, ...]) -> Node:
     for process in processes:  # parents come before their children
         node = nodes.get(process.ppid, tree).add(_process_text(process))
         nodes[process.pid] = node
-        if process.cuda is not None and process.cuda.image is not None:
+        if process.cuda is None:
+            continue
+        for gpu in process.cuda.gpus:
+            node.add(f"GPU {gpu.number}, {gpu.uuid}{_use_text(gpu)}")
+        if process.cuda.image is not None:
             _add_image(node, process.cuda.image)
     return tree
 
@@ -149,6 +157,12 @@ def _add_image(node: Node, image: ImageView) -> None:
         regions.add(_region_text(region))
     if len(image.regions) > _REGIONS_SHOWN:
         regions.add(f"and {len(image.regions) - _REGIONS_SHOWN} more")
+
+
+def _use_text(gpu: TaskGpuView) -> str:
+    if gpu.memory_bytes is None:
+        return ""
+    return f": {mib(gpu.memory_bytes)} in use" if gpu.memory_bytes else ": visible, not used"
 
 
 def _region_text(region: RegionView) -> str:

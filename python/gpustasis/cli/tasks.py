@@ -116,6 +116,14 @@ def checkpoint(
     type=click.Path(dir_okay=False, path_type=Path),
     help="A file, not there yet, that the pid of the root process is written to.",
 )
+@click.option(
+    "--gpu-map",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Put what was on GPU OLD of the checkpoint onto GPU NEW of this machine, which must be of the "
+    "same model: by UUID, or by number (as `inspect` and `nvidia-smi` list them). Once for each GPU; "
+    "GPUs that are not named stay where they were, or go to a free one of their model.",
+)
 @criu_options
 def restore(images: Path, criu_program: str | None, extra: tuple[str, ...], **options: Any) -> None:
     """Restore the process tree in a checkpoint and let it run on.

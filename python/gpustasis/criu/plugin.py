@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ PLUGIN_NAME = "cuda_plugin.so"
 SYSTEM_CONFIG = Path("/etc/gpustasis/config.toml")
 
 Scalar = bool | int | str
+Setting = Scalar | Sequence[str]  # of the configuration: a plain value, or a list of words
 
 
 def plugin_directory(environ: Mapping[str, str] | None = None) -> Path:
@@ -48,10 +49,10 @@ def find_config(environ: Mapping[str, str] | None = None) -> Path | None:
     return SYSTEM_CONFIG if SYSTEM_CONFIG.exists() else None
 
 
-def read_config(path: Path | None) -> dict[str, Scalar]:
+def read_config(path: Path | None) -> dict[str, Setting]:
     """What the file sets, by key; None: nothing. The plugin alone knows which keys there are.
 
-    Raises CheckpointError if it cannot be read, or holds more than plain values.
+    Raises CheckpointError if it cannot be read, or holds more than plain values and lists of words.
     """
     if path is None:
         return {}
@@ -60,12 +61,15 @@ def read_config(path: Path | None) -> dict[str, Scalar]:
     except (OSError, ValueError) as exc:  # ValueError: not UTF-8, or not TOML
         raise CheckpointError(f"cannot read the configuration {path}: {exc}") from exc
     for key, value in settings.items():
-        if not isinstance(value, bool | int | str):
-            raise CheckpointError(f"configuration {path}: the value of {key!r} is not a plain one")
+        words = isinstance(value, list) and all(isinstance(word, str) for word in value)
+        if not words and not isinstance(value, bool | int | str):
+            raise CheckpointError(
+                f"configuration {path}: the value of {key!r} is neither a plain one nor a list of words"
+            )
     return settings
 
 
-def format_config(settings: Mapping[str, Scalar]) -> str:
+def format_config(settings: Mapping[str, Setting]) -> str:
     """The TOML text that sets these."""
     return "".join(f"{_toml(key)} = {_toml(value)}\n" for key, value in settings.items())
 
@@ -78,10 +82,11 @@ def driver_libraries(environ: Mapping[str, str] | None = None) -> tuple[str, str
     return str(named_driver), str(named_nvml)
 
 
-def _toml(value: Scalar) -> str:
-    """A JSON string, integer or boolean is a TOML one, with two exceptions: characters beyond 16
-    bits stand as themselves, and DEL does not."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _toml(value: Setting) -> str:
+    """A JSON string, integer, boolean or array of strings is a TOML one, with two exceptions:
+    characters beyond 16 bits stand as themselves, and DEL does not."""
+    plain = value if isinstance(value, bool | int | str) else list(value)
+    return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 # What criu reads by itself; what runc, and crun from 1.26 on, name in their requests. crun takes

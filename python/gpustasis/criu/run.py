@@ -14,7 +14,7 @@ from gpustasis import process
 from gpustasis.criu import log
 from gpustasis.criu.find import Criu, Version
 from gpustasis.criu.images import read_pstree
-from gpustasis.criu.plugin import Scalar, format_config, plugin_directory, read_config
+from gpustasis.criu.plugin import Setting, format_config, plugin_directory, read_config
 from gpustasis.criu.statistics import Stage, Statistics, find_statistics, statistics_path
 from gpustasis.errors import CheckpointError, CriuError
 
@@ -165,7 +165,7 @@ class Settings:
     on_line: told each line of criu's log as it comes.
     """
 
-    plugin: Mapping[str, Scalar] | None = None
+    plugin: Mapping[str, Setting] | None = None
     work: Path | None = None
     shell_job: bool | None = None
     options: Mapping[str, bool | int] = field(default_factory=dict)
@@ -294,7 +294,7 @@ class _Workspace:
             overrides.write_text(format_config(self._overrides(settings.plugin)), encoding="utf-8")
             self.environ[OVERRIDES] = str(overrides)
 
-    def _overrides(self, told: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    def _overrides(self, told: Mapping[str, Setting]) -> dict[str, Setting]:
         named = self.environ.get(OVERRIDES)
         found = read_config(Path(named)) if named else {}
         if "parent" in told:  # the later answer to the same question

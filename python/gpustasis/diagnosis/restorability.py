@@ -49,7 +49,7 @@ def check(
     except CheckpointError as exc:
         return [problem(name, str(exc), "make a new one; gpustasis verify looks at every byte")]
     count = len(found.processes)
-    text = f"{checkpoint}: {plural(count, 'process', 'es')}, {len(found.gpus)} GPU(s)"
+    text = f"{checkpoint}: {plural(count, 'process', 'es')}, {len(found.needed_gpus())} GPU(s)"
     return [
         ok(name, text),
         *_architecture(machine),
@@ -153,7 +153,8 @@ def _driver(found: Inspection, version: int) -> Finding:
 
 
 def _models(found: Inspection, devices: tuple[Device, ...], version: int) -> Iterator[Finding]:
-    wanted = Counter(gpu.name for gpu in found.gpus)
+    needed = found.needed_gpus()
+    wanted = Counter(gpu.name for gpu in needed)
     present = Counter(device.name for device in devices)
     lacking = wanted - present
     if lacking:
@@ -163,7 +164,7 @@ def _models(found: Inspection, devices: tuple[Device, ...], version: int) -> Ite
         yield problem("GPU", f"lacking {text}; here: {here}", remedy)
         return
     uuids = {device.uuid for device in devices}
-    others = [gpu.uuid for gpu in found.gpus if gpu.uuid not in uuids]
+    others = [gpu.uuid for gpu in needed if gpu.uuid not in uuids]
     if others and version < _OTHER_GPUS:
         text = f"{', '.join(others)} not here, and this driver restores on the same GPUs only"
         yield problem("GPU", text, "upgrade the driver to 580 or newer")

@@ -103,6 +103,8 @@ def _write(
                 externalized=True,
                 digest=written.digest,
                 state_before=task.state_before,
+                gpu_source=task.gpu_source,
+                gpus=task.gpus,
             )
         )
     other_bytes = 0

@@ -13,6 +13,7 @@ from gpustasis._core import (
     Manifest,
     ManifestTask,
     RegionKind,
+    TaskGpu,
     image_name,
 )
 from gpustasis.criu.images import PSTREE_NAME, core_name, parse_comm, parse_pstree
@@ -107,11 +108,27 @@ class ImageView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGpuView:
+    """A GPU that a process could see. number: its place in `gpus`. memory_bytes: that the process had
+    in use there; None: not known."""
+
+    number: int
+    uuid: str
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CudaView:
-    """The CUDA side of a process. image: None if its memory stayed in CRIU's own images."""
+    """The CUDA side of a process. image: None if its memory stayed in CRIU's own images.
+
+    gpu_source: how it was found out which GPUs it could see, "nvml", "device_files" (sizes are not
+    known) or "unknown" (gpus is empty).
+    """
 
     state_before: str
     externalized: bool
+    gpu_source: str
+    gpus: tuple[TaskGpuView, ...]
     image: ImageView | None
 
 
@@ -176,6 +193,14 @@ class Inspection:
     processes: tuple[ProcessView, ...]
     timings_ms: dict[str, dict[str, float]]
     archive: ArchiveView | None = None
+
+    def needed_gpus(self) -> tuple[GpuView, ...]:
+        """Those that a process of the checkpoint could see; all, if that is not known of one."""
+        views = [process.cuda for process in self.processes if process.cuda is not None]
+        if any(not view.gpus for view in views):
+            return self.gpus
+        seen = {gpu.number for view in views for gpu in view.gpus}
+        return tuple(gpu for number, gpu in enumerate(self.gpus) if number in seen)
 
     def to_json(self) -> dict[str, Any]:
         """For json.dumps; the keys are the fields above."""
@@ -268,7 +293,18 @@ def _cuda_view(files: CheckpointFiles, manifest: Manifest, task: ManifestTask) -
     if task.externalized:
         image = _image_view(files, files.open_image(manifest, task), task.pid)
     return CudaView(
-        state_before=task.state_before.name.lower(), externalized=task.externalized, image=image
+        state_before=task.state_before.name.lower(),
+        externalized=task.externalized,
+        gpu_source=task.gpu_source.name.lower(),
+        gpus=tuple(
+            TaskGpuView(
+                number=gpu.gpu,
+                uuid=gpu_uuid(manifest.gpus[gpu.gpu].uuid),
+                memory_bytes=None if gpu.memory_size == TaskGpu.UNKNOWN_SIZE else gpu.memory_size,
+            )
+            for gpu in task.gpus
+        ),
+        image=image,
     )
 
 

@@ -23,9 +23,19 @@ _MAGIC = b"\x93GPUSMF\n"
 _HEADER_SIZE = 96
 _HASH_SIZE = 16
 _MAX_TASKS = 65536
+_MAX_TASK_GPUS = 1 << 20
+_UNKNOWN_SOURCE, _DEVICE_FILES, _NVML = range(3)
+_UNKNOWN_SIZE = (1 << 64) - 1
 _FIELDS = struct.Struct("<16sIIII32s")
-_TASK = struct.Struct("<IIB7s16s")
+_TASK = struct.Struct("<IIBB6s16s")
+_TASK_GPU = struct.Struct("<IIQ")
 _PARENT = struct.Struct("<16sI12s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainTaskGpu:
+    gpu: int
+    memory_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +44,8 @@ class PlainTask:
     state_before: int
     externalized: bool
     digest: bytes
+    gpu_source: int
+    gpus: tuple[PlainTaskGpu, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +66,19 @@ def parse_manifest(file: bytes) -> PlainManifest:
     require(len(file) >= _HEADER_SIZE + _HASH_SIZE, "too short for a manifest")
     required = check_start(file, _MAGIC, _HEADER_SIZE, file[-_HASH_SIZE:], file[:-_HASH_SIZE])
     has_parent = bool(required & FEATURE_PARENT)
-    checkpoint_id, api_version, gpu_count, task_count, reserved, version = _FIELDS.unpack_from(
-        file, START.size
+    checkpoint_id, api_version, gpu_count, task_count, task_gpu_count, version = (
+        _FIELDS.unpack_from(file, START.size)
     )
-    require(reserved == 0, "a reserved byte is not zero")
     require(gpu_count <= MAX_GPUS and task_count <= _MAX_TASKS, "too many GPUs or tasks")
+    require(task_gpu_count <= _MAX_TASK_GPUS, "too many GPUs of tasks")
     tasks_offset = _HEADER_SIZE + GPU.size * gpu_count
-    parent_offset = tasks_offset + _TASK.size * task_count
+    task_gpus_offset = tasks_offset + _TASK.size * task_count
+    parent_offset = task_gpus_offset + _TASK_GPU.size * task_gpu_count
     size = parent_offset + (_PARENT.size if has_parent else 0) + _HASH_SIZE
     require(len(file) == size, "wrong size")
-    tasks = [_parse_task(file, tasks_offset + _TASK.size * i) for i in range(task_count)]
+    by_pid = _parse_task_gpus(file[task_gpus_offset:parent_offset], gpu_count)
+    tasks = [_parse_task(file, tasks_offset + _TASK.size * i, by_pid) for i in range(task_count)]
+    require(not by_pid, "a GPU of a task that is not there")
     pids = [task.pid for task in tasks]
     require(pids == sorted(set(pids)), "pids do not ascend")
     parent_id, chain_length = _parse_parent(file, parent_offset) if has_parent else (NO_ID, 0)
@@ -78,12 +93,35 @@ def parse_manifest(file: bytes) -> PlainManifest:
     )
 
 
-def _parse_task(raw: bytes, offset: int) -> PlainTask:
-    pid, state, externalized, reserved, digest = _TASK.unpack_from(raw, offset)
+def _parse_task_gpus(raw: bytes, gpu_count: int) -> dict[int, tuple[PlainTaskGpu, ...]]:
+    entries = list(_TASK_GPU.iter_unpack(raw))
+    places = [(pid, gpu) for pid, gpu, _ in entries]
+    require(places == sorted(set(places)), "GPUs of tasks do not ascend")
+    require(all(gpu < gpu_count for _, gpu in places), "a GPU that is not listed")
+    found: dict[int, tuple[PlainTaskGpu, ...]] = {}
+    for pid, gpu, size in entries:
+        found[pid] = (*found.get(pid, ()), PlainTaskGpu(gpu=gpu, memory_size=size))
+    return found
+
+
+def _parse_task(raw: bytes, offset: int, by_pid: dict[int, tuple[PlainTaskGpu, ...]]) -> PlainTask:
+    pid, state, externalized, source, reserved, digest = _TASK.unpack_from(raw, offset)
+    gpus = by_pid.pop(pid, ())
+    require(source <= _NVML, "task malformed")
+    require((source == _UNKNOWN_SOURCE) == (not gpus), "GPUs and their source")
+    known = any(gpu.memory_size != _UNKNOWN_SIZE for gpu in gpus)
+    require(source != _DEVICE_FILES or not known, "device files do not tell sizes")
     require(1 <= pid < 1 << 31 and state <= 3, "task malformed")
     require(externalized <= 1 and not any(reserved), "task malformed")
     require(externalized == 1 or digest == NO_ID, "digest of an image that does not exist")
-    return PlainTask(pid=pid, state_before=state, externalized=externalized == 1, digest=digest)
+    return PlainTask(
+        pid=pid,
+        state_before=state,
+        externalized=externalized == 1,
+        digest=digest,
+        gpu_source=source,
+        gpus=gpus,
+    )
 
 
 def _parse_parent(raw: bytes, offset: int) -> tuple[bytes, int]:

@@ -9,8 +9,6 @@
 
 namespace gpustasis::emulator {
 
-inline constexpr unsigned kMaxClients = 1024;
-
 /// One client; its slot is free when worker is 0.
 struct LedgerSlot {
     std::atomic<pid_t> worker;

@@ -88,6 +88,11 @@ std::uint32_t* find_number_knob(Machine& machine, std::string_view key) {
         {"cloexec", &machine.info.cloexec},
         {"desync", &machine.info.desync},
         {"init_ms", &machine.info.init_ms},
+        {"nvml_processes", &machine.info.nvml_processes},
+        {"nvml_memory", &machine.info.nvml_memory},
+        {"managed_memory", &machine.info.managed_memory},
+        {"nccl", &machine.info.nccl},
+        {"cuda_ipc", &machine.info.cuda_ipc},
         {"delay_ms", &machine.times.delay_ms},
         {"lock_drain_ms", &machine.times.lock_drain_ms},
         {"d2h_ms_per_gib", &machine.times.d2h_ms_per_gib},
@@ -170,6 +175,7 @@ Machine parse_options(const std::vector<std::string_view>& arguments) {
     for (unsigned i = 0; i < gpus; ++i) {
         GpuInfo& gpu = machine.info.gpus[i];
         copy_text("--name", name, gpu.name);
+        gpu.minor = i;
         gpu.memory = memory / kSegmentSize * kSegmentSize;
         gpu.uuid = i < uuids.size() ? uuids[i] : random_uuid();
     }
@@ -195,7 +201,8 @@ void set_knob(Machine& machine, std::string_view key, std::string_view value) {
 std::string knobs_json(const Machine& machine) {
     std::string text;
     Machine copy = machine;
-    for (const char* key : {"persistence", "cloexec", "desync", "init_ms", "delay_ms",
+    for (const char* key : {"persistence", "cloexec", "desync", "init_ms", "nvml_processes",
+                            "nvml_memory", "managed_memory", "nccl", "cuda_ipc", "delay_ms",
                             "lock_drain_ms", "d2h_ms_per_gib", "h2d_ms_per_gib"}) {
         text +=
             '"' + std::string(key) + "\": " + std::to_string(*find_number_knob(copy, key)) + ", ";

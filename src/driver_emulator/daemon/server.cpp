@@ -7,6 +7,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <fcntl.h>
 #include <poll.h>
 #include <stdexcept>
 #include <sys/prctl.h>
@@ -33,6 +34,7 @@ constexpr timeval kClientPatience{2, 0};
 union ShortRequest {
     WireHeader header;
     PlanRequest plan;
+    ProcessesRequest processes;
     AttachClient attach;
     char bytes[kMaxAdminText];
     ShortRequest() : bytes{} {}
@@ -116,6 +118,7 @@ Server::Server(Machine machine)
     if (bound != 0 || listen(listener_, 128) != 0) {
         fail(machine_.socket_path);
     }
+    make_device_files();
     if (machine_.ready_fd >= 0) {
         if (write(machine_.ready_fd, "1", 1) != 1) {
             fail("ready-fd");
@@ -128,10 +131,46 @@ Server::~Server() {
     if (listener_ >= 0) {
         close(listener_);
         unlink(machine_.socket_path.c_str());
+        remove_device_files();
     }
     if (signals_ >= 0) {
         close(signals_);
     }
+}
+
+std::string Server::device_directory() const {
+    return machine_.socket_path.substr(0, machine_.socket_path.rfind('/') + 1) + "dev";
+}
+
+/// They only have names: which GPUs a process can see is told by those that it has open.
+void Server::make_device_files() const {
+    const std::string directory = device_directory();
+    if (mkdir(directory.c_str(), 0755) != 0 && errno != EEXIST) {
+        fail(directory);
+    }
+    for (const std::string& name : device_names()) {
+        const std::string path = directory + "/" + name;
+        const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
+        if (fd < 0 || ftruncate(fd, sysconf(_SC_PAGESIZE)) != 0) {
+            fail(path);
+        }
+        close(fd);
+    }
+}
+
+void Server::remove_device_files() const {
+    for (const std::string& name : device_names()) {
+        unlink((device_directory() + "/" + name).c_str());
+    }
+    rmdir(device_directory().c_str());
+}
+
+std::vector<std::string> Server::device_names() const {
+    std::vector<std::string> names = {"nvidia-uvm"};
+    for (unsigned i = 0; i < machine_.info.gpu_count; ++i) {
+        names.push_back("nvidia" + std::to_string(i));
+    }
+    return names;
 }
 
 void Server::run() {
@@ -202,8 +241,27 @@ bool Server::serve(int socket) {
         }
         fork_worker(socket, request.attach);
         return true;
+    case WireOp::processes:
+        return length == sizeof(ProcessesRequest) && request.processes.gpu < kMaxGpus &&
+               send_struct(socket, processes_of(request.processes.gpu));
     default: return false;
     }
+}
+
+ProcessList Server::processes_of(unsigned gpu) {
+    reap_workers();
+    ProcessList list{};
+    list.magic = kWireMagic;
+    for (unsigned i = 0; i < kMaxClients; ++i) {
+        const LedgerSlot& slot = ledger_.slots()[i];
+        if (slot.worker == 0 || (slot.attached.load() >> gpu & 1) == 0) {
+            continue;
+        }
+        auto& entry = list.entries[list.count++];
+        entry.pid = slot.client;
+        entry.used = slot.used[gpu].load();
+    }
+    return list;
 }
 
 void Server::fork_worker(int socket, const AttachClient& hello) {

@@ -7,6 +7,7 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace gpustasis::emulator {
 
@@ -25,6 +26,11 @@ private:
     void accept_one();
     /// @returns whether the connection is done with and to be closed
     bool serve(int socket);
+    [[nodiscard]] ProcessList processes_of(unsigned gpu);
+    [[nodiscard]] std::string device_directory() const;
+    [[nodiscard]] std::vector<std::string> device_names() const;
+    void make_device_files() const;
+    void remove_device_files() const;
     void fork_worker(int socket, const struct AttachClient& hello);
     void reap_workers();
     [[nodiscard]] DaemonInfo current_info() const;

@@ -177,7 +177,47 @@ Result open_devices(DeviceFiles& files, unsigned count, const char* path, bool c
     return Result::success;
 }
 
+void open_named_devices(DeviceFiles& files, const DaemonInfo& info, const char* directory,
+                        unsigned uvm_count) noexcept {
+    char path[256];
+    const int flags = O_RDONLY | (info.cloexec != 0 ? O_CLOEXEC : 0);
+    for (unsigned i = 0; i < info.gpu_count && files.count < DeviceFiles::kMax; ++i) {
+        std::snprintf(path, sizeof path, "%s/nvidia%u", directory, info.gpus[i].minor);
+        if (const int fd = open(path, flags); fd >= 0) {
+            add(files, fd);
+        }
+    }
+    std::snprintf(path, sizeof path, "%s/nvidia-uvm", directory);
+    const int fd = uvm_count > 0 ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    if (fd < 0) {
+        return;
+    }
+    const auto page = static_cast<std::size_t>(getpagesize());
+    for (unsigned i = 0; i < uvm_count && i < DeviceFiles::kMaxUvm; ++i) {
+        if (files.uvm[i] != nullptr) {
+            continue;
+        }
+        // A page apart, or the kernel makes one mapping of two.
+        void* room = mmap(nullptr, 3 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (room == MAP_FAILED) {
+            break;
+        }
+        char* middle = static_cast<char*>(room) + page;
+        munmap(room, page);
+        munmap(middle + page, page);
+        void* mapping = mmap(middle, page, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0);
+        files.uvm[i] = mapping == MAP_FAILED ? nullptr : mapping;
+    }
+    close(fd);
+}
+
 void close_devices(DeviceFiles& files) noexcept {
+    for (void*& mapping : files.uvm) {
+        if (mapping != nullptr) {
+            munmap(mapping, static_cast<std::size_t>(getpagesize()));
+            mapping = nullptr;
+        }
+    }
     if (files.mapping != nullptr) {
         munmap(files.mapping, files.mapping_size);
         files.mapping = nullptr;

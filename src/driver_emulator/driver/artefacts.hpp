@@ -4,6 +4,7 @@
 
 #include "driver_emulator/channel.hpp"
 #include "driver_emulator/driver_abi.hpp"
+#include "driver_emulator/wire.hpp"
 
 #include <cstddef>
 
@@ -33,7 +34,15 @@ struct DeviceFiles {
     std::size_t mapping_size = 0;
     char device[32] = {};       ///< what the files are: a path, or a kind of anonymous file
     char mapping_kind[32] = {}; ///< "io_uring", "perf_event" or "none"
+    static constexpr unsigned kMaxUvm = 2;
+    void* uvm[kMaxUvm] = {}; ///< mappings of the file that stands for /dev/nvidia-uvm
 };
+
+/// What tells from outside which GPUs a process can see, and whether it holds managed memory: opens
+/// the files that stand for device files of `info`'s GPUs, and maps that of /dev/nvidia-uvm `uvm_count`
+/// times in all. `directory` is device_directory(); what is not there is left out.
+void open_named_devices(DeviceFiles& files, const DaemonInfo& info, const char* directory,
+                        unsigned uvm_count) noexcept;
 
 /// Opens `count` more of them, and makes the mapping if there is none. `path` is the device to use,
 /// "" to choose. Returns operating_system if there is nothing to open.

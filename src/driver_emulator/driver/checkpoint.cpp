@@ -60,7 +60,41 @@ Result lock(Driver& driver, const ChannelRequest& request, const OperationPlan& 
     return Result::success;
 }
 
+constexpr int kLast580 = 13000; // the API versions of driver branches 580, 595 and 610
+constexpr int kFirst610 = 13030;
+constexpr std::uint32_t kNcclFailsAfterMs = 1400;
+
+void die(int signal) noexcept {
+    OperationPlan plan{};
+    plan.action = FaultAction::die;
+    plan.code = signal;
+    fail_midway(plan);
+}
+
+/// What Checkpoint does to programs that it cannot save (reference: measured on 580.178 and 595.84).
+Result meet_unsupported(Driver& driver) noexcept {
+    const int api = driver.info.api_version;
+    if (driver.info.managed_memory != 0) {
+        if (api > kLast580) {
+            driver.link.lose(Result::launch_failed);
+        }
+        return Result::not_supported;
+    }
+    if (driver.info.nccl != 0 && api > kLast580) {
+        sleep_ms(kNcclFailsAfterMs);
+        die(SIGABRT); // as the library does in its own threads
+    }
+    if (driver.info.cuda_ipc != 0 && api > kLast580 && api < kFirst610) {
+        sleep_ms(driver.info.cuda_ipc);
+        die(SIGKILL);
+    }
+    return Result::success;
+}
+
 Result checkpoint(Driver& driver, const OperationPlan& plan) noexcept {
+    if (const Result refused = meet_unsupported(driver); refused != Result::success) {
+        return refused;
+    }
     const Result result = stage_device_memory(driver, plan);
     if (result == Result::success) {
         driver.state = ProcessState::checkpointed;
@@ -71,6 +105,9 @@ Result checkpoint(Driver& driver, const OperationPlan& plan) noexcept {
 Result restore(Driver& driver, const ChannelRequest& request, const OperationPlan& plan) noexcept {
     if (driver.poisoned) {
         return Result::operating_system;
+    }
+    if (driver.info.cuda_ipc != 0 && driver.info.api_version <= kLast580) {
+        return Result::invalid_value; // it checkpoints such programs, and never restores them
     }
     const Result result =
         unstage_device_memory(driver, plan, request.pairs, request.pair_count, driver.poisoned);

@@ -3,6 +3,7 @@
 #include "driver_emulator/driver/futex.hpp"
 #include "driver_emulator/packet.hpp"
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <poll.h>
@@ -12,6 +13,7 @@
 namespace gpustasis::emulator {
 namespace {
 
+constexpr const char* kDevicesVariable = "GPUSTASIS_EMULATOR_DEV";
 constexpr const char* kDefaultPath = "/run/gpustasis-emulator/default/socket";
 
 template <typename Request, typename Reply>
@@ -23,6 +25,19 @@ bool ask(const Request& request, Reply& reply) noexcept {
     const bool done = send_struct(socket, request) && receive_struct(socket, reply);
     close(socket);
     return done;
+}
+
+/// As in a container that has some of the machine's device files.
+void keep_visible(DaemonInfo& info) noexcept {
+    unsigned kept = 0;
+    for (unsigned i = 0; i < info.gpu_count; ++i) {
+        char path[256];
+        std::snprintf(path, sizeof path, "%s/nvidia%u", device_directory(), info.gpus[i].minor);
+        if (access(path, F_OK) == 0) {
+            info.gpus[kept++] = info.gpus[i];
+        }
+    }
+    info.gpu_count = kept;
 }
 
 } // namespace
@@ -38,9 +53,38 @@ const char* daemon_path() noexcept {
     return path;
 }
 
+const char* device_directory() noexcept {
+    static char path[sizeof DaemonInfo::device_path + 108];
+    static std::once_flag once;
+    std::call_once(once, [] {
+        const char* set = std::getenv(kDevicesVariable);
+        if (set != nullptr && *set != '\0') {
+            std::strncpy(path, set, sizeof path - 1);
+            return;
+        }
+        const char* slash = std::strrchr(daemon_path(), '/');
+        const auto length =
+            slash == nullptr ? 0 : static_cast<std::size_t>(slash - daemon_path() + 1);
+        std::memcpy(path, daemon_path(), length);
+        std::strcpy(path + length, "dev");
+    });
+    return path;
+}
+
 bool ask_info(DaemonInfo& info) noexcept {
-    return ask(WireHeader{kWireMagic, WireOp::info}, info) && info.magic == kWireMagic &&
-           info.gpu_count <= kMaxGpus;
+    if (!ask(WireHeader{kWireMagic, WireOp::info}, info) || info.magic != kWireMagic ||
+        info.gpu_count > kMaxGpus) {
+        return false;
+    }
+    if (std::getenv(kDevicesVariable) != nullptr) {
+        keep_visible(info);
+    }
+    return true;
+}
+
+bool ask_processes(unsigned gpu, ProcessList& list) noexcept {
+    const ProcessesRequest request{{kWireMagic, WireOp::processes}, gpu, 0};
+    return ask(request, list) && list.magic == kWireMagic && list.count <= kMaxClients;
 }
 
 OperationPlan ask_plan(Operation operation) noexcept {

@@ -14,8 +14,17 @@ namespace gpustasis::emulator {
 /// in memory is what a restored process uses.
 [[nodiscard]] const char* daemon_path() noexcept;
 
-/// Asks what the machine is. Needs no client. Returns false if no daemon answers.
+/// Where files stand for the device files of the GPUs ("nvidia0", ...) and for "nvidia-uvm":
+/// $GPUSTASIS_EMULATOR_DEV, as a container has a /dev of its own, else "dev" beside the daemon's
+/// socket. Copied once, as daemon_path().
+[[nodiscard]] const char* device_directory() noexcept;
+
+/// Asks what the machine is; of its GPUs, those whose files are in device_directory(). Needs no
+/// client. Returns false if no daemon answers.
 [[nodiscard]] bool ask_info(DaemonInfo& info) noexcept;
+
+/// Asks who uses a GPU, named by its minor number. Returns false if no daemon answers.
+[[nodiscard]] bool ask_processes(unsigned gpu, ProcessList& list) noexcept;
 
 /// Asks what shall happen in an operation; without a daemon nothing special does.
 [[nodiscard]] OperationPlan ask_plan(Operation operation) noexcept;
@@ -55,6 +64,9 @@ public:
     /// Waits for a launch, at most `milliseconds` (0 = for ever). Returns not_ready if that was not
     /// enough, or the sticky error.
     Result wait(std::uint64_t sequence, std::uint32_t milliseconds = 0) noexcept;
+
+    /// From now on every call answers `error`: the context is dead.
+    void lose(Result error) noexcept { lost_ = static_cast<int>(error); }
 
     /// The error that a launch left behind, which every later call answers.
     [[nodiscard]] Result sticky_error() const noexcept;

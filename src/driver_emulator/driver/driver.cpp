@@ -24,7 +24,7 @@ void fill_devices(Driver& driver) {
     driver.objects.device_count = driver.info.gpu_count;
     for (unsigned i = 0; i < driver.info.gpu_count; ++i) {
         driver.objects.devices[i].ordinal = static_cast<int>(i);
-        driver.objects.devices[i].gpu = i;
+        driver.objects.devices[i].gpu = driver.info.gpus[i].minor;
         driver.objects.devices[i].uuid = driver.info.gpus[i].uuid;
     }
 }
@@ -70,6 +70,7 @@ Result initialise_locked(Driver& driver) noexcept {
         result = open_devices(driver.devices, kInitDeviceFiles, driver.info.device_path, cloexec);
     }
     if (result == Result::success) {
+        open_named_devices(driver.devices, driver.info, device_directory(), 0);
         fill_devices(driver);
         result = start_restore_thread(driver);
     }
@@ -104,11 +105,19 @@ Result initialise(Driver& driver) noexcept {
     return initialise_locked(driver);
 }
 
+void map_uvm(Driver& driver) noexcept {
+    DaemonInfo no_gpus = driver.info;
+    no_gpus.gpu_count = 0; // their files are open since cuInit
+    open_named_devices(driver.devices, no_gpus, device_directory(),
+                       driver.info.managed_memory != 0 ? 2 : 1);
+}
+
 Result start_first_context(Driver& driver, Device& device) {
     if (!driver.link.is_open()) {
         const bool cloexec = driver.info.cloexec != 0;
         Result result =
             open_devices(driver.devices, kContextDeviceFiles, driver.info.device_path, cloexec);
+        map_uvm(driver);
         if (result == Result::success) {
             result = driver.link.open(driver.devices.device, driver.devices.mapping_kind);
         }

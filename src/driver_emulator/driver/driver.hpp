@@ -39,6 +39,9 @@ Driver& driver() noexcept;
 /// What cuInit does, once.
 Result initialise(Driver& driver) noexcept;
 
+/// What a context maps of /dev/nvidia-uvm: once, and once more with managed memory.
+void map_uvm(Driver& driver) noexcept;
+
 /// Connects to the daemon and starts what comes with a first context. Caller holds driver.mutex.
 Result start_first_context(Driver& driver, Device& device);
 

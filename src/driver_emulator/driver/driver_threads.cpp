@@ -78,6 +78,16 @@ void* run_event_thread(void*) {
     return nullptr;
 }
 
+/// Of an NCCL process group: PyTorch's threads that watch it.
+void* run_nccl_thread(void* name) {
+    static const std::atomic<std::uint32_t> never{0};
+    prctl(PR_SET_NAME, name);
+    while (true) {
+        futex_wait(never, 0, 0);
+    }
+    return nullptr;
+}
+
 void* run_helper_thread(void*) {
     static const std::atomic<std::uint32_t> never{0};
     while (true) {
@@ -109,6 +119,12 @@ Result start_context_threads(Driver& driver) noexcept {
     }
     if (!start_thread(run_event_thread, nullptr) || !start_thread(run_helper_thread, nullptr)) {
         return Result::operating_system;
+    }
+    static char nccl_threads[][16] = {"pt_nccl_watchdg", "pt_nccl_heartbt"};
+    for (char* name : {nccl_threads[0], nccl_threads[1]}) {
+        if (driver.info.nccl != 0 && !start_thread(run_nccl_thread, name)) {
+            return Result::operating_system;
+        }
     }
     event_files.started = true;
     return Result::success;

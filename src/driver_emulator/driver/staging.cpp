@@ -158,9 +158,24 @@ unsigned find_gpu(const DaemonInfo& info, const Uuid& uuid) noexcept {
     return kMaxGpus;
 }
 
-/// Where each of our devices goes: `gpus` by ordinal. Checks only, changes nothing.
+bool has_device(const Driver& driver, const Uuid& uuid) noexcept {
+    for (unsigned i = 0; i < driver.objects.device_count; ++i) {
+        if (driver.objects.devices[i].uuid == uuid) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/// Where each of our devices goes: `gpus` by ordinal, as an index of now.gpus. Checks only, changes
+/// nothing.
 Result choose_gpus(const Driver& driver, const DaemonInfo& now, const GpuPair* pairs,
                    unsigned pair_count, unsigned (&gpus)[kMaxGpus]) noexcept {
+    for (unsigned p = 0; p < pair_count; ++p) {
+        if (!has_device(driver, pairs[p].old_uuid)) {
+            return Result::invalid_value; // and no other
+        }
+    }
     for (unsigned i = 0; i < driver.objects.device_count; ++i) {
         Uuid wanted = driver.objects.devices[i].uuid;
         bool paired = false;
@@ -197,10 +212,15 @@ Result reload_modules(Driver& driver) noexcept {
     return Result::success;
 }
 
-Result take_gpus(Driver& driver, const unsigned (&gpus)[kMaxGpus], bool had_context) noexcept {
+Result take_gpus(Driver& driver, const DaemonInfo& now, const unsigned (&gpus)[kMaxGpus],
+                 bool had_context) noexcept {
     const DaemonInfo& info = driver.info;
     const unsigned files = 3 + (had_context ? kContextDeviceFiles - 3 : 0);
     Result result = open_devices(driver.devices, files, info.device_path, info.cloexec != 0);
+    open_named_devices(driver.devices, now, device_directory(), 0);
+    if (had_context) {
+        map_uvm(driver);
+    }
     if (result != Result::success || !had_context) {
         return result;
     }
@@ -210,7 +230,7 @@ Result take_gpus(Driver& driver, const unsigned (&gpus)[kMaxGpus], bool had_cont
         if (!vram.owns_addresses()) {
             continue;
         }
-        result = vram.reattach(driver.link, gpus[i]);
+        result = vram.reattach(driver.link, now.gpus[gpus[i]].minor);
         for (auto& [address, segment] : vram.segments()) {
             if (result == Result::success) {
                 result = vram.map_again(driver.link, address, segment.size);
@@ -273,7 +293,7 @@ Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const Gp
         return result;
     }
     const bool had_context = driver.had_context;
-    result = take_gpus(driver, gpus, had_context);
+    result = take_gpus(driver, now, gpus, had_context);
     fail_midway(plan);
     if (result == Result::success && plan.action == FaultAction::oom) {
         result = Result::out_of_memory;
@@ -293,7 +313,7 @@ Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const Gp
         return result;
     }
     for (unsigned i = 0; i < driver.objects.device_count; ++i) {
-        driver.objects.devices[i].gpu = gpus[i];
+        driver.objects.devices[i].gpu = now.gpus[gpus[i]].minor;
         driver.objects.devices[i].uuid = now.gpus[gpus[i]].uuid;
         driver.info.gpus[i] = now.gpus[gpus[i]];
     }

@@ -16,14 +16,23 @@ struct nvml_memory {
     unsigned long long total, free, used;
 };
 
+struct nvml_process { // nvmlProcessInfo_t
+    unsigned pid;
+    unsigned long long used;
+    unsigned gpu_instance, compute_instance;
+};
+
 namespace {
 
 constexpr nvml_result kSuccess = 0;
 constexpr nvml_result kUninitialized = 1;
 constexpr nvml_result kInvalidArgument = 2;
+constexpr nvml_result kNotSupported = 3;
 constexpr nvml_result kNotFound = 6;
 constexpr nvml_result kInsufficientSize = 7;
 constexpr nvml_result kDriverNotLoaded = 9;
+constexpr unsigned kNoInstance = ~0U;               // not a MIG slice
+constexpr unsigned long long kNotAvailable = ~0ULL; // NVML_VALUE_NOT_AVAILABLE
 
 DaemonInfo machine; // as of nvmlInit; memory in use is asked for anew
 bool initialised = false;
@@ -140,9 +149,45 @@ NVML_API(nvmlDeviceGetMemoryInfo)(nvml_device device, nvml_memory* memory) {
     if (!ask_info(now)) {
         return kDriverNotLoaded;
     }
+    if (now.nvml_memory != 0) {
+        return kNotSupported;
+    }
     memory->total = now.gpus[index].memory;
     memory->used = now.gpus[index].used;
     memory->free = memory->total - memory->used;
+    return kSuccess;
+}
+
+NVML_API(nvmlDeviceGetMinorNumber)(nvml_device device, unsigned* minor) {
+    if (!is_device(device) || minor == nullptr) {
+        return kInvalidArgument;
+    }
+    *minor = device->minor;
+    return initialised ? kSuccess : kUninitialized;
+}
+
+NVML_API(nvmlDeviceGetComputeRunningProcesses_v3)
+(nvml_device device, unsigned* count, nvml_process* processes) {
+    if (!is_device(device) || count == nullptr || (processes == nullptr && *count != 0)) {
+        return kInvalidArgument;
+    }
+    DaemonInfo now{};
+    static ProcessList list; // large; callers take turns, as those of nvmlInit do
+    if (!ask_info(now) || !ask_processes(device->minor, list)) {
+        return kDriverNotLoaded;
+    }
+    if (now.nvml_processes == 1) {
+        return kNotSupported;
+    }
+    const unsigned room = *count;
+    *count = list.count;
+    if (room < list.count) {
+        return kInsufficientSize;
+    }
+    for (unsigned i = 0; i < list.count; ++i) {
+        const auto used = now.nvml_processes == 2 ? kNotAvailable : list.entries[i].used;
+        processes[i] = {static_cast<unsigned>(list.entries[i].pid), used, kNoInstance, kNoInstance};
+    }
     return kSuccess;
 }
 
@@ -151,6 +196,7 @@ extern "C" __attribute__((visibility("default"))) const char* nvmlErrorString(nv
     case kSuccess: return "Success";
     case kUninitialized: return "Uninitialized";
     case kInvalidArgument: return "Invalid Argument";
+    case kNotSupported: return "Not Supported";
     case kNotFound: return "Not Found";
     case kInsufficientSize: return "Insufficient Size";
     case kDriverNotLoaded: return "Driver Not Loaded";

@@ -20,12 +20,19 @@ Config read(const std::string& text) {
 }
 
 void every_key_is_taken() {
-    const Config config = read("externalize = \"off\"\ncompress = \"none\"\nthreads = 3\n"
-                               "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
-                               "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
-                               "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
-                               "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\n"
-                               "parent_check = \"data\"\n");
+    const Config config =
+        read("externalize = \"off\"\ncompress = \"none\"\nthreads = 3\n"
+             "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
+             "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
+             "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
+             "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\n"
+             "parent_check = \"data\"\n"
+             "gpu_map = [\"0=GPU-01234567-89ab-cdef-0123-456789abcdef\", \"1=3\"]\n"
+             "risk = [\"nccl\", \"memory\"]\n");
+    CHECK(config.gpu_map.size() == 2 && config.gpu_map[0].from == "0");
+    CHECK(config.gpu_map[0].to == "GPU-01234567-89ab-cdef-0123-456789abcdef");
+    CHECK(config.gpu_map[1].from == "1" && config.gpu_map[1].to == "3");
+    CHECK(config.risk == std::vector<std::string>({"nccl", "memory"}));
     CHECK(!config.externalize && !config.compress && config.threads == 3);
     CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
     CHECK(config.driver_timeout_ms == 6 && config.driver == "/x/libcuda.so.1");
@@ -66,6 +73,14 @@ void bad_values_are_named() {
                              "max_chain = 65536",
                              "incremental = 1",
                              "lock_timeout_ms = 0",
+                             "gpu_map = [\"0\"]",
+                             "gpu_map = [\"0=\"]",
+                             "gpu_map = [\"0=GPU-12\"]",
+                             "gpu_map = [\"-1=0\"]",
+                             "gpu_map = [0]",
+                             "gpu_map = 0",
+                             "risk = [\"everything\"]",
+                             "risk = true",
                              "driver = \"\"",
                              "thread = 1",
                              "[threads]",
@@ -132,6 +147,9 @@ void options_of_criu_win_over_the_file() {
     read("threads = 7\nlock_timeout_ms = 9");
     const Config config = find_config({{"config", path}, {"threads", "3"}, {"externalize", "off"}});
     CHECK(config.threads == 3 && !config.externalize && config.lock_timeout_ms == 9);
+    const Config lists = find_config({{"gpu_map", "0=1,1=0"}, {"risk", "ipc,memory"}});
+    CHECK(lists.gpu_map.size() == 2 && lists.gpu_map[1].from == "1" && lists.gpu_map[1].to == "0");
+    CHECK(lists.risk == std::vector<std::string>({"ipc", "memory"}));
     CHECK_THROWS(Errc::bad_argument, find_config({{"threads", "many"}}));
     CHECK_THROWS(Errc::bad_argument, find_config({{"thread", "3"}}));
     CHECK_THROWS(Errc::io, find_config({{"config", "/nonexistent"}}));

@@ -1,10 +1,15 @@
 #include "check.hpp"
 
 #include "cuda_plugin/driver_facts.hpp"
+#include "cuda_plugin/nvml.hpp"
+
+#include <string>
 
 using namespace gpustasis;
 
 namespace {
+
+using Map = std::vector<GpuMapEntry>;
 
 GpuInfo gpu(int number, const char* name = "model A") {
     GpuInfo info;
@@ -14,10 +19,24 @@ GpuInfo gpu(int number, const char* name = "model A") {
     return info;
 }
 
+std::string uuid(int number) {
+    return gpu_uuid_text(gpu(number).uuid);
+}
+
+/// With one task of which nothing is known about its GPUs.
 Manifest manifest(std::vector<GpuInfo> gpus) {
     Manifest made;
     made.driver_api_version = 13000;
     made.gpus = std::move(gpus);
+    made.tasks = {{.pid = 7, .externalized = true}};
+    return made;
+}
+
+/// The same with one task that uses so much of these of them.
+Manifest manifest(std::vector<GpuInfo> gpus, std::vector<TaskGpu> seen) {
+    Manifest made = manifest(std::move(gpus));
+    made.tasks[0].gpu_source = GpuSource::nvml;
+    made.tasks[0].gpus = std::move(seen);
     return made;
 }
 
@@ -28,42 +47,144 @@ DriverFacts machine(const std::vector<GpuInfo>& gpus, std::uint64_t free_size = 
     return facts;
 }
 
+std::vector<GpuMove> moves(const Manifest& what, const DriverFacts& where, const Map& map = {},
+                           std::uint64_t staged = 10) {
+    return place_gpus(what, {{7, staged}}, map, where).moves_of(what, what.tasks[0]);
+}
+
+bool is(const std::vector<GpuMove>& found, std::vector<std::pair<int, int>> wanted) {
+    if (found.size() != wanted.size())
+        return false;
+    for (std::size_t i = 0; i < found.size(); ++i)
+        if (found[i].from != gpu(wanted[i].first).uuid || found[i].to != gpu(wanted[i].second).uuid)
+            return false;
+    return true;
+}
+
+void refused(Errc code, const std::string& why, const Manifest& what, const DriverFacts& where,
+             const Map& map = {}, std::uint64_t staged = 10) {
+    try {
+        moves(what, where, map, staged);
+        CHECK(false && "nothing was thrown");
+    } catch (const Error& e) {
+        CHECK(e.code() == code);
+        CHECK(std::string(e.what()).find(why) != std::string::npos);
+    }
+}
+
 void the_same_machine_needs_no_moves() {
-    CHECK(require_restorable(manifest({gpu(1), gpu(2)}), 2000, machine({gpu(1), gpu(2)})).empty());
-    CHECK(require_restorable(manifest({gpu(1)}), 10, machine({gpu(3), gpu(1)})).empty());
+    CHECK(moves(manifest({gpu(1), gpu(2)}), machine({gpu(1), gpu(2)}), {}, 2000).empty());
+    CHECK(moves(manifest({gpu(1)}), machine({gpu(3), gpu(1)})).empty());
 }
 
 void another_gpu_of_the_same_model_is_moved_to() {
-    const auto moves =
-        require_restorable(manifest({gpu(1), gpu(2)}), 10, machine({gpu(3), gpu(1)}));
-    CHECK(moves.size() == 2); // all of them, as the driver demands
-    CHECK(moves[0].from == gpu(1).uuid && moves[0].to == gpu(1).uuid);
-    CHECK(moves[1].from == gpu(2).uuid && moves[1].to == gpu(3).uuid);
+    // All of them are listed, as the driver demands.
+    CHECK(is(moves(manifest({gpu(1), gpu(2)}), machine({gpu(3), gpu(1)})), {{1, 1}, {2, 3}}));
+}
+
+void only_gpus_that_the_task_can_see_count() {
+    const Manifest one_of_three =
+        manifest({gpu(1), gpu(2), gpu(3, "model B")}, {{.gpu = 1, .memory_size = 10}});
+    CHECK(is(moves(one_of_three, machine({gpu(8)})), {{2, 8}}));
+    CHECK(moves(one_of_three, machine({gpu(2)})).empty());
+    // Of two tasks each is told of its own.
+    Manifest two = manifest({gpu(1), gpu(2)}, {{.gpu = 0, .memory_size = 10}});
+    two.tasks.push_back({.pid = 9, .gpu_source = GpuSource::device_files, .gpus = {{.gpu = 1}}});
+    const Placement placed = place_gpus(two, {}, {}, machine({gpu(1), gpu(8)}));
+    CHECK(placed.moves_of(two, two.tasks[0]).empty());
+    CHECK(is(placed.moves_of(two, two.tasks[1]), {{2, 8}}));
+}
+
+void a_process_that_sees_a_gpu_of_another_list_has_no_places() {
+    ProcessGpus seen{GpuSource::nvml, {{gpu(2).uuid, 5}, {gpu(3).uuid, 0}}, ""};
+    const std::vector<GpuInfo> listed = {gpu(1), gpu(2), gpu(3)};
+    CHECK(places_of(seen, listed) == std::vector<TaskGpu>({{1, 5}, {2, 0}}));
+    CHECK(places_of(seen, {gpu(1), gpu(2)}).empty());
+    CHECK(seen.memory_size() == 5);
+}
+
+void memory_counts_for_each_gpu() {
+    const Manifest what =
+        manifest({gpu(1), gpu(2)}, {{.gpu = 0, .memory_size = 600}, {.gpu = 1, .memory_size = 0}});
+    DriverFacts here = machine({gpu(1), gpu(2)});
+    CHECK(moves(what, here).empty());
+    (*here.gpus)[0].free_size = 599; // that the other has 1000 does not help
+    refused(Errc::unsupported, uuid(1), what, here);
+    (*here.gpus)[0].free_size = std::nullopt; // NVML cannot say: no refusal
+    CHECK(moves(what, here).empty());
+
+    // A GPU that is new gets what it has room for.
+    DriverFacts elsewhere = machine({gpu(5), gpu(6)});
+    (*elsewhere.gpus)[0].free_size = 599;
+    CHECK(is(moves(what, elsewhere), {{1, 6}, {2, 5}}));
+    // Without sizes by GPU, the sum counts.
+    refused(Errc::unsupported, "free for it", manifest({gpu(1)}), machine({gpu(1)}), {}, 1001);
+    Manifest files = what;
+    files.tasks[0].gpu_source = GpuSource::device_files;
+    files.tasks[0].gpus = {{.gpu = 0}};
+    refused(Errc::unsupported, "free for it", files, machine({gpu(1)}), {}, 1001);
+    CHECK(moves(files, machine({gpu(1)}), {}, 1000).empty());
+}
+
+void a_map_is_followed() {
+    const Manifest what =
+        manifest({gpu(1), gpu(2)}, {{.gpu = 0, .memory_size = 10}, {.gpu = 1, .memory_size = 10}});
+    const DriverFacts here = machine({gpu(1), gpu(2), gpu(3)});
+    CHECK(is(moves(what, here, {{"0", "2"}}), {{1, 3}, {2, 2}}));
+    CHECK(is(moves(what, here, {{uuid(1), uuid(2)}, {"1", "0"}}), {{1, 2}, {2, 1}}));
+    CHECK(moves(what, here, {{"0", uuid(1)}}).empty());
+}
+
+void a_map_that_cannot_hold_is_refused() {
+    const Manifest what = manifest({gpu(1), gpu(2), gpu(9)},
+                                   {{.gpu = 0, .memory_size = 500}, {.gpu = 1, .memory_size = 10}});
+    DriverFacts here = machine({gpu(1), gpu(2), gpu(3), gpu(4, "model B")});
+    const auto bad = [&](const std::string& why, const Map& map) {
+        refused(Errc::bad_argument, why, what, here, map);
+    };
+    bad("the checkpoint has no GPU 3", {{"3", "0"}});
+    bad("the checkpoint has no GPU " + uuid(7), {{uuid(7), "0"}});
+    bad("no process of the checkpoint can see GPU 2", {{"2", "2"}});
+    bad("this machine has no GPU 4", {{"0", "4"}});
+    bad("this machine has no GPU " + uuid(7), {{"0", uuid(7)}});
+    bad("the same model", {{"0", "3"}});
+    bad("named twice", {{"0", "1"}, {uuid(1), "2"}});
+    bad("goes to " + uuid(3) + " already", {{"0", "2"}, {"1", uuid(3)}});
+    bad("name a place for it as well", {{"0", "1"}});
+    (*here.gpus)[2].free_size = 499;
+    refused(Errc::unsupported, "for " + uuid(3), what, here, {{"0", "2"}});
+    here.gpus = std::nullopt;
+    refused(Errc::unsupported, "without NVML", what, here, {{"0", "2"}});
+    refused(Errc::unsupported, "does not say which GPUs", manifest({}), machine({gpu(1)}),
+            {{"0", "0"}});
+    Manifest old = what;
+    old.driver_api_version = 12080;
+    DriverFacts no_moves = machine({gpu(1), gpu(2), gpu(3)});
+    no_moves.api_version = 12080;
+    refused(Errc::unsupported, "580 or newer", old, no_moves, {{"0", "2"}});
 }
 
 void what_cannot_be_restored_is_refused() {
-    const auto refuse = [](const Manifest& what, std::uint64_t staged, const DriverFacts& where) {
-        CHECK_THROWS(Errc::unsupported, require_restorable(what, staged, where));
-    };
-    refuse(manifest({gpu(1), gpu(2)}), 10, machine({gpu(1)}));
-    refuse(manifest({gpu(1)}), 1001, machine({gpu(1)}));
-    refuse(manifest({gpu(1)}), 10, machine({gpu(2, "model B")}));
+    refused(Errc::unsupported, "2 GPU(s), this machine has 1", manifest({gpu(1), gpu(2)}),
+            machine({gpu(1)}));
+    refused(Errc::unsupported, "model A", manifest({gpu(1)}), machine({gpu(2, "model B")}));
     DriverFacts older = machine({gpu(1)});
     older.api_version = 12090;
-    refuse(manifest({gpu(1)}), 10, older);
+    refused(Errc::unsupported, "CUDA 13.0", manifest({gpu(1)}), older);
     // Two of the checkpoint's GPUs cannot both move onto the one that is left.
-    refuse(manifest({gpu(1), gpu(2)}), 10, machine({gpu(3), gpu(4, "model B")}));
+    refused(Errc::unsupported, "model A", manifest({gpu(1), gpu(2)}),
+            machine({gpu(3), gpu(4, "model B")}));
     DriverFacts no_moves = machine({gpu(9)});
     no_moves.api_version = 12080;
     Manifest old = manifest({gpu(1)});
     old.driver_api_version = 12080;
-    refuse(old, 10, no_moves);
+    refused(Errc::unsupported, "580 or newer", old, no_moves);
 }
 
 void what_nvml_does_not_say_is_not_checked() {
     DriverFacts blind{false, 13000, "", std::nullopt};
-    CHECK(require_restorable(manifest({gpu(1)}), 1 << 30, blind).empty());
-    CHECK(require_restorable(manifest({}), 1 << 30, machine({gpu(1)})).empty());
+    CHECK(moves(manifest({gpu(1)}), blind, {}, 1 << 30).empty());
+    CHECK(moves(manifest({}), machine({gpu(1)}), {}, 1 << 30).empty());
 }
 
 void the_emulator_is_called_by_its_name() {
@@ -78,6 +199,11 @@ void the_emulator_is_called_by_its_name() {
 int main() {
     the_same_machine_needs_no_moves();
     another_gpu_of_the_same_model_is_moved_to();
+    only_gpus_that_the_task_can_see_count();
+    a_process_that_sees_a_gpu_of_another_list_has_no_places();
+    memory_counts_for_each_gpu();
+    a_map_is_followed();
+    a_map_that_cannot_hold_is_refused();
     what_cannot_be_restored_is_refused();
     what_nvml_does_not_say_is_not_checked();
     the_emulator_is_called_by_its_name();

@@ -1,0 +1,53 @@
+/// What is known to end badly for a job, looked for while it runs and nothing has been done to it: see
+/// "What stops a dump" in docs/operating.md.
+#pragma once
+
+#include "cuda_plugin/config.hpp"
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace gpustasis {
+
+/// Something that `risk` has to name, or the dump is refused.
+struct Finding {
+    const char* risk = ""; ///< its name, of namespace risk
+    std::string text;      ///< what was found and what to do, in a sentence without full stop
+};
+
+/// Throws Error: unsupported if a thread that answers the driver in `pid`, above all its restore
+/// thread `tid`, is stopped: Lock would hang then, whatever its timeout.
+void require_answering(pid_t pid, pid_t tid);
+
+/// What Checkpoint, which gives an error then, is known to destroy: programs with managed memory, with
+/// NCCL, or with CUDA IPC, by the driver's API version. `cuda_tasks`: in the tree so far, this one
+/// with them. Throws Error: io if the task is gone.
+std::vector<Finding> find_risks(pid_t pid, std::uint32_t api_version, std::size_t cuda_tasks);
+
+/// Throws Error: unsupported with what to do, unless `config` allows the finding (key `risk`).
+void require_allowed(const Finding& finding, const Config& config);
+
+/// The host memory that the driver takes for staged GPU memory. It is charged to the task's cgroups,
+/// whose limit kills the job.
+class StagingRoom {
+public:
+    /// `root` is put before /proc and before the mount points of the cgroups: for tests.
+    explicit StagingRoom(std::string root = "") : root_(std::move(root)) {}
+
+    /// Count `bytes` for task `pid`. A finding if they, with those of the tasks before, do not fit into
+    /// the limits of its cgroups (v1 and v2, each level) or into the free memory of the host.
+    /// Throws Error: io if the task is gone.
+    std::optional<Finding> add(pid_t pid, std::uint64_t bytes);
+
+private:
+    std::string root_;
+    std::map<std::string, std::uint64_t> asked_; ///< bytes, by directory of a cgroup; "": the host
+};
+
+} // namespace gpustasis

@@ -1,0 +1,125 @@
+#include "check.hpp"
+#include "sample.hpp"
+
+#include "cuda_plugin/findings.hpp"
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+using namespace gpustasis;
+
+namespace {
+
+constexpr std::uint64_t kMib = 1 << 20;
+constexpr pid_t kPid = 7;
+
+/// A root with a /proc and cgroups of our own making.
+class Root {
+public:
+    Root() {
+        char name[] = "/tmp/gpustasis-findings-XXXXXX";
+        CHECK(::mkdtemp(name) != nullptr);
+        path_ = name;
+        put("/proc/self/mountinfo", "31 23 0:28 / /cg rw - tmpfs tmpfs rw\n"
+                                    "35 31 0:32 / /cg/memory rw - cgroup cgroup rw,memory\n"
+                                    "41 31 0:38 /pod /cg/v2 rw,relatime - cgroup2 cgroup2 rw\n");
+        put("/proc/meminfo", "MemTotal: 9 kB\nMemAvailable: 1048576 kB\n"); // 1 GiB
+    }
+    ~Root() { std::filesystem::remove_all(path_); }
+    Root(const Root&) = delete;
+    Root& operator=(const Root&) = delete;
+
+    const std::string& path() const { return path_; }
+    void put(const std::string& name, const std::string& text) const {
+        std::filesystem::create_directories(std::filesystem::path(path_ + name).parent_path());
+        std::ofstream(path_ + name) << text;
+    }
+    void cgroups(const std::string& text, pid_t pid = kPid) const {
+        put("/proc/" + std::to_string(pid) + "/cgroup", text);
+    }
+
+private:
+    std::string path_;
+};
+
+std::string text_of(const std::optional<Finding>& finding) {
+    CHECK(finding && finding->risk == std::string("memory"));
+    return finding ? finding->text : "";
+}
+
+bool names(const std::optional<Finding>& finding, const std::string& what) {
+    return text_of(finding).find(what) != std::string::npos;
+}
+
+void without_a_limit_the_host_counts() {
+    const Root root;
+    root.cgroups("0::/pod/job\n4:memory:/job\n");
+    root.put("/cg/v2/job/memory.max", "max\n");
+    root.put("/cg/v2/job/memory.current", "5\n");
+    root.put("/cg/memory/job/memory.limit_in_bytes", "9223372036854771712\n");
+    root.put("/cg/memory/job/memory.usage_in_bytes", "5\n");
+    StagingRoom room(root.path());
+    CHECK(!room.add(kPid, 960 * kMib));
+    CHECK(names(room.add(kPid, kMib), "this host")); // 64 MiB are to stay free
+    CHECK(!room.add(kPid, 0));                       // nothing is known of this one
+}
+
+void limits_of_every_level_count() {
+    for (const bool v2 : {false, true}) {
+        const Root root;
+        root.cgroups(v2 ? "0::/pod/a/b\n" : "9:name=systemd:/x\n4:cpu,memory:/a/b\n0::/\n");
+        const std::string base = v2 ? "/cg/v2" : "/cg/memory";
+        const std::string limit = v2 ? "/memory.max" : "/memory.limit_in_bytes";
+        const std::string usage = v2 ? "/memory.current" : "/memory.usage_in_bytes";
+        for (const std::string level : {"", "/a", "/a/b"}) {
+            StagingRoom fits(root.path());
+            CHECK(!fits.add(kPid, 100 * kMib));
+            root.put(base + level + limit, std::to_string(300 * kMib) + "\n");
+            root.put(base + level + usage, std::to_string(200 * kMib) + "\n");
+            StagingRoom room(root.path());
+            CHECK(!room.add(kPid, 36 * kMib));
+            CHECK(names(room.add(kPid, kMib), "cgroup " + level + "/"));
+            root.put(base + level + limit, v2 ? "max\n" : "9223372036854771712\n");
+        }
+    }
+}
+
+void pages_of_files_can_be_given_up() {
+    const Root root;
+    root.cgroups("0::/pod/job\n");
+    root.put("/cg/v2/job/memory.max", std::to_string(300 * kMib));
+    root.put("/cg/v2/job/memory.current", std::to_string(290 * kMib));
+    StagingRoom full(root.path());
+    CHECK(names(full.add(kPid, kMib), "room for 10 MiB"));
+    root.put("/cg/v2/job/memory.stat", "anon 5\ninactive_file " + std::to_string(100 * kMib) +
+                                           "\nactive_file " + std::to_string(100 * kMib) + "\n");
+    StagingRoom room(root.path());
+    CHECK(!room.add(kPid, 146 * kMib));
+}
+
+void tasks_of_one_cgroup_add_up() {
+    const Root root;
+    root.put("/cg/v2/job/memory.max", std::to_string(264 * kMib));
+    root.put("/cg/v2/job/memory.current", "0");
+    for (const pid_t pid : {1, 2, 3})
+        root.cgroups(pid == 2 ? "0::/pod/other\n" : "0::/pod/job\n", pid);
+    StagingRoom room(root.path());
+    CHECK(!room.add(1, 150 * kMib));
+    CHECK(!room.add(2, 150 * kMib));
+    CHECK(names(room.add(3, 150 * kMib), "stages 300 MiB"));
+}
+
+void a_thread_that_runs_answers() {
+    require_answering(::getpid(), ::getpid());
+}
+
+} // namespace
+
+int main() {
+    without_a_limit_the_host_counts();
+    limits_of_every_level_count();
+    pages_of_files_can_be_given_up();
+    tasks_of_one_cgroup_add_up();
+    a_thread_that_runs_answers();
+}
