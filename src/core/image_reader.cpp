@@ -58,9 +58,11 @@ struct ImageReader::State : ImageFrame {
 
     std::string name;
     IoMode io;
-    /// By number of the source: this file, its stripes, and the rest of info.sources once they are
-    /// attached.
-    std::vector<ChunkInput> inputs;
+    std::vector<ChunkInput> inputs; ///< this file and its stripes, by number of the source
+    /// The rest of info.sources. Written once, and read by nobody before `attached` is set.
+    std::vector<ChunkInput> others;
+    std::atomic<bool> attached = false;
+    std::mutex attaching;
     Id zero_hash{}; ///< of a whole chunk of zeros, if there is a zero chunk
 
     /// Memory that one worker needs for any chunk.
@@ -116,12 +118,13 @@ std::uint32_t ImageReader::State::padded_size(const format::IndexEntry& chunk) c
 }
 
 const ChunkInput& ImageReader::State::input_of(const format::IndexEntry& chunk) const {
-    if (chunk.source >= inputs.size())
-        throw Error(Errc::bad_argument,
-                    chunk.source < files
-                        ? "its bytes are not at hand: only the ends of the image are"
-                        : "lies in another image, and sources are not attached");
-    return inputs[chunk.source];
+    if (chunk.source < inputs.size())
+        return inputs[chunk.source];
+    if (chunk.source < files)
+        throw Error(Errc::bad_argument, "its bytes are not at hand: only the ends of the image are");
+    if (!attached)
+        throw Error(Errc::bad_argument, "lies in another image, and sources are not attached");
+    return others[chunk.source - files];
 }
 
 // Read and decode into `plain`, which is exactly the chunk's size, and check every hash.
@@ -176,7 +179,8 @@ void ImageReader::State::for_each_chunk(unsigned threads, const Progress& progre
     FirstFailure failure;
     ProgressMeter meter(progress);
     std::atomic<std::uint64_t> next = 0;
-    const bool direct = std::ranges::any_of(inputs, &ChunkInput::is_direct);
+    const bool direct = std::ranges::any_of(inputs, &ChunkInput::is_direct) ||
+                        (attached && std::ranges::any_of(others, &ChunkInput::is_direct));
     const Waits waits = direct ? Waits::device : Waits::processor;
     run_workers(worker_count(threads, map.count(), waits), failure, [&] {
         Scratch scratch(*this);
@@ -299,12 +303,14 @@ ChunkInfo ImageReader::chunk(std::uint64_t index) const {
 
 void ImageReader::attach_sources(Lineage& lineage) {
     named(state_->name, [&] {
-        std::vector<ChunkInput> inputs;
-        const auto own = static_cast<std::ptrdiff_t>(state_->files);
+        const std::scoped_lock turn(state_->attaching);
+        if (state_->attached)
+            return;
+        std::vector<ChunkInput> others;
         for (const Source& source : std::span(state_->info.sources).subspan(state_->files - 1))
-            inputs.emplace_back(lineage.file(source), 0, source.file_size, state_->io);
-        state_->inputs.erase(state_->inputs.begin() + own, state_->inputs.end());
-        std::ranges::move(inputs, std::back_inserter(state_->inputs));
+            others.emplace_back(lineage.file(source), 0, source.file_size, state_->io);
+        state_->others = std::move(others);
+        state_->attached = true;
     });
 }
 

@@ -146,7 +146,19 @@ bool DumpSession::pause(pid_t pid) {
     refuse_missing_memory(pid, root_ == 0);
     if (root_ == 0)
         root_ = pid;
-    if (!proc::has_cuda_thread(pid))
+    try {
+        return pause_task(pid);
+    } catch (const Error& e) {
+        // The tree still runs: a child may end while it is looked at, and CRIU goes on without it.
+        if (!proc::has_exited(pid))
+            throw;
+        host::info("pid " + std::to_string(pid) + " has ended: " + e.what());
+        return false;
+    }
+}
+
+bool DumpSession::pause_task(pid_t pid) {
+    if (!proc::may_use_cuda(pid))
         return false;
     const PausedAlarm paused;
     choose_parent_once();
@@ -195,7 +207,7 @@ void DumpSession::lock(TaskRecord& record, TaskStatistics& statistics) {
 bool DumpSession::checkpoint(pid_t pid) {
     TaskRecord* record = table_.find(pid);
     if (record == nullptr) {
-        if (!proc::has_cuda_thread(pid) || !worker_.restore_thread(pid))
+        if (!proc::may_use_cuda(pid) || !worker_.restore_thread(pid))
             return false;
         throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
                               "try again");

@@ -23,7 +23,7 @@ public:
     /// `options` win over what the container's policy says.
     DumpSession(const Config& config, PluginOptions options);
 
-    /// The task runs. Lock it.
+    /// The task runs. Lock it. False: not a CUDA task, or it has just ended.
     bool pause(pid_t pid);
 
     /// Every task is seized. Checkpoint this one; on return its staged memory is durable in its
@@ -39,6 +39,7 @@ private:
     TaskStatistics& statistics_of(const TaskRecord& record);
     void choose_parent_once();
     void begin();
+    bool pause_task(pid_t pid);
     void lock(TaskRecord& record, TaskStatistics& statistics);
     void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);
     void externalize(TaskRecord& record, const std::vector<Region>& regions,
