@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cerrno>
 #include <iterator>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -121,7 +122,8 @@ const ChunkInput& ImageReader::State::input_of(const format::IndexEntry& chunk) 
     if (chunk.source < inputs.size())
         return inputs[chunk.source];
     if (chunk.source < files)
-        throw Error(Errc::bad_argument, "its bytes are not at hand: only the ends of the image are");
+        throw Error(Errc::bad_argument,
+                    "its bytes are not at hand: only the ends of the image are");
     if (!attached)
         throw Error(Errc::bad_argument, "lies in another image, and sources are not attached");
     return others[chunk.source - files];
