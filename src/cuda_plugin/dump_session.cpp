@@ -143,21 +143,24 @@ void DumpSession::refuse_same_inner_pid(pid_t pid, std::uint32_t inner_pid) {
 }
 
 bool DumpSession::pause(pid_t pid) {
-    refuse_missing_memory(pid, root_ == 0);
-    if (root_ == 0)
+    const bool first = root_ == 0;
+    if (first)
         root_ = pid;
+    bool asked = false;
     try {
-        return pause_task(pid);
+        refuse_missing_memory(pid, first);
+        return pause_task(pid, asked);
     } catch (const Error& e) {
-        // The tree still runs: a child may end while it is looked at, and CRIU goes on without it.
-        if (!proc::has_exited(pid))
+        // The tree still runs: a child may end while it is looked at, and CRIU goes on without it. Of
+        // one that ends while the driver works in it, the driver may be the cause: that is told.
+        if (asked || !proc::has_exited(pid))
             throw;
         host::info("pid " + std::to_string(pid) + " has ended: " + e.what());
         return false;
     }
 }
 
-bool DumpSession::pause_task(pid_t pid) {
+bool DumpSession::pause_task(pid_t pid, bool& asked) {
     if (!proc::may_use_cuda(pid))
         return false;
     const PausedAlarm paused;
@@ -170,6 +173,7 @@ bool DumpSession::pause_task(pid_t pid) {
     if (proc::is_stopped(*tid))
         throw Error(Errc::unsupported, "the process is stopped, and so is the thread of it that "
                                        "the driver needs; continue it (SIGCONT) first");
+    asked = true;
     const ProcessState before = worker_.state(pid);
     if (before == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");

@@ -39,7 +39,8 @@ private:
     TaskStatistics& statistics_of(const TaskRecord& record);
     void choose_parent_once();
     void begin();
-    bool pause_task(pid_t pid);
+    /// `asked`: set once the driver has been asked to work in the task.
+    bool pause_task(pid_t pid, bool& asked);
     void lock(TaskRecord& record, TaskStatistics& statistics);
     void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);
     void externalize(TaskRecord& record, const std::vector<Region>& regions,
