@@ -7,8 +7,11 @@ process is stopped; there are no timeouts here but lock's.
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import cffi
@@ -19,6 +22,8 @@ DEFAULT_LIBRARY = "libcuda.so.1"
 
 NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: the process does not use CUDA
 INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: among others, there is no such process
+_RESTORE_THREAD = re.compile(r"cuda([0-9a-f]{11})")  # two descriptor numbers of 22 bits
+_NUMBER_BITS = 22
 
 _DECLARATIONS = """
 typedef struct {
@@ -177,6 +182,8 @@ class Driver:
 
     def _call(self, name: str, pid: int, argument: object) -> None:
         function = self._function(f"cuCheckpointProcess{name}")
+        if name != "GetRestoreThreadId":  # which opens nothing
+            _require_pipes_in_thread_names(pid)
         self._check(function(pid, argument), f"{name} on process {pid}")
 
     def _function(self, name: str) -> Any:
@@ -195,6 +202,43 @@ class Driver:
         if self._function(function)(code, out) != 0 or out[0] == _ffi.NULL:
             return ""
         return _string(out[0])
+
+
+def _require_pipes_in_thread_names(pid: int) -> None:
+    """Refuse a process that names a thread so that the driver would open something else than a pipe.
+
+    The driver takes two descriptor numbers out of the name of its restore thread and opens them
+    through /proc with our rights: it would write to a file that the process may only read. As in
+    src/cuda_plugin/proc.cpp.
+    """
+    for comm in Path(f"/proc/{pid}/task").glob("*/comm"):
+        for number in _descriptors_in(comm):
+            if not _opens_no_file(pid, number):
+                raise DriverError(
+                    f"process {pid} names a thread as the driver names its own, and descriptor "
+                    f"{number} of that name is not a pipe: the driver would open a file of the "
+                    "process; nothing is asked of the driver"
+                )
+
+
+def _descriptors_in(comm: Path) -> tuple[int, ...]:
+    """What the name in that file gives; nothing if it is no restore thread's."""
+    try:
+        match = _RESTORE_THREAD.fullmatch(comm.read_text(errors="replace").rstrip("\n"))
+    except (FileNotFoundError, ProcessLookupError):
+        return ()  # the thread has ended
+    if match is None:
+        return ()
+    value = int(match[1], 16)
+    return value >> _NUMBER_BITS, value & ((1 << _NUMBER_BITS) - 1)
+
+
+def _opens_no_file(pid: int, number: int) -> bool:
+    try:
+        target = os.readlink(f"/proc/{pid}/fd/{number}")
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # the driver finds nothing there, either
+    return target.startswith(("pipe:[", "socket:[", "anon_inode:"))
 
 
 def _string(chars: Any) -> str:

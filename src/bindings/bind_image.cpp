@@ -16,6 +16,8 @@
 #include <pybind11/stl/filesystem.h>
 
 #include <filesystem>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -36,6 +38,7 @@ struct OpenImage {
     ImageReader reader;
     std::filesystem::path path; ///< empty: in no directory of a checkpoint
     std::optional<Lineage> lineage = std::nullopt;
+    std::unique_ptr<std::mutex> attaching = std::make_unique<std::mutex>(); ///< of `lineage`
 };
 
 OpenImage open_with_path(const std::filesystem::path& path) {
@@ -73,8 +76,12 @@ void attach_sources(OpenImage& self) {
     if (self.path.empty())
         throw Error(Errc::bad_argument, "an image of an archive has no directory to search from");
     const py::gil_scoped_release unlocked;
-    self.lineage.emplace(open_dir_of(self.path).get());
-    self.reader.attach_sources(*self.lineage);
+    const std::scoped_lock turn(*self.attaching);
+    if (self.lineage)
+        return;
+    Lineage lineage(open_dir_of(self.path).get());
+    self.reader.attach_sources(lineage);
+    self.lineage.emplace(std::move(lineage));
 }
 
 py::bytes read_chunk(const OpenImage& image, std::uint64_t index) {

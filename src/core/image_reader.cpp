@@ -17,6 +17,7 @@
 #include <atomic>
 #include <cerrno>
 #include <iterator>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -57,8 +58,12 @@ struct ImageReader::State : ImageFrame {
 
     std::string name;
     IoMode io;
-    /// By number of the source: 0 is this file; info.sources once they are attached.
-    std::vector<ChunkInput> inputs;
+    std::vector<ChunkInput> inputs; ///< this file; none if only its ends are at hand
+    /// info.sources, the first of them first. Written once, and read by nobody before `attached` is
+    /// set.
+    std::vector<ChunkInput> others;
+    std::atomic<bool> attached = false;
+    std::mutex attaching;
     Id zero_hash{}; ///< of a whole chunk of zeros, if there is a zero chunk
 
     /// Memory that one worker needs for any chunk.
@@ -89,11 +94,14 @@ std::uint32_t ImageReader::State::padded_size(const format::IndexEntry& chunk) c
 }
 
 const ChunkInput& ImageReader::State::input_of(const format::IndexEntry& chunk) const {
-    if (chunk.source >= inputs.size())
+    if (chunk.source < inputs.size())
+        return inputs[chunk.source];
+    if (chunk.source == 0)
         throw Error(Errc::bad_argument,
-                    chunk.source == 0 ? "its bytes are not at hand: only the ends of the image are"
-                                      : "lies in another image, and sources are not attached");
-    return inputs[chunk.source];
+                    "its bytes are not at hand: only the ends of the image are");
+    if (!attached)
+        throw Error(Errc::bad_argument, "lies in another image, and sources are not attached");
+    return others[chunk.source - 1];
 }
 
 // Read and decode into `plain`, which is exactly the chunk's size, and check every hash.
@@ -148,7 +156,8 @@ void ImageReader::State::for_each_chunk(unsigned threads, const Progress& progre
     FirstFailure failure;
     ProgressMeter meter(progress);
     std::atomic<std::uint64_t> next = 0;
-    const bool direct = std::ranges::any_of(inputs, &ChunkInput::is_direct);
+    const bool direct = std::ranges::any_of(inputs, &ChunkInput::is_direct) ||
+                        (attached && std::ranges::any_of(others, &ChunkInput::is_direct));
     const Waits waits = direct ? Waits::device : Waits::processor;
     run_workers(worker_count(threads, map.count(), waits), failure, [&] {
         Scratch scratch(*this);
@@ -263,11 +272,14 @@ ChunkInfo ImageReader::chunk(std::uint64_t index) const {
 
 void ImageReader::attach_sources(Lineage& lineage) {
     named(state_->name, [&] {
-        std::vector<ChunkInput> inputs;
+        const std::scoped_lock turn(state_->attaching);
+        if (state_->attached)
+            return;
+        std::vector<ChunkInput> others;
         for (const Source& source : state_->info.sources)
-            inputs.emplace_back(lineage.file(source), 0, source.file_size, state_->io);
-        state_->inputs.erase(state_->inputs.begin() + 1, state_->inputs.end());
-        std::ranges::move(inputs, std::back_inserter(state_->inputs));
+            others.emplace_back(lineage.file(source), 0, source.file_size, state_->io);
+        state_->others = std::move(others);
+        state_->attached = true;
     });
 }
 

@@ -71,8 +71,9 @@ public:
     std::uint64_t chunk_count() const noexcept;
     ChunkInfo chunk(std::uint64_t index) const; ///< Throws Error: bad_argument past the end.
 
-    /// Find every source of an earlier checkpoint by way of `lineage`, which is that of this image's directory, and keep its
-    /// file. To be called before chunks that lie there are read; not while others read.
+    /// Find every source of an earlier checkpoint by way of `lineage`, which is that of this image's
+    /// directory, and keep its file. To be called before chunks that lie there are read; other
+    /// threads may read meanwhile. Does nothing once it has succeeded.
     /// Throws Error: io, corrupt_data; what() names the checkpoint that is missing or another.
     void attach_sources(Lineage& lineage);
 

@@ -25,10 +25,12 @@ namespace {
 
 constexpr const char* kNewLink = ".gpustasis-parent.part";
 
-UniqueFd duplicate(int fd) {
-    UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
+/// Opened anew and not duplicated: a lock taken on a duplicate would be held for as long as the
+/// caller's own descriptor is open, or a process that has inherited it lives.
+UniqueFd reopen(int dir_fd) {
+    UniqueFd copy(::openat(dir_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (!copy)
-        throw io_error("cannot copy a descriptor", errno);
+        throw io_error("cannot open " + directory_path(dir_fd) + " again", errno);
     return copy;
 }
 
@@ -134,14 +136,14 @@ void link_parent(int dir_fd, int parent_fd) {
 }
 
 Lineage::Lineage(int dir_fd) {
-    Directory own{duplicate(dir_fd), directory_path(dir_fd)};
+    Directory own{reopen(dir_fd), directory_path(dir_fd)};
     lock_shared(own.fd.get(), own.path);
     directories_.push_back(std::move(own));
 }
 
 Lineage Lineage::above(int parent_fd) {
     Lineage lineage;
-    Directory parent{duplicate(parent_fd), directory_path(parent_fd)};
+    Directory parent{reopen(parent_fd), directory_path(parent_fd)};
     lock_shared(parent.fd.get(), parent.path);
     // It may have been moved away for removal before the lock was ours.
     struct stat there {};

@@ -31,11 +31,11 @@ std::string directory_path(int dir_fd);
 /// nobody removes it meanwhile. Not for several threads at once; the descriptors it gives are.
 class Lineage {
 public:
-    /// Of the checkpoint in directory `dir_fd`, which is copied. Throws Error: io if somebody
+    /// Of the checkpoint in directory `dir_fd`, which is opened anew. Throws Error: io if somebody
     /// is about to remove it.
     explicit Lineage(int dir_fd);
 
-    /// Of a checkpoint that is to be made on top of the one in `parent_fd`, which is copied: that
+    /// Of a checkpoint that is to be made on top of the one in `parent_fd`, which is opened anew: that
     /// is depth 1, and there is no depth 0.
     static Lineage above(int parent_fd);
 

@@ -2,6 +2,7 @@
 
 #include "cuda_plugin/driver_error.hpp"
 #include "cuda_plugin/nvml.hpp"
+#include "cuda_plugin/proc.hpp"
 
 #include <dlfcn.h>
 #include <sys/stat.h>
@@ -176,6 +177,7 @@ std::optional<int> DriverLibrary::restore_thread(int pid) {
 }
 
 ProcessState DriverLibrary::state(int pid) {
+    proc::require_pipes_in_thread_names(pid);
     int state = 0;
     check(api_.get_state(pid, &state), "cuCheckpointProcessGetState", pid);
     if (state == driver::kStateCheckpointing || state == driver::kStateRestoring)
@@ -190,16 +192,19 @@ ProcessState DriverLibrary::state(int pid) {
 }
 
 void DriverLibrary::lock(int pid, std::uint32_t timeout_ms) {
+    proc::require_pipes_in_thread_names(pid);
     driver::LockArgs args;
     args.timeout_ms = timeout_ms;
     check(api_.lock(pid, &args), "cuCheckpointProcessLock", pid);
 }
 
 void DriverLibrary::checkpoint(int pid) {
+    proc::require_pipes_in_thread_names(pid);
     check(api_.checkpoint(pid, nullptr), "cuCheckpointProcessCheckpoint", pid);
 }
 
 void DriverLibrary::restore(int pid, const std::vector<GpuMove>& moves) {
+    proc::require_pipes_in_thread_names(pid);
     if (moves.empty()) {
         check(api_.restore(pid, nullptr), "cuCheckpointProcessRestore", pid);
         return;
@@ -216,6 +221,7 @@ void DriverLibrary::restore(int pid, const std::vector<GpuMove>& moves) {
 }
 
 void DriverLibrary::unlock(int pid) {
+    proc::require_pipes_in_thread_names(pid);
     check(api_.unlock(pid, nullptr), "cuCheckpointProcessUnlock", pid);
 }
 

@@ -143,10 +143,25 @@ void DumpSession::refuse_same_inner_pid(pid_t pid, std::uint32_t inner_pid) {
 }
 
 bool DumpSession::pause(pid_t pid) {
-    refuse_missing_memory(pid, root_ == 0);
-    if (root_ == 0)
+    const bool first = root_ == 0;
+    if (first)
         root_ = pid;
-    if (!proc::has_cuda_thread(pid))
+    bool asked = false;
+    try {
+        refuse_missing_memory(pid, first);
+        return pause_task(pid, asked);
+    } catch (const Error& e) {
+        // The tree still runs: a child may end while it is looked at, and CRIU goes on without it. Of
+        // one that ends while the driver works in it, the driver may be the cause: that is told.
+        if (asked || !proc::has_exited(pid))
+            throw;
+        host::info("pid " + std::to_string(pid) + " has ended: " + e.what());
+        return false;
+    }
+}
+
+bool DumpSession::pause_task(pid_t pid, bool& asked) {
+    if (!proc::may_use_cuda(pid))
         return false;
     const PausedAlarm paused;
     choose_parent_once();
@@ -156,6 +171,7 @@ bool DumpSession::pause(pid_t pid) {
     begin();
 
     require_answering(pid, *tid);
+    asked = true;
     const ProcessState before = worker_.state(pid);
     if (before == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");
@@ -212,7 +228,7 @@ void DumpSession::lock(TaskRecord& record, TaskStatistics& statistics) {
 bool DumpSession::checkpoint(pid_t pid) {
     TaskRecord* record = table_.find(pid);
     if (record == nullptr) {
-        if (!proc::has_cuda_thread(pid) || !worker_.restore_thread(pid))
+        if (!proc::may_use_cuda(pid) || !worker_.restore_thread(pid))
             return false;
         throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
                               "try again");

@@ -24,7 +24,7 @@ public:
     /// `options` win over what the container's policy says.
     DumpSession(const Config& config, PluginOptions options);
 
-    /// The task runs. Lock it.
+    /// The task runs. Lock it. False: not a CUDA task, or it has just ended.
     bool pause(pid_t pid);
 
     /// Every task is seized. Checkpoint this one; on return its staged memory is durable in its
@@ -40,6 +40,8 @@ private:
     TaskStatistics& statistics_of(const TaskRecord& record);
     void choose_parent_once();
     void begin();
+    /// `asked`: set once the driver has been asked to work in the task.
+    bool pause_task(pid_t pid, bool& asked);
     void look_before_lock(const TaskRecord& record, TaskStatistics& statistics);
     void lock(TaskRecord& record, TaskStatistics& statistics);
     void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);

@@ -5,12 +5,18 @@
 
 namespace gpustasis::proc {
 
-/// Whether a thread of the task is named as the driver names its restore thread: "cuda" and more.
-/// The driver finds its thread by that name (docs/design.md), so a task without one has no CUDA
-/// state that a checkpoint call could reach. "cuda-EvtHandlr" and programs called "cuda..." pass
-/// too: the driver has the last word. Throws Error: io if the task is gone.
-inline bool has_cuda_thread(pid_t pid) {
-    return has_thread_named(pid, "cuda");
-}
+/// Whether the task may use CUDA: a library or a device file of the driver is mapped, and a thread
+/// is named as the driver names its restore thread, "cuda" and more. The driver finds its thread by
+/// that name (docs/design.md) and maps its device in cuInit, so a task that lacks either has no
+/// CUDA state that a checkpoint call could reach. Programs that map a library of the driver and
+/// have a thread called "cuda..." pass too: the driver has the last word.
+/// Throws Error: io, also if the task is gone.
+bool may_use_cuda(pid_t pid);
+
+/// Throw Error: unsupported if the name of a thread of the task would have the driver open
+/// something else than a pipe. The driver takes two descriptor numbers out of the name of its
+/// restore thread (docs/design.md) and opens them through /proc with the rights of the caller: a task
+/// that names a thread so could have root write to a file that the task may only read.
+void require_pipes_in_thread_names(pid_t pid);
 
 } // namespace gpustasis::proc

@@ -127,24 +127,48 @@ void RestoreSession::check_machine() {
 }
 
 bool RestoreSession::resume(pid_t pid) {
+    if (ended_)
+        return false;
     try {
-        return resume_task(pid);
+        begin_resuming();
+        const bool resumed = waiting_.contains(pid) && resume_task(pid);
+        waiting_.erase(pid);
+        if (waiting_.empty())
+            complete();
+        return resumed;
     } catch (const std::exception& e) {
         const std::string error = "pid " + std::to_string(pid) + ": " + e.what();
         for (const pid_t task : proc::traced_by_us())
             ::kill(task, SIGKILL);
+        ended_ = true;
         host::error("the restore failed and every restored task was killed: " + error);
         write_failure(error);
+        worker_.stop();
         throw;
     }
 }
 
+// CRIU calls for one task after the other once all of them stand, stopped and traced by it.
+void RestoreSession::begin_resuming() {
+    if (resuming_)
+        return;
+    resuming_ = true;
+    const std::vector<pid_t> tree = proc::traced_by_us();
+    // Before anything is asked of the worker: criu may die while that is under way.
+    expect_death_of(tree);
+    for (const pid_t pid : tree)
+        if (proc::may_use_cuda(pid) &&
+            (!externalized_ || find_task(manifest_, proc::innermost_pid(pid)) != nullptr))
+            waiting_.insert(pid);
+    if (has_manifest_ && waiting_.size() < manifest_.tasks.size())
+        throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " +
+                                            std::to_string(manifest_.tasks.size()) +
+                                            " CUDA processes, and criu made " +
+                                            std::to_string(waiting_.size()) + " of them");
+}
+
 bool RestoreSession::resume_task(pid_t pid) {
     const std::uint32_t image_pid = proc::innermost_pid(pid);
-    if (externalized_ ? find_task(manifest_, image_pid) == nullptr : !proc::has_cuda_thread(pid))
-        return false;
-    // Before anything is asked of the worker: criu may die while that is under way.
-    expect_death_of_all();
     const auto tid = worker_.restore_thread(pid);
     if (!tid) {
         if (externalized_)
@@ -177,9 +201,6 @@ bool RestoreSession::resume_task(pid_t pid) {
                    saved == nullptr ? std::vector<GpuMove>{}
                                     : placement_.moves_of(manifest_, *saved));
     host::info("restored pid " + std::to_string(pid));
-    ++resumed_;
-    if (has_manifest_ && resumed_ == manifest_.tasks.size())
-        complete();
     return true;
 }
 
@@ -206,14 +227,13 @@ void RestoreSession::restore_device(TaskRecord& record, TaskStatistics& statisti
     thawed.refreeze();
 }
 
-void RestoreSession::expect_death_of_all() {
-    if (table_->kill_count != 0)
-        return;
-    std::size_t count = 0;
-    for (const pid_t pid : proc::traced_by_us())
-        if (count < TaskTable::kMaxKills)
-            table_->kills[count++] = pid;
-    table_->kill_count = count;
+void RestoreSession::expect_death_of(const std::vector<pid_t>& tree) {
+    if (tree.size() > TaskTable::kMaxKills)
+        throw Error(Errc::unsupported, std::to_string(tree.size()) + " tasks in a tree; at most " +
+                                           std::to_string(TaskTable::kMaxKills) + " are supported");
+    for (std::size_t i = 0; i < tree.size(); ++i)
+        table_->kills[i] = {tree[i], proc::start_time(tree[i])};
+    table_->kill_count = tree.size();
 }
 
 void RestoreSession::write_failure(const std::string& error) noexcept {
@@ -227,18 +247,21 @@ void RestoreSession::write_failure(const std::string& error) noexcept {
 }
 
 void RestoreSession::finish(bool succeeded) noexcept {
-    const bool unreported = prepared_ && statistics_.result == "ok";
+    const bool unreported = prepared_ && !ended_;
     if (unreported && !succeeded)
         write_failure("criu failed");
-    else if (unreported && has_manifest_ && resumed_ < manifest_.tasks.size())
-        host::error("criu restored fewer CUDA processes than its inventory's checkpoint has");
+    else if (unreported && (resuming_ ? !waiting_.empty() : has_manifest_))
+        host::error("criu ended without having had every CUDA process of the tree restored");
     else if (unreported)
         complete();
     worker_.stop();
 }
 
-// Not left to finish(): a criu that stays in the foreground calls that when the job has ended.
+// Not left to finish(): a criu that stays in the foreground calls that when the job has ended. Should
+// this criu be killed from now on, the job runs on.
 void RestoreSession::complete() noexcept {
+    ended_ = true;
+    table_->complete = true;
     worker_.stop();
     try {
         write_statistics(image_dir_.get(), statistics_);

@@ -15,6 +15,8 @@
 #include <sys/types.h>
 
 #include <map>
+#include <set>
+#include <vector>
 
 namespace gpustasis {
 
@@ -26,7 +28,9 @@ public:
     /// checkpoint has nothing to do with CUDA. Throws Error with the reason to refuse.
     bool prepare();
 
-    /// The restored task is complete but for its GPU, and stopped. False: not a CUDA task.
+    /// The restored task is complete but for its GPU, and stopped. False: not a CUDA task. With the
+    /// last CUDA task of the tree the restore is complete, and the worker that would kill the tree if
+    /// criu died is told to end.
     /// On failure every task that criu has made is dead before the Error is thrown: criu itself
     /// ignores what this hook returns, and stumbles over the dead tasks.
     bool resume(pid_t pid);
@@ -40,7 +44,8 @@ private:
     bool resume_task(pid_t pid);
     void restore_device(TaskRecord& record, TaskStatistics& statistics,
                         const std::vector<GpuMove>& moves);
-    void expect_death_of_all();
+    void begin_resuming();
+    void expect_death_of(const std::vector<pid_t>& tree);
     void complete() noexcept;
     void write_failure(const std::string& error) noexcept;
 
@@ -55,8 +60,10 @@ private:
     std::map<std::uint32_t, ImageReader> images_; ///< by pid in the innermost namespace
     Placement placement_;
     Statistics statistics_;
-    std::size_t resumed_ = 0;
-    bool prepared_ = false; ///< prepare() found a CUDA checkpoint and nothing against it
+    std::set<pid_t> waiting_; ///< tasks that use CUDA and have not been resumed
+    bool prepared_ = false;   ///< prepare() found a CUDA checkpoint and nothing against it
+    bool resuming_ = false;   ///< the tree stands; waiting_ is filled
+    bool ended_ = false;      ///< all is restored, or all is killed; it has been told
 };
 
 } // namespace gpustasis

@@ -3,6 +3,9 @@
 #include "core/file.hpp"
 #include "cuda_plugin/nvml.hpp"
 
+#include <algorithm>
+#include <cstdio>
+#include <exception>
 #include <span>
 
 #include <nlohmann/json.hpp>
@@ -116,15 +119,17 @@ Json to_json(const Statistics& statistics) {
 
 } // namespace
 
-void Phases::add(const std::string& name, std::chrono::steady_clock::duration time) {
+void Phases::add(const std::string& name, std::chrono::steady_clock::duration time) noexcept {
     const double milliseconds = std::chrono::duration<double, std::milli>(time).count();
-    for (auto& [known, total] : times_) {
-        if (known == name) {
-            total += milliseconds;
-            return;
-        }
+    try {
+        const auto known = std::ranges::find(times_, name, &std::pair<std::string, double>::first);
+        if (known != times_.end())
+            known->second += milliseconds;
+        else
+            times_.emplace_back(name, milliseconds);
+    } catch (const std::exception&) {
+        return;
     }
-    times_.emplace_back(name, milliseconds);
 }
 
 void write_statistics(int image_dir, const Statistics& statistics) {

@@ -17,7 +17,8 @@ namespace gpustasis {
 /// Named durations in the order they were first taken; the same name adds up.
 class Phases {
 public:
-    void add(const std::string& name, std::chrono::steady_clock::duration time);
+    /// Without memory for it the time is lost: no dump fails for want of a figure.
+    void add(const std::string& name, std::chrono::steady_clock::duration time) noexcept;
 
     /// Run `body` and add the time it took, also if it throws.
     template <class Body>

@@ -44,6 +44,12 @@ enum class OnOrphaned : std::uint32_t {
     kill, ///< a restore: kill what was made, it is not complete
 };
 
+/// A task that a restore has made. The start time tells it from another that has got its pid.
+struct RestoredTask {
+    pid_t pid = 0;
+    std::uint64_t start_time = 0; ///< as in TaskRecord
+};
+
 /// Lives in a MAP_SHARED mapping; entries are appended and never removed.
 struct TaskTable {
     static constexpr std::size_t kMaxTasks = 4096;  ///< CUDA tasks in one tree
@@ -53,7 +59,8 @@ struct TaskTable {
     std::atomic<std::size_t> task_count = 0;
     TaskRecord tasks[kMaxTasks];
     std::atomic<std::size_t> kill_count = 0;
-    pid_t kills[kMaxKills];
+    RestoredTask kills[kMaxKills];
+    std::atomic<bool> complete = false; ///< the restored tree may run: nothing is to be killed
 };
 
 /// Owns the shared mapping.

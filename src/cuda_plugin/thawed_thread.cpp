@@ -20,9 +20,11 @@ void* as_pointer(std::uint64_t value) {
 
 } // namespace
 
-ThawedThread::ThawedThread(TaskRecord& record) : record_(record) {
+ThawedThread::ThawedThread(TaskRecord& record, std::chrono::milliseconds patience)
+    : record_(record), patience_(patience) {
     const pid_t tid = record.restore_tid;
-    record_.signal_mask = get_signal_mask(tid);
+    if (!record_.thawed)
+        record_.signal_mask = get_signal_mask(tid);
     record_.thawed = true;
     set_signal_mask(tid, kAllButSigtrap);
     ptrace_call(PTRACE_SETOPTIONS, "PTRACE_SETOPTIONS", tid, nullptr, nullptr);
@@ -43,7 +45,10 @@ void ThawedThread::refreeze() {
     frozen_ = true;
     const pid_t tid = record_.restore_tid;
     ptrace_call(PTRACE_INTERRUPT, "PTRACE_INTERRUPT", tid, nullptr, nullptr);
-    wait_for_event_stop(tid);
+    if (!wait_for_event_stop(tid, patience_))
+        throw Error(Errc::io, "thread " + std::to_string(tid) + " does not stop within " +
+                                  std::to_string(patience_.count()) +
+                                  " ms: it hangs in the kernel, inside the driver");
     // As CRIU leaves threads when it has seized them (compel's infect.c and ptrace.c).
     const long options = kTraceSysGood | (proc::has_seccomp(tid) ? kSuspendSeccomp : 0);
     ptrace_call(PTRACE_SETOPTIONS, "PTRACE_SETOPTIONS", tid, nullptr,

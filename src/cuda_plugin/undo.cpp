@@ -72,7 +72,10 @@ void reset_signal_mask(TaskRecord& record) {
         ~Detach() { ::ptrace(PTRACE_DETACH, tid, nullptr, nullptr); }
     } const detach{tid};
     ptrace_call(PTRACE_INTERRUPT, "PTRACE_INTERRUPT", tid, nullptr, nullptr);
-    wait_for_event_stop(tid);
+    if (!wait_for_event_stop(tid, ThawedThread::kPatience))
+        throw Error(Errc::io, "thread " + std::to_string(tid) +
+                                  " hangs in the kernel: its signals "
+                                  "stay blocked");
     set_signal_mask(tid, record.signal_mask);
     record.thawed = false;
 }

@@ -118,6 +118,7 @@ void Worker::start() {
     process_ = std::move(process);
     socket_ = std::move(ours);
     initialize_id_ = 0;
+    initialized_.reset();
 }
 
 bool Worker::wait_for_end(int timeout_ms) noexcept {
@@ -134,13 +135,15 @@ bool Worker::wait_for_end(int timeout_ms) noexcept {
 }
 
 void Worker::kill() noexcept {
+    // The signal first: a worker whose socket closes takes this process for dead and begins to undo.
+    if (process_) {
+        ::syscall(SYS_pidfd_send_signal, process_.get(), SIGKILL, nullptr, 0);
+        // Not for ever: a thread stuck in the kernel driver does not die of SIGKILL either.
+        wait_for_end(kKillMs);
+    }
     socket_.reset();
-    if (!process_)
-        return;
-    ::syscall(SYS_pidfd_send_signal, process_.get(), SIGKILL, nullptr, 0);
-    // Not for ever: a thread stuck in the kernel driver does not die of SIGKILL either.
-    wait_for_end(kKillMs);
     process_.reset();
+    initialize_id_ = 0; // whatever it was asked for was asked of that worker
 }
 
 void Worker::stop() noexcept {
@@ -194,15 +197,10 @@ Reply Worker::receive(std::uint64_t id, const char* call, int pid, std::uint32_t
             const ssize_t got = ::recv(socket_.get(), &reply, sizeof(reply), 0);
             if (got != static_cast<ssize_t>(sizeof(reply)))
                 throw fail("the driver worker died");
+            if (reply.id != id)
+                throw fail("the driver worker answered another request");
             reply.text[sizeof(reply.text) - 1] = '\0';
-            if (reply.id == id)
-                return reply;
-            if (reply.id == initialize_id_) {
-                initialize_id_ = 0;
-                if (reply.status != Status::done)
-                    throw_reply(reply);
-            }
-            continue;
+            return reply;
         }
         if (watched_ != 0)
             if (const std::string why = stopped_reason(watched_); !why.empty())
@@ -212,7 +210,17 @@ Reply Worker::receive(std::uint64_t id, const char* call, int pid, std::uint32_t
     }
 }
 
+// The worker answers one request after the other: what is asked behind an initialize() that is under
+// way waits for that first, and then has its own time.
+void Worker::await_initialize() {
+    if (initialize_id_ == 0)
+        return;
+    const std::uint64_t id = std::exchange(initialize_id_, 0);
+    initialized_ = receive(id, "cuInit", 0, config_.driver_timeout_ms);
+}
+
 Reply Worker::call(Request& request, const char* name, std::uint32_t timeout_ms) {
+    await_initialize();
     send(request);
     Reply reply = receive(request.id, name, request.pid, timeout_ms);
     if (reply.status != Status::done && reply.status != Status::nothing)
@@ -266,19 +274,20 @@ ProcessGpus Worker::gpus_of(int pid) {
 void Worker::begin_initialize() {
     Request request;
     request.op = Op::initialize;
+    await_initialize();
     send(request);
     initialize_id_ = request.id;
 }
 
 void Worker::initialize() {
-    if (initialize_id_ == 0) {
-        call(Op::initialize, "cuInit", 0, config_.driver_timeout_ms);
+    await_initialize();
+    // A failure that came early is told now, to the one who needs the GPUs.
+    if (const std::optional<Reply> early = std::exchange(initialized_, std::nullopt)) {
+        if (early->status != Status::done)
+            throw_reply(*early);
         return;
     }
-    const Reply reply =
-        receive(std::exchange(initialize_id_, 0), "cuInit", 0, config_.driver_timeout_ms);
-    if (reply.status != Status::done)
-        throw_reply(reply);
+    call(Op::initialize, "cuInit", 0, config_.driver_timeout_ms);
 }
 
 std::optional<int> Worker::restore_thread(int pid) {

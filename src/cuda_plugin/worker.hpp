@@ -16,6 +16,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <optional>
 
 namespace gpustasis {
 
@@ -46,7 +47,8 @@ public:
     void restore(int pid, const std::vector<GpuMove>& moves) override;
     void unlock(int pid) override;
 
-    /// Send initialize() without waiting for it; a later initialize() collects the answer.
+    /// Send initialize() without waiting for it; a later initialize() collects the answer. Other
+    /// calls wait until it has come, at most driver_timeout_ms; a refusal is told by initialize().
     void begin_initialize();
 
     /// From now on give up a call when thread `tid`, a tracee, dies or stops; 0: watch none.
@@ -65,6 +67,7 @@ private:
     void start();
     void kill() noexcept;
     bool wait_for_end(int timeout_ms) noexcept;
+    void await_initialize();
     void send(worker_protocol::Request& request);
     worker_protocol::Reply receive(std::uint64_t id, const char* call, int pid,
                                    std::uint32_t timeout_ms);
@@ -79,7 +82,8 @@ private:
     UniqueFd process_; ///< pidfd of the worker; none: there is no worker
     UniqueFd socket_;
     std::uint64_t last_id_ = 0;
-    std::uint64_t initialize_id_ = 0; ///< sent and not collected; 0: none
+    std::uint64_t initialize_id_ = 0; ///< of a begin_initialize() without an answer; 0: none
+    std::optional<worker_protocol::Reply> initialized_; ///< that answer, until initialize()
     pid_t watched_ = 0;
 };
 

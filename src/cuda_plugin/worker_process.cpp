@@ -20,6 +20,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <thread>
 
 namespace gpustasis {
 namespace {
@@ -235,8 +236,20 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
 }
 
 void kill_all(const TaskTable& table) noexcept {
+    if (table.complete)
+        return;
     for (std::size_t i = 0; i < table.kill_count; ++i)
-        ::kill(table.kills[i], SIGKILL);
+        proc::kill_task(table.kills[i].pid, table.kills[i].start_time);
+}
+
+/// End the restored tree, and this process, once criu is gone: at once, also while the driver is asked
+/// for something and does not answer.
+void kill_when_orphaned(const TaskTable& table, int socket) noexcept {
+    pollfd poll{.fd = socket, .events = POLLRDHUP, .revents = 0};
+    while (::poll(&poll, 1, -1) <= 0)
+        continue;
+    kill_all(table);
+    ::_exit(0);
 }
 
 } // namespace
@@ -247,14 +260,15 @@ void run_worker(const Config& config, TaskTable& table, Lineage& lineage, int so
         keep.push_back(socket);
         shed_criu(std::move(keep));
         LazyDriver driver(config);
+        if (table.on_orphaned == OnOrphaned::kill)
+            std::thread([&table, socket] { kill_when_orphaned(table, socket); }).detach();
         const pid_t pid = ::getpid();
         if (::send(socket, &pid, sizeof(pid), MSG_NOSIGNAL) < 0)
             ::_exit(1);
         if (!serve(driver, socket)) {
             if (table.on_orphaned == OnOrphaned::kill)
-                kill_all(table);
-            else
-                undo_all(driver, config, table, lineage);
+                kill_when_orphaned(table, socket);
+            undo_all(driver, config, table, lineage);
         }
     } catch (...) {
         // Nobody is left to be told, and nothing may unwind into criu's frames.

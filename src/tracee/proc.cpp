@@ -5,6 +5,8 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -61,6 +63,29 @@ Number parse(std::string_view text, const std::string& what, int base = 10) {
     if (error != std::errc{})
         throw Error(Errc::io, what + " holds no number where one is expected");
     return number;
+}
+
+/// Show the names of the threads in a task's directory to `use` until it says true; whether it did.
+template <class Use>
+bool any_thread_name(DIR* dir, const Use& use) {
+    while (const dirent* entry = ::readdir(dir)) {
+        if (entry_number(entry) == 0)
+            continue;
+        std::array<char, 64> name{};
+        const std::string file = std::string(entry->d_name) + "/comm";
+        const UniqueFd fd(::openat(::dirfd(dir), file.c_str(), O_RDONLY | O_CLOEXEC));
+        if (!fd)
+            continue; // the thread has ended meanwhile
+        const ssize_t got = ::read(fd.get(), name.data(), name.size());
+        if (got <= 0)
+            continue;
+        std::string_view text(name.data(), static_cast<std::size_t>(got));
+        if (text.ends_with('\n'))
+            text.remove_suffix(1);
+        if (use(text))
+            return true;
+    }
+    return false;
 }
 
 } // namespace
@@ -130,22 +155,24 @@ Id boot_id() {
 }
 
 bool has_thread_named(pid_t pid, std::string_view prefix) {
+    const Directory dir = open_dir(task_path(pid, "task"));
+    return any_thread_name(dir.get(),
+                           [&](std::string_view name) { return name.starts_with(prefix); });
+}
+
+std::vector<std::string> thread_names(pid_t pid) {
     const std::string path = task_path(pid, "task");
-    const Directory dir = open_dir(path);
-    while (const dirent* entry = ::readdir(dir.get())) {
-        if (entry_number(entry) == 0)
-            continue;
-        std::array<char, 16> name{};
-        const std::string file = std::string(entry->d_name) + "/comm";
-        const UniqueFd fd(::openat(::dirfd(dir.get()), file.c_str(), O_RDONLY | O_CLOEXEC));
-        if (!fd)
-            continue; // the thread has ended meanwhile
-        const ssize_t got = ::read(fd.get(), name.data(), name.size());
-        if (got > 0 &&
-            std::string_view(name.data(), static_cast<std::size_t>(got)).starts_with(prefix))
-            return true;
-    }
-    return false;
+    const Directory dir(::opendir(path.c_str()));
+    if (!dir && (errno == ENOENT || errno == ESRCH))
+        return {};
+    if (!dir)
+        throw io_error("cannot list " + path, errno);
+    std::vector<std::string> names;
+    any_thread_name(dir.get(), [&](std::string_view name) {
+        names.emplace_back(name);
+        return false;
+    });
+    return names;
 }
 
 std::vector<pid_t> threads(pid_t pid) {
@@ -178,6 +205,34 @@ pid_t parent(pid_t pid) {
     const std::string path = task_path(pid, "status");
     const std::string status = read_file(path);
     return parse<pid_t>(status_field(status, "PPid"), path);
+}
+
+bool has_exited(pid_t pid) noexcept {
+    if (::kill(pid, 0) != 0 && errno == ESRCH)
+        return true;
+    try {
+        const std::string path = task_path(pid, "stat");
+        const std::string stat = read_file(path);
+        const std::size_t name_end = stat.rfind(") ");
+        if (name_end == std::string::npos || stat[name_end + 2] != 'Z')
+            return false;
+        // The last field, exit_code, is what waitpid() will say.
+        const int status = parse<int>(std::string_view(stat).substr(stat.rfind(' ') + 1), path);
+        return WIFEXITED(status);
+    } catch (const std::exception&) {
+        return ::kill(pid, 0) != 0 && errno == ESRCH; // else it is there and cannot be read
+    }
+}
+
+void kill_task(pid_t pid, std::uint64_t start_time) noexcept {
+    try {
+        // Opened first: from then on the id may be another's, the descriptor may not.
+        const UniqueFd task(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+        if (task && proc::start_time(pid) == start_time)
+            ::syscall(SYS_pidfd_send_signal, task.get(), SIGKILL, nullptr, 0);
+    } catch (const std::exception&) {
+        return; // it has ended
+    }
 }
 
 pid_t tracer_of(pid_t tid) {

@@ -34,6 +34,9 @@ Id boot_id();
 /// Throws Error: io if the task is gone.
 bool has_thread_named(pid_t pid, std::string_view prefix);
 
+/// Names of the task's threads; none if the task is gone. Throws Error: io.
+std::vector<std::string> thread_names(pid_t pid);
+
 /// Ids of the task's threads, ascending. Throws Error: io.
 std::vector<pid_t> threads(pid_t pid);
 
@@ -45,6 +48,12 @@ Liveness liveness(pid_t pid, std::uint64_t start_time) noexcept;
 
 /// The parent of process `pid`; 0: it has none here. Throws Error: io.
 pid_t parent(pid_t pid);
+
+/// Whether the task ended by itself: it is gone, or a zombie that no signal has killed.
+bool has_exited(pid_t pid) noexcept;
+
+/// Send SIGKILL to the task, and never to another that has got the same id.
+void kill_task(pid_t pid, std::uint64_t start_time) noexcept;
 
 /// The process that traces thread `tid`; 0: none. Throws Error: io.
 pid_t tracer_of(pid_t tid);

@@ -10,7 +10,9 @@
 
 #include <sys/file.h>
 
+#include <atomic>
 #include <optional>
+#include <thread>
 
 using namespace gpustasis;
 using sample::Buffer;
@@ -342,6 +344,44 @@ void flattened_is_what_a_full_one_would_have_been() {
     CHECK(!store.root().has("damaged.img") && !store.root().has(".damaged.img.part"));
 }
 
+void a_lock_ends_with_who_took_it() {
+    Store store;
+    Noise memory(0x10000, 8, 1);
+    store.add("a", memory);
+    store.add("b", memory, "a");
+    const UniqueFd kept = store.dir("b"); // the caller's own stays open
+    const UniqueFd parent = store.dir("a");
+    const UniqueFd remover = store.dir("b");
+    const UniqueFd remover_of_parent = store.dir("a");
+    {
+        Lineage lineage(kept.get());
+        const Lineage above = Lineage::above(parent.get());
+        CHECK(::flock(remover.get(), LOCK_EX | LOCK_NB) != 0);
+        CHECK(::flock(remover_of_parent.get(), LOCK_EX | LOCK_NB) != 0);
+    }
+    CHECK(::flock(remover.get(), LOCK_EX | LOCK_NB) == 0);
+    CHECK(::flock(remover_of_parent.get(), LOCK_EX | LOCK_NB) == 0);
+}
+
+void sources_are_attached_while_others_read() {
+    Store store;
+    Noise memory(0x10000, 64, 1);
+    store.add("a", memory);
+    store.add("b", memory, "a");
+    const UniqueFd fd = store.dir("b");
+    ImageReader image = store.open("b");
+    Lineage lineage(fd.get());
+    std::atomic<bool> done = false;
+    std::thread other([&] {
+        while (!done)
+            image.attach_sources(lineage);
+    });
+    for (int round = 0; round < 200; ++round)
+        image.verify(2);
+    done = true;
+    other.join();
+}
+
 } // namespace
 
 int main() {
@@ -354,5 +394,7 @@ int main() {
     a_damaged_parent_is_found_when_it_is_read();
     a_parent_that_cannot_serve_is_refused();
     who_removes_a_checkpoint_keeps_readers_out();
+    a_lock_ends_with_who_took_it();
+    sources_are_attached_while_others_read();
     flattened_is_what_a_full_one_would_have_been();
 }

@@ -4,16 +4,19 @@
 #include "cuda_plugin/undo.hpp"
 #include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
+#include "tracee/ptrace_call.hpp"
 #include "tracee/ptrace_stop.hpp"
 
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstring>
 
@@ -180,10 +183,63 @@ void a_thawed_thread_runs_and_is_frozen_again() {
     stop(target);
 }
 
+/// A child that calls vfork() when it is asked, and so waits in the kernel for `ms` milliseconds, deaf
+/// to any request to stop: as a thread does that hangs in a kernel driver.
+pid_t start_deaf(int ask, unsigned ms) {
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+        ::prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+        char byte = 0;
+        if (::read(ask, &byte, 1) != 1)
+            ::_exit(1);
+        if (::vfork() == 0) { // NOLINT: the very call that is wanted
+            ::usleep(ms * 1000);
+            ::_exit(0);
+        }
+        for (;;)
+            ::pause();
+    }
+    ::usleep(2000); // into its read
+    return pid;
+}
+
+void a_thread_that_does_not_stop_is_not_waited_for_without_end() {
+    constexpr unsigned kDeafMs = 2000;
+    int ask[2];
+    CHECK(::pipe(ask) == 0);
+    const pid_t pid = start_deaf(ask[0], kDeafMs);
+    const std::uint64_t mask = 1U << (SIGUSR1 - 1);
+    seize(pid);
+    set_signal_mask(pid, mask);
+    SharedTaskTable table(OnOrphaned::undo);
+    TaskRecord& record = table.add(pid);
+    record.pid = record.restore_tid = pid;
+    {
+        ThawedThread thawed(record, std::chrono::milliseconds(200));
+        CHECK(::write(ask[1], "g", 1) == 1);
+        ::usleep(50'000); // into its vfork
+        const auto begin = std::chrono::steady_clock::now();
+        CHECK_THROWS(Errc::io, thawed.refreeze());
+        CHECK(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(kDeafMs / 2));
+        CHECK(record.thawed);
+    }
+    wait_for_event_stop(pid); // once it hears again
+    {
+        ThawedThread again(record);
+        again.refreeze();
+    }
+    CHECK(get_signal_mask(pid) == mask); // its own, not the one of a thawed thread
+    CHECK(::kill(pid, SIGKILL) == 0);
+    CHECK(::waitpid(pid, nullptr, __WALL) == pid);
+    ::close(ask[0]);
+    ::close(ask[1]);
+}
+
 } // namespace
 
 int main() {
     ::signal(SIGPIPE, SIG_IGN);
+    a_thread_that_does_not_stop_is_not_waited_for_without_end();
     memory_is_dropped_and_the_task_runs_on();
     a_thawed_thread_runs_and_is_frozen_again();
     the_task_survives_the_tracers_death();

@@ -1,35 +1,118 @@
 #include "check.hpp"
 
+#include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/worker.hpp"
 
 #include <fcntl.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdarg>
+#include <optional>
 #include <string>
 
 using namespace gpustasis;
 
 namespace {
 
+constexpr int kDeathMs = 2'000; // what is to be killed is dead by then
+bool slow_signals = false;
+
+} // namespace
+
+// Instead of the C library's: a criu that loses the processor just before its worker gets SIGKILL.
+extern "C" long syscall(long number, ...) {
+    va_list arguments;
+    va_start(arguments, number);
+    const long a = va_arg(arguments, long);
+    const long b = va_arg(arguments, long);
+    const long c = va_arg(arguments, long);
+    const long d = va_arg(arguments, long);
+    const long e = va_arg(arguments, long);
+    va_end(arguments);
+    if (slow_signals && number == SYS_pidfd_send_signal)
+        ::usleep(400'000);
+    register long r10 asm("r10") = d;
+    register long r8 asm("r8") = e;
+    long result = number;
+    asm volatile("syscall"
+                 : "+a"(result)
+                 : "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8)
+                 : "rcx", "r11", "memory");
+    if (result < 0) {
+        errno = static_cast<int>(-result);
+        return -1;
+    }
+    return result;
+}
+
+namespace {
+
+/// A worker and what it needs.
+struct Rig {
+    explicit Rig(OnOrphaned on_orphaned, std::string driver = SLOW_DRIVER)
+        : table(on_orphaned), dir(::open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC)),
+          lineage(dir.get()) {
+        config.driver = std::move(driver);
+        config.nvml = "/nonexistent/libnvidia-ml.so.1";
+        worker.emplace(config, table, lineage);
+    }
+    Config config;
+    SharedTaskTable table;
+    UniqueFd dir;
+    Lineage lineage;
+    std::optional<Worker> worker;
+};
+
+/// A process that does nothing until it is killed.
+class Bystander {
+public:
+    Bystander() : pid_(::fork()) {
+        if (pid_ == 0)
+            for (;;)
+                ::pause();
+    }
+    Bystander(const Bystander&) = delete;
+    Bystander& operator=(const Bystander&) = delete;
+    ~Bystander() {
+        ::kill(pid_, SIGKILL);
+        ::waitpid(pid_, nullptr, 0);
+    }
+    pid_t pid() const { return pid_; }
+    bool dies_within(int milliseconds) const {
+        for (int waited = 0; waited <= milliseconds; ++waited) {
+            siginfo_t info{};
+            if (::waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+                info.si_pid == pid_)
+                return true;
+            ::poll(nullptr, 0, 1);
+        }
+        return false;
+    }
+
+private:
+    pid_t pid_;
+};
+
 // What a worker does with a driver is tested with the emulator; here it has none.
 void a_missing_driver_is_an_error_that_names_it() {
-    Config config;
-    config.driver = "/nonexistent/libcuda.so.1";
-    SharedTaskTable table(OnOrphaned::undo);
-    const UniqueFd dir(::open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    Lineage lineage(dir.get());
-    Worker worker(config, table, lineage);
+    Rig rig(OnOrphaned::undo, "/nonexistent/libcuda.so.1");
     for (int again = 0; again < 2; ++again) {
         try {
-            worker.api_version();
+            rig.worker->api_version();
             CHECK(false && "nothing was thrown");
         } catch (const Error& e) {
             CHECK(e.code() == Errc::unsupported);
-            CHECK(std::string(e.what()).find(config.driver) != std::string::npos);
+            CHECK(std::string(e.what()).find(rig.config.driver) != std::string::npos);
         }
     }
-    worker.stop();
-    worker.stop(); // no worker is left to be stopped, and that is fine
+    rig.worker->stop();
+    rig.worker->stop(); // no worker is left to be stopped, and that is fine
 }
 
 void records_are_found_by_pid() {
@@ -41,9 +124,107 @@ void records_are_found_by_pid() {
     CHECK(table.find(6) == nullptr);
 }
 
+/// A restore of `task`, by a criu that is gone without a word.
+void orphan_a_restore(const RestoredTask& task, bool complete) {
+    Rig rig(OnOrphaned::kill);
+    CHECK(rig.worker->api_version() == 13000);
+    rig.table->kills[0] = task;
+    rig.table->kill_count = 1;
+    rig.table->complete = complete;
+    rig.worker.reset();
+}
+
+void an_orphaned_worker_kills_what_the_restore_made() {
+    const Bystander task;
+    orphan_a_restore({task.pid(), proc::start_time(task.pid())}, false);
+    CHECK(task.dies_within(kDeathMs));
+}
+
+void a_task_that_has_got_the_pid_of_a_restored_one_is_left_alone() {
+    const Bystander task;
+    orphan_a_restore({task.pid(), proc::start_time(task.pid()) - 1}, false);
+    CHECK(!task.dies_within(kDeathMs / 4));
+}
+
+void a_complete_tree_is_left_alone() {
+    const Bystander task;
+    orphan_a_restore({task.pid(), proc::start_time(task.pid())}, true);
+    CHECK(!task.dies_within(kDeathMs / 4));
+}
+
+// The driver's answer comes between the deadline and the signal: the worker must not take the process
+// that kills it for dead.
+void a_worker_that_is_being_killed_does_nothing_on_its_own() {
+    const Bystander task;
+    Rig rig(OnOrphaned::kill);
+    rig.table->kills[0] = {task.pid(), proc::start_time(task.pid())};
+    rig.table->kill_count = 1;
+    rig.config.driver_timeout_ms = 100;
+    ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "200", 1);
+    CHECK(rig.worker->api_version() == 13000); // it has begun, with swift signals of its own
+    slow_signals = true;
+    CHECK_THROWS(Errc::io, rig.worker->checkpoint(::getpid()));
+    slow_signals = false;
+    ::unsetenv("SLOW_DRIVER_CHECKPOINT_MS");
+    rig.worker->stop();
+    CHECK(!task.dies_within(kDeathMs / 4));
+}
+
+// The worker waits for the driver when criu dies, and does not wait for it any longer.
+void a_hanging_driver_does_not_keep_a_broken_restore_alive() {
+    const Bystander task;
+    ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "60000", 1);
+    const pid_t criu = ::fork();
+    if (criu == 0) {
+        Rig rig(OnOrphaned::kill);
+        rig.table->kills[0] = {task.pid(), proc::start_time(task.pid())};
+        rig.table->kill_count = 1;
+        rig.worker->checkpoint(::getpid());
+        ::_exit(0);
+    }
+    ::unsetenv("SLOW_DRIVER_CHECKPOINT_MS");
+    ::usleep(300'000); // into the driver
+    CHECK(::kill(criu, SIGKILL) == 0);
+    CHECK(::waitpid(criu, nullptr, 0) == criu);
+    CHECK(task.dies_within(kDeathMs));
+}
+
+// cuInit has driver_timeout_ms, and what is asked meanwhile has its own time after it.
+void quick_calls_wait_for_an_initialize_that_is_under_way() {
+    Rig rig(OnOrphaned::kill);
+    ::setenv("SLOW_DRIVER_INIT_MS", "21000", 1);
+    rig.worker->begin_initialize();
+    CHECK(rig.worker->restore_thread(4242) == 4242);
+    rig.worker->initialize();
+    rig.worker->stop();
+
+    rig.config.driver_timeout_ms = 100;
+    rig.worker->begin_initialize();
+    CHECK_THROWS(Errc::io, rig.worker->restore_thread(4242));
+    ::unsetenv("SLOW_DRIVER_INIT_MS");
+    rig.worker->stop();
+}
+
+void a_refused_initialize_is_told_to_who_needs_it() {
+    Rig rig(OnOrphaned::kill);
+    ::setenv("SLOW_DRIVER_INIT_RESULT", "100", 1);
+    rig.worker->begin_initialize();
+    CHECK(rig.worker->restore_thread(4242) == 4242);
+    CHECK_THROWS(Errc::io, rig.worker->initialize());
+    ::unsetenv("SLOW_DRIVER_INIT_RESULT");
+    rig.worker->stop();
+}
+
 } // namespace
 
 int main() {
     a_missing_driver_is_an_error_that_names_it();
     records_are_found_by_pid();
+    an_orphaned_worker_kills_what_the_restore_made();
+    a_task_that_has_got_the_pid_of_a_restored_one_is_left_alone();
+    a_complete_tree_is_left_alone();
+    a_worker_that_is_being_killed_does_nothing_on_its_own();
+    a_hanging_driver_does_not_keep_a_broken_restore_alive();
+    a_refused_initialize_is_told_to_who_needs_it();
+    quick_calls_wait_for_an_initialize_that_is_under_way();
 }

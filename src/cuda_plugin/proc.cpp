@@ -1,0 +1,104 @@
+#include "cuda_plugin/proc.hpp"
+
+#include "core/error.hpp"
+#include "core/unique_fd.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace gpustasis::proc {
+namespace {
+
+// Parts of paths in /proc/PID/maps. NVML starts a thread of the same kind.
+constexpr std::array<std::string_view, 3> kDriverMarks = {"/libcuda.so", "/libnvidia-ml.so",
+                                                          "/dev/nvidia"};
+constexpr std::size_t kLongestMark = 16;
+
+// "cuda" and the two numbers, 22 bits each, in hexadecimal digits.
+constexpr std::string_view kNameStart = "cuda";
+constexpr std::size_t kDigits = 11;
+constexpr unsigned kNumberBits = 22;
+
+/// Read in blocks: what a task maps is as long as the task likes.
+bool maps_driver(pid_t pid) {
+    const std::string path = "/proc/" + std::to_string(pid) + "/maps";
+    const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!fd)
+        throw io_error("cannot open " + path, errno);
+    std::array<char, 16384> buffer;
+    std::size_t kept = 0; // a mark may lie across two blocks
+    for (;;) {
+        const ssize_t got = ::read(fd.get(), buffer.data() + kept, buffer.size() - kept);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0)
+            throw io_error("cannot read " + path, errno);
+        if (got == 0)
+            return false;
+        const std::string_view text(buffer.data(), kept + static_cast<std::size_t>(got));
+        for (const std::string_view mark : kDriverMarks)
+            if (text.find(mark) != std::string_view::npos)
+                return true;
+        kept = std::min(text.size(), kLongestMark);
+        std::copy(text.end() - static_cast<std::ptrdiff_t>(kept), text.end(), buffer.begin());
+    }
+}
+
+/// The two descriptors that a restore thread's name gives; nullopt: another thread's name.
+std::optional<std::array<std::uint64_t, 2>> channel_of(std::string_view name) {
+    if (name.size() != kNameStart.size() + kDigits || !name.starts_with(kNameStart))
+        return std::nullopt;
+    std::uint64_t value = 0;
+    const auto [at, error] =
+        std::from_chars(name.data() + kNameStart.size(), name.data() + name.size(), value, 16);
+    if (error != std::errc{} || at != name.data() + name.size())
+        return std::nullopt;
+    return std::array{value >> kNumberBits, value & ((1U << kNumberBits) - 1)};
+}
+
+/// Whether opening the task's descriptor `number` through /proc touches no file: it is a pipe, of a
+/// kind that cannot be opened so, or not there.
+bool opens_no_file(pid_t pid, std::uint64_t number) {
+    const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
+    std::array<char, 64> target{};
+    const ssize_t size = ::readlink(path.c_str(), target.data(), target.size());
+    if (size < 0 && (errno == ENOENT || errno == ESRCH))
+        return true;
+    if (size < 0)
+        throw io_error("cannot read the link " + path, errno);
+    const std::string_view text(target.data(), static_cast<std::size_t>(size));
+    return text.starts_with("pipe:[") || text.starts_with("socket:[") ||
+           text.starts_with("anon_inode:");
+}
+
+} // namespace
+
+bool may_use_cuda(pid_t pid) {
+    return maps_driver(pid) && has_thread_named(pid, kNameStart);
+}
+
+void require_pipes_in_thread_names(pid_t pid) {
+    for (const std::string& name : thread_names(pid)) {
+        const auto channel = channel_of(name);
+        if (!channel)
+            continue;
+        for (const std::uint64_t number : *channel)
+            if (!opens_no_file(pid, number))
+                throw Error(Errc::unsupported,
+                            "pid " + std::to_string(pid) + " has a thread named " + name +
+                                ", as the driver names its own, and descriptor " +
+                                std::to_string(number) +
+                                " of that name is not a pipe: the driver would open a file of the "
+                                "process; nothing is asked of the driver");
+    }
+}
+
+} // namespace gpustasis::proc

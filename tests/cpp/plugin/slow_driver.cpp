@@ -1,0 +1,50 @@
+// A libcuda whose calls take a time: cuInit SLOW_DRIVER_INIT_MS milliseconds, Checkpoint
+// SLOW_DRIVER_CHECKPOINT_MS. All succeed but cuInit, which returns SLOW_DRIVER_INIT_RESULT.
+#include <chrono>
+#include <cstdlib>
+#include <thread>
+
+namespace {
+
+int number(const char* variable) {
+    const char* text = std::getenv(variable);
+    return text == nullptr ? 0 : std::atoi(text);
+}
+
+int take(const char* variable) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(number(variable)));
+    return 0;
+}
+
+} // namespace
+
+extern "C" {
+int cuInit(unsigned) {
+    take("SLOW_DRIVER_INIT_MS");
+    return number("SLOW_DRIVER_INIT_RESULT");
+}
+int cuDriverGetVersion(int* version) {
+    *version = 13000;
+    return 0;
+}
+int cuCheckpointProcessGetRestoreThreadId(int pid, int* tid) {
+    *tid = pid;
+    return 0;
+}
+int cuCheckpointProcessGetState(int, int* state) {
+    *state = 0;
+    return 0;
+}
+int cuCheckpointProcessLock(int, void*) {
+    return 0;
+}
+int cuCheckpointProcessCheckpoint(int, void*) {
+    return take("SLOW_DRIVER_CHECKPOINT_MS");
+}
+int cuCheckpointProcessRestore(int, void*) {
+    return 0;
+}
+int cuCheckpointProcessUnlock(int, void*) {
+    return 0;
+}
+}
