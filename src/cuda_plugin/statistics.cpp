@@ -59,6 +59,7 @@ Json to_json(const TaskStatistics& task) {
             {"raw", to_json(task.totals.raw)},
             {"ref", to_json(task.totals.ref)},
             {"file_bytes", task.file_bytes},
+            {"not_guarded_because", task.not_guarded_because},
             {"huge_pages", task.huge_pages},
             {"phases_ms", to_json(task.phases)}};
 }

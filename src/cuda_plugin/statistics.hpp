@@ -47,7 +47,8 @@ struct TaskStatistics {
     std::uint64_t staged_bytes = 0;
     EncodingTotals totals;
     std::uint64_t file_bytes = 0;
-    bool huge_pages = false; ///< of a restore: they were asked for
+    std::string not_guarded_because; ///< of a dump: why its dropped memory stands behind nothing
+    bool huge_pages = false;         ///< of a restore: they were asked for
     Phases phases;
 };
 

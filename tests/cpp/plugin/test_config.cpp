@@ -25,7 +25,7 @@ void every_key_is_taken() {
              "chunk_size = 65536\nstripes = 3\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
              "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
              "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
-             "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\n");
+             "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\nguard = \"require\"\n");
     CHECK(!config.externalize && !config.compress && config.threads == 3);
     CHECK(config.stripes == 3);
     CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
@@ -34,6 +34,7 @@ void every_key_is_taken() {
     CHECK(config.io == IoMode::direct && config.huge_pages == HugePages::off);
     CHECK(config.parent == "../a" && config.max_chain == 8 && config.incremental &&
           config.dump_locked);
+    CHECK(config.require_guard);
     CHECK(read("huge_pages = \"on\"").huge_pages == HugePages::on);
     CHECK(read("huge_pages = \"auto\"").huge_pages == HugePages::automatic);
     CHECK(read("io = \"auto\"").io == IoMode::automatic);
@@ -63,6 +64,7 @@ void bad_values_are_named() {
                              "parent = \"\"",
                              "max_chain = 0",
                              "found_locked = \"yes\"",
+                             "guard = true",
                              "max_chain = 65536",
                              "incremental = 1",
                              "lock_timeout_ms = 0",
