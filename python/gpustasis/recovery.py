@@ -32,6 +32,7 @@ from gpustasis.task import Task, boot_id, find_users, misleading_thread, read_ta
 log = logging.getLogger(__name__)
 
 WORKER_COMM = "gpustasis-work"  # src/cuda_plugin/worker_process.cpp
+GUARDIAN_COMM = "gpustasis-guard"  # src/cuda_plugin/guardian.hpp
 WORKER_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
@@ -58,17 +59,15 @@ class Recovery:
     refilled_bytes: int
 
 
-def find_images(pid: int) -> Path:
-    """The directory that memory of process `pid` was dumped into, by the record that the dump left.
+def find_images(pid: int) -> Path | None:
+    """The directory that memory of process `pid` was dumped into, by the record that the dump left;
+    None: no memory is missing.
 
-    Raises CheckpointError if there is no such record, or the directory is no longer there.
+    Raises CheckpointError if the directory is no longer there, or there is no such process.
     """
     record = _find_record(read_task(pid).pid)
     if record is None:
-        raise CheckpointError(
-            f"no dump has taken memory out of process {pid}; "
-            "if a dump was broken off before that, name its directory with -D"
-        )
+        return None
     images = Path(record.directory)
     try:
         found = images.stat()
@@ -86,7 +85,7 @@ def find_images(pid: int) -> Path:
 
 def recover(
     pid: int,
-    images: Path,
+    images: Path | None,
     driver: Driver,
     *,
     threads: int = 0,
@@ -94,6 +93,8 @@ def recover(
 ) -> Recovery:
     """Bring back process `pid`, whose dump into `images` was broken off.
 
+    images: None: no record says that memory of it is missing. It is unlocked then, and refused if the
+    driver has it checkpointed: nothing tells whether its GPU memory is there.
     threads: that put memory back; 0: one for each processor. on_progress: told the bytes done.
     Raises ImageError if the images are damaged or of another process, DriverError if the driver
     refuses, CheckpointError if the process is not in a state to be recovered; the process is left
@@ -112,18 +113,27 @@ def recover(
             f"process {pid} is in the driver's state {state.name}: it cannot be brought back; "
             "end it and restore it from a checkpoint"
         )
-    if state is ProcessState.LOCKED and _was_restored(task, images):
+    if state is ProcessState.LOCKED and images is not None and _was_restored(task, images):
         _require_no_record(pid)
         _unlock(pid, driver)
         return Recovery(outcome=Outcome.UNLOCKED_AFTER_RESTORE, refilled_bytes=0)
-    _require_unfinished(images)
-    manifest = _find_manifest(images)
+    if state is ProcessState.CHECKPOINTED and images is None:
+        raise CheckpointError(
+            f"process {pid} is checkpointed, and no record says into which directory; if a dump was "
+            "broken off, name its directory with -D; if a restore was, end the process and restore "
+            "it again: its GPU memory may not be there"
+        )
+    manifest = None
+    if images is not None:
+        _require_unfinished(images)
+        manifest = _find_manifest(images)
     before = _state_before(manifest, task)
     refilled = 0
     if state is ProcessState.CHECKPOINTED:
         if before is ProcessState.CHECKPOINTED:
             return Recovery(outcome=Outcome.LEFT_CHECKPOINTED, refilled_bytes=0)
-        refilled = _refill(task, images, manifest, threads, on_progress)
+        if images is not None:  # it is: see above
+            refilled = _refill(task, images, manifest, threads, on_progress)
         driver.init()
         driver.restore(pid)
     if before is not ProcessState.RUNNING:
@@ -134,13 +144,13 @@ def recover(
     return Recovery(outcome=done, refilled_bytes=refilled)
 
 
-def _settled_task(pid: int, images: Path) -> Task:
+def _settled_task(pid: int, images: Path | None) -> Task:
     """The task, once nobody else is busy with it."""
     deadline = time.monotonic() + WORKER_TIMEOUT_S
-    while workers := find_users(images, WORKER_COMM):
+    while images and (busy := find_users(images, WORKER_COMM, GUARDIAN_COMM)):
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"the driver worker {workers[0]} of that criu is still at it; "
+                f"process {busy[0]}, which that criu has left to do the same, is still at it; "
                 "wait for it, or end it and try again"
             )
         time.sleep(_POLL_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -89,20 +89,20 @@ def boot_id() -> bytes:
     return uuid.UUID((PROC / "sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
-def find_users(directory: Path, comm: str) -> list[int]:
-    """Processes of that name and of this user that have `directory` open."""
+def find_users(directory: Path, *comms: str) -> list[int]:
+    """Processes of one of these names and of this user that have `directory` open."""
     wanted = directory.stat()
     return _find(
-        comm, lambda entry: any(os.path.samestat(found, wanted) for found in _each(entry, os.stat))
+        comms, lambda entry: any(os.path.samestat(found, wanted) for found in _each(entry, os.stat))
     )
 
 
 def find_openers(part: str, comm: str) -> list[int]:
     """Processes of that name and of this user that have a file open whose path holds `part`."""
-    return _find(comm, lambda entry: any(part in name for name in _each(entry, os.readlink)))
+    return _find((comm,), lambda entry: any(part in name for name in _each(entry, os.readlink)))
 
 
-def _find(comm: str, holds: Callable[[Path], bool]) -> list[int]:
+def _find(comms: Collection[str], holds: Callable[[Path], bool]) -> list[int]:
     """Only processes of this user: what another names like that is not believed, and nothing that
     it has open, which may be on a file system of its own that never answers, is looked at."""
     found = []
@@ -111,7 +111,7 @@ def _find(comm: str, holds: Callable[[Path], bool]) -> list[int]:
             continue
         try:
             name = (entry / "comm").read_text(errors="replace").rstrip("\n")
-            if name == comm and entry.stat().st_uid == os.geteuid() and holds(entry):
+            if name in comms and entry.stat().st_uid == os.geteuid() and holds(entry):
                 found.append(int(entry.name))
         except OSError:  # it has ended, or is not ours to look at
             continue

@@ -4,6 +4,7 @@
 #include "bindings/progress.hpp"
 #include "dropped_memory/drop_record.hpp"
 #include "dropped_memory/refill.hpp"
+#include "dropped_memory/userfaultfd_setting.hpp"
 
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -59,6 +60,10 @@ void bind_record(py::module_& m) {
     m.def(
         "remove_drop_record", [](pid_t pid) { DropRecords().remove(identify_task(pid)); },
         py::arg("pid"), "The memory of process `pid` is back. Raises OSError, ValueError.");
+    m.def("is_userfaultfd_setting_left", &is_userfaultfd_setting_left,
+          "Whether a dump was killed while it had set vm.unprivileged_userfaultfd to 1 for a "
+          "moment.\n"
+          "Raises OSError, ValueError if others could write the file that says so.");
     m.def(
         "list_drop_records", [] { return DropRecords().list(); },
         "Of every task that is alive. Raises as find_drop_record.");

@@ -183,6 +183,11 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.incremental = on_or_off(path, key, node);
     } else if (key == "max_chain") {
         config.max_chain = number(path, key, node, 1, kMaxChain);
+    } else if (key == "guard") {
+        const std::string word = text(path, key, node);
+        if (word != "auto" && word != "require")
+            reject(path, key, node, "\"auto\" or \"require\"");
+        config.require_guard = word == "require";
     } else if (key == "found_locked") {
         const std::string word = text(path, key, node);
         if (word != "refuse" && word != "dump")

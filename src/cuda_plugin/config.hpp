@@ -41,6 +41,7 @@ struct Config {
     bool check_parent = false;     ///< key parent_check = "index" | "data"
     bool incremental = false;      ///< of a container: build on the newest that its store has
     std::uint32_t max_chain = 100; ///< checkpoints to build on, at most; 1..65535
+    bool require_guard = false;    ///< key guard = "auto" | "require"
     bool dump_locked = false; ///< key found_locked = "refuse" | "dump": a task that others locked
     std::uint32_t lock_timeout_ms = 10'000;    ///< for submitted GPU work to drain; not 0
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0

@@ -3,6 +3,7 @@
 #include "core/error.hpp"
 #include "core/lineage.hpp"
 #include "core/manifest.hpp"
+#include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/host.hpp"
 #include "dropped_memory/drop_record.hpp"
 #include "tracee/injected_syscall.hpp"
@@ -50,6 +51,22 @@ void write_record(const TaskRecord& record, int image_dir) {
                          .directory = directory_path(image_dir)});
 }
 
+Guard make_guard(InjectedSyscalls& task, pid_t pid, const std::vector<Region>& regions,
+                 bool required) {
+    Guard guard;
+    try {
+        guard.pages.emplace(make_userfaultfd(task, pid));
+        for (const Region& region : regions)
+            guard.pages->add(region);
+    } catch (const Error& e) {
+        if (required)
+            throw Error(e.code(), std::string("guard = \"require\": ") + e.what());
+        guard.pages.reset(); // closed, it leaves the memory as it was
+        guard.why_not = e.what();
+    }
+    return guard;
+}
+
 } // namespace
 
 void refuse_missing_memory(pid_t pid, bool with_tree) {
@@ -63,16 +80,25 @@ void refuse_missing_memory(pid_t pid, bool with_tree) {
             refuse(record, record.pid);
 }
 
-void drop_staging(TaskRecord& record, const std::vector<Region>& regions, int image_dir) {
+Guard drop_staging(TaskRecord& record, const std::vector<Region>& regions, const TaskTable& table,
+                   Lineage& lineage, unsigned threads, bool required) {
     const std::string name = "pid " + std::to_string(record.pid);
     record.recorded = true;
-    write_record(record, image_dir);
-    record.drop_begun = true;
-    host::info("dropping the staged memory of " + name);
+    write_record(record, lineage.directory(0));
     InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
     if (!task.has_way_back())
         host::warn(name + " would not survive this criu being killed while its staged memory is "
                           "dropped");
+    Guard guard = make_guard(task, record.pid, regions, required);
+    if (guard.pages)
+        start_guardians(record, table, *guard.pages, lineage, threads);
+    else
+        host::warn("the dropped memory of " + name +
+                   " reads as zeros until it is put back, should "
+                   "this criu be killed: " +
+                   guard.why_not);
+    host::info("dropping the staged memory of " + name);
+    record.drop_begun = true;
     for (const Region& region : regions) {
         const bool shared = region.kind == RegionKind::shared_anonymous;
         std::int64_t result = task.call(SYS_madvise, region.address, region.length,
@@ -83,6 +109,7 @@ void drop_staging(TaskRecord& record, const std::vector<Region>& regions, int im
             throw io_error("cannot drop staged memory of " + name, static_cast<int>(-result));
     }
     task.finish();
+    return guard;
 }
 
 } // namespace gpustasis

@@ -2,10 +2,14 @@
 #pragma once
 
 #include "core/image_info.hpp"
+#include "core/lineage.hpp"
 #include "cuda_plugin/task_table.hpp"
+#include "dropped_memory/missing_pages.hpp"
 
 #include <sys/types.h>
 
+#include <optional>
+#include <string>
 #include <vector>
 
 namespace gpustasis {
@@ -15,9 +19,18 @@ namespace gpustasis {
 /// every task below it. As DropRecords::find().
 void refuse_missing_memory(pid_t pid, bool with_tree);
 
-/// Drop the pages of `regions`, which the image of `record` holds, durable and named in the manifest;
-/// write the record of that before. The restore thread must be this process's tracee and stopped.
-/// Throws Error: io.
-void drop_staging(TaskRecord& record, const std::vector<Region>& regions, int image_dir);
+/// What dropped memory stands behind.
+struct Guard {
+    std::optional<MissingPages> pages; ///< none: the memory is not guarded
+    std::string why_not;               ///< empty if it is
+};
+
+/// Drop the pages of `regions`, which the image of `record` holds, durable and named in the manifest.
+/// Before, write the record of that, put the regions behind a userfaultfd and start guardians; where
+/// the kernel allows no userfaultfd, do without if `required` is false. `lineage` is that of the image
+/// directory. The restore thread must be this process's tracee and stopped.
+/// Throws Error: unsupported, io.
+Guard drop_staging(TaskRecord& record, const std::vector<Region>& regions, const TaskTable& table,
+                   Lineage& lineage, unsigned threads, bool required);
 
 } // namespace gpustasis

@@ -312,7 +312,13 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     note_in_inventory(true);
     note_in_manifest(record, true, written.digest);
     record.digest = written.digest;
-    statistics.phases.time("drop", [&] { drop_staging(record, regions, image_dir_.get()); });
+    Guard guard = statistics.phases.time("drop", [&] {
+        return drop_staging(record, regions, *table_, lineage_, config_.threads,
+                            config_.require_guard);
+    });
+    statistics.not_guarded_because = guard.why_not;
+    if (guard.pages)
+        guarded_.emplace(record.pid, std::move(*guard.pages));
 }
 
 void DumpSession::note_in_manifest(const TaskRecord& record, bool externalized, const Id& digest) {
@@ -347,7 +353,9 @@ void DumpSession::undo(TaskRecord& record) noexcept {
         host::info("bringing back " + name(record));
         statistics.phases.time("undo", [&] {
             // While every thread of it is frozen: none may see the memory missing.
-            refill_task(record, lineage_, config_.threads);
+            const auto guarded = guarded_.find(record.pid);
+            refill_task(record, lineage_, config_.threads,
+                        guarded == guarded_.end() ? nullptr : &guarded->second);
             // Frozen only if the dump came that far: a failing lock leaves the task running.
             if (is_traced_by_us(record.restore_tid)) {
                 ThawedThread thawed(record);
@@ -401,9 +409,10 @@ void DumpSession::finish(bool succeeded) noexcept {
                 settled = settled && table_->tasks[i].settled;
             }
         }
-        if (killed || !settled)
+        if (killed || !settled) {
+            table_->left = true;
             worker_.leave();
-        else
+        } else
             worker_.stop();
         if (succeeded)
             keep_in_store();

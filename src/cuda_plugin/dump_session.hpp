@@ -12,8 +12,11 @@
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
 #include "cuda_plugin/worker.hpp"
+#include "dropped_memory/missing_pages.hpp"
 
 #include <sys/types.h>
+
+#include <map>
 
 namespace gpustasis {
 
@@ -61,6 +64,7 @@ private:
     UniqueFd image_dir_;
     Lineage lineage_;
     SharedTaskTable table_;
+    std::map<pid_t, MissingPages> guarded_; ///< dropped memory, by task as criu sees it
     Worker worker_;
     ParentChoice parent_;
     StagingRoom staging_room_;

@@ -73,6 +73,7 @@ Json to_json(const TaskStatistics& task) {
             {"ref", to_json(task.totals.ref)},
             {"file_bytes", task.file_bytes},
             {"damaged_in_parent", task.damaged_in_parent},
+            {"not_guarded_because", task.not_guarded_because},
             {"huge_pages", task.huge_pages},
             {"gpus", to_json(task.gpus)},
             {"phases_ms", to_json(task.phases)}};

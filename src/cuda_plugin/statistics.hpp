@@ -50,8 +50,9 @@ struct TaskStatistics {
     EncodingTotals totals;
     std::uint64_t file_bytes = 0;
     std::uint64_t damaged_in_parent = 0; ///< chunks stored anew for that reason
-    bool huge_pages = false;             ///< of a restore: they were asked for
-    ProcessGpus gpus;                    ///< of a dump: those of the task
+    std::string not_guarded_because; ///< of a dump: why its dropped memory stands behind nothing
+    bool huge_pages = false;         ///< of a restore: they were asked for
+    ProcessGpus gpus;                ///< of a dump: those of the task
     Phases phases;
 };
 

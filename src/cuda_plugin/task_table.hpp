@@ -28,6 +28,11 @@ struct TaskRecord {
     std::atomic<bool> recorded = false;         ///< there may be a record of the drop
     std::atomic<bool> drop_begun = false;       ///< staged pages may be gone: the image has them
     std::atomic<bool> refilled = false;         ///< all of them are back
+    static constexpr int kGuardians = 2;        ///< the guardian and its spare
+    std::atomic<pid_t> guardians[kGuardians]{}; ///< as criu sees them; 0: not started yet
+    std::atomic<bool> guarded = false;          ///< all were started (guardian.hpp)
+    std::atomic<bool> refill_failed = false;    ///< a guardian cannot put the pages back
+    char refill_error[256]{};                   ///< why; set before refill_failed
     std::atomic<bool> thawed = false;           ///< the restore thread runs with signals blocked
     std::atomic<std::uint64_t> signal_mask = 0; ///< the restore thread's own, while thawed
     std::atomic<bool> settled = false;          ///< nothing is left to undo
@@ -56,6 +61,7 @@ struct TaskTable {
     static constexpr std::size_t kMaxKills = 65536; ///< tasks of a restored tree
 
     OnOrphaned on_orphaned = OnOrphaned::undo;
+    std::atomic<bool> left = false; ///< criu has left the tasks: to their end, as far as it knows
     std::atomic<std::size_t> task_count = 0;
     TaskRecord tasks[kMaxTasks];
     std::atomic<std::size_t> kill_count = 0;

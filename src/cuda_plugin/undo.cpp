@@ -2,8 +2,8 @@
 
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
+#include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
-#include "dropped_memory/refill.hpp"
 #include "tracee/ptrace_call.hpp"
 #include "tracee/ptrace_stop.hpp"
 
@@ -24,15 +24,23 @@ void unlock(pid_t pid, Driver& driver) {
 
 } // namespace
 
-void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads) {
-    if (record.drop_begun && !record.refilled) {
-        const ImageReader image = open_dropped({.pid = record.pid,
-                                                .start_time = record.start_time,
-                                                .checkpoint_id = record.checkpoint_id,
-                                                .digest = record.digest,
-                                                .image = image_name(record.image_pid)},
-                                               lineage);
-        refill_dropped(record.pid, image, threads);
+DroppedTask dropped_task(const TaskRecord& record) {
+    return {.pid = record.pid,
+            .start_time = record.start_time,
+            .checkpoint_id = record.checkpoint_id,
+            .digest = record.digest,
+            .image = image_name(record.image_pid)};
+}
+
+void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads, MissingPages* pages) {
+    if (record.drop_begun && !record.refilled &&
+        (pages != nullptr || !wait_for_guardians(record))) {
+        const ImageReader image = open_dropped(dropped_task(record), lineage);
+        // Still guarded meanwhile: should this process be killed, the guardians go on.
+        if (pages != nullptr)
+            pages->fill(image, threads);
+        else
+            refill_dropped(record.pid, image, threads);
         record.refilled = true;
     }
     // Before the driver restores: from then on the staged memory is the driver's to give back.

@@ -4,13 +4,19 @@
 #include "core/lineage.hpp"
 #include "cuda_plugin/driver.hpp"
 #include "cuda_plugin/task_table.hpp"
+#include "dropped_memory/missing_pages.hpp"
+#include "dropped_memory/refill.hpp"
 
 namespace gpustasis {
 
+/// What is missing in the task of `record`.
+DroppedTask dropped_task(const TaskRecord& record);
+
 /// Put the staged memory back if it may have been dropped and is not back yet, and remove the record
 /// of the drop. Needs no thread of the task to run. `lineage` is that of the dump's image directory.
-/// Throws Error: as open_dropped() and refill_dropped().
-void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads);
+/// `pages`: what the memory stands behind, if this process holds it; else it is left to the guardians
+/// as long as one is alive. Throws Error: as open_dropped() and refill_dropped().
+void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads, MissingPages* pages);
 
 /// Restore and unlock as far as the task was neither checkpointed nor locked before: after
 /// refill_task(). Does nothing that is not needed: a task that is already back is left alone. The

@@ -1,12 +1,10 @@
 #include "cuda_plugin/worker.hpp"
 
+#include "cuda_plugin/orphan.hpp"
 #include "cuda_plugin/worker_process.hpp"
 
 #include <fcntl.h>
-#include <linux/sched.h>
 #include <poll.h>
-#include <sched.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -35,43 +33,6 @@ constexpr int kKillMs = 2'000;
 // How often the watched thread is looked at while a call is under way.
 constexpr int kWatchIntervalMs = 10;
 
-/// fork() without SIGCHLD. The kernel is told where the C library keeps the thread's id, as fork()
-/// does, or the child would think it had its parent's.
-pid_t fork_silently() {
-    int* tid_address = nullptr;
-    if (::prctl(PR_GET_TID_ADDRESS, &tid_address) != 0)
-        throw io_error("prctl(PR_GET_TID_ADDRESS)", errno);
-    const long child = ::syscall(SYS_clone, CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID, nullptr,
-                                 nullptr, tid_address, 0L);
-    if (child < 0)
-        throw io_error("cannot clone the driver worker", errno);
-    return static_cast<pid_t>(child);
-}
-
-/// Run `body`, which never returns, in a process that is nobody's child here: criu waits for any
-/// child when a dump ends, and takes one that it does not know for a bug.
-template <class Body>
-void fork_orphan(Body&& body) {
-    const pid_t middle = fork_silently();
-    if (middle == 0) {
-        int status = 0;
-        try {
-            if (fork_silently() == 0)
-                std::forward<Body>(body)();
-        } catch (...) {
-            status = 1;
-        }
-        ::_exit(status);
-    }
-    int status = 0;
-    pid_t got = 0;
-    do
-        got = ::waitpid(middle, &status, static_cast<int>(__WCLONE));
-    while (got < 0 && errno == EINTR);
-    if (got != middle || !WIFEXITED(status) || WEXITSTATUS(status) != 0)
-        throw Error(Errc::io, "cannot clone the driver worker");
-}
-
 /// Why a call under way will never be answered; empty while it may.
 std::string stopped_reason(pid_t tid) {
     siginfo_t info{};
@@ -99,7 +60,7 @@ void Worker::start() {
         throw io_error("cannot make a socket pair for the driver worker", errno);
     UniqueFd ours(ends[0]);
     UniqueFd theirs(ends[1]);
-    fork_orphan([&] {
+    fork_orphan("the driver worker", [&] {
         ours.reset();
         run_worker(config_, *table_, lineage_, theirs.get());
     });

@@ -2,13 +2,14 @@
 
 #include "core/error.hpp"
 #include "cuda_plugin/driver_library.hpp"
+#include "cuda_plugin/orphan.hpp"
 #include "cuda_plugin/undo.hpp"
 #include "cuda_plugin/worker_protocol.hpp"
+#include "dropped_memory/userfaultfd_setting.hpp"
 #include "tracee/proc.hpp"
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -37,33 +38,6 @@ void copy_text(char* out, std::size_t size, const std::string& text) noexcept {
     const std::size_t count = std::min(text.size(), size - 1);
     std::memcpy(out, text.data(), count);
     out[count] = '\0';
-}
-
-/// Keep nothing of criu's but `keep`: its descriptors hold images, pipes and
-/// sockets open that others wait on, its signal handlers are not ours, and a signal from its
-/// terminal must not end the one process that can undo a dump.
-void shed_criu(std::vector<int> keep) {
-    for (int signal = 1; signal < NSIG; ++signal)
-        ::signal(signal, SIG_DFL);
-    sigset_t none;
-    sigemptyset(&none);
-    ::sigprocmask(SIG_SETMASK, &none, nullptr);
-    ::setsid();
-    ::prctl(PR_SET_NAME, "gpustasis-work", 0, 0, 0);
-
-    const int null = ::open("/dev/null", O_RDWR);
-    for (int fd = 0; fd <= STDERR_FILENO; ++fd)
-        ::dup2(null, fd);
-    std::ranges::sort(keep);
-    unsigned next = STDERR_FILENO + 1;
-    for (const int fd : keep) {
-        if (fd < static_cast<int>(next))
-            continue;
-        if (static_cast<unsigned>(fd) > next)
-            ::close_range(next, static_cast<unsigned>(fd) - 1, 0);
-        next = static_cast<unsigned>(fd) + 1;
-    }
-    ::close_range(next, ~0U, 0);
 }
 
 void answer_gpus(Driver& driver, Reply& reply) {
@@ -205,6 +179,10 @@ bool anything_to_undo(const TaskTable& table) noexcept {
 
 void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineage& lineage) {
     std::unique_ptr<UndoLog> log; // made when there is something to tell
+    try {
+        lower_userfaultfd_setting(); // in case criu was killed while it was raised
+    } catch (const Error&) { // NOLINT(bugprone-empty-catch): the next dump and doctor see it, too
+    }
     while (anything_to_undo(table)) {
         for (std::size_t i = 0; i < table.task_count; ++i) {
             TaskRecord& record = table.tasks[i];
@@ -222,7 +200,7 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
                 log = std::make_unique<UndoLog>(lineage.directory(0));
             const std::string who = "pid " + std::to_string(record.pid) + ": ";
             try {
-                refill_task(record, lineage, config.threads);
+                refill_task(record, lineage, config.threads, nullptr);
                 reset_signal_mask(record);
                 undo_task(record, driver.get());
                 (*log)(who + "criu is gone; the task was brought back and runs on");
@@ -258,7 +236,7 @@ void run_worker(const Config& config, TaskTable& table, Lineage& lineage, int so
     try {
         std::vector<int> keep = lineage.descriptors();
         keep.push_back(socket);
-        shed_criu(std::move(keep));
+        shed_criu(std::move(keep), "gpustasis-work");
         LazyDriver driver(config);
         if (table.on_orphaned == OnOrphaned::kill)
             std::thread([&table, socket] { kill_when_orphaned(table, socket); }).detach();

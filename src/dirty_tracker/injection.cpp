@@ -1,6 +1,7 @@
 #include "dirty_tracker/injection.hpp"
 
 #include "core/error.hpp"
+#include "tracee/injected_descriptor.hpp"
 #include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
 #include "tracee/ptrace_call.hpp"
@@ -9,7 +10,6 @@
 #include "tracee/way_back.hpp"
 
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <sys/user.h>
 #include <unistd.h>
 
@@ -93,19 +93,11 @@ UniqueFd make_in_thread(const AddressSpace& space, pid_t tid, std::uint64_t numb
                         " could be harmed: its program has no \"syscall; ret\" and signal "
                         "restorer to lead it back should this process be killed, or a "
                         "shadow stack");
-    const std::int64_t made = task.call_if_alive(number, argument);
-    if (made < 0)
-        throw io_error("system call " + std::to_string(number) + " in the name of " + name_of(tid),
-                       static_cast<int>(-made));
-    task.aim(SYS_close, static_cast<std::uint64_t>(made), 0, 0);
-    UniqueFd ours(static_cast<int>(::syscall(SYS_pidfd_getfd, space.pidfd(), made, 0)));
-    const int error = errno;
-    const std::int64_t closed = task.run();
-    task.finish();
+    UniqueFd ours = take_descriptor(task, space.pidfd(), number, argument);
     if (!ours)
-        throw io_error("pidfd_getfd from process " + std::to_string(space.pid()), error);
-    if (closed != 0)
-        throw io_error("close in the name of " + name_of(tid), static_cast<int>(-closed));
+        throw io_error("system call " + std::to_string(number) + " in the name of " + name_of(tid),
+                       errno);
+    task.finish();
     return ours;
 }
 

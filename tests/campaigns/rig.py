@@ -19,7 +19,7 @@ from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
-from gpustasis.recovery import WORKER_COMM
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
 
 CRIU_TIMEOUT_S = 120.0
@@ -261,13 +261,13 @@ def with_driver(rig: Rig, driver: str) -> Iterator[Rig]:
 
 
 def workers(images: Path) -> list[int]:
-    """Live workers of the plugin that hold `images` open."""
-    return find_users(images, WORKER_COMM)
+    """Live workers and guardians of the plugin that hold `images` open."""
+    return find_users(images, WORKER_COMM, GUARDIAN_COMM)
 
 
 def reap_workers() -> None:
     """Collect the workers that have ended and come to us as subreaper; nobody else will."""
-    for pid in _children_named(WORKER_COMM):
+    for pid in _children_named(WORKER_COMM, GUARDIAN_COMM):
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 

@@ -9,18 +9,39 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from campaigns.rig import Rig, workers
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import ImageReader, find_drop_record, image_name
+from gpustasis.diagnosis import Status, host
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
+from gpustasis.task import find_users
 from support.job import Job
 
+PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
+SETTING = Path("/proc/sys/vm/unprivileged_userfaultfd")
+RAISED = Path("/run/gpustasis/userfaultfd-raised")
 TIMEOUT_S = 30.0
 
 
-def break_off(rig: Rig, job: SteadyJob, images: Path) -> None:
-    """Kill criu, and the plugin's worker, when all GPU memory is in the images and out of the job."""
+def break_off(rig: Rig, job: SteadyJob, images: Path, *kept: str) -> None:
+    """Kill criu, and what the plugin has left beside it but processes named `kept`, when all GPU
+    memory is in the images and out of the job."""
+    kill_criu = dump_and_stop(rig, job, images)
+    for pid in workers(images):
+        if Path(f"/proc/{pid}/comm").read_text().strip() not in kept:
+            os.kill(pid, signal.SIGKILL)
+    kill_criu()
+
+
+def dump_and_stop(rig: Rig, job: SteadyJob, images: Path) -> Callable[[], None]:
+    """Dump until all GPU memory is out of the job. The result kills criu."""
     reached = images.with_name(f"{images.name}.reached")
     script = images.with_name(f"{images.name}.script")
     script.write_text(
@@ -34,11 +55,13 @@ def break_off(rig: Rig, job: SteadyJob, images: Path) -> None:
         assert criu.poll() is None, "criu ended before it was to be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    for pid in workers(images):
-        os.kill(pid, signal.SIGKILL)
-    criu.kill()
-    criu.wait()
-    os.kill(int(reached.read_text()), signal.SIGKILL)
+
+    def kill() -> None:
+        criu.kill()
+        criu.wait()
+        os.kill(int(reached.read_text()), signal.SIGKILL)
+
+    return kill
 
 
 def recover(rig: Rig, pid: int) -> None:
@@ -83,12 +106,124 @@ def test_a_dump_that_succeeds_leaves_no_record(newest_rig: Rig) -> None:
         job.run_on()
 
 
+def stored_pages(images: Path, pid: int) -> dict[int, bytes]:
+    image = ImageReader.open(images / image_name(pid))
+    return {image.chunk(index).address: image.read_chunk(index) for index in range(len(image))}
+
+
+def require_nothing_missing(images: Path, pid: int) -> None:
+    """The memory of the process, as one of its threads sees it at this moment, is what was dropped:
+    whoever reads through /proc waits for a missing page as a thread of the process does."""
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for address, stored in stored_pages(images, pid).items():
+            memory.seek(address)
+            assert memory.read(len(stored)) == stored, f"{address:#x} is not what it was"
+
+
+def test_nothing_is_missing_when_criu_and_the_worker_are_killed(rig: Rig) -> None:
+    with rig.job(mib=32, children=1) as job:
+        images = rig.images()
+        break_off(rig, job, images, GUARDIAN_COMM)
+        for pid in job.pids:
+            require_nothing_missing(images, pid)
+        rig.settle(images)
+        for pid in job.pids:
+            require_nothing_missing(images, pid)
+            assert find_drop_record(pid) is None
+            recover(rig, pid)
+        job.run_on()
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["guardian", "spare"])
+def test_one_guardian_is_enough(newest_rig: Rig, killed: int) -> None:
+    with newest_rig.job(mib=32) as job:
+        images = newest_rig.images()
+        kill_criu = dump_and_stop(newest_rig, job, images)
+        guardians = sorted(find_users(images, GUARDIAN_COMM))
+        assert len(guardians) == 2
+        for pid in (guardians[killed], *find_users(images, WORKER_COMM)):
+            os.kill(pid, signal.SIGKILL)
+        kill_criu()
+        require_nothing_missing(images, job.pid)
+        newest_rig.settle(images)
+        recover(newest_rig, job.pid)
+        job.run_on()
+
+
+def test_a_job_that_may_not_make_a_userfaultfd_is_guarded_as_well(
+    newest_rig: Rig, compile_c: Callable[..., Path]
+) -> None:
+    """It has neither the capability nor the system call, as in a container."""
+    with restricted_job(newest_rig, compile_c) as job:
+        images = newest_rig.images()
+        dumped = newest_rig.dump(job, images, "--leave-running", config={"guard": "require"})
+        assert dumped.status == 0, dumped.errors
+        task = json.loads((images / "gpustasis-dump.json").read_text())["tasks"][0]
+        assert task["not_guarded_because"] == ""
+        assert SETTING.read_text() == "0\n"
+        job.run_on()
+
+
+@pytest.mark.parametrize("guard", ["auto", "require"])
+def test_what_cannot_be_guarded_is_said_or_refused(
+    newest_rig: Rig, compile_c: Callable[..., Path], guard: str
+) -> None:
+    with restricted_job(newest_rig, compile_c) as job:
+        images = newest_rig.images()
+        script = f'mount --bind {SETTING} {SETTING}; mount -o remount,bind,ro {SETTING}; exec "$@"'
+        words = ["unshare", "--mount", "sh", "-ec", script, "sh"]
+        dumped = newest_rig.run(
+            [*words, *newest_rig.dump_words(job, images, ["--leave-running"])],
+            images,
+            "dump",
+            {"guard": guard},
+        )
+        newest_rig.settle(images)
+        if guard == "require":
+            assert dumped.status != 0
+            assert 'guard = "require": ' in dumped.log
+        else:
+            assert dumped.status == 0, dumped.errors
+            assert "reads as zeros until it is put back" in dumped.log
+            task = json.loads((images / "gpustasis-dump.json").read_text())["tasks"][0]
+            assert str(SETTING) in task["not_guarded_because"]
+        assert find_drop_record(job.pid) is None
+        job.run_on()
+
+
+@contextmanager
+def restricted_job(rig: Rig, compile_c: Callable[..., Path]) -> Iterator[SteadyJob]:
+    """A steady_job without capabilities and userfaultfd."""
+    launcher = compile_c(PROGRAMS / "without_userfaultfd.c")
+    starter = rig.scratch / "start"
+    starter.write_text(f'#!/bin/sh\nexec {launcher} {rig.programs.job} "$@"\n')
+    starter.chmod(0o755)
+    with replace(rig, programs=replace(rig.programs, job=starter)).job(mib=8) as job:
+        yield job
+
+
+def test_a_setting_that_a_killed_dump_has_raised_is_seen_and_set_back(newest_rig: Rig) -> None:
+    with newest_rig.job(mib=4) as job:
+        images = newest_rig.images()
+        kill_criu = dump_and_stop(newest_rig, job, images)
+        RAISED.write_text("1\n")
+        SETTING.write_text("1\n")
+        found = host.check_dropped_memory()[0]
+        kill_criu()
+        assert found.status is Status.PROBLEM
+        assert found.remedy == "sysctl vm.unprivileged_userfaultfd=0"
+        newest_rig.settle(images)
+        assert SETTING.read_text() == "0\n"
+        assert host.check_dropped_memory()[0].status is Status.OK
+        job.run_on()
+
+
 def test_two_tasks_with_one_pid_of_their_own_are_refused(newest_rig: Rig) -> None:
     """Their images would have one name: the second in the place of the first, which is dropped."""
     script = newest_rig.scratch / "tree.sh"
     logs = [newest_rig.scratch / f"steps-{number}" for number in range(2)]
     starts = [
-        f"unshare --pid --fork --kill-child {newest_rig.program} --seed {number} >{log} 2>&1 &"
+        f"unshare --pid --fork --kill-child {newest_rig.programs.job} --seed {number} >{log} 2>&1 &"
         for number, log in enumerate(logs)
     ]
     script.write_text("\n".join([*starts, "wait"]))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpustasis import nvml, process
-from gpustasis._core import list_drop_records
+from gpustasis._core import is_userfaultfd_setting_left, list_drop_records
 from gpustasis.criu import run
 from gpustasis.criu.find import Criu, choose, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, find_config, plugin_directory, read_config
@@ -24,6 +24,8 @@ _CLONE3 = 435  # x86-64 and every other architecture
 _CLONE_ARGS_SIZE = 80  # CLONE_ARGS_SIZE_VER1: with set_tid
 _SET_TID_SIZE_OFFSET = 72
 _TOO_MANY_LEVELS = 1000  # more pid namespaces than can be nested
+_USERFAULTFD = 323  # x86-64
+_USERFAULTFD_SETTING = Path("/proc/sys/vm/unprivileged_userfaultfd")
 _SOFT_DIRTY_BIT = 55  # of an entry of /proc/PID/pagemap
 
 _CAPABILITIES = {  # linux/capability.h
@@ -296,18 +298,38 @@ def _configuration(environ: Mapping[str, str]) -> Finding:
     return ok(name, str(path))
 
 
-def check_dropped_memory() -> list[Finding]:
-    """Processes whose memory a dump has taken out and not put back; so has one that is under way."""
+def check_dropped_memory(setting: Path = _USERFAULTFD_SETTING) -> list[Finding]:
+    """Processes whose memory a dump has taken out and not put back, and what keeps that memory from
+    reading as zeros when criu is killed. A dump that is under way has such processes as well."""
     try:
-        records = list_drop_records()
+        found = [
+            problem(
+                f"memory of process {record.pid}",
+                f"a dump into {record.directory} has taken it out and not put it back",
+                f"gpustasis recover {record.pid}",
+            )
+            for record in list_drop_records()
+        ]
+        left = is_userfaultfd_setting_left()
     except (OSError, ValueError) as exc:
-        remedy = "look who has made that file, and remove it"
-        return [problem("dropped memory", str(exc), remedy)]
-    return [
-        problem(
-            f"memory of process {record.pid}",
-            f"a dump into {record.directory} has taken it out and not put it back",
-            f"gpustasis recover {record.pid}",
+        return [problem("dropped memory", str(exc), "look who has made that file, and remove it")]
+    return [_guard(setting, left=left), *found]
+
+
+def _guard(setting: Path, *, left: bool) -> Finding:
+    name = "guard of dropped memory"
+    if left:
+        return problem(
+            name,
+            "a dump was killed while vm.unprivileged_userfaultfd was 1",
+            "sysctl vm.unprivileged_userfaultfd=0",
         )
-        for record in records
-    ]
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(ctypes.c_long(_USERFAULTFD), ctypes.c_long(os.O_CLOEXEC))
+    if fd < 0:
+        text = f"none: userfaultfd: {os.strerror(ctypes.get_errno())}"
+        return note(name, f"{text}; GPU memory that is out reads as zeros if criu is killed")
+    os.close(fd)
+    if not os.access(setting, os.W_OK):
+        return note(name, f"{setting} cannot be written: none for jobs without CAP_SYS_PTRACE")
+    return ok(name, "userfaultfd is available")

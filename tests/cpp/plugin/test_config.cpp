@@ -25,7 +25,7 @@ void every_key_is_taken() {
              "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
              "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
              "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
-             "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\n"
+             "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\nguard = \"require\"\n"
              "parent_check = \"data\"\n"
              "gpu_map = [\"0=GPU-01234567-89ab-cdef-0123-456789abcdef\", \"1=3\"]\n"
              "risk = [\"nccl\", \"memory\"]\n");
@@ -41,6 +41,7 @@ void every_key_is_taken() {
     CHECK(config.parent == "../a" && config.max_chain == 8 && config.incremental &&
           config.dump_locked);
     CHECK(config.check_parent && !read("parent_check = \"index\"").check_parent);
+    CHECK(config.require_guard);
     CHECK(read("huge_pages = \"on\"").huge_pages == HugePages::on);
     CHECK(read("huge_pages = \"auto\"").huge_pages == HugePages::automatic);
     CHECK(read("io = \"auto\"").io == IoMode::automatic);
@@ -70,6 +71,7 @@ void bad_values_are_named() {
                              "parent_check = true",
                              "max_chain = 0",
                              "found_locked = \"yes\"",
+                             "guard = true",
                              "max_chain = 65536",
                              "incremental = 1",
                              "lock_timeout_ms = 0",

@@ -1,0 +1,169 @@
+#include "cuda_plugin/guardian.hpp"
+
+#include "core/error.hpp"
+#include "cuda_plugin/orphan.hpp"
+#include "cuda_plugin/undo.hpp"
+#include "tracee/proc.hpp"
+
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+namespace gpustasis {
+namespace {
+
+constexpr int kPollMs = 10;
+constexpr int kStartMs = 5'000;
+
+UniqueFd open_process(pid_t pid) {
+    return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+}
+
+/// Whether the process of `pidfd` has ended, if only as a zombie.
+bool has_ended(int pidfd) noexcept {
+    pollfd poll{.fd = pidfd, .events = POLLIN, .revents = 0};
+    return ::poll(&poll, 1, 0) == 1;
+}
+
+bool is_running(pid_t pid) {
+    const UniqueFd process = open_process(pid);
+    return process && !has_ended(process.get());
+}
+
+/// Nothing is left to guard.
+bool is_over(const TaskRecord& record) noexcept {
+    return record.refilled || record.settled;
+}
+
+class Guardian {
+public:
+    Guardian(TaskRecord& record, const TaskTable& table, MissingPages& pages, Lineage& lineage,
+             unsigned threads, int criu) noexcept
+        : record_(record), table_(table), pages_(pages), lineage_(lineage), threads_(threads),
+          criu_(criu) {}
+
+    /// Returns when nothing is left to guard.
+    void run() {
+        std::optional<std::thread> filling;
+        while (!is_over(record_)) {
+            pollfd waiting{.fd = pages_.fd(), .events = POLLIN, .revents = 0};
+            if (::poll(&waiting, 1, kPollMs) > 0 && !attempt([this] { pages_.answer(image()); }))
+                ::poll(nullptr, 0, kPollMs); // they still wait, and are to be answered again
+            if (!table_.left && !has_ended(criu_))
+                continue;
+            const proc::Liveness life = proc::liveness(record_.pid, record_.start_time);
+            if (life == proc::Liveness::dead) {
+                forget_drop(record_);
+                break;
+            }
+            // Until criu, or the kernel on its behalf, lets go of the task, it may be about to die.
+            if (life == proc::Liveness::untraced && !filling) {
+                attempt([&] {
+                    image(); // here, and not in two threads at once
+                    filling.emplace([this] { attempt([this] { fill(); }); });
+                });
+            }
+        }
+        if (filling)
+            filling->join();
+    }
+
+private:
+    const ImageReader& image() {
+        if (!image_)
+            image_ = open_dropped(dropped_task(record_), lineage_);
+        return *image_;
+    }
+
+    void fill() {
+        pages_.fill(*image_, threads_);
+        record_.refilled = true;
+        forget_drop(record_);
+    }
+
+    /// What cannot be put back stays guarded: whoever waits for it waits for the end of the task, and
+    /// does not run on with zeros.
+    template <class Body>
+    bool attempt(const Body& body) noexcept {
+        try {
+            body();
+            return true;
+        } catch (const std::exception& e) {
+            const std::lock_guard lock(failing_);
+            if (!is_over(record_) && !record_.refill_failed) {
+                std::strncpy(record_.refill_error, e.what(), sizeof(record_.refill_error) - 1);
+                record_.refill_failed = true;
+            }
+            return false;
+        }
+    }
+
+    TaskRecord& record_;
+    const TaskTable& table_;
+    MissingPages& pages_;
+    Lineage& lineage_;
+    unsigned threads_;
+    int criu_;
+    std::mutex failing_;
+    std::optional<ImageReader> image_;
+};
+
+[[noreturn]] void run_guardian(int number, TaskRecord& record, const TaskTable& table,
+                               MissingPages& pages, Lineage& lineage, unsigned threads,
+                               int criu) noexcept {
+    try {
+        std::vector<int> keep = lineage.descriptors();
+        keep.push_back(pages.fd());
+        keep.push_back(criu);
+        shed_criu(std::move(keep), kGuardianName);
+        record.guardians[number] = ::getpid();
+        for (int before = 0; before < number; ++before)
+            while (!is_over(record) && is_running(record.guardians[before]))
+                ::poll(nullptr, 0, kPollMs);
+        Guardian(record, table, pages, lineage, threads, criu).run();
+    } catch (...) {
+        ::_exit(1); // nothing may unwind into criu's frames
+    }
+    ::_exit(0);
+}
+
+} // namespace
+
+void start_guardians(TaskRecord& record, const TaskTable& table, MissingPages& pages,
+                     Lineage& lineage, unsigned threads) {
+    const UniqueFd criu = open_process(::getpid());
+    if (!criu)
+        throw io_error("pidfd_open of criu", errno);
+    for (int number = 0; number < TaskRecord::kGuardians; ++number) {
+        fork_orphan("a guardian of dropped memory", [&] {
+            run_guardian(number, record, table, pages, lineage, threads, criu.get());
+        });
+        for (int waited = 0; record.guardians[number] == 0; ++waited) {
+            if (waited == kStartMs)
+                throw Error(Errc::io, "a guardian of dropped memory does not start");
+            ::poll(nullptr, 0, 1);
+        }
+    }
+    record.guarded = true;
+}
+
+bool wait_for_guardians(const TaskRecord& record) {
+    while (record.guarded && !record.refilled) {
+        if (record.refill_failed)
+            throw Error(Errc::io, record.refill_error);
+        if (std::ranges::none_of(record.guardians, [](pid_t pid) { return is_running(pid); }))
+            return record.refilled;
+        ::poll(nullptr, 0, kPollMs);
+    }
+    return record.refilled;
+}
+
+} // namespace gpustasis

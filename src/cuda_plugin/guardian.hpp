@@ -1,0 +1,31 @@
+/// Processes that keep dropped memory from reading as zeros when criu is gone.
+///
+/// What a dump drops stands behind a userfaultfd (dropped_memory/missing_pages.hpp). criu holds its
+/// descriptor, and for each task a guardian and its spare, which does nothing until the guardian
+/// has died: only when all three have died do missing pages become zeros. A guardian answers whoever
+/// waits for a page from the image. When criu is gone, or has left the task alive without a word,
+/// it puts all pages back, removes the record of the drop and ends; it ends as well when that has been
+/// done by criu, and when the task is dead.
+#pragma once
+
+#include "core/lineage.hpp"
+#include "cuda_plugin/task_table.hpp"
+#include "dropped_memory/missing_pages.hpp"
+
+namespace gpustasis {
+
+/// What a guardian is called in /proc/PID/comm.
+inline constexpr const char* kGuardianName = "gpustasis-guard";
+
+/// Start both for the task of `record`, whose memory stands behind `pages` already and is still
+/// there; they hold on to it when this returns. `lineage` is that of the dump's image directory.
+/// Throws Error: io.
+void start_guardians(TaskRecord& record, const TaskTable& table, MissingPages& pages,
+                     Lineage& lineage, unsigned threads);
+
+/// For the worker, when criu is gone: wait until the guardians of `record` have put all its pages
+/// back. False if it has none, or none that is alive. Throws Error: io with the reason if a guardian
+/// cannot do it: it holds on to the pages until the task ends.
+bool wait_for_guardians(const TaskRecord& record);
+
+} // namespace gpustasis

@@ -1,0 +1,175 @@
+#include "dropped_memory/missing_pages.hpp"
+
+#include "core/error.hpp"
+#include "core/memory_port.hpp"
+#include "dropped_memory/userfaultfd_setting.hpp"
+#include "tracee/injected_descriptor.hpp"
+
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <vector>
+
+namespace gpustasis {
+namespace {
+
+std::uint64_t page_size() noexcept {
+    return static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+Error failed(const char* what, int error) {
+    if (error == ESRCH)
+        return {Errc::gone, "the process whose memory is missing has ended"};
+    return io_error(what, error);
+}
+
+/// Puts pages where none are.
+class MissingSink final : public MemorySink {
+public:
+    explicit MissingSink(int fd) noexcept : fd_(fd) {}
+
+    void write(std::uint64_t address, Bytes bytes) override {
+        while (!bytes.empty()) {
+            uffdio_copy copy{};
+            copy.dst = address;
+            copy.src = reinterpret_cast<std::uint64_t>(bytes.data());
+            copy.len = bytes.size();
+            if (::ioctl(fd_, UFFDIO_COPY, &copy) == 0)
+                return;
+            const int error = errno;
+            std::uint64_t done = copy.copy > 0 ? static_cast<std::uint64_t>(copy.copy) : 0;
+            if (done == 0)
+                done = pass_over(address, error, "UFFDIO_COPY");
+            address += done;
+            bytes = bytes.subspan(done);
+        }
+    }
+
+    void write_zeros(std::uint64_t address, std::uint64_t length) override {
+        while (length != 0) {
+            uffdio_zeropage zero{};
+            zero.range = {.start = address, .len = length};
+            if (::ioctl(fd_, UFFDIO_ZEROPAGE, &zero) == 0)
+                return;
+            const int error = errno;
+            std::uint64_t done = zero.zeropage > 0 ? static_cast<std::uint64_t>(zero.zeropage) : 0;
+            if (done == 0)
+                done = pass_over(address, error, "UFFDIO_ZEROPAGE");
+            address += done;
+            length -= done;
+        }
+    }
+
+private:
+    /// What is there stays; whoever waits for it, because it came to be a moment ago, is woken. The
+    /// bytes to go on behind.
+    std::uint64_t pass_over(std::uint64_t address, int error, const char* what) const {
+        if (error == EAGAIN) { // the process is changing its mappings
+            ::sched_yield();
+            return 0;
+        }
+        if (error != EEXIST)
+            throw failed(what, error);
+        uffdio_range range{.start = address, .len = page_size()};
+        ::ioctl(fd_, UFFDIO_WAKE, &range);
+        return range.len;
+    }
+
+    int fd_;
+};
+
+/// The chunk that `address` lies in. Throws Error: corrupt_data if there is none.
+std::uint64_t chunk_at(const ImageReader& image, std::uint64_t address) {
+    std::uint64_t low = 0;
+    std::uint64_t high = image.chunk_count();
+    while (low < high) { // the first chunk that ends behind `address`
+        const std::uint64_t middle = low + (high - low) / 2;
+        const ChunkInfo chunk = image.chunk(middle);
+        if (chunk.address + chunk.plain_size <= address)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low == image.chunk_count() || image.chunk(low).address > address)
+        throw Error(Errc::corrupt_data, "the image has nothing for the page that is waited for");
+    return low;
+}
+
+} // namespace
+
+MissingPages::MissingPages(UniqueFd fd) : fd_(std::move(fd)) {
+    uffdio_api api{};
+    api.api = UFFD_API;
+    if (::ioctl(fd_.get(), UFFDIO_API, &api) != 0)
+        throw io_error("UFFDIO_API", errno);
+}
+
+void MissingPages::add(const Region& region) {
+    uffdio_register range{};
+    range.range = {.start = region.address, .len = region.length};
+    range.mode = UFFDIO_REGISTER_MODE_MISSING;
+    if (::ioctl(fd_.get(), UFFDIO_REGISTER, &range) != 0)
+        throw io_error("UFFDIO_REGISTER", errno);
+}
+
+void MissingPages::fill(const ImageReader& image, unsigned threads) {
+    MissingSink sink(fd_.get());
+    image.restore(sink, threads, true);
+    for (const Region& region : image.info().regions) {
+        uffdio_range range{.start = region.address, .len = region.length};
+        if (::ioctl(fd_.get(), UFFDIO_UNREGISTER, &range) != 0)
+            throw failed("UFFDIO_UNREGISTER", errno);
+    }
+}
+
+void MissingPages::answer(const ImageReader& image) {
+    MissingSink sink(fd_.get());
+    std::vector<std::byte> plain;
+    for (;;) {
+        uffd_msg message{};
+        const ssize_t got = ::read(fd_.get(), &message, sizeof(message));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0 && errno == EAGAIN)
+            return;
+        if (got != static_cast<ssize_t>(sizeof(message)))
+            throw failed("read of a userfaultfd", got < 0 ? errno : EIO);
+        if (message.event != UFFD_EVENT_PAGEFAULT)
+            continue;
+        const std::uint64_t number = chunk_at(image, message.arg.pagefault.address);
+        const ChunkInfo chunk = image.chunk(number);
+        if (chunk.encoding == Encoding::zero) {
+            sink.write_zeros(chunk.address, chunk.plain_size);
+            continue;
+        }
+        plain.resize(chunk.plain_size);
+        image.read_chunk(number, plain);
+        sink.write(chunk.address, plain);
+    }
+}
+
+UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid) {
+    const UniqueFd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+    if (!pidfd)
+        throw io_error("pidfd_open of process " + std::to_string(pid), errno);
+    const auto take = [&] {
+        return take_descriptor(calls, pidfd.get(), SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+    };
+    UniqueFd fd = take();
+    if (!fd && errno == EPERM) {
+        const UserfaultfdAllowed allowed;
+        fd = take();
+    }
+    if (!fd)
+        throw Error(Errc::unsupported, io_error("userfaultfd", errno).what());
+    return fd;
+}
+
+} // namespace gpustasis

@@ -1,0 +1,48 @@
+/// Memory of another process whose missing pages are not zeros: userfaultfd(2) in missing mode.
+/// Source of every number: include/uapi/linux/userfaultfd.h.
+///
+/// A thread that touches such a page waits, in a system call as well, until the page is there. The
+/// kernel lets it go on, and sees zeros, when the last descriptor is closed: so several processes
+/// hold one. A page is put in its place in one step, and never over one that is there: any number
+/// of processes can fill the same memory at once.
+#pragma once
+
+#include "core/image_reader.hpp"
+#include "core/unique_fd.hpp"
+#include "tracee/injected_syscall.hpp"
+
+#include <cstdint>
+#include <string>
+
+namespace gpustasis {
+
+class MissingPages {
+public:
+    /// `fd`: a userfaultfd of the process, not used before. Throws Error: io.
+    explicit MissingPages(UniqueFd fd);
+
+    int fd() const noexcept { return fd_.get(); }
+
+    /// From now on pages of `region` that are missing are waited for. Throws Error: io, also if
+    /// another userfaultfd has this memory.
+    void add(const Region& region);
+
+    /// Put every page that is missing in the regions of `image` in its place, then let go of the
+    /// regions: what is still missing is zero. Throws Error: gone if the process has ended;
+    /// corrupt_data, io. Pages stay guarded then.
+    void fill(const ImageReader& image, unsigned threads);
+
+    /// Answer those who wait, from `image`. Throws as fill().
+    void answer(const ImageReader& image);
+
+private:
+    UniqueFd fd_;
+};
+
+/// A userfaultfd of process `pid`, made in the name of the thread of `calls`, that also catches what the
+/// kernel touches. Needs in that process CAP_SYS_PTRACE or vm.unprivileged_userfaultfd = 1: without
+/// the one, the other is set for the moment of the call (userfaultfd_setting.hpp).
+/// Throws Error: unsupported, saying why the kernel refuses; io.
+UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid);
+
+} // namespace gpustasis

@@ -1,0 +1,32 @@
+/// The setting vm.unprivileged_userfaultfd, raised for a moment.
+#pragma once
+
+#include "core/unique_fd.hpp"
+
+#include <string>
+
+namespace gpustasis {
+
+/// Sets vm.unprivileged_userfaultfd to 1 for as long as it lives: one process at a time, the others
+/// wait. A file in /run/gpustasis says so meanwhile; should this process be killed,
+/// lower_userfaultfd_setting() of another one sets it back.
+class UserfaultfdAllowed {
+public:
+    /// Throws Error: unsupported if the setting cannot be changed here; io, bad_argument.
+    UserfaultfdAllowed();
+    UserfaultfdAllowed(const UserfaultfdAllowed&) = delete;
+    UserfaultfdAllowed& operator=(const UserfaultfdAllowed&) = delete;
+    ~UserfaultfdAllowed();
+
+private:
+    UniqueFd mark_;
+};
+
+/// Set it back to 0 if a process was killed while it was raised; nothing else. True if that was so.
+/// Waits for nobody. Throws Error: io, bad_argument.
+bool lower_userfaultfd_setting();
+
+/// Whether a process was killed while it was raised, so that it still is. Throws as above.
+bool is_userfaultfd_setting_left();
+
+} // namespace gpustasis

@@ -1,0 +1,169 @@
+#include "check.hpp"
+
+#include "core/image_writer.hpp"
+#include "core/process_memory.hpp"
+#include "dropped_memory/missing_pages.hpp"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <thread>
+#include <vector>
+
+using namespace gpustasis;
+
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kSize = std::size_t{8} << 20;
+
+bool is_zero_page(std::size_t page) {
+    return page % 512 >= 128 && page % 512 < 256; // whole chunks of zeros
+}
+
+/// Memory of this process, each page with its number in it or zero, and an image of it.
+struct Memory {
+    RegionKind kind;
+    std::byte* bytes;
+    char dir[40] = "/tmp/gpustasis-test-XXXXXX";
+    std::optional<ImageReader> image;
+    std::optional<MissingPages> missing;
+
+    explicit Memory(RegionKind kind_of) : kind(kind_of) {
+        const int flags = kind == RegionKind::shared_anonymous ? MAP_SHARED : MAP_PRIVATE;
+        bytes = static_cast<std::byte*>(
+            ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, flags | MAP_ANONYMOUS, -1, 0));
+        for (std::size_t page = 0; page < kSize / kPage; ++page)
+            if (!is_zero_page(page))
+                std::memcpy(bytes + page * kPage, &page, sizeof(page));
+        CHECK(::mkdtemp(dir) != nullptr);
+        ImageInfo info;
+        info.pid = 1;
+        info.regions = {region()};
+        ProcessMemory self(::getpid());
+        const UniqueFd fd(::open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        write_image(fd.get(), "x.img", info, self, {.threads = 2});
+        image.emplace(ImageReader::open(fd.get(), "x.img"));
+        missing.emplace(
+            UniqueFd(static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK))));
+        missing->add(region());
+        CHECK(::madvise(bytes, kSize,
+                        kind == RegionKind::shared_anonymous ? MADV_REMOVE : MADV_DONTNEED) == 0);
+    }
+    ~Memory() {
+        missing.reset();
+        ::munmap(bytes, kSize);
+        std::filesystem::remove_all(dir);
+    }
+    Region region() const {
+        return {reinterpret_cast<std::uint64_t>(bytes), kSize, PROT_READ | PROT_WRITE, kind};
+    }
+    bool is_right(std::size_t page) const {
+        const std::size_t wanted = is_zero_page(page) ? 0 : page;
+        return std::memcmp(bytes + page * kPage, &wanted, sizeof(wanted)) == 0;
+    }
+    /// Answer whoever waits, for that long after the last of them.
+    void answer(int quiet_ms) {
+        pollfd poll{.fd = missing->fd(), .events = POLLIN, .revents = 0};
+        while (::poll(&poll, 1, quiet_ms) > 0)
+            missing->answer(*image);
+    }
+};
+
+void threads_never_see_that_memory_is_missing(RegionKind kind) {
+    Memory memory(kind);
+    std::atomic<unsigned> wrong = 0;
+    std::vector<std::thread> threads;
+    for (std::size_t thread = 0; thread < 4; ++thread)
+        threads.emplace_back([&, thread] {
+            for (std::size_t i = 0; i < kSize / kPage; ++i)
+                if (!memory.is_right((i * 37 + thread * 501) % (kSize / kPage)))
+                    ++wrong;
+        });
+    // A system call as well: the kernel waits as a thread does.
+    threads.emplace_back([&] {
+        int ends[2];
+        CHECK(::pipe(ends) == 0);
+        CHECK(::write(ends[1], memory.bytes + kPage, sizeof(std::size_t)) == sizeof(std::size_t));
+        std::size_t number = 0;
+        CHECK(::read(ends[0], &number, sizeof(number)) == sizeof(number) && number == 1);
+        ::close(ends[0]);
+        ::close(ends[1]);
+    });
+    std::thread filler([&] {
+        ::poll(nullptr, 0, 2);
+        memory.missing->fill(*memory.image, 2);
+    });
+    memory.answer(200);
+    filler.join();
+    for (std::thread& thread : threads)
+        thread.join();
+    CHECK(wrong == 0);
+}
+
+void what_was_written_meanwhile_stays() {
+    Memory memory(RegionKind::private_anonymous);
+    std::thread writer([&] { memory.bytes[5 * kPage] = std::byte{0xee}; });
+    memory.answer(200);
+    writer.join();
+    memory.missing->fill(*memory.image, 1);
+    CHECK(memory.bytes[5 * kPage] == std::byte{0xee});
+    for (std::size_t page = 0; page < kSize / kPage; ++page)
+        CHECK(page == 5 || memory.is_right(page));
+    // The regions are let go of: a page that the program drops now is zero.
+    CHECK(::madvise(memory.bytes, kSize, MADV_DONTNEED) == 0);
+    CHECK(memory.bytes[kPage] == std::byte{0});
+}
+
+void a_process_that_ends_is_told_apart() {
+    int ends[2];
+    CHECK(::pipe(ends) == 0);
+    // The child's memory is its own: a descriptor made there is sent by way of pidfd_getfd.
+    const pid_t child = ::fork();
+    if (child == 0) {
+        auto* bytes = static_cast<std::byte*>(
+            ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        std::memset(bytes, 7, kSize);
+        const long made = ::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+        const std::uint64_t told[2] = {static_cast<std::uint64_t>(made),
+                                       reinterpret_cast<std::uint64_t>(bytes)};
+        static_cast<void>(::write(ends[1], told, sizeof(told)) == 0);
+        ::pause();
+    }
+    std::uint64_t told[2];
+    CHECK(::read(ends[0], told, sizeof(told)) == sizeof(told));
+    const UniqueFd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, child, 0)));
+    MissingPages missing(
+        UniqueFd(static_cast<int>(::syscall(SYS_pidfd_getfd, pidfd.get(), told[0], 0))));
+    ImageInfo info;
+    info.pid = 1;
+    info.regions = {{told[1], kSize, PROT_READ | PROT_WRITE, RegionKind::private_anonymous}};
+    missing.add(info.regions[0]);
+    char dir[] = "/tmp/gpustasis-test-XXXXXX";
+    CHECK(::mkdtemp(dir) != nullptr);
+    const UniqueFd fd(::open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    ProcessMemory memory(child);
+    write_image(fd.get(), "x.img", info, memory, {.threads = 1});
+    const ImageReader image = ImageReader::open(fd.get(), "x.img");
+    CHECK(::kill(child, SIGKILL) == 0 && ::waitpid(child, nullptr, 0) == child);
+    CHECK_THROWS(Errc::gone, missing.fill(image, 1));
+    std::filesystem::remove_all(dir);
+}
+
+} // namespace
+
+int main() {
+    threads_never_see_that_memory_is_missing(RegionKind::private_anonymous);
+    threads_never_see_that_memory_is_missing(RegionKind::shared_anonymous);
+    what_was_written_meanwhile_stays();
+    a_process_that_ends_is_told_apart();
+}
