@@ -64,9 +64,9 @@ def dump_and_stop(rig: Rig, job: SteadyJob, images: Path) -> Callable[[], None]:
     return kill
 
 
-def recover(rig: Rig, pid: int) -> None:
+def recover(rig: Rig, pid: int, *words: str | Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "gpustasis", "recover", str(pid)],
+        [sys.executable, "-m", "gpustasis", "recover", str(pid), *words],
         env=dict(rig.environ),
         check=True,
         timeout=60,
@@ -130,7 +130,7 @@ def test_nothing_is_missing_when_criu_and_the_worker_are_killed(rig: Rig) -> Non
         for pid in job.pids:
             require_nothing_missing(images, pid)
             assert find_drop_record(pid) is None
-            recover(rig, pid)
+            recover(rig, pid, "-D", images)
         job.run_on()
 
 
@@ -146,7 +146,7 @@ def test_one_guardian_is_enough(newest_rig: Rig, killed: int) -> None:
         kill_criu()
         require_nothing_missing(images, job.pid)
         newest_rig.settle(images)
-        recover(newest_rig, job.pid)
+        recover(newest_rig, job.pid, "-D", images)
         job.run_on()
 
 
