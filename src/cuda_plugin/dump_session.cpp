@@ -12,7 +12,6 @@
 #include "cuda_plugin/worker_process.hpp"
 #include "tracee/thread_memory.hpp"
 
-#include <poll.h>
 #include <sys/random.h>
 #include <unistd.h>
 
@@ -23,9 +22,6 @@
 namespace gpustasis {
 namespace {
 
-// The driver's helper threads of a checkpoint are gone within microseconds of its answer.
-constexpr int kHelperThreadsMs = 5'000;
-
 Id random_id() {
     Id id{};
     if (::getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size()))
@@ -35,17 +31,6 @@ Id random_id() {
 
 std::string name(const TaskRecord& record) {
     return "pid " + std::to_string(record.pid);
-}
-
-/// criu would dump a thread that the driver made for the checkpoint and is about to end.
-void wait_for_helper_threads(pid_t pid, const std::vector<pid_t>& before) {
-    for (int waited = 0; waited < kHelperThreadsMs; ++waited) {
-        if (std::ranges::includes(before, proc::threads(pid)))
-            return;
-        ::poll(nullptr, 0, 1);
-    }
-    throw Error(Errc::io, "pid " + std::to_string(pid) +
-                              ": a thread that the driver made for the checkpoint lingers");
 }
 
 /// criu's alarm is there for its own collecting of tasks; the driver's lock has its own deadline.
@@ -191,30 +176,17 @@ bool DumpSession::pause_task(pid_t pid, bool& asked) {
     record.restore_tid = *tid;
     record.state_before = before;
     TaskStatistics& statistics = statistics_of(record);
-    if (before != ProcessState::checkpointed)
-        look_before_lock(record, statistics);
+    if (before != ProcessState::checkpointed) {
+        statistics.gpus = worker_.gpus_of(pid);
+        for (std::string& risk : take_risks(pid, manifest_.driver_api_version, table_->task_count,
+                                            statistics.gpus, staging_room_, config_))
+            statistics_.risks.push_back(std::move(risk));
+    }
     if (before == ProcessState::running)
         lock(record, statistics);
     else
         host::info(name(record) + " was found locked or checkpointed and will be left so");
     return true;
-}
-
-/// What would end badly is found here, while there is nothing to be undone.
-void DumpSession::look_before_lock(const TaskRecord& record, TaskStatistics& statistics) {
-    statistics.gpus = worker_.gpus_of(record.pid);
-    if (statistics.gpus.source != GpuSource::nvml)
-        host::info(name(record) + ": how much GPU memory it uses is not known (" +
-                   statistics.gpus.why_not_all + "): no check that host memory has room for it");
-    std::vector<Finding> findings =
-        find_risks(record.pid, manifest_.driver_api_version, table_->task_count);
-    if (const auto full = staging_room_.add(record.pid, statistics.gpus.memory_size()))
-        findings.push_back(*full);
-    for (const Finding& finding : findings) {
-        require_allowed(finding, config_);
-        statistics_.risks.push_back(name(record) + ": " + finding.risk + ": " + finding.text);
-        host::warn("risk taken: " + statistics_.risks.back());
-    }
 }
 
 void DumpSession::lock(TaskRecord& record, TaskStatistics& statistics) {
@@ -268,7 +240,7 @@ void DumpSession::run_driver_checkpoint(TaskRecord& record, TaskStatistics& stat
     if (worker_.state(record.pid) != ProcessState::checkpointed)
         throw Error(Errc::io, "the driver says it checkpointed the process, and that it is not "
                               "checkpointed");
-    wait_for_helper_threads(record.pid, threads);
+    proc::wait_for_helper_threads(record.pid, threads);
     thawed.refreeze();
 }
 

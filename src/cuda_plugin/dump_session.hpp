@@ -45,7 +45,6 @@ private:
     void begin();
     /// `asked`: set once the driver has been asked to work in the task.
     bool pause_task(pid_t pid, bool& asked);
-    void look_before_lock(const TaskRecord& record, TaskStatistics& statistics);
     void lock(TaskRecord& record, TaskStatistics& statistics);
     void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);
     void externalize(TaskRecord& record, const std::vector<Region>& regions,

@@ -1,6 +1,7 @@
 #include "cuda_plugin/findings.hpp"
 
 #include "core/error.hpp"
+#include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
 
 #include <algorithm>
@@ -168,13 +169,6 @@ std::vector<Finding> find_risks(pid_t pid, std::uint32_t api_version, std::size_
     return found;
 }
 
-void require_allowed(const Finding& finding, const Config& config) {
-    if (std::ranges::find(config.risk, finding.risk) == config.risk.end())
-        throw Error(Errc::unsupported, finding.text + "; or name \"" + finding.risk +
-                                           "\" in risk, in the configuration, to try it all the "
-                                           "same");
-}
-
 std::optional<Finding> StagingRoom::add(pid_t pid, std::uint64_t bytes) {
     const std::string proc_directory = root_ + "/proc/";
     const auto ask = [&](const std::string& place, std::uint64_t room,
@@ -216,6 +210,28 @@ std::optional<Finding> StagingRoom::add(pid_t pid, std::uint64_t bytes) {
     if (const auto full = ask("", free, "this host"); full && !found)
         found = full;
     return found;
+}
+
+std::vector<std::string> take_risks(pid_t pid, std::uint32_t api_version, std::size_t cuda_tasks,
+                                    const ProcessGpus& gpus, StagingRoom& room,
+                                    const Config& config) {
+    const std::string who = "pid " + std::to_string(pid);
+    if (gpus.source != GpuSource::nvml)
+        host::info(who + ": how much GPU memory it uses is not known (" + gpus.why_not_all +
+                   "): no check that host memory has room for it");
+    std::vector<Finding> findings = find_risks(pid, api_version, cuda_tasks);
+    if (const auto full = room.add(pid, gpus.memory_size()))
+        findings.push_back(*full);
+    std::vector<std::string> taken;
+    for (const Finding& finding : findings) {
+        if (std::ranges::find(config.risk, finding.risk) == config.risk.end())
+            throw Error(Errc::unsupported, finding.text + "; or name \"" + finding.risk +
+                                               "\" in risk, in the configuration, to try it all "
+                                               "the same");
+        taken.push_back(who + ": " + finding.risk + ": " + finding.text);
+        host::warn("risk taken: " + taken.back());
+    }
+    return taken;
 }
 
 } // namespace gpustasis

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda_plugin/config.hpp"
+#include "cuda_plugin/driver.hpp"
 
 #include <sys/types.h>
 
@@ -30,9 +31,6 @@ void require_answering(pid_t pid, pid_t tid);
 /// with them. Throws Error: io if the task is gone.
 std::vector<Finding> find_risks(pid_t pid, std::uint32_t api_version, std::size_t cuda_tasks);
 
-/// Throws Error: unsupported with what to do, unless `config` allows the finding (key `risk`).
-void require_allowed(const Finding& finding, const Config& config);
-
 /// The host memory that the driver takes for staged GPU memory. It is charged to the task's cgroups,
 /// whose limit kills the job.
 class StagingRoom {
@@ -49,5 +47,12 @@ private:
     std::string root_;
     std::map<std::string, std::uint64_t> asked_; ///< bytes, by directory of a cgroup; "": the host
 };
+
+/// Look for all of that in task `pid`, which uses `gpus`; the other parameters as of find_risks.
+/// Returns what was found and is allowed by `config` (key `risk`), in a sentence each, and warns of it
+/// in criu's log. Throws Error: unsupported with what to do for what is not allowed; io.
+std::vector<std::string> take_risks(pid_t pid, std::uint32_t api_version, std::size_t cuda_tasks,
+                                    const ProcessGpus& gpus, StagingRoom& room,
+                                    const Config& config);
 
 } // namespace gpustasis

@@ -4,6 +4,7 @@
 #include "core/unique_fd.hpp"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,6 +27,9 @@ constexpr std::size_t kLongestMark = 16;
 constexpr std::string_view kNameStart = "cuda";
 constexpr std::size_t kDigits = 11;
 constexpr unsigned kNumberBits = 22;
+
+// The driver's helper threads of a checkpoint are gone within microseconds of its answer.
+constexpr int kHelperThreadsMs = 5'000;
 
 /// Read in blocks: what a task maps is as long as the task likes.
 bool maps_driver(pid_t pid) {
@@ -99,6 +103,16 @@ void require_pipes_in_thread_names(pid_t pid) {
                                 " of that name is not a pipe: the driver would open a file of the "
                                 "process; nothing is asked of the driver");
     }
+}
+
+void wait_for_helper_threads(pid_t pid, const std::vector<pid_t>& before) {
+    for (int waited = 0; waited < kHelperThreadsMs; ++waited) {
+        if (std::ranges::includes(before, threads(pid)))
+            return;
+        ::poll(nullptr, 0, 1);
+    }
+    throw Error(Errc::io, "pid " + std::to_string(pid) +
+                              ": a thread that the driver made for the checkpoint lingers");
 }
 
 } // namespace gpustasis::proc

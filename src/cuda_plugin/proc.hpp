@@ -19,4 +19,8 @@ bool may_use_cuda(pid_t pid);
 /// that names a thread so could have root write to a file that the task may only read.
 void require_pipes_in_thread_names(pid_t pid);
 
+/// Wait until the task has no threads but those of `before` (ascending): criu would dump one that the
+/// driver made for the checkpoint and is about to end. Throws Error: io if one stays.
+void wait_for_helper_threads(pid_t pid, const std::vector<pid_t>& before);
+
 } // namespace gpustasis::proc
