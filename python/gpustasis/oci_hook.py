@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _has_nothing_of_ours(raw: bytes) -> bool:
     """Whether it can be told without reading the JSON, which may write any letter as \\uXXXX, that
     there is no annotation of ours, and that this is not the end of a container."""
-    return b"gpustasis" not in raw and b"\\u" not in raw and b'"stopped"' not in raw
+    whole = len(raw) <= MAX_STATE_BYTES
+    return whole and b"gpustasis" not in raw and b"\\u" not in raw and b'"stopped"' not in raw
 
 
 class State:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, BinaryIO, cast
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,12 @@ class Finished:
         return f"exit {self.status}" if self.status >= 0 else f"killed by signal {-self.status}"
 
 
+def _new_file(in_memory: bool) -> BinaryIO:
+    if in_memory:
+        return open(os.memfd_create("gpustasis"), "w+b")
+    return cast("BinaryIO", tempfile.TemporaryFile())
+
+
 def run(
     argv: Sequence[str],
     *,
@@ -55,7 +62,8 @@ def run(
         must not stop half-way.
     terminal: it keeps this process's stdin, stdout and stderr, and `output` is empty. Otherwise
         stdin is empty.
-    apart: stdout and stderr are kept apart, so that a warning is not taken for its answer.
+    apart: stdout and stderr are kept apart, so that a warning is not taken for its answer, and in
+        memory only: an answer may be a secret.
     timeout_s: it is killed after that long.
     on_tick: called about every TICK_S seconds while it runs.
 
@@ -63,7 +71,7 @@ def run(
     """
     begin = time.monotonic()
     # A file, not a pipe: what outlives the program (a restored task) may hold it open for ever.
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    with _new_file(apart) as output, _new_file(apart) as errors:
         stdin = None if terminal else subprocess.DEVNULL
         stdout = None if terminal else output
         child = subprocess.Popen(

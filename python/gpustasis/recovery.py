@@ -105,8 +105,9 @@ def recover(
         raise CheckpointError(f"{misled}; the driver is not asked about it")
     state = driver.get_state(pid)
     log.info("process %s is %s", pid, state.name)
-    if state is ProcessState.RUNNING:
+    if state in (ProcessState.RUNNING, ProcessState.LOCKED):
         _require_no_record(pid)
+    if state is ProcessState.RUNNING:
         return Recovery(outcome=Outcome.RUNS, refilled_bytes=0)
     if state not in (ProcessState.LOCKED, ProcessState.CHECKPOINTED):
         raise CheckpointError(
@@ -114,7 +115,6 @@ def recover(
             "end it and restore it from a checkpoint"
         )
     if state is ProcessState.LOCKED and images is not None and _was_restored(task, images):
-        _require_no_record(pid)
         _unlock(pid, driver)
         return Recovery(outcome=Outcome.UNLOCKED_AFTER_RESTORE, refilled_bytes=0)
     if state is ProcessState.CHECKPOINTED and images is None:
@@ -127,6 +127,7 @@ def recover(
     if images is not None:
         _require_unfinished(images)
         manifest = _find_manifest(images)
+        _require_recorded(task, images, manifest)
     before = _state_before(manifest, task)
     refilled = 0
     if state is ProcessState.CHECKPOINTED:
@@ -180,10 +181,26 @@ def _require_no_record(pid: int) -> None:
     record = _find_record(pid)
     if record is not None:
         raise CheckpointError(
-            f"process {pid} runs, and its memory was not put back from {record.directory}: "
+            f"process {pid} runs or is locked, and its memory was not put back from {record.directory}: "
             "another program had the driver restore it; its GPU memory is wrong. End it, and "
             "restore it from a checkpoint"
         )
+
+
+def _require_recorded(task: Task, images: Path, manifest: Manifest | None) -> None:
+    """Memory that is missing, by its record, is that of the dump in `images`."""
+    record = _find_record(task.pid)
+    if record is None:
+        return
+    for entry in manifest.tasks if manifest else ():
+        if entry.pid == task.inner_pid and entry.externalized:
+            assert manifest is not None
+            if (manifest.checkpoint_id, entry.digest) == (record.checkpoint_id, record.digest):
+                return
+    raise CheckpointError(
+        f"memory of process {task.pid} was dumped into {record.directory}, and {images} does not hold "
+        "that dump; nothing was changed"
+    )
 
 
 def _was_restored(task: Task, images: Path) -> bool:

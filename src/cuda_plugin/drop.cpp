@@ -23,8 +23,12 @@ namespace {
 constexpr int kMadvDontneedLocked = 24;
 
 bool is_descendant(pid_t pid, pid_t ancestor) {
-    while (pid != ancestor && pid > 1)
-        pid = proc::parent(pid);
+    try {
+        while (pid != ancestor && pid > 1)
+            pid = proc::parent(pid);
+    } catch (const Error&) {
+        return false; // it, or one above it, has ended: the tree to be dumped stands
+    }
     return pid == ancestor;
 }
 
@@ -80,8 +84,8 @@ void refuse_missing_memory(pid_t pid, bool with_tree) {
             refuse(record, record.pid);
 }
 
-Guard drop_staging(TaskRecord& record, const std::vector<Region>& regions, const TaskTable& table,
-                   Lineage& lineage, unsigned threads, bool required) {
+void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& regions,
+                  const TaskTable& table, Lineage& lineage, unsigned threads, bool required) {
     const std::string name = "pid " + std::to_string(record.pid);
     record.recorded = true;
     write_record(record, lineage.directory(0));
@@ -89,7 +93,7 @@ Guard drop_staging(TaskRecord& record, const std::vector<Region>& regions, const
     if (!task.has_way_back())
         host::warn(name + " would not survive this criu being killed while its staged memory is "
                           "dropped");
-    Guard guard = make_guard(task, record.pid, regions, required);
+    guard = make_guard(task, record.pid, regions, required);
     if (guard.pages)
         start_guardians(record, table, *guard.pages, lineage, threads);
     else
@@ -109,7 +113,6 @@ Guard drop_staging(TaskRecord& record, const std::vector<Region>& regions, const
             throw io_error("cannot drop staged memory of " + name, static_cast<int>(-result));
     }
     task.finish();
-    return guard;
 }
 
 } // namespace gpustasis

@@ -29,8 +29,9 @@ struct Guard {
 /// Before, write the record of that, put the regions behind a userfaultfd and start guardians; where
 /// the kernel allows no userfaultfd, do without if `required` is false. `lineage` is that of the image
 /// directory. The restore thread must be this process's tracee and stopped.
-/// Throws Error: unsupported, io.
-Guard drop_staging(TaskRecord& record, const std::vector<Region>& regions, const TaskTable& table,
-                   Lineage& lineage, unsigned threads, bool required);
+/// `guard` is filled before the first page goes, and is the caller's also if this throws: it alone can
+/// put pages back before criu ends. Throws Error: unsupported, io.
+void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& regions,
+                  const TaskTable& table, Lineage& lineage, unsigned threads, bool required);
 
 } // namespace gpustasis

@@ -2,7 +2,6 @@
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
-#include "cuda_plugin/drop.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/staging.hpp"
@@ -18,6 +17,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -128,12 +128,11 @@ void DumpSession::refuse_same_inner_pid(pid_t pid, std::uint32_t inner_pid) {
 }
 
 bool DumpSession::pause(pid_t pid) {
-    const bool first = root_ == 0;
-    if (first)
-        root_ = pid;
+    const bool first = std::exchange(root_, root_ == 0 ? pid : root_) == 0;
     bool asked = false;
     try {
-        refuse_missing_memory(pid, first);
+        if (first)
+            refuse_missing_memory(pid, true);
         return pause_task(pid, asked);
     } catch (const Error& e) {
         // The tree still runs: a child may end while it is looked at, and CRIU goes on without it. Of
@@ -146,8 +145,9 @@ bool DumpSession::pause(pid_t pid) {
 }
 
 bool DumpSession::pause_task(pid_t pid, bool& asked) {
-    if (!proc::may_use_cuda(pid))
+    if (!proc::may_use_cuda(pid)) // only what uses CUDA can lack memory
         return false;
+    refuse_missing_memory(pid, false);
     const PausedAlarm paused;
     choose_parent_once();
     const auto tid = worker_.restore_thread(pid);
@@ -207,6 +207,7 @@ bool DumpSession::checkpoint(pid_t pid) {
     }
     TaskStatistics& statistics = statistics_of(*record);
     if (record->state_before == ProcessState::checkpointed) {
+        refuse_missing_memory(pid, false); // another dump may have dropped it meanwhile
         note_in_manifest(*record, false, {});
         note_in_inventory(false);
         return true;
@@ -284,13 +285,12 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     note_in_inventory(true);
     note_in_manifest(record, true, written.digest);
     record.digest = written.digest;
-    Guard guard = statistics.phases.time("drop", [&] {
-        return drop_staging(record, regions, *table_, lineage_, config_.threads,
-                            config_.require_guard);
+    Guard& guard = guards_[record.pid];
+    statistics.phases.time("drop", [&] {
+        drop_staging(guard, record, regions, *table_, lineage_, config_.threads,
+                     config_.require_guard);
     });
     statistics.not_guarded_because = guard.why_not;
-    if (guard.pages)
-        guarded_.emplace(record.pid, std::move(*guard.pages));
 }
 
 void DumpSession::note_in_manifest(const TaskRecord& record, bool externalized, const Id& digest) {
@@ -325,9 +325,8 @@ void DumpSession::undo(TaskRecord& record) noexcept {
         host::info("bringing back " + name(record));
         statistics.phases.time("undo", [&] {
             // While every thread of it is frozen: none may see the memory missing.
-            const auto guarded = guarded_.find(record.pid);
-            refill_task(record, lineage_, config_.threads,
-                        guarded == guarded_.end() ? nullptr : &guarded->second);
+            Guard& guard = guards_[record.pid];
+            refill_task(record, lineage_, config_.threads, guard.pages ? &*guard.pages : nullptr);
             // Frozen only if the dump came that far: a failing lock leaves the task running.
             if (is_traced_by_us(record.restore_tid)) {
                 ThawedThread thawed(record);

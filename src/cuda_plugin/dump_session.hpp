@@ -6,13 +6,13 @@
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver_facts.hpp"
+#include "cuda_plugin/drop.hpp"
 #include "cuda_plugin/dumped_container.hpp"
 #include "cuda_plugin/findings.hpp"
 #include "cuda_plugin/parent_choice.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
 #include "cuda_plugin/worker.hpp"
-#include "dropped_memory/missing_pages.hpp"
 
 #include <sys/types.h>
 
@@ -63,7 +63,7 @@ private:
     UniqueFd image_dir_;
     Lineage lineage_;
     SharedTaskTable table_;
-    std::map<pid_t, MissingPages> guarded_; ///< dropped memory, by task as criu sees it
+    std::map<pid_t, Guard> guards_; ///< of dropped memory, by task as criu sees it
     Worker worker_;
     ParentChoice parent_;
     StagingRoom staging_room_;

@@ -13,7 +13,6 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
-#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -22,6 +21,7 @@ namespace {
 
 constexpr int kPollMs = 10;
 constexpr int kStartMs = 5'000;
+constexpr int kRetryMs = 1'000; // between two attempts to put everything back
 
 UniqueFd open_process(pid_t pid) {
     return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
@@ -38,9 +38,10 @@ bool is_running(pid_t pid) {
     return process && !has_ended(process.get());
 }
 
-/// Nothing is left to guard.
+/// Nothing is left to guard. A worker that has given up (settled, and not refilled) is no reason to let
+/// go: threads would read zeros.
 bool is_over(const TaskRecord& record) noexcept {
-    return record.refilled || record.settled;
+    return record.refilled || (record.settled && !record.drop_begun);
 }
 
 class Guardian {
@@ -55,53 +56,67 @@ public:
         std::optional<std::thread> filling;
         while (!is_over(record_)) {
             pollfd waiting{.fd = pages_.fd(), .events = POLLIN, .revents = 0};
-            if (::poll(&waiting, 1, kPollMs) > 0 && !attempt([this] { pages_.answer(image()); }))
-                ::poll(nullptr, 0, kPollMs); // they still wait, and are to be answered again
+            if (::poll(&waiting, 1, kPollMs) > 0 && !attempt([this] { pages_.answer(*image_); }))
+                ::poll(nullptr, 0, kPollMs); // who asked waits on, until fill() comes to that page
             if (!table_.left && !has_ended(criu_))
                 continue;
+            if (!record_.drop_begun)
+                break; // nothing was taken out, and the driver may be at work there
             const proc::Liveness life = proc::liveness(record_.pid, record_.start_time);
             if (life == proc::Liveness::dead) {
                 forget_drop(record_);
                 break;
             }
             // Until criu, or the kernel on its behalf, lets go of the task, it may be about to die.
-            if (life == proc::Liveness::untraced && !filling) {
-                attempt([&] {
-                    image(); // here, and not in two threads at once
-                    filling.emplace([this] { attempt([this] { fill(); }); });
-                });
-            }
+            if (life == proc::Liveness::untraced && !filling)
+                attempt([&] { filling.emplace([this] { fill(); }); });
         }
         if (filling)
             filling->join();
     }
 
+    /// Before anything is dropped: who clears the image directory later does not take the image away.
+    /// Throws as open_dropped().
+    void open_image() { image_ = open_dropped(dropped_task(record_), lineage_); }
+
 private:
-    const ImageReader& image() {
-        if (!image_)
-            image_ = open_dropped(dropped_task(record_), lineage_);
-        return *image_;
-    }
-
-    void fill() {
-        pages_.fill(*image_, threads_);
-        record_.refilled = true;
-        forget_drop(record_);
-    }
-
     /// What cannot be put back stays guarded: whoever waits for it waits for the end of the task, and
-    /// does not run on with zeros.
+    /// does not run on with zeros. What failed is tried again.
+    void fill() noexcept {
+        while (!is_over(record_)) {
+            try {
+                pages_.fill(*image_, threads_);
+                record_.refilled = true;
+                pages_.release();
+                forget_drop(record_);
+                return;
+            } catch (const std::exception& e) {
+                if (!record_.refill_failed) {
+                    std::strncpy(record_.refill_error, e.what(), sizeof(record_.refill_error) - 1);
+                    record_.refill_failed = true;
+                }
+            }
+            ::poll(nullptr, 0, kRetryMs);
+            if (is_dead())
+                return;
+        }
+    }
+
+    bool is_dead() const noexcept {
+        bool dead = false;
+        attempt([&] {
+            dead = proc::liveness(record_.pid, record_.start_time) == proc::Liveness::dead;
+        });
+        return dead;
+    }
+
+    /// Whether `body` came to its end.
     template <class Body>
-    bool attempt(const Body& body) noexcept {
+    static bool attempt(const Body& body) noexcept {
         try {
             body();
             return true;
-        } catch (const std::exception& e) {
-            const std::lock_guard lock(failing_);
-            if (!is_over(record_) && !record_.refill_failed) {
-                std::strncpy(record_.refill_error, e.what(), sizeof(record_.refill_error) - 1);
-                record_.refill_failed = true;
-            }
+        } catch (const std::exception&) {
             return false;
         }
     }
@@ -112,7 +127,6 @@ private:
     Lineage& lineage_;
     unsigned threads_;
     int criu_;
-    std::mutex failing_;
     std::optional<ImageReader> image_;
 };
 
@@ -124,11 +138,13 @@ private:
         keep.push_back(pages.fd());
         keep.push_back(criu);
         shed_criu(std::move(keep), kGuardianName);
+        Guardian guardian(record, table, pages, lineage, threads, criu);
+        guardian.open_image();
         record.guardians[number] = ::getpid();
         for (int before = 0; before < number; ++before)
             while (!is_over(record) && is_running(record.guardians[before]))
                 ::poll(nullptr, 0, kPollMs);
-        Guardian(record, table, pages, lineage, threads, criu).run();
+        guardian.run();
     } catch (...) {
         ::_exit(1); // nothing may unwind into criu's frames
     }
@@ -161,6 +177,8 @@ bool wait_for_guardians(const TaskRecord& record) {
             throw Error(Errc::io, record.refill_error);
         if (std::ranges::none_of(record.guardians, [](pid_t pid) { return is_running(pid); }))
             return record.refilled;
+        if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead)
+            throw Error(Errc::gone, "the task died while its memory was missing");
         ::poll(nullptr, 0, kPollMs);
     }
     return record.refilled;

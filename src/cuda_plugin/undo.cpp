@@ -42,6 +42,8 @@ void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads, Missing
         else
             refill_dropped(record.pid, image, threads);
         record.refilled = true;
+        if (pages != nullptr)
+            pages->release();
     }
     // Before the driver restores: from then on the staged memory is the driver's to give back.
     forget_drop(record);
@@ -51,12 +53,15 @@ void undo_task(const TaskRecord& record, Driver& driver) {
     ProcessState state = driver.state(record.pid);
     if (state == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");
-    if (state == ProcessState::checkpointed && record.state_before != ProcessState::checkpointed) {
+    // Only what this dump has begun: another one may be at work on the task.
+    if (record.checkpoint_begun && state == ProcessState::checkpointed &&
+        record.state_before != ProcessState::checkpointed) {
         driver.initialize();
         driver.restore(record.pid, {});
         state = ProcessState::locked;
     }
-    if (state == ProcessState::locked && record.state_before == ProcessState::running)
+    if (record.lock_begun && state == ProcessState::locked &&
+        record.state_before == ProcessState::running)
         unlock(record.pid, driver);
 }
 

@@ -177,12 +177,17 @@ bool anything_to_undo(const TaskTable& table) noexcept {
     return false;
 }
 
-void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineage& lineage) {
-    std::unique_ptr<UndoLog> log; // made when there is something to tell
+/// In case criu was killed while it was raised.
+void lower_setting() noexcept {
     try {
-        lower_userfaultfd_setting(); // in case criu was killed while it was raised
+        lower_userfaultfd_setting();
     } catch (const Error&) { // NOLINT(bugprone-empty-catch): the next dump and doctor see it, too
     }
+}
+
+void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineage& lineage) {
+    std::unique_ptr<UndoLog> log; // made when there is something to tell
+    lower_setting();
     while (anything_to_undo(table)) {
         for (std::size_t i = 0; i < table.task_count; ++i) {
             TaskRecord& record = table.tasks[i];
@@ -211,6 +216,7 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
         }
         ::poll(nullptr, 0, kOrphanPollMs);
     }
+    lower_setting(); // at the first time a dying criu may have held the lock still
 }
 
 void kill_all(const TaskTable& table) noexcept {

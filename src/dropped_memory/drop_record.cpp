@@ -156,6 +156,8 @@ std::optional<DropRecord> DropRecords::find(const TaskIdentity& task) {
     try {
         const UniqueFd file(
             ::openat(dir.get(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+        if (!file && errno == ENOENT)
+            return std::nullopt; // removed meanwhile
         if (!file)
             throw io_error("cannot open it", errno);
         require_trusted(file.get(), name);

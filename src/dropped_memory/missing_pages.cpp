@@ -117,15 +117,18 @@ void MissingPages::add(const Region& region) {
     range.mode = UFFDIO_REGISTER_MODE_MISSING;
     if (::ioctl(fd_.get(), UFFDIO_REGISTER, &range) != 0)
         throw io_error("UFFDIO_REGISTER", errno);
+    regions_.push_back(region);
 }
 
 void MissingPages::fill(const ImageReader& image, unsigned threads) {
     MissingSink sink(fd_.get());
     image.restore(sink, threads, true);
-    for (const Region& region : image.info().regions) {
+}
+
+void MissingPages::release() noexcept {
+    for (const Region& region : regions_) {
         uffdio_range range{.start = region.address, .len = region.length};
-        if (::ioctl(fd_.get(), UFFDIO_UNREGISTER, &range) != 0)
-            throw failed("UFFDIO_UNREGISTER", errno);
+        ::ioctl(fd_.get(), UFFDIO_UNREGISTER, &range); // else the end of the descriptor does it
     }
 }
 

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace gpustasis {
 
@@ -27,16 +28,20 @@ public:
     /// another userfaultfd has this memory.
     void add(const Region& region);
 
-    /// Put every page that is missing in the regions of `image` in its place, then let go of the
-    /// regions: what is still missing is zero. Throws Error: gone if the process has ended;
-    /// corrupt_data, io. Pages stay guarded then.
+    /// Put every page with data that is missing in the regions of `image` in its place; what is still
+    /// missing is zero. All stay guarded. Throws Error: gone if the process has ended; corrupt_data,
+    /// io.
     void fill(const ImageReader& image, unsigned threads);
+
+    /// Let go of all regions: what is missing in them is zero from now on.
+    void release() noexcept;
 
     /// Answer those who wait, from `image`. Throws as fill().
     void answer(const ImageReader& image);
 
 private:
     UniqueFd fd_;
+    std::vector<Region> regions_; ///< those that were added
 };
 
 /// A userfaultfd of process `pid`, made in the name of the thread of `calls`, that also catches what the

@@ -283,6 +283,8 @@ class _Kill:
             time.sleep(_WATCH_S)
         time.sleep(seconds)
         proofs = {}
+        if criu.poll() is not None:
+            return proofs  # too late: it has ended
         criu.send_signal(signal.SIGSTOP)
         if _stops(criu):
             proofs = criu_code.proofs(self.job.pids)

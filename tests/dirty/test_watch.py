@@ -146,7 +146,7 @@ def test_children_are_watched_too() -> None:
 @pytest.mark.parametrize(
     ("words", "status", "text"),
     [
-        (["999999999"], 2, "there is no process 999999999"),
+        (["999999999"], 3, "there is no process 999999999"),
         (["1", "--mtbf", "5"], 2, "--mtbf needs --cost or --bandwidth"),
         (["1", "--cost", "5"], 2, "say nothing without --mtbf"),
     ],

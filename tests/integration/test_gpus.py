@@ -15,9 +15,9 @@ from campaigns import damage
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import GpuSource, TaskGpu, read_manifest
-from gpustasis.criu.find import choose, find_all
 from gpustasis.emulator import Options
 from support.checkpoint import Checkpointer
+from support.criu_roots import newest_criu
 from support.job import Job
 
 MIB = 1 << 20
@@ -148,7 +148,7 @@ def test_commands_show_and_map_the_gpus_of_a_task(
     emulator_environ: dict[str, str],
     images: Path,
 ) -> None:
-    checkpointer = Checkpointer(choose(find_all()), emulator_environ)
+    checkpointer = Checkpointer(newest_criu(), emulator_environ)
     job = gpu_generations()
     checkpointer.dump(job, images)
     shown = json.loads(gpustasis("inspect", images, "--json").stdout)

@@ -356,7 +356,10 @@ class _Workspace:
         if not self.log.exists():
             return
         try:
-            shutil.copyfile(self.log, self.kept_log)
+            with suppress(FileNotFoundError):
+                self.kept_log.unlink()  # a link is not followed
+            with open(self.kept_log, "xb") as kept, self.log.open("rb") as log_file:
+                shutil.copyfileobj(log_file, kept)
         except OSError:
             with suppress(OSError):
                 self.kept_log.unlink()

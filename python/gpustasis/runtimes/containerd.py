@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from typing import Any
 
 from gpustasis.criu.log import criu_errors, plugin_errors
 from gpustasis.errors import EngineError
-from gpustasis.files import give_name
+from gpustasis.files import give_name, open_own_directory
 from gpustasis.runtimes.cri import (
     CANCELLED,
     CONTAINER_STATES,
@@ -204,7 +205,7 @@ def _alone(container: Container) -> Iterator[None]:
     path = LOCKS / container.id
     busy = EngineError(f"another checkpoint of container {container} is under way")
     try:
-        LOCKS.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(open_own_directory(str(LOCKS), 2, 0o700))
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         handle = os.open(path, flags, 0o600)
     except OSError as exc:
@@ -276,7 +277,7 @@ def _task_call(cri: Cri, method: str, container: Container) -> Any:
 def _publish(cri: Cri, part: Path, archive: Path) -> int:
     """Give a finished archive its name; its size in bytes. Raises EngineError; it is kept then."""
     try:
-        handle = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as exc:
         raise EngineError(
             f"{cri.runtime()} says that it wrote {part}, and it is not there: the runtime sees "
@@ -287,6 +288,9 @@ def _publish(cri: Cri, part: Path, archive: Path) -> int:
             part.unlink()  # a link, or something else that is no archive
         raise EngineError(f"cannot open {part}, the new archive: {exc.strerror}") from exc
     try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or not os.path.samestat(found, part.lstat()):
+            raise EngineError(f"{part} is not the archive that {cri.runtime()} says it wrote")
         os.fsync(handle)
         size = os.fstat(handle).st_size
         give_name(part, archive)

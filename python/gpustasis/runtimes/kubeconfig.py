@@ -133,7 +133,7 @@ class _Config:
         hint = self._text(plugin, "installHint", "")
         try:
             ended = process.run([program, *words], env=env, apart=True, timeout_s=_PLUGIN_TIMEOUT_S)
-        except (OSError, TimeoutError) as exc:
+        except (OSError, ValueError) as exc:
             advice = f"; {hint}" if hint else ""
             raise EngineError(f"{place}: cannot run {program}: {exc}{advice}") from exc
         if ended.status != 0:
@@ -200,8 +200,12 @@ def _load(path: Path) -> object:
         ) from exc
     try:
         return yaml.safe_load(_read(path))
-    except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as exc:
-        raise EngineError(f"{path} is no kubeconfig: {' '.join(str(exc).split())}") from exc
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError) as exc:
+        # Not the line itself: it may be that of a token.
+        mark = getattr(exc, "problem_mark", None)
+        what = getattr(exc, "problem", None) or type(exc).__name__
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise EngineError(f"{path} is no kubeconfig: {what}{where}") from None
 
 
 def _read(path: Path) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gpustasis.archive.layout import CHECKPOINT, Engine
 from gpustasis.archive.opened import open_archive
@@ -217,17 +217,22 @@ def _export(
     wanted = params | {"export": True, "keep": True}
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(part, "xb", opener=_private):
-            pass  # before the container is touched
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(part, flags, 0o600)  # before the container is touched
     except OSError as exc:
         raise CheckpointError(f"cannot make {path}: {exc.strerror}") from exc
     try:
-        for attempt in range(_ATTEMPTS):
-            with service.stream(found.id, "checkpoint", wanted) as pieces:
-                _write(part, pieces, found, params)
-            last = attempt + 1 == _ATTEMPTS or not params["leaveRunning"]
-            if _is_whole(part, found, params, last):
-                break
+        with open(handle, "wb") as file:
+            for attempt in range(_ATTEMPTS):
+                with service.stream(found.id, "checkpoint", wanted) as pieces:
+                    _write(file, pieces, found, params)
+                last = attempt + 1 == _ATTEMPTS or not params["leaveRunning"]
+                if not os.path.samestat(os.fstat(file.fileno()), part.lstat()):
+                    raise CheckpointError(
+                        f"{part} was exchanged while it was written; {_left(found, params)}"
+                    )
+                if _is_whole(part, found, params, last):
+                    break
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -249,15 +254,16 @@ def _export(
 
 
 def _write(
-    part: Path, pieces: Iterable[bytes], found: _Container, params: dict[str, bool | str]
+    file: BinaryIO, pieces: Iterable[bytes], found: _Container, params: dict[str, bool | str]
 ) -> None:
-    """Raises CheckpointError that says what became of the container."""
+    """Write a file anew, by its descriptor: its name may be another file's by now.
+    Raises CheckpointError that says what became of the container."""
     try:
-        with part.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        file.seek(0)
+        file.truncate()
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
     except OSError as exc:
         raise CheckpointError(
             f"cannot write the archive of {found.name}: {exc.strerror}; {_left(found, params)}"
@@ -393,7 +399,3 @@ def _reasons(path: Path, since_ns: int) -> list[str]:
     except OSError:
         return []
     return log.plugin_errors(text) or log.criu_errors(text)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

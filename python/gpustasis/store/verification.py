@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from gpustasis.image.lock import share
 from gpustasis.store.listing import INVENTORY_NAME, Entry, read_store
 
 _STATE_VERSION = 1
+_STATE_LIMIT = 256 << 20  # bytes of a state file
 _SLICE_BYTES = 64 << 20  # read between two looks at the clock; less where a rate is set
 _SLICES_PER_SECOND = 4  # of a rate
 _SHOWN = 8  # damaged chunks of an image that get a sentence each
@@ -89,6 +91,21 @@ def verify_store(
     return _Run(store, progress, _Throttle(rate), threads, on_slice).run()
 
 
+def _read_own(path: Path) -> bytes:
+    """A file that nobody else could have written: who could would have damaged images called sound.
+    Raises OSError; CheckpointError if it is somebody else's, or too long."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        found = os.fstat(handle)
+        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.geteuid()) or others:
+            raise CheckpointError(f"{path}: is no file that only root or this user can write to")
+        raw = file.read(_STATE_LIMIT + 1)
+    if len(raw) > _STATE_LIMIT:
+        raise CheckpointError(f"{path}: has more than {_STATE_LIMIT} bytes")
+    return raw
+
+
 class _Progress:
     """What is known already, by digest of the image; a file that is kept up to date."""
 
@@ -118,7 +135,7 @@ class _Progress:
     def _read(self) -> None:
         assert self._path is not None
         try:
-            raw = json.loads(self._path.read_bytes())
+            raw = json.loads(_read_own(self._path))
             if raw["version"] != _STATE_VERSION or raw["store"] != self._store:
                 raise CheckpointError(
                     f"{self._path}: is the state of a check of {raw['store']}, version "
@@ -127,7 +144,10 @@ class _Progress:
             self.checked = {str(key): _damage(found) for key, found in raw["checked"].items()}
             digest, following, found = raw["current"]
             self.current = (str(digest), int(following), _damage(found))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        except (
+            *(OSError, ValueError, KeyError, TypeError, AttributeError),
+            *(RecursionError, OverflowError),
+        ) as exc:
             raise CheckpointError(
                 f"{self._path}: cannot be used as the state of a check; remove it: {exc}"
             ) from exc

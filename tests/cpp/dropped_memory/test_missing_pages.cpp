@@ -71,23 +71,31 @@ struct Memory {
         const std::size_t wanted = is_zero_page(page) ? 0 : page;
         return std::memcmp(bytes + page * kPage, &wanted, sizeof(wanted)) == 0;
     }
-    /// Answer whoever waits, for that long after the last of them.
-    void answer(int quiet_ms) {
+    std::atomic<unsigned> answered = 0;
+
+    /// Answer whoever waits, until `done()`.
+    template <class Done>
+    void answer_until(const Done& done) {
         pollfd poll{.fd = missing->fd(), .events = POLLIN, .revents = 0};
-        while (::poll(&poll, 1, quiet_ms) > 0)
-            missing->answer(*image);
+        while (!done())
+            if (::poll(&poll, 1, 10) > 0) {
+                missing->answer(*image);
+                ++answered;
+            }
     }
 };
 
 void threads_never_see_that_memory_is_missing(RegionKind kind) {
     Memory memory(kind);
     std::atomic<unsigned> wrong = 0;
+    std::atomic<std::size_t> ended = 0;
     std::vector<std::thread> threads;
     for (std::size_t thread = 0; thread < 4; ++thread)
         threads.emplace_back([&, thread] {
             for (std::size_t i = 0; i < kSize / kPage; ++i)
                 if (!memory.is_right((i * 37 + thread * 501) % (kSize / kPage)))
                     ++wrong;
+            ++ended;
         });
     // A system call as well: the kernel waits as a thread does.
     threads.emplace_back([&] {
@@ -98,12 +106,14 @@ void threads_never_see_that_memory_is_missing(RegionKind kind) {
         CHECK(::read(ends[0], &number, sizeof(number)) == sizeof(number) && number == 1);
         ::close(ends[0]);
         ::close(ends[1]);
+        ++ended;
     });
     std::thread filler([&] {
-        ::poll(nullptr, 0, 2);
+        CHECK(comes_true([&] { return memory.answered > 0; }));
         memory.missing->fill(*memory.image, 2);
+        memory.missing->release();
     });
-    memory.answer(200);
+    memory.answer_until([&] { return ended == threads.size(); });
     filler.join();
     for (std::thread& thread : threads)
         thread.join();
@@ -112,10 +122,15 @@ void threads_never_see_that_memory_is_missing(RegionKind kind) {
 
 void what_was_written_meanwhile_stays() {
     Memory memory(RegionKind::private_anonymous);
-    std::thread writer([&] { memory.bytes[5 * kPage] = std::byte{0xee}; });
-    memory.answer(200);
+    std::atomic<bool> written = false;
+    std::thread writer([&] {
+        memory.bytes[5 * kPage] = std::byte{0xee};
+        written = true;
+    });
+    memory.answer_until([&] { return written.load(); });
     writer.join();
     memory.missing->fill(*memory.image, 1);
+    memory.missing->release();
     CHECK(memory.bytes[5 * kPage] == std::byte{0xee});
     for (std::size_t page = 0; page < kSize / kPage; ++page)
         CHECK(page == 5 || memory.is_right(page));

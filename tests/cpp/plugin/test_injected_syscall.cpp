@@ -217,7 +217,7 @@ void a_thread_that_does_not_stop_is_not_waited_for_without_end() {
     {
         ThawedThread thawed(record, std::chrono::milliseconds(200));
         CHECK(::write(ask[1], "g", 1) == 1);
-        ::usleep(50'000); // into its vfork
+        CHECK(comes_true([=] { return proc::state(pid) == 'D'; })); // in its vfork
         const auto begin = std::chrono::steady_clock::now();
         CHECK_THROWS(Errc::io, thawed.refreeze());
         CHECK(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(kDeafMs / 2));
