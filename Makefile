@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Everything a newcomer needs: `make demo` and `make test` install, build and run. Both can be run
 # again at any time; what is done already is not done twice. The work is in ci/.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Shared by the scripts in ci/: sourced, not run. Steps print one line each, with their time; what
 # they say goes to a log under build/logs, and is shown only when they fail.
 

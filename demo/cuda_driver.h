@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The CUDA driver API, bound at run time: the program needs cuda.h to build and no libcuda to link.
  *
  * Each member of `cuda` has the name and the type that cuda.h declares; a versioned name

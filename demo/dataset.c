@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "dataset.h"
 
 uint64_t next_random(uint64_t* state) {

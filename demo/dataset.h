@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Synthetic classification data, a pure function of the seed: any part can be made again at any
  * time and compared with what the GPU holds. */
 #ifndef GPUSTASIS_DEMO_DATASET_H

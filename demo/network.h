@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A perceptron with two hidden layers, its gradients and its Adam state, in GPU memory. */
 #ifndef GPUSTASIS_DEMO_NETWORK_H
 #define GPUSTASIS_DEMO_NETWORK_H

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Command line of the training demo. */
 #ifndef GPUSTASIS_DEMO_OPTIONS_H
 #define GPUSTASIS_DEMO_OPTIONS_H

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* SHA-256 (FIPS 180-4), so that a run can name its weights in one line. */
 #ifndef GPUSTASIS_DEMO_SHA256_H
 #define GPUSTASIS_DEMO_SHA256_H

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A PyTorch training loop that repeats to the bit, with the options and the result of demo/train.
 
 It knows nothing of checkpoints. Needs PyTorch with CUDA.

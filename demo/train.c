@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The demo's GPU job: trains a small network with Adam through the CUDA driver API.
  *
  * It knows nothing of checkpoints. It lays GPU memory out as training jobs do (weights in fp32 and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures for all tests. Those that need CRIU run once for every version found on this machine.
 
 criu            one CRIU (gpustasis.criu.find.Criu); the test's id names it: criu-4.2.1

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs around gpustasis that a node does not need: the benchmark, the demo, the GPU check."""

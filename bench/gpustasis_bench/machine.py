@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the programs of this package run: on a real GPU when there is one, else on the emulator.
 
 `python -m gpustasis_bench.machine` prints one JSON object: the first GPU's name, or what is missing. It

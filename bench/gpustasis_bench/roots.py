@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Debian roots that ci/test-root makes, and programs of this package in them."""
 
 from __future__ import annotations

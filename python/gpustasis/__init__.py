@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoint and restore GPU workloads, transparently, with CRIU: the public Python API.
 
 The names in __all__ are stable; docs/api.md describes them. They are imported when they are first

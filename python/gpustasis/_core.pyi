@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoint images and dirty pages in C++. Source: src/bindings; the docstrings are there."""
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public Python API, which the command line itself uses: `import gpustasis` has all of it.
 
     done = gpustasis.checkpoint(pid, "monday", leave_running=True)

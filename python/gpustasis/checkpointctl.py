@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program checkpointctl-gpustasis: a plugin of checkpointctl, which shows what `gpustasis inspect`
 shows.
 

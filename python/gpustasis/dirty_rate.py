@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pages that a job writes mean for its checkpoints: rates, sizes, intervals."""
 
 from __future__ import annotations

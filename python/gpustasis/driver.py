@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA driver's checkpoint API: lock, checkpoint, restore and unlock another process.
 
 Source: cuda.h 13.0, "CUDA Checkpointing" (driver 570 or newer has the calls). The driver answers

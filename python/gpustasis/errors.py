@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every exception that this package raises on purpose, and every exit status of its programs.
 
 The command line prints str(exc) and exits with exit_code; no status stands for two things.

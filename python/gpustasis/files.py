@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of a program that runs as root: written whole or not at all, and kept where nobody but root
 can put something else in their place.
 

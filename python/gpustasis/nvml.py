@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVIDIA's management library, for what the CUDA driver does not tell.
 
 Source: nvml.h 12.8, nvmlInit_v2, nvmlSystemGetDriverVersion, nvmlDeviceGetMemoryInfo, nvmlShutdown.

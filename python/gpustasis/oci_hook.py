@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OCI hook: at createRuntime a policy file is made of annotations, at poststop it goes again.
 
 The runtime gives the container's state as JSON on stdin (OCI runtime specification, "State" and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What annotations of a container ask of its checkpoints: names, values, and the policy file.
 
 The OCI hook checks the annotations with this when a container starts, and leaves a policy file for

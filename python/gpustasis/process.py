@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one door to other programs: run one, wait for it, keep what it said."""
 
 from __future__ import annotations

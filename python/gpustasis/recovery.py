@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bring back a task left locked or checkpointed by a criu that died.
 
 The plugin has a worker that does so by itself when criu dies; this is for when it could not (it was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text for people: what other programs, files and kernels say is shown, never obeyed."""
 
 from __future__ import annotations

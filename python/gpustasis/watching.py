@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Look at the pages that a process, or a tree of them, writes: once per interval."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The parts of gpustasis._core; each binds one noun and holds no logic of its own.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind.hpp"
 #include "bindings/convert.hpp"
 #include "bindings/open_dir.hpp"

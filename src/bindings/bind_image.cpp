@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind.hpp"
 #include "bindings/buffer_view.hpp"
 #include "bindings/convert.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Borrow the bytes of any Python buffer without copying them.
 #pragma once
 

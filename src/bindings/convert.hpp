@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Core values as plain Python ones and back.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "bindings/memory_buffers.hpp"
 
 #include "core/error.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Python buffers as the memory of a task.
 #pragma once
 

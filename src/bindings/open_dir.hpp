@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Directories by path, as Python names them.
 #pragma once
 

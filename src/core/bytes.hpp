@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Names for runs of bytes that somebody else owns.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Finding a checkpoint by its id, where no link leads to it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Encode and decode one chunk of memory. Knows nothing of files or processes.
 #pragma once
 

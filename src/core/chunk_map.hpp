@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Which chunk lies where in memory.
 #pragma once
 

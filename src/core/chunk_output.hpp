@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Where a writer puts the stored bytes of chunks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Files read and written past the page cache.
 ///
 /// It wins where there is a disk: no copy, no memory taken from the job, no writeback to wait for at

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The one exception type the core throws.
 #pragma once
 

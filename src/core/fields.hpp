@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Lay out and take apart the fields of docs/format.md.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Files by descriptor: whole reads and writes, and replacing a file in one durable step.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/hash.hpp"
 
 #include "core/hash_avx2.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The hashes of docs/format.md: XXH3 with seed 0.
 #pragma once
 

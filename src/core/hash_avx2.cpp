@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled with AVX2, which hash.cpp calls where the processor has it: twice as fast.
 #include "core/hash_avx2.hpp"
 

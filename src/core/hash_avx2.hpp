@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// XXH3 for processors with AVX2; hash.hpp is for everybody else to call.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/image_check.hpp"
 
 #include "core/aligned_buffer.hpp"

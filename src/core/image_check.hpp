@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Find all that is damaged in an image, not only the first.
 #pragma once
 

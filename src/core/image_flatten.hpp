@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Make an image that needs no other one of an image that does.
 #pragma once
 

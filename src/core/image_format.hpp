@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Header, index and trailer of an image file (docs/format.md), each as a struct with pack and
 /// unpack. Unpacking checks the part's hash and limits; the reader checks what joins the parts.
 #pragma once

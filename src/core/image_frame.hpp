@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Everything of an image file but the chunk data: header, metadata, index and trailer.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What an image says about its task, apart from the chunks themselves.
 /// Every field has its home in docs/format.md.
 #pragma once

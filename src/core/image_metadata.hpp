@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The metadata block of an image (docs/format.md) and the limits of what an image can say.
 #pragma once
 

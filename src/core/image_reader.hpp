@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Read an image (docs/format.md) that may be damaged or hostile.
 #pragma once
 

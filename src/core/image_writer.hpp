@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Write the GPU memory of one task as an image (docs/format.md).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The checkpoints that one is built on: their directories and the images in them, found by the
 /// links of docs/format.md and believed by nothing but their digests.
 #pragma once

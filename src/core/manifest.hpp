@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The manifest: the one file of an image directory that says which GPU images belong to it.
 #pragma once
 

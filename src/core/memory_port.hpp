@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Where an image gets its bytes from and puts them back to.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/parent_index.hpp"
 
 #include "core/error.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What a checkpoint that is to be made can refer to: the chunks of its parent, by content.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Places in a file for chunks that several threads make.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The memory of another process, by process_vm_readv and process_vm_writev.
 #pragma once
 

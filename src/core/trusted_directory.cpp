@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "core/trusted_directory.hpp"
 
 #include "core/error.hpp"

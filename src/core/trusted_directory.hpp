@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Directories of ours that criu, being root, believes: nobody else may have written there.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Run one piece of work on several threads.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Chunks on their way to storage, between the threads that make them and those that write them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What the user asked for: one TOML file. docs/operating.md explains every key.
 #pragma once
 

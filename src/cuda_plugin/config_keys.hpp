@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Keys of the configuration as TOML has them: for those who read a file of them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Which container a task belongs to, as its cgroups tell.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The checkpoints of one container that later ones are built on. Engines move and delete image
 /// directories as they please, so our files of each are kept here as well.
 #pragma once

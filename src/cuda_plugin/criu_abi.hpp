@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Our own declarations of CRIU's plugin interface, so that building needs no CRIU headers.
 /// Source: criu-plugin.h of CRIU 4.1 (plugin interface version 0.2.0), unchanged in 4.2 and 4.3;
 /// the integration tests load the plugin into each of them.

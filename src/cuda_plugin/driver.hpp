@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The driver's process-checkpoint calls, wherever they are made: in this process
 /// (driver_library.hpp) or in the worker (worker.hpp).
 #pragma once

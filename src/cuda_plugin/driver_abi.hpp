@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Our own declarations of the driver's process-checkpoint API, so that building needs no CUDA
 /// toolkit. Source: cuda.h 13.0, "CUDA Checkpointing"; tests/cpp/plugin/test_driver_abi.cpp
 /// compares every size and value with the real cuda.h.

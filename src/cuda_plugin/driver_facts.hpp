@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The driver and the GPUs of this machine, as an image records them and a restore compares them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The driver's libraries, loaded into this process: libcuda.so.1 and, if there is one,
 /// libnvidia-ml.so.1. The driver keeps threads that outlive every call, so a process that has
 /// made one of these must end by _exit.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Taking staged memory out of a task, and refusing a task that lacks memory already.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// One dump: lock every CUDA task, checkpoint each, take its staged memory out of criu's way, and
 /// undo all of it unless the tasks are about to be killed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda_plugin/dumped_container.hpp"
 
 #include "core/error.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The container that a dump is of, if it is of one: its policy and its store.
 #pragma once
 

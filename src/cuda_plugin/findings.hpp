@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What is known to end badly for a job, looked for while it runs and nothing has been done to it: see
 /// "What stops a dump" in docs/operating.md.
 #pragma once

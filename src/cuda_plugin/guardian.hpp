@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Processes that keep dropped memory from reading as zeros when criu is gone.
 ///
 /// What a dump drops stands behind a userfaultfd (dropped_memory/missing_pages.hpp). criu holds its

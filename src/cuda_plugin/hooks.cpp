@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What CRIU calls. Each function here parses nothing and decides nothing: it runs one method of
 /// the session behind the one border that no exception passes.
 #include "cuda_plugin/criu_abi.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What the plugin uses of the criu process it is loaded into.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Huge pages for the memory that a restore is about to fill.
 #pragma once
 

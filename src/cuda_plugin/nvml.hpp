@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The few NVML calls that say which GPUs there are without touching any of them.
 /// Source: nvml.h of CUDA 12.8.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Processes of the plugin's beside criu: nobody's children, with nothing of criu's.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda_plugin/parent_choice.hpp"
 
 #include "core/error.hpp"

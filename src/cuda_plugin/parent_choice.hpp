@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Which checkpoint a dump builds on.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What a container's annotations ask of its dumps: the policy file that the OCI hook has left.
 #pragma once
 

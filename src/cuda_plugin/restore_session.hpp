@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// One restore: check beforehand what can be checked, then give each CUDA task its staged memory
 /// back and have the driver restore it; kill everything that was made if that fails.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Finding the memory that the driver staged GPU memory in.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What a dump or a restore did and how long it took, as a JSON file beside the images.
 /// Its keys are documented in docs/operating.md.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cuda_plugin/task_table.hpp"
 
 #include "core/error.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What has been done to each task, in memory that criu and the worker share: if criu dies, the
 /// worker reads here what there is to undo.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Let one frozen thread run for a while: the driver's restore thread, in whose context the
 /// driver works.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Bring a task back to where the dump found it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The driver, called from one disposable process.
 ///
 /// libcuda can hang, crash, and leave threads and descriptors behind, so criu never loads it. The

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What criu and the worker say to each other: one datagram a request, one a reply. Both ends are
 /// the same binary, so the layout is the compiler's.
 #pragma once

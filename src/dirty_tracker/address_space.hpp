@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The memory of one process, held on to: never that of a later one with the same id, nor of a
 /// program that the process has executed since.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// One way of seeing writes; DirtyTracker chooses.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Which pages of a process were written since a mark.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// ioctl(PAGEMAP_SCAN): Linux 6.7. Source of every number: include/uapi/linux/fs.h; the headers
 /// of the machine that builds may be older than the kernel that runs.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Entries of /proc/PID/pagemap. Source: Documentation/admin-guide/mm/pagemap.rst.
 #pragma once
 

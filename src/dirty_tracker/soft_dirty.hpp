@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Writes seen by the soft-dirty bits of page tables (CONFIG_MEM_SOFT_DIRTY).
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// userfaultfd(2) of another process, in asynchronous write-protect mode (Linux 6.7): a first write
 /// to a protected page is noted by the kernel, which takes the protection away and lets the
 /// process go on. Nobody has to answer, so nobody's death can stop the process.

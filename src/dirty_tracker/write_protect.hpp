@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Writes seen by userfaultfd in asynchronous write-protect mode and PAGEMAP_SCAN.
 #pragma once
 

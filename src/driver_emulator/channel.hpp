@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The way into a target: two pipes of its own, named by its restore thread.
 ///
 /// The thread's name is "cuda" and 11 hexadecimal digits of (a << 22 | b), where a is the write end

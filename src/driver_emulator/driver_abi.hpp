@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Our declarations of the part of the CUDA driver API that the emulator has.
 ///
 /// Source: cuda.h of CUDA 12.8 and 13.0. tests/emulator compares every value and layout here with

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// One packet of a SOCK_SEQPACKET socket, perhaps with a descriptor. No memory is allocated: the
 /// restore thread calls these while other threads are stopped and may hold malloc's lock.
 #pragma once

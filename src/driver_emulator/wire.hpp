@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Messages between the daemon ("the GPUs") and its clients: the driver library, the NVML library
 /// and the command line. One SOCK_SEQPACKET packet each, host byte order; both ends are of one
 /// machine, and kWireMagic changes with any layout here.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "dropped_memory/drop_record.hpp"
 
 #include "core/error.hpp"

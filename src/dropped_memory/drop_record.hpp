@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Which tasks lack memory because a dump has taken it out: one small file for each, written before
 /// the first page is dropped and removed when all pages are back or the task is dead.
 ///

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Memory of another process whose missing pages are not zeros: userfaultfd(2) in missing mode.
 /// Source of every number: include/uapi/linux/userfaultfd.h.
 ///

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Putting back the memory that an image holds: into a task that CRIU has restored, or into the very
 /// task that it was taken out of.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "dropped_memory/userfaultfd_setting.hpp"
 
 #include "core/error.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The setting vm.unprivileged_userfaultfd, raised for a moment.
 #pragma once
 

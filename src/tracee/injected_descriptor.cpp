@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tracee/injected_descriptor.hpp"
 
 #include "core/error.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// A descriptor that another process has to make, fetched from it.
 #pragma once
 

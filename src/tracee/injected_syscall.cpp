@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tracee/injected_syscall.hpp"
 
 #include "core/error.hpp"

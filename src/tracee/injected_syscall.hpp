@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// System calls made by another process, in the name of one of its stopped threads.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// ptrace(2) with an Error instead of errno.
 #pragma once
 

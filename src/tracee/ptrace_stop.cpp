@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tracee/ptrace_stop.hpp"
 
 #include "core/error.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tracee/task_maps.hpp"
 
 #include "core/error.hpp"

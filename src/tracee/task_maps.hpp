@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The mappings of a task, from /proc/PID/maps (proc_pid_maps(5)).
 #pragma once
 

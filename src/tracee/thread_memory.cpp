@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tracee/thread_memory.hpp"
 
 #include "tracee/proc.hpp"

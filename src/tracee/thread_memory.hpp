@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Memory that a thread cannot do without for a moment.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "tracee/vector_state.hpp"
 
 #include "tracee/ptrace_call.hpp"

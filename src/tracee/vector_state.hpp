@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The floating-point and vector registers of a tracee, as a signal frame holds them.
 #pragma once
 

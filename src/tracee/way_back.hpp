@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// A signal frame that leads a borrowed thread home by itself, should its tracer die.
 #pragma once
 

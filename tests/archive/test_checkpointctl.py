@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """checkpointctl-gpustasis keeps to what checkpointctl's cmd/plugin.go asks of a plugin."""
 
 from __future__ import annotations

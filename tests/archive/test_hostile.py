@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Archives that were made to deceive are refused, with the reason and the member; nothing is
 written, and no memory is taken that the limits do not allow."""
 
@@ -210,6 +211,10 @@ def test_an_endless_list_of_extended_headers_ends(tmp_path: Path) -> None:
     headers = [long(b"x" * 100) for _ in range(100)]
     few = replace(DEFAULT_LIMITS, members=50)
     assert "behind one of type 'L'" in refused(tmp_path, tar([ROOT, *headers]), few)
+    pairs = [
+        part for n in range(40) for part in (long(b"x" * 100 + b"%d" % n), Raw(b"member%d" % n))
+    ]
+    assert "more than 50 members" in refused(tmp_path, tar([ROOT, *pairs]), few)
 
 
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])

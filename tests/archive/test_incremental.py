@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Archives of a chain: each says what it needs, and with it is verified and flattened."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Archives of each engine, packed in each way, are what the directory is that they were made of."""
 
 from __future__ import annotations

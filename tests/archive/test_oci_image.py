@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The annotations of a checkpoint image; tests/runtimes/test_archives.py builds real ones."""
 
 from __future__ import annotations

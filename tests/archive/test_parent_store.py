@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imported parents lie in the store only once every byte of them was checked."""
 
 from __future__ import annotations

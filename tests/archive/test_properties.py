@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever is in an archive: it is read or refused, never a traceback, never a file outside."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an archive says reaches a terminal as text that does nothing there, and ends no command in a
 traceback: escape sequences, control characters, names that are no UTF-8, half of a surrogate pair."""
 

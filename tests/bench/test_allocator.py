@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The caching allocator's rules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark itself, short, with a real criu on the emulator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Medians, spreads, ratios pair by pair, turns, and the bounds that follow: on made-up numbers."""
 
 from __future__ import annotations

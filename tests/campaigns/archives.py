@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Archives are changed at random: each is read or refused with a sentence, never a traceback, and
 nothing is written but what a flatten that succeeded has written."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single bits of a checkpoint's files are flipped: `gpustasis verify` must find each of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """flatten and prune are killed with SIGKILL at any of their system calls.
 
 After a kill every checkpoint is whole or gone, and where a flattened copy should come there is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A store in daily use: a changing job is dumped on top of earlier checkpoints, some are flattened,
 old ones are pruned, also while a dump is under way, and from time to time the job dies and is
 restored. Every checkpoint that is kept is whole at every moment, and the job is exact.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does CRIU's own code stand in a task? Asked at the moment in which criu is killed.
 
 During "dump tasks" CRIU runs code of its own in each task: first single system calls, written over
@@ -28,11 +29,12 @@ def proof(pid: int) -> str:
     """What shows that CRIU's code stands in the task; empty: nothing does. The task may run."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         mappings = _mappings(pid)
-        for mapping in mappings:
-            if _BLOB in mapping.path:
-                return f"{_BLOB} is mapped at {mapping.start:#x}"
+        blobs = [mapping for mapping in mappings if _BLOB in mapping.path]
         for task in Path(f"/proc/{pid}/task").iterdir():
             place = _place(task)
+            # One that runs while CRIU's code is mapped is led by CRIU: all others are stopped.
+            if any(place is None or blob.start <= place < blob.end for blob in blobs):
+                return f"thread {task.name} stands in {_BLOB}"
             if place is not None and _is_breakpoint_of_another(pid, place, mappings):
                 return f"thread {task.name} stands at a breakpoint at {place:#x}, not of its file"
     return ""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our files of a checkpoint are damaged: a restore must refuse, or kill all that it has made.
 
 Whatever happens, criu's exit status says so, its log has a reason of the plugin's, no process of

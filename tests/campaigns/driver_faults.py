@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The driver fails: each call of a dump and of a restore, in each way that the emulator knows.
 
 A dump must fail with a sentence that names call, process and CUresult, and leave the job running

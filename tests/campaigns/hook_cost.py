@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the plugin costs a process without CUDA."""
 
 from __future__ import annotations

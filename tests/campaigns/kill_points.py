@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRIU is killed with SIGKILL at many points of a dump: the job must live, and be exact.
 
 Each trial aims at the phase of a dump that has had the fewest hits so far. It kills criu at a system

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRIU is killed with SIGKILL at many points of a restore: never a job on wrong memory.
 
 A tree whose restore breaks off is not complete. Either all of it runs and is exact (criu was killed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long `podman container checkpoint --export` takes for a container with GPU memory, and how large
 its archive is: with our plugin, the first time and on top of an earlier one, and with GPU memory left
 to CRIU, as the stock plugin has it.

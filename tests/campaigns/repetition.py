@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One job is dumped and left running again and again: nothing may pile up in it or beside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One CRIU, the emulator and a place to work: what every campaign needs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The image directory is full: at each file that a dump makes, and at each of many sizes.
 
 A dump that fails must leave the job running and exact. One that succeeds all the same (what did not

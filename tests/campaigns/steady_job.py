@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tests/programs/steady_job.c under way: a tree that says at every step that its memory is right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests that run containerd.
 
 node     support.containerd_node.ContainerdNode, one for all tests here

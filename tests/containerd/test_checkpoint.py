@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of GPU containers through a real containerd's CRI, and restores of them."""
 
 from __future__ import annotations

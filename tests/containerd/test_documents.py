@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of docs/operating.md for containerd and Kubernetes work as they stand there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints through containerd that something gets in the way of: nothing is lost."""
 
 from __future__ import annotations

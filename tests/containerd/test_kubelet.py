@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints through the kubelet's API, of GPU containers that run under a real containerd."""
 
 from __future__ import annotations

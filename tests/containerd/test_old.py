@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """containerd 1.7 cannot checkpoint through CRI; the command says so, and what works there does."""
 
 from __future__ import annotations

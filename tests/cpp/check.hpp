@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The whole C++ test framework: a failed CHECK prints where, and the process exits 1.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Any bytes at all as an image or a manifest: the reader accepts or throws Error, no more.
 // The mutator makes checksums right again after most mutations, so that what lies behind them is
 // reached.

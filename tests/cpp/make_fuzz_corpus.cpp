@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // make_fuzz_corpus DIR: small images and manifests of every kind, for the fuzzer to start from.
 #include "check.hpp"
 #include "sample.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Memory and files for tests of the image format.
 #pragma once
 

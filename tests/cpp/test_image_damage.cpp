@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a damaged or hostile image can do: be refused.
 #include "check.hpp"
 #include "sample.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
 #include "sample.hpp"
 
@@ -13,7 +14,6 @@
 #include <atomic>
 #include <optional>
 #include <thread>
-
 using namespace gpustasis;
 using sample::Buffer;
 using sample::Memory;

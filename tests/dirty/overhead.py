@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it costs to be watched: python tests/dirty/overhead.py [--rounds N] [--mib N]. Prints JSON.
 
 A program (tests/programs/dirty_load.c) writes to random bytes without a pause, and counts; it runs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DirtyTracker finds is what a process has written, page by page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tracker comes and goes, or dies at any moment: the process that it looks at notices nothing."""
 
 from __future__ import annotations

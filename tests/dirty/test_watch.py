@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gpustasis watch on a job that writes at a known rate."""
 
 from __future__ import annotations

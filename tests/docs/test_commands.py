@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands in README.md and docs/operating.md work as they stand there."""
 
 from __future__ import annotations

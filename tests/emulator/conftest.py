@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures for the tests of the driver emulator.
 
 kernels   the module of programs/kernels.cu

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulator's declarations of the CUDA driver API against the real cuda.h."""
 
 from __future__ import annotations

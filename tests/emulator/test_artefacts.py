@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the driver leaves in a process, as /proc shows it, before and after a checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis emulator cdi`: what a container engine needs to give these GPUs to a container. That it
 works is shown by tests/runtimes."""
 

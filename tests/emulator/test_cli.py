@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis emulator`: start, status, run, env, faults, settings, stop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock CRIU, without any plugin, and the checkpoint API called by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a caller finds the restore thread, and what it is told where there is none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults and delays that the emulator is told to have."""
 
 from __future__ import annotations

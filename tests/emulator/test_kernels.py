@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The driver API beside checkpoints: memory, streams, events, modules and launches."""
 
 from __future__ import annotations

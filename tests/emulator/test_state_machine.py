@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every call of the checkpoint API in every state: its result, and the state afterwards."""
 
 from __future__ import annotations

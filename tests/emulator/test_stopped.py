@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The restore thread works alone: all other threads stopped, wherever they were."""
 
 from __future__ import annotations

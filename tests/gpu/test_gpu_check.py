@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ci/gpu-check itself, on the driver emulator: the script works, and says no more than it saw."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roots to install into."""
 
 from __future__ import annotations

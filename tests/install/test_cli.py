@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis install` and `uninstall` as people call them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is installed has the form that its readers document."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands in the way of an installation is named, and nothing is changed."""
 
 from __future__ import annotations

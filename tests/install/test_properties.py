@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever was on the host: after install and uninstall it is there again, to the byte."""
 
 from __future__ import annotations

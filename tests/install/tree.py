@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A directory tree as it is, to compare before with after; and death at a chosen moment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests that dump and restore with real CRIU on the emulator.
 
 rig         Rig of each CRIU, on the emulator of the whole run

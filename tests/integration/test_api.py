@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public Python API, with every CRIU; and what it costs to import it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Archives of real checkpoints: what CRIU wrote, packed as the engines pack it."""
 
 from __future__ import annotations

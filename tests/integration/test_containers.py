@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job in a cgroup named like a container's: its policy, its store, restores without either."""
 
 from __future__ import annotations

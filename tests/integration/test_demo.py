@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo, whole, with every CRIU found here; and that it would tell if a bit came out wrong."""
 
 from __future__ import annotations

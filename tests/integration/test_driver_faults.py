@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The driver refuses, hangs, fails or dies; the whole matrix is in make soak."""
 
 from __future__ import annotations

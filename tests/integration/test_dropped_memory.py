@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that was dropped from a task is put back, and nothing else is taken for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known to end badly for a job is looked for before the driver is asked for anything."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which GPUs a task has, and where they go at a restore."""
 
 from __future__ import annotations

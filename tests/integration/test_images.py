@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images that are damaged, missing, exchanged or do not fit on the disk."""
 
 from __future__ import annotations

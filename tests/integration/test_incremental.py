@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints on top of a parent, with real CRIU: what is the same is not stored again, and a restore
 through the chain is exact."""
 

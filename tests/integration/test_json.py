@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """--json of every command is as the shipped schema says, with real CRIU and the emulator."""
 
 from __future__ import annotations

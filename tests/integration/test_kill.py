@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """criu is killed in the middle; the long form is the campaign kill-points of make soak."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Restores that cannot come to anything are refused before CRIU makes a single process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plugin's worker at a restore: how long it watches, and what it kills when criu is gone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dump and restore with every CRIU: the job goes on where it was, and nothing else has changed."""
 
 from __future__ import annotations

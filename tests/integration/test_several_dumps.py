@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps beside each other and after each other, and jobs that are checkpointed already."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chains of checkpoints and what can happen to them between dump and restore, with real CRIU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trees that hold what looks like CUDA and is none, or what has ended before it can be looked at."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What annotations may say, and how it is written down."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OCI hook as a program of its own: what it leaves, what it refuses, and how long it takes."""
 
 from __future__ import annotations

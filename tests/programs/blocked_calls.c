@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Threads that wait in system calls; every one of them must end as if nothing had come between.
  *
  * blocked_calls MODE, where MODE says in which call the main thread waits; "ready" is printed

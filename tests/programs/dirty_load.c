@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* dirty_load COUNTER MIB WRITTEN-MIB HUGE: fills MIB of memory, then writes to random bytes of the
  * first WRITTEN-MIB of it without a pause, and counts the writes in the file COUNTER. */
 #define _GNU_SOURCE

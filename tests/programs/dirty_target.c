@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A process that writes the pages it is told to, and nothing else of those mappings.
  *
  * Commands are lines on stdin; each is answered with one line on stdout. Numbers are hexadecimal.

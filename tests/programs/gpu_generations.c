@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Holds GPU memory whose every byte follows from a seed and a generation, and checks it on demand.
  *
  *     gpu_generations [MIB [SEED [ZERO_MIB]]]

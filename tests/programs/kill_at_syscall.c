@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Runs a program and kills it with SIGKILL at one of its system calls.
  *
  *     kill_at_syscall COUNT-FILE NUMBER HOW MARK PROGRAM ARGUMENT...

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* spawner: has some twenty children at any time, each of which lives for a few milliseconds; who ended
  * leaves no zombie. Says "step N ok" now and then. */
 #include <signal.h>

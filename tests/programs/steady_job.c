@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A job that uses GPU memory all the time and knows what must be in it.
  *
  *     steady_job [--mib N] [--pinned-kib N] [--children N] [--plain-children N] [--seed N]

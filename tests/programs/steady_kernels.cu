@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The kernel of steady_job: a stretch of numbers, each of them moved on by `rounds` steps of xorshift64
  * (Marsaglia, 2003). Zero stays zero. */
 #include "gpustasis_emulator.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What Go's archive/tar, which Podman, CRI-O and containerd read archives with, makes of each file
 // that is named: one line of JSON for it.
 package main

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* thread_name NAME [LIBRARY]: has a thread called NAME, maps LIBRARY, and says "step N ok" now and then.
  * In NAME, "FILE" stands for the 11 digits with which the driver would name its thread if it were
  * to write its requests to this program's descriptor 9 and to read from 8: standard input is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Runs a program that may not make a userfaultfd, as a container's cannot.
  *
  *     without_userfaultfd PROGRAM ARGUMENT...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints on top of each other: inspect and verify say what is there and what is not."""
 
 from __future__ import annotations

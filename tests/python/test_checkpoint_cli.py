@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """checkpoint and restore from the command line, with every CRIU, on the emulator."""
 
 from __future__ import annotations

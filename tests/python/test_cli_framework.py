@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all commands have in common: exit statuses, errors, --json, text that is made harmless."""
 
 from __future__ import annotations

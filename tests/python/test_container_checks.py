@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `doctor --container` sees of processes, of these here: they are in no container."""
 
 from __future__ import annotations

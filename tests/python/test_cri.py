@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CRI client against runtimes that cannot, will not, or lie."""
 
 from __future__ import annotations

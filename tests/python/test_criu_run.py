@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run of criu is told, seen by a program in its place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each finding is seen both ways where the condition can be brought about without harm."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis diff`: what changed, to the byte, told from the indexes alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rates, sizes and intervals are the numbers that they should be."""
 
 from __future__ import annotations

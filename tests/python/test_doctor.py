@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis doctor` as people and scripts call it. What it looks at: test_diagnosis.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gpustasis.driver against the emulated driver, in a process of its own: a driver that was loaded and
 initialised leaves threads and descriptors behind that the test run must not have."""
 

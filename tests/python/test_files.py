@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that appear whole, with the mode that was asked for, where only root can write."""
 
 from __future__ import annotations

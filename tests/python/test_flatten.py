@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis flatten`: the copy holds the same memory to the bit, and needs no other checkpoint."""
 
 from __future__ import annotations

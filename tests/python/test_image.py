@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images through Python: writing, reading, restoring into a process."""
 
 from __future__ import annotations

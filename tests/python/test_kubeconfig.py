@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kubeconfig files as kubectl reads them, against a TLS server that lets in whom it knows."""
 
 from __future__ import annotations

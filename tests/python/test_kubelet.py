@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kubelet's client against a TLS server that answers as a kubelet does, and as none should."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis kubelet list`: one row for each archive, one reason for each that is none."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A finished file gets its name, and takes nobody's."""
 
 from __future__ import annotations

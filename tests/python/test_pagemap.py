@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRIU's pagemaps: told exactly are the pages that lie in an earlier dump."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Man pages and completion scripts, as the wheel installs them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain Python reader agrees with the C++ one about images on top of a parent."""
 
 from __future__ import annotations

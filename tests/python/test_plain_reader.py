@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain Python reader, written from docs/format.md, agrees with the C++ one."""
 
 from __future__ import annotations

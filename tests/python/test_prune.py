@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis prune`: what no rule keeps goes, and no chain is ever broken."""
 
 from __future__ import annotations

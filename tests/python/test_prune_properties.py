@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a store looks like and whoever uses it: after a prune every kept checkpoint is whole."""
 
 from __future__ import annotations

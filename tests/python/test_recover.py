@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """recover: tasks left behind in every way in which a dying criu and its worker can leave them."""
 
 from __future__ import annotations
@@ -6,9 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -16,11 +14,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from gpustasis._core import ImageReader, find_drop_record, image_name
-from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
-from gpustasis.task import find_users
-from support.checkpoint import Checkpointer
-from support.criu_roots import preferred_criu
-from support.job import TIMEOUT_S, Job
+from support.job import Job
 
 Gpustasis = Callable[..., CompletedProcess[str]]
 Generations = Callable[..., Job]
@@ -28,66 +22,6 @@ DriverCalls = Callable[..., None]
 Abandon = Callable[..., None]
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-
-# argv: pid, then methods of Driver: as another tool would call them.
-CALLER = """
-import sys
-from gpustasis.driver import Driver
-driver, pid = Driver(), int(sys.argv[1])
-driver.init()
-for name in sys.argv[2:]:
-    getattr(driver, name)(pid, *([5000] if name == "lock" else []))
-"""
-
-
-@pytest.fixture
-def driver_calls(emulator_environ: dict[str, str]) -> DriverCalls:
-    """driver_calls(job, "lock", "checkpoint", ...)"""
-
-    def call(job: Job, *names: str) -> None:
-        argv = [sys.executable, "-c", CALLER, str(job.pid), *names]
-        subprocess.run(argv, env=emulator_environ, check=True, timeout=60, capture_output=True)
-
-    return call
-
-
-@pytest.fixture
-def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
-    """abandon(job, images, with_worker=True): begin a dump and kill criu, and the worker that would
-    undo it, when all GPU memory is in the image and out of the task. One CRIU will do here."""
-    checkpointer = Checkpointer(preferred_criu(), emulator_environ)
-    reached = tmp_path / "reached"
-    script = tmp_path / "script"
-    script.write_text(
-        '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
-        f"touch {reached}\nexec sleep 60\n"
-    )
-    script.chmod(0o755)
-
-    config = tmp_path / "found-locked.toml"
-    config.write_text('found_locked = "dump"\n')
-
-    def begin_and_kill(job: Job, images: Path, *, with_worker: bool = True) -> None:
-        argv, environ = checkpointer.dump_command(
-            job, images, "--action-script", str(script), config=config
-        )
-        with subprocess.Popen(
-            argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
-        ) as criu:
-            deadline = time.monotonic() + TIMEOUT_S
-            while not reached.exists():
-                assert criu.poll() is None, (images / "dump.log").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
-            assert workers, "the plugin has no worker: what is tested here cannot come about"
-            if with_worker:
-                for worker in workers:
-                    os.kill(worker, signal.SIGKILL)
-            os.killpg(criu.pid, signal.SIGKILL)
-        reached.unlink()
-
-    return begin_and_kill
 
 
 def check_memory(job: Job, generation: int) -> None:
@@ -141,19 +75,53 @@ def findings(ended: CompletedProcess[str]) -> dict[str, dict[str, str]]:
     return {item["name"]: item for item in json.loads(ended.stdout)["findings"]}
 
 
+@pytest.mark.parametrize("calls", [["restore", "unlock"], ["restore"]], ids=["runs", "locked"])
 def test_a_job_that_was_restored_without_its_memory_is_not_said_to_be_well(
     gpustasis: Gpustasis,
     gpu_generations: Generations,
     driver_calls: DriverCalls,
     abandon: Abandon,
     images: Path,
+    calls: list[str],
 ) -> None:
     job = gpu_generations()
     abandon(job, images)
-    driver_calls(job, "restore", "unlock")
+    driver_calls(job, *calls)
     refused = gpustasis("recover", str(job.pid), "-D", images)
     assert refused.returncode == 3
     assert "its GPU memory is wrong" in refused.stderr
+
+
+def test_another_directory_than_the_recorded_one_is_refused(
+    gpustasis: Gpustasis,
+    gpu_generations: Generations,
+    abandon: Abandon,
+    images: Path,
+    tmp_path: Path,
+) -> None:
+    job = gpu_generations()
+    abandon(job, images)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused = gpustasis("recover", str(job.pid), "-D", empty)
+    assert refused.returncode == 3
+    assert f"was dumped into {images}" in refused.stderr
+    ended = gpustasis("recover", str(job.pid), "-D", images)
+    assert ended.returncode == 0, ended.stderr
+    check_memory(job, 0)
+
+
+def test_a_checkpointed_job_without_a_record_needs_a_directory(
+    gpustasis: Gpustasis, gpu_generations: Generations, driver_calls: DriverCalls, images: Path
+) -> None:
+    job = gpu_generations()
+    driver_calls(job, "lock", "checkpoint")
+    refused = gpustasis("recover", str(job.pid))
+    assert refused.returncode == 3
+    assert "name its directory with -D" in refused.stderr
+    ended = gpustasis("recover", str(job.pid), "-D", images)
+    assert ended.returncode == 0, ended.stderr
+    check_memory(job, 0)
 
 
 def test_it_waits_for_the_worker_that_does_the_same(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules for what to keep, against what they say in words."""
 
 from __future__ import annotations

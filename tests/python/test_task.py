@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who holds what open, of processes that go on opening and closing files."""
 
 from __future__ import annotations

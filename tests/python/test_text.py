@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gpustasis.text: what others wrote is shown and does nothing to a terminal."""
 
 from __future__ import annotations

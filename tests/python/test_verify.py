@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis verify`: finds what is wrong with our files, and says where."""
 
 from __future__ import annotations

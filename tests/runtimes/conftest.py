@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests that run container engines.
 
 steady_job  the program of tests/programs/steady_job.c

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Archives that Podman wrote, and the OCI images made of them, from which Podman restores."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis doctor` on a host with container engines: what is wrong is brought about, and named.
 
 Where a condition makes a checkpoint fail, the checkpoint is tried as well: the test would not hold

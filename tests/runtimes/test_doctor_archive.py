@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis doctor --archive`: whether this host, or another one, can restore what Podman exported."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of docs/operating.md on installing work as they stand there, on two hosts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The system that the engines run in: it is separate, it can checkpoint, and it leaves nothing."""
 
 from __future__ import annotations

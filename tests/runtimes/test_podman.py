@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Podman, unchanged, with runc and with crun, checkpoints containers that use GPUs. The job in them
 compares every byte of its memory, and would say if one were wrong."""
 

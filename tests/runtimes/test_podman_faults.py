@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong around a checkpoint of Podman's: nothing is lost, and the error says what it was."""
 
 from __future__ import annotations

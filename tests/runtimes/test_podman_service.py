@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis podman`: through Podman's service, for real, with containers that use emulated GPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Annotations of Podman's containers, with runc and with crun: the hook really runs, the plugin
 finds what it left, and chains hold whatever Podman does with image directories."""
 

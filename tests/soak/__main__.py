@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ci/soak [--seed N] [--fresh] [--docs] [CAMPAIGN...]`: run the long campaigns.
 
 Each campaign's result is kept in build/soak/; one that has a result for the same seed and the same

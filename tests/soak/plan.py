@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which campaigns there are, how long, and with which CRIU."""
 
 from __future__ import annotations

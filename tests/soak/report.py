@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of the long campaigns: JSON for programs, Markdown for people."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoint archives in the shapes that the engines write, and hostile ones."""
 
 from __future__ import annotations

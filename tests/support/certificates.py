@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Certificates for a TLS server and its clients, made when they are needed, valid for an hour."""
 
 from __future__ import annotations

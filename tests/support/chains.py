@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints on top of each other, made without a dump, and what must hold of them."""
 
 from __future__ import annotations

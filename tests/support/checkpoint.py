@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dump and restore a job with the package's plugin, as the command line does, and check it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a container runtime does around a job, without one: an id, a cgroup, the OCI hook."""
 
 from __future__ import annotations

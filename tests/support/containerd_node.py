@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A node of a cluster without the cluster: containerd, a registry and emulated GPUs in one system."""
 
 from __future__ import annotations

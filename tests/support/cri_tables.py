@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages and methods of CRI that a kubelet needs beyond those the package uses.
 
 Source: api.proto of k8s.io/cri-api, package runtime.v1.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every CRIU that tests can use: this machine's own, and those of the Debian roots that ci/test-root
 makes. gpustasis itself looks for no root: tests name one to it, by GPUSTASIS_CRIU or --criu."""
 

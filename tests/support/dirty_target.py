@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tests/programs/dirty_target.c, and what its writes should look like to a tracker."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emulated GPUs, our plugin and containers that use them, in an EngineRoot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The container image of the tests: busybox, a C library, and the programs under test."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The OCI hook in an EngineRoot, as an installation puts it there."""
 
 from __future__ import annotations

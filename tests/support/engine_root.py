@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A throw-away Debian system with the container engines in it, in namespaces of its own.
 
 It is ci/test-root's root `engines` under an overlay, entered with private mount, pid, ipc, uts, net and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the golden files under tests/data/golden hold. They are made once for each version of the
 format and never again: a change of one is a change of the format.
 

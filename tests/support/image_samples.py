@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images and checkpoints for tests, and hypothesis strategies for arbitrary ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make the checksums of a changed image right, so that what they cover is looked at."""
 
 from __future__ import annotations

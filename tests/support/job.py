@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program under test: started in a session of its own, dumped, restored, and ended."""
 
 from __future__ import annotations

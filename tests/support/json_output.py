@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What commands print with --json, held against the schema that the package ships."""
 
 from __future__ import annotations

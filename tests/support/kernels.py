@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel files compiled as modules of the driver emulator."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the kubelet answers on /checkpoint, over TLS, with a real container runtime underneath.
 
 Source of order, codes and bodies: pkg/kubelet/server (server.go, auth.go) and kubelet.go of

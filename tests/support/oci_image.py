@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An image in the OCI layout, as one tar archive, of one layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What three programs make of a tar archive: our reader, GNU tar and Go's archive/tar."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis-bench`: gpustasis beside stock CRIU, on this machine."""
 
 from __future__ import annotations

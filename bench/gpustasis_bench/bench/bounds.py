@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benchmark must show, and what this machine could show at best."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints that build on earlier ones: the second of a training, and a chain of ten."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dump and restore a target as one contender does it, and take the times of both."""
 
 from __future__ import annotations

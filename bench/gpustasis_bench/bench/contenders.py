@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is compared: ways to dump and restore the same process, some with a tool that compresses."""
 
 from __future__ import annotations

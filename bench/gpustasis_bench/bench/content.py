@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a benchmarked process holds on the GPU: made once by gpustasis_bench.contents, then kept."""
 
 from __future__ import annotations

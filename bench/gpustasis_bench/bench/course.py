@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measurements themselves: rounds of dump and restore, contenders taking turns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRIU's own figures of a dump."""
 
 from __future__ import annotations

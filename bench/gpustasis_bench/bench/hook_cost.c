@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* What the plugin's hooks cost for a process that has nothing to do with CUDA.
  *
  *     hook_cost PLUGIN CALLS THREADS

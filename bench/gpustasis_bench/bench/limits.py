@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this machine can do at best: bandwidths, measured in the same run as everything else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The part of docs/performance.md that a run of the benchmark writes."""
 
 from __future__ import annotations

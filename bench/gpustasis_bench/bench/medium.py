@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where images lie while they are measured, and what the kernel remembers of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/performance.svg: times and sizes as bars, by workload and contender."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C programs of the benchmark, compiled when they are needed; what the plugin's hooks cost."""
 
 from __future__ import annotations

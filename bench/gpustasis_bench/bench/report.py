@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """build/bench.json: everything that was measured, and what follows from it."""
 
 from __future__ import annotations

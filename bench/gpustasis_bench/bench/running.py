@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dumps of a job that runs on: how long it stands still, from the driver's lock to its unlock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Medians, spreads, ratios pair by pair, and in which order contenders take their turns."""
 
 from __future__ import annotations

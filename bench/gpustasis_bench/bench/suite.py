@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole run: everything that was asked for, one report."""
 
 from __future__ import annotations

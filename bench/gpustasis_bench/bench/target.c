@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Holds GPU memory and little else: the process that the benchmark dumps and restores.
  *
  *     target            in a folder of its own, which is its working directory

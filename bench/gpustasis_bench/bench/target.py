@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that is dumped and restored; target.c is its program."""
 
 from __future__ import annotations

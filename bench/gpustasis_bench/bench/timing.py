@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One criu, timed to the microsecond, with the memory that it took."""
 
 from __future__ import annotations

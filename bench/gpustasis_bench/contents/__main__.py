@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python3 -m gpustasis_bench.contents WORKLOAD BYTES SEED FOLDER FINAL`: make one content.
 
 At least BYTES of GPU memory, into the existing folder FOLDER, which will lie at the path FINAL.

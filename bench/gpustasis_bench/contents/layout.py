@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A content's file and layouts: tensors, placed as PyTorch's CUDA caching allocator places them.
 
 A content is a folder: tensors.bin, state-N.layout for each state, content.json. Lines of a layout:

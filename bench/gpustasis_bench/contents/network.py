@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GPT over bytes, in PyTorch, computed in bfloat16; its training, and what it trains on."""
 
 from __future__ import annotations

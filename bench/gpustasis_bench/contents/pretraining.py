@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two workloads in which all weights are trained or were: fine-tuning, and inference."""
 
 from __future__ import annotations

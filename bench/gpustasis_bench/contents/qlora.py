@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """QLoRA: a frozen 4-bit base, fp16 adapters in its last layers, their AdamW state.
 
 The layers below the adapters never change, so each is made, quantised and computed through once, for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m gpustasis_bench.demo`: the whole demo, from a checkout or a bundle."""
 
 from __future__ import annotations

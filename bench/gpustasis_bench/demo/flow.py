@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's course: a run left alone, one through our checkpoint, one through a stock one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the demo measured: the JSON file and the table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training program of demo/: start it, watch it, read what it computed."""
 
 from __future__ import annotations

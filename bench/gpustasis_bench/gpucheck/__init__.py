@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `ci/gpu-check` runs: see how the CUDA driver behaves, then checkpoint and restore on it.
 
 `python -m gpustasis_bench.gpucheck` takes a trace of a CUDA process under the driver's checkpoint API (what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis-gpu-check`: every step of gpu-check, on the GPU here or on the emulator."""
 
 from __future__ import annotations

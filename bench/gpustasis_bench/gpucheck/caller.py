@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A disposable process that makes driver calls on request: it may hang or die, and says nothing else.
 
 Run as `python -m gpustasis_bench.gpucheck.caller`: one JSON request a line on standard input, one JSON

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A memory cgroup of our own, to see whom the driver's staging memory is charged to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The driver's checkpoint calls, raw: any pid, any argument bytes, no judgement of the answer.
 
 `gpustasis.driver` is the API to use; this one exists to make the mistakes that the other prevents.

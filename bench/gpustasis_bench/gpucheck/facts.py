@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reduce a trace to what must be the same on a GPU and on the emulator, and compare two of them.
 
 Not compared: numbers of descriptors, sizes, addresses and times. They differ between GPUs as well.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one process holds, as /proc shows it: descriptors, mappings, threads, sockets, memory."""
 
 from __future__ import annotations

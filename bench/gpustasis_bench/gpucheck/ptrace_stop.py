@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stop every thread of a process the way CRIU does, and let it go again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Take a trace: what a CUDA process holds and answers before, between and after the driver's calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images of an archive, and their chunks on the way past: what is kept of an image is its ends, which
 the core's reader opens, and the stored bytes of a chunk are checked as they come by.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the image directory of an archive, so that it needs neither the archive nor its parents.
 
 One pass over the archive, and one over each parent; nothing but the directory is written, and it

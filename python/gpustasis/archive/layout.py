@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the engines put things in a checkpoint archive, and what they say of the container.
 
 Sources: checkpointctl lib/metadata.go and internal/container.go; Podman's exportCheckpoint; CRI-O

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An OCI image that Podman, CRI-O and containerd restore a container from: the archive as its one
 layer, and annotations that say what it is.
 

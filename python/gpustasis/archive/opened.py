@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint archive, opened: a first pass notes what is in it, later ones read it again.
 
 Only files that are small by nature are kept, and of images all but the chunk data; nothing is

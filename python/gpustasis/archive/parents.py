@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the chunks are that an archive's images have in earlier checkpoints: in directories and
 archives that the user names. What is found there is known by its digest, not by its name."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes of an archive, unpacked, as a stream with bounds.
 
 Sources: RFC 1952 (gzip), RFC 8878 (zstd); the other magics as in file(1).

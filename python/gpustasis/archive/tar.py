@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The members of a tar archive, one after the other, each of them suspected.
 
 The names are those that an engine would unpack to. GNU tar, Go's archive/tar and this reader must

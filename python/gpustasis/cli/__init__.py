@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line. Each module here holds commands; this one finds them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis build-image ARCHIVE -t NAME`: an OCI image to restore a container from."""
 
 from __future__ import annotations

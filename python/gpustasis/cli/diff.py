@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis diff A B`: what changed in GPU memory from one checkpoint to another."""
 
 from __future__ import annotations

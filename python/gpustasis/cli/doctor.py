@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis doctor`: say what this machine lacks and what to do about it."""
 
 from __future__ import annotations

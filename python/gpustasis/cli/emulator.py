@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis emulator`: emulated GPUs, for tests and trials."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis flatten CHECKPOINT -o OUT`: a copy of a checkpoint that needs no other."""
 
 from __future__ import annotations

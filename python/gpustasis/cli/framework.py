@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all commands have in common: --json, errors, exit statuses."""
 
 from __future__ import annotations

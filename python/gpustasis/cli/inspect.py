@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis inspect CHECKPOINT`: say what a checkpoint holds."""
 
 from __future__ import annotations

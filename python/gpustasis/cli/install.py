@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis install`, `uninstall` and `plugin-dir`: what is put on a host, and where it lies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis kubelet`: checkpoint containers of a cluster through its kubelets; list what they made."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything that the command line says: the one place where text leaves the program.
 
 Whatever is written here for people goes through gpustasis.text.safe: names, paths, logs and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis podman`: checkpoints of Podman's containers."""
 
 from __future__ import annotations

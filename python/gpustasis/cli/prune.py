@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis prune STORE --keep-last N`: remove checkpoints that no rule keeps."""
 
 from __future__ import annotations

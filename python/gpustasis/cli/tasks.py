@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis checkpoint`, `restore` and `recover`: what is done to a process tree."""
 
 from __future__ import annotations

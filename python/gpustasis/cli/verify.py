@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis verify PATH`: check every byte of a checkpoint, or of all checkpoints of a store."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gpustasis watch PID`: how fast a job writes to its memory, and what follows for checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CRIU programs on this machine, and which of them to use."""
 
 from __future__ import annotations

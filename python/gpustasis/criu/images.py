@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What CRIU's own images say: process tree, names, machine, pages that lie in an earlier checkpoint,
 and what a dump took.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRIU's log: what went wrong, and where it is."""
 
 from __future__ import annotations

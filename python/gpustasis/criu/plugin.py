@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configuration: our plugin's, and where the plugin lies; and CRIU's, as criu would read it.
 
 The grammar of CRIU's files is that of criu(8), CONFIGURATION FILES: an option a line, its long name without dashes,

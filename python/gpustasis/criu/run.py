@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run criu with our plugin: its argument lists, one run from start to end, and why it failed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the plugin says of a dump or a restore: gpustasis-dump.json and gpustasis-restore.json."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host has and lacks for checkpoint and restore: findings, which `gpustasis doctor` prints."""
 
 from __future__ import annotations

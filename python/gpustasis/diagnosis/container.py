@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A container that runs on this host, found by what people call it, and its mounts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a container can be checkpointed as it is now. Nothing is changed, and nobody stopped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This host without its containers: kernel, privileges, GPU driver, CRIU and our plugin."""
 
 from __future__ import annotations

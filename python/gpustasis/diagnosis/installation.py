@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `gpustasis install` sets up, and whether criu will come to our plugin through it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether this host can restore a checkpoint, as far as that can be said without trying.
 
 GPU memory itself is not checked: `gpustasis verify` does that.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The container runtimes and engines of this host, as far as checkpoints of GPU containers go."""
 
 from __future__ import annotations

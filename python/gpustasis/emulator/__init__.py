@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The driver emulator: emulated GPUs for programs of the CUDA driver API, for tests and trials.
 
 The libraries that play the driver lie in this folder when gpustasis is installed; a daemon plays the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The emulator as a device of containers: a Container Device Interface specification.
 
 Format: the CDI specification 0.6.0 (github.com/cncf-tags/container-device-interface, SPEC.md). Engines

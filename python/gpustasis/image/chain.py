@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chain below a checkpoint: directories of its parents, and the files that hold its chunks."""
 
 from __future__ import annotations

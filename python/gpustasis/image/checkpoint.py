@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our files in an image directory: the manifest and the images it names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What changed in GPU memory from one checkpoint to another, by the hashes in their indexes.
 
 No chunk is read, and no earlier checkpoint is needed.

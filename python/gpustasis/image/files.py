@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files of one checkpoint, wherever they are: in a directory here, in an archive elsewhere."""
 
 from __future__ import annotations

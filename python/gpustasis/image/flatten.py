@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copy a checkpoint so that the copy needs no other.
 
 The copy is built beside its place under a hidden name, its inventory last, synced and renamed:

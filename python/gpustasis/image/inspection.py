@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds, gathered from CRIU's images, ours and the statistics beside them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Locks on image directories: shared for who reads a chain, exclusive for who removes.
 
 docs/format.md, "Links". A lock is a flock(2): the kernel drops it when its holder dies.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An image directory while it is made: beside its place, under a hidden name, nobody else's."""
 
 from __future__ import annotations

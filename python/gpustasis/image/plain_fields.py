@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What images and manifests are made of alike, in plain Python, from docs/format.md alone."""
 
 from __future__ import annotations

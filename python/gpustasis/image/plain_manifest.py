@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second reader of manifests, in plain Python, written from docs/format.md alone."""
 
 from __future__ import annotations

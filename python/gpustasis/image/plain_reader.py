@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second reader of images, in plain Python, written from docs/format.md alone.
 
 It shares no code with the C++ reader: tests hold the two against each other. Slow; for files that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check every byte of our files in an image directory."""
 
 from __future__ import annotations

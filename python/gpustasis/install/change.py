@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is to be done to one path, and doing it; and our lines in a file that is somebody else's:
 between two marks, found and taken out again.
 """

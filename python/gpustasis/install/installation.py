@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Installing, and undoing it. Both may be killed at any moment and run again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies where on a host and where it comes from, and what an administrator should know about a
 host before containers are checkpointed there.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an installation did to a host: one JSON file, written before anything is done.
 
 It says what may be removed, so it is not trusted: it must be the administrator's own file, and may

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The file system that is installed into: a host's "/", or a directory that is some host's "/".
 
 Every path is looked up as a process with that root would: an absolute link starts at the root

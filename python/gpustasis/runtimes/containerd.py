@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of containers that run under containerd's CRI: a Kubernetes node's.
 
 containerd writes one archive (tar) and leaves the container running. Source of behaviour and error

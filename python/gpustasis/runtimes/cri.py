@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A connection to a container runtime over the Container Runtime Interface (CRI): gRPC on a Unix
 socket, and the messages that are used here.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kubeconfig files: which API server a context means, and how to be let in there.
 
 Read as kubectl reads them: data in the file is taken before files that it names, these lie beside

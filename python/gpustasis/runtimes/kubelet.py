@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kubelet's checkpoint API: ask a node for an archive of a container that runs there.
 
     POST /checkpoint/{namespace}/{pod}/{container}?timeout=SECONDS

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checkpoint archives that a node's kubelet has had made: what each of them says of itself.
 
 Source: `checkpointctl show` for the columns; the kubelet's documentation for the directory.

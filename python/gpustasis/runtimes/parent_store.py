@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Earlier checkpoints that an archive is built on, put where a restore looks for them.
 
 A restore that finds no parent where the link leads looks for its id below /var/lib/gpustasis

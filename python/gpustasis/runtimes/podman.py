@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of Podman's containers, through its service.
 
 Podman runs runc or crun, they run criu, and criu loads our plugin: what is asked for here can as well
@@ -228,9 +229,7 @@ def _export(
                     _write(file, pieces, found, params)
                 last = attempt + 1 == _ATTEMPTS or not params["leaveRunning"]
                 if not os.path.samestat(os.fstat(file.fileno()), part.lstat()):
-                    raise CheckpointError(
-                        f"{part} was exchanged while it was written; {_left(found, params)}"
-                    )
+                    raise CheckpointError(f"{part} was exchanged; {_left(found, params)}")
                 if _is_whole(part, found, params, last):
                     break
     except BaseException:
@@ -256,8 +255,8 @@ def _export(
 def _write(
     file: BinaryIO, pieces: Iterable[bytes], found: _Container, params: dict[str, bool | str]
 ) -> None:
-    """Write a file anew, by its descriptor: its name may be another file's by now.
-    Raises CheckpointError that says what became of the container."""
+    """Write a file anew, by its descriptor. Raises CheckpointError that says what became of the
+    container."""
     try:
         file.seek(0)
         file.truncate()

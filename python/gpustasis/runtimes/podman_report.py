@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint or restore took: Podman's figures, CRIU's, and ours, under Podman's names.
 
 Podman's are those of its --print-stats (podman-container-checkpoint(1)): times in microseconds.

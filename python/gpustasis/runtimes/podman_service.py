@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Podman's service: the REST endpoints below /libpod, through podman-py's client.
 
 podman-py has no methods for checkpoints; its APIClient is a requests.Session that knows the socket.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lies in a store, and which of it needs which."""
 
 from __future__ import annotations

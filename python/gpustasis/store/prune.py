@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Remove checkpoints from a store without breaking a chain, whoever dumps or restores meanwhile.
 
 First every candidate is locked, for itself alone: where somebody holds it, it stays. From then on no

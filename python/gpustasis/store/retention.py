@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules that say which checkpoints to keep. Nothing here looks at files."""
 
 from __future__ import annotations

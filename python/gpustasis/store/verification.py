@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check every checkpoint of a store, to be run by a timer: each image is read once, however many
 checkpoints are built on it, at a rate that leaves the disk to others. A run that was killed is
 continued from its state file.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Runs kernel launches one after the other, in a thread of its own.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The faults that were asked for, and which operation meets which.
 #pragma once
 

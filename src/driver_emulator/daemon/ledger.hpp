@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Who holds how much VRAM: one table in memory that the daemon shares with its workers.
 #pragma once
 

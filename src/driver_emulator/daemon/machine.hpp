@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What the daemon emulates: GPUs, driver version, times and habits. Set at start, some at run
 /// time.
 #pragma once

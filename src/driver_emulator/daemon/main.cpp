@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// gpustasis-gpu-emulator: the process that plays the GPUs. Started by `gpustasis emulator start`.
 #include "driver_emulator/daemon/machine.hpp"
 #include "driver_emulator/daemon/server.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Kernel files loaded into a worker.
 #pragma once
 

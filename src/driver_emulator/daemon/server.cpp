@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "driver_emulator/daemon/server.hpp"
 
 #include "driver_emulator/daemon/worker.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The daemon's main loop: answers questions, forks a worker for each client.
 #pragma once
 

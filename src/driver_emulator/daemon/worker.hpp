@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// One client's side of the GPUs: a process that holds its VRAM and runs its kernels.
 #pragma once
 

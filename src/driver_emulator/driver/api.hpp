@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// How an entry point of libcuda.so.1 is written.
 #pragma once
 

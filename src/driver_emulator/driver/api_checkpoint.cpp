@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // cuCheckpointProcess*: see cuda.h, group CUDA_CHECKPOINT.
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/caller.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Primary and other contexts, and the calling thread's stack of them.
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies and fills. Asynchronous ones wait for their stream and are then done at once, which the
 // API allows.
 #include "driver_emulator/driver/api.hpp"

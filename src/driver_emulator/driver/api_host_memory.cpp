@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pinned host memory: shared anonymous mappings, which /proc shows as "/dev/zero (deleted)", like
 // the real driver's.
 #include "driver_emulator/driver/api.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Initialisation, version, errors.
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernel launches.
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/stream_order.hpp"

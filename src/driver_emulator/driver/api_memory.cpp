@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Device memory: allocate, free, ask.
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Modules: shared objects of host code, made with gpustasis_emulator.h.
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entry points that exist and do nothing: what the emulator cannot do, and the oldest ABI.
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/driver.hpp"

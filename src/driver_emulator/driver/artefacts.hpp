@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What a driver leaves in a process that uses it, as seen in /proc: descriptors, a listening
 /// socket, mappings. Plain functions over plain state, which a restored process finds in memory.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The caller's side of the checkpoint API: finds a target's restore thread and talks to it.
 #pragma once
 

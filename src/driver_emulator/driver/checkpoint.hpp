@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The target's side of the checkpoint API: what the restore thread does when it is asked.
 ///
 /// Runs while all other threads may be stopped by a tracer, each of them at any instruction. So:

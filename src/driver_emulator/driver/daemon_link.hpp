@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The client's end of its connection to the daemon.
 #pragma once
 

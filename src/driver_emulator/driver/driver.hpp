@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The driver's state in one process. It lives in the process's private memory and nowhere else, so
 /// it goes where CRIU takes the process.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Names and descriptions of results, as cuGetErrorName and cuGetErrorString give them.
 #pragma once
 

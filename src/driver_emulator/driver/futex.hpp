@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// The kernel's wait-on-address, without the C library's locks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What every API call passes through, and what Lock closes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Short-lived threads made from the restore thread, gone before it replies. They leave behind what
 /// threads of a C library leave: a malloc arena and a stack kept for later.
 #pragma once

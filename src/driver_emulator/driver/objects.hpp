@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// What a program has made through the API. Handles are addresses of these.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Entry points by name and by the CUDA version that a program was built for.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Moves all device memory into fresh host memory of the process, and back. See checkpoint.hpp for
 /// what may be used here.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Which work an operation in a stream comes after.
 ///
 /// The worker runs launches one after the other, in the order of all streams together. So an event

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// One device's memory as its client sees it: addresses, allocations, and how to reach the bytes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Kernels that run on a real GPU and on gpustasis's emulated GPUs, from one source file.
  *
  *     #include "gpustasis_emulator.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libnvidia-ml.so.1: what the emulated GPUs are called and hold, for tools that list GPUs.
 #include "driver_emulator/driver/daemon_link.hpp"
 

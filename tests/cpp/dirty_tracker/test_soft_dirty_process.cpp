@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Another process's soft-dirty bits, where the kernel has them. Elsewhere there is one thing to
 // see: that the backend is refused. tests/vm/soft-dirty runs this on a kernel that has them.
 #include "check.hpp"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A libcuda whose calls take a time: cuInit SLOW_DRIVER_INIT_MS milliseconds, Checkpoint
 // SLOW_DRIVER_CHECKPOINT_MS. All succeed but cuInit, which returns SLOW_DRIVER_INIT_RESULT.
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /// Our declarations of the driver's checkpoint API against NVIDIA's. Nothing to run.
 #include "core/image_info.hpp"
 #include "cuda_plugin/driver_abi.hpp"

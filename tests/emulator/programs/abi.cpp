@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiles if our declarations of the driver's ABI are those of this cuda.h.
 #include <cuda.h>
 

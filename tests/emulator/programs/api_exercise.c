@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Goes through the driver API, one area after the other, and says where something is not as it is
  * documented. Prints the areas, then "done".
  *

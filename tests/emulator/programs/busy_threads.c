@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Threads that take the C library's locks all the time, while one uses a GPU.
  *
  *     busy_threads THREADS

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* What the test programs have in common. */
 #ifndef CHECK_H
 #define CHECK_H

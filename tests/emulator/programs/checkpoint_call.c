@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Calls one function of the checkpoint API and prints "CODE VALUE": its result, and the state or the
  * thread where it gives one (else 0).
  *

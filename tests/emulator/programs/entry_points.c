@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Says what driver this is, by the driver API and by NVML, and whether it has 13.4's entry point. */
 #define _GNU_SOURCE
 #include "check.h"

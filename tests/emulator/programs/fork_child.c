@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A CUDA process forks; neither call cuInit again. The child prints what the driver tells it, then
  * both wait for their end.
  *

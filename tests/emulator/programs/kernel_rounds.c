@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Launches kernels in two streams, for ever, and checks what they did.
  *
  *     kernel_rounds MODULE [ROUNDS]

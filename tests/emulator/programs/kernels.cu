@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Kernels for the tests of the emulator, in the form that nvcc would take as well. */
 #include "gpustasis_emulator.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Launches one kernel of a module without waiting for it.
  *
  *     launch_one MODULE KERNEL NUMBER     NUMBER is its parameter, 64 bits wide

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A plain CUDA driver API program: it includes cuda.h and nothing of this project.
  *
  * Usage: plain_vectors MEGABYTES ROUNDS PAUSE_MS

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* A process checkpoints and restores itself, before it has a context and after. Prints "done". */
 #include "check.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Checkpoints and restores a process as CRIU does: with all its threads stopped by ptrace but the
  * restore thread.
  *

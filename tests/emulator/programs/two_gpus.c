@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* Holds 8 MiB on GPU 0 and 16 MiB on GPU 1.
  *
  * Prints "GPUs UUID0 UUID1 ready". At each SIGUSR1 it checks both and prints "GPUs UUID0 UUID1 intact".

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests of recover.
+
+driver_calls  driver_calls(job, "lock", "checkpoint", ...): as another tool would call the driver
+abandon       abandon(job, images, with_worker=True): a dump whose criu dies with all memory dropped
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
+from gpustasis.task import find_users
+from support.checkpoint import Checkpointer
+from support.criu_roots import preferred_criu
+from support.job import TIMEOUT_S, Job
+
+DriverCalls = Callable[..., None]
+Abandon = Callable[..., None]
+
+# argv: pid, then methods of Driver: as another tool would call them.
+CALLER = """
+import sys
+from gpustasis.driver import Driver
+driver, pid = Driver(), int(sys.argv[1])
+driver.init()
+for name in sys.argv[2:]:
+    getattr(driver, name)(pid, *([5000] if name == "lock" else []))
+"""
+
+
+@pytest.fixture
+def driver_calls(emulator_environ: dict[str, str]) -> DriverCalls:
+    """driver_calls(job, "lock", "checkpoint", ...)"""
+
+    def call(job: Job, *names: str) -> None:
+        argv = [sys.executable, "-c", CALLER, str(job.pid), *names]
+        subprocess.run(argv, env=emulator_environ, check=True, timeout=60, capture_output=True)
+
+    return call
+
+
+@pytest.fixture
+def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
+    """abandon(job, images, with_worker=True): begin a dump and kill criu, and the worker that would
+    undo it, when all GPU memory is in the image and out of the task. One CRIU will do here."""
+    checkpointer = Checkpointer(preferred_criu(), emulator_environ)
+    reached = tmp_path / "reached"
+    script = tmp_path / "script"
+    script.write_text(
+        '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
+        f"touch {reached}\nexec sleep 60\n"
+    )
+    script.chmod(0o755)
+
+    config = tmp_path / "found-locked.toml"
+    config.write_text('found_locked = "dump"\n')
+
+    def begin_and_kill(job: Job, images: Path, *, with_worker: bool = True) -> None:
+        argv, environ = checkpointer.dump_command(
+            job, images, "--action-script", str(script), config=config
+        )
+        with subprocess.Popen(
+            argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+        ) as criu:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not reached.exists():
+                assert criu.poll() is None, (images / "dump.log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
+            assert workers, "the plugin has no worker: what is tested here cannot come about"
+            if with_worker:
+                for worker in workers:
+                    os.kill(worker, signal.SIGKILL)
+            os.killpg(criu.pid, signal.SIGKILL)
+        reached.unlink()
+
+    return begin_and_kill
