@@ -140,15 +140,18 @@ ProcessGpus DriverLibrary::look_at_gpus(int pid) const {
     const std::vector<GpuStatus> gpus = nvml->gpus();
     for (unsigned i = 0; i < gpus.size(); ++i) {
         const auto minor = nvml->minor_number(i);
-        const auto used = found.source == GpuSource::nvml ? nvml->memory_of(i, pid) : std::nullopt;
+        std::uint64_t used = TaskGpu::kUnknownSize;
+        if (found.source == GpuSource::nvml)
+            used = nvml->memory_of(i, pid).value_or(TaskGpu::kUnknownSize);
+        const bool known = used != TaskGpu::kUnknownSize;
         if (!minor || minors.erase(*minor) == 0) {
-            if (used.value_or(0) != 0)
+            if (known && used != 0)
                 only_visible("NVML lists a process of this id on a GPU that it has not open");
             continue;
         }
-        if (found.source == GpuSource::nvml && !used)
+        if (found.source == GpuSource::nvml && !known)
             only_visible("NVML does not say which processes use a GPU");
-        found.gpus.push_back({gpus[i].info.uuid, used.value_or(TaskGpu::kUnknownSize)});
+        found.gpus.push_back({gpus[i].info.uuid, used});
     }
     if (!minors.empty())
         return {GpuSource::unknown, {}, "the process has a GPU open that NVML does not list"};
