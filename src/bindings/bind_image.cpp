@@ -112,6 +112,7 @@ void verify(const OpenImage& self, unsigned threads, const Tell& progress) {
 
 std::vector<std::pair<std::uint64_t, py::str>> damage_list(const std::vector<ChunkDamage>& found) {
     std::vector<std::pair<std::uint64_t, py::str>> list;
+    list.reserve(found.size());
     for (const ChunkDamage& damage : found)
         list.emplace_back(damage.number, to_python(damage.what));
     return list;
