@@ -226,7 +226,7 @@ std::uint64_t ImageReader::tail_size(Bytes trailer, std::uint64_t size) {
         if (begin >= format::kHeaderSize &&
             begin <= size - std::min<std::uint64_t>(size, format::kTrailerSize))
             return size - begin;
-    } catch (const Error&) { // from_ends() says what is wrong
+    } catch (const Error&) { // NOLINT(bugprone-empty-catch): from_ends() says what is wrong
     }
     return format::kTrailerSize;
 }

@@ -119,18 +119,22 @@ public:
         for (std::size_t gpu = 0; gpu < old_.size(); ++gpu)
             if (needs_.seen[gpu] && !target_[gpu])
                 rest.push_back(gpu);
-        std::ranges::stable_sort(rest, std::ranges::greater{},
-                                 [&](std::size_t gpu) { return needs_.bytes[gpu]; });
+        std::ranges::sort(rest, [&](std::size_t one, std::size_t other) {
+            return needs_.bytes[one] != needs_.bytes[other]
+                       ? needs_.bytes[one] > needs_.bytes[other]
+                       : one < other;
+        });
+        const std::size_t none = here_.size();
         for (const std::size_t gpu : rest) {
-            std::optional<std::size_t> best;
+            std::size_t best = none;
             for (std::size_t to = 0; to < here_.size(); ++to)
                 if (!taken_[to] && infos_[to].name == old_[gpu].name &&
-                    (!best || free_of(to) > free_of(*best)))
+                    (best == none || free_of(to) > free_of(best)))
                     best = to;
-            if (!best)
+            if (best == none)
                 refuse("the checkpoint needs another GPU \"" + old_[gpu].name +
                        "\" than the ones this machine has left for it");
-            take(gpu, *best);
+            take(gpu, best);
         }
     }
 
@@ -138,17 +142,19 @@ public:
         std::uint64_t left = 0;
         bool left_is_known = true;
         for (std::size_t gpu = 0; gpu < old_.size(); ++gpu) {
-            if (!target_[gpu])
+            const std::optional<std::size_t> target = target_[gpu];
+            if (!target)
                 continue;
-            const GpuStatus& to = here_[*target_[gpu]];
-            left_is_known = left_is_known && to.free_size;
-            if (!to.free_size)
+            const GpuStatus& to = here_[*target];
+            const std::optional<std::uint64_t> free = to.free_size;
+            left_is_known = left_is_known && free;
+            if (!free)
                 continue;
-            if (needs_.bytes[gpu] > *to.free_size)
+            if (needs_.bytes[gpu] > *free)
                 refuse("the checkpoint holds " + mib(needs_.bytes[gpu]) + " of GPU memory for " +
-                       name_of(to.info) + ", which has " + mib(*to.free_size) +
+                       name_of(to.info) + ", which has " + mib(*free) +
                        " free; end what uses it, or name another GPU in gpu_map");
-            left += *to.free_size - needs_.bytes[gpu];
+            left += *free - needs_.bytes[gpu];
         }
         if (left_is_known && needs_.anywhere > left)
             refuse("the checkpoint holds " + mib(needs_.anywhere) +
@@ -158,8 +164,8 @@ public:
     Placement result() const {
         Placement placement;
         for (std::size_t gpu = 0; gpu < old_.size(); ++gpu)
-            if (target_[gpu])
-                placement.moves.push_back({old_[gpu].uuid, infos_[*target_[gpu]].uuid});
+            if (const std::optional<std::size_t> target = target_[gpu])
+                placement.moves.push_back({old_[gpu].uuid, infos_[*target].uuid});
         return placement;
     }
 

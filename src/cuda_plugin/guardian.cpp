@@ -84,7 +84,7 @@ private:
     /// What cannot be put back stays guarded: whoever waits for it waits for the end of the task, and
     /// does not run on with zeros. What failed is tried again.
     void fill() noexcept {
-        while (!is_over(record_)) {
+        while (image_ && !is_over(record_)) {
             try {
                 pages_.fill(*image_, threads_);
                 record_.refilled = true;
