@@ -150,7 +150,8 @@ void Server::make_device_files() const {
         fail(directory);
     }
     for (const std::string& name : device_names()) {
-        const std::string path = directory + "/" + name;
+        std::string path = directory;
+        path.append("/").append(name);
         const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
         if (fd < 0 || ftruncate(fd, sysconf(_SC_PAGESIZE)) != 0) {
             fail(path);
