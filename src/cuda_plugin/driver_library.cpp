@@ -141,15 +141,19 @@ ProcessGpus DriverLibrary::look_at_gpus(int pid) const {
     for (unsigned i = 0; i < gpus.size(); ++i) {
         const auto minor = nvml->minor_number(i);
         std::uint64_t used = TaskGpu::kUnknownSize;
-        if (found.source == GpuSource::nvml)
-            used = nvml->memory_of(i, pid).value_or(TaskGpu::kUnknownSize);
-        const bool known = used != TaskGpu::kUnknownSize;
+        bool told = false; // NVML may also list the process without a size
+        if (found.source == GpuSource::nvml) {
+            if (const auto listed = nvml->memory_of(i, pid)) {
+                told = true;
+                used = *listed;
+            }
+        }
         if (!minor || minors.erase(*minor) == 0) {
-            if (known && used != 0)
+            if (told && used != 0)
                 only_visible("NVML lists a process of this id on a GPU that it has not open");
             continue;
         }
-        if (found.source == GpuSource::nvml && !known)
+        if (found.source == GpuSource::nvml && !told)
             only_visible("NVML does not say which processes use a GPU");
         found.gpus.push_back({gpus[i].info.uuid, used});
     }
