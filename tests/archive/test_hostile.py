@@ -134,7 +134,7 @@ def test_what_stands_in_for_one_of_our_files_is_named(tmp_path: Path, kind: byte
     path = tmp_path / "a.tar"
     name = b"checkpoint/gpustasis-manifest.img"
     path.write_bytes(tar([ROOT, Raw(name, type=kind, target=b"/etc/passwd")]))
-    with open_files(path) as files, pytest.raises(ArchiveError, match="manifest.img: is a "):
+    with open_files(path) as files, pytest.raises(ArchiveError, match=r"manifest\.img: is a "):
         files.manifest()
 
 

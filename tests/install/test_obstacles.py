@@ -162,7 +162,7 @@ def test_dry_run_does_nothing(root: Path) -> None:
 
 @pytest.mark.parametrize("target", ["../../../..", "/", "../outside"])
 def test_links_do_not_lead_out_of_the_root(root: Path, tmp_path: Path, target: str) -> None:
-    """ "etc" in the root leads where it would lead a process that lives there."""
+    """The root's "etc" leads where it would lead a process that lives there."""
     outside = tmp_path / "outside"
     (outside / "criu").mkdir(parents=True)
     put(outside, "/criu/default.conf", "timeout 3\n")

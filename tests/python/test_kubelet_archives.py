@@ -122,7 +122,7 @@ def test_a_terminal_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(ArchiveError, match="cannot list .*No such file"):
+    with pytest.raises(ArchiveError, match=r"cannot list .*No such file"):
         list_archives(tmp_path / "none")
     with pytest.raises(ArchiveError, match="cannot be read: No such file"):
         read_archive(tmp_path / "none.tar")

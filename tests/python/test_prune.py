@@ -307,7 +307,7 @@ def test_what_cannot_be_removed_is_an_error_and_still_whole(store: Path) -> None
     make_link(store / "c", {7: memory_of(["x"])}, taken=FIRST + 999)
     subprocess.run(["mount", "--bind", store / "a-more", store / "a-more"], check=True)
     try:
-        with pytest.raises(CheckpointError, match="cannot remove .*a-more"):
+        with pytest.raises(CheckpointError, match=r"cannot remove .*a-more"):
             prune(store, Rules(within=timedelta(seconds=1)))
         assert is_whole(store / "a-more")
     finally:
