@@ -28,9 +28,9 @@ from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image.flatten import flatten
 from gpustasis.image.lock import try_exclude
-from gpustasis.image.plain_reader import PlainImage
 from gpustasis.image.verification import verify_directory
 from support.chains import contents, is_whole, make_chain, make_link, memory_of
+from support.plain_reader import PlainImage
 
 SEED = 20261121
 
