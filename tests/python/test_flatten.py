@@ -26,8 +26,8 @@ from gpustasis._core import (
 )
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.image.directory import try_exclude
 from gpustasis.image.flatten import flatten
-from gpustasis.image.lock import try_exclude
 from gpustasis.image.verification import verify_directory
 from support.chains import contents, is_whole, make_chain, make_link, memory_of
 from support.plain_reader import PlainImage

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a store, and which of it needs which."""
+"""A store: a directory whose subdirectories are the checkpoints of a job; what lies in it, and which of
+it needs which.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,12 @@ from datetime import datetime
 from pathlib import Path
 
 from gpustasis._core import MANIFEST_NAME, Manifest, image_name
+from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import ImageError, UnsupportedError
-from gpustasis.image.chain import NO_PARENT, parent_directory
-from gpustasis.image.checkpoint import find_manifest
+from gpustasis.image.checkpoint import NO_PARENT, find_manifest, parent_directory
 
 _TRASH = re.compile(r"\.gpustasis-trash-[0-9a-f]{32}")
-INVENTORY_NAME = "inventory.img"  # CRIU writes it near the end of a dump
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
