@@ -83,6 +83,11 @@ def require_meant(image: ImageReader, manifest: Manifest, task: ManifestTask, pa
         raise ImageError(f"{path}: is not the image the manifest means: the digests differ")
 
 
+def plain_size(image: ImageReader) -> int:
+    """Bytes of memory that an image holds."""
+    return sum(region.length for region in image.info.regions)
+
+
 def image_names(directory: Path) -> list[str]:
     """Names in `directory` that are those of images, sorted. Raises ImageError."""
     with image_errors():

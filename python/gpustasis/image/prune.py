@@ -26,7 +26,7 @@ from pathlib import Path
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import sync_directory
 from gpustasis.image.directory import DirectoryLock, try_exclude
-from gpustasis.image.store import Entry, Needs, is_trash, read_store, trash_name
+from gpustasis.image.store import Entry, Needs, by_time, is_trash, read_store, trash_name
 
 _UNITS = {
     "s": timedelta(seconds=1),
@@ -235,11 +235,8 @@ def _with_chains(
 
 
 def _outcome(entries: Mapping[str, Entry], reasons: Mapping[str, list[str]]) -> Outcome:
-    def order(entry: Entry) -> tuple[float, str]:
-        return (0.0 if entry.taken is None else entry.taken.timestamp(), entry.name)
-
     found = Outcome(outside=Needs(entries).outside())
-    for entry in sorted(entries.values(), key=order):
+    for entry in sorted(entries.values(), key=by_time):
         if is_trash(entry.name) and entry.name not in reasons:
             found.leftovers.append(entry.name)
             continue
@@ -249,7 +246,7 @@ def _outcome(entries: Mapping[str, Entry], reasons: Mapping[str, list[str]]) -> 
                 entry=entry,
                 action=Action.IGNORED if entry.incomplete else action,
                 reasons=tuple(reasons.get(entry.name, ())),
-                size=_size(entry.directory),
+                size=entry.size,
             )
         )
     return found
@@ -278,12 +275,3 @@ def _remove(store: Path, entry: Entry) -> None:
         shutil.rmtree(trash)
     except OSError as exc:
         raise CheckpointError(f"cannot remove {entry.directory}: {exc}") from exc
-
-
-def _size(directory: Path) -> int:
-    """Bytes of the files in it; what vanishes meanwhile, not being ours, counts 0."""
-    try:
-        with os.scandir(directory) as items:
-            return sum(item.stat(follow_symlinks=False).st_size for item in items)
-    except OSError:
-        return 0
