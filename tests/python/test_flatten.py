@@ -150,6 +150,17 @@ def test_other_files_are_copied_with_mode_and_time(tmp_path: Path) -> None:
     assert done.other_bytes == sum((source / name).stat().st_size for name in others)
 
 
+def test_a_copy_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """Whoever may look into the original; memory of a job is in both."""
+    source, flat = tmp_path / "a", tmp_path / "flat"
+    make_link(source, {7: memory_of(["A"])})
+    source.chmod(0o755)
+    os.utime(source, (1_700_000_000, 1_700_000_000))
+    flatten(source, flat)
+    assert stat.S_IMODE(flat.stat().st_mode) == 0o700
+    assert flat.stat().st_mtime == 1_700_000_000
+
+
 def with_pages_in_parent(directory: Path) -> None:
     """As CRIU writes it with --prev-images-dir: three pages of its own, two in the parent."""
     messages = [b"\x08\x01", b"\x08\x80\x20\x10\x03\x20\x04", b"\x08\x80\x40\x10\x02\x20\x01"]

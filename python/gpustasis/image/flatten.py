@@ -119,7 +119,8 @@ def _write(
     sync_directory(place)
     if INVENTORY_NAME in names:
         other_bytes += _copy(directory / INVENTORY_NAME, place / INVENTORY_NAME)
-    shutil.copystat(directory, place)
+    found = directory.stat()  # its mode is not copied: the copy is its owner's alone
+    os.utime(place, ns=(found.st_atime_ns, found.st_mtime_ns))
     sync_directory(place)
     return Flattened(
         images=sum(task.externalized for task in tasks),
