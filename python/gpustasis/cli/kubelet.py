@@ -19,7 +19,7 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Group
 from gpustasis.errors import ArchiveError, EngineError
 from gpustasis.runtimes import kubelet
-from gpustasis.runtimes.kubeconfig import default_path, open_access
+from gpustasis.runtimes.kubeconfig import default_paths, open_access
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _TICK_S = 0.25
@@ -110,8 +110,8 @@ def checkpoint(
                     "--kubeconfig and --context say which server to ask and who you are: leave out "
                     "--api-server, --ca, --cert, --key and --token-file"
                 )
-            path = kubeconfig or default_path(os.environ)
-            access = stack.enter_context(open_access(path, context))
+            paths = [kubeconfig] if kubeconfig else default_paths(os.environ)
+            access = stack.enter_context(open_access(paths, context))
         else:
             access = _named_access(api_server, ca, cert, key, token_file)
         _checkpoint(access, targets, node, timeout_s, parallel)
