@@ -15,10 +15,9 @@ from click.testing import CliRunner
 from gpustasis._core import PARENT_LINK
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError
-from gpustasis.image.lock import share, try_exclude
-from gpustasis.store import prune as prune_module
-from gpustasis.store.prune import Action, prune
-from gpustasis.store.retention import Rules
+from gpustasis.image import prune as prune_module
+from gpustasis.image.directory import share, try_exclude
+from gpustasis.image.prune import Action, Rules, prune
 from support.chains import is_whole, make_chain, make_link, memory_of
 
 FIRST = 1_800_000_000.0
