@@ -14,7 +14,7 @@ from gpustasis.image.checkpoint import find_manifest
 
 NO_PARENT = bytes(16)
 MAX_DEPTH = 65535  # docs/format.md, "Limits"
-STORE_ROOT = Path("/var/lib/gpustasis")  # src/core/checkpoint_search.hpp
+STORE_ROOT = Path("/var/lib/gpustasis")  # src/core/lineage.hpp
 _DIGEST_SIZE = 16  # bytes at the end of an image
 
 
