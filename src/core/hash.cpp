@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/hash.hpp"
 
-#ifdef GPUSTASIS_XXHASH_DISPATCH
-#define XXH_STATIC_LINKING_ONLY // XXH3_state_t by value
-#include <xxh_x86dispatch.h>    // XXH3_... become XXH3_..._dispatch
-#else
+#include "core/hash_avx2.hpp"
+
 #define XXH_INLINE_ALL
 #include <xxhash.h>
-#endif
 
-#include <array>
 #include <cstring>
 
 namespace gpustasis {
@@ -24,21 +20,27 @@ Id canonical_id(const XXH128_hash_t& hash) noexcept {
     return id;
 }
 
-// The library notes which code this processor gets at the first long input, without a lock: let
-// that be on one thread, before any other hashes.
-void choose_code() noexcept {
-#ifdef GPUSTASIS_XXHASH_DISPATCH
-    [[maybe_unused]] static const XXH128_hash_t chosen = [] {
-        constexpr std::array<std::byte, 1024> kLong{};
-        return XXH3_128bits(kLong.data(), kLong.size());
-    }();
-#endif
+} // namespace
+
+#ifdef GPUSTASIS_HASH_AVX2
+namespace {
+
+bool has_avx2() noexcept {
+    static const bool has = __builtin_cpu_supports("avx2");
+    return has;
 }
 
 } // namespace
+#endif
 
 Id hash128(Bytes bytes) noexcept {
-    choose_code();
+#ifdef GPUSTASIS_HASH_AVX2
+    if (has_avx2()) {
+        Id fast;
+        hash128_avx2(bytes.data(), bytes.size(), fast.data());
+        return fast;
+    }
+#endif
     return canonical_id(XXH3_128bits(bytes.data(), bytes.size()));
 }
 
@@ -47,7 +49,6 @@ struct StreamHash128::State {
 };
 
 StreamHash128::StreamHash128() : state_(std::make_unique<State>()) {
-    choose_code();
     XXH3_128bits_reset(&state_->xxh3);
 }
 StreamHash128::~StreamHash128() = default;
@@ -61,7 +62,10 @@ Id StreamHash128::value() const noexcept {
 }
 
 std::uint64_t hash64(Bytes bytes) noexcept {
-    choose_code();
+#ifdef GPUSTASIS_HASH_AVX2
+    if (has_avx2())
+        return hash64_avx2(bytes.data(), bytes.size());
+#endif
     return XXH3_64bits(bytes.data(), bytes.size());
 }
 

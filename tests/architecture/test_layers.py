@@ -28,7 +28,7 @@ CPP_ARROWS = {
     "driver_emulator": {"driver_emulator"},
 }
 # What core may include beyond itself, the standard library and the system: bytes only.
-CORE_LIBRARIES = {"lz4.h", "xxhash.h", "xxh_x86dispatch.h"}
+CORE_LIBRARIES = {"lz4.h", "xxhash.h"}
 FOREIGN_HEADERS = ("cuda", "nvml", "criu", "compel", "Python", "pybind11", "toml", "nlohmann")
 
 # Module or package of gpustasis -> what of gpustasis it may import. What is not named may import
