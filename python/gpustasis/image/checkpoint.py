@@ -33,7 +33,7 @@ _IMAGE_NAME = re.compile(r"gpustasis-([1-9][0-9]{0,9})\.img")
 
 NO_PARENT = bytes(16)
 MAX_DEPTH = 65535  # docs/format.md, "Limits"
-STORE_ROOT = Path("/var/lib/gpustasis")  # src/core/checkpoint_search.hpp
+STORE_ROOT = Path("/var/lib/gpustasis")  # src/core/lineage.hpp
 _DIGEST_SIZE = 16  # bytes at the end of an image
 
 READ_LIMIT = 64 << 20  # bytes of a small file
