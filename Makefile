@@ -41,7 +41,7 @@ demo: # of what tests need, only what the demo needs: one CRIU, no linters, no t
 
 bench: setup build
 	@ci/bench --docs docs/performance.md
-	@ci/bench-podman
+	@ci/bench-podman --docs docs/performance.md
 
 soak: setup build
 	@ci/soak

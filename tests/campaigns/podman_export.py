@@ -3,26 +3,35 @@
 its archive is: with our plugin, the first time and on top of an earlier one, and with GPU memory left
 to CRIU, as the stock plugin has it.
 
-    PYTHONPATH=tests python -m campaigns.podman_export [--size GIB] [--pairs N] [--out bench.json]
+    PYTHONPATH=tests python -m campaigns.podman_export [--size GIB] [--pairs N] [--changed PERCENT]
+        [--out bench.json] [--docs docs/performance.md]
 
-The figures become the section `podman` of the file that `gpustasis-bench` has written, or of a new one.
-Everything is measured in turns, in a tmpfs, on the driver emulator, with runc, with archives as
-Podman compresses them by default and not compressed. Needs root, and the roots of ci/test-root engines and torch.
+Before every export, whoever makes it, the container overwrites the same PERCENT of its GPU memory with
+new noise: so much an incremental export has to store, and all find memory of the same kind.
+
+The figures become the section `podman` of the file that `gpustasis-bench` has written, or of a new one,
+and with --docs what stands between two marks of that page. Everything is measured in turns, in a tmpfs,
+on the driver emulator, with runc, with archives as Podman compresses them by default and not
+compressed. Needs root, and the roots of ci/test-root engines and torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from campaigns.podman_page import BEGIN, END, page_text
 from gpustasis_bench.bench.content import WORKLOADS, Content, obtain_content
+from gpustasis_bench.bench.markdown import replace_between, require_place
 from gpustasis_bench.bench.programs import compile_program
 from gpustasis_bench.bench.report import write_json
 from support.engine_gpu import DEVICE, add_gpus, write_config
@@ -30,14 +39,17 @@ from support.engine_image import IMAGE, import_image
 from support.engine_root import EngineRoot
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
+INCREMENTAL = "ours, incremental"
 CONTENDERS = {
     "ours": (),
-    "ours, incremental": ("incremental = true",),  # the container has been exported once before
+    INCREMENTAL: ("incremental = true",),  # the container has been exported once before
     "stock": ("externalize = false",),
 }
 COMPRESSIONS = ("none", "zstd")
 PODMAN_DEFAULT = "zstd"
 BOUND = 0.5  # of stock with Podman's default
+CHANGED = 10  # percent
+_UNCOUNTED = 8 << 20  # bytes: what an incremental export may store beyond what was changed
 WORK = "/mnt/work"
 TIMEOUT_S = 900.0
 
@@ -47,7 +59,9 @@ class Target:
     """The container that runs bench/gpustasis_bench/bench/target.c, which says how it is asked."""
 
     root: EngineRoot
+    changed: int  # percent of its memory, before each export
     name: str = "target"
+    _seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1), repr=False)
 
     def start(self, content: Content) -> None:
         self.root.path(WORK).mkdir()
@@ -59,6 +73,10 @@ class Target:
         )
         self._await_answer()
         self.ask(f"load {content.layout(0)}")
+
+    def change(self) -> int:
+        """Overwrite its share of the memory; how many bytes that is."""
+        return int(self.ask(f"change {self.changed} {next(self._seeds)}"))
 
     def ask(self, request: str) -> str:
         folder = self.root.path(WORK)
@@ -79,13 +97,16 @@ class Target:
 
 
 def measure(root: EngineRoot, target: Target, contender: str, compress: str) -> dict[str, Any]:
-    """One export. The container is restored in place then, for the next; that does not count."""
+    """Change memory, and export it. The container is restored in place then, for the next; neither
+    counts. Raises AssertionError if anything fails, or the memory is not what it was."""
     write_config(root, *CONTENDERS[contender])
     archive = f"/var/lib/containers/{contender}.tar"
     # Podman packs what another dump has left there as well.
     root.run(
         "sh", "-c", "rm -rf /var/lib/containers/storage/overlay-containers/*/userdata/checkpoint"
     )
+    changed = target.change()
+    digest = target.ask("hash")
     os.sync()
     begin = time.monotonic()
     root.run(
@@ -97,46 +118,63 @@ def measure(root: EngineRoot, target: Target, contender: str, compress: str) -> 
     path = root.path(archive)
     storage = root.path("/var/lib/containers/storage/overlay-containers")
     (said,) = storage.glob("*/userdata/checkpoint/gpustasis-dump.json")
-    phases = json.loads(said.read_text())["tasks"][0]["phases_ms"]
+    dump = json.loads(said.read_text())
+    (task,) = dump["tasks"]
     found = {
         "seconds": seconds,
         # The driver's copy to host memory, which no way of storing it avoids.
-        "driver_seconds": phases["driver_checkpoint"] / 1000,
+        "driver_seconds": task["phases_ms"]["driver_checkpoint"] / 1000,
         "bytes": path.stat().st_size,
+        "changed_bytes": changed,
+        # Of the memory, what is not zero and not an earlier checkpoint's.
+        "stored_plain_bytes": sum(task[kind]["plain_bytes"] for kind in ("lz4", "raw")),
+        "incremental": dump["parent"] is not None,
     }
     path.unlink()
     root.run("podman", "container", "restore", target.name, timeout_s=TIMEOUT_S)
+    assert target.ask("hash") == digest, "GPU memory is not what it was"
     return found
 
 
-def run(content: Content, work: Path, pairs: int) -> dict[str, Any]:
-    """Raises AssertionError if anything fails, or the memory is not what it was."""
+def run(content: Content, work: Path, pairs: int, changed: int) -> dict[str, Any]:
+    """Raises AssertionError as measure."""
     place = Path(tempfile.mkdtemp(prefix="engines-", dir=work))
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with EngineRoot(place, binds={str(content.folder): content.folder}) as root:
         import_image(root, [compile_program("target", work)])
         add_gpus(root, gpus=1, memory=str(2 * content.gpu_bytes))
-        target = Target(root)
+        target = Target(root, changed)
         target.start(content)
-        digest = target.ask("hash")
-        measure(root, target, "ours, incremental", "none")  # the parent, which counts for nothing
+        measure(root, target, INCREMENTAL, "none")  # the parent, which counts for nothing
         for turn in range(pairs):
             for compress in COMPRESSIONS:
                 # Whoever is second finds the machine as the first has left it.
                 for contender in list(CONTENDERS)[:: -1 if turn % 2 else 1]:
                     one = measure(root, target, contender, compress)
                     print(f"{contender} {compress}: {one['seconds']:.2f} s, {one['bytes']} bytes")
+                    require_honest(contender, one)
                     found.setdefault((contender, compress), []).append(one)
-        assert target.ask("hash") == digest, "GPU memory is not what it was"
         versions = root.run("sh", "-c", "podman --version; runc --version; criu --version").stdout
     place.rmdir()
-    return report(content, found, pairs, versions)
+    return report(content, found, pairs, changed, versions)
+
+
+def require_honest(contender: str, one: dict[str, Any]) -> None:
+    """Raises AssertionError if this export was not of what it is counted as."""
+    assert one["incremental"] == (contender == INCREMENTAL), f"{contender}: {one}"
+    if contender == INCREMENTAL:
+        # What was changed was stored, and nothing like all memory.
+        stored, changed = one["stored_plain_bytes"], one["changed_bytes"]
+        assert changed <= stored <= changed + _UNCOUNTED, (
+            f"{stored} bytes stored, {changed} changed"
+        )
 
 
 def report(
     content: Content,
     found: dict[tuple[str, str], list[dict[str, Any]]],
     pairs: int,
+    changed: int,
     versions: str,
 ) -> dict[str, Any]:
     """The section: the median of each, and each as a share of stock with Podman's default."""
@@ -149,6 +187,9 @@ def report(
             "driver_seconds": statistics.median(one["driver_seconds"] for one in ones),
             "seconds_all": [one["seconds"] for one in ones],
             "bytes": round(statistics.median(one["bytes"] for one in ones)),
+            "stored_plain_bytes": round(
+                statistics.median(one["stored_plain_bytes"] for one in ones)
+            ),
         }
         for (contender, compress), ones in found.items()
     ]
@@ -167,10 +208,16 @@ def report(
     return {
         "workload": content.workload,
         "gpu_bytes": content.gpu_bytes,
+        "changed_percent": changed,  # of it, before each export
+        "changed_bytes": max(one["changed_bytes"] for ones in found.values() for one in ones),
         "backend": "emulator",
         "pairs": pairs,
         "load_average": os.getloadavg()[2],
-        "versions": [line for line in versions.splitlines() if "ersion" in line],
+        "versions": [
+            line.replace("Version:", "criu version")
+            for line in versions.splitlines()
+            if "ersion" in line
+        ],
         "base": {"contender": "stock", "compress": PODMAN_DEFAULT},
         "bounds": [
             {
@@ -201,13 +248,21 @@ def main() -> None:
     parser.add_argument("--workload", default="inference", choices=list(WORKLOADS))
     parser.add_argument("--work", type=Path, default=REPOSITORY / "build/bench")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build/bench.json")
+    parser.add_argument(
+        "--changed", type=int, default=CHANGED, help="percent of it, before each export"
+    )
+    parser.add_argument("--docs", type=Path, help="the page that shows the figures")
     given = parser.parse_args()
+    if given.docs is not None:
+        require_place(given.docs, BEGIN, END)
     given.work.mkdir(parents=True, exist_ok=True)
     size = int(given.size * (1 << 30))
     content = obtain_content(WORKLOADS[given.workload], size, 1, given.work / "content")
     whole = json.loads(given.out.read_text()) if given.out.exists() else {}
-    whole["podman"] = run(content, given.work, given.pairs)
+    whole["podman"] = run(content, given.work, given.pairs, given.changed)
     write_json(whole, given.out)
+    if given.docs is not None:
+        replace_between(given.docs, BEGIN, END, page_text(whole["podman"]))
     for bound in whole["podman"]["bounds"]:
         print(
             f"podman: {bound['contender']}, --compress {bound['compress']}: {bound['what']} "

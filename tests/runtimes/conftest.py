@@ -68,7 +68,7 @@ def elsewhere(
 def steady(engines: EngineRoot) -> Iterator[Steady]:
     made: list[SteadyContainer] = []
 
-    def run(name: str, runtime: str, *words: str, **job: int) -> SteadyContainer:
+    def run(name: str, runtime: str, *words: str, **job: int | str) -> SteadyContainer:
         made.append(SteadyContainer(engines, name))
         return SteadyContainer.run(engines, name, runtime, *words, **job)
 

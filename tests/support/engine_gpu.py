@@ -70,7 +70,7 @@ class SteadyContainer:
 
     @classmethod
     def run(
-        cls, root: EngineRoot, name: str, runtime: str, *words: str, **job: int
+        cls, root: EngineRoot, name: str, runtime: str, *words: str, **job: int | str
     ) -> SteadyContainer:
         """Start one. words: for `podman run`; job: options of the program, `mib=4`."""
         options = [
@@ -87,7 +87,7 @@ class SteadyContainer:
         if "--log-driver=none" in words:
             container.wait_for_writes()
         else:
-            container.run_on(1 + job.get("children", 0))
+            container.run_on(1 + int(job.get("children", 0)))
         return container
 
     def output(self) -> str:
@@ -112,13 +112,17 @@ class SteadyContainer:
 
     def steps(self) -> Counter[int]:
         """Steps said to be right, by process. Fails if the job has said anything else."""
-        found: Counter[int] = Counter()
+        return Counter({pid: len(numbers) for pid, numbers in self.step_numbers().items()})
+
+    def step_numbers(self) -> dict[int, list[int]]:
+        """The numbers of those steps, in the order in which they were said."""
+        found: dict[int, list[int]] = {}
         for line in self.output().splitlines():
             if line.startswith(_EMULATOR) or not line:
                 continue
             step = _STEP.fullmatch(line)
             assert step is not None, f"{self.name} says {line!r}"
-            found[int(step[1])] += 1
+            found.setdefault(int(step[1]), []).append(int(step[2]))
         return found
 
     def run_on(self, processes: int = 1, steps: int = 3) -> None:

@@ -29,12 +29,22 @@ _GIB, _MIB = 2**30, 2**20
 
 def write_page(whole: dict[str, Any], page: Path, plot: Path) -> None:
     """Replace what stands between the marks. Raises BenchError if the page has none."""
+    replace_between(page, BEGIN, END, results_text(whole, plot.name))
+
+
+def require_place(page: Path, begin: str, end: str) -> None:
+    """Raises BenchError if the page has not each of these marks once, in this order."""
     text = page.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise BenchError(f"{page} has no place for results: {BEGIN} and {END}, once each")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{results_text(whole, plot.name)}{END}{after}", "utf-8")
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise BenchError(f"{page} has no place for results: {begin} and {end}, once each")
+
+
+def replace_between(page: Path, begin: str, end: str, made: str) -> None:
+    """Put `made` between these marks of the page. Raises BenchError if it has none."""
+    require_place(page, begin, end)
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    after = rest.split(end)[1]
+    page.write_text(f"{before}{begin}\n{made}{end}{after}", "utf-8")
 
 
 def results_text(whole: dict[str, Any], plot: str) -> str:

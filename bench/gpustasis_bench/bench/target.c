@@ -9,6 +9,7 @@
  *     load LAYOUT       allocate the layout's segments, if that was not done, and copy its bytes
  *     hash              answer with a hash of all segments, read back from the GPU
  *     spread GPUS BYTES  allocate so many bytes on each of the first GPUs, and fill them
+ *     change PERCENT SEED  overwrite that share of the memory, always the same blocks, with noise
  *     watch             from now on, touch the GPU twice in a millisecond
  *     gap               answer with the longest time between two touches, in ns, and stop touching
  *
@@ -44,7 +45,13 @@ static int (*cu_set_bytes)(device_pointer, unsigned char, size_t);
 static int (*cu_to_device)(device_pointer, const void*, size_t);
 static int (*cu_to_host)(void*, device_pointer, size_t);
 
-enum { kBufferSize = 4 << 20, kMaxSegments = 1 << 16, kMaxGpus = 16, kLine = 4200 };
+enum {
+    kBlockSize = 2 << 20,
+    kBufferSize = 2 * kBlockSize,
+    kMaxSegments = 1 << 16,
+    kMaxGpus = 16,
+    kLine = 4200
+};
 
 static void* contexts[kMaxGpus];
 static struct {
@@ -149,6 +156,43 @@ static int add_segment(size_t index, size_t size) {
     return 0;
 }
 
+static void make_noise(uint64_t* state, size_t size) {
+    for (size_t at = 0; at < size; at += sizeof *state) {
+        *state = *state * 6364136223846793005u + 1442695040888963407u;
+        memcpy(buffer + at, state, sizeof *state);
+    }
+}
+
+/* Every block in its turn adds its share, and is overwritten whenever that makes a whole one: the
+ * blocks lie evenly over all memory. Another seed gives other bytes in the same blocks, so however
+ * often this is done, what the memory consists of stays the same. */
+static int change(unsigned percent, uint64_t seed) {
+    if (percent > 100)
+        FAIL("cannot change %u percent\n", percent);
+    uint64_t state = seed;
+    size_t changed = 0;
+    unsigned share = 0;
+    for (size_t i = 0; i < segment_count; ++i) {
+        if (use_gpu(segments[i].gpu) != 0)
+            return -1;
+        for (size_t offset = 0; offset < segments[i].size; offset += kBlockSize) {
+            share += percent;
+            if (share < 100)
+                continue;
+            share -= 100;
+            const size_t left = segments[i].size - offset;
+            const size_t size = left < kBlockSize ? left : kBlockSize;
+            make_noise(&state, kBlockSize);
+            TRY(cu_to_device(segments[i].address + offset, buffer, size));
+            changed += size;
+        }
+    }
+    if (use_gpu(0) != 0)
+        return -1;
+    answer("ok %zu\n", changed);
+    return 0;
+}
+
 /* Noise, another one for each GPU and task. */
 static int spread(int gpus, size_t size) {
     if (gpus < 1 || gpus > kMaxGpus || segment_count != 0)
@@ -159,10 +203,7 @@ static int spread(int gpus, size_t size) {
             return -1;
         segments[segment_count - 1].gpu = gpu;
         for (size_t done = 0; done < size; done += kBufferSize) {
-            for (size_t at = 0; at < kBufferSize; at += sizeof state) {
-                state = state * 6364136223846793005u + 1442695040888963407u;
-                memcpy(buffer + at, &state, sizeof state);
-            }
+            make_noise(&state, kBufferSize);
             const size_t left = size - done;
             TRY(cu_to_device(segments[gpu].address + done, buffer,
                              left < kBufferSize ? left : kBufferSize));
@@ -259,6 +300,8 @@ static int hash(void) {
 static void serve(void) {
     char request[kLine] = "";
     int gpus = 0;
+    unsigned percent = 0;
+    unsigned long long seed = 0;
     size_t size = 0;
     FILE* file = fopen("request", "r");
     if (file == NULL || fgets(request, sizeof request, file) == NULL) {
@@ -278,6 +321,8 @@ static void serve(void) {
     } else if (sscanf(request, "spread %d %zu", &gpus, &size) == 2) {
         if (spread(gpus, size) == 0)
             answer("ok spread\n");
+    } else if (sscanf(request, "change %u %llu", &percent, &seed) == 2) {
+        change(percent, seed);
     } else if (strcmp(request, "watch\n") == 0) {
         watch.on = true;
         watch.last = watch.greatest = 0;

@@ -71,6 +71,11 @@ class Target:
         for place in self._pids:
             self._ask(f"spread {gpus} {size}", place)
 
+    def change(self, percent: int, seed: int) -> int:
+        """Overwrite that share of its GPU memory, always the same blocks, with noise that only this
+        seed makes; how many bytes that is."""
+        return int(self._ask(f"change {percent} {seed}"))
+
     def watch(self) -> None:
         """Have each task touch its GPU twice in a millisecond, until `gap_seconds`."""
         for place in self._pids:
