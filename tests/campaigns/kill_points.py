@@ -25,7 +25,7 @@ from pathlib import Path
 from random import Random
 
 from campaigns import criu_code
-from campaigns.rig import CRIU_TIMEOUT_S, Jobs, Rig, log_path, workers
+from campaigns.rig import CRIU_TIMEOUT_S, Jobs, Rig, criu_errors, log_path, workers
 from campaigns.steady_job import SteadyJob, exit_status, process_state
 from campaigns.tally import Tally
 
@@ -221,7 +221,7 @@ def _measure(rig: Rig, job: SteadyJob, plugin: bool) -> Counter[str]:
         lengths[phase] += now - since
         phase, since = _phase(images), now
         time.sleep(_WATCH_S)
-    assert criu.returncode == 0, log_path(images, "dump").read_text(errors="replace")[-600:]
+    assert criu.returncode == 0, criu_errors(images, "dump")
     job.run_on()
     return lengths
 
@@ -269,8 +269,8 @@ class _Kill:
             killer.send_signal(signal.SIGCONT)
         status = killer.wait(CRIU_TIMEOUT_S)
         if status not in (0, 137):
-            log = log_path(self.images, "dump").read_text(errors="replace")
-            raise AssertionError(f"criu ended with {status}: {log[-600:]}")
+            errors = criu_errors(self.images, "dump")
+            raise AssertionError(f"criu ended with {status}: {errors}")
         self.calls = int(count.read_text())
         return proofs
 

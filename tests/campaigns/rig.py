@@ -296,6 +296,14 @@ def log_path(images: Path, stage: str) -> Path:
     return images.with_name(f"{images.name}.{stage}" + ("" if stage == "pid" else ".log"))
 
 
+def criu_errors(images: Path, stage: str) -> str:
+    """What criu's log of that stage calls an error or a warning, and its last lines."""
+    log = log_path(images, stage)
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    wrong = [line for line in lines if "Error (" in line or "Warn  (" in line]
+    return "\n".join([*wrong[-20:], "…", *lines[-8:]])
+
+
 @contextmanager
 def small_disk(mount_point: Path, size: int) -> Iterator[Path]:
     """A disk with `size` bytes free, of ext4: chunks are written past the page cache there."""
