@@ -99,7 +99,7 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
 
 def test_a_parent_that_is_missing(tmp_path: Path) -> None:
     """Its errno comes through two sentences that say more."""
-    child = make_chain(tmp_path / "store", 1)[-1]
+    child = make_chain(tmp_path, 1)[-1]
     (child / PARENT_LINK).unlink()
     image = ImageReader.open(child / image_name(7))
     with pytest.raises(FileNotFoundError, match="and the parent, checkpoint") as caught:
