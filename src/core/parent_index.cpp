@@ -79,14 +79,22 @@ void ParentIndex::add_image(Lineage& lineage, const ManifestTask& task) {
     }
 }
 
+// By a map: an image may name 65,535 of them, a checkpoint may have as many images, and a search
+// through a list for each would hold up a dump for hours.
 std::uint16_t ParentIndex::add_source(const Source& source) {
-    const auto known = std::ranges::find(sources_, source);
-    if (known != sources_.end())
-        return static_cast<std::uint16_t>(known - sources_.begin());
+    const std::pair place{source.depth, source.pid};
+    if (const auto known = numbers_.find(place); known != numbers_.end()) {
+        if (sources_[known->second] != source)
+            throw Error(Errc::corrupt_data,
+                        "images of the parent contradict each other about theirs");
+        return known->second;
+    }
     if (source.depth > format::kMaxDepth || sources_.size() == format::kMaxSources)
         throw Error(Errc::bad_argument, "the chain of parents is too long to build on");
+    const auto number = static_cast<std::uint16_t>(sources_.size());
     sources_.push_back(source);
-    return static_cast<std::uint16_t>(sources_.size() - 1);
+    numbers_.emplace(place, number);
+    return number;
 }
 
 void ParentIndex::sort_sources() {
@@ -105,11 +113,7 @@ void ParentIndex::sort_sources() {
     sources_ = std::move(sorted);
     for (Place& known : places_)
         known.source = moved[known.source];
-    const auto same_place = [](const Source& a, const Source& b) {
-        return a.depth == b.depth && a.pid == b.pid;
-    };
-    if (std::ranges::adjacent_find(sources_, same_place) != sources_.end())
-        throw Error(Errc::corrupt_data, "images of the parent contradict each other about theirs");
+    numbers_.clear();
 }
 
 void ParentIndex::build_table() {

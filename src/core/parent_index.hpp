@@ -9,7 +9,9 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace gpustasis {
@@ -60,6 +62,8 @@ private:
     Manifest manifest_;
     std::uint32_t chunk_size_ = 0;
     std::vector<Source> sources_;
+    /// Of sources_ by depth and pid, while they are collected.
+    std::map<std::pair<std::uint32_t, std::uint32_t>, std::uint16_t> numbers_;
     std::vector<std::shared_ptr<const UniqueFd>> files_; ///< of sources_
     std::vector<Place> places_;
     std::array<std::uint64_t, 2> multipliers_{};
