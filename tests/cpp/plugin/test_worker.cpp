@@ -73,7 +73,7 @@ struct Rig {
 /// A process that does nothing until it is killed.
 class Bystander {
 public:
-    Bystander() : pid_(::fork()) {
+    Bystander() : pid_(fork_child()) {
         if (pid_ == 0)
             for (;;)
                 ::pause();
@@ -175,7 +175,7 @@ void a_worker_that_is_being_killed_does_nothing_on_its_own() {
 void a_hanging_driver_does_not_keep_a_broken_restore_alive() {
     const Bystander task;
     ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "60000", 1);
-    const pid_t criu = ::fork();
+    const pid_t criu = fork_child();
     if (criu == 0) {
         Rig rig(OnOrphaned::kill);
         rig.table->kills[0] = {task.pid(), proc::start_time(task.pid())};
