@@ -29,6 +29,18 @@ PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 SETTING = Path("/proc/sys/vm/unprivileged_userfaultfd")
 RAISED = Path("/run/gpustasis/userfaultfd-raised")
 TIMEOUT_S = 30.0
+# process_vm_readv waits for a missing page as a thread of the process does; /proc/PID/mem may end in EIO.
+READ_PAGE = """
+import ctypes, sys
+class Vec(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+page = ctypes.create_string_buffer(4096)
+mine, theirs = Vec(ctypes.addressof(page), 4096), Vec(int(sys.argv[2]), 4096)
+read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+got = read(int(sys.argv[1]), ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+assert got == 4096, (got, ctypes.get_errno())
+sys.stdout.buffer.write(page.raw)
+"""
 
 
 def break_off(rig: Rig, job: SteadyJob, images: Path, *kept: str) -> None:
@@ -165,9 +177,7 @@ def test_a_damaged_chunk_is_guarded_and_all_else_put_back(newest_rig: Rig) -> No
                 if address != damaged.address:
                     memory.seek(address)
                     assert memory.read(len(wanted)) == wanted
-        code = "import sys; f = open(sys.argv[1], 'rb', 0); f.seek(int(sys.argv[2]))\n"
-        code += "sys.stdout.buffer.write(f.read(4096))"
-        words = [sys.executable, "-c", code, f"/proc/{job.pid}/mem", str(damaged.address)]
+        words = [sys.executable, "-c", READ_PAGE, str(job.pid), str(damaged.address)]
         with subprocess.Popen(words, stdout=subprocess.PIPE) as reader:
             with pytest.raises(subprocess.TimeoutExpired):
                 reader.communicate(timeout=2)
@@ -176,6 +186,7 @@ def test_a_damaged_chunk_is_guarded_and_all_else_put_back(newest_rig: Rig) -> No
             flip(images, job.pid, damaged)
             assert reader.communicate(timeout=TIMEOUT_S)[0] == stored[damaged.address][:4096]
         newest_rig.settle(images)
+        assert job.alive(), (job.wait(), job.output())
         assert find_drop_record(job.pid) is None
         recover(newest_rig, job.pid, "-D", images)
         job.run_on()
