@@ -148,6 +148,7 @@ bool DumpSession::pause(pid_t pid) {
 bool DumpSession::pause_task(pid_t pid, bool& asked) {
     if (!proc::may_use_cuda(pid)) // only what uses CUDA can lack memory
         return false;
+    DumpLock lock_of_dump(identify_task(pid), directory_path(image_dir_.get()));
     refuse_missing_memory(pid, false);
     const PausedAlarm paused;
     choose_parent_once();
@@ -155,7 +156,6 @@ bool DumpSession::pause_task(pid_t pid, bool& asked) {
     if (!tid)
         return false;
     begin();
-
     require_answering(pid, *tid);
     asked = true;
     const ProcessState before = worker_.state(pid);
@@ -169,6 +169,7 @@ bool DumpSession::pause_task(pid_t pid, bool& asked) {
                         "set found_locked = \"dump\" to have it dumped as it is");
     const TaskIdentity identity = identify_task(pid);
     refuse_same_inner_pid(pid, identity.inner_pid);
+    locks_.push_back(std::move(lock_of_dump));
     TaskRecord& record = table_.add(pid);
     record.image_pid = identity.inner_pid;
     record.start_time = identity.start_time;
@@ -260,7 +261,6 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     info.gpus = manifest_.gpus;
     info.chunk_size = config_.chunk_size;
     info.regions = regions;
-
     ProcessMemory memory(record.pid);
     const WriteOptions options{.threads = config_.threads,
                                .compress = config_.compress,

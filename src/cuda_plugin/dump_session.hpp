@@ -14,10 +14,12 @@
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
 #include "cuda_plugin/worker.hpp"
+#include "dropped_memory/dump_lock.hpp"
 
 #include <sys/types.h>
 
 #include <map>
+#include <vector>
 
 namespace gpustasis {
 
@@ -64,6 +66,7 @@ private:
     UniqueFd image_dir_;
     Lineage lineage_;
     SharedTaskTable table_;
+    std::vector<DumpLock> locks_;   ///< of the tasks in the table
     std::map<pid_t, Guard> guards_; ///< of dropped memory, by task as criu sees it
     Worker worker_;
     ParentChoice parent_;

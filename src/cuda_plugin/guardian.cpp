@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <optional>
@@ -23,6 +24,9 @@ namespace {
 constexpr int kPollMs = 10;
 constexpr int kStartMs = 5'000;
 constexpr int kRetryMs = 1'000; // between two attempts to put everything back
+constexpr int kAnswerMs = 100;  // between two attempts to answer who waits
+
+using Clock = std::chrono::steady_clock;
 
 UniqueFd open_process(pid_t pid) {
     return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
@@ -55,10 +59,15 @@ public:
     /// Returns when nothing is left to guard.
     void run() {
         std::optional<std::thread> filling;
+        auto again = Clock::now();
         while (!is_over(record_)) {
             pollfd waiting{.fd = pages_.fd(), .events = POLLIN, .revents = 0};
             if (::poll(&waiting, 1, kPollMs) > 0 && !attempt([this] { pages_.answer(*image_); }))
-                ::poll(nullptr, 0, kPollMs); // who asked waits on, until fill() comes to that page
+                ::poll(nullptr, 0, kPollMs);
+            if (Clock::now() >= again) {
+                attempt([this] { pages_.answer_again(*image_); });
+                again = Clock::now() + std::chrono::milliseconds(kAnswerMs);
+            }
             if (!table_.left && !has_ended(criu_))
                 continue;
             if (!record_.drop_begun)

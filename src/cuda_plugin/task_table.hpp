@@ -33,7 +33,7 @@ struct TaskRecord {
     std::atomic<pid_t> guardians[kGuardians]{}; ///< as criu sees them; 0: not started yet
     std::atomic<bool> guarded = false;          ///< all were started (guardian.hpp)
     std::atomic<bool> refill_failed = false;    ///< a guardian cannot put the pages back
-    char refill_error[256]{};                   ///< why; set before refill_failed
+    char refill_error[1024]{};                  ///< why; set before refill_failed
     std::atomic<bool> thawed = false;           ///< the restore thread runs with signals blocked
     std::atomic<std::uint64_t> signal_mask = 0; ///< the restore thread's own, while thawed
     std::atomic<bool> settled = false;          ///< nothing is left to undo

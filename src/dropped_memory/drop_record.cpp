@@ -26,11 +26,6 @@ namespace {
 constexpr const char* kHead = "gpustasis drop record 1";
 constexpr std::size_t kMaxSize = 8192; // a path has at most 4096 bytes
 
-std::string file_name(const TaskIdentity& task) {
-    return std::to_string(task.pid_namespace) + "-" + std::to_string(task.inner_pid) + "-" +
-           std::to_string(task.start_time);
-}
-
 Id parse_id(std::string_view text) {
     Id id{};
     if (text.size() != 2 * id.size())
@@ -115,9 +110,18 @@ TaskIdentity identify_task(pid_t pid) {
     return {pid_namespace_of(std::to_string(pid)), proc::innermost_pid(pid), proc::start_time(pid)};
 }
 
+std::string run_directory() {
+    return ::geteuid() == 0 ? "/run" : "/run/user/" + std::to_string(::geteuid());
+}
+
+std::string file_name(const TaskIdentity& task) {
+    return std::to_string(task.pid_namespace) + "-" + std::to_string(task.inner_pid) + "-" +
+           std::to_string(task.start_time);
+}
+
 DropRecords::DropRecords(std::string base) : base_(std::move(base)) {
     if (base_.empty())
-        base_ = ::geteuid() == 0 ? "/run" : "/run/user/" + std::to_string(::geteuid());
+        base_ = run_directory();
 }
 
 std::string DropRecords::path() const {

@@ -30,6 +30,12 @@ struct TaskIdentity {
 /// Throws Error: io if there is no such task.
 TaskIdentity identify_task(pid_t pid);
 
+/// What a file about `task` is called.
+std::string file_name(const TaskIdentity& task);
+
+/// Where a program of this user keeps what does not outlive a boot: /run, or /run/user/UID.
+std::string run_directory();
+
 /// Inode of the innermost pid namespace of a process: its id in digits, or "self".
 /// Throws Error: io.
 std::uint64_t pid_namespace_of(const std::string& process);

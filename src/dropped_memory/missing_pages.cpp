@@ -3,6 +3,7 @@
 
 #include "core/error.hpp"
 #include "core/memory_port.hpp"
+#include "core/workers.hpp"
 #include "dropped_memory/userfaultfd_setting.hpp"
 #include "tracee/injected_syscall.hpp"
 
@@ -14,8 +15,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
+#include <atomic>
 #include <cerrno>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <utility>
 #include <vector>
 
 namespace gpustasis {
@@ -31,19 +36,20 @@ Error failed(const char* what, int error) {
     return io_error(what, error);
 }
 
-/// Puts pages where none are.
+/// Puts pages where none are. Notes which chunks it has come through with.
 class MissingSink final : public MemorySink {
 public:
     explicit MissingSink(int fd) noexcept : fd_(fd) {}
 
     void write(std::uint64_t address, Bytes bytes) override {
+        const std::uint64_t chunk = address;
         while (!bytes.empty()) {
             uffdio_copy copy{};
             copy.dst = address;
             copy.src = reinterpret_cast<std::uint64_t>(bytes.data());
             copy.len = bytes.size();
             if (::ioctl(fd_, UFFDIO_COPY, &copy) == 0)
-                return;
+                break;
             const int error = errno;
             std::uint64_t done = copy.copy > 0 ? static_cast<std::uint64_t>(copy.copy) : 0;
             if (done == 0)
@@ -51,6 +57,8 @@ public:
             address += done;
             bytes = bytes.subspan(done);
         }
+        const std::scoped_lock turn(mutex_);
+        written_.push_back(chunk);
     }
 
     void write_zeros(std::uint64_t address, std::uint64_t length) override {
@@ -66,6 +74,12 @@ public:
             address += done;
             length -= done;
         }
+    }
+
+    /// Addresses of the chunks that write() has put in their place, ascending. When no thread is in it.
+    std::vector<std::uint64_t> take_written() {
+        std::ranges::sort(written_);
+        return std::move(written_);
     }
 
 private:
@@ -84,7 +98,26 @@ private:
     }
 
     int fd_;
+    std::mutex mutex_;
+    std::vector<std::uint64_t> written_;
 };
+
+/// What fill() throws about chunks that it could not put back, `left` of them.
+Error left_out(const ImageReader& image, const std::vector<std::uint64_t>& left,
+               const Error& first) {
+    constexpr std::size_t kNamed = 4;
+    std::ostringstream text;
+    text << left.size() << " of " << image.chunk_count()
+         << " chunks of memory stay missing and guarded, all others are back: " << std::hex;
+    for (std::size_t i = 0; i < std::min(kNamed, left.size()); ++i) {
+        const ChunkInfo chunk = image.chunk(left[i]);
+        text << "0x" << chunk.address << "-0x" << chunk.address + chunk.plain_size << ", ";
+    }
+    if (left.size() > kNamed)
+        text << "..., ";
+    text << "because " << first.what();
+    return {first.code(), text.str()};
+}
 
 /// The chunk that `address` lies in. Throws Error: corrupt_data if there is none.
 std::uint64_t chunk_at(const ImageReader& image, std::uint64_t address) {
@@ -123,7 +156,60 @@ void MissingPages::add(const Region& region) {
 
 void MissingPages::fill(const ImageReader& image, unsigned threads) {
     MissingSink sink(fd_.get());
-    image.restore(sink, threads, true);
+    if (left_.empty()) {
+        try {
+            image.restore(sink, threads, true);
+            return;
+        } catch (const Error& e) {
+            if (e.code() == Errc::gone)
+                throw;
+        }
+        const std::vector<std::uint64_t> written = sink.take_written();
+        for (std::uint64_t number = 0; number < image.chunk_count(); ++number)
+            if (!std::ranges::binary_search(written, image.chunk(number).address))
+                left_.push_back(number);
+    }
+    fill_left(image, threads);
+}
+
+void MissingPages::fill_left(const ImageReader& image, unsigned threads) {
+    std::vector<std::uint64_t> still_left;
+    std::optional<Error> first;
+    std::mutex mutex;
+    std::atomic<std::size_t> next = 0;
+    FirstFailure failure;
+    run_workers(worker_count(threads, left_.size()), failure, [&] {
+        while (!failure.any()) {
+            const std::size_t at = next++;
+            if (at >= left_.size())
+                return;
+            try {
+                put_chunk(image, left_[at]);
+            } catch (const Error& e) {
+                if (e.code() == Errc::gone)
+                    throw;
+                const std::scoped_lock turn(mutex);
+                still_left.push_back(left_[at]);
+                if (!first)
+                    first = e;
+            }
+        }
+    });
+    std::ranges::sort(still_left);
+    left_ = std::move(still_left);
+    if (first)
+        throw left_out(image, left_, *first);
+}
+
+void MissingPages::put_chunk(const ImageReader& image, std::uint64_t number) const {
+    MissingSink sink(fd_.get());
+    const ChunkInfo chunk = image.chunk(number);
+    std::vector<std::byte> plain(chunk.plain_size);
+    image.read_chunk(number, plain);
+    if (chunk.encoding == Encoding::zero)
+        sink.write_zeros(chunk.address, chunk.plain_size);
+    else
+        sink.write(chunk.address, plain);
 }
 
 void MissingPages::release() noexcept {
@@ -134,8 +220,6 @@ void MissingPages::release() noexcept {
 }
 
 void MissingPages::answer(const ImageReader& image) {
-    MissingSink sink(fd_.get());
-    std::vector<std::byte> plain;
     for (;;) {
         uffd_msg message{};
         const ssize_t got = ::read(fd_.get(), &message, sizeof(message));
@@ -148,15 +232,28 @@ void MissingPages::answer(const ImageReader& image) {
         if (message.event != UFFD_EVENT_PAGEFAULT)
             continue;
         const std::uint64_t number = chunk_at(image, message.arg.pagefault.address);
-        const ChunkInfo chunk = image.chunk(number);
-        if (chunk.encoding == Encoding::zero) {
-            sink.write_zeros(chunk.address, chunk.plain_size);
-            continue;
+        try {
+            put_chunk(image, number);
+        } catch (const Error& e) {
+            if (e.code() == Errc::gone)
+                throw;
+            // The kernel tells of a thread that waits only once.
+            unanswered_.insert(number);
         }
-        plain.resize(chunk.plain_size);
-        image.read_chunk(number, plain);
-        sink.write(chunk.address, plain);
     }
+}
+
+void MissingPages::answer_again(const ImageReader& image) {
+    std::erase_if(unanswered_, [&](std::uint64_t number) {
+        try {
+            put_chunk(image, number);
+            return true;
+        } catch (const Error& e) {
+            if (e.code() == Errc::gone)
+                throw;
+            return false;
+        }
+    });
 }
 
 UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid) {

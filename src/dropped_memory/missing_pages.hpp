@@ -13,7 +13,7 @@
 #include "tracee/injected_syscall.hpp"
 
 #include <cstdint>
-#include <string>
+#include <set>
 #include <vector>
 
 namespace gpustasis {
@@ -30,19 +30,31 @@ public:
     void add(const Region& region);
 
     /// Put every page with data that is missing in the regions of `image` in its place; what is still
-    /// missing is zero. All stay guarded. Throws Error: gone if the process has ended; corrupt_data,
-    /// io.
+    /// missing is zero. All stay guarded. A chunk that cannot be read keeps no other from its place:
+    /// its pages stay missing, and another fill() tries only what an earlier one has left.
+    /// Throws Error: gone if the process has ended; if chunks are left, what the first failed with
+    /// (corrupt_data, io), saying how many and where.
     void fill(const ImageReader& image, unsigned threads);
 
     /// Let go of all regions: what is missing in them is zero from now on.
     void release() noexcept;
 
-    /// Answer those who wait, from `image`. Throws as fill().
+    /// Answer those who wait, from `image`. Whoever waits for a chunk that cannot be read waits on.
+    /// Throws Error: gone if the process has ended; io. Not from two threads at once, nor with
+    /// answer_again(); fill() may run beside both.
     void answer(const ImageReader& image);
 
+    /// Try what answer() could not. Throws as answer().
+    void answer_again(const ImageReader& image);
+
 private:
+    void fill_left(const ImageReader& image, unsigned threads);
+    void put_chunk(const ImageReader& image, std::uint64_t number) const;
+
     UniqueFd fd_;
-    std::vector<Region> regions_; ///< those that were added
+    std::vector<Region> regions_;        ///< those that were added
+    std::vector<std::uint64_t> left_;    ///< chunks that the last fill() could not put back
+    std::set<std::uint64_t> unanswered_; ///< chunks that somebody waits for
 };
 
 /// A userfaultfd of process `pid`, made in the name of the thread of `calls`, that also catches what the

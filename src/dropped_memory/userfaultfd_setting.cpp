@@ -44,6 +44,15 @@ bool lock(int fd, int how) {
     return true;
 }
 
+bool is_raised() {
+    const UniqueFd file(::open(kSetting, O_RDONLY | O_CLOEXEC));
+    char value = 0;
+    if (!file || ::read(file.get(), &value, 1) != 1)
+        throw Error(Errc::unsupported,
+                    io_error(std::string("cannot read ") + kSetting, errno).what());
+    return value != '0';
+}
+
 bool set(char value) noexcept {
     const UniqueFd file(::open(kSetting, O_WRONLY | O_CLOEXEC));
     return file && ::write(file.get(), &value, 1) == 1;
@@ -58,7 +67,11 @@ void lower(int mark) noexcept {
 
 UserfaultfdAllowed::UserfaultfdAllowed() : mark_(open_mark(true)) {
     lock(mark_.get(), LOCK_EX);
-    // What is in it already was left by a process that was killed: the setting is 0 by right.
+    // What is in the file already was left by a process that was killed: the setting is 0 by right.
+    if (file_size(mark_.get()) == 0 && is_raised()) {
+        mark_.reset(); // by the administrator
+        return;
+    }
     if (::pwrite(mark_.get(), "1\n", 2, 0) != 2)
         throw io_error(std::string("cannot write /run/gpustasis/") + kMark, errno);
     if (!set('1')) {
@@ -70,7 +83,8 @@ UserfaultfdAllowed::UserfaultfdAllowed() : mark_(open_mark(true)) {
 }
 
 UserfaultfdAllowed::~UserfaultfdAllowed() {
-    lower(mark_.get());
+    if (mark_)
+        lower(mark_.get());
 }
 
 bool is_userfaultfd_setting_left() {

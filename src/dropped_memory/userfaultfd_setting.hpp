@@ -10,7 +10,8 @@ namespace gpustasis {
 
 /// Sets vm.unprivileged_userfaultfd to 1 for as long as it lives: one process at a time, the others
 /// wait. A file in /run/gpustasis says so meanwhile; should this process be killed,
-/// lower_userfaultfd_setting() of another one sets it back.
+/// lower_userfaultfd_setting() of another one sets it back. Where it is 1 already, and none of ours has
+/// left it so, it stays as it is.
 class UserfaultfdAllowed {
 public:
     /// Throws Error: unsupported if the setting cannot be changed here; io, bad_argument.
@@ -20,7 +21,7 @@ public:
     ~UserfaultfdAllowed();
 
 private:
-    UniqueFd mark_;
+    UniqueFd mark_; ///< none: there was nothing to raise
 };
 
 /// Set it back to 0 if a process was killed while it was raised; nothing else. True if that was so.

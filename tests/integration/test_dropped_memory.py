@@ -19,7 +19,7 @@ import pytest
 
 from campaigns.rig import Rig, workers
 from campaigns.steady_job import SteadyJob
-from gpustasis._core import ImageReader, find_drop_record, image_name
+from gpustasis._core import ChunkInfo, Encoding, ImageReader, find_drop_record, image_name
 from gpustasis.diagnosis import Status, host
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
@@ -29,6 +29,18 @@ PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 SETTING = Path("/proc/sys/vm/unprivileged_userfaultfd")
 RAISED = Path("/run/gpustasis/userfaultfd-raised")
 TIMEOUT_S = 30.0
+# process_vm_readv waits for a missing page as a thread of the process does; /proc/PID/mem may end in EIO.
+READ_PAGE = """
+import ctypes, sys
+class Vec(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+page = ctypes.create_string_buffer(4096)
+mine, theirs = Vec(ctypes.addressof(page), 4096), Vec(int(sys.argv[2]), 4096)
+read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+got = read(int(sys.argv[1]), ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+assert got == 4096, (got, ctypes.get_errno())
+sys.stdout.buffer.write(page.raw)
+"""
 
 
 def break_off(rig: Rig, job: SteadyJob, images: Path, *kept: str) -> None:
@@ -132,6 +144,76 @@ def test_nothing_is_missing_when_criu_and_the_worker_are_killed(rig: Rig) -> Non
             require_nothing_missing(images, pid)
             assert find_drop_record(pid) is None
             recover(rig, pid, "-D", images)
+        job.run_on()
+
+
+def flip(images: Path, pid: int, chunk: ChunkInfo) -> None:
+    """Damage one stored byte of a chunk, or mend it."""
+    with (images / image_name(pid)).open("r+b") as file:
+        file.seek(chunk.offset)
+        byte = file.read(1)[0]
+        file.seek(chunk.offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_damaged_chunk_is_guarded_and_all_else_put_back(newest_rig: Rig) -> None:
+    """The worker gives up, and the guardians do not: no thread may read zeros, now or later."""
+    with newest_rig.job(mib=32) as job:
+        images = newest_rig.images()
+        kill_criu = dump_and_stop(newest_rig, job, images)
+        stored = stored_pages(images, job.pid)
+        image = ImageReader.open(images / image_name(job.pid))
+        chunks = [image.chunk(index) for index in range(len(image))]
+        damaged = [chunk for chunk in chunks if chunk.encoding is not Encoding.ZERO][1]
+        flip(images, job.pid, damaged)
+        kill_criu()
+        undo_log = images / "gpustasis-undo.log"
+        wait_until(lambda: undo_log.exists() and "stay missing" in undo_log.read_text())
+        assert f"1 of {len(chunks)} chunks" in undo_log.read_text()
+        assert f"{damaged.address:#x}-" in undo_log.read_text()
+        wait_until(lambda: not find_users(images, WORKER_COMM))
+        with open(f"/proc/{job.pid}/mem", "rb", buffering=0) as memory:
+            for address, wanted in stored.items():
+                if address != damaged.address:
+                    memory.seek(address)
+                    assert memory.read(len(wanted)) == wanted
+        words = [sys.executable, "-c", READ_PAGE, str(job.pid), str(damaged.address)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as reader:
+            with pytest.raises(subprocess.TimeoutExpired):
+                reader.communicate(timeout=2)
+            assert len(find_users(images, GUARDIAN_COMM)) == 2
+            assert find_drop_record(job.pid) is not None
+            flip(images, job.pid, damaged)
+            assert reader.communicate(timeout=TIMEOUT_S)[0] == stored[damaged.address][:4096]
+        newest_rig.settle(images)
+        assert job.alive(), (job.wait(), job.output())
+        assert find_drop_record(job.pid) is None
+        recover(newest_rig, job.pid, "-D", images)
+        job.run_on()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_drop_that_the_kernel_refuses_is_undone(
+    newest_rig: Rig, compile_c: Callable[..., Path]
+) -> None:
+    """Pages of locked shared memory stay; criu and the guardians must not wait for each other."""
+    library = compile_c(PROGRAMS / "locked_staging.c", "-shared", "-fPIC")
+    environ = dict(newest_rig.environ) | {"LD_PRELOAD": str(library)}
+    with replace(newest_rig, environ=environ).job(mib=8) as job:
+        images = newest_rig.images()
+        dumped = newest_rig.dump(job, images)
+        assert dumped.status != 0
+        assert f"cannot drop staged memory of pid {job.pid}" in dumped.log
+        assert f"brought back pid {job.pid}" in dumped.log
+        assert dumped.seconds < TIMEOUT_S
+        newest_rig.settle(images)
+        assert find_drop_record(job.pid) is None
         job.run_on()
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from campaigns import repetition
-from campaigns.rig import Rig
+from campaigns.rig import Rig, log_path
 from campaigns.steady_job import SteadyJob
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.recovery import Outcome, recover
 
 DUMPS_AT_ONCE = 3
 LEAK_DUMPS = 8
+WAIT_S = 20.0
 ASKED = {"found_locked": "dump"}
 
 
@@ -43,6 +45,37 @@ def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
     finally:
         for job in jobs:
             job.end()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_second_dump_of_one_job_is_refused_while_the_first_is_at_work(
+    newest_rig: Rig, *, killed: bool
+) -> None:
+    """The driver says "running" to both: the first is still waiting for its lock."""
+    with newest_rig.job(mib=4) as job:
+        newest_rig.emulator.add_fault("lock", "delay", delay_ms=3000)
+        first = newest_rig.images()
+        criu = newest_rig.start(newest_rig.dump_words(job, first, ["--leave-running"]))
+        log = log_path(first, "dump")
+        deadline = time.monotonic() + WAIT_S
+        while not log.exists() or "backend: " not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.3)
+        second = newest_rig.images()
+        dumped = newest_rig.dump(job, second, config=ASKED)
+        assert dumped.status != 0
+        assert f"criu {criu.pid} dumps it into {first}" in dumped.log
+        assert "locked pid" not in dumped.log
+        assert list(second.glob("gpustasis-*.img")) == []
+        if killed:
+            criu.kill()
+        assert criu.wait(60) == (-signal.SIGKILL if killed else 0)
+        newest_rig.settle(first)
+        job.run_on()
+        dumped = newest_rig.dump(job, second, "--leave-running")
+        assert dumped.status == 0, dumped.errors
+        job.run_on()
 
 
 @pytest.mark.parametrize("found", [ProcessState.LOCKED, ProcessState.CHECKPOINTED])

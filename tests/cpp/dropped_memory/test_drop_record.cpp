@@ -65,7 +65,7 @@ void records_of_another_boot_and_of_the_dead_count_for_nothing() {
     CHECK(!records.find(record.task));
     CHECK(records.list().empty());
 
-    const pid_t child = ::fork();
+    const pid_t child = fork_child();
     if (child == 0) {
         ::pause();
         ::_exit(0);

@@ -12,11 +12,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -67,6 +70,31 @@ struct Memory {
     }
     Region region() const {
         return {reinterpret_cast<std::uint64_t>(bytes), kSize, PROT_READ | PROT_WRITE, kind};
+    }
+    /// Flip a stored byte of a chunk, or flip it back.
+    void flip(std::uint64_t number) const {
+        const UniqueFd file(::open((std::string(dir) + "/x.img").c_str(), O_RDWR | O_CLOEXEC));
+        const auto offset = static_cast<off_t>(image->chunk(number).offset);
+        char byte = 0;
+        CHECK(::pread(file.get(), &byte, 1, offset) == 1);
+        byte = static_cast<char>(byte ^ 1);
+        CHECK(::pwrite(file.get(), &byte, 1, offset) == 1);
+    }
+    /// Numbers of the chunks that are not zero.
+    std::vector<std::uint64_t> stored_chunks() const {
+        std::vector<std::uint64_t> numbers;
+        for (std::uint64_t number = 0; number < image->chunk_count(); ++number)
+            if (image->chunk(number).encoding != Encoding::zero)
+                numbers.push_back(number);
+        return numbers;
+    }
+    /// How many pages of a chunk are there; touches none.
+    std::size_t pages_there(std::uint64_t number) const {
+        const ChunkInfo chunk = image->chunk(number);
+        std::vector<unsigned char> there(chunk.plain_size / kPage);
+        CHECK(::mincore(reinterpret_cast<void*>(chunk.address), chunk.plain_size, there.data()) ==
+              0);
+        return static_cast<std::size_t>(std::ranges::count(there, 1));
     }
     bool is_right(std::size_t page) const {
         const std::size_t wanted = is_zero_page(page) ? 0 : page;
@@ -140,11 +168,66 @@ void what_was_written_meanwhile_stays() {
     CHECK(memory.bytes[kPage] == std::byte{0});
 }
 
+void a_damaged_chunk_keeps_no_other_from_its_place(unsigned workers) {
+    Memory memory(RegionKind::private_anonymous);
+    const std::vector<std::uint64_t> stored = memory.stored_chunks();
+    CHECK(stored.size() > 4);
+    const std::uint64_t waited_for = stored[1];
+    const std::uint64_t other = stored[stored.size() - 2];
+    const auto is_damaged = [&](std::uint64_t number) {
+        return number == waited_for || number == other;
+    };
+    memory.flip(waited_for);
+    memory.flip(other);
+    const std::size_t page =
+        (memory.image->chunk(waited_for).address - memory.region().address) / kPage + 1;
+    std::atomic<bool> read = false;
+    std::atomic<bool> right = false;
+    std::thread reader([&] {
+        right = memory.is_right(page);
+        read = true;
+    });
+    memory.answer_until([&] { return memory.answered > 0; });
+    for (int again = 0; again < 2; ++again) {
+        try {
+            memory.missing->fill(*memory.image, workers);
+            CHECK(false && "nothing was thrown");
+        } catch (const Error& e) {
+            const std::string text = e.what();
+            char first[32];
+            std::snprintf(first, sizeof first, "0x%llx-",
+                          static_cast<unsigned long long>(memory.image->chunk(waited_for).address));
+            CHECK(e.code() == Errc::corrupt_data);
+            CHECK(text.starts_with("2 of " + std::to_string(memory.image->chunk_count())));
+            CHECK(text.find(first) != std::string::npos);
+        }
+        for (const std::uint64_t number : stored)
+            CHECK(memory.pages_there(number) ==
+                  (is_damaged(number) ? 0 : memory.image->chunk(number).plain_size / kPage));
+    }
+    memory.missing->answer_again(*memory.image);
+    ::usleep(100'000);
+    CHECK(!read); // it has been woken by nobody, and reads no zeros
+
+    // As an error that passes: who waits is answered though no fill() comes.
+    memory.flip(waited_for);
+    memory.missing->answer_again(*memory.image);
+    CHECK(comes_true([&] { return read.load(); }));
+    reader.join();
+    CHECK(right);
+    CHECK(memory.pages_there(other) == 0);
+    memory.flip(other);
+    memory.missing->fill(*memory.image, workers);
+    memory.missing->release();
+    for (std::size_t number = 0; number < kSize / kPage; ++number)
+        CHECK(memory.is_right(number));
+}
+
 void a_process_that_ends_is_told_apart() {
     int ends[2];
     CHECK(::pipe(ends) == 0);
     // The child's memory is its own: a descriptor made there is sent by way of pidfd_getfd.
-    const pid_t child = ::fork();
+    const pid_t child = fork_child();
     if (child == 0) {
         auto* bytes = static_cast<std::byte*>(
             ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
@@ -181,5 +264,7 @@ int main() {
     threads_never_see_that_memory_is_missing(RegionKind::private_anonymous);
     threads_never_see_that_memory_is_missing(RegionKind::shared_anonymous);
     what_was_written_meanwhile_stays();
+    a_damaged_chunk_keeps_no_other_from_its_place(1);
+    a_damaged_chunk_keeps_no_other_from_its_place(3);
     a_process_that_ends_is_told_apart();
 }

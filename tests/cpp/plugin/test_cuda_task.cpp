@@ -26,7 +26,7 @@ public:
     explicit Child(const Prepare& prepare) {
         int ready[2];
         CHECK(::pipe(ready) == 0);
-        pid_ = ::fork();
+        pid_ = fork_child();
         if (pid_ == 0) {
             prepare();
             CHECK(::write(ready[1], "r", 1) == 1);
@@ -150,7 +150,7 @@ void a_name_that_leads_to_a_file_is_refused() {
 }
 
 void what_has_ended_is_told_from_what_was_killed() {
-    const pid_t pid = ::fork();
+    const pid_t pid = fork_child();
     if (pid == 0)
         ::_exit(3);
     siginfo_t info{};

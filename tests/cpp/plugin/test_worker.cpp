@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "sample.hpp"
 
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/worker.hpp"
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,6 +16,8 @@
 #include <chrono>
 #include <csignal>
 #include <cstdarg>
+#include <cstdlib>
+#include <fstream>
 #include <optional>
 #include <string>
 
@@ -57,7 +61,8 @@ namespace {
 /// A worker and what it needs.
 struct Rig {
     explicit Rig(OnOrphaned on_orphaned, std::string driver = SLOW_DRIVER)
-        : table(on_orphaned), dir(::open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC)),
+        : table(on_orphaned),
+          dir(::open(images.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)),
           lineage(dir.get()) {
         config.driver = std::move(driver);
         config.nvml = "/nonexistent/libnvidia-ml.so.1";
@@ -65,15 +70,48 @@ struct Rig {
     }
     Config config;
     SharedTaskTable table;
+    sample::TempDir images;
     UniqueFd dir;
     Lineage lineage;
     std::optional<Worker> worker;
 };
 
+/// Ours by now: its parent has ended, and this process takes what is left behind. 0: none is there.
+pid_t find_worker() {
+    std::ifstream children("/proc/self/task/" + std::to_string(::getpid()) + "/children");
+    for (pid_t pid = 0; children >> pid;)
+        if (proc::comm(pid) == "gpustasis-work" && proc::state(pid) != 'Z')
+            return pid;
+    return 0;
+}
+
+/// For workers that are started meanwhile: the driver has a call that takes its time.
+class Slow {
+public:
+    Slow(const char* variable, const char* milliseconds, const char* state = "0")
+        : variable_(variable) {
+        ::setenv(variable, milliseconds, 1);
+        ::setenv("SLOW_DRIVER_STATE", state, 1);
+        ::setenv("SLOW_DRIVER_MARK", dir_.path("mark").c_str(), 1);
+    }
+    Slow(const Slow&) = delete;
+    Slow& operator=(const Slow&) = delete;
+    ~Slow() {
+        for (const char* name : {variable_, "SLOW_DRIVER_STATE", "SLOW_DRIVER_MARK"})
+            ::unsetenv(name);
+    }
+    /// Whether that call has begun.
+    bool is_in_it() const { return ::access(dir_.path("mark").c_str(), F_OK) == 0; }
+
+private:
+    sample::TempDir dir_;
+    const char* variable_;
+};
+
 /// A process that does nothing until it is killed.
 class Bystander {
 public:
-    Bystander() : pid_(::fork()) {
+    Bystander() : pid_(fork_child()) {
         if (pid_ == 0)
             for (;;)
                 ::pause();
@@ -125,14 +163,17 @@ void records_are_found_by_pid() {
     CHECK(table.find(6) == nullptr);
 }
 
-/// A restore of `task`, by a criu that is gone without a word.
+/// A restore of `task`, by a criu that is gone without a word; the worker has done what it does then.
 void orphan_a_restore(const RestoredTask& task, bool complete) {
     Rig rig(OnOrphaned::kill);
     CHECK(rig.worker->api_version() == 13000);
     rig.table->kills[0] = task;
     rig.table->kill_count = 1;
     rig.table->complete = complete;
+    const pid_t worker = find_worker();
+    CHECK(worker != 0);
     rig.worker.reset();
+    CHECK(comes_true([&] { return ::waitpid(worker, nullptr, WNOHANG) == worker; }));
 }
 
 void an_orphaned_worker_kills_what_the_restore_made() {
@@ -174,8 +215,8 @@ void a_worker_that_is_being_killed_does_nothing_on_its_own() {
 // The worker waits for the driver when criu dies, and does not wait for it any longer.
 void a_hanging_driver_does_not_keep_a_broken_restore_alive() {
     const Bystander task;
-    ::setenv("SLOW_DRIVER_CHECKPOINT_MS", "60000", 1);
-    const pid_t criu = ::fork();
+    const Slow slow("SLOW_DRIVER_CHECKPOINT_MS", "60000");
+    const pid_t criu = fork_child();
     if (criu == 0) {
         Rig rig(OnOrphaned::kill);
         rig.table->kills[0] = {task.pid(), proc::start_time(task.pid())};
@@ -183,11 +224,31 @@ void a_hanging_driver_does_not_keep_a_broken_restore_alive() {
         rig.worker->checkpoint(::getpid());
         ::_exit(0);
     }
-    ::unsetenv("SLOW_DRIVER_CHECKPOINT_MS");
-    ::usleep(300'000); // into the driver
+    CHECK(comes_true([&] { return slow.is_in_it(); }));
+    const pid_t worker = find_worker();
     CHECK(::kill(criu, SIGKILL) == 0);
     CHECK(::waitpid(criu, nullptr, 0) == criu);
     CHECK(task.dies_within(kDeathMs));
+    CHECK(::waitpid(worker, nullptr, 0) == worker);
+}
+
+// Whoever reads the record, a guardian or who looks at what a killed worker has left, must not take the
+// task for one that is back.
+void an_undo_is_settled_only_when_it_was_tried() {
+    const Bystander task;
+    const Slow slow("SLOW_DRIVER_RESTORE_MS", "500", "2");
+    Rig rig(OnOrphaned::undo);
+    CHECK(rig.worker->state(task.pid()) == ProcessState::checkpointed);
+    TaskRecord& record = rig.table.add(task.pid());
+    record.start_time = proc::start_time(task.pid());
+    record.checkpoint_begun = true;
+    const pid_t worker = find_worker();
+    CHECK(worker != 0);
+    rig.worker.reset();
+    CHECK(comes_true([&] { return slow.is_in_it(); }));
+    CHECK(!record.settled);
+    CHECK(::waitpid(worker, nullptr, 0) == worker);
+    CHECK(record.settled);
 }
 
 // cuInit has driver_timeout_ms, and what is asked meanwhile has its own time after it.
@@ -219,6 +280,7 @@ void a_refused_initialize_is_told_to_who_needs_it() {
 } // namespace
 
 int main() {
+    CHECK(::prctl(PR_SET_CHILD_SUBREAPER, 1) == 0);
     a_missing_driver_is_an_error_that_names_it();
     records_are_found_by_pid();
     an_orphaned_worker_kills_what_the_restore_made();
@@ -226,6 +288,7 @@ int main() {
     a_complete_tree_is_left_alone();
     a_worker_that_is_being_killed_does_nothing_on_its_own();
     a_hanging_driver_does_not_keep_a_broken_restore_alive();
+    an_undo_is_settled_only_when_it_was_tried();
     a_refused_initialize_is_told_to_who_needs_it();
     quick_calls_wait_for_an_initialize_that_is_under_way();
 }

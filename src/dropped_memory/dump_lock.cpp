@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "dropped_memory/dump_lock.hpp"
+
+#include "core/error.hpp"
+#include "core/file.hpp"
+#include "core/trusted_directory.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace gpustasis {
+namespace {
+
+constexpr std::uint64_t kMaxSize = 8192; // a path has at most 4096 bytes
+
+struct CloseDir {
+    void operator()(DIR* dir) const noexcept { ::closedir(dir); }
+};
+
+bool lock(int fd, int how) {
+    while (::flock(fd, how) != 0) {
+        if (errno == EWOULDBLOCK)
+            return false;
+        if (errno != EINTR)
+            throw io_error("cannot lock a file for the dump of a task", errno);
+    }
+    return true;
+}
+
+bool is_removed(int fd) {
+    struct stat status {};
+    return ::fstat(fd, &status) == 0 && status.st_nlink == 0;
+}
+
+[[noreturn]] void refuse(int file, const TaskIdentity& task) {
+    std::vector<std::byte> said = read_part(file, 0, std::min(file_size(file), kMaxSize));
+    const std::string who(reinterpret_cast<const char*>(said.data()), said.size());
+    throw Error(Errc::unsupported,
+                "another dump is at work on the process with id " + std::to_string(task.inner_pid) +
+                    " in its pid namespace: " + (who.empty() ? "it has just begun" : who) +
+                    "; try again when that one has ended");
+}
+
+/// What dumps that were killed have left. Only for the holder of the directory's lock: nobody is
+/// between making a file and locking it.
+void remove_left(int directory, const std::string& but) {
+    const std::unique_ptr<DIR, CloseDir> entries(
+        ::fdopendir(::openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC)));
+    if (!entries)
+        throw io_error("cannot list the locks of dumps", errno);
+    while (const dirent* entry = ::readdir(entries.get())) {
+        if (entry->d_name == but || entry->d_type != DT_REG)
+            continue;
+        const UniqueFd file(
+            ::openat(directory, entry->d_name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+        if (file && lock(file.get(), LOCK_EX | LOCK_NB))
+            ::unlinkat(directory, entry->d_name, 0);
+    }
+}
+
+} // namespace
+
+DumpLock::DumpLock(const TaskIdentity& task, const std::string& directory, const std::string& base)
+    : directory_(open_trusted(base.empty() ? run_directory() : base, {"gpustasis", "dumping"},
+                              IfMissing::make)),
+      name_(file_name(task)) {
+    // One at a time, for a moment.
+    const UniqueFd turn(::openat(directory_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (!turn)
+        throw io_error("cannot open the directory of locks", errno);
+    lock(turn.get(), LOCK_EX);
+    do {
+        file_ = UniqueFd(::openat(directory_.get(), name_.c_str(),
+                                  O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC,
+                                  S_IRUSR | S_IWUSR));
+        if (!file_)
+            throw io_error("cannot open the lock " + name_, errno);
+        require_trusted(file_.get(), name_);
+        if (!lock(file_.get(), LOCK_EX | LOCK_NB)) {
+            const UniqueFd held = std::move(file_); // not ours to remove
+            refuse(held.get(), task);
+        }
+    } while (is_removed(file_.get())); // by its holder, between our two calls
+    const std::string text = "criu " + std::to_string(::getpid()) + " dumps it into " + directory;
+    if (::ftruncate(file_.get(), 0) != 0)
+        throw io_error("cannot empty the lock " + name_, errno);
+    write_at(file_.get(), 0, std::as_bytes(std::span(text)));
+    remove_left(directory_.get(), name_);
+}
+
+DumpLock::~DumpLock() {
+    if (file_) // before the lock goes with its descriptor
+        ::unlinkat(directory_.get(), name_.c_str(), 0);
+}
+
+} // namespace gpustasis
