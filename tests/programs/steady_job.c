@@ -3,8 +3,11 @@
  *
  *     steady_job [--mib N] [--pinned-kib N] [--children N] [--plain-children N] [--seed N]
  *                [--plain-threads N] [--cuda 0] [--registered-kib N] [--module FILE] [--streams N]
+ *                [--late-children N] [--forked-children N]
  *
- * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA.
+ * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA. A
+ * late child is without CUDA until SIGUSR1 comes; a forked child is forked when its parent has a
+ * context, and is without CUDA.
  * Each CUDA process holds N MiB of device memory (default 4) in four regions - zero, compressible,
  * random, and a pattern that repeats - and N KiB of pinned and of registered host memory (default 0).
  * Again and again it reads all of it, compares each byte with a copy of its own, prints "PID step K ok",
@@ -153,9 +156,13 @@ static struct streams* start_streams(const char* path, unsigned count, uint64_t 
 
 struct shape {
     size_t size, pinned_size, registered_size;
+    unsigned long forked; /* children */
     const char* module; /* NULL: no kernels */
     unsigned streams;
 };
+
+static void run_plain(const struct shape* shape, unsigned long threads, uint64_t seed);
+static void follow(pid_t parent);
 
 static void run_cuda(const struct shape* shape, uint64_t seed) {
     const size_t size = shape->size, pinned_size = shape->pinned_size;
@@ -166,6 +173,13 @@ static void run_cuda(const struct shape* shape, uint64_t seed) {
     REQUIRE(cuDeviceGet(&device, 0));
     REQUIRE(cuDevicePrimaryCtxRetain(&context, device));
     REQUIRE(cuCtxSetCurrent(context));
+    for (unsigned long child = 0; child < shape->forked; ++child) {
+        const pid_t parent = getpid();
+        if (fork() == 0) {
+            follow(parent);
+            run_plain(shape, 0, seed + 7 + child);
+        }
+    }
     const size_t each = size / kRegions;
     CUdeviceptr memory[kRegions];
     uint8_t* wanted[kRegions];
@@ -235,7 +249,15 @@ static void* wait_forever(void* unused) {
     return unused;
 }
 
-static void run_plain(size_t size, unsigned long threads, uint64_t seed) {
+static volatile sig_atomic_t cuda_wanted;
+
+static void want_cuda(int number) {
+    (void)number;
+    cuda_wanted = 1;
+}
+
+static void run_plain(const struct shape* shape, unsigned long threads, uint64_t seed) {
+    const size_t size = shape->size;
     for (unsigned long i = 0; i < threads; ++i) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, wait_forever, NULL) != 0)
@@ -247,7 +269,7 @@ static void run_plain(size_t size, unsigned long threads, uint64_t seed) {
         _exit(3);
     fill(wanted, size, 2, seed);
     memcpy(memory, wanted, size);
-    for (unsigned long step = 0;; ++step) {
+    for (unsigned long step = 0; !cuda_wanted; ++step) {
         size_t length;
         compare(memory, wanted, size, 0);
         const size_t offset = change(wanted, size, 2, &seed, &length);
@@ -255,11 +277,19 @@ static void run_plain(size_t size, unsigned long threads, uint64_t seed) {
         say("step %lu ok", step);
         usleep(kStepMicroseconds);
     }
+    run_cuda(shape, seed);
+}
+
+/* In the child of a fork: it ends with its parent. */
+static void follow(pid_t parent) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+    if (getppid() != parent)
+        _exit(0);
 }
 
 int main(int argc, char** argv) {
     struct shape shape = {.size = (size_t)4 << 20, .streams = 1};
-    unsigned long children = 0, plain_children = 0, plain_threads = 0;
+    unsigned long children = 0, plain_children = 0, plain_threads = 0, late = 0;
     uint64_t seed = 1;
     bool cuda = true;
     for (int i = 1; i < argc; i += 2) {
@@ -278,6 +308,10 @@ int main(int argc, char** argv) {
             children = value;
         else if (strcmp(argv[i], "--plain-children") == 0)
             plain_children = value;
+        else if (strcmp(argv[i], "--late-children") == 0)
+            late = value;
+        else if (strcmp(argv[i], "--forked-children") == 0)
+            shape.forked = value;
         else if (strcmp(argv[i], "--plain-threads") == 0)
             plain_threads = value;
         else if (strcmp(argv[i], "--seed") == 0)
@@ -289,21 +323,23 @@ int main(int argc, char** argv) {
             return 2;
         }
     }
-    for (unsigned long child = 0; child < children + plain_children; ++child) {
+    const struct shape without_forks = {shape.size,   shape.pinned_size, shape.registered_size, 0,
+                                        shape.module, shape.streams};
+    for (unsigned long child = 0; child < children + plain_children + late; ++child) {
         const pid_t parent = getpid();
         const pid_t pid = fork();
         if (pid < 0)
             return 3;
         if (pid > 0)
             continue;
-        prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
-        if (getppid() != parent)
-            return 0;
+        follow(parent);
         if (child < children)
-            run_cuda(&shape, seed * 1000003 + child);
-        run_plain(shape.size, plain_threads, seed * 1000003 + child);
+            run_cuda(&without_forks, seed * 1000003 + child);
+        if (child >= children + plain_children)
+            signal(SIGUSR1, want_cuda);
+        run_plain(&without_forks, plain_threads, seed * 1000003 + child);
     }
     if (cuda)
         run_cuda(&shape, seed * 1000003 - 1);
-    run_plain(shape.size, plain_threads, seed * 1000003 - 1);
+    run_plain(&shape, plain_threads, seed * 1000003 - 1);
 }

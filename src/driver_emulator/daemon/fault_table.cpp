@@ -9,8 +9,9 @@ namespace {
 
 constexpr std::string_view kOperations[kOperationCount] = {"init",       "get_state", "lock",
                                                            "checkpoint", "restore",   "unlock"};
-constexpr std::string_view kActions[] = {"none", "error",  "hang",      "die",
-                                         "oom",  "failed", "fail_after"};
+constexpr std::string_view kActions[] = {
+    "none",  "error", "hang",  "die",      "oom",   "failed", "fail_after", "hang_half",
+    "state", "lie",   "twice", "nonsense", "wrong", "close",  "race",       "end_thread"};
 
 unsigned parse_number(std::string_view word, std::string_view digits) {
     unsigned value = 0;
@@ -75,6 +76,9 @@ unsigned FaultTable::add(const std::vector<std::string_view>& words) {
     if (fault.action == FaultAction::die && !coded) {
         fault.code = 0;
     }
+    if (fault.action == FaultAction::race && (fault.pid == 0 || words[0] != "init")) {
+        throw std::invalid_argument("a race is one of init, and needs the pid of who loses it");
+    }
     if (fault.delay_only && fault.delay_ms == 0) {
         throw std::invalid_argument("a delay needs delay_ms");
     }
@@ -90,6 +94,10 @@ void FaultTable::apply(Operation operation, pid_t pid, OperationPlan& plan) {
             (fault->pid != 0 && fault->pid != pid)) {
             continue;
         }
+        if (fault->action == FaultAction::race && operation == Operation::init) {
+            plan.action = FaultAction::race; // asked again and again, until the race is lost
+            return;
+        }
         plan.delay_ms += fault->delay_ms;
         plan.action = fault->action;
         plan.code = fault->code;
@@ -98,6 +106,12 @@ void FaultTable::apply(Operation operation, pid_t pid, OperationPlan& plan) {
         }
         return;
     }
+}
+
+bool FaultTable::lose_race(pid_t pid) {
+    return std::erase_if(faults_, [pid](const Fault& fault) {
+               return fault.action == FaultAction::race && fault.pid == pid;
+           }) != 0;
 }
 
 std::string FaultTable::json() const {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "driver_emulator/daemon/server.hpp"
 
+#include "driver_emulator/daemon/admin_text.hpp"
 #include "driver_emulator/daemon/worker.hpp"
 #include "driver_emulator/packet.hpp"
 
@@ -35,6 +36,7 @@ constexpr timeval kClientPatience{2, 0};
 union ShortRequest {
     WireHeader header;
     PlanRequest plan;
+    LookRequest look;
     ProcessesRequest processes;
     AttachClient attach;
     char bytes[kMaxAdminText];
@@ -46,30 +48,6 @@ ucred peer_of(int socket) {
     socklen_t size = sizeof peer;
     getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size);
     return peer;
-}
-
-std::vector<std::string_view> split(std::string_view text) {
-    std::vector<std::string_view> words;
-    while (true) {
-        const std::size_t start = text.find_first_not_of(' ');
-        if (start == text.npos) {
-            return words;
-        }
-        text.remove_prefix(start);
-        words.push_back(text.substr(0, text.find(' ')));
-        text.remove_prefix(words.back().size());
-    }
-}
-
-std::string quoted(std::string_view text) {
-    std::string out = "\"";
-    for (const char c : text) {
-        if (c == '"' || c == '\\') {
-            out += '\\';
-        }
-        out += c >= 0 && c < ' ' ? '?' : c;
-    }
-    return out + '"';
 }
 
 void read_name(pid_t pid, char (&name)[16]) {
@@ -243,6 +221,12 @@ bool Server::serve(int socket) {
         }
         fork_worker(socket, request.attach);
         return true;
+    case WireOp::looked_for:
+        if (length != sizeof(LookRequest)) {
+            return false;
+        }
+        return send_struct(
+            socket, WireReply{kWireMagic, Result::success, faults_.lose_race(request.look.pid), 0});
     case WireOp::processes:
         return length == sizeof(ProcessesRequest) && request.processes.gpu < kMaxGpus &&
                send_struct(socket, processes_of(request.processes.gpu));
