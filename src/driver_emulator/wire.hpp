@@ -39,7 +39,6 @@ enum class WireOp : std::uint32_t {
     find_function, ///< FunctionRequest -> FunctionReply
     launch,        ///< LaunchRequest + parameter bytes, no reply: see CompletionPage
     processes,     ///< ProcessesRequest -> ProcessList
-    looked_for,    ///< LookRequest -> WireReply: value = whether a race fault waits for that
 };
 
 struct WireHeader {
@@ -102,7 +101,7 @@ enum class FaultAction : std::uint32_t {
     nonsense,   ///< do all of it, then answer with the first half of a reply
     wrong,      ///< do all of it, then answer with noise of the right length
     close,      ///< do all of it, then close the way back instead of answering
-    race,       ///< in cuInit: wait until a caller has looked for the restore thread in vain
+    race,       ///< in cuInit: wait until the process `code` is to be locked
     end_thread, ///< the restore thread ends mid-way, the process does not
 };
 
@@ -126,13 +125,6 @@ struct ProcessList {
 struct PlanRequest {
     WireHeader header;
     Operation operation;
-};
-
-/// A caller has found no restore thread in a process.
-struct LookRequest {
-    WireHeader header;
-    std::int32_t pid; ///< as the daemon sees it
-    std::uint32_t reserved;
 };
 
 /// What shall happen in one operation: times, and the fault if there is one.

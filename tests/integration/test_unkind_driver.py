@@ -143,13 +143,34 @@ def test_a_driver_whose_answers_are_one_behind(newest_rig: Rig, call: str) -> No
             job.run_on()
 
 
-def test_cuda_that_starts_behind_the_back_of_the_dump(rig: Rig) -> None:
-    with rig.job(mib=8, late_children=1) as job:
-        late = job.pids[1]
-        rig.emulator.add_fault("init", "race", pid=late)
+@pytest.fixture
+def freezer(tmp_path: Path) -> Iterator[Path]:
+    """A cgroup of its own that can be frozen."""
+    root = Path("/sys/fs/cgroup")
+    root = root / "freezer" if (root / "freezer").is_dir() else root
+    group = root / f"gpustasis-{os.getpid()}-{tmp_path.name}"
+    group.mkdir()
+    yield group
+    group.rmdir()
+
+
+def test_cuda_that_starts_behind_the_back_of_the_dump(rig: Rig, freezer: Path) -> None:
+    """With a cgroup, criu asks for all pauses first and freezes then, as it does for engines. Of two
+    children the first starts CUDA while the second is being locked."""
+    with rig.job(mib=8, late_children=1, children=1) as job:
+        _, late, other = job.pids
+        for pid in job.pids:
+            (freezer / "cgroup.procs").write_text(str(pid))
+        rig.emulator.add_fault("init", "race", code=other, pid=late)
         os.kill(late, signal.SIGUSR1)
         await_silence(job, late)
-        require_refused(rig, job, "started to use CUDA while the tree was being frozen")
+        rig.emulator.add_fault("lock", "delay", delay_ms=500, pid=other)
+        dumped = rig.dump(job, images := rig.images(), "--freeze-cgroup", str(freezer))
+        assert dumped.status != 0, "criu says it dumped"
+        assert "started to use CUDA while the tree was being frozen" in dumped.log, dumped.errors
+        job.run_on()
+        rig.settle(images)
+        rig.emulator.clear_faults()
         round_trip(rig, job)
 
 

@@ -325,7 +325,7 @@ int main(int argc, char** argv) {
     }
     const struct shape without_forks = {shape.size,   shape.pinned_size, shape.registered_size, 0,
                                         shape.module, shape.streams};
-    for (unsigned long child = 0; child < children + plain_children + late; ++child) {
+    for (unsigned long child = 0; child < late + children + plain_children; ++child) {
         const pid_t parent = getpid();
         const pid_t pid = fork();
         if (pid < 0)
@@ -333,9 +333,9 @@ int main(int argc, char** argv) {
         if (pid > 0)
             continue;
         follow(parent);
-        if (child < children)
+        if (child >= late && child < late + children)
             run_cuda(&without_forks, seed * 1000003 + child);
-        if (child >= children + plain_children)
+        if (child < late)
             signal(SIGUSR1, want_cuda);
         run_plain(&without_forks, plain_threads, seed * 1000003 + child);
     }

@@ -76,8 +76,8 @@ unsigned FaultTable::add(const std::vector<std::string_view>& words) {
     if (fault.action == FaultAction::die && !coded) {
         fault.code = 0;
     }
-    if (fault.action == FaultAction::race && (fault.pid == 0 || words[0] != "init")) {
-        throw std::invalid_argument("a race is one of init, and needs the pid of who loses it");
+    if (fault.action == FaultAction::race && (!coded || fault.any || words[0] != "init")) {
+        throw std::invalid_argument("a race is one of init, and needs the pid of another as code");
     }
     if (fault.delay_only && fault.delay_ms == 0) {
         throw std::invalid_argument("a delay needs delay_ms");
@@ -89,13 +89,18 @@ unsigned FaultTable::add(const std::vector<std::string_view>& words) {
 }
 
 void FaultTable::apply(Operation operation, pid_t pid, OperationPlan& plan) {
+    if (operation == Operation::lock) {
+        std::erase_if(faults_, [pid](const Fault& fault) {
+            return fault.action == FaultAction::race && fault.code == pid;
+        });
+    }
     for (auto fault = faults_.begin(); fault != faults_.end(); ++fault) {
         if ((!fault->any && fault->operation != operation) ||
             (fault->pid != 0 && fault->pid != pid)) {
             continue;
         }
         if (fault->action == FaultAction::race && operation == Operation::init) {
-            plan.action = FaultAction::race; // asked again and again, until the race is lost
+            plan.action = FaultAction::race; // asked again and again, until that lock
             return;
         }
         plan.delay_ms += fault->delay_ms;
@@ -106,12 +111,6 @@ void FaultTable::apply(Operation operation, pid_t pid, OperationPlan& plan) {
         }
         return;
     }
-}
-
-bool FaultTable::lose_race(pid_t pid) {
-    return std::erase_if(faults_, [pid](const Fault& fault) {
-               return fault.action == FaultAction::race && fault.pid == pid;
-           }) != 0;
 }
 
 std::string FaultTable::json() const {

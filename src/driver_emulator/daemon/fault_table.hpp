@@ -23,10 +23,6 @@ public:
     /// Writes the first fault that matches into `plan`, and counts it.
     void apply(Operation operation, pid_t pid, OperationPlan& plan);
 
-    /// A caller has found no restore thread in `pid`: a race fault that waits for that there ends.
-    /// Returns whether there was one.
-    bool lose_race(pid_t pid);
-
     /// A JSON array.
     [[nodiscard]] std::string json() const;
 

@@ -36,7 +36,6 @@ constexpr timeval kClientPatience{2, 0};
 union ShortRequest {
     WireHeader header;
     PlanRequest plan;
-    LookRequest look;
     ProcessesRequest processes;
     AttachClient attach;
     char bytes[kMaxAdminText];
@@ -221,12 +220,6 @@ bool Server::serve(int socket) {
         }
         fork_worker(socket, request.attach);
         return true;
-    case WireOp::looked_for:
-        if (length != sizeof(LookRequest)) {
-            return false;
-        }
-        return send_struct(
-            socket, WireReply{kWireMagic, Result::success, faults_.lose_race(request.look.pid), 0});
     case WireOp::processes:
         return length == sizeof(ProcessesRequest) && request.processes.gpu < kMaxGpus &&
                send_struct(socket, processes_of(request.processes.gpu));

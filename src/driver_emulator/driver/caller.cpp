@@ -17,7 +17,6 @@ namespace gpustasis::emulator {
 namespace {
 
 constexpr int kLivenessCheckMs = 100;
-constexpr int kRaceMs = 2000;
 
 /// A file of the target's, closed at the end.
 class TargetFile {
@@ -130,9 +129,10 @@ bool is_desynchronised() noexcept {
 
 } // namespace
 
-namespace {
-
-Result search_threads(pid_t pid, RestoreThread& thread) noexcept {
+Result find_restore_thread(pid_t pid, RestoreThread& thread) noexcept {
+    if (pid <= 0) {
+        return Result::invalid_value;
+    }
     char path[64];
     std::snprintf(path, sizeof path, "/proc/%d/task", pid);
     DIR* tasks = opendir(path);
@@ -152,31 +152,6 @@ Result search_threads(pid_t pid, RestoreThread& thread) noexcept {
         }
     }
     closedir(tasks);
-    return result;
-}
-
-/// If a fault says so, CUDA starts there at once, and the caller knows nothing of it.
-void let_race_be_lost(pid_t pid) noexcept {
-    if (!tell_looked_for(pid)) {
-        return;
-    }
-    RestoreThread thread;
-    for (int waited = 0; waited < kRaceMs && search_threads(pid, thread) != Result::success;
-         ++waited) {
-        sleep_ms(1);
-    }
-}
-
-} // namespace
-
-Result find_restore_thread(pid_t pid, RestoreThread& thread) noexcept {
-    if (pid <= 0) {
-        return Result::invalid_value;
-    }
-    const Result result = search_threads(pid, thread);
-    if (result == Result::not_initialized) {
-        let_race_be_lost(pid);
-    }
     return result;
 }
 

@@ -96,11 +96,6 @@ OperationPlan ask_plan(Operation operation) noexcept {
     return plan;
 }
 
-bool tell_looked_for(int pid) noexcept {
-    WireReply reply{};
-    return ask(LookRequest{{kWireMagic, WireOp::looked_for}, pid, 0}, reply) && reply.value != 0;
-}
-
 Result DaemonLink::open(const char* device, const char* mapping) noexcept {
     AttachClient hello{{kWireMagic, WireOp::attach_client}, submitted_.load(), {}, {}};
     std::strncpy(hello.device, device, sizeof hello.device - 1);

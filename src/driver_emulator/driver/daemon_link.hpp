@@ -30,10 +30,6 @@ namespace gpustasis::emulator {
 /// Asks what shall happen in an operation; without a daemon nothing special does.
 [[nodiscard]] OperationPlan ask_plan(Operation operation) noexcept;
 
-/// Tells that a caller has found no restore thread in `pid`. Returns whether cuInit there has waited
-/// for that: see FaultAction::race.
-bool tell_looked_for(int pid) noexcept;
-
 /// Thread-safe. Allocates no memory.
 class DaemonLink {
 public:
