@@ -90,9 +90,7 @@ def test_a_helper_thread_that_lingers_is_waited_for(rig: Rig) -> None:
 
 def test_a_helper_thread_that_stays_is_a_reason_not_to_dump(newest_rig: Rig) -> None:
     with settings(newest_rig, lingering_ms=FOREVER_MS), newest_rig.job(mib=8, children=1) as job:
-        require_refused(
-            newest_rig, job, "a thread that the driver made for the checkpoint lingers"
-        )
+        require_refused(newest_rig, job, "a thread that the driver made for the checkpoint lingers")
 
 
 @pytest.mark.parametrize("state", [3, 4, 5, 6, 255])

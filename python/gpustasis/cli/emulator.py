@@ -220,7 +220,11 @@ def fault() -> None:
 @fault.command()
 @click.argument("operation", type=click.Choice(_OPERATIONS))
 @click.argument("action", type=click.Choice(_ACTIONS))
-@click.option("--code", type=int, help="CUresult; for die, a signal (default: it exits); for state, the state.")
+@click.option(
+    "--code",
+    type=int,
+    help="CUresult; for die, a signal (default: it exits); for state, the state.",
+)
 @click.option("--count", type=int, default=1, show_default=True, help="How often; 0: always.")
 @click.option("--delay-ms", type=int, default=0, help="Wait before that.")
 @click.option("--pid", type=int, default=0, help="Only in this process.")
