@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -19,6 +20,8 @@ from gpustasis.driver import ProcessState
 
 STAGING = {"locked": "1", "shared": "2", "memfd": "3"}
 FOREVER_MS = "3600000"
+SEED = 20261122
+TRIALS = 8
 
 
 @contextmanager
@@ -141,35 +144,39 @@ def test_a_driver_whose_answers_are_one_behind(newest_rig: Rig, call: str) -> No
             job.run_on()
 
 
-@pytest.fixture
-def freezer(tmp_path: Path) -> Iterator[Path]:
-    """A cgroup of its own that can be frozen."""
-    root = Path("/sys/fs/cgroup")
-    root = root / "freezer" if (root / "freezer").is_dir() else root
-    group = root / f"gpustasis-{os.getpid()}-{tmp_path.name}"
-    group.mkdir()
-    yield group
-    group.rmdir()
-
-
-def test_cuda_that_starts_behind_the_back_of_the_dump(rig: Rig, freezer: Path) -> None:
-    """With a cgroup, criu asks for all pauses first and freezes then, as it does for engines. Of two
-    children the first starts CUDA while the second is being locked."""
+def test_a_cuinit_that_is_under_way(rig: Rig) -> None:
+    """One child is in cuInit, and has no thread of the driver's yet, when the tree is frozen."""
     with rig.job(mib=8, late_children=1, children=1) as job:
         _, late, other = job.pids
-        for pid in job.pids:
-            (freezer / "cgroup.procs").write_text(str(pid))
         rig.emulator.add_fault("init", "race", code=other, pid=late)
         os.kill(late, signal.SIGUSR1)
         await_silence(job, late)
-        rig.emulator.add_fault("lock", "delay", delay_ms=500, pid=other)
-        dumped = rig.dump(job, images := rig.images(), "--freeze-cgroup", str(freezer))
-        assert dumped.status != 0, "criu says it dumped"
-        assert "started to use CUDA while the tree was being frozen" in dumped.log, dumped.errors
-        job.run_on()
+        dumped = rig.dump(job, images := rig.images())
+        assert dumped.status == 0, dumped.errors
+        assert job.wait() == -signal.SIGKILL
         rig.settle(images)
-        rig.emulator.clear_faults()
-        round_trip(rig, job)
+        restored = rig.restore(images)
+        assert restored.status == 0, restored.errors
+        job.run_on()
+
+
+def test_cuda_that_starts_at_any_moment_of_a_dump(newest_rig: Rig) -> None:
+    """Before the plugin looks for it, behind its back, or when all is frozen."""
+    random = Random(SEED)
+    for _ in range(TRIALS):
+        with newest_rig.job(mib=8, late_children=1, children=1) as job:
+            late = job.pids[1]
+            images = newest_rig.images()
+            criu = newest_rig.start(newest_rig.dump_words(job, images))
+            time.sleep(random.uniform(0, 0.15))
+            os.kill(late, signal.SIGUSR1)
+            if criu.wait(60) == 0:
+                job.wait()
+                newest_rig.settle(images)
+                restored = newest_rig.restore(images)
+                assert restored.status == 0, restored.errors
+            job.run_on()
+            newest_rig.settle(images)
 
 
 def await_silence(job: SteadyJob, pid: int) -> None:
@@ -181,6 +188,22 @@ def await_silence(job: SteadyJob, pid: int) -> None:
         if job.steps()[pid] == before:
             return
         assert time.monotonic() < deadline
+
+
+def test_copies_and_host_functions_under_way(rig: Rig) -> None:
+    """Lock waits for those of every stream; none is lost, and none is done twice."""
+    with rig.job(mib=4, children=1, module=rig.programs.kernels, streams=4) as job:
+        for _ in range(3):
+            round_trip(rig, job)
+
+
+def test_copies_that_do_not_end_in_time_are_a_reason_not_to_dump(newest_rig: Rig) -> None:
+    with newest_rig.job(mib=4, module=newest_rig.programs.kernels, streams=16) as job:
+        dumped = newest_rig.dump(job, images := newest_rig.images(), config={"lock_timeout_ms": 1})
+        assert dumped.status != 0, "criu says it dumped"
+        assert "CUDA_ERROR_NOT_READY (600)" in dumped.log, dumped.errors
+        job.run_on()
+        newest_rig.settle(images)
 
 
 def test_a_child_forked_after_cuinit_runs_on(rig: Rig) -> None:

@@ -12,7 +12,7 @@
  * random, and a pattern that repeats - and N KiB of pinned and of registered host memory (default 0).
  * Again and again it reads all of it, compares each byte with a copy of its own, prints "PID step K ok",
  * and changes a stretch of both. With a module, steady_kernels.cu compiled, each of N streams (default 1)
- * has a kernel under way and an asynchronous copy behind it from one step to the next. A process without CUDA does the same with its own memory, and has N more threads
+ * has a kernel, asynchronous copies and a host function under way from one step to the next. A process without CUDA does the same with its own memory, and has N more threads
  * that wait (default 0). What differs is "PID MISMATCH region R offset O", an error of the driver
  * "PID CALL: NAME"; the process then ends with status 1. Every line is one write to standard output,
  * so the lines of the tree do not mix.
@@ -90,7 +90,8 @@ static size_t change(uint8_t* wanted, size_t size, int region, uint64_t* state, 
     return offset;
 }
 
-enum { kNumbers = 1024, kRounds = 500, kMaxStreams = 16 };
+enum { kNumbers = 1024, kRounds = 500, kMaxStreams = 16, kBlock = 65536 };
+enum { kFunctionMicroseconds = 3000 };
 
 /* Streams with a kernel under way whenever a step ends. */
 struct streams {
@@ -99,6 +100,9 @@ struct streams {
     CUstream stream[kMaxStreams];
     CUdeviceptr numbers[kMaxStreams];
     uint64_t* copy[kMaxStreams]; /* pinned: where the asynchronous copy ends */
+    uint8_t* block[kMaxStreams]; /* pinned: goes to the GPU and back, as it is, while a step ends */
+    CUdeviceptr blocks[kMaxStreams];
+    unsigned long functions[kMaxStreams], functions_wanted; /* host functions called */
     CUevent copied[kMaxStreams];
     uint64_t wanted[kMaxStreams][kNumbers], expected[kMaxStreams][kNumbers];
 };
@@ -117,8 +121,49 @@ static void launch(struct streams* all, unsigned i) {
     advance_all(all->wanted[i]);
 }
 
+static void count_call(void* counter) {
+    usleep(kFunctionMicroseconds);
+    ++*(unsigned long*)counter;
+}
+
+/* Behind the kernel: copies to the GPU and back, of bytes that the GPU alone holds meanwhile, and a host
+ * function between two copies. All of it is under way when the step ends. */
+static void leave_copies(struct streams* all, unsigned i) {
+    CUstream stream = all->stream[i];
+    REQUIRE(cuMemcpyHtoDAsync(all->blocks[i], all->block[i], kBlock, stream));
+    REQUIRE(cuMemcpyDtoDAsync(all->blocks[i] + kBlock, all->blocks[i], kBlock, stream));
+    REQUIRE(cuLaunchHostFunc(stream, count_call, &all->functions[i]));
+    REQUIRE(cuMemsetD8Async(all->blocks[i], 0x5a, kBlock, stream));
+    REQUIRE(cuMemcpyDtoHAsync(all->block[i], all->blocks[i] + kBlock, kBlock, stream));
+    REQUIRE(cuMemcpyDtoHAsync(all->block[i] + kBlock, all->blocks[i], kBlock, stream));
+}
+
+static void check_copies(struct streams* all, unsigned i) {
+    REQUIRE(cuStreamSynchronize(all->stream[i]));
+    for (size_t k = 0; k < 2 * kBlock; ++k) {
+        const uint8_t wanted = k < kBlock ? (uint8_t)(k * 7 + i + all->functions_wanted) : 0x5a;
+        if (all->block[i][k] != wanted) {
+            say("MISMATCH region %d offset %zu", kRegions + 2 + kMaxStreams + (int)i, k);
+            _exit(1);
+        }
+    }
+    if (all->functions[i] != all->functions_wanted) {
+        say("MISMATCH: %lu host functions, not %lu", all->functions[i], all->functions_wanted);
+        _exit(1);
+    }
+}
+
+static void fill_block(struct streams* all, unsigned i) {
+    for (size_t k = 0; k < 2 * kBlock; ++k)
+        all->block[i][k] = k < kBlock ? (uint8_t)(k * 7 + i + all->functions_wanted) : 0;
+}
+
 /* What the last launch makes goes to the host behind it; another kernel is left under way. */
 static void step_streams(struct streams* all) {
+    if (all->functions_wanted > 0)
+        for (unsigned i = 0; i < all->count; ++i)
+            check_copies(all, i);
+    ++all->functions_wanted;
     for (unsigned i = 0; i < all->count; ++i) {
         REQUIRE(cuMemcpyDtoHAsync(all->copy[i], all->numbers[i], sizeof all->wanted[i],
                                   all->stream[i]));
@@ -130,6 +175,10 @@ static void step_streams(struct streams* all) {
         REQUIRE(cuEventSynchronize(all->copied[i]));
         compare((uint8_t*)all->copy[i], (uint8_t*)all->expected[i], sizeof all->wanted[i],
                 kRegions + 2 + (int)i);
+    }
+    for (unsigned i = 0; i < all->count; ++i) {
+        fill_block(all, i);
+        leave_copies(all, i);
     }
 }
 
@@ -146,6 +195,8 @@ static struct streams* start_streams(const char* path, unsigned count, uint64_t 
         REQUIRE(cuEventCreate(&all->copied[i], CU_EVENT_DISABLE_TIMING));
         REQUIRE(cuMemAlloc(&all->numbers[i], sizeof all->wanted[i]));
         REQUIRE(cuMemHostAlloc((void**)&all->copy[i], sizeof all->wanted[i], 0));
+        REQUIRE(cuMemHostAlloc((void**)&all->block[i], 2 * kBlock, 0));
+        REQUIRE(cuMemAlloc(&all->blocks[i], 2 * kBlock));
         for (unsigned n = 0; n < kNumbers; ++n)
             all->wanted[i][n] = next_random(&seed);
         REQUIRE(cuMemcpyHtoD(all->numbers[i], all->wanted[i], sizeof all->wanted[i]));

@@ -50,6 +50,12 @@ Result lock(Driver& driver, const ChannelRequest& request, const OperationPlan& 
             break; // done, or the worker is gone and will never be
         }
     }
+    while (!driver.link.is_idle()) { // its thread may be stopped from now on, with a lock in hand
+        if (is_late() || is_abandoned(driver)) {
+            return give_up(Result::not_ready);
+        }
+        sleep_ms(1);
+    }
     driver.state = ProcessState::locked;
     return Result::success;
 }
