@@ -197,15 +197,6 @@ def test_copies_and_host_functions_under_way(rig: Rig) -> None:
             round_trip(rig, job)
 
 
-def test_copies_that_do_not_end_in_time_are_a_reason_not_to_dump(newest_rig: Rig) -> None:
-    with newest_rig.job(mib=4, module=newest_rig.programs.kernels, streams=16) as job:
-        dumped = newest_rig.dump(job, images := newest_rig.images(), config={"lock_timeout_ms": 1})
-        assert dumped.status != 0, "criu says it dumped"
-        assert "CUDA_ERROR_NOT_READY (600)" in dumped.log, dumped.errors
-        job.run_on()
-        newest_rig.settle(images)
-
-
 def test_a_child_forked_after_cuinit_runs_on(rig: Rig) -> None:
     """It holds the driver's files and no thread of the driver's: nobody can checkpoint it."""
     with rig.job(mib=8, forked_children=1) as job:
