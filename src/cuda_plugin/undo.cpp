@@ -12,14 +12,18 @@
 namespace gpustasis {
 namespace {
 
-/// Unlock, believing the state and not the answer: a driver may report an error and have done it.
+/// Unlock, believing the state and not the answer: a driver may report an error and have done it, or
+/// success and not have done it.
 void unlock(pid_t pid, Driver& driver) {
     try {
         driver.unlock(pid);
     } catch (const DriverError&) {
         if (driver.state(pid) != ProcessState::running)
             throw;
+        return;
     }
+    if (driver.state(pid) != ProcessState::running)
+        throw Error(Errc::io, "the driver says it unlocked the process, and that it is not running");
 }
 
 } // namespace

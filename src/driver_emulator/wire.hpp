@@ -15,7 +15,7 @@
 
 namespace gpustasis::emulator {
 
-inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'03;
+inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'04;
 inline constexpr unsigned kMaxGpus = 16;
 inline constexpr unsigned kMaxClients = 1024;
 inline constexpr int kFirstPciBus = 0xe0;
@@ -74,6 +74,14 @@ struct DaemonInfo {
     GpuInfo gpus[kMaxGpus];
 };
 
+/// What memory a Checkpoint moves GPU memory to.
+enum class StagingKind : std::uint32_t {
+    plain,  ///< private anonymous
+    locked, ///< the same, and mlocked
+    shared, ///< shared anonymous
+    memfd,  ///< a file in memory, shared, its descriptor closed
+};
+
 /// The operations that faults and delays can be attached to.
 enum class Operation : std::uint32_t { init, get_state, lock, checkpoint, restore, unlock };
 inline constexpr unsigned kOperationCount = 6;
@@ -81,11 +89,20 @@ inline constexpr unsigned kOperationCount = 6;
 enum class FaultAction : std::uint32_t {
     none,
     error,      ///< answer with the code, do nothing
-    hang,       ///< never answer
+    hang,       ///< never answer, until the process is killed
     die,        ///< the target exits (code 0) or is killed by the signal `code`, mid-way
     oom,        ///< CUDA_ERROR_OUT_OF_MEMORY mid-way
     failed,     ///< CU_PROCESS_STATE_FAILED from now on, answer with the code
     fail_after, ///< do all of it, then answer with the code
+    hang_half,  ///< as hang, when half of the memory has been moved; elsewhere as hang
+    state,      ///< do nothing, answer with success and `code` as the state
+    lie,        ///< do nothing, answer with success
+    twice,      ///< do all of it, then answer twice
+    nonsense,   ///< do all of it, then answer with the first half of a reply
+    wrong,      ///< do all of it, then answer with noise of the right length
+    close,      ///< do all of it, then close the way back instead of answering
+    race,       ///< in cuInit: wait until the process `code` is to be locked
+    end_thread, ///< the restore thread ends mid-way, the process does not
 };
 
 /// Asks who uses one GPU.
@@ -118,6 +135,9 @@ struct OperationPlan {
     std::uint32_t lock_drain_ms = 0;
     std::uint32_t d2h_ms_per_gib = 0; ///< of each GPU, at least this long; 0 = as fast as memory
     std::uint32_t h2d_ms_per_gib = 0;
+    std::uint32_t staging = 0;      ///< StagingKind
+    std::uint32_t lingering_ms = 0; ///< how long a helper thread outlives a Checkpoint
+    std::uint32_t gaps = 0;         ///< a Checkpoint unmaps the GPUs' addresses, and stages there
 };
 
 struct AttachClient {

@@ -2,15 +2,21 @@
 """The driver fails: each call of a dump and of a restore, in each way that the emulator knows.
 
 A dump must fail with a sentence that names call, process and CUresult, and leave the job running
-and exact; only where the driver has given the process up, or died with it, may that be impossible.
-A restore must fail, say why, and leave nothing alive.
+and exact. Where the driver has given one process up, hangs in it, has died with it or no longer
+answers, that may be impossible for this one: the others of its tree must run on and be exact, and
+what hangs is left alone until it is killed. A restore must fail, say why, and leave nothing alive.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from random import Random
 
 from campaigns import damage
 from campaigns.rig import Jobs, Rig, Run
@@ -43,15 +49,26 @@ class Fault:
         return f"{self.operation} {self.action}" + ("" if self.code is None else f" {self.code}")
 
 
+# What a process does not come back from by itself, or not always.
+LASTING = ("die", "failed", "hang", "hang_half", "end_thread", "close")
+_STRANGE_STATES = (3, 4, 5, 6, 255)  # FAILED, CHECKPOINTING, RESTORING, and what nobody knows yet
+_GARBLED = ("nonsense", "wrong")  # replies
+
+
 def dump_faults(codes: tuple[int, ...], slow: bool) -> Iterator[Fault]:
     """slow: also those that meet a deadline of the plugin's that no setting shortens."""
     for operation in DUMP_CALLS:
         for code in codes:
             yield Fault(operation, "error", code)
-        if slow or operation == "checkpoint":
+        if slow:
             yield Fault(operation, "hang")
-        yield Fault(operation, "die")
-        yield Fault(operation, "failed")
+        for action in ("die", "failed", "end_thread", "close", *_GARBLED):
+            yield Fault(operation, action)
+    for state in _STRANGE_STATES:
+        yield Fault("get_state", "state", state)
+    for operation in ("lock", "checkpoint"):
+        yield Fault(operation, "lie")
+    yield Fault("checkpoint", "hang_half")
     for operation in ("lock", "checkpoint"):
         yield Fault(operation, "fail_after", 999)
     yield Fault("checkpoint", "oom")
@@ -62,25 +79,36 @@ def restore_faults(codes: tuple[int, ...], slow: bool) -> Iterator[Fault]:
     for operation in RESTORE_CALLS:
         for code in codes:
             yield Fault(operation, "error", code)
-        yield Fault(operation, "die")
         if slow or operation == "restore":
             yield Fault(operation, "hang")
-        yield Fault(operation, "failed")
+        for action in ("die", "failed", "end_thread", "close", *_GARBLED):
+            yield Fault(operation, action)
+    for state in _STRANGE_STATES:
+        yield Fault("get_state", "state", state)
+    for operation in ("restore", "unlock"):
+        yield Fault(operation, "lie")
+    yield Fault("restore", "hang_half")
     yield Fault("restore", "oom")
     yield Fault("restore", "fail_after", 999)
 
 
-def run_dumps(rig: Rig, codes: tuple[int, ...] = CODES, *, slow: bool = True) -> Tally:
-    """One dump for each fault."""
+def run_dumps(
+    rig: Rig, codes: tuple[int, ...] = CODES, *, slow: bool = True, random: Random | None = None
+) -> Tally:
+    """One dump for each fault, in the root of the tree or, drawn by `random`, in its CUDA child."""
+    random = random or Random(0)
     tally = Tally()
     with Jobs(lambda: _start(rig)) as jobs:
         for fault in dump_faults(codes, slow):
             tally.counts["trials"] += 1
+            job = jobs.get()
+            # A child that is lost leaves the others alive, whose parent dies takes them along.
+            target = job.pids[1] if fault.action in LASTING else random.choice(job.pids[:2])
             try:
-                if _try_dump(rig, jobs.get(), fault):
+                if _try_dump(rig, job, fault, target):
                     tally.counts["dump failed, job runs on"] += 1
                 else:
-                    tally.counts["dump failed, driver gave the job up"] += 1
+                    tally.counts["dump failed, driver lost one process, the others run on"] += 1
                     jobs.drop()
             except AssertionError as failure:
                 tally.failures.append(f"dump, {fault}: {failure}")
@@ -117,6 +145,7 @@ def run_undos(rig: Rig, codes: tuple[int, ...] = CODES) -> Tally:
     tally = Tally()
     faults = [Fault(call, "error", code) for call in UNDO_CALLS for code in codes]
     faults += [Fault(call, "fail_after", 999) for call in UNDO_CALLS]
+    faults += [Fault(call, action) for call in UNDO_CALLS for action in ("lie", *_GARBLED)]
     with Jobs(lambda: _start(rig)) as jobs:
         for fault in faults:
             tally.counts["trials"] += 1
@@ -147,31 +176,51 @@ def _try_undo(rig: Rig, job: SteadyJob, fault: Fault) -> str:
 
 def _start(rig: Rig) -> SteadyJob:
     log = rig.images().with_suffix(".job")
-    return SteadyJob(rig.programs.job, log, rig.environ, mib=2, children=1)
+    return SteadyJob(rig.programs.job, log, rig.environ, mib=2, children=1, plain_children=1)
 
 
-def _add(rig: Rig, fault: Fault) -> None:
-    rig.emulator.add_fault(fault.operation, fault.action, code=fault.code, delay_ms=fault.delay_ms)
+def _add(rig: Rig, fault: Fault, pid: int = 0) -> None:
+    rig.emulator.add_fault(
+        fault.operation, fault.action, code=fault.code, delay_ms=fault.delay_ms, pid=pid
+    )
 
 
-def _try_dump(rig: Rig, job: SteadyJob, fault: Fault) -> bool:
-    """Whether the job runs on, which it must unless the fault was one that ends it."""
+def _try_dump(rig: Rig, job: SteadyJob, fault: Fault, target: int) -> bool:
+    """Whether the whole job runs on, which it must unless the fault was a lasting one of `target`."""
     threads = job.threads()
     images = rig.images()
-    _add(rig, fault)
+    _add(rig, fault, target)
     dumped = rig.dump(job, images, config=_SHORT)
     assert dumped.status != 0, "criu says it dumped"
     rig.emulator.clear_faults()
     _require_reason(dumped, fault, job)
     assert "t" not in {process_state(pid) for pid in job.pids}, "a task is left traced"
-    if fault.action in ("die", "failed", "hang"):
-        job.end()
-        rig.settle(images)  # a worker waits for a driver that hangs until the job is gone
+    if fault.action in LASTING:
+        job.run_on(without=[target])
+        if fault.action in ("hang", "hang_half"):
+            _require_still_hanging(job, target)
+        with suppress(ProcessLookupError):
+            os.kill(target, signal.SIGKILL)
+        rig.settle(images)  # a worker waits for a driver that hangs until the process is gone
+        job.run_on(without=[target])
         return False
     job.run_on()
     rig.settle(images)
     assert job.threads() == threads
     return True
+
+
+def _require_still_hanging(job: SteadyJob, pid: int) -> None:
+    """Its restore thread does nothing but wait, whoever has asked it something meanwhile."""
+    assert process_state(pid) == "S", f"pid {pid} is in state {process_state(pid)}"
+    places = [
+        (task / "wchan").read_text()
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        if len((task / "comm").read_text().strip()) == len("cuda") + 11
+    ]
+    assert places, "it has no restore thread"
+    assert all("poll" not in place for place in places), "the hang has ended by itself"
+    assert pid in job.alive_pids()
 
 
 def _require_reason(dumped: Run, fault: Fault, job: SteadyJob) -> None:

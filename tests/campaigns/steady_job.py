@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,13 +41,14 @@ class SteadyJob(Job):
         """Start it and wait until each of its processes has made two steps.
 
         options: the program's, with "_" for "-": mib, pinned_kib, registered_kib, children, plain_children,
-        plain_threads, seed, cuda, module, streams.
+        plain_threads, seed, cuda, module, streams,
+        late_children, forked_children.
         """
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         argv = [str(program), *(part for word in words for part in word.split("="))]
         super().__init__(argv, log, environ)
         self.pids: tuple[int, ...] = (self.pid,)
-        kinds = ("children", "plain_children")
+        kinds = ("children", "plain_children", "late_children", "forked_children")
         processes = 1 + sum(int(str(options.get(kind, 0))) for kind in kinds)
         deadline = time.monotonic() + TIMEOUT_S
         while len(steps := self.steps()) < processes or min(steps.values()) < 2:
@@ -68,16 +69,20 @@ class SteadyJob(Job):
             found[int(step[1])] += 1
         return found
 
-    def run_on(self, steps: int = 3, timeout_s: float = 20.0) -> None:
-        """Wait until each process has made that many steps more, each of them right."""
+    def run_on(
+        self, steps: int = 3, timeout_s: float = 20.0, without: Collection[int] = ()
+    ) -> None:
+        """Wait until each process, but those in `without`, has made that many steps more, each of
+        them right."""
+        pids = [pid for pid in self.pids if pid not in without]
         before = self.steps()
         deadline = time.monotonic() + timeout_s
         while True:
             now = self.steps()
-            behind = [pid for pid in self.pids if now[pid] < before[pid] + steps]
+            behind = [pid for pid in pids if now[pid] < before[pid] + steps]
             if not behind:
                 return
-            gone = set(self.pids) - set(self.alive_pids())
+            gone = set(pids) - set(self.alive_pids())
             if gone or time.monotonic() > deadline:
                 raise AssertionError(
                     "the job does not run on: " + "; ".join(describe(pid) for pid in behind)

@@ -3,13 +3,16 @@
  *
  *     steady_job [--mib N] [--pinned-kib N] [--children N] [--plain-children N] [--seed N]
  *                [--plain-threads N] [--cuda 0] [--registered-kib N] [--module FILE] [--streams N]
+ *                [--late-children N] [--forked-children N]
  *
- * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA.
+ * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA. A
+ * late child is without CUDA until SIGUSR1 comes; a forked child is forked when its parent has a
+ * context, and is without CUDA.
  * Each CUDA process holds N MiB of device memory (default 4) in four regions - zero, compressible,
  * random, and a pattern that repeats - and N KiB of pinned and of registered host memory (default 0).
  * Again and again it reads all of it, compares each byte with a copy of its own, prints "PID step K ok",
  * and changes a stretch of both. With a module, steady_kernels.cu compiled, each of N streams (default 1)
- * has a kernel under way and an asynchronous copy behind it from one step to the next. A process without CUDA does the same with its own memory, and has N more threads
+ * has a kernel, asynchronous copies and a host function under way from one step to the next. A process without CUDA does the same with its own memory, and has N more threads
  * that wait (default 0). What differs is "PID MISMATCH region R offset O", an error of the driver
  * "PID CALL: NAME"; the process then ends with status 1. Every line is one write to standard output,
  * so the lines of the tree do not mix.
@@ -87,7 +90,8 @@ static size_t change(uint8_t* wanted, size_t size, int region, uint64_t* state, 
     return offset;
 }
 
-enum { kNumbers = 1024, kRounds = 500, kMaxStreams = 16 };
+enum { kNumbers = 1024, kRounds = 500, kMaxStreams = 16, kBlock = 65536 };
+enum { kFunctionMicroseconds = 3000 };
 
 /* Streams with a kernel under way whenever a step ends. */
 struct streams {
@@ -96,6 +100,9 @@ struct streams {
     CUstream stream[kMaxStreams];
     CUdeviceptr numbers[kMaxStreams];
     uint64_t* copy[kMaxStreams]; /* pinned: where the asynchronous copy ends */
+    uint8_t* block[kMaxStreams]; /* pinned: goes to the GPU and back, as it is, while a step ends */
+    CUdeviceptr blocks[kMaxStreams];
+    unsigned long functions[kMaxStreams], functions_wanted; /* host functions called */
     CUevent copied[kMaxStreams];
     uint64_t wanted[kMaxStreams][kNumbers], expected[kMaxStreams][kNumbers];
 };
@@ -114,8 +121,49 @@ static void launch(struct streams* all, unsigned i) {
     advance_all(all->wanted[i]);
 }
 
+static void count_call(void* counter) {
+    usleep(kFunctionMicroseconds);
+    ++*(unsigned long*)counter;
+}
+
+/* Behind the kernel: copies to the GPU and back, of bytes that the GPU alone holds meanwhile, and a host
+ * function between two copies. All of it is under way when the step ends. */
+static void leave_copies(struct streams* all, unsigned i) {
+    CUstream stream = all->stream[i];
+    REQUIRE(cuMemcpyHtoDAsync(all->blocks[i], all->block[i], kBlock, stream));
+    REQUIRE(cuMemcpyDtoDAsync(all->blocks[i] + kBlock, all->blocks[i], kBlock, stream));
+    REQUIRE(cuLaunchHostFunc(stream, count_call, &all->functions[i]));
+    REQUIRE(cuMemsetD8Async(all->blocks[i], 0x5a, kBlock, stream));
+    REQUIRE(cuMemcpyDtoHAsync(all->block[i], all->blocks[i] + kBlock, kBlock, stream));
+    REQUIRE(cuMemcpyDtoHAsync(all->block[i] + kBlock, all->blocks[i], kBlock, stream));
+}
+
+static void check_copies(struct streams* all, unsigned i) {
+    REQUIRE(cuStreamSynchronize(all->stream[i]));
+    for (size_t k = 0; k < 2 * kBlock; ++k) {
+        const uint8_t wanted = k < kBlock ? (uint8_t)(k * 7 + i + all->functions_wanted) : 0x5a;
+        if (all->block[i][k] != wanted) {
+            say("MISMATCH region %d offset %zu", kRegions + 2 + kMaxStreams + (int)i, k);
+            _exit(1);
+        }
+    }
+    if (all->functions[i] != all->functions_wanted) {
+        say("MISMATCH: %lu host functions, not %lu", all->functions[i], all->functions_wanted);
+        _exit(1);
+    }
+}
+
+static void fill_block(struct streams* all, unsigned i) {
+    for (size_t k = 0; k < 2 * kBlock; ++k)
+        all->block[i][k] = k < kBlock ? (uint8_t)(k * 7 + i + all->functions_wanted) : 0;
+}
+
 /* What the last launch makes goes to the host behind it; another kernel is left under way. */
 static void step_streams(struct streams* all) {
+    if (all->functions_wanted > 0)
+        for (unsigned i = 0; i < all->count; ++i)
+            check_copies(all, i);
+    ++all->functions_wanted;
     for (unsigned i = 0; i < all->count; ++i) {
         REQUIRE(cuMemcpyDtoHAsync(all->copy[i], all->numbers[i], sizeof all->wanted[i],
                                   all->stream[i]));
@@ -127,6 +175,10 @@ static void step_streams(struct streams* all) {
         REQUIRE(cuEventSynchronize(all->copied[i]));
         compare((uint8_t*)all->copy[i], (uint8_t*)all->expected[i], sizeof all->wanted[i],
                 kRegions + 2 + (int)i);
+    }
+    for (unsigned i = 0; i < all->count; ++i) {
+        fill_block(all, i);
+        leave_copies(all, i);
     }
 }
 
@@ -143,6 +195,8 @@ static struct streams* start_streams(const char* path, unsigned count, uint64_t 
         REQUIRE(cuEventCreate(&all->copied[i], CU_EVENT_DISABLE_TIMING));
         REQUIRE(cuMemAlloc(&all->numbers[i], sizeof all->wanted[i]));
         REQUIRE(cuMemHostAlloc((void**)&all->copy[i], sizeof all->wanted[i], 0));
+        REQUIRE(cuMemHostAlloc((void**)&all->block[i], 2 * kBlock, 0));
+        REQUIRE(cuMemAlloc(&all->blocks[i], 2 * kBlock));
         for (unsigned n = 0; n < kNumbers; ++n)
             all->wanted[i][n] = next_random(&seed);
         REQUIRE(cuMemcpyHtoD(all->numbers[i], all->wanted[i], sizeof all->wanted[i]));
@@ -153,9 +207,13 @@ static struct streams* start_streams(const char* path, unsigned count, uint64_t 
 
 struct shape {
     size_t size, pinned_size, registered_size;
+    unsigned long forked; /* children */
     const char* module; /* NULL: no kernels */
     unsigned streams;
 };
+
+static void run_plain(const struct shape* shape, unsigned long threads, uint64_t seed);
+static void follow(pid_t parent);
 
 static void run_cuda(const struct shape* shape, uint64_t seed) {
     const size_t size = shape->size, pinned_size = shape->pinned_size;
@@ -166,6 +224,13 @@ static void run_cuda(const struct shape* shape, uint64_t seed) {
     REQUIRE(cuDeviceGet(&device, 0));
     REQUIRE(cuDevicePrimaryCtxRetain(&context, device));
     REQUIRE(cuCtxSetCurrent(context));
+    for (unsigned long child = 0; child < shape->forked; ++child) {
+        const pid_t parent = getpid();
+        if (fork() == 0) {
+            follow(parent);
+            run_plain(shape, 0, seed + 7 + child);
+        }
+    }
     const size_t each = size / kRegions;
     CUdeviceptr memory[kRegions];
     uint8_t* wanted[kRegions];
@@ -235,7 +300,15 @@ static void* wait_forever(void* unused) {
     return unused;
 }
 
-static void run_plain(size_t size, unsigned long threads, uint64_t seed) {
+static volatile sig_atomic_t cuda_wanted;
+
+static void want_cuda(int number) {
+    (void)number;
+    cuda_wanted = 1;
+}
+
+static void run_plain(const struct shape* shape, unsigned long threads, uint64_t seed) {
+    const size_t size = shape->size;
     for (unsigned long i = 0; i < threads; ++i) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, wait_forever, NULL) != 0)
@@ -247,7 +320,7 @@ static void run_plain(size_t size, unsigned long threads, uint64_t seed) {
         _exit(3);
     fill(wanted, size, 2, seed);
     memcpy(memory, wanted, size);
-    for (unsigned long step = 0;; ++step) {
+    for (unsigned long step = 0; !cuda_wanted; ++step) {
         size_t length;
         compare(memory, wanted, size, 0);
         const size_t offset = change(wanted, size, 2, &seed, &length);
@@ -255,11 +328,19 @@ static void run_plain(size_t size, unsigned long threads, uint64_t seed) {
         say("step %lu ok", step);
         usleep(kStepMicroseconds);
     }
+    run_cuda(shape, seed);
+}
+
+/* In the child of a fork: it ends with its parent. */
+static void follow(pid_t parent) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+    if (getppid() != parent)
+        _exit(0);
 }
 
 int main(int argc, char** argv) {
     struct shape shape = {.size = (size_t)4 << 20, .streams = 1};
-    unsigned long children = 0, plain_children = 0, plain_threads = 0;
+    unsigned long children = 0, plain_children = 0, plain_threads = 0, late = 0;
     uint64_t seed = 1;
     bool cuda = true;
     for (int i = 1; i < argc; i += 2) {
@@ -278,6 +359,10 @@ int main(int argc, char** argv) {
             children = value;
         else if (strcmp(argv[i], "--plain-children") == 0)
             plain_children = value;
+        else if (strcmp(argv[i], "--late-children") == 0)
+            late = value;
+        else if (strcmp(argv[i], "--forked-children") == 0)
+            shape.forked = value;
         else if (strcmp(argv[i], "--plain-threads") == 0)
             plain_threads = value;
         else if (strcmp(argv[i], "--seed") == 0)
@@ -289,21 +374,23 @@ int main(int argc, char** argv) {
             return 2;
         }
     }
-    for (unsigned long child = 0; child < children + plain_children; ++child) {
+    const struct shape without_forks = {shape.size,   shape.pinned_size, shape.registered_size, 0,
+                                        shape.module, shape.streams};
+    for (unsigned long child = 0; child < late + children + plain_children; ++child) {
         const pid_t parent = getpid();
         const pid_t pid = fork();
         if (pid < 0)
             return 3;
         if (pid > 0)
             continue;
-        prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
-        if (getppid() != parent)
-            return 0;
-        if (child < children)
-            run_cuda(&shape, seed * 1000003 + child);
-        run_plain(shape.size, plain_threads, seed * 1000003 + child);
+        follow(parent);
+        if (child >= late && child < late + children)
+            run_cuda(&without_forks, seed * 1000003 + child);
+        if (child < late)
+            signal(SIGUSR1, want_cuda);
+        run_plain(&without_forks, plain_threads, seed * 1000003 + child);
     }
     if (cuda)
         run_cuda(&shape, seed * 1000003 - 1);
-    run_plain(shape.size, plain_threads, seed * 1000003 - 1);
+    run_plain(&shape, plain_threads, seed * 1000003 - 1);
 }

@@ -21,7 +21,10 @@ from gpustasis.errors import EmulatorError
 from gpustasis.text import mib
 
 _OPERATIONS = ["any", "init", "get_state", "lock", "checkpoint", "restore", "unlock"]
-_ACTIONS = ["error", "hang", "die", "oom", "failed", "fail_after", "delay"]
+_ACTIONS = [
+    *["error", "hang", "die", "oom", "failed", "fail_after", "delay", "hang_half", "state", "lie"],
+    *["twice", "nonsense", "wrong", "close", "race", "end_thread"],
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -218,7 +221,11 @@ def fault() -> None:
 @fault.command()
 @click.argument("operation", type=click.Choice(_OPERATIONS))
 @click.argument("action", type=click.Choice(_ACTIONS))
-@click.option("--code", type=int, help="CUresult; for die, a signal (default: it exits).")
+@click.option(
+    "--code",
+    type=int,
+    help="CUresult; for die, a signal (default: it exits); for state, the state.",
+)
 @click.option("--count", type=int, default=1, show_default=True, help="How often; 0: always.")
 @click.option("--delay-ms", type=int, default=0, help="Wait before that.")
 @click.option("--pid", type=int, default=0, help="Only in this process.")

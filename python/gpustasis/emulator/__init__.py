@@ -31,7 +31,7 @@ API_WITH_OPERATIONS = 13040
 # First API version of each driver branch.
 _BRANCHES = {570: 12080, 580: 13000, 590: 13010, 595: 13020, 610: 13030, 615: 13040}
 # As in src/driver_emulator/wire.hpp.
-_MAGIC = 0x656D7503
+_MAGIC = 0x656D7504
 _ADMIN = 3
 _MAX_TEXT = 64 * 1024
 _PATIENCE_S = 10.0
@@ -320,9 +320,9 @@ class Emulator:
     ) -> int:
         """Make an operation go wrong, `count` times (0: always). Returns the fault's number.
 
-        operation is init, get_state, lock, checkpoint, restore, unlock or any; action is error,
-        hang, die, oom, failed, fail_after or delay; code is a CUresult, or for die a signal; pid, 0
-        for all, is the target's as seen by the daemon.
+        operation is init, get_state, lock, checkpoint, restore, unlock or any; actions are listed in
+        docs/emulator.md; code is a CUresult, for die a signal, for state a state; pid, 0 for all, is
+        the target's as seen by the daemon.
         """
         text = f"fault add {operation} {action} count={count} delay_ms={delay_ms} pid={pid}"
         if code is not None:

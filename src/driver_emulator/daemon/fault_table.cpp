@@ -9,8 +9,9 @@ namespace {
 
 constexpr std::string_view kOperations[kOperationCount] = {"init",       "get_state", "lock",
                                                            "checkpoint", "restore",   "unlock"};
-constexpr std::string_view kActions[] = {"none", "error",  "hang",      "die",
-                                         "oom",  "failed", "fail_after"};
+constexpr std::string_view kActions[] = {
+    "none",  "error", "hang",  "die",      "oom",   "failed", "fail_after", "hang_half",
+    "state", "lie",   "twice", "nonsense", "wrong", "close",  "race",       "end_thread"};
 
 unsigned parse_number(std::string_view word, std::string_view digits) {
     unsigned value = 0;
@@ -75,6 +76,9 @@ unsigned FaultTable::add(const std::vector<std::string_view>& words) {
     if (fault.action == FaultAction::die && !coded) {
         fault.code = 0;
     }
+    if (fault.action == FaultAction::race && (!coded || fault.any || words[0] != "init")) {
+        throw std::invalid_argument("a race is one of init, and needs the pid of another as code");
+    }
     if (fault.delay_only && fault.delay_ms == 0) {
         throw std::invalid_argument("a delay needs delay_ms");
     }
@@ -85,10 +89,19 @@ unsigned FaultTable::add(const std::vector<std::string_view>& words) {
 }
 
 void FaultTable::apply(Operation operation, pid_t pid, OperationPlan& plan) {
+    if (operation == Operation::lock) {
+        std::erase_if(faults_, [pid](const Fault& fault) {
+            return fault.action == FaultAction::race && fault.code == pid;
+        });
+    }
     for (auto fault = faults_.begin(); fault != faults_.end(); ++fault) {
         if ((!fault->any && fault->operation != operation) ||
             (fault->pid != 0 && fault->pid != pid)) {
             continue;
+        }
+        if (fault->action == FaultAction::race && operation == Operation::init) {
+            plan.action = FaultAction::race; // asked again and again, until that lock
+            return;
         }
         plan.delay_ms += fault->delay_ms;
         plan.action = fault->action;

@@ -94,6 +94,9 @@ std::uint32_t* find_number_knob(Machine& machine, std::string_view key) {
         {"managed_memory", &machine.info.managed_memory},
         {"nccl", &machine.info.nccl},
         {"cuda_ipc", &machine.info.cuda_ipc},
+        {"staging", &machine.times.staging},
+        {"lingering_ms", &machine.times.lingering_ms},
+        {"gaps", &machine.times.gaps},
         {"delay_ms", &machine.times.delay_ms},
         {"lock_drain_ms", &machine.times.lock_drain_ms},
         {"d2h_ms_per_gib", &machine.times.d2h_ms_per_gib},
@@ -202,9 +205,10 @@ void set_knob(Machine& machine, std::string_view key, std::string_view value) {
 std::string knobs_json(const Machine& machine) {
     std::string text;
     Machine copy = machine;
-    for (const char* key : {"persistence", "cloexec", "desync", "init_ms", "nvml_processes",
-                            "nvml_memory", "managed_memory", "nccl", "cuda_ipc", "delay_ms",
-                            "lock_drain_ms", "d2h_ms_per_gib", "h2d_ms_per_gib"}) {
+    for (const char* key :
+         {"persistence", "cloexec", "desync", "init_ms", "nvml_processes", "nvml_memory",
+          "managed_memory", "nccl", "cuda_ipc", "staging", "lingering_ms", "gaps", "delay_ms",
+          "lock_drain_ms", "d2h_ms_per_gib", "h2d_ms_per_gib"}) {
         text +=
             '"' + std::string(key) + "\": " + std::to_string(*find_number_knob(copy, key)) + ", ";
     }

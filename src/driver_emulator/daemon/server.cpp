@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "driver_emulator/daemon/server.hpp"
 
+#include "driver_emulator/daemon/admin_text.hpp"
 #include "driver_emulator/daemon/worker.hpp"
 #include "driver_emulator/packet.hpp"
 
@@ -46,30 +47,6 @@ ucred peer_of(int socket) {
     socklen_t size = sizeof peer;
     getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size);
     return peer;
-}
-
-std::vector<std::string_view> split(std::string_view text) {
-    std::vector<std::string_view> words;
-    while (true) {
-        const std::size_t start = text.find_first_not_of(' ');
-        if (start == text.npos) {
-            return words;
-        }
-        text.remove_prefix(start);
-        words.push_back(text.substr(0, text.find(' ')));
-        text.remove_prefix(words.back().size());
-    }
-}
-
-std::string quoted(std::string_view text) {
-    std::string out = "\"";
-    for (const char c : text) {
-        if (c == '"' || c == '\\') {
-            out += '\\';
-        }
-        out += c >= 0 && c < ' ' ? '?' : c;
-    }
-    return out + '"';
 }
 
 void read_name(pid_t pid, char (&name)[16]) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies and fills. Asynchronous ones wait for their stream and are then done at once, which the
-// API allows.
+// Copies and fills. Asynchronous ones are done by the driver's thread when their turn comes; those
+// of pageable host memory, and of rows, wait for their stream and are then done at once, which the API
+// allows.
 #include "driver_emulator/driver/api.hpp"
 #include "driver_emulator/driver/stream_order.hpp"
 #include "driver_emulator/driver/transfer.hpp"
@@ -22,15 +23,56 @@ std::uint64_t number(Address address) {
 
 /// In the null stream: after everything, and done when it returns.
 template <typename To, typename From>
-int copy(To to, From from, std::size_t size, void* stream = nullptr) {
-    return call_in_stream(stream, [=](Driver& driver, Stream&) {
+int copy(To to, From from, std::size_t size) {
+    return call_in_stream(nullptr, [=](Driver& driver, Stream&) {
         return copy_bytes(driver, number(to), number(from), size);
     });
 }
 
+template <typename To, typename From>
+int copy_later(To to, From from, std::size_t size, void* handle) {
+    return call_in_context([=](Driver& driver, Context& context) {
+        Stream* stream = find_stream(driver, context, handle);
+        if (stream == nullptr) {
+            return Result::invalid_handle;
+        }
+        bool asynchronous = false;
+        const Result refused =
+            is_asynchronous(driver, number(to), number(from), size, asynchronous);
+        if (refused != Result::success) {
+            return refused;
+        }
+        const auto body = [=, &driver](Result before) {
+            return before != Result::success ? before
+                                             : copy_bytes(driver, number(to), number(from), size);
+        };
+        return asynchronous ? defer(driver, *stream, body)
+                            : body(driver.link.wait(last_before(driver, *stream)));
+    });
+}
+
 template <typename Pattern>
-int fill(DevicePtr to, Pattern pattern, std::size_t count, void* stream = nullptr) {
-    return call_in_stream(stream, [=](Driver& driver, Stream&) {
+int fill_later(DevicePtr to, Pattern pattern, std::size_t count, void* handle) {
+    return call_in_context([=](Driver& driver, Context& context) {
+        Stream* stream = find_stream(driver, context, handle);
+        if (stream == nullptr) {
+            return Result::invalid_handle;
+        }
+        const std::uint64_t size = count * sizeof pattern;
+        if (!is_fillable(driver, to, sizeof pattern, size)) {
+            return Result::invalid_value;
+        }
+        return defer(driver, *stream, [=, &driver](Result before) {
+            return before != Result::success
+                       ? before
+                       : fill_bytes(driver, to, &pattern, sizeof pattern, size);
+        });
+    });
+}
+
+template <typename Pattern>
+int fill(DevicePtr to, Pattern pattern, std::size_t count) {
+    return call_in_stream(nullptr, [=](Driver& driver, Stream&) {
         return fill_bytes(driver, to, &pattern, sizeof pattern, count * sizeof pattern);
     });
 }
@@ -92,7 +134,7 @@ GPUSTASIS_API(cuMemcpy)(DevicePtr to, DevicePtr from, std::size_t size) {
 }
 
 GPUSTASIS_API(cuMemcpyAsync)(DevicePtr to, DevicePtr from, std::size_t size, void* stream) {
-    return copy(to, from, size, stream);
+    return copy_later(to, from, size, stream);
 }
 
 GPUSTASIS_API(cuMemcpyHtoD_v2)(DevicePtr to, const void* from, std::size_t size) {
@@ -101,7 +143,7 @@ GPUSTASIS_API(cuMemcpyHtoD_v2)(DevicePtr to, const void* from, std::size_t size)
 
 GPUSTASIS_API(cuMemcpyHtoDAsync_v2)
 (DevicePtr to, const void* from, std::size_t size, void* stream) {
-    return copy(to, from, size, stream);
+    return copy_later(to, from, size, stream);
 }
 
 GPUSTASIS_API(cuMemcpyDtoH_v2)(void* to, DevicePtr from, std::size_t size) {
@@ -109,7 +151,7 @@ GPUSTASIS_API(cuMemcpyDtoH_v2)(void* to, DevicePtr from, std::size_t size) {
 }
 
 GPUSTASIS_API(cuMemcpyDtoHAsync_v2)(void* to, DevicePtr from, std::size_t size, void* stream) {
-    return copy(to, from, size, stream);
+    return copy_later(to, from, size, stream);
 }
 
 GPUSTASIS_API(cuMemcpyDtoD_v2)(DevicePtr to, DevicePtr from, std::size_t size) {
@@ -117,7 +159,7 @@ GPUSTASIS_API(cuMemcpyDtoD_v2)(DevicePtr to, DevicePtr from, std::size_t size) {
 }
 
 GPUSTASIS_API(cuMemcpyDtoDAsync_v2)(DevicePtr to, DevicePtr from, std::size_t size, void* stream) {
-    return copy(to, from, size, stream);
+    return copy_later(to, from, size, stream);
 }
 
 GPUSTASIS_API(cuMemcpyPeer)(DevicePtr to, Context*, DevicePtr from, Context*, std::size_t size) {
@@ -126,7 +168,7 @@ GPUSTASIS_API(cuMemcpyPeer)(DevicePtr to, Context*, DevicePtr from, Context*, st
 
 GPUSTASIS_API(cuMemcpyPeerAsync)
 (DevicePtr to, Context*, DevicePtr from, Context*, std::size_t size, void* stream) {
-    return copy(to, from, size, stream);
+    return copy_later(to, from, size, stream);
 }
 
 GPUSTASIS_API(cuMemcpy2D_v2)(const Memcpy2d* copy) {
@@ -154,16 +196,16 @@ GPUSTASIS_API(cuMemsetD32_v2)(DevicePtr to, unsigned int value, std::size_t coun
 }
 
 GPUSTASIS_API(cuMemsetD8Async)(DevicePtr to, unsigned char value, std::size_t count, void* stream) {
-    return fill(to, value, count, stream);
+    return fill_later(to, value, count, stream);
 }
 
 GPUSTASIS_API(cuMemsetD16Async)
 (DevicePtr to, unsigned short value, std::size_t count, void* stream) {
-    return fill(to, value, count, stream);
+    return fill_later(to, value, count, stream);
 }
 
 GPUSTASIS_API(cuMemsetD32Async)(DevicePtr to, unsigned int value, std::size_t count, void* stream) {
-    return fill(to, value, count, stream);
+    return fill_later(to, value, count, stream);
 }
 
 GPUSTASIS_API(cuMemsetD2D8_v2)

@@ -100,9 +100,11 @@ GPUSTASIS_API(cuStreamAddCallback)
     if (callback == nullptr || flags != 0) {
         return code(Result::invalid_value);
     }
-    return call_in_stream(handle, [=](Driver&, Stream&) {
-        callback(handle, code(Result::success), data);
-        return Result::success;
+    return ask_stream(handle, [=](Driver& driver, Stream& stream) {
+        return defer(driver, stream, [=](Result before) {
+            callback(handle, code(before), data);
+            return Result::success;
+        });
     });
 }
 
@@ -110,9 +112,13 @@ GPUSTASIS_API(cuLaunchHostFunc)(void* handle, void (*function)(void*), void* dat
     if (function == nullptr) {
         return code(Result::invalid_value);
     }
-    return call_in_stream(handle, [=](Driver&, Stream&) {
-        function(data);
-        return Result::success;
+    return ask_stream(handle, [=](Driver& driver, Stream& stream) {
+        return defer(driver, stream, [=](Result before) {
+            if (before == Result::success) {
+                function(data);
+            }
+            return Result::success;
+        });
     });
 }
 

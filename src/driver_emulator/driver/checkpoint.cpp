@@ -19,13 +19,6 @@ bool is_abandoned(const Driver& driver) noexcept {
     return poll(&event, 1, 0) == 1 && (event.revents & POLLIN) != 0;
 }
 
-/// Never answers. Ends when somebody else asks something.
-void hang(const Driver& driver) noexcept {
-    while (!is_abandoned(driver)) {
-        sleep_ms(5);
-    }
-}
-
 Result lock(Driver& driver, const ChannelRequest& request, const OperationPlan& plan) noexcept {
     const std::uint64_t start = now_ns();
     const auto is_late = [&] {
@@ -56,6 +49,12 @@ Result lock(Driver& driver, const ChannelRequest& request, const OperationPlan& 
         if (driver.link.wait(driver.link.submitted(), 10) != Result::not_ready) {
             break; // done, or the worker is gone and will never be
         }
+    }
+    while (!driver.link.is_idle()) { // its thread may be stopped from now on, with a lock in hand
+        if (is_late() || is_abandoned(driver)) {
+            return give_up(Result::not_ready);
+        }
+        sleep_ms(1);
     }
     driver.state = ProcessState::locked;
     return Result::success;
@@ -142,34 +141,52 @@ Result perform(Driver& driver, const ChannelRequest& request, const OperationPla
     }
 }
 
-/// The result, or nothing to say: returns false.
-bool perform_planned(Driver& driver, const ChannelRequest& request, Result& result) noexcept {
-    const OperationPlan plan = ask_plan(request.operation);
-    sleep_ms(plan.delay_ms);
+Result perform_planned(Driver& driver, const ChannelRequest& request,
+                       const OperationPlan& plan) noexcept {
     const auto code = static_cast<Result>(plan.code);
     switch (plan.action) {
-    case FaultAction::error: result = code; return true;
-    case FaultAction::hang: hang(driver); return false;
-    case FaultAction::failed:
-        driver.state = ProcessState::failed;
-        result = code;
-        return true;
-    case FaultAction::fail_after:
-        result = perform(driver, request, plan);
-        result = result == Result::success ? code : result;
-        return true;
+    case FaultAction::error: return code;
+    case FaultAction::hang: hang();
+    case FaultAction::failed: driver.state = ProcessState::failed; return code;
+    case FaultAction::state:
+    case FaultAction::lie: return Result::success;
+    case FaultAction::fail_after: {
+        const Result result = perform(driver, request, plan);
+        return result == Result::success ? code : result;
+    }
     case FaultAction::die:
     case FaultAction::oom:
+    case FaultAction::hang_half:
+    case FaultAction::end_thread:
         if (request.operation != Operation::checkpoint && request.operation != Operation::restore) {
             fail_midway(plan);
-            result = Result::out_of_memory;
-            return true;
+            return Result::out_of_memory;
         }
         [[fallthrough]]; // in these two it happens half-way
-    case FaultAction::none: result = perform(driver, request, plan); return true;
+    case FaultAction::twice:
+    case FaultAction::nonsense:
+    case FaultAction::wrong:
+    case FaultAction::close:
+    case FaultAction::race: // cuInit's
+    case FaultAction::none: return perform(driver, request, plan);
     }
-    result = Result::unknown;
-    return true;
+    return Result::unknown;
+}
+
+/// The reply pipe has room for hundreds of replies that nobody took, and callers empty it first.
+void send_reply(Driver& driver, ChannelReply reply, const OperationPlan& plan) noexcept {
+    std::size_t size = sizeof reply;
+    switch (plan.action) {
+    case FaultAction::state: reply.state = static_cast<ProcessState>(plan.code); break;
+    case FaultAction::nonsense: size /= 2; break;
+    case FaultAction::wrong: std::memset(&reply, 0x5a, sizeof reply); break;
+    case FaultAction::twice:
+        static_cast<void>(write(driver.channel.reply[1], &reply, sizeof reply) == 0);
+        break;
+    case FaultAction::close: close(driver.channel.reply[1]); return;
+    default: break;
+    }
+    static_cast<void>(write(driver.channel.reply[1], &reply, size) == 0);
 }
 
 /// A request is written in one piece; anything else in the pipe is garbage and is dropped.
@@ -186,13 +203,10 @@ void answer_request(Driver& driver) noexcept {
     if (!read_request(driver, request)) {
         return;
     }
-    Result result = Result::success;
-    if (!perform_planned(driver, request, result)) {
-        return;
-    }
-    const ChannelReply reply{kChannelMagic, result, request.id, driver.state.load(), 0};
-    // The reply pipe has room for hundreds of replies that nobody took, and callers empty it first.
-    static_cast<void>(write(driver.channel.reply[1], &reply, sizeof reply) == 0);
+    const OperationPlan plan = ask_plan(request.operation);
+    sleep_ms(plan.delay_ms);
+    const Result result = perform_planned(driver, request, plan);
+    send_reply(driver, {kChannelMagic, result, request.id, driver.state.load(), 0}, plan);
 }
 
 } // namespace gpustasis::emulator

@@ -223,17 +223,72 @@ Result DaemonLink::find_function(std::uint64_t module, const char* name,
     return reply.reply.result;
 }
 
-Result DaemonLink::launch(LaunchRequest& request, const void* params,
-                          std::uint64_t* sequence) noexcept {
+Result DaemonLink::launch(LaunchRequest& request, const void* params, std::uint64_t* sequence) {
     const std::lock_guard lock(mutex_);
     request.sequence = submitted_.load() + 1;
-    if (!send_packet(socket_, {{&request, sizeof request},
-                               {const_cast<void*>(params), request.param_bytes}})) {
+    if (!deferred_.empty()) {
+        const auto* bytes = static_cast<const unsigned char*>(params);
+        deferred_.push_back({request.sequence, {}, request, {bytes, bytes + request.param_bytes}});
+        pending_.fetch_add(1);
+    } else if (!send_packet(socket_, {{&request, sizeof request},
+                                      {const_cast<void*>(params), request.param_bytes}})) {
         return Result::launch_failed;
     }
     *sequence = request.sequence;
     submitted_ = request.sequence;
     return Result::success;
+}
+
+void DaemonLink::defer(std::function<Result(Result)> body, std::uint64_t* sequence) {
+    {
+        const std::lock_guard lock(mutex_);
+        const std::uint64_t number = submitted_.load() + 1;
+        deferred_.push_back({number, std::move(body), {}, {}});
+        pending_.fetch_add(1);
+        *sequence = number;
+        submitted_ = number;
+    }
+    deferrals_.fetch_add(1);
+    futex_wake(deferrals_);
+}
+
+void DaemonLink::do_deferred() noexcept {
+    const std::uint32_t seen = deferrals_.load();
+    if (is_idle()) {
+        futex_wait(deferrals_, seen, 0);
+        return;
+    }
+    Deferred* front = nullptr; // a deque leaves its elements where they are
+    {
+        const std::lock_guard lock(mutex_);
+        front = &deferred_.front();
+    }
+    if (front->body) {
+        const Result before = wait(front->sequence - 1);
+        const Result result = front->body(before);
+        if (before == Result::success && result != Result::success) {
+            lose(result);
+        }
+        finish(front->sequence);
+    }
+    {
+        const std::lock_guard lock(mutex_);
+        if (!front->body && sticky_error() == Result::success &&
+            !send_packet(socket_, {{&front->request, sizeof front->request},
+                                   {front->params.data(), front->params.size()}})) {
+            lose(Result::launch_failed);
+        }
+        deferred_.pop_front();
+    }
+    pending_.fetch_sub(1);
+}
+
+/// The worker has nothing under way: what comes later has not been sent to it.
+void DaemonLink::finish(std::uint64_t sequence) noexcept {
+    page_->done_ns[sequence % CompletionPage::kTimes] = now_ns();
+    page_->completed = sequence;
+    page_->ticks.fetch_add(1);
+    futex_wake(page_->ticks);
 }
 
 bool DaemonLink::is_done(std::uint64_t sequence) const noexcept {

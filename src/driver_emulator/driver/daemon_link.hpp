@@ -7,7 +7,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <mutex>
+#include <vector>
 
 namespace gpustasis::emulator {
 
@@ -30,7 +33,7 @@ namespace gpustasis::emulator {
 /// Asks what shall happen in an operation; without a daemon nothing special does.
 [[nodiscard]] OperationPlan ask_plan(Operation operation) noexcept;
 
-/// Thread-safe. Allocates no memory.
+/// Thread-safe. Allocates no memory, but where it says so.
 class DaemonLink {
 public:
     /// Becomes a client: a worker now holds this process's VRAM. `device` and `mapping` are for
@@ -53,8 +56,19 @@ public:
     Result unload_module(std::uint64_t module) noexcept;
     Result find_function(std::uint64_t module, const char* name, FunctionReply& reply) noexcept;
 
-    /// Queues a launch; *sequence is its number.
-    Result launch(LaunchRequest& request, const void* params, std::uint64_t* sequence) noexcept;
+    /// Queues a launch; *sequence is its number. Throws std::bad_alloc.
+    Result launch(LaunchRequest& request, const void* params, std::uint64_t* sequence);
+
+    /// Queues work that is not the GPU's: in its turn the driver's thread calls `body` with success,
+    /// or with the error that the context has died of. What it returns, if not success, is what the
+    /// context dies of. Throws std::bad_alloc.
+    void defer(std::function<Result(Result)> body, std::uint64_t* sequence);
+
+    /// Whether that queue is empty and the driver's thread holds no lock.
+    [[nodiscard]] bool is_idle() const noexcept { return pending_.load() == 0; }
+
+    /// Does what comes next in that queue, or sleeps for a moment. For the driver's thread alone.
+    void do_deferred() noexcept;
 
     [[nodiscard]] std::uint64_t submitted() const noexcept { return submitted_.load(); }
     [[nodiscard]] bool is_done(std::uint64_t sequence) const noexcept;
@@ -77,7 +91,20 @@ private:
                     int* receive_fd = nullptr) noexcept;
     [[nodiscard]] bool is_worker_gone() const noexcept;
 
+    /// A launch, or a body; in the queue because a body stands before it.
+    struct Deferred {
+        std::uint64_t sequence = 0;
+        std::function<Result(Result)> body;
+        LaunchRequest request{};
+        std::vector<unsigned char> params;
+    };
+
+    void finish(std::uint64_t sequence) noexcept;
+
     std::mutex mutex_;
+    std::deque<Deferred> deferred_;           ///< guarded by mutex_; the front one may be under way
+    std::atomic<std::uint32_t> deferrals_{0}; ///< futex
+    std::atomic<std::uint32_t> pending_{0};   ///< of deferred_
     int socket_ = -1;
     CompletionPage* page_ = nullptr;
     std::atomic<std::uint64_t> submitted_{0};

@@ -35,9 +35,7 @@ Result fail_init(const OperationPlan& plan) noexcept {
     switch (plan.action) {
     case FaultAction::none: return Result::success;
     case FaultAction::hang:
-        while (true) {
-            sleep_ms(1000);
-        }
+    case FaultAction::hang_half: hang();
     case FaultAction::die:
     case FaultAction::oom: fail_midway(plan); return Result::out_of_memory;
     default: return static_cast<Result>(plan.code);
@@ -56,7 +54,11 @@ Result initialise_locked(Driver& driver) noexcept {
             daemon_path());
         return Result::no_device;
     }
-    const OperationPlan plan = ask_plan(Operation::init);
+    OperationPlan plan = ask_plan(Operation::init);
+    while (plan.action == FaultAction::race) {
+        sleep_ms(5);
+        plan = ask_plan(Operation::init);
+    }
     sleep_ms(driver.info.init_ms + plan.delay_ms);
     const Result fault = fail_init(plan);
     if (fault != Result::success) {

@@ -30,6 +30,7 @@ struct Driver {
     std::atomic<ProcessState> state{ProcessState::running};
     bool had_context = false; ///< once: there is a worker, unless checkpointed
     bool poisoned = false;    ///< a restore failed half-way: no second try
+    bool gaps = false;        ///< the addresses of GPU memory are unmapped, but for staging there
 
     [[nodiscard]] bool is_usable() const noexcept;
 };

@@ -89,10 +89,10 @@ void* run_nccl_thread(void* name) {
     return nullptr;
 }
 
-void* run_helper_thread(void*) {
-    static const std::atomic<std::uint32_t> never{0};
+/// Does copies and host functions of streams, in their turn.
+void* run_stream_thread(void* argument) {
     while (true) {
-        futex_wait(never, 0, 0);
+        static_cast<Driver*>(argument)->link.do_deferred();
     }
     return nullptr;
 }
@@ -118,7 +118,7 @@ Result start_context_threads(Driver& driver) noexcept {
     if (result != Result::success) {
         return result;
     }
-    if (!start_thread(run_event_thread, nullptr) || !start_thread(run_helper_thread, nullptr)) {
+    if (!start_thread(run_event_thread, nullptr) || !start_thread(run_stream_thread, &driver)) {
         return Result::operating_system;
     }
     static char nccl_threads[][16] = {"pt_nccl_watchdg", "pt_nccl_heartbt"};

@@ -3,6 +3,7 @@
 
 #include "driver_emulator/driver/futex.hpp"
 
+#include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <sched.h>
@@ -81,8 +82,29 @@ int run_task(void* argument) {
     return 0;
 }
 
-bool start(Thread& thread, Task& task) noexcept {
-    thread.stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+// Larger than what counts as too small for staging, without a guard, all of it in use.
+constexpr std::size_t kLingeringBytes = std::size_t{2} << 20;
+Thread lingering;
+std::uint64_t lingering_until_ns = 0;
+
+void use_stack(void*) noexcept {
+    auto* words = static_cast<volatile std::uint64_t*>(lingering.stack);
+    constexpr std::size_t kWords = (kLingeringBytes - kStackBytes) / sizeof *words;
+    for (std::uint64_t round = 1; now_ns() < lingering_until_ns; ++round) {
+        for (std::size_t i = 0; i < kWords; ++i) {
+            words[i] = i * round;
+        }
+        futex_wait(lingering.id, 1, 5);
+        for (std::size_t i = 0; i < kWords; ++i) {
+            if (words[i] != i * round) {
+                syscall(SYS_kill, getpid(), SIGABRT);
+            }
+        }
+    }
+}
+
+bool start(Thread& thread, Task& task, std::size_t stack_bytes = kStackBytes) noexcept {
+    thread.stack = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
     if (thread.stack == MAP_FAILED) {
         return false;
@@ -90,7 +112,7 @@ bool start(Thread& thread, Task& task) noexcept {
     constexpr int kFlags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD |
                            CLONE_SYSVSEM | CLONE_CHILD_CLEARTID;
     thread.id = 1;
-    thread.tid = clone(run_task, static_cast<char*>(thread.stack) + kStackBytes, kFlags, &task,
+    thread.tid = clone(run_task, static_cast<char*>(thread.stack) + stack_bytes, kFlags, &task,
                        nullptr, nullptr, &thread.id);
     return thread.tid > 0;
 }
@@ -111,6 +133,19 @@ void join(Thread& thread) noexcept {
 }
 
 } // namespace
+
+void HelperThreads::linger(std::uint32_t milliseconds) noexcept {
+    if (lingering.stack != MAP_FAILED && lingering.id.load() == 0) {
+        munmap(lingering.stack, kLingeringBytes); // of one that has ended
+        lingering.stack = MAP_FAILED;
+    }
+    if (milliseconds == 0 || lingering.stack != MAP_FAILED) {
+        return;
+    }
+    static Task task{use_stack, nullptr};
+    lingering_until_ns = now_ns() + std::uint64_t{milliseconds} * 1'000'000;
+    start(lingering, task, kLingeringBytes);
+}
 
 void HelperThreads::run(unsigned count, void (*body)(void*), void* argument) noexcept {
     Thread threads[kMax];

@@ -5,7 +5,9 @@
 #include "driver_emulator/driver/driver_threads.hpp"
 #include "driver_emulator/driver/futex.hpp"
 #include "driver_emulator/driver/helper_threads.hpp"
+#include "driver_emulator/driver/staging_memory.hpp"
 
+#include <algorithm>
 #include <csignal>
 #include <cstring>
 #include <sched.h>
@@ -22,19 +24,10 @@ constexpr unsigned kContextDeviceFiles = 16;
 struct CopyJob {
     Driver* driver;
     bool to_host;
+    std::uint64_t bytes = ~std::uint64_t{0}; ///< how many of all are copied
     std::atomic<std::uint64_t> next_piece{0};
     std::atomic<int> result{0};
 };
-
-template <typename Visit>
-void for_each_segment(Driver& driver, Visit visit) noexcept {
-    for (unsigned i = 0; i < driver.objects.device_count; ++i) {
-        Vram& vram = driver.objects.devices[i].vram;
-        for (auto& [address, segment] : vram.segments()) {
-            visit(vram, address, segment);
-        }
-    }
-}
 
 /// What the GPU with the most holds: each has a link of its own, and they copy side by side.
 std::uint64_t most_bytes(Driver& driver) noexcept {
@@ -74,15 +67,18 @@ void copy_pieces(void* argument) noexcept {
     CopyJob& job = *static_cast<CopyJob*>(argument);
     std::uint64_t mine = job.next_piece.fetch_add(1);
     std::uint64_t piece = 0;
+    std::uint64_t before = 0; // bytes of the segments before this one
     for_each_segment(*job.driver, [&](Vram& vram, std::uint64_t address, Segment& segment) {
-        for (std::uint64_t offset = 0; offset < segment.size; offset += kPieceBytes, ++piece) {
+        const std::uint64_t allowed = job.bytes - std::min(job.bytes, before);
+        const std::uint64_t wanted = std::min(segment.size, allowed);
+        before += segment.size;
+        for (std::uint64_t offset = 0; offset < wanted; offset += kPieceBytes, ++piece) {
             if (piece != mine || job.result.load() != 0) {
                 continue;
             }
-            const std::uint64_t left = segment.size - offset;
             const Result result =
                 copy_piece(vram, address + offset, static_cast<char*>(segment.staging) + offset,
-                           left < kPieceBytes ? left : kPieceBytes, job.to_host);
+                           std::min(wanted - offset, kPieceBytes), job.to_host);
             if (result != Result::success) {
                 job.result = static_cast<int>(result);
             }
@@ -91,9 +87,20 @@ void copy_pieces(void* argument) noexcept {
     });
 }
 
-Result copy_all(Driver& driver, bool to_host, std::uint32_t ms_per_gib) noexcept {
+bool is_half(const OperationPlan& plan) noexcept {
+    return plan.action == FaultAction::hang_half || plan.action == FaultAction::end_thread;
+}
+
+Result copy_all(Driver& driver, bool to_host, const OperationPlan& plan) noexcept {
+    const std::uint32_t ms_per_gib = to_host ? plan.d2h_ms_per_gib : plan.h2d_ms_per_gib;
     const std::uint64_t start = now_ns();
-    CopyJob job{&driver, to_host, {}, {}};
+    CopyJob job{&driver, to_host};
+    if (is_half(plan)) {
+        job.bytes = 0;
+        for_each_segment(driver, [&job](Vram&, std::uint64_t, const Segment& segment) {
+            job.bytes += segment.size / 2; // a multiple of what is looked at for zeros
+        });
+    }
     cpu_set_t cpus;
     const bool known = sched_getaffinity(0, sizeof cpus, &cpus) == 0;
     HelperThreads::run(known && CPU_COUNT(&cpus) > 2 ? HelperThreads::kMax : 2, copy_pieces, &job);
@@ -103,32 +110,6 @@ Result copy_all(Driver& driver, bool to_host, std::uint32_t ms_per_gib) noexcept
         sleep_ms(static_cast<std::uint32_t>(wanted_ms - taken_ms));
     }
     return static_cast<Result>(job.result.load());
-}
-
-void free_staging(Driver& driver) noexcept {
-    for_each_segment(driver, [](Vram&, std::uint64_t, Segment& segment) {
-        if (segment.staging != nullptr) {
-            munmap(segment.staging, segment.size);
-            segment.staging = nullptr;
-        }
-    });
-}
-
-Result allocate_staging(Driver& driver) noexcept {
-    Result result = Result::success;
-    for_each_segment(driver, [&result](Vram&, std::uint64_t, Segment& segment) {
-        if (result != Result::success) {
-            return;
-        }
-        void* memory =
-            mmap(nullptr, segment.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (memory == MAP_FAILED) {
-            result = Result::out_of_memory;
-            return;
-        }
-        segment.staging = memory;
-    });
-    return result;
 }
 
 /// The last moment at which event times can be asked for.
@@ -243,7 +224,19 @@ Result take_gpus(Driver& driver, const DaemonInfo& now, const unsigned (&gpus)[k
 
 } // namespace
 
+void hang() noexcept {
+    while (true) {
+        sleep_ms(1000);
+    }
+}
+
 void fail_midway(const OperationPlan& plan) noexcept {
+    if (plan.action == FaultAction::hang_half) {
+        hang();
+    }
+    if (plan.action == FaultAction::end_thread) {
+        syscall(SYS_exit, 0);
+    }
     if (plan.action != FaultAction::die) {
         return;
     }
@@ -265,9 +258,10 @@ Result stage_device_memory(Driver& driver, const OperationPlan& plan) noexcept {
     if (driver.link.is_open() && driver.link.sticky_error() != Result::success) {
         return driver.link.sticky_error();
     }
-    Result result = allocate_staging(driver);
+    open_gaps(driver, plan);
+    Result result = allocate_staging(driver, plan);
     if (result == Result::success) {
-        result = copy_all(driver, true, plan.d2h_ms_per_gib);
+        result = copy_all(driver, true, plan);
     }
     fail_midway(plan);
     if (plan.action == FaultAction::oom) {
@@ -275,8 +269,10 @@ Result stage_device_memory(Driver& driver, const OperationPlan& plan) noexcept {
     }
     if (result != Result::success) {
         free_staging(driver);
+        static_cast<void>(close_gaps(driver));
         return result;
     }
+    HelperThreads::linger(plan.lingering_ms);
     settle_events(driver);
     release_gpus(driver);
     return Result::success;
@@ -295,12 +291,15 @@ Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const Gp
     }
     const bool had_context = driver.had_context;
     result = take_gpus(driver, now, gpus, had_context);
+    if (result == Result::success && is_half(plan)) {
+        result = copy_all(driver, false, plan);
+    }
     fail_midway(plan);
     if (result == Result::success && plan.action == FaultAction::oom) {
         result = Result::out_of_memory;
     }
     if (result == Result::success) {
-        result = copy_all(driver, false, plan.h2d_ms_per_gib);
+        result = copy_all(driver, false, plan);
     }
     if (result == Result::success && had_context) {
         result = reload_modules(driver);
@@ -319,7 +318,8 @@ Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const Gp
         driver.info.gpus[i] = now.gpus[gpus[i]];
     }
     free_staging(driver);
-    return Result::success;
+    poisoned = close_gaps(driver) != Result::success;
+    return poisoned ? Result::out_of_memory : Result::success;
 }
 
 } // namespace gpustasis::emulator

@@ -18,8 +18,11 @@ Result stage_device_memory(Driver& driver, const OperationPlan& plan) noexcept;
 Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const GpuPair* pairs,
                              unsigned pair_count, bool& poisoned) noexcept;
 
-/// What a die fault does: ends the process, or raises the signal in this thread. Returns for
-/// others.
+/// What a fault does that happens half-way: die ends the process, or raises the signal in this
+/// thread; end_thread ends this thread; hang_half hangs. Returns for others.
 void fail_midway(const OperationPlan& plan) noexcept;
+
+/// Never answers: as a driver does that waits for its GPU. Only a signal that kills ends it.
+[[noreturn]] void hang() noexcept;
 
 } // namespace gpustasis::emulator

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Which work an operation in a stream comes after.
 ///
-/// The worker runs launches one after the other, in the order of all streams together. So an event
+/// The worker runs launches one after the other, in the order of all streams together, and the
+/// driver's thread does copies and host functions in between. So an event
 /// of another stream is waited for by itself, and a stream is done when its last launch is.
 #pragma once
 
@@ -30,6 +31,15 @@ int call_in_stream(void* handle, Body body) noexcept {
         const Result done = driver.link.wait(last_before(driver, *stream));
         return done != Result::success ? done : body(driver, *stream);
     });
+}
+
+/// Has the driver's thread call body(Result) when all that was made before it is done; the Result is
+/// the error that the context has died of meanwhile.
+template <typename Body>
+Result defer(Driver& driver, Stream& stream, Body body) {
+    const std::lock_guard lock(driver.mutex);
+    driver.link.defer(std::move(body), &stream.last_sequence);
+    return Result::success;
 }
 
 } // namespace gpustasis::emulator

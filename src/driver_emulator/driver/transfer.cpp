@@ -63,13 +63,35 @@ Result copy_bytes(Driver& driver, std::uint64_t to, std::uint64_t from, std::siz
     return Result::success;
 }
 
+Result is_asynchronous(Driver& driver, std::uint64_t to, std::uint64_t from, std::size_t size,
+                       bool& asynchronous) noexcept {
+    asynchronous = size != 0;
+    for (const std::uint64_t address : {to, from}) {
+        Device* device = nullptr;
+        if (size != 0 && !resolve(driver, address, size, &device)) {
+            return Result::invalid_value;
+        }
+        const std::lock_guard lock(driver.mutex);
+        const bool pinned = driver.objects.find_host(address).second != nullptr;
+        asynchronous = asynchronous && (device != nullptr || pinned);
+    }
+    return Result::success;
+}
+
+bool is_fillable(Driver& driver, DevicePtr to, std::size_t pattern_size,
+                 std::uint64_t size) noexcept {
+    Device* device = nullptr;
+    return size == 0 ||
+           (resolve(driver, to, size, &device) && device != nullptr && to % pattern_size == 0);
+}
+
 Result fill_bytes(Driver& driver, DevicePtr to, const void* pattern, std::size_t pattern_size,
                   std::uint64_t size) noexcept {
     if (size == 0) {
         return Result::success;
     }
     Device* device = nullptr;
-    if (!resolve(driver, to, size, &device) || device == nullptr || to % pattern_size != 0) {
+    if (!is_fillable(driver, to, pattern_size, size) || !resolve(driver, to, size, &device)) {
         return Result::invalid_value;
     }
     return device->vram.fill(to, pattern, pattern_size, size);

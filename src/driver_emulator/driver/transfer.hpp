@@ -16,6 +16,15 @@ struct Driver;
 /// one allocation's.
 Result copy_bytes(Driver& driver, std::uint64_t to, std::uint64_t from, std::size_t size) noexcept;
 
+/// Whether such a copy can be done behind the caller's back: neither address is pageable host
+/// memory. Returns invalid_value as copy_bytes() does.
+Result is_asynchronous(Driver& driver, std::uint64_t to, std::uint64_t from, std::size_t size,
+                       bool& asynchronous) noexcept;
+
+/// Whether fill_bytes() takes these arguments.
+bool is_fillable(Driver& driver, DevicePtr to, std::size_t pattern_size,
+                 std::uint64_t size) noexcept;
+
 /// Repeats a pattern of 1, 2 or 4 bytes over device memory.
 Result fill_bytes(Driver& driver, DevicePtr to, const void* pattern, std::size_t pattern_size,
                   std::uint64_t size) noexcept;

@@ -77,6 +77,16 @@ Result Vram::map_again(DaemonLink& link, std::uint64_t address, std::uint64_t si
     return link.map_segment(gpu_, address - base_, size);
 }
 
+void Vram::release_addresses() noexcept {
+    munmap(pointer(base_), window_size_);
+}
+
+Result Vram::reserve_addresses() noexcept {
+    void* got = mmap(pointer(base_), window_size_, PROT_NONE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    return got == pointer(base_) ? Result::success : Result::out_of_memory;
+}
+
 std::uint64_t Vram::find_gap(std::uint64_t size) const noexcept {
     std::uint64_t address = base_;
     for (const auto& [start, segment] : segments_) {

@@ -58,6 +58,11 @@ public:
     /// The allocation that an address lies in; size 0 if none.
     [[nodiscard]] Allocation find(DevicePtr address) const noexcept;
 
+    /// Gives the addresses up, and takes them again: out_of_memory if something else has come to
+    /// lie there. Stopped.
+    void release_addresses() noexcept;
+    Result reserve_addresses() noexcept;
+
     /// Takes a segment's VRAM again after reattach(). Stopped.
     Result map_again(DaemonLink& link, std::uint64_t address, std::uint64_t size) noexcept;
 
