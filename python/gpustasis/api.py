@@ -66,10 +66,12 @@ class CriuOptions(TypedDict, total=False):
 
 class RestoreOptions(CriuOptions, total=False):
     """detached: return when the tree runs (as by default); else when its root has ended.
-    pidfile: a file, not there yet, that the root's pid is written to. gpu_map: "OLD=NEW" each: what was
+    leave_stopped: the tree is left stopped; not with GPU memory in it, which comes back through
+    threads of its processes that run. pidfile: a file, not there yet, that the root's pid is written to. gpu_map: "OLD=NEW" each: what was
     on GPU OLD of the checkpoint goes to GPU NEW of this machine, by UUID or number."""
 
     detached: bool
+    leave_stopped: bool
     pidfile: StrPath | None
     gpu_map: Sequence[str]
 
@@ -107,6 +109,12 @@ class Checkpoint:
                 "or flatten it and restore that"
             )
         detached = options.pop("detached", True)
+        leave_stopped = options.pop("leave_stopped", False)
+        if leave_stopped and find_manifest(self.path) is not None:
+            raise CheckpointError(
+                f"{self.path} holds GPU state, which the driver restores through threads of the "
+                "processes: it cannot be restored with --leave-stopped"
+            )
         pidfile = options.pop("pidfile", None)
         gpu_map = options.pop("gpu_map", ())
         return run.restore(
@@ -114,6 +122,7 @@ class Checkpoint:
             self.path,
             _settings(options, {"gpu_map": tuple(gpu_map) or None}, {}),
             detached=detached,
+            leave_stopped=leave_stopped,
             pidfile=None if pidfile is None else Path(pidfile),
         )
 

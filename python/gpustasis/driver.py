@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import cffi
 
 from gpustasis.errors import DriverError
 
 DEFAULT_LIBRARY = "libcuda.so.1"
+# For who only looks.
+ANSWER_S = 10.0  # of an answer that needs no GPU work
+INIT_S = 30.0  # of cuInit: many GPUs that nobody uses take their time to wake up
 
 NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: the process does not use CUDA
 INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: among others, there is no such process
@@ -59,6 +65,8 @@ int cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs* args);
 int cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs* args);
 """
 
+Answer = TypeVar("Answer")
+
 _ffi = cffi.FFI()
 _ffi.cdef(_DECLARATIONS)
 
@@ -86,6 +94,10 @@ class Device:
     def emulated(self) -> bool:
         """It is one of our driver emulator's, which name themselves so."""
         return "emulat" in self.name.lower()
+
+
+class TimedOutError(DriverError):
+    """The driver was asked and has not answered yet."""
 
 
 class Driver:
@@ -203,6 +215,30 @@ class Driver:
         if self._function(function)(code, out) != 0 or out[0] == _ffi.NULL:
             return ""
         return _string(out[0])
+
+
+def answer_within(seconds: float, what: str, call: Callable[[], Answer]) -> Answer:
+    """What `call` gives, for who only looks: a driver that hangs is not waited for. The thread that
+    waits for it is left behind and ends with this process.
+
+    Raises DriverError if the driver refuses, or TimedOutError.
+    """
+    answers: SimpleQueue[Answer | DriverError] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(call())
+        except DriverError as exc:
+            answers.put(exc)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=seconds)
+    except Empty:
+        raise TimedOutError(f"{what}: no answer within {seconds:g} s") from None
+    if isinstance(answer, DriverError):
+        raise answer
+    return answer
 
 
 def _require_pipes_in_thread_names(pid: int) -> None:

@@ -76,6 +76,43 @@ def test_stop(criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, im
     check_memory(job, 0)
 
 
+def test_a_restored_tree_is_left_stopped(
+    criu: Criu, gpustasis: Gpustasis, launch: Callable[..., Job], images: Path
+) -> None:
+    job = launch(["/bin/sleep", "600"])
+    words = ("-D", images, "--criu", program(criu))
+    assert gpustasis("checkpoint", str(job.pid), *words).returncode == 0
+    assert job.wait() == -signal.SIGKILL
+    restored = gpustasis("restore", *words, "--leave-stopped")
+    assert restored.returncode == 0, restored.stderr
+    assert f"process {job.pid} is stopped" in restored.stdout
+    job.await_stopped()
+    job.signal(signal.SIGCONT)
+    job.signal(signal.SIGTERM)
+    assert job.wait() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("words", [["--leave-stopped"], ["--", "--leave-stopped"], ["--", "-s"]])
+def test_a_tree_with_gpu_state_cannot_be_restored_stopped(
+    criu: Criu,
+    gpustasis: Gpustasis,
+    gpu_generations: Generations,
+    images: Path,
+    words: list[str],
+) -> None:
+    """The driver restores through a thread of the process: CRIU would stop that, and all be killed
+    after the work is done."""
+    job = gpu_generations()
+    check_memory(job, 0)
+    place = ("-D", images, "--criu", program(criu))
+    assert gpustasis("checkpoint", str(job.pid), *place).returncode == 0
+    assert job.wait() == -signal.SIGKILL
+    refused = gpustasis("restore", *place, *words)
+    assert refused.returncode == 3
+    assert "--leave-stopped" in refused.stderr or "-s is set by gpustasis" in refused.stderr
+    assert not (images / "restore.log").exists()
+
+
 @pytest.mark.parametrize("compress", ["lz4", "none"])
 def test_options_reach_the_plugin(
     criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path, compress: str

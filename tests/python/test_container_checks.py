@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 from gpustasis.diagnosis import Finding, Status, container_checks
 from gpustasis.diagnosis.container import Container, Mount, find_container, unknown
+from gpustasis.emulator import Emulator
 from gpustasis.errors import CheckpointError
 from support.job import Job
 
@@ -31,6 +34,43 @@ def test_nothing_hinders(launch: Callable[..., Job]) -> None:
     found = check(job.pid)
     assert {finding.status for finding in found.values()} <= {Status.OK, Status.NOTE}
     assert "config.json was not found" in found["mounts"].text
+
+
+# argv: pids; prints name and text of each finding.
+CHECKER = """
+import json, sys
+from gpustasis.diagnosis import container_checks
+from gpustasis.diagnosis.container import Container
+pids = tuple(map(int, sys.argv[1:]))
+container = Container(name="x", init=pids[0], tasks=pids, group="/", config=None)
+found = container_checks.check(container, "libcuda.so.1", "libnvidia-ml.so.1")
+print(json.dumps([[finding.name, finding.status.value, finding.text] for finding in found]))
+"""
+
+
+@pytest.mark.parametrize("call", ["get_state", "init"])
+def test_a_driver_that_does_not_answer_is_not_waited_for(
+    emulator: Emulator,
+    emulator_environ: dict[str, str],
+    gpu_generations: Callable[..., Job],
+    call: str,
+) -> None:
+    jobs = [gpu_generations(), gpu_generations()]
+    emulator.add_fault(call, "hang")
+    argv = [sys.executable, "-c", CHECKER, *(str(job.pid) for job in jobs)]
+    begin = time.monotonic()
+    ended = subprocess.run(
+        argv, env=emulator_environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert time.monotonic() - begin < 50
+    texts = [text for name, _, text in json.loads(ended.stdout) if name == "driver state"]
+    if call == "init":  # which the states do not need
+        assert texts == [f"process {job.pid}: running" for job in jobs]
+        return
+    assert f"process {jobs[0].pid}: GetState" in texts[0]
+    assert "no answer within 10 s" in texts[0]
+    assert texts[1] == f"process {jobs[1].pid}: not asked, for the driver does not answer"
 
 
 def test_open_connections() -> None:

@@ -15,6 +15,9 @@ from gpustasis.runtimes import podman
 from gpustasis.runtimes.podman_service import DEFAULT_URL, Report, Service
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_print_stats = click.option(
+    "--print-stats", is_flag=True, help="One JSON object: Podman's, CRIU's and our figures."
+)
 _ARCHIVE = click.Path(dir_okay=False, exists=True, path_type=Path)
 
 
@@ -42,36 +45,15 @@ def command(ctx: click.Context, url: str | None) -> None:
 @click.option("--tcp-established", is_flag=True, help="Dump open TCP connections.")
 @click.option("--file-locks", is_flag=True, help="Dump file locks.")
 @click.option("--ignore-rootfs", is_flag=True, help="Leave changed files out of the archive.")
-@click.option(
-    "--print-stats", is_flag=True, help="One JSON object: Podman's, CRIU's and our figures."
-)
+@_print_stats
 @click.pass_obj
 def checkpoint(
-    url: str | None,
-    name: str,
-    export: Path | None,
-    leave_running: bool,
-    pre_checkpoint: bool,
-    with_previous: bool,
-    keep: bool,
-    tcp_established: bool,
-    file_locks: bool,
-    ignore_rootfs: bool,
-    print_stats: bool,
+    url: str | None, /, name: str, export: Path | None, print_stats: bool, **options: bool
 ) -> None:
     """Checkpoint the container NAME. It ends then, unless told otherwise."""
-    options = podman.CheckpointOptions(
-        export=export,
-        leave_running=leave_running,
-        pre_checkpoint=pre_checkpoint,
-        with_previous=with_previous,
-        keep=keep,
-        tcp_established=tcp_established,
-        file_locks=file_locks,
-        ignore_rootfs=ignore_rootfs,
-    )
+    wanted = podman.CheckpointOptions(export=export, **options)
     with Service(url) as service:
-        report = podman.checkpoint(service, name, options)
+        report = podman.checkpoint(service, name, wanted)
     where = "checkpointed" if export is None else f"in {export}"
     _answer(report, name, f"container {name} is {where}", print_stats)
 
@@ -93,44 +75,30 @@ def checkpoint(
 @click.option("--file-locks", is_flag=True, help="Restore file locks.")
 @click.option("--ignore-rootfs", is_flag=True, help="Do not apply the archive's changed files.")
 @click.option("--ignore-volumes", is_flag=True, help="Do not restore the archive's volumes.")
-@click.option(
-    "--print-stats", is_flag=True, help="One JSON object: Podman's, CRIU's and our figures."
-)
+@_print_stats
 @click.pass_obj
 def restore(
     url: str | None,
+    /,
     name: str | None,
     archive: Path | None,
     parents: tuple[Path, ...],
     new_name: str | None,
-    keep: bool,
-    tcp_established: bool,
-    tcp_close: bool,
-    file_locks: bool,
-    ignore_rootfs: bool,
-    ignore_volumes: bool,
     print_stats: bool,
+    **options: bool,
 ) -> None:
     """Restore the container NAME, or with --import the one in an archive."""
     if (name is None) == (archive is None):
         raise click.UsageError("give either the name of a container or --import")
     if archive is None and (parents or new_name):
         raise click.UsageError("--import-parent and --name need --import")
-    options = podman.RestoreOptions(
-        name=new_name,
-        keep=keep,
-        tcp_established=tcp_established,
-        tcp_close=tcp_close,
-        file_locks=file_locks,
-        ignore_rootfs=ignore_rootfs,
-        ignore_volumes=ignore_volumes,
-    )
+    wanted = podman.RestoreOptions(name=new_name, **options)
     with Service(url) as service:
         if archive is None:
             assert name is not None
-            report = podman.restore(service, name, options)
+            report = podman.restore(service, name, wanted)
         else:
-            report = podman.restore_archive(service, archive, options, parents)
+            report = podman.restore_archive(service, archive, wanted, parents)
     shown = name or new_name or report.container_id[:12]
     _answer(report, shown, f"container {shown} runs", print_stats)
 

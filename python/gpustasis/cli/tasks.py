@@ -114,6 +114,11 @@ def checkpoint(
     help="Return when the tree runs, or when its root process has ended.",
 )
 @click.option(
+    *("-s", "--leave-stopped"),
+    is_flag=True,
+    help="The tree is left stopped; not for one with GPU state.",
+)
+@click.option(
     "--pidfile",
     type=click.Path(dir_okay=False, path_type=Path),
     help="A file, not there yet, that the pid of the root process is written to.",
@@ -133,11 +138,15 @@ def restore(images: Path, criu_program: str | None, extra: tuple[str, ...], **op
     A restore that cannot be proved right ends in an error, and nothing of the tree is left running.
     Options that CRIU has too mean what they mean there; what follows -- goes to criu.
     """
+    if options["leave_stopped"] and not options["detached"]:
+        raise click.UsageError("--leave-stopped and --foreground exclude each other")
     with _criu_progress(f"restoring {images}", images) as on_line:
         done = gpustasis.restore(
             images, criu=criu_program, criu_args=extra, on_line=on_line, **options
         )
     state = "runs" if options["detached"] else "has ended"
+    if options["leave_stopped"]:
+        state = "is stopped"
     output.answer(
         {"directory": images, **asdict(done)},
         lambda: output.say(

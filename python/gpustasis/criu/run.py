@@ -24,8 +24,11 @@ PLUGIN_OPTION_VERSION = (4, 3)  # the first criu with --plugin-option
 
 # Options of criu that this package sets itself: log and pidfile are read afterwards, the plugin's
 # errors are found in the log. None of them may come among a user's further arguments.
-_OWN_LONG = ("--tree", "--images-dir", "--libdir", "--log-file", "--work-dir", "--pidfile")
-_OWN_SHORT = "tDLoW"
+_OWN_LONG = (
+    *("--tree", "--images-dir", "--libdir", "--log-file", "--work-dir", "--pidfile"),
+    "--leave-stopped",  # a restore of GPU memory cannot do it, and says so before it begins
+)
+_OWN_SHORT = "tDLoWs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +66,11 @@ class Dump(Common):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore(Common):
-    """`criu restore`; detached: criu ends when the tree runs."""
+    """`criu restore`; detached: criu ends when the tree runs. leave_stopped: when it stands."""
 
     pidfile: Path
     detached: bool = True
+    leave_stopped: bool = False
 
 
 def dump_arguments(request: Dump, version: Version) -> list[str]:
@@ -86,6 +90,8 @@ def restore_arguments(request: Restore, version: Version) -> list[str]:
     arguments = ["restore", "--pidfile", str(request.pidfile)]
     if request.detached:
         arguments.append("--restore-detached")
+    if request.leave_stopped:
+        arguments.append("--leave-stopped")
     return arguments + _common(request, version)
 
 
@@ -220,11 +226,13 @@ def restore(
     settings: Settings | None = None,
     *,
     detached: bool = True,
+    leave_stopped: bool = False,
     pidfile: Path | None = None,
 ) -> Run:
     """Restore the tree in `images`; the log is restore.log there.
 
-    detached: return when the tree runs; else when its root has ended. pidfile: a file, not there
+    detached: return when the tree runs; else when its root has ended. leave_stopped: it is left
+    stopped in place of running. pidfile: a file, not there
     yet, that criu writes the root's pid to. Raises as dump; on an error of the plugin nothing of
     the tree is left running.
     """
@@ -245,6 +253,7 @@ def restore(
             extra=tuple(use.extra),
             pidfile=written,
             detached=detached,
+            leave_stopped=leave_stopped,
         )
         arguments = restore_arguments(request, criu.version)
         # A job of a shell takes the terminal that criu has for its own, and its signals.

@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from gpustasis import nvml
 from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.diagnosis.container import PROC, Container, read_mounts, unknown
-from gpustasis.driver import Driver, ProcessState
+from gpustasis.driver import ANSWER_S, INIT_S, Driver, ProcessState, TimedOutError, answer_within
 from gpustasis.errors import CheckpointError, DriverError
 from gpustasis.task import misleading_thread, read_task
 from gpustasis.text import mib, plural
@@ -66,7 +67,7 @@ def _stand_ins(driver: Driver | DriverError, users: list[int]) -> list[int]:
     if isinstance(driver, DriverError) or not users:
         return []
     try:
-        driver.init()
+        answer_within(INIT_S, "cuInit", driver.init)
         return users if any(device.emulated for device in driver.devices()) else []
     except DriverError:
         return []
@@ -198,6 +199,7 @@ def _gpu_files(
 def _states(users: list[int], frozen: bool, driver: Driver) -> Iterator[Finding]:
     """The driver answers through a thread of the process, so one that stands still is not asked."""
     name = "driver state"
+    silent = False
     for pid in users:
         try:
             stopped = frozen or read_task(pid).state in ("T", "t")
@@ -206,9 +208,13 @@ def _states(users: list[int], frozen: bool, driver: Driver) -> Iterator[Finding]
         if stopped:
             yield note(name, f"process {pid} stands still, so the driver was not asked")
             continue
+        if silent:
+            yield note(name, f"process {pid}: not asked, for the driver does not answer")
+            continue
         try:
-            state = driver.get_state(pid)
+            state = answer_within(ANSWER_S, "GetState", partial(driver.get_state, pid))
         except DriverError as exc:
+            silent = isinstance(exc, TimedOutError)
             yield problem(name, f"process {pid}: {exc}", "see what the kernel's log says")
             continue
         if state is ProcessState.RUNNING:
@@ -228,7 +234,7 @@ def _memory(container: Container, nvml_library: str) -> Finding:
     """The driver stages GPU memory in memory of the task, charged to its control group."""
     name = "memory"
     try:
-        used = nvml.memory_used(nvml_library)
+        used = answer_within(ANSWER_S, "NVML", partial(nvml.memory_used, nvml_library))
     except DriverError as exc:
         return note(name, f"how much GPU memory is in use is not known: {exc}")
     room, where = _room(container)

@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from gpustasis import nvml, process
@@ -17,7 +18,7 @@ from gpustasis.criu import run
 from gpustasis.criu.find import Criu, choose, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, find_config, plugin_directory, read_config
 from gpustasis.diagnosis import Finding, note, ok, problem
-from gpustasis.driver import Device, Driver
+from gpustasis.driver import ANSWER_S, INIT_S, Device, Driver, answer_within
 from gpustasis.errors import CheckpointError, CriuError, DriverError, UnsupportedError
 from gpustasis.text import mib
 
@@ -206,7 +207,7 @@ def _driver(library: str) -> list[Finding]:
         text = f"{library} supports CUDA {version // 1000}.{version % 1000 // 10}"
         if not driver.has_checkpoint_api():
             return [problem(name, f"{text}, without the checkpoint calls", _UPGRADE_DRIVER)]
-        driver.init()
+        answer_within(INIT_S, "cuInit", driver.init)
         devices = driver.devices()
     except DriverError as exc:
         return [problem(name, str(exc), "see what nvidia-smi and the kernel's log say")]
@@ -225,7 +226,7 @@ def _device(number: int, device: Device) -> Finding:
 
 def _nvml(library: str) -> Finding:
     try:
-        version = nvml.driver_version(library)
+        version = answer_within(ANSWER_S, "NVML", partial(nvml.driver_version, library))
     except DriverError as exc:
         remedy = "checkpoints will not say which driver they come from; it comes with the driver"
         return note("NVML", str(exc), remedy)

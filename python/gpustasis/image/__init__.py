@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU images of a checkpoint: what is in them, and whether it is whole."""
+"""Checkpoints: what is in one, whether it is whole, and stores of several."""

@@ -10,11 +10,12 @@ archive before it is restored.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,15 +69,7 @@ def checkpoint(service: Service, name: str, options: CheckpointOptions | None = 
     and `restore` works in place; the error says so."""
     use = options or CheckpointOptions()
     found = _inspect(service, name)
-    params: dict[str, bool | str] = {
-        "leaveRunning": use.leave_running,
-        "preCheckpoint": use.pre_checkpoint,
-        "withPrevious": use.with_previous,
-        "keep": use.keep,
-        "tcpEstablished": use.tcp_established,
-        "fileLocks": use.file_locks,
-        "ignoreRootFS": use.ignore_rootfs,
-    }
+    params = _params(use, {"export"})
     begin = time.monotonic()
     started_ns = time.time_ns()
     try:
@@ -100,7 +93,7 @@ def restore(service: Service, name: str, options: RestoreOptions | None = None) 
     begin = time.monotonic()
     started_ns = time.time_ns()
     try:
-        answer = service.act(found.id, "restore", _restore_params(use) | {"printStats": True})
+        answer = service.act(found.id, "restore", _params(use, {"name"}) | {"printStats": True})
     except RefusedError as exc:
         raise found.failed("restore", exc, "restore.log", started_ns) from exc
     return _report("restore", found.id, begin, answer, found.statistics("restore"))
@@ -130,7 +123,7 @@ def restore_archive(
     name = use.name or facts.container_name
     if _exists(service, name):
         raise EngineError(f"there is a container {name} already: remove it, or give another --name")
-    params = _restore_params(use) | {"import": True, "printStats": True}
+    params = _params(use, {"name"}) | {"import": True, "printStats": True}
     if use.name is not None:
         params["name"] = use.name
     before = service.containers()
@@ -351,15 +344,12 @@ def _forget(
     return error
 
 
-def _restore_params(use: RestoreOptions) -> dict[str, bool | str]:
-    return {
-        "keep": use.keep,
-        "tcpEstablished": use.tcp_established,
-        "tcpClose": use.tcp_close,
-        "fileLocks": use.file_locks,
-        "ignoreRootFS": use.ignore_rootfs,
-        "ignoreVolumes": use.ignore_volumes,
-    }
+def _params(use: CheckpointOptions | RestoreOptions, other: set[str]) -> dict[str, bool | str]:
+    """The options under the names that the service gives them, but for the others: ignore_rootfs is
+    ignoreRootFS, all else camel case."""
+    given = {name: value for name, value in asdict(use).items() if name not in other}
+    camel = {re.sub("_(.)", lambda match: match[1].upper(), name): given[name] for name in given}
+    return {name.replace("Rootfs", "RootFS"): value for name, value in camel.items()}
 
 
 def _report(
