@@ -14,8 +14,8 @@ import os
 import time
 from pathlib import Path
 
-# Both before torch is imported: cuBLAS is deterministic only with a fixed workspace, and asking NVML
-# whether there is CUDA would leave its descriptors behind.
+# Both before torch is imported: cuBLAS is deterministic only with a fixed workspace, and asking
+# NVML whether there is CUDA would leave its descriptors behind.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
 
@@ -26,6 +26,7 @@ POOL_BYTES = 512 << 20
 
 
 def main() -> None:
+    """Train, and write what came out."""
     arguments = parse_arguments()
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -84,6 +85,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The command line; --help explains it."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--report-every", type=int, default=1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the programs of this package run: on a real GPU when there is one, else on the emulator.
 
-`python -m gpustasis_bench.machine` prints one JSON object: the first GPU's name, or what is missing. It
-is asked in a process of its own, since a driver leaves threads and descriptors behind.
+`python -m gpustasis_bench.machine` prints one JSON object: the first GPU's name, or what is
+missing. It is asked in a process of its own, since a driver leaves threads and descriptors behind.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _ask() -> GpuAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """gpu: the first GPU's name. emulated: it is none; no number of it says anything of hardware."""
+    """gpu: the first GPU's name. emulated: it is none; no number of it says anything of
+    hardware."""
 
     gpu: str
     emulated: bool

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from gpustasis.image.difference import Difference
     from gpustasis.image.flatten import Flattened
     from gpustasis.image.inspection import Inspection
+    from gpustasis.image.prune import Outcome as Pruned
     from gpustasis.image.verification import Verification
     from gpustasis.recovery import Recovery
-    from gpustasis.store.prune import Outcome as Pruned
 
 __version__ = "0.1.0"
 
@@ -69,7 +69,7 @@ _HOMES = {
     "Difference": "image.difference",
     "Flattened": "image.flatten",
     "Inspection": "image.inspection",
-    "Pruned": "store.prune",
+    "Pruned": "image.prune",
     "Recovery": "recovery",
     "Run": "criu.run",
     "Statistics": "criu.statistics",

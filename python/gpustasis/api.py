@@ -24,6 +24,7 @@ from gpustasis.archive.opened import Archive, inspect_archive, open_files
 from gpustasis.archive.verification import verify_archive
 from gpustasis.criu import run
 from gpustasis.criu.find import find
+from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.plugin import Setting, driver_libraries
 from gpustasis.criu.run import Run
 from gpustasis.driver import Driver
@@ -32,14 +33,12 @@ from gpustasis.image.checkpoint import find_manifest
 from gpustasis.image.difference import Difference, compare_files
 from gpustasis.image.flatten import Flattened, flatten
 from gpustasis.image.inspection import Inspection, inspect_files
+from gpustasis.image.prune import Outcome as Pruned
+from gpustasis.image.prune import Rules
+from gpustasis.image.prune import prune as prune_store
 from gpustasis.image.verification import Verification, verify_directory
 from gpustasis.recovery import Recovery, find_images
 from gpustasis.recovery import recover as recover_task
-from gpustasis.store.prune import Outcome as Pruned
-from gpustasis.store.prune import prune as prune_store
-from gpustasis.store.retention import Rules
-
-_INVENTORY = "inventory.img"  # CRIU writes it into every complete checkpoint
 
 StrPath = str | os.PathLike[str]
 
@@ -317,5 +316,5 @@ def _prepare(images: Path) -> None:
         images.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
         raise CheckpointError(f"cannot make {images}: {exc.strerror}") from exc
-    if (images / _INVENTORY).exists():
+    if (images / INVENTORY_NAME).exists():
         raise CheckpointError(f"{images} holds a checkpoint already; name another directory")

@@ -29,6 +29,16 @@ class CheckpointError(Exception):
 
     exit_code = 3
 
+    @property
+    def errno(self) -> int | None:
+        """The errno of the system's refusal that this comes from; None: it comes from none."""
+        cause = self.__cause__
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.errno is not None:
+                return cause.errno
+            cause = cause.__cause__
+        return None
+
     def details(self) -> dict[str, object]:
         """Further facts for programs, by name: what --json adds to code, name and message."""
         return {}

@@ -15,6 +15,7 @@ import stat
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import BinaryIO
 
 MAX_LINKS = 40  # on the way to a file, as the kernel's own limit
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -71,8 +72,7 @@ def give_name(part: str | os.PathLike[str], path: str | os.PathLike[str]) -> Non
     except FileExistsError:
         raise
     except OSError:  # no hard links: of this file system, or of this file
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        os.close(os.open(path, flags, 0o600))  # so that it is our own that is replaced
+        open_new(path).close()  # so that it is our own that is replaced
         try:
             os.rename(part, path)
         except BaseException:
@@ -81,6 +81,18 @@ def give_name(part: str | os.PathLike[str], path: str | os.PathLike[str]) -> Non
     else:
         os.unlink(part)
     sync_directory(os.path.dirname(path) or ".")
+
+
+def open_new(path: str | os.PathLike[str]) -> BinaryIO:
+    """A new file for this user alone, to be written; never through a link. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o600), "wb")
+
+
+def sync(file: BinaryIO) -> None:
+    """Have what was written to a file on the disk. Raises OSError."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def remove(directory: int, name: str) -> bool:

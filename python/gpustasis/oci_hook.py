@@ -190,9 +190,8 @@ def apply_retention(container_id: str, keep: int) -> None:
         return
     from pathlib import Path
 
-    from gpustasis.image.lock import allow_many_files
-    from gpustasis.store.prune import prune
-    from gpustasis.store.retention import Rules
+    from gpustasis.image.directory import allow_many_files
+    from gpustasis.image.prune import Rules, prune
 
     allow_many_files()
     prune(Path(place), Rules(last=keep))

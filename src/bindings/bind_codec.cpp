@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind.hpp"
-#include "bindings/buffer_view.hpp"
+#include "bindings/buffers.hpp"
 #include "bindings/convert.hpp"
 #include "core/chunk_codec.hpp"
 #include "core/hash.hpp"

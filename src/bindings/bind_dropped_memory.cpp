@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind.hpp"
 #include "bindings/convert.hpp"
-#include "bindings/open_dir.hpp"
-#include "bindings/progress.hpp"
 #include "dropped_memory/drop_record.hpp"
 #include "dropped_memory/refill.hpp"
 #include "dropped_memory/userfaultfd_setting.hpp"

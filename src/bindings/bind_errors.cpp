@@ -2,6 +2,7 @@
 #include "bindings/bind.hpp"
 #include "core/error.hpp"
 
+#include <cerrno>
 #include <exception>
 #include <string>
 
@@ -16,6 +17,30 @@ void set_message(py::handle type, const char* message) {
     const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(message));
     if (text)
         PyErr_SetObject(type.ptr(), text.ptr());
+}
+
+/// The OSError of an errno, by its class (FileNotFoundError, PermissionError, …). str() of it is
+/// `message` and no more, as that names the errno in words: so only `errno` is set.
+void set_os_error(const Error& error) {
+    if (error.error_number() == 0)
+        return set_message(PyExc_OSError, error.what());
+    const auto like = py::reinterpret_steal<py::object>(
+        PyObject_CallFunction(PyExc_OSError, "is", error.error_number(), ""));
+    if (!like)
+        return;
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(like.ptr()));
+    const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(error.what()));
+    const auto number = py::reinterpret_steal<py::object>(PyLong_FromLong(error.error_number()));
+    if (!text || !number)
+        return;
+    const auto exception = py::reinterpret_steal<py::object>(PyObject_CallOneArg(type, text.ptr()));
+    if (exception && PyObject_SetAttrString(exception.ptr(), "errno", number.ptr()) == 0)
+        PyErr_SetObject(type, exception.ptr());
+}
+
+/// What the kernel calls a process that is gone.
+Error gone_error(const Error& error) {
+    return {error.code(), error.what(), ESRCH};
 }
 
 } // namespace
@@ -53,8 +78,8 @@ void bind_errors(py::module_& m) {
             case Errc::bad_argument: return set_message(PyExc_ValueError, e.what());
             case Errc::corrupt_data: return set_message(types.get_stored().corrupt, e.what());
             case Errc::unsupported: return set_message(types.get_stored().unsupported, e.what());
-            case Errc::io: return set_message(PyExc_OSError, e.what());
-            case Errc::gone: return set_message(PyExc_ProcessLookupError, e.what());
+            case Errc::io: return set_os_error(e);
+            case Errc::gone: return set_os_error(gone_error(e));
             }
         }
     });

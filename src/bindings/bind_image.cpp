@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind.hpp"
-#include "bindings/buffer_view.hpp"
+#include "bindings/buffers.hpp"
 #include "bindings/convert.hpp"
-#include "bindings/memory_buffers.hpp"
-#include "bindings/open_dir.hpp"
-#include "bindings/progress.hpp"
 #include "core/error.hpp"
 #include "core/image_check.hpp"
 #include "core/image_flatten.hpp"

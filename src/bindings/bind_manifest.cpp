@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind.hpp"
-#include "bindings/buffer_view.hpp"
+#include "bindings/buffers.hpp"
 #include "bindings/convert.hpp"
-#include "bindings/open_dir.hpp"
 #include "core/manifest.hpp"
 
 #include <pybind11/stl.h>

@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-/// Core values as plain Python ones and back.
+/// What Python passes to the core, as the core takes it, and back.
 #pragma once
 
 #include "core/bytes.hpp"
 #include "core/error.hpp"
 #include "core/image_info.hpp"
+#include "core/image_reader.hpp"
+#include "core/unique_fd.hpp"
 
+#include <fcntl.h>
 #include <pybind11/pybind11.h>
 
+#include <cerrno>
+#include <cstdint>
 #include <cstring>
+#include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -51,6 +58,32 @@ inline std::string to_text(const pybind11::str& text) {
     if (!encoded)
         throw pybind11::error_already_set();
     return std::string(static_cast<std::string_view>(encoded));
+}
+
+/// Throws Error: io.
+inline UniqueFd open_dir(const std::filesystem::path& path) {
+    UniqueFd dir(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (!dir)
+        throw io_error(path.string(), errno);
+    return dir;
+}
+
+/// The directory that the file `path` is in.
+inline UniqueFd open_dir_of(const std::filesystem::path& path) {
+    return open_dir(path.has_parent_path() ? path.parent_path() : ".");
+}
+
+using Tell = std::optional<pybind11::function>;
+
+/// Calls `tell`, if there is one, with the GIL; lets Ctrl-C stop long work either way. Outlived by `tell`.
+inline ImageReader::Progress progress_of(const Tell& tell) {
+    return [&tell](std::uint64_t done) {
+        const pybind11::gil_scoped_acquire locked;
+        if (PyErr_CheckSignals() != 0)
+            throw pybind11::error_already_set();
+        if (tell)
+            (*tell)(done);
+    };
 }
 
 } // namespace gpustasis::bindings

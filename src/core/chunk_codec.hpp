@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// Encode and decode one chunk of memory. Knows nothing of files or processes.
+/// Encode and decode one chunk of memory, and count how chunks are stored. Knows nothing of files or
+/// processes.
 #pragma once
 
 #include "core/bytes.hpp"
@@ -46,5 +47,25 @@ EncodedChunk encode_chunk(Bytes plain, bool compress, int lz4_acceleration, MutB
 /// Throws Error: corrupt_data if it does not decode to exactly that size, unsupported if
 /// `encoding` is unknown.
 void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain);
+
+/// Chunks and bytes by how they are stored. `plain` counts memory, `stored` the bytes of the file
+/// that hold it.
+struct EncodingTotals {
+    struct Count {
+        std::uint64_t chunks = 0;
+        std::uint64_t plain = 0;
+        std::uint64_t stored = 0;
+
+        bool operator==(const Count&) const = default;
+    };
+    Count zero, lz4, raw;
+    Count ref; ///< in the image of an earlier checkpoint, however it is stored there
+
+    /// Count one chunk more. `reference`: this image stores nothing of it.
+    void add(Encoding encoding, bool reference, std::uint64_t plain_size,
+             std::uint64_t stored_size) noexcept;
+    EncodingTotals& operator+=(const EncodingTotals& other) noexcept;
+    bool operator==(const EncodingTotals&) const = default;
+};
 
 } // namespace gpustasis

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/direct_io.hpp"
 
-#include "core/aligned_buffer.hpp"
 #include "core/error.hpp"
 
 #include <fcntl.h>

@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 namespace gpustasis {
 
@@ -18,14 +19,24 @@ enum class Errc {
 
 class Error : public std::runtime_error {
 public:
-    Error(Errc code, const std::string& what) : std::runtime_error(what), code_(code) {}
+    Error(Errc code, const std::string& what, int error_number = 0)
+        : std::runtime_error(what), code_(code), error_number_(error_number) {}
+    /// `cause` in other words: of the same kind.
+    Error(const Error& cause, const std::string& what)
+        : Error(cause.code_, what, cause.error_number_) {}
+
     Errc code() const noexcept { return code_; }
+    /// errno of what the operating system refused; 0: there is none.
+    int error_number() const noexcept { return error_number_; }
 
 private:
     Errc code_;
+    int error_number_;
 };
 
 /// An Errc::io Error: "<what>: <strerror(error_number)>".
-[[nodiscard]] Error io_error(const std::string& what, int error_number);
+[[nodiscard]] inline Error io_error(const std::string& what, int error_number) {
+    return {Errc::io, what + ": " + std::generic_category().message(error_number), error_number};
+}
 
 } // namespace gpustasis

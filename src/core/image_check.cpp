@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/image_check.hpp"
 
-#include "core/aligned_buffer.hpp"
+#include "core/direct_io.hpp"
 #include "core/error.hpp"
 #include "core/workers.hpp"
 

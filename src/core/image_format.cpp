@@ -3,46 +3,35 @@
 
 #include "core/error.hpp"
 #include "core/fields.hpp"
-#include "core/hash.hpp"
+#include "core/sealed_block.hpp"
 
 #include <array>
 #include <bit>
 #include <cstring>
 #include <string>
+#include <string_view>
+#include <utility>
 
 namespace gpustasis::format {
 namespace {
 
-constexpr std::size_t kHashSize = sizeof(Id);
 constexpr std::size_t kHeaderReserved = 164;
 constexpr std::size_t kTrailerReserved = 16;
 constexpr std::size_t kIndexEntryReserved = 1;
 
-Bytes header_magic() noexcept {
-    return std::as_bytes(std::span("\x93"
-                                   "GPUSIM\n",
-                                   8));
-}
+constexpr BlockKind kHeader{.magic = std::string_view("\x93"
+                                                      "GPUSIM\n",
+                                                      8),
+                            .header_size = kHeaderSize,
+                            .wrong_magic = "not an image: wrong magic",
+                            .wrong_hash = "header does not match its checksum"};
+
 Bytes trailer_magic() noexcept {
     return std::as_bytes(std::span("GPUSEND\n", 8));
 }
 
 [[noreturn]] void corrupt(const std::string& what) {
     throw Error(Errc::corrupt_data, what);
-}
-
-// Appends the hash of all fields so far.
-std::vector<std::byte> seal(FieldWriter& out) {
-    out.append(hash128(out.bytes()));
-    return out.take();
-}
-
-// The hash that ends `bytes`, once it is found to be right.
-Id check_seal(Bytes bytes, const char* part) {
-    const Id hash = hash_at_end(bytes);
-    if (hash != hash128(bytes.first(bytes.size() - kHashSize)))
-        corrupt(std::string(part) + " does not match its checksum");
-    return hash;
 }
 
 // That the stored bytes of a chunk with a source can be in that source's file.
@@ -56,50 +45,21 @@ void check_source(const IndexEntry& entry, const std::vector<Source>& sources) {
 
 } // namespace
 
-Id hash_at_end(Bytes packed) {
-    return FieldReader(packed.last(kHashSize)).id();
-}
-
-void check_required_features(std::uint64_t bits) {
-    if ((bits & kEncryption) != 0)
-        throw Error(Errc::unsupported, "is encrypted, which this version cannot read");
-    if ((bits & ~kParent) != 0)
-        throw Error(Errc::unsupported, "needs features this version does not know (bits " +
-                                           std::to_string(bits) + ")");
-}
-
 std::vector<std::byte> pack_header(const Header& header) {
-    FieldWriter out(kHeaderSize);
-    out.append(header_magic());
-    out.number(kVersion);
-    out.number(static_cast<std::uint32_t>(kHeaderSize));
-    out.number(header.parent_id == Id{} ? 0 : kParent);
-    out.number(std::uint64_t{0}); // optional_features
+    FieldWriter out = begin_block(kHeader, header.parent_id == Id{} ? 0 : kParent, kHeaderSize);
     out.append(header.checkpoint_id);
     out.append(header.parent_id);
     out.number(header.pid);
     out.number(header.chunk_size);
     out.number(header.alignment);
     out.reserved(kHeaderReserved);
-    return seal(out);
+    return seal(std::move(out));
 }
 
 Header unpack_header(Bytes bytes) {
-    FieldReader in(bytes);
-    if (!std::ranges::equal(in.take(header_magic().size()), header_magic()))
-        corrupt("not an image: wrong magic");
-    // Before the version, so that a damaged version is called damaged.
+    auto [in, required, hash] = open_block(bytes, kHeader);
     Header header;
-    header.hash = check_seal(bytes, "header");
-    const auto version = in.number<std::uint32_t>();
-    if (version != kVersion)
-        throw Error(Errc::unsupported, "has format version " + std::to_string(version) +
-                                           ", this build reads " + std::to_string(kVersion));
-    if (in.number<std::uint32_t>() != kHeaderSize)
-        corrupt("header has the wrong size");
-    const auto required = in.number<std::uint64_t>();
-    check_required_features(required);
-    in.number<std::uint64_t>(); // optional_features
+    header.hash = hash;
     header.checkpoint_id = in.id();
     header.parent_id = in.id();
     if ((header.parent_id != Id{}) != ((required & kParent) != 0))
@@ -174,7 +134,7 @@ std::vector<std::byte> pack_trailer(const Trailer& trailer) {
     out.number(trailer.file_size);
     out.reserved(kTrailerReserved);
     out.append(trailer_magic());
-    return seal(out);
+    return seal(std::move(out));
 }
 
 Trailer unpack_trailer(Bytes bytes) {
@@ -191,7 +151,7 @@ Trailer unpack_trailer(Bytes bytes) {
     const Bytes reserved = in.take(kTrailerReserved);
     if (!std::ranges::equal(in.take(trailer_magic().size()), trailer_magic()))
         corrupt("does not end as an image does: cut short, or never finished");
-    trailer.digest = check_seal(bytes, "trailer");
+    trailer.digest = check_seal(bytes, "trailer does not match its checksum");
     FieldReader(reserved).reserved(kTrailerReserved);
     return trailer;
 }

@@ -13,7 +13,6 @@
 
 namespace gpustasis::format {
 
-inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::size_t kHeaderSize = 256;
 inline constexpr std::size_t kTrailerSize = 128;
 inline constexpr std::size_t kIndexEntrySize = 40;
@@ -22,19 +21,9 @@ inline constexpr std::size_t kIndexSourceOffset = 37;
 
 inline constexpr std::uint32_t kMaxAlignment = 4096;
 
-/// Bits of required_features.
-inline constexpr std::uint64_t kParent = 1U << 0;
-inline constexpr std::uint64_t kEncryption = 1U << 1;
-
 constexpr std::uint64_t align_up(std::uint64_t offset, std::uint64_t alignment) noexcept {
     return (offset + alignment - 1) & ~(alignment - 1);
 }
-
-/// Throws Error: unsupported, in words, unless this build can read an image with these bits.
-void check_required_features(std::uint64_t bits);
-
-/// The hash that ends a packed header or trailer.
-Id hash_at_end(Bytes packed);
 
 struct Header {
     Id checkpoint_id{};

@@ -6,6 +6,7 @@
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_metadata.hpp"
+#include "core/sealed_block.hpp"
 
 #include <algorithm>
 #include <cstdio>
@@ -61,6 +62,25 @@ void check_index(ImageFrame& frame) {
 
 } // namespace
 
+ChunkMap::ChunkMap(const std::vector<Region>& regions, std::uint32_t chunk_size)
+    : chunk_size_(chunk_size) {
+    runs_.reserve(regions.size());
+    for (const Region& region : regions) {
+        runs_.push_back({count_, region.address, region.length});
+        count_ += (region.length + chunk_size - 1) / chunk_size;
+        plain_size_ += region.length;
+    }
+}
+
+ChunkPlace ChunkMap::at(std::uint64_t index) const noexcept {
+    const auto after = std::ranges::upper_bound(runs_, index, {}, &Run::first);
+    const Run& run = *(after - 1);
+    const std::uint64_t offset = (index - run.first) * chunk_size_;
+    const std::uint64_t left = run.length - offset;
+    return {run.address + offset,
+            static_cast<std::uint32_t>(std::min<std::uint64_t>(left, chunk_size_))};
+}
+
 FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index) {
     const std::vector<std::byte> header = format::pack_header({.checkpoint_id = info.checkpoint_id,
@@ -110,8 +130,7 @@ void ImageFrame::blame_chunk(std::uint64_t number, const Error& error) const {
     char address[32];
     std::snprintf(address, sizeof address, "0x%llx",
                   static_cast<unsigned long long>(map.at(number).address));
-    throw Error(error.code(),
-                "chunk " + std::to_string(number) + " at " + address + ": " + error.what());
+    throw Error(error, "chunk " + std::to_string(number) + " at " + address + ": " + error.what());
 }
 
 ImageFrame read_frame(std::uint64_t size, const ReadPart& read) {

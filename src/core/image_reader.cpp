@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/image_reader.hpp"
 
-#include "core/aligned_buffer.hpp"
-#include "core/chunk_input.hpp"
-#include "core/chunk_map.hpp"
+#include "core/chunk_io.hpp"
+#include "core/direct_io.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_frame.hpp"
-#include "core/progress_meter.hpp"
 #include "core/workers.hpp"
 
 #include <fcntl.h>
@@ -37,7 +35,7 @@ auto named(const std::string& name, const Body& body) {
     try {
         return body();
     } catch (const Error& e) {
-        throw Error(e.code(), name + ": " + e.what());
+        throw Error(e, name + ": " + e.what());
     }
 }
 

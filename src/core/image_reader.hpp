@@ -5,7 +5,6 @@
 #include "core/bytes.hpp"
 #include "core/chunk_codec.hpp"
 #include "core/direct_io.hpp"
-#include "core/encoding_totals.hpp"
 #include "core/image_info.hpp"
 #include "core/lineage.hpp"
 #include "core/memory_port.hpp"

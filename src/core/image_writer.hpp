@@ -2,8 +2,8 @@
 /// Write the GPU memory of one task as an image (docs/format.md).
 #pragma once
 
+#include "core/chunk_codec.hpp"
 #include "core/direct_io.hpp"
-#include "core/encoding_totals.hpp"
 #include "core/image_info.hpp"
 #include "core/memory_port.hpp"
 #include "core/parent_index.hpp"

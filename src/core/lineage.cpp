@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/lineage.hpp"
 
-#include "core/checkpoint_search.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/image_format.hpp"
@@ -20,9 +19,23 @@
 #include <cstdio>
 #include <exception>
 #include <filesystem>
+#include <utility>
 
 namespace gpustasis {
 namespace {
+
+bool is_checkpoint(int directory, const Id& id) noexcept {
+    try {
+        return read_manifest(directory).checkpoint_id == id;
+    } catch (const std::exception&) {
+        return false;
+    }
+}
+
+UniqueFd open_if_right(const std::filesystem::path& place, const Id& id) {
+    UniqueFd directory(::open(place.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    return directory && is_checkpoint(directory.get(), id) ? std::move(directory) : UniqueFd();
+}
 
 constexpr const char* kNewLink = ".gpustasis-parent.part";
 
@@ -100,11 +113,28 @@ UniqueFd open_link_or_search(int child_fd, const std::string& child) {
     fd = find_checkpoint(parent);
     if (fd)
         return fd;
-    throw Error(Errc::io, std::string(why.what()) + "; and the parent, checkpoint " +
-                              id_text(parent) + ", is not in " + searched_places());
+    throw Error(why, std::string(why.what()) + "; and the parent, checkpoint " + id_text(parent) +
+                         ", is not in " + searched_places());
 }
 
 } // namespace
+
+UniqueFd find_checkpoint(const Id& id, const std::string& root) {
+    const std::filesystem::path top = root;
+    const std::string name = id_text(id);
+    if (UniqueFd found = open_if_right(top / "checkpoints" / name, id))
+        return found;
+    std::error_code error;
+    for (std::filesystem::directory_iterator at(top / "containers", error), end;
+         !error && at != end; at.increment(error))
+        if (UniqueFd found = open_if_right(at->path() / name, id))
+            return found;
+    return {};
+}
+
+std::string searched_places(const std::string& root) {
+    return root + "/checkpoints and " + root + "/containers/*";
+}
 
 std::string id_text(const Id& id) {
     std::string text;
@@ -203,7 +233,7 @@ std::shared_ptr<const UniqueFd> Lineage::file(const Source& source) {
         files_[place] = {source.digest, file};
         return file;
     } catch (const Error& e) {
-        throw Error(e.code(), whose + ", is missing or was replaced: " + e.what());
+        throw Error(e, whose + ", is missing or was replaced: " + e.what());
     }
 }
 

@@ -41,7 +41,7 @@ public:
     static Lineage above(int parent_fd);
 
     /// The directory `depth` links away; 0: the checkpoint's own. Where a link leads nowhere, the
-    /// parent is looked for by its id (checkpoint_search.hpp). Throws Error: io, naming the link
+    /// parent is looked for by its id (find_checkpoint()). Throws Error: io, naming the link
     /// and the parent if it is nowhere, and if somebody is about to remove it.
     int directory(std::uint32_t depth);
     /// Where that is; for messages.
@@ -67,5 +67,16 @@ private:
     using Place = std::pair<std::uint32_t, std::uint32_t>;                  ///< depth, pid
     std::map<Place, std::pair<Id, std::shared_ptr<const UniqueFd>>> files_; ///< digest, file
 };
+
+/// Where checkpoints that others are built on are kept (docs/format.md, "Links").
+inline constexpr const char* kStoreRoot = "/var/lib/gpustasis";
+
+/// The directory with the checkpoint `id`, by its manifest: `root`/checkpoints/<id in hex>, else
+/// `root`/containers/<any>/<id in hex>; no descriptor if there is none. What cannot be read is not
+/// it. That its images are the right ones, their digests tell.
+UniqueFd find_checkpoint(const Id& id, const std::string& root = kStoreRoot);
+
+/// For a message: where that looks.
+std::string searched_places(const std::string& root = kStoreRoot);
 
 } // namespace gpustasis

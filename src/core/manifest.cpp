@@ -4,11 +4,11 @@
 #include "core/error.hpp"
 #include "core/fields.hpp"
 #include "core/file.hpp"
-#include "core/hash.hpp"
-#include "core/image_format.hpp"
 #include "core/image_metadata.hpp"
+#include "core/sealed_block.hpp"
 
-#include <algorithm>
+#include <string_view>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -17,20 +17,21 @@ constexpr std::size_t kFixedSize = 96;
 constexpr std::size_t kTaskSize = 32;
 constexpr std::size_t kTaskGpuSize = 16;
 constexpr std::size_t kParentSize = 32;
-constexpr std::size_t kHashSize = sizeof(Id);
 constexpr std::uint32_t kMaxTasks = 65536;
 constexpr std::uint32_t kMaxTaskGpus = 1U << 20;
 constexpr std::size_t kTaskReserved = 6;
 constexpr std::size_t kParentReserved = 12;
-constexpr std::size_t kMaxSize = kFixedSize + format::kGpuSize * format::kMaxGpus +
-                                 kTaskSize * std::size_t{kMaxTasks} +
-                                 kTaskGpuSize * std::size_t{kMaxTaskGpus} + kParentSize + kHashSize;
+constexpr std::size_t kMaxSize =
+    kFixedSize + format::kGpuSize * format::kMaxGpus + kTaskSize * std::size_t{kMaxTasks} +
+    kTaskGpuSize * std::size_t{kMaxTaskGpus} + kParentSize + format::kHashSize;
 
-Bytes magic() noexcept {
-    return std::as_bytes(std::span("\x93"
-                                   "GPUSMF\n",
-                                   8));
-}
+constexpr format::BlockKind kManifest{.magic = std::string_view("\x93"
+                                                                "GPUSMF\n",
+                                                                8),
+                                      .header_size = kFixedSize,
+                                      .wrong_magic = "not a manifest: wrong magic",
+                                      .wrong_hash =
+                                          "does not match its checksum: damaged, or cut short"};
 
 [[noreturn]] void corrupt(const std::string& what) {
     throw Error(Errc::corrupt_data, what);
@@ -121,24 +122,10 @@ void unpack_task_gpus(std::uint32_t count, FieldReader& in, std::vector<Manifest
 }
 
 Manifest unpack(Bytes bytes) {
-    if (bytes.size() < kFixedSize + kHashSize)
+    if (bytes.size() < kFixedSize + format::kHashSize)
         corrupt("too short for a manifest");
-    FieldReader in(bytes);
-    if (!std::ranges::equal(in.take(magic().size()), magic()))
-        corrupt("not a manifest: wrong magic");
-    if (FieldReader(bytes.last(kHashSize)).id() != hash128(bytes.first(bytes.size() - kHashSize)))
-        corrupt("does not match its checksum: damaged, or cut short");
-    const auto version = in.number<std::uint32_t>();
-    if (version != format::kVersion)
-        throw Error(Errc::unsupported, "has format version " + std::to_string(version) +
-                                           ", this build reads " +
-                                           std::to_string(format::kVersion));
-    if (in.number<std::uint32_t>() != kFixedSize)
-        corrupt("header has the wrong size");
-    const auto required = in.number<std::uint64_t>();
-    format::check_required_features(required);
+    auto [in, required, hash] = format::open_block(bytes, kManifest);
     const bool has_parent = (required & format::kParent) != 0;
-    in.number<std::uint64_t>(); // optional_features
 
     Manifest manifest;
     manifest.checkpoint_id = in.id();
@@ -149,7 +136,7 @@ Manifest unpack(Bytes bytes) {
     if (gpu_count > format::kMaxGpus || task_count > kMaxTasks || task_gpu_count > kMaxTaskGpus ||
         bytes.size() != kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count +
                             kTaskGpuSize * task_gpu_count + (has_parent ? kParentSize : 0) +
-                            kHashSize)
+                            format::kHashSize)
         corrupt("has the wrong size");
     manifest.driver_version = in.text(format::kDriverVersionWidth);
     manifest.gpus = format::unpack_gpus(gpu_count, in);
@@ -169,15 +156,11 @@ Manifest unpack(Bytes bytes) {
 }
 
 std::vector<std::byte> pack(const Manifest& manifest) {
-    FieldWriter out(kFixedSize + format::kGpuSize * manifest.gpus.size() +
-                    kTaskSize * manifest.tasks.size() + kTaskGpuSize * count_task_gpus(manifest) +
-                    kParentSize + kHashSize);
     const bool has_parent = manifest.parent_id != Id{};
-    out.append(magic());
-    out.number(format::kVersion);
-    out.number(static_cast<std::uint32_t>(kFixedSize));
-    out.number(has_parent ? format::kParent : std::uint64_t{0}); // required_features
-    out.number(std::uint64_t{0});                                // optional_features
+    FieldWriter out = format::begin_block(
+        kManifest, has_parent ? format::kParent : std::uint64_t{0},
+        kFixedSize + format::kGpuSize * manifest.gpus.size() + kTaskSize * manifest.tasks.size() +
+            kTaskGpuSize * count_task_gpus(manifest) + kParentSize + format::kHashSize);
     out.append(manifest.checkpoint_id);
     out.number(manifest.driver_api_version);
     out.number(static_cast<std::uint32_t>(manifest.gpus.size()));
@@ -204,8 +187,7 @@ std::vector<std::byte> pack(const Manifest& manifest) {
         out.number(manifest.chain_length);
         out.reserved(kParentReserved);
     }
-    out.append(hash128(out.bytes()));
-    return out.take();
+    return format::seal(std::move(out));
 }
 
 } // namespace
@@ -221,7 +203,7 @@ void write_manifest(int dir_fd, const Manifest& manifest) {
         write_at(file.fd(), 0, pack(manifest));
         file.commit();
     } catch (const Error& e) {
-        throw Error(e.code(), std::string(kManifestName) + ": " + e.what());
+        throw Error(e, std::string(kManifestName) + ": " + e.what());
     }
 }
 
@@ -235,7 +217,7 @@ Manifest read_manifest(int dir_fd) {
         read_at(fd.get(), 0, bytes);
         return unpack(bytes);
     } catch (const Error& e) {
-        throw Error(e.code(), std::string(kManifestName) + ": " + e.what());
+        throw Error(e, std::string(kManifestName) + ": " + e.what());
     }
 }
 
@@ -243,7 +225,7 @@ Manifest parse_manifest(Bytes bytes, const std::string& name) {
     try {
         return unpack(bytes);
     } catch (const Error& e) {
-        throw Error(e.code(), name + ": " + e.what());
+        throw Error(e, name + ": " + e.what());
     }
 }
 

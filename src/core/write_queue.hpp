@@ -2,7 +2,7 @@
 /// Chunks on their way to storage, between the threads that make them and those that write them.
 #pragma once
 
-#include "core/aligned_buffer.hpp"
+#include "core/direct_io.hpp"
 
 #include <condition_variable>
 #include <cstddef>

@@ -4,8 +4,7 @@
 #include "core/error.hpp"
 #include "cuda_plugin/host.hpp"
 #include "tracee/proc.hpp"
-#include "tracee/ptrace_call.hpp"
-#include "tracee/ptrace_stop.hpp"
+#include "tracee/ptrace.hpp"
 
 #include <cstdint>
 

@@ -5,8 +5,7 @@
 #include "core/manifest.hpp"
 #include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
-#include "tracee/ptrace_call.hpp"
-#include "tracee/ptrace_stop.hpp"
+#include "tracee/ptrace.hpp"
 
 #include <exception>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// What a scan of a process's memory finds.
+/// What a scan of a process's memory finds, and what every way of scanning can do.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,18 @@ struct DirtyPages {
     /// Appends [address, address + length), which does not begin before the last one. What is in
     /// it already is not counted twice.
     void add(std::uint64_t address, std::uint64_t length);
+};
+
+class DirtyMethod {
+public:
+    DirtyMethod() = default;
+    DirtyMethod(const DirtyMethod&) = delete;
+    DirtyMethod& operator=(const DirtyMethod&) = delete;
+    virtual ~DirtyMethod() = default;
+
+    /// As DirtyTracker::mark() and scan(); `backend` of the result is the caller's to set.
+    virtual void mark() = 0;
+    virtual DirtyPages scan(bool remark) = 0;
 };
 
 } // namespace gpustasis

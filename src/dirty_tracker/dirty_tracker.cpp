@@ -39,7 +39,7 @@ DirtyTracker::DirtyTracker(pid_t pid, std::optional<DirtyBackend> backend) : pid
             method_ = make(pid, DirtyBackend::soft_dirty);
             backend_ = DirtyBackend::soft_dirty;
         } catch (const Error& second) {
-            throw Error(first.code(), std::string(first.what()) + "; " + second.what());
+            throw Error(first, std::string(first.what()) + "; " + second.what());
         }
     }
 }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 
 namespace gpustasis {
@@ -28,6 +29,25 @@ std::uint64_t count_populated(std::span<const PagemapEntry> entries) {
 }
 
 } // namespace
+
+void read_pagemap(int pagemap, std::uint64_t address, std::span<PagemapEntry> entries) {
+    const auto page_size = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    auto out = std::as_writable_bytes(entries);
+    std::uint64_t offset = address / page_size * sizeof(PagemapEntry);
+    while (!out.empty()) {
+        const ssize_t got = ::pread(pagemap, out.data(), out.size(), static_cast<off_t>(offset));
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0)
+            throw io_error("cannot read /proc/PID/pagemap", errno);
+        if (got == 0) {
+            std::ranges::fill(out, std::byte{0});
+            return;
+        }
+        offset += static_cast<std::uint64_t>(got);
+        out = out.subspan(static_cast<std::size_t>(got));
+    }
+}
 
 void add_soft_dirty(DirtyPages& pages, std::uint64_t address, bool shared,
                     std::span<const PagemapEntry> entries, std::uint64_t page_size) {

@@ -3,13 +3,36 @@
 #pragma once
 
 #include "dirty_tracker/address_space.hpp"
-#include "dirty_tracker/dirty_method.hpp"
-#include "dirty_tracker/pagemap.hpp"
+#include "dirty_tracker/dirty_pages.hpp"
+#include "tracee/task_maps.hpp"
 
+#include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 namespace gpustasis {
+
+/// One page in /proc/PID/pagemap, 64 bits (Documentation/admin-guide/mm/pagemap.rst).
+struct PagemapEntry {
+    std::uint64_t bits = 0;
+
+    bool present() const noexcept { return (bits >> 63 & 1) != 0; }
+    bool swapped() const noexcept { return (bits >> 62 & 1) != 0; }
+    /// Of a file, or of shared memory.
+    bool file() const noexcept { return (bits >> 61 & 1) != 0; }
+    bool soft_dirty() const noexcept { return (bits >> 55 & 1) != 0; }
+
+    /// Whether the page, in a private or a shared mapping, holds something of the process's own.
+    bool populated(bool shared) const noexcept {
+        return (present() || swapped()) && (shared || !file());
+    }
+};
+static_assert(sizeof(PagemapEntry) == 8);
+
+/// Fill `entries` with those of the pages from `address` on. Fewer are there at the end of the
+/// address space: the rest is zero. Throws Error: io.
+void read_pagemap(int pagemap, std::uint64_t address, std::span<PagemapEntry> entries);
 
 /// The bits belong to the process, not to who looks at them: clearing them at a mark is seen by
 /// any other user of them, such as `criu dump --track-mem`.

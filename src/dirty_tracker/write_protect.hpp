@@ -3,7 +3,7 @@
 #pragma once
 
 #include "dirty_tracker/address_space.hpp"
-#include "dirty_tracker/dirty_method.hpp"
+#include "dirty_tracker/dirty_pages.hpp"
 #include "dirty_tracker/page_scan.hpp"
 #include "dirty_tracker/userfault.hpp"
 

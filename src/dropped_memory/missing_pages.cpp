@@ -4,7 +4,7 @@
 #include "core/error.hpp"
 #include "core/memory_port.hpp"
 #include "dropped_memory/userfaultfd_setting.hpp"
-#include "tracee/injected_descriptor.hpp"
+#include "tracee/injected_syscall.hpp"
 
 #include <fcntl.h>
 #include <linux/userfaultfd.h>

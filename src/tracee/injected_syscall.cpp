@@ -3,8 +3,7 @@
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
-#include "tracee/ptrace_call.hpp"
-#include "tracee/ptrace_stop.hpp"
+#include "tracee/ptrace.hpp"
 #include "tracee/task_maps.hpp"
 #include "tracee/vector_state.hpp"
 #include "tracee/way_back.hpp"
@@ -161,6 +160,24 @@ void InjectedSyscalls::finish() {
     thread_.signals_blocked = false;
     for (const int signal : held_signals_)
         ::syscall(SYS_tgkill, thread_.pid, thread_.tid, signal);
+}
+
+UniqueFd take_descriptor(InjectedSyscalls& calls, int pidfd, std::uint64_t number,
+                         std::uint64_t argument) {
+    const std::int64_t made = calls.call_if_alive(number, argument);
+    if (made < 0) {
+        errno = static_cast<int>(-made);
+        return UniqueFd();
+    }
+    calls.aim(SYS_close, static_cast<std::uint64_t>(made), 0, 0);
+    UniqueFd ours(static_cast<int>(::syscall(SYS_pidfd_getfd, pidfd, made, 0)));
+    const int error = errno;
+    const std::int64_t closed = calls.run();
+    if (!ours)
+        throw io_error("pidfd_getfd", error);
+    if (closed != 0)
+        throw io_error("close in the name of another process", static_cast<int>(-closed));
+    return ours;
 }
 
 } // namespace gpustasis

@@ -2,7 +2,7 @@
 #include "tracee/thread_memory.hpp"
 
 #include "tracee/proc.hpp"
-#include "tracee/ptrace_call.hpp"
+#include "tracee/ptrace.hpp"
 
 #include <sys/syscall.h>
 #include <sys/user.h>

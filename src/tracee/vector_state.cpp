@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tracee/vector_state.hpp"
 
-#include "tracee/ptrace_call.hpp"
+#include "tracee/ptrace.hpp"
 
 #include <cpuid.h>
 #include <elf.h>

@@ -134,7 +134,7 @@ def test_what_stands_in_for_one_of_our_files_is_named(tmp_path: Path, kind: byte
     path = tmp_path / "a.tar"
     name = b"checkpoint/gpustasis-manifest.img"
     path.write_bytes(tar([ROOT, Raw(name, type=kind, target=b"/etc/passwd")]))
-    with open_files(path) as files, pytest.raises(ArchiveError, match="manifest.img: is a "):
+    with open_files(path) as files, pytest.raises(ArchiveError, match=r"manifest\.img: is a "):
         files.manifest()
 
 
@@ -181,6 +181,14 @@ def test_bounds_are_kept(tmp_path: Path) -> None:
     ]
     links = replace(DEFAULT_LIMITS, names_bytes=40_000)
     assert "targets of its links take more" in refused(tmp_path, tar([ROOT, *targets]), links)
+    # One character of four bytes makes all the others of its name as wide.
+    wide = [Raw(b"%s-%d" % (("\U0001f600" + 76 * "a").encode(), number)) for number in range(20)]
+    narrow = [Raw(b"%s-%d" % (80 * b"a", number)) for number in range(20)]
+    letters = replace(DEFAULT_LIMITS, names_bytes=20 * (160 + 200))
+    (tmp_path / "hostile.tar").write_bytes(tar([ROOT, *narrow]))
+    with open_files(tmp_path / "hostile.tar", limits=letters):
+        pass
+    assert "take more than 7200 bytes" in refused(tmp_path, tar([ROOT, *wide]), letters)
     cores = [Raw(b"checkpoint/core-%d.img" % number, b"x" * 1000) for number in range(20)]
     kept = replace(DEFAULT_LIMITS, kept_bytes=10_000)
     assert "more than 10000 bytes" in refused(tmp_path, tar([ROOT, *cores]), kept)

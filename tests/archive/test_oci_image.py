@@ -65,7 +65,7 @@ def test_hostile_values_are_refused(facts: ContainerFacts) -> None:
     assert facts.container_id == CONTAINER
     with pytest.raises(ArchiveError, match="does not say which container"):
         checkpoint_annotations(replace(facts, container_name=""))
-    with pytest.raises(ArchiveError, match="control characters in .*pod.name"):
+    with pytest.raises(ArchiveError, match=r"control characters in .*pod\.name"):
         checkpoint_annotations(replace(facts, pod="a\nb"))
 
 

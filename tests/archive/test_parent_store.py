@@ -9,7 +9,7 @@ import pytest
 
 from gpustasis._core import MANIFEST_NAME, image_name, read_manifest
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image import chain
+from gpustasis.image import checkpoint as chain
 from gpustasis.runtimes import parent_store
 from support.archives import COMPRESSIONS, pack
 from support.chains import make_chain

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,10 +183,10 @@ def course(emulator_environ: dict[str, str], newest_criu: Criu, tmp_path: Path) 
 
 
 @pytest.fixture
-def medium(tmp_path: Path) -> Iterator[Medium]:
+def medium(tmp_path: Path) -> Medium:
     folder = tmp_path / "medium"
     folder.mkdir()
-    yield Medium(name="disk", folder=folder, filesystem=filesystem_of(folder))
+    return Medium(name="disk", folder=folder, filesystem=filesystem_of(folder))
 
 
 def test_content_is_read_as_it_was_written(content: Content, tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
 from gpustasis._core import ImageReader
 from gpustasis.image.flatten import flatten
-from gpustasis.store.prune import Action, prune
-from gpustasis.store.retention import Rules
+from gpustasis.image.prune import Action, Rules, prune
 from support.chains import is_whole
 
 _FULL_EVERY = 6  # dumps, about

@@ -81,8 +81,8 @@ def archive(random: Random) -> bytes:
     """A few members with headers of all kinds, most of them as some writer makes them."""
     members: list[Raw] = []
     for number in range(random.randint(1, 4)):
-        for _ in range(random.choice([0] * 9 + [1] * 8 + [2, 2, 3])):
-            members.append(_extension(random))
+        extensions = random.choice([0] * 9 + [1] * 8 + [2, 2, 3])
+        members += [_extension(random) for _ in range(extensions)]
         members.append(_member(random, number))
     return tar(members)
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 
 from gpustasis.errors import InstallError
 from gpustasis.install import layout, record
-from gpustasis.install.root import Root
+from gpustasis.install.root import LOCKS, Root
 from install.conftest import install_into, put, uninstall_from
 from install.tree import tree
 
@@ -162,7 +164,7 @@ def test_dry_run_does_nothing(root: Path) -> None:
 
 @pytest.mark.parametrize("target", ["../../../..", "/", "../outside"])
 def test_links_do_not_lead_out_of_the_root(root: Path, tmp_path: Path, target: str) -> None:
-    """ "etc" in the root leads where it would lead a process that lives there."""
+    """The root's "etc" leads where it would lead a process that lives there."""
     outside = tmp_path / "outside"
     (outside / "criu").mkdir(parents=True)
     put(outside, "/criu/default.conf", "timeout 3\n")
@@ -255,6 +257,19 @@ def test_no_space_for_the_plugin(
 def test_one_at_a_time(root: Path) -> None:
     with Root(root), pytest.raises(InstallError, match="another process is installing into"):
         Root(root)
+
+
+def test_nobody_else_can_keep_it_from_working(root: Path) -> None:
+    """Any user may open "/" and lock it; what is locked here, nobody but root can open."""
+    anybody = os.open(root, os.O_RDONLY)
+    fcntl.flock(anybody, fcntl.LOCK_EX)
+    try:
+        install_into(root)
+    finally:
+        os.close(anybody)
+    for path in (LOCKS, *LOCKS.iterdir()):
+        assert path.lstat().st_uid == 0
+        assert stat.S_IMODE(path.lstat().st_mode) in (0o700, 0o600)
 
 
 def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

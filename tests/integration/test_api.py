@@ -26,7 +26,7 @@ Generations = Callable[..., Job]
 
 @pytest.fixture
 def own(criu: Criu, emulator_environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """This process is on the emulator; the name of the criu to give."""
+    """The name of the criu to give; this process is on the emulator."""
     for name, value in emulator_environ.items():
         monkeypatch.setenv(name, value)
     return str(criu.root or criu.program)

@@ -17,8 +17,7 @@ import pytest
 from campaigns.rig import Rig, small_filesystem
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import PARENT_LINK, read_manifest
-from gpustasis.store.prune import Action, prune
-from gpustasis.store.retention import Rules
+from gpustasis.image.prune import Action, Rules, prune
 from support.container import Container, cgroup, container
 
 

@@ -94,6 +94,9 @@ def test_a_job_s_life(
     assert check_document(gpustasis("inspect", two, "--json").stdout, "inspect")["parent"]
     assert check_document(gpustasis("verify", two, "--json").stdout, "verify")["images"] == 1
     assert check_document(gpustasis("diff", one, two, "--json").stdout, "diff")["tasks"]
+    listed = check_document(gpustasis("list", store, "--json").stdout, "list")["entries"]
+    assert [(one["name"], one["complete"]) for one in listed] == [("one", True), ("two", True)]
+    assert listed[1]["parent_id"] == listed[0]["checkpoint_id"]
     out = tmp_path / "flat"
     check_document(gpustasis("flatten", two, "-o", out, "--json").stdout, "flatten")
     words = ("prune", store, "--keep-last", "1", "--dry-run", "--json")

@@ -19,9 +19,8 @@ from campaigns import chains, damage
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import PARENT_LINK, ImageReader, image_name, read_manifest
+from gpustasis.image.prune import Rules, prune
 from gpustasis.image.verification import verify_directory
-from gpustasis.store.prune import prune
-from gpustasis.store.retention import Rules
 from support.chains import is_whole
 
 SEED = 20261121

@@ -95,7 +95,7 @@ def test_encryption_is_refused_and_not_ignored() -> None:
 @pytest.mark.parametrize("name", ["", "Compress", "thread", "x" * 5000, "\n", "keep.all"])
 def test_an_unknown_annotation_is_refused(name: str) -> None:
     with pytest.raises(
-        PolicyError, match="there is no such annotation, only io.gpustasis.compress"
+        PolicyError, match=r"there is no such annotation, only io\.gpustasis\.compress"
     ):
         parse_annotations({PREFIX + name: "1"})
 

@@ -39,7 +39,7 @@ for name in sys.argv[2:]:
 
 @pytest.fixture
 def driver_calls(emulator_environ: dict[str, str]) -> DriverCalls:
-    """driver_calls(job, "lock", "checkpoint", ...)"""
+    """Make calls of the driver on a job: driver_calls(job, "lock", "checkpoint", ...)."""
 
     def call(job: Job, *names: str) -> None:
         argv = [sys.executable, "-c", CALLER, str(job.pid), *names]

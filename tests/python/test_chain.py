@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from gpustasis._core import PARENT_LINK, ImageReader, image_name
 from gpustasis.cli import cli
 from gpustasis.errors import ImageError
-from gpustasis.image.chain import State, chain_directories, find_sources, parent_directory
-from gpustasis.image.lock import share, try_exclude
+from gpustasis.image.checkpoint import State, chain_directories, find_sources, parent_directory
+from gpustasis.image.directory import share, try_exclude
 from gpustasis.image.verification import verify_directory
 from support.chains import checkpoint_id, is_whole, make_chain, make_link, memory_of
 from support.image_samples import PAGE

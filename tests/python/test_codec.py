@@ -23,7 +23,7 @@ from support.image_samples import noise
 
 chunks = st.one_of(
     st.binary(min_size=1, max_size=2000),
-    st.builds(lambda n: bytes(n), st.integers(1, 70000)),
+    st.builds(bytes, st.integers(1, 70000)),
     st.builds(lambda b, n: b * n, st.binary(min_size=1, max_size=8), st.integers(1, 5000)),
     st.builds(lambda n, seed: noise(n, str(seed)), st.integers(1, 70000), st.integers(0, 99)),
 )

@@ -146,5 +146,5 @@ def test_a_configuration_that_is_odd(config: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("name", ["--help", "", "ab", "../x", "x" * 300, "0123456789ab"])
 def test_a_name_that_means_nothing(name: str) -> None:
-    with pytest.raises(CheckpointError, match="no container|no process is in"):
+    with pytest.raises(CheckpointError, match=r"no container|no process is in"):
         find_container(name, {"PATH": ""})

@@ -100,7 +100,7 @@ def test_earlier_checkpoints_need_not_be_there(tmp_path: Path) -> None:
 def test_chunks_of_different_sizes_are_refused(tmp_path: Path) -> None:
     make_link(tmp_path / "a", {7: memory_of(["A", "B"])})
     make_link(tmp_path / "b", {7: memory_of(["A", "B"])}, chunk_size=2 * PAGE)
-    with pytest.raises(ImageError, match="a: chunks of 4096 bytes.*b: chunks of 8192"):
+    with pytest.raises(ImageError, match=r"a: chunks of 4096 bytes.*b: chunks of 8192"):
         compare(tmp_path / "a", tmp_path / "b")
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustasis.dirty_rate import (
+from gpustasis.watching import (
     Meter,
     Sample,
     best_incremental_interval,

@@ -74,9 +74,9 @@ def test_a_directory_that_is_not_ours_alone(tmp_path: Path, wrong: str) -> None:
         inner.symlink_to(tmp_path / "elsewhere")
     else:
         inner.parent.chmod(0o775 if wrong == "group" else 0o757)
-    with pytest.raises(OSError) as caught:
-        files.open_own_directory(str(inner), 2, 0o700)
     blamed = inner.parent if wrong in ("group", "others") else inner
+    with pytest.raises(OSError, match=f"/{blamed.name}'") as caught:
+        files.open_own_directory(str(inner), 2, 0o700)
     assert caught.value.filename == str(blamed)
     with pytest.raises(FileNotFoundError):
         files.open_own_directory(str(tmp_path / "none/inner"), 2)

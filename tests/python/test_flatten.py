@@ -26,11 +26,11 @@ from gpustasis._core import (
 )
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.image.directory import try_exclude
 from gpustasis.image.flatten import flatten
-from gpustasis.image.lock import try_exclude
-from gpustasis.image.plain_reader import PlainImage
 from gpustasis.image.verification import verify_directory
 from support.chains import contents, is_whole, make_chain, make_link, memory_of
+from support.plain_reader import PlainImage
 
 SEED = 20261121
 
@@ -148,6 +148,17 @@ def test_other_files_are_copied_with_mode_and_time(tmp_path: Path) -> None:
     assert (stat.S_IMODE(status.st_mode), status.st_mtime) == (0o640, 1_700_000_000)
     assert (flat / MANIFEST_NAME).stat().st_mtime == 1_800_000_060
     assert done.other_bytes == sum((source / name).stat().st_size for name in others)
+
+
+def test_a_copy_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """Whoever may look into the original; memory of a job is in both."""
+    source, flat = tmp_path / "a", tmp_path / "flat"
+    make_link(source, {7: memory_of(["A"])})
+    source.chmod(0o755)
+    os.utime(source, (1_700_000_000, 1_700_000_000))
+    flatten(source, flat)
+    assert stat.S_IMODE(flat.stat().st_mode) == 0o700
+    assert flat.stat().st_mtime == 1_700_000_000
 
 
 def with_pages_in_parent(directory: Path) -> None:

@@ -53,7 +53,7 @@ def test_what_was_written_is_read(tmp_path: Path, sample: Sample) -> None:
     assert (image.digest, image.totals) == (result.digest, result.totals)
     assert image.file_size == result.file_size == path.stat().st_size
     image.verify()
-    content = {address: plain for address, plain in sample.memory}
+    content = dict(sample.memory)
     for index in range(len(image)):
         chunk = image.chunk(index)
         base = max(address for address in content if address <= chunk.address)

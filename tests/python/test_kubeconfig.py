@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from gpustasis.errors import EngineError
-from gpustasis.runtimes.kubeconfig import default_path, open_access
+from gpustasis.runtimes.kubeconfig import default_paths, open_access
 from gpustasis.runtimes.kubelet import check, checkpoint, parse_target
 from support.certificates import Authority, Pair
 from support.kubelet_server import ALLOWED, Kubelet, KubeletServer
@@ -88,7 +88,7 @@ def ask(tmp_path: Path, config: Config) -> Callable[..., tuple[str, ...]]:
         config["users"][0]["user"] = user
         path = tmp_path / "config"
         path.write_text(yaml.safe_dump(config))
-        with open_access(path, context) as access:
+        with open_access([path], context) as access:
             check(access)
             return checkpoint(access, parse_target(TARGET, None)).archives
 
@@ -218,15 +218,73 @@ def test_contexts_that_are_not_there(ask: Ask, config: Config) -> None:
 @pytest.mark.parametrize("raw", ["", "[]", "a: [", "\x00", "contexts: 7"])
 def test_what_is_no_kubeconfig(tmp_path: Path, raw: str) -> None:
     (tmp_path / "config").write_text(raw)
-    with pytest.raises(EngineError), open_access(tmp_path / "config", "x"):
+    with pytest.raises(EngineError), open_access([tmp_path / "config"], "x"):
         pass
 
 
-def test_the_file_that_kubectl_reads() -> None:
-    assert default_path({"KUBECONFIG": "/a"}) == Path("/a")
-    assert default_path({"HOME": "/home/me"}) == Path("/home/me/.kube/config")
-    with pytest.raises(EngineError, match="names 2 files"):
-        default_path({"KUBECONFIG": "/a:/b"})
+def test_the_files_that_kubectl_reads() -> None:
+    assert default_paths({"KUBECONFIG": "/a"}) == (Path("/a"),)
+    assert default_paths({"KUBECONFIG": ":/a::/b:"}) == (Path("/a"), Path("/b"))
+    assert default_paths({"HOME": "/home/me"}) == (Path("/home/me/.kube/config"),)
+
+
+class TestSeveralFiles:
+    """As kubectl merges them: "the first file to set a particular value or map key wins"."""
+
+    @pytest.fixture
+    def split(self, tmp_path: Path, config: Config) -> list[Path]:
+        """Context and user in the one, the cluster in the other; certificates beside it."""
+        (tmp_path / "one").mkdir()
+        (tmp_path / "two").mkdir()
+        user = {"name": "me", "user": {"tokenFile": "token"}}
+        (tmp_path / "one" / "token").write_text(TOKEN)
+        one = {"contexts": config["contexts"], "users": [user]}
+        cluster = dict(config["clusters"][0]["cluster"])
+        data = base64.b64decode(cluster.pop("certificate-authority-data"))
+        (tmp_path / "two" / "ca.crt").write_bytes(data)
+        cluster["certificate-authority"] = "ca.crt"
+        two = {
+            "current-context": "here",
+            "contexts": [{"name": "here", "context": {"cluster": "gone"}}],
+            "clusters": [{"name": "one", "cluster": cluster}],
+            "users": [{"name": "me", "user": {"token": "of another", "as": "somebody"}}],
+        }
+        paths = [tmp_path / "one" / "config", tmp_path / "two" / "config"]
+        for path, content in zip(paths, (one, two), strict=True):
+            path.write_text(yaml.safe_dump(content))
+        return paths
+
+    def archives(self, paths: list[Path], context: str | None = None) -> tuple[str, ...]:
+        with open_access(paths, context) as access:
+            return checkpoint(access, parse_target(TARGET, None)).archives
+
+    def test_each_part_comes_from_the_first_that_has_it(self, split: list[Path]) -> None:
+        assert self.archives(split) == (ARCHIVE,)
+        assert self.archives(split, "here") == (ARCHIVE,)
+
+    def test_one_that_is_not_there_means_nothing(self, tmp_path: Path, split: list[Path]) -> None:
+        assert self.archives([tmp_path / "gone", *split]) == (ARCHIVE,)
+        with pytest.raises(EngineError, match="cannot read"):
+            self.archives([tmp_path / "gone", tmp_path / "too"])
+
+    def test_an_entry_of_the_first_is_taken_whole(self, split: list[Path]) -> None:
+        with pytest.raises(EngineError, match="have no cluster 'gone'"):
+            self.archives(split[::-1])
+
+    def test_one_that_is_damaged_is_refused(self, split: list[Path]) -> None:
+        split[1].write_text("a: [")
+        with pytest.raises(EngineError, match="two/config is no kubeconfig"):
+            self.archives(split)
+
+    def test_the_command_reads_them(
+        self, split: list[Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("KUBECONFIG", ":".join(map(str, split)))
+        words = ["kubelet", "checkpoint", TARGET, "--context", "here"]
+        argv = [sys.executable, "-m", "gpustasis", *words]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert ARCHIVE in done.stdout
 
 
 def test_the_command(tmp_path: Path, ask: Ask) -> None:

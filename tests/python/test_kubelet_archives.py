@@ -15,7 +15,7 @@ import pytest
 
 from gpustasis.archive.layout import Engine
 from gpustasis.errors import ArchiveError
-from gpustasis.runtimes.kubelet_archives import list_archives, read_archive
+from gpustasis.runtimes.kubelet import list_archives, read_archive
 from support.json_output import check_document
 
 CONFIG = {
@@ -122,7 +122,7 @@ def test_a_terminal_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(ArchiveError, match="cannot list .*No such file"):
+    with pytest.raises(ArchiveError, match=r"cannot list .*No such file"):
         list_archives(tmp_path / "none")
     with pytest.raises(ArchiveError, match="cannot be read: No such file"):
         read_archive(tmp_path / "none.tar")

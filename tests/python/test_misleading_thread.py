@@ -105,8 +105,10 @@ def test_a_worker_is_believed_only_if_it_is_of_this_user(images: Path) -> None:
         with (
             open(images / "file", "w"),
             subprocess.Popen(
-                ["/bin/sh", "-c", 'exec 3<"$1"; exec "$2" -c "$3" x "$4"', "sh"]
-                + [str(images), sys.executable, code, user],
+                [
+                    *("/bin/sh", "-c", 'exec 3<"$1"; exec "$2" -c "$3" x "$4"', "sh"),
+                    *(str(images), sys.executable, code, user),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -22,10 +22,10 @@ from gpustasis._core import (
     read_manifest,
 )
 from gpustasis.errors import ImageError, UnsupportedError
-from gpustasis.image.plain_manifest import parse_manifest
-from gpustasis.image.plain_reader import PlainImage, PlainSource
 from support.chains import checkpoint_id, make_chain, make_link, memory_of
 from support.image_seal import sealed
+from support.plain_manifest import parse_manifest
+from support.plain_reader import PlainImage, PlainSource
 
 METADATA_SIZE, GPU_SIZE, REGION_SIZE, SOURCE_SIZE, ENTRY_SIZE = 96, 280, 24, 48, 40
 

@@ -21,11 +21,11 @@ from gpustasis._core import (
     write_image,
 )
 from gpustasis.errors import ImageError, UnsupportedError
-from gpustasis.image.plain_manifest import parse_manifest
-from gpustasis.image.plain_reader import PlainImage
 from support.golden import MIXTURE, SMALLEST, smallest_info, write_golden
 from support.image_samples import Sample, info_of, make_checkpoint, mixture, samples
 from support.image_seal import sealed
+from support.plain_manifest import parse_manifest
+from support.plain_reader import PlainImage
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
 ONE_DIRECTORY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -15,10 +15,9 @@ from click.testing import CliRunner
 from gpustasis._core import PARENT_LINK
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError
-from gpustasis.image.lock import share, try_exclude
-from gpustasis.store import prune as prune_module
-from gpustasis.store.prune import Action, prune
-from gpustasis.store.retention import Rules
+from gpustasis.image import prune as prune_module
+from gpustasis.image.directory import share, try_exclude
+from gpustasis.image.prune import Action, Rules, prune
 from support.chains import is_whole, make_chain, make_link, memory_of
 
 FIRST = 1_800_000_000.0
@@ -307,7 +306,7 @@ def test_what_cannot_be_removed_is_an_error_and_still_whole(store: Path) -> None
     make_link(store / "c", {7: memory_of(["x"])}, taken=FIRST + 999)
     subprocess.run(["mount", "--bind", store / "a-more", store / "a-more"], check=True)
     try:
-        with pytest.raises(CheckpointError, match="cannot remove .*a-more"):
+        with pytest.raises(CheckpointError, match=r"cannot remove .*a-more"):
             prune(store, Rules(within=timedelta(seconds=1)))
         assert is_whole(store / "a-more")
     finally:

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from gpustasis._core import CorruptDataError
 from gpustasis.errors import ImageError
-from gpustasis.image.lock import share
-from gpustasis.store.prune import Action, prune
-from gpustasis.store.retention import Rules, choose
+from gpustasis.image.directory import share
+from gpustasis.image.prune import Action, Rules, choose, prune
 from support.chains import contents, is_whole, make_link, memory_of
 
 FIRST = 1_800_000_000

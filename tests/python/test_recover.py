@@ -285,12 +285,14 @@ def test_an_image_from_before_the_process_was_checkpointed_again_is_refused(
 
 def pages_with_data(image: ImageReader) -> list[tuple[int, bytes]]:
     """Address and content of all pages that are not zero."""
-    found = []
+    found: list[tuple[int, bytes]] = []
     for index in range(len(image)):
         chunk, plain = image.chunk(index), image.read_chunk(index)
-        for offset in range(0, chunk.plain_size, PAGE):
-            if any(page := plain[offset : offset + PAGE]):
-                found.append((chunk.address + offset, page))
+        found += [
+            (chunk.address + offset, page)
+            for offset in range(0, chunk.plain_size, PAGE)
+            if any(page := plain[offset : offset + PAGE])
+        ]
     return found
 
 

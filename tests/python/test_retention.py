@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustasis.store.retention import Rules, choose, parse_duration
+from gpustasis.image.prune import Rules, choose, parse_duration
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 

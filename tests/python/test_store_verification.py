@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from gpustasis._core import Encoding, ImageReader, ParentIndex, image_name, write_image
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.image.store_verification import StoreVerification, is_store, verify_store
 from gpustasis.image.verification import verify_directory
-from gpustasis.store.verification import StoreVerification, is_store, verify_store
 from support.chains import checkpoint_id, make_chain, make_link, memory_of
 from support.image_samples import PAGE, info_of, noise
 from support.json_output import check_document

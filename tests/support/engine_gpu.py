@@ -138,7 +138,7 @@ class SteadyContainer:
             time.sleep(POLL_S)
 
     def state(self) -> str:
-        """As Podman has it: "running", "exited" …"""
+        """As Podman has it: "running" or "exited", say."""
         words = ("podman", "container", "inspect", "--format", "{{.State.Status}}", self.name)
         return self.root.run(*words).stdout.strip()
 

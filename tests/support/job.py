@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.01
@@ -87,14 +88,10 @@ class Job:
 
     def end(self) -> None:
         """Kill it and its session, if there is anything left of it."""
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
-        try:
+        with suppress(ChildProcessError):  # reaped already
             self.wait()
-        except ChildProcessError:  # reaped already
-            pass
 
 
 def reap_orphans() -> None:

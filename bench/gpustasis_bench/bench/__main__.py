@@ -22,6 +22,7 @@ from gpustasis_bench.bench.report import write_json
 from gpustasis_bench.bench.suite import Options, Suite
 from gpustasis_bench.machine import require_machine, run_command
 
+_TMPFS = "/dev/shm"  # noqa: S108 - the medium that is measured; each run makes a folder of its own
 _WORK = Path("build/bench")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -60,7 +61,7 @@ class _Names(click.ParamType[list[str]]):
     help="GiB of GPU memory of each workload.",
 )
 @click.option("--seed", type=int, default=1, show_default=True)
-@click.option("--tmpfs-dir", type=_FOLDER, default=Path("/dev/shm"), show_default=True)
+@click.option("--tmpfs-dir", type=_FOLDER, default=Path(_TMPFS), show_default=True)
 @click.option("--disk-dir", type=_FOLDER, default=_WORK / "disk", show_default=True)
 @click.option(
     "--work",

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpustasis_bench.bench.contenders import OURS, STOCK
+from gpustasis_bench.errors import BenchError
 
 _DROP = "dropping the pages"
 _MEMORY_BASE = 256 << 20
@@ -15,8 +16,8 @@ _MEMORY_SHARE = 0.001  # of the GPU memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One promise. measured is None where it could not be measured, and met is then False; of ratios
-    it is the mean over the pairs, and low and high its interval, where there is one.
+    """One promise. measured is None where it could not be measured, and met is then False; of
+    ratios it is the mean over the pairs, and low and high its interval, where there is one.
 
     parts: for a ratio of times, seconds that each thing that must be done takes at the bandwidths
     measured in the same run. Nobody can be faster than the slowest of them: best is the other's
@@ -74,9 +75,11 @@ def evaluate(report: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[Bound] = []
     results = report["results"]
     for promise in _PROMISES:
-        for result in results:
-            if result["workload"] == promise.workload and result["contender"] == OURS:
-                found.append(_of_result(promise, result, results, report))
+        found += [
+            _of_result(promise, result, results, report)
+            for result in results
+            if result["workload"] == promise.workload and result["contender"] == OURS
+        ]
     for second in report["second_checkpoints"]:
         found += _of_second(second, report["limits"])
     for chain in report["chains"]:
@@ -223,7 +226,8 @@ def _of_memory(
     result: dict[str, Any], results: list[dict[str, Any]], report: dict[str, Any]
 ) -> Bound:
     stock = _find(results, result, STOCK)
-    assert stock is not None
+    if stock is None:
+        raise BenchError(f"{result['workload']} has no result of stock CRIU to compare with")
     gpu_bytes = report["workloads"][result["workload"]]["gpu_bytes"]
     limit = _MEMORY_BASE + gpu_bytes * _MEMORY_SHARE
     beyond = result["peak_rss_bytes"] - stock["peak_rss_bytes"]

@@ -107,7 +107,8 @@ CONTENDERS = {
 
 
 def same_dumps() -> dict[str, str]:
-    """Contenders that make the same dump as another one -> that one. What follows the dump differs."""
+    """Contenders that make the same dump as another one -> that one. What follows the dump
+    differs."""
     return {
         each.name: STOCK
         for each in CONTENDERS.values()

@@ -12,9 +12,9 @@ from gpustasis_bench.errors import BenchError
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 _READING = (
-    "Medians, without the driver's time; ± is half the distance between the quartiles. In brackets: "
-    "stock over this one for times, this one over stock for sizes, geometric means over the pairs, and "
-    f"their interval ({INTERVAL})."
+    "Medians, without the driver's time; ± is half the distance between the quartiles. In "
+    "brackets: stock over this one for times, this one over stock for sizes, geometric means over "
+    f"the pairs, and their interval ({INTERVAL})."
 )
 _RUNNING = (
     "How long the job could not use its GPU, from lock to unlock: medians of what it saw itself. "
@@ -169,16 +169,16 @@ def _chains(whole: dict[str, Any]) -> str:
             f"* Second checkpoint of {second['workload']} on {second['medium']}: "
             f"{second['skipped_of_nonzero']:.1%} of the chunks that are not zero are the "
             f"parent's ({second['skipped_of_all']:.1%} of all are not written); dump "
-            f"{ours['dump_seconds']:.3f} s and {ours['stored_bytes'] / _MIB:.1f} MiB, a full one of "
-            f"stock CRIU's {stock['dump_seconds']:.3f} s and "
+            f"{ours['dump_seconds']:.3f} s and {ours['stored_bytes'] / _MIB:.1f} MiB, a full one "
+            f"of stock CRIU's {stock['dump_seconds']:.3f} s and "
             f"{stock['stored_bytes'] / _MIB:.1f} MiB."
         )
-    for chain in whole["chains"]:
-        lines.append(
-            f"* Restore through a chain of {chain['length']} on {chain['medium']}: "
-            f"{chain['chain_restore_seconds']:.3f} s; from a full checkpoint of the same memory "
-            f"{chain['full_restore_seconds']:.3f} s."
-        )
+    lines += [
+        f"* Restore through a chain of {chain['length']} on {chain['medium']}: "
+        f"{chain['chain_restore_seconds']:.3f} s; from a full checkpoint of the same memory "
+        f"{chain['full_restore_seconds']:.3f} s."
+        for chain in whole["chains"]
+    ]
     return "### Checkpoints on top of others\n\n" + "\n".join(lines) if lines else ""
 
 

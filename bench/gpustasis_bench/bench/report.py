@@ -121,6 +121,7 @@ def describe_machine(gpu: str, media: Sequence[Medium]) -> dict[str, Any]:
 
 
 def describe_versions(criu: Criu, codecs: Sequence[Codec]) -> dict[str, str]:
+    """Name -> version of each program and library that takes part."""
     versions = {
         "gpustasis": gpustasis.__version__,
         "criu": f"{criu.version_text} ({criu.origin})",

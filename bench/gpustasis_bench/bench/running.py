@@ -35,8 +35,8 @@ def measure_content(course: Course, content: Content, medium: Medium, pairs: int
 
 
 def measure_shapes(course: Course, medium: Medium, pairs: int, size: int) -> list[dict[str, Any]]:
-    """The same for trees of SHAPES, each task with `size` bytes of noise on each GPU: on an emulator
-    of their own, with 8 GPUs that copy as fast as measured ones, and as fast as memory."""
+    """The same for trees of SHAPES, each task with `size` bytes of noise on each GPU: on an
+    emulator of their own, with 8 GPUs that copy as fast as measured ones, and as fast as memory."""
     found = []
     for rates_name, rates in _RATES.items():
         with _emulated(course, rates, 4 * size) as emulated:

@@ -130,7 +130,8 @@ def disagreements(rounds: Iterable[Round], groups: Mapping[str, str]) -> list[st
 class Round:
     """One dump and restore. Seconds without the driver's, which stand in *_driver_seconds.
 
-    pair counts from 0. criu_seconds: of the dump, without the tool that follows. peak_rss_bytes: the larger of dump and restore; each stands beside it.
+    pair counts from 0. criu_seconds: of the dump, without the tool that follows. peak_rss_bytes:
+    the larger of dump and restore; each stands beside it.
     """
 
     workload: str

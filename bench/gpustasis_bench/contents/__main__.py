@@ -18,13 +18,13 @@ _BLOCK = 4 << 20
 
 def fill_random(writer: ContentWriter, size: int, seed: int) -> None:
     """Bytes that nothing makes smaller."""
-    numbers = random.Random(seed)
+    numbers = random.Random(seed)  # noqa: S311 - contents, no secret
     for index, count in enumerate(_tensors(size)):
         blocks = [numbers.randbytes(min(_BLOCK, count - at)) for at in range(0, count, _BLOCK)]
         writer.add(f"noise {index}", "random bytes", b"".join(blocks))
 
 
-def fill_zeros(writer: ContentWriter, size: int, seed: int) -> None:
+def fill_zeros(writer: ContentWriter, size: int, _seed: int) -> None:
     """Memory that was allocated and never written."""
     for index, count in enumerate(_tensors(size)):
         writer.add_untouched(f"nothing {index}", "untouched", count)

@@ -94,6 +94,7 @@ def segment_size(rounded: int) -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not less than `size`."""
     return -(-size // multiple) * multiple
 
 

@@ -48,7 +48,8 @@ class Shape:
 
 
 def width_for(weights: float, layers: int) -> int:
-    """The greatest width with which the matrices of `layers` layers have at most so many numbers."""
+    """The greatest width with which the matrices of `layers` layers have at most so many
+    numbers."""
     width = int(math.sqrt(weights / (12 * layers)))
     return max(HEAD, width // HEAD * HEAD)
 
@@ -172,8 +173,8 @@ def tokens_of(batch: list[bytes]) -> tuple[Tensor, Tensor]:
 
 
 def read_corpus() -> bytes:
-    """Up to 4 MiB of the sources of Python's standard library: text that every machine has, the same
-    for the same Python. Raises OSError if there are too few."""
+    """Up to 4 MiB of the sources of Python's standard library: text that every machine has, the
+    same for the same Python. Raises OSError if there are too few."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(library.glob("*.py")):

@@ -79,7 +79,7 @@ def fill_finetuning(writer: ContentWriter, size: int, seed: int) -> None:
     )
     for name, tensor in model.weights.items():
         writer.add(f"weights {name}", "bf16 weights", tensor_bytes(tensor))
-    for name, tensor in model.weights.items():
+    for name in model.weights:
         writer.add(f"first moment {name}", "fp32 moments", tensor_bytes(adam.first[name]))
         writer.add(f"second moment {name}", "fp32 moments", tensor_bytes(adam.second[name]))
     for name, tensor in model.weights.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """QLoRA: a frozen 4-bit base, fp16 adapters in its last layers, their AdamW state.
 
-The layers below the adapters never change, so each is made, quantised and computed through once, for
-all sequences that are trained on; the training itself runs through the last layers only.
+The layers below the adapters never change, so each is made, quantised and computed through once,
+for all sequences that are trained on; the training itself runs through the last layers only.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _SEQUENCES, _LENGTH = 12, 128  # trained on over and over, as small data sets ar
 _RATE = 1e-3
 
 
-# NF4: four bits a number, BLOCK numbers to a scale. Source: Dettmers et al., "QLoRA", appendix E (the
-# 16 values) and section 3.
+# NF4: four bits a number, BLOCK numbers to a scale. Source: Dettmers et al., "QLoRA", appendix E
+# (the 16 values) and section 3.
 BLOCK = 64
 _VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

@@ -49,7 +49,8 @@ _WORKING_SECONDS = {True: 10.0, False: 20.0}  # by emulated; a dump must begin b
 def command(
     folder: Path, work: Path, out: Path, backend: str, criu_program: str | None, steps: int | None
 ) -> None:
-    """Train, checkpoint mid-way, kill, restore, compare to the bit; then the same by stock means."""
+    """Train, checkpoint mid-way, kill, restore, compare to the bit; then the same by stock
+    means."""
     machine = require_machine("gpustasis_bench.demo", sys.argv[1:], backend)
     criu = find(criu_program)
     console = Console(highlight=False)

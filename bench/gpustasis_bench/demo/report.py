@@ -74,7 +74,8 @@ def read_statistics(directory: Path, stage: str) -> dict[str, Any]:
 
 
 def sum_of(record: dict[str, Any], *keys: str) -> float:
-    """The sum over a record's tasks of the number that `keys` lead to; 0 where they lead nowhere."""
+    """The sum over a record's tasks of the number that `keys` lead to; 0 where they lead
+    nowhere."""
     total = 0.0
     for task in record["tasks"]:
         value: Any = task

@@ -106,7 +106,8 @@ class Run:
         return self._process.pid
 
     def await_mark(self, on_step: OnStep | None = None) -> None:
-        """Wait until the marked step is done; the program trains on. Raises DemoError if it ends."""
+        """Wait until the marked step is done; the program trains on. Raises DemoError if it
+        ends."""
         while not self._mark.exists():
             self._tell(on_step)
             if self._process.poll() is not None:

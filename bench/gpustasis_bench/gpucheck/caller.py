@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disposable process that makes driver calls on request: it may hang or die, and says nothing else.
+"""A disposable process that makes driver calls on request: it may hang or die, and says nothing
+else.
 
-Run as `python -m gpustasis_bench.gpucheck.caller`: one JSON request a line on standard input, one JSON
-answer a line on standard output. `Caller` is its other end.
+Run as `python -m gpustasis_bench.gpucheck.caller`: one JSON request a line on standard input, one
+JSON answer a line on standard output. `Caller` is its other end.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Caller:
 
     def _ask(self, request: dict[str, Any], deadline_seconds: float) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        if stdin is None or stdout is None:
+            raise AssertionError("the process was started without pipes")
         try:
             stdin.write(json.dumps(request).encode() + b"\n")
             stdin.flush()

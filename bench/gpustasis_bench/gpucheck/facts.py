@@ -36,9 +36,8 @@ def facts(trace: Mapping[str, Any]) -> Facts:
     changes = [("cuInit in a caller", caller["loaded"], caller["initialized"])]
     changes += [(n, trace["stages"][a], trace["stages"][b]) for n, a, b in _TRANSITIONS]
     for name, before, after in changes:
-        if trace["emulator"]:
-            before, after = _without_daemon(before), _without_daemon(after)
-        _add_changes(found, name, before, after)
+        seen = _without_daemon if trace["emulator"] else dict
+        _add_changes(found, name, seen(before), seen(after))
     _add_restore_thread(found, trace)
     _add_staging(found, trace)
     for call in trace["calls"]:
@@ -68,7 +67,8 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
             continue
         if left.get(name) != right.get(name):
             lines.append(
-                f"{name}: {one['backend']} {left.get(name)!r}, {other['backend']} {right.get(name)!r}"
+                f"{name}: {one['backend']} {left.get(name)!r}, "
+                f"{other['backend']} {right.get(name)!r}"
             )
     return lines
 
@@ -156,14 +156,15 @@ def _subtract(
 ) -> list[tuple[int, int]]:
     left = []
     for start, end in ranges:
+        begin = start
         for cut_start, cut_end in sorted(without):
-            if cut_end <= start or cut_start >= end:
+            if cut_end <= begin or cut_start >= end:
                 continue
-            if cut_start > start:
-                left.append((start, cut_start))
-            start = max(start, cut_end)
-        if start < end:
-            left.append((start, end))
+            if cut_start > begin:
+                left.append((begin, cut_start))
+            begin = max(begin, cut_end)
+        if begin < end:
+            left.append((begin, end))
     return left
 
 

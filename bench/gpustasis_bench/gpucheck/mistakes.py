@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which error answers which mistake: wrong pid, wrong state, bad arguments, a target that cannot run.
+"""Which error answers which mistake: wrong pid, wrong state, bad arguments, a target that cannot
+run.
 
 Each mistake is made on a process that is thrown away afterwards.
 """

@@ -18,7 +18,8 @@ _SOCKET_LISTENS = 0x10000  # SO_ACCEPTCON in the flags column of /proc/net/unix
 
 
 class Descriptor(TypedDict):
-    """One open descriptor. `kind` is the st_mode type; `flags` are open flags, `link` the target."""
+    """One open descriptor. `kind` is the st_mode type; `flags` are open flags, `link` the
+    target."""
 
     fd: int
     kind: str

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of gpu-check. Each passes, fails with a reason, or is not possible here with a reason."""
+"""The steps of gpu-check. Each passes, fails with a reason, or is not possible here with a
+reason."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes to look at: the demo's training program, run so that it goes on until it is told not to."""
+"""Processes to look at: the demo's training program, run so that it goes on until it is told not
+to."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take a trace: what a CUDA process holds and answers before, between and after the driver's calls."""
+"""Take a trace: what a CUDA process holds and answers before, between and after the driver's
+calls."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ _STATE_AFTER = {"Lock": "locked", "Checkpoint": "checkpointed", "Restore": "rest
 def fill_trace(trace: Trace, program: Program, *, emulated: bool) -> None:
     """Run the whole probe, seconds long, and put what it sees into the empty `trace`.
 
-    That becomes a JSON-ready object: "schema", where and when it was taken, "caller" (what a calling
-    process holds before and after cuInit), "stages" (what the target holds, by state), "calls" (each
-    call of the round trip with its result and seconds), "cgroup", "mistakes" (error codes), and at
-    last "complete". What was seen before an error stays in it.
-    Raises DriverError if a call of the plain round trip fails, NoAnswer if one hangs.
+    That becomes a JSON-ready object: "schema", where and when it was taken, "caller" (what a
+    calling process holds before and after cuInit), "stages" (what the target holds, by state),
+    "calls" (each call of the round trip with its result and seconds), "cgroup", "mistakes" (error
+    codes), and at last "complete". What was seen before an error stays in it. Raises DriverError if
+    a call of the plain round trip fails, NoAnswer if one hangs.
     """
     trace["schema"] = SCHEMA
     trace["date"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -27,13 +27,13 @@ from gpustasis.archive.layout import CHECKPOINT
 from gpustasis.archive.opened import Archive, member_pid
 from gpustasis.archive.tar import Kind, Member, TarReader
 from gpustasis.archive.verification import Wanted, collect, earlier_chunks
+from gpustasis.criu.images import INVENTORY_NAME, count_parent_pages, is_pagemap
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
-from gpustasis.criu.images import count_parent_pages, is_pagemap
 from gpustasis.errors import ArchiveError, CheckpointError, ImageError
-from gpustasis.files import sync_directory
+from gpustasis.files import open_new, sync, sync_directory
 from gpustasis.image.checkpoint import image_errors
+from gpustasis.image.directory import new_directory, require_free
 from gpustasis.image.flatten import Flattened, OnFile, without_parent
-from gpustasis.image.new_directory import INVENTORY_NAME, new_directory, require_free
 
 _NAME_LIMIT = 255  # bytes, limits.h NAME_MAX
 _WHOLE_LIMIT = 64 << 20  # bytes of a file that is looked at before it is written
@@ -168,14 +168,13 @@ class _Copy:
         return reader.read(member.size)
 
     def _write(self, name: str, member: Member, pieces: Iterable[bytes]) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(self._place / name, flags, 0o600), "wb") as file:
+        with open_new(self._place / name) as file:
             for piece in pieces:
                 self._other_bytes += file.write(piece)
-            file.flush()
+            file.flush()  # a write would change the time again
             os.fchmod(file.fileno(), member.mode & 0o777)
             os.utime(file.fileno(), ns=(member.mtime_ns, member.mtime_ns))
-            os.fsync(file.fileno())
+            sync(file)
 
     def _finish(self, tasks: list[ManifestTask]) -> None:
         """Manifest, inventory and times."""

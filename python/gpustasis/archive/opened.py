@@ -23,7 +23,14 @@ from gpustasis._core import (
     image_name,
     parse_manifest,
 )
-from gpustasis.archive.chunks import StoredImage, read_image, read_long_image
+from gpustasis.archive.chunks import (
+    DirectoryParent,
+    Parent,
+    Parents,
+    StoredImage,
+    read_image,
+    read_long_image,
+)
 from gpustasis.archive.layout import (
     CHECKPOINT,
     ROOTFS_DIFF,
@@ -33,7 +40,6 @@ from gpustasis.archive.layout import (
     read_facts,
     require_container,
 )
-from gpustasis.archive.parents import DirectoryParent, Parent, Parents
 from gpustasis.archive.stream import (
     DEFAULT_LIMITS,
     ByteStream,
@@ -44,16 +50,23 @@ from gpustasis.archive.stream import (
 )
 from gpustasis.archive.tar import Kind, Member, TarReader
 from gpustasis.errors import ArchiveError, CheckpointError, ImageError, UnsupportedError
-from gpustasis.image.chain import MAX_DEPTH, FoundSource, State, chain_directories
-from gpustasis.image.checkpoint import image_errors, image_pid, require_meant
-from gpustasis.image.files import DirectoryFiles
+from gpustasis.image.checkpoint import (
+    MAX_DEPTH,
+    DirectoryFiles,
+    FoundSource,
+    State,
+    chain_directories,
+    image_errors,
+    image_pid,
+    require_meant,
+)
+from gpustasis.image.directory import shared
 from gpustasis.image.inspection import ArchiveView, Inspection, inspect_files
-from gpustasis.image.lock import shared
 
 
 class Archive:
-    """One archive. Make it with open_archive. Implements gpustasis.image.files.CheckpointFiles, and
-    gpustasis.archive.parents.Parent.
+    """One archive. Make it with open_archive. Implements gpustasis.image.checkpoint.CheckpointFiles, and
+    gpustasis.archive.chunks.Parent.
 
     members: by name. images: by pid. damaged_images: those that could not be opened, and why.
     file_bytes, unpacked_bytes: of all.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import struct
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -218,7 +219,8 @@ class TarReader:
             raise self._error(f"member {name!r} is a link without a target")
         if len(target) > self._limits.name_bytes:
             raise self._error(f"member {name!r} is a link with a target of {len(target)} bytes")
-        self._register(name, kind, target)
+        target_name = target.decode("utf-8", "surrogateescape")
+        self._register(name, kind, target_name)
         self._left, self._padding = size, -size % BLOCK_SIZE
         mtime_ns = _NS * header.mtime
         if b"mtime" in extended:
@@ -229,7 +231,7 @@ class TarReader:
             size=size,
             mode=header.mode,
             mtime_ns=mtime_ns,
-            target=target.decode("utf-8", "surrogateescape"),
+            target=target_name,
         )
 
     def _name(self, raw: bytes, kind: bytes) -> str:
@@ -253,7 +255,7 @@ class TarReader:
             raise self._error(f"member {name!r} has no name")
         return "/".join(parts)
 
-    def _register(self, name: str, kind: Kind, target: bytes) -> None:
+    def _register(self, name: str, kind: Kind, target: str) -> None:
         """Refuse what is there already, and what lies in something that is no directory."""
         parts = name.split("/")
         for count in range(1, len(parts)):
@@ -261,7 +263,7 @@ class TarReader:
             if self._kinds.setdefault(above, None) not in (None, Kind.DIRECTORY):
                 raise self._error(f"member {name!r} lies in {above!r}, which is no directory")
         if name not in self._kinds:
-            self._names_bytes += (len(name) + _NAME_COST) * len(parts) + len(target)
+            self._names_bytes += (_memory_of(name) + _NAME_COST) * len(parts) + _memory_of(target)
             if self._names_bytes > self._limits.names_bytes:
                 raise self._error(
                     "its names and the targets of its links take more than "
@@ -377,6 +379,11 @@ def _time_ns(value: bytes) -> int:
     assert found is not None, value
     minus, whole, part = found.groups()
     return 0 if minus else int(whole) * _NS + int((part or b"")[:9].ljust(9, b"0"))
+
+
+def _memory_of(text: str) -> int:
+    """Bytes that its letters take: one that is wide makes all of them as wide."""
+    return sys.getsizeof(text) - sys.getsizeof("")
 
 
 def _text(field: bytes) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from gpustasis._core import MANIFEST_NAME, Manifest, image_name
 from gpustasis.archive.chunks import (
+    Parent,
     Places,
     StoredChunk,
     StoredImage,
@@ -16,7 +17,6 @@ from gpustasis.archive.chunks import (
     places_by_source,
 )
 from gpustasis.archive.opened import Archive
-from gpustasis.archive.parents import Parent
 from gpustasis.errors import ArchiveError, ImageError, UnsupportedError
 from gpustasis.image.verification import OnProgress, Verification
 

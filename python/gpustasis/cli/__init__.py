@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("inspect.command", "say what a checkpoint holds"),
     "install": ("install.command", "have the container runtimes of a host use gpustasis"),
     "kubelet": ("kubelet.command", "checkpoint containers of a cluster, through the kubelets"),
+    "list": ("list.command", "list the checkpoints in a directory of them"),
     "plugin-dir": ("install.plugin_dir", "print the directory to give to criu as --libdir"),
     "podman": ("podman.command", "checkpoint and restore Podman's containers"),
     "prune": ("prune.command", "remove old checkpoints from a directory of them"),

@@ -11,7 +11,7 @@ from gpustasis.archive.oci_image import TOOLS, build_image
 from gpustasis.archive.opened import inspect_archive, open_archive
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.image.lock import allow_many_files
+from gpustasis.image.directory import allow_many_files
 
 
 @click.command("build-image", cls=Command)

@@ -11,9 +11,9 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Group
-from gpustasis.cli.options import mib
 from gpustasis.runtimes import containerd
 from gpustasis.runtimes.cri import Cri
+from gpustasis.text import mib
 
 
 @click.group("containerd", cls=Group)

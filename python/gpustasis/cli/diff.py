@@ -12,9 +12,10 @@ import click
 import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import checkpoint_argument, mib
+from gpustasis.cli.options import checkpoint_argument
 from gpustasis.image.difference import Amounts, Difference, TaskDifference
-from gpustasis.image.lock import allow_many_files
+from gpustasis.image.directory import allow_many_files
+from gpustasis.text import mib
 
 _COLUMNS = (
     ("same", "same"),

@@ -14,10 +14,11 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Group
-from gpustasis.cli.options import Size, mib
+from gpustasis.cli.options import Size
 from gpustasis.emulator import Emulator, Options, find_directory
 from gpustasis.emulator.cdi import DEFAULT_FILE, KIND, specification, write_specification
 from gpustasis.errors import EmulatorError
+from gpustasis.text import mib
 
 _OPERATIONS = ["any", "init", "get_state", "lock", "checkpoint", "restore", "unlock"]
 _ACTIONS = ["error", "hang", "die", "oom", "failed", "fail_after", "delay"]

@@ -11,8 +11,9 @@ import click
 import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import checkpoint_argument, mib, parent_option, threads_option
-from gpustasis.image.lock import allow_many_files
+from gpustasis.cli.options import checkpoint_argument, parent_option, threads_option
+from gpustasis.image.directory import allow_many_files
+from gpustasis.text import mib
 
 
 @click.command("flatten", cls=Command)

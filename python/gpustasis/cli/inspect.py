@@ -11,10 +11,11 @@ import gpustasis
 from gpustasis._core import image_name
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import checkpoint_argument, mib, parent_option
+from gpustasis.cli.options import checkpoint_argument, parent_option
 from gpustasis.cli.output import Node
 from gpustasis.criu.statistics import EMULATOR
-from gpustasis.image.chain import State
+from gpustasis.image.checkpoint import State
+from gpustasis.image.directory import allow_many_files
 from gpustasis.image.inspection import (
     ArchiveView,
     ImageView,
@@ -24,7 +25,7 @@ from gpustasis.image.inspection import (
     RegionView,
     TaskGpuView,
 )
-from gpustasis.image.lock import allow_many_files
+from gpustasis.text import mib, plural
 
 _SOURCES_SHOWN = 8
 _REGIONS_SHOWN = 8  # of a task; --json has them all
@@ -142,7 +143,7 @@ def _add_image(node: Node, image: ImageView) -> None:
     branch = node.add(f"{image.file}: {mib(image.plain_bytes)} in {mib(image.file_bytes)}")
     for name, count in image.encodings.items():
         if count.chunks:
-            chunks = f"{count.chunks} chunk{'s' if count.chunks > 1 else ''}"
+            chunks = plural(count.chunks, "chunk")
             branch.add(f"{name}: {mib(count.plain_bytes)} in {mib(count.stored_bytes)}, {chunks}")
     telling_first = sorted(image.sources, key=lambda source: source.state == State.RIGHT)
     for source in telling_first[:_SOURCES_SHOWN]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
+from gpustasis.text import mib, plural
+
 if TYPE_CHECKING:
     from gpustasis.criu.statistics import Statistics
 
@@ -96,20 +98,14 @@ def criu_options(function: Decorated) -> Decorated:
     return function
 
 
-def mib(size: float) -> str:
-    """Bytes in MiB, for people."""
-    return f"{size / 2**20:.1f} MiB"
-
-
 def describe(statistics: Statistics | None) -> str:
     """What became of GPU memory, in a clause for the end of a line."""
     if statistics is None or not statistics.tasks:
         return "no CUDA process in it"
     count = len(statistics.tasks)
-    text = f"{count} CUDA process{'es' if count > 1 else ''}"
-    text += f", {statistics.staged_bytes / 2**20:.1f} MiB of GPU memory"
+    text = f"{plural(count, 'CUDA process', 'es')}, {mib(statistics.staged_bytes)} of GPU memory"
     if statistics.same_bytes:
-        text += f", {statistics.same_bytes / 2**20:.1f} MiB of it in earlier checkpoints already"
+        text += f", {mib(statistics.same_bytes)} of it in earlier checkpoints already"
     if any(task.externalized for task in statistics.tasks):
-        text += f" stored in {statistics.file_bytes / 2**20:.1f} MiB"
+        text += f" stored in {mib(statistics.file_bytes)}"
     return text + (" (emulator: no real GPU)" if statistics.emulated else "")

@@ -12,8 +12,7 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Group
 from gpustasis.cli.options import describe
 from gpustasis.runtimes import podman
-from gpustasis.runtimes.podman_report import Report
-from gpustasis.runtimes.podman_service import DEFAULT_URL, Service
+from gpustasis.runtimes.podman_service import DEFAULT_URL, Report, Service
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _ARCHIVE = click.Path(dir_okay=False, exists=True, path_type=Path)

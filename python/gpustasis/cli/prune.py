@@ -12,10 +12,9 @@ import click
 import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import mib
-from gpustasis.image.lock import allow_many_files
-from gpustasis.store.prune import Action, Outcome, Verdict
-from gpustasis.store.retention import parse_duration
+from gpustasis.image.directory import allow_many_files
+from gpustasis.image.prune import Action, Outcome, Verdict, parse_duration
+from gpustasis.text import mib
 
 
 class _Duration(click.ParamType[timedelta]):

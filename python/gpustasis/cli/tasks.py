@@ -14,7 +14,8 @@ import click
 import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import Size, criu_options, describe, mib, threads_option
+from gpustasis.cli.options import Size, criu_options, describe, threads_option
+from gpustasis.text import mib
 
 _PHASE_WIDTH = 70  # characters
 
@@ -163,7 +164,7 @@ def recover(pid: int, images: Path | None, threads: int) -> None:
     the driver restore and unlock the process. A process found locked or checkpointed by the dump
     is left so. For a tree, run it for each CUDA process.
     """
-    from gpustasis.image.lock import allow_many_files
+    from gpustasis.image.directory import allow_many_files
 
     allow_many_files()
     with output.bars() as update:

@@ -11,11 +11,12 @@ import click
 import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import Size, checkpoint_argument, mib, parent_option, threads_option
+from gpustasis.cli.options import Size, checkpoint_argument, parent_option, threads_option
 from gpustasis.errors import ImageError
-from gpustasis.image.lock import allow_many_files
+from gpustasis.image.directory import allow_many_files
+from gpustasis.image.store_verification import is_store, verify_store
 from gpustasis.image.verification import Verification
-from gpustasis.store.verification import is_store, verify_store
+from gpustasis.text import mib, plural
 
 
 @click.command("verify", cls=Command)
@@ -67,7 +68,7 @@ def command(
     output.answer({"checkpoint": checkpoint, **asdict(found)}, show)
     if found.problems:
         count = len(found.problems)
-        raise ImageError(f"{checkpoint}: {count} problem{'s' if count > 1 else ''} found")
+        raise ImageError(f"{checkpoint}: {plural(count, 'problem')} found")
 
 
 def _verify_store(store: Path, state: Path | None, rate: int | None, threads: int) -> None:

@@ -9,16 +9,16 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import mib
-from gpustasis.dirty_rate import (
+from gpustasis.text import mib
+from gpustasis.watching import (
     MIB,
     Meter,
     Sample,
+    Watch,
     best_incremental_interval,
     best_interval,
     incremental_bytes,
 )
-from gpustasis.watching import Watch
 
 _SCOPE = "CPU memory only; GPU memory is not seen here: compare checkpoints, gpustasis diff"
 

@@ -22,7 +22,7 @@ from gpustasis.criu.images import core_name, parse_machine
 from gpustasis.diagnosis import Finding, Status, host, ok, problem
 from gpustasis.driver import Device, Driver
 from gpustasis.errors import CheckpointError, CriuError, DriverError
-from gpustasis.image.chain import STORE_ROOT, State, find_checkpoint
+from gpustasis.image.checkpoint import STORE_ROOT, State, find_checkpoint
 from gpustasis.image.inspection import Inspection, inspect_files
 from gpustasis.text import mib, plural
 

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our files in an image directory: the manifest and the images it names."""
+"""A checkpoint's files: the manifest, the images that it names, and the chain of earlier checkpoints
+below it; in a directory here, or in an archive elsewhere.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 from uuid import UUID
 
 from gpustasis._core import (
     MANIFEST_NAME,
+    PARENT_LINK,
     CorruptDataError,
     ImageReader,
     Manifest,
     ManifestTask,
+    Source,
     UnsupportedDataError,
     image_name,
     read_manifest,
@@ -22,6 +30,13 @@ from gpustasis._core import (
 from gpustasis.errors import ImageError, UnsupportedError
 
 _IMAGE_NAME = re.compile(r"gpustasis-([1-9][0-9]{0,9})\.img")
+
+NO_PARENT = bytes(16)
+MAX_DEPTH = 65535  # docs/format.md, "Limits"
+STORE_ROOT = Path("/var/lib/gpustasis")  # src/core/lineage.hpp
+_DIGEST_SIZE = 16  # bytes at the end of an image
+
+READ_LIMIT = 64 << 20  # bytes of a small file
 
 
 @contextmanager
@@ -68,6 +83,11 @@ def require_meant(image: ImageReader, manifest: Manifest, task: ManifestTask, pa
         raise ImageError(f"{path}: is not the image the manifest means: the digests differ")
 
 
+def plain_size(image: ImageReader) -> int:
+    """Bytes of memory that an image holds."""
+    return sum(region.length for region in image.info.regions)
+
+
 def image_names(directory: Path) -> list[str]:
     """Names in `directory` that are those of images, sorted. Raises ImageError."""
     with image_errors():
@@ -83,3 +103,213 @@ def image_pid(name: str) -> int | None:
 def gpu_uuid(raw: bytes) -> str:
     """As nvidia-smi prints it: "GPU-" and a UUID."""
     return f"GPU-{UUID(bytes=raw)}"
+
+
+class State(StrEnum):
+    """What is found where an earlier checkpoint should be. OUTSIDE: nowhere to look for it."""
+
+    RIGHT = "right"
+    MISSING = "missing"
+    REPLACED = "replaced"
+    OUTSIDE = "outside"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundSource:
+    """A source of an image and what is there. directory: None if the links do not lead so far; of an archive
+    that was named as a parent, the archive."""
+
+    source: Source
+    directory: Path | None
+    state: State
+
+
+def parent_directory(directory: Path) -> Path | None:
+    """Where the link in `directory` leads, existing or not, without links; None: there is none.
+
+    Raises ImageError.
+    """
+    link = directory / PARENT_LINK
+    try:
+        os.readlink(link)
+        return link.resolve()
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError) as exc:  # RuntimeError: a loop, before Python 3.13
+        raise ImageError(f"{link} is no link that can be followed: {exc}") from exc
+
+
+def find_parent(directory: Path) -> Path | None:
+    """Where the parent of the checkpoint in `directory` is: where its link leads; else where
+    docs/format.md, "Links", says to look for its id; None if it is nowhere."""
+    try:
+        linked = parent_directory(directory)
+    except ImageError:
+        linked = None
+    if linked is not None and linked.is_dir():
+        return linked
+    try:
+        manifest = find_manifest(directory)
+    except (ImageError, UnsupportedError):
+        return None
+    if manifest is None or manifest.parent_id == NO_PARENT:
+        return None
+    return find_checkpoint(manifest.parent_id)
+
+
+def find_checkpoint(checkpoint_id: bytes) -> Path | None:
+    """A directory below STORE_ROOT with that checkpoint."""
+    name = checkpoint_id.hex()
+    places = [STORE_ROOT / "checkpoints"]
+    try:
+        places += sorted((STORE_ROOT / "containers").iterdir())
+    except OSError:  # there are none, or not for us
+        pass
+    for place in places:
+        try:
+            found = find_manifest(place / name)
+        except (ImageError, UnsupportedError, OSError):
+            continue
+        if found is not None and found.checkpoint_id == checkpoint_id:
+            return (place / name).resolve()
+    return None
+
+
+def chain_directories(directory: Path, depth: int) -> list[Path]:
+    """`directory` and those that it is built on, at most `depth` of them, as far as they are
+    there."""
+    found = [directory]
+    while len(found) <= depth:
+        parent = find_parent(found[-1])
+        if parent is None:
+            break
+        found.append(parent)
+    return found
+
+
+def parent_state(directory: Path, manifest: Manifest) -> State:
+    """Whether what is found as the parent of `directory` is the one that `manifest` names."""
+    try:
+        parent = find_parent(directory)
+        found = None if parent is None else find_manifest(parent)
+        if parent is None:
+            parent_directory(directory)  # what is there may be no link at all
+    except (ImageError, UnsupportedError):
+        return State.REPLACED
+    if found is None:
+        return State.MISSING
+    return State.RIGHT if found.checkpoint_id == manifest.parent_id else State.REPLACED
+
+
+def find_sources(directory: Path, sources: list[Source]) -> tuple[FoundSource, ...]:
+    """What is there of each source of an image in `directory`: told by size and digest."""
+    deepest = max((source.depth for source in sources), default=0)
+    directories = chain_directories(directory, deepest)
+    return tuple(_find(source, directories) for source in sources)
+
+
+def _find(source: Source, directories: list[Path]) -> FoundSource:
+    if source.depth >= len(directories):
+        return FoundSource(source=source, directory=None, state=State.MISSING)
+    directory = directories[source.depth]
+    return FoundSource(
+        source=source,
+        directory=directory,
+        state=_state(directory / image_name(source.pid), source),
+    )
+
+
+def _state(path: Path, source: Source) -> State:
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) != source.file_size:
+                return State.REPLACED
+            file.seek(source.file_size - _DIGEST_SIZE)
+            return State.RIGHT if file.read() == source.digest else State.REPLACED
+    except FileNotFoundError:
+        return State.MISSING
+    except OSError:
+        return State.REPLACED
+
+
+class CheckpointFiles(Protocol):
+    """What a checkpoint consists of. Every method raises ImageError for what is damaged, and
+    UnsupportedError for what is newer than this reader."""
+
+    @property
+    def name(self) -> str:
+        """For people: the path."""
+
+    def manifest(self) -> Manifest | None:
+        """None: there is none."""
+
+    def open_image(self, manifest: Manifest, task: ManifestTask) -> ImageReader:
+        """The image of `task`, found to be the one that the manifest means. Whether its chunks can
+        be read through it is not promised."""
+
+    def read(self, name: str) -> bytes | None:
+        """A small file of CRIU's or ours; None: there is none."""
+
+    def place(self, name: str) -> str:
+        """A file, for messages."""
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file by name."""
+
+    def dated_ns(self) -> int:
+        """When the manifest was written, since 1970."""
+
+    def find_parent(self, manifest: Manifest) -> tuple[str | None, State]:
+        """Where the parent is, if that is known, and what is there."""
+
+    def find_sources(self, sources: list[Source]) -> tuple[FoundSource, ...]:
+        """Where the images are that hold chunks of this checkpoint."""
+
+
+class DirectoryFiles:
+    """CheckpointFiles of an image directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def name(self) -> str:
+        return str(self.directory)
+
+    def manifest(self) -> Manifest | None:
+        return find_manifest(self.directory)
+
+    def open_image(self, manifest: Manifest, task: ManifestTask) -> ImageReader:
+        return open_image(self.directory, manifest, task)
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            with (self.directory / name).open("rb") as file:
+                raw = file.read(READ_LIMIT + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise ImageError(f"cannot read {self.place(name)}: {exc.strerror}") from exc
+        if len(raw) > READ_LIMIT:
+            raise ImageError(f"{self.place(name)}: is longer than {READ_LIMIT} bytes")
+        return raw
+
+    def place(self, name: str) -> str:
+        return str(self.directory / name)
+
+    def sizes(self) -> dict[str, int]:
+        return {p.name: p.lstat().st_size for p in self.directory.iterdir() if p.is_file()}
+
+    def dated_ns(self) -> int:
+        return (self.directory / MANIFEST_NAME).stat().st_mtime_ns
+
+    def find_parent(self, manifest: Manifest) -> tuple[str | None, State]:
+        try:
+            parent = find_parent(self.directory) or parent_directory(self.directory)
+        except ImageError:  # no link; parent_state says so
+            parent = None
+        where = None if parent is None else str(parent)
+        return where, parent_state(self.directory, manifest)
+
+    def find_sources(self, sources: list[Source]) -> tuple[FoundSource, ...]:
+        return find_sources(self.directory, sources)

@@ -13,7 +13,7 @@ from typing import Self
 
 from gpustasis._core import ImageReader, Manifest, hash128
 from gpustasis.errors import ImageError
-from gpustasis.image.files import CheckpointFiles, DirectoryFiles
+from gpustasis.image.checkpoint import CheckpointFiles, DirectoryFiles
 
 # Content of a chunk: plain size and hash.
 _Content = tuple[int, bytes]

@@ -25,18 +25,18 @@ from gpustasis._core import (
     image_name,
     write_manifest,
 )
+from gpustasis.criu.images import INVENTORY_NAME, parent_pages
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
-from gpustasis.criu.images import parent_pages
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image.chain import chain_directories
-from gpustasis.image.checkpoint import find_manifest, image_errors, image_names, open_image
-from gpustasis.image.lock import shared
-from gpustasis.image.new_directory import (
-    INVENTORY_NAME,
-    new_directory,
-    require_free,
-    sync_directory,
+from gpustasis.files import open_new, sync, sync_directory
+from gpustasis.image.checkpoint import (
+    chain_directories,
+    find_manifest,
+    image_errors,
+    image_names,
+    open_image,
 )
+from gpustasis.image.directory import new_directory, require_free, shared
 
 _COPY_SIZE = 64 << 20  # bytes asked for at once
 _NOT_BETWEEN_THESE = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -119,7 +119,8 @@ def _write(
     sync_directory(place)
     if INVENTORY_NAME in names:
         other_bytes += _copy(directory / INVENTORY_NAME, place / INVENTORY_NAME)
-    shutil.copystat(directory, place)
+    found = directory.stat()  # its mode is not copied: the copy is its owner's alone
+    os.utime(place, ns=(found.st_atime_ns, found.st_mtime_ns))
     sync_directory(place)
     return Flattened(
         images=sum(task.externalized for task in tasks),
@@ -178,13 +179,13 @@ def _files_to_copy(directory: Path, manifest: Manifest) -> list[str]:
 
 def _copy(source: Path, target: Path) -> int:
     """Copy content, mode, owner and times, and sync; bytes copied."""
-    with source.open("rb") as read, target.open("xb") as write:
+    with source.open("rb") as read, open_new(target) as write:
         size = _copy_content(read.fileno(), write.fileno())
         found = os.fstat(read.fileno())
         os.fchown(write.fileno(), found.st_uid, found.st_gid)
         os.fchmod(write.fileno(), stat.S_IMODE(found.st_mode))
         os.utime(write.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
-        os.fsync(write.fileno())
+        sync(write)
     return size
 
 

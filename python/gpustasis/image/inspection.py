@@ -20,9 +20,13 @@ from gpustasis._core import (
 from gpustasis.criu.images import PSTREE_NAME, core_name, parse_comm, parse_pstree
 from gpustasis.criu.statistics import Stage, Statistics, parse_statistics, statistics_name
 from gpustasis.errors import ImageError
-from gpustasis.image.chain import NO_PARENT, FoundSource
-from gpustasis.image.checkpoint import gpu_uuid
-from gpustasis.image.files import CheckpointFiles, DirectoryFiles
+from gpustasis.image.checkpoint import (
+    NO_PARENT,
+    CheckpointFiles,
+    DirectoryFiles,
+    FoundSource,
+    gpu_uuid,
+)
 
 ENCODINGS = ("zero", "lz4", "raw", "ref")
 _KINDS = {RegionKind.PRIVATE_ANONYMOUS: "private", RegionKind.SHARED_ANONYMOUS: "shared"}

@@ -15,6 +15,7 @@ from gpustasis.image.checkpoint import (
     image_errors,
     image_names,
     open_image,
+    plain_size,
 )
 
 STOCK_PLUGIN = "cuda_plugin"  # as inventory.img names CRIU's own
@@ -120,8 +121,3 @@ def _check_content(
     with image_errors():
         image.attach_sources()
         image.verify(threads, tell)
-
-
-def plain_size(image: ImageReader) -> int:
-    """Bytes of memory that an image holds."""
-    return sum(region.length for region in image.info.regions)

@@ -23,6 +23,7 @@ from gpustasis.errors import InstallError
 
 MAX_FILE = 64 << 20  # bytes; the largest file that is installed is the plugin
 PART_SUFFIX = ".gpustasis-part"
+LOCKS = Path("/run/gpustasis/install")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,17 @@ class Root:
             self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as exc:
             raise InstallError(f"cannot open the root {directory}: {exc.strerror}") from exc
+        self._lock = -1
         if not alone:
             return
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
+            self._lock = self._take_lock()
+        except BlockingIOError as exc:
             os.close(self._fd)
             raise InstallError(f"another process is installing into {directory}") from exc
+        except OSError as exc:
+            os.close(self._fd)
+            raise InstallError(f"cannot make a lock in {LOCKS}: {exc}") from exc
 
     def __enter__(self) -> Self:
         # A chmod after mkdir would leave the wrong mode if this process dies between them.
@@ -64,6 +69,32 @@ class Root:
     def __exit__(self, *_: object) -> None:
         os.umask(self._umask)
         os.close(self._fd)
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    def _take_lock(self) -> int:
+        """A descriptor that holds it. What others may open they can lock, and keep: root's is a file
+        of root's own, for each root directory one. Another user's is the directory itself.
+
+        Raises BlockingIOError if somebody has it, another OSError if it cannot be made.
+        """
+        if os.geteuid() != 0:
+            lock = os.dup(self._fd)
+        else:
+            found = os.fstat(self._fd)
+            place = files.open_own_directory(str(LOCKS), 2, 0o700)
+            try:
+                name = f"{found.st_dev:x}-{found.st_ino:x}"
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                lock = os.open(name, flags, 0o600, dir_fd=place)
+            finally:
+                os.close(place)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise
+        return lock
 
     def exists(self, path: str) -> bool:
         """Whether there is anything but a link to nowhere at this path; links are followed."""

@@ -13,8 +13,9 @@ import base64
 import json
 import os
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,159 +37,173 @@ _USER_REFUSED = (
 )
 
 
-def default_path(environ: Mapping[str, str]) -> Path:
-    """The file that kubectl reads: $KUBECONFIG, else ~/.kube/config.
-
-    Raises EngineError if $KUBECONFIG names several, which kubectl would merge.
-    """
-    named = [name for name in environ.get("KUBECONFIG", "").split(":") if name]
-    if len(named) > 1:
-        raise EngineError(
-            f"KUBECONFIG names {len(named)} files, which are not merged here: name one with "
-            "--kubeconfig"
-        )
-    return Path(named[0]) if named else Path(environ.get("HOME", "/")) / ".kube" / "config"
+def default_paths(environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """The files that kubectl reads: those that $KUBECONFIG names, else ~/.kube/config."""
+    named = tuple(Path(name) for name in environ.get("KUBECONFIG", "").split(":") if name)
+    return named or (Path(environ.get("HOME", "/")) / ".kube" / "config",)
 
 
 @contextmanager
-def open_access(path: Path, context: str | None = None) -> Iterator[Access]:
-    """How a context of the file lets one in; its current one, if none is named. Certificates and
-    keys that stand in the file are kept in memory, never on a disk, while the block runs.
+def open_access(paths: Sequence[Path], context: str | None = None) -> Iterator[Access]:
+    """How a context of these files, taken together, lets one in; the current one, if none is named.
+    Certificates and keys that stand in a file are kept in memory, never on a disk, while the block
+    runs.
 
     Raises EngineError that names the field that is wrong, missing, or cannot be used.
     """
-    config = _Config(path)
-    cluster, user = config.cluster_and_user(context)
+    cluster, user = _Config(paths).cluster_and_user(context)
     with ExitStack() as stack:
-        yield config.access(cluster, user, stack)
+        yield _access(cluster, user, stack)
 
 
-class _Config:
-    """A file, and what in it is looked at now, for messages."""
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Fields, and the file that they stand in: paths in them start beside it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._content = _object(_load(path), f"{path}")
+    path: Path
+    fields: dict[str, Any]
 
-    def cluster_and_user(self, context: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        name = context or self._text(self._content, "current-context", "")
-        if not name:
-            raise EngineError(f"{self._path} has no current-context: name one with --context")
-        found = self._named("contexts", "context", name)
-        cluster = self._named("clusters", "cluster", self._text(found, "cluster", name))
-        user = self._text(found, "user", "")
-        return cluster, self._named("users", "user", user) if user else {}
+    def text(self, name: str, default: str = "") -> str:
+        value = self.fields.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise EngineError(f"{self.path}: {name} is no text")  # it may be a secret
+        return value
 
-    def access(self, cluster: dict[str, Any], user: dict[str, Any], stack: ExitStack) -> Access:
-        for fields, refused in ((cluster, _CLUSTER_REFUSED), (user, _USER_REFUSED)):
-            for field in refused:
-                if fields.get(field):
-                    raise EngineError(f"{self._path}: {field} cannot be used here")
-        server = self._text(cluster, "server", "")
-        if not server:
-            raise EngineError(f"{self._path}: the cluster has no server")
-        token = self._text(user, "token", "") or None
-        if self._text(user, "tokenFile", ""):
-            token = read_token(self._beside(self._text(user, "tokenFile", "")))
-        ca = self._file(cluster, "certificate-authority", stack)
-        certificate = self._file(user, "client-certificate", stack)
-        key = self._file(user, "client-key", stack)
-        if "exec" in user and token is None and certificate is None:
-            given = self._ask_plugin(_object(user["exec"], f"{self._path}: exec"), cluster)
-            token = self._text(given, "token", "") or None
-            if pem := self._text(given, "clientCertificateData", ""):
-                certificate = _in_memory(pem.encode(), stack)
-            if pem := self._text(given, "clientKeyData", ""):
-                key = _in_memory(pem.encode(), stack)
-            if token is None and certificate is None:
-                raise EngineError(f"{self._path}: exec: the program gives no token, no certificate")
-        if token is None and certificate is None:
-            raise EngineError(f"{self._path}: the user has no token, no certificate and no exec")
-        if (certificate is None) != (key is None):
-            raise EngineError(f"{self._path}: a client's certificate and key go together")
-        return Access(
-            ca=ca or _system_ca(), certificate=certificate, key=key, token=token, api_server=server
-        )
+    def list(self, name: str) -> Sequence[Any]:
+        value = self.fields.get(name) or []
+        if not isinstance(value, list):
+            raise EngineError(f"{self.path}: {name} is no list")
+        return value
 
-    def _ask_plugin(self, plugin: dict[str, Any], cluster: dict[str, Any]) -> dict[str, Any]:
-        """The status of the ExecCredential that its program prints."""
-        place = f"{self._path}: exec"
-        version = self._text(plugin, "apiVersion", "")
-        if version not in _PLUGIN_VERSIONS:
-            raise EngineError(f"{place}: apiVersion {version!r} is none of {_PLUGIN_VERSIONS}")
-        if plugin.get("interactiveMode") == "Always":
-            raise EngineError(f"{place}: interactiveMode Always: the program would ask a person")
-        command = self._text(plugin, "command", "")
-        if not command:
-            raise EngineError(f"{place}: command is missing")
-        program = str(self._beside(command)) if "/" in command else command
-        spec: dict[str, Any] = {"interactive": False}
-        if plugin.get("provideClusterInfo"):
-            spec["cluster"] = self._cluster_info(cluster)
-        info = {"apiVersion": version, "kind": "ExecCredential", "spec": spec}
-        env = dict(os.environ) | {"KUBERNETES_EXEC_INFO": json.dumps(info)}
-        for item in self._list(plugin, "env"):
-            pair = _object(item, f"{place}: env")
-            env[self._text(pair, "name", "")] = self._text(pair, "value", "")
-        words = [str(word) for word in self._list(plugin, "args")]
-        hint = self._text(plugin, "installHint", "")
-        try:
-            ended = process.run([program, *words], env=env, apart=True, timeout_s=_PLUGIN_TIMEOUT_S)
-        except (OSError, ValueError) as exc:
-            advice = f"; {hint}" if hint else ""
-            raise EngineError(f"{place}: cannot run {program}: {exc}{advice}") from exc
-        if ended.status != 0:
-            raise EngineError(f"{place}: {program} failed ({ended.ending}): {ended.errors.strip()}")
-        try:
-            found = _object(json.loads(ended.output), "its answer")
-        except (ValueError, RecursionError) as exc:
-            raise EngineError(f"{place}: {program} prints no ExecCredential: {exc}") from exc
-        if (found.get("kind"), found.get("apiVersion")) != ("ExecCredential", version):
-            raise EngineError(f"{place}: {program} prints no ExecCredential of {version}")
-        return _object(found.get("status") or {}, f"{place}: status")
+    def section(self, name: str) -> _Section:
+        return _Section(self.path, _object(self.fields.get(name) or {}, f"{self.path}: {name}"))
 
-    def _cluster_info(self, cluster: dict[str, Any]) -> dict[str, Any]:
-        info = {"server": self._text(cluster, "server", "")}
-        data = self._text(cluster, "certificate-authority-data", "")
-        path = self._text(cluster, "certificate-authority", "")
-        if not data and path:
-            data = base64.b64encode(_read(self._beside(path))).decode()
-        return info | ({"certificate-authority-data": data} if data else {})
+    def beside(self, path: str) -> Path:
+        return self.path.absolute().parent / path
 
-    def _file(self, fields: dict[str, Any], name: str, stack: ExitStack) -> Path | None:
+    def file(self, name: str, stack: ExitStack) -> Path | None:
         """Of a certificate or key, which stands in the file or in one that it names."""
-        data = self._text(fields, f"{name}-data", "")
+        data = self.text(f"{name}-data")
         if data:
             try:
                 return _in_memory(base64.b64decode(data, validate=True), stack)
             except ValueError as exc:
-                raise EngineError(f"{self._path}: {name}-data is no base64: {exc}") from exc
-        path = self._text(fields, name, "")
-        return self._beside(path) if path else None
+                raise EngineError(f"{self.path}: {name}-data is no base64: {exc}") from exc
+        path = self.text(name)
+        return self.beside(path) if path else None
 
-    def _named(self, kind: str, inner: str, name: str) -> dict[str, Any]:
-        for item in self._list(self._content, kind):
-            entry = _object(item, f"{self._path}: {kind}")
-            if entry.get("name") == name:
-                return _object(entry.get(inner) or {}, f"{self._path}: {inner} {name}")
-        raise EngineError(f"{self._path} has no {inner} {name!r}")
 
-    def _text(self, fields: dict[str, Any], name: str, default: str) -> str:
-        value = fields.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise EngineError(f"{self._path}: {name} is no text")  # it may be a secret
-        return value
+class _Config:
+    """Files taken together as kubectl does it: the first that has a context, cluster or user of a
+    name has the whole of it, the first that has a current-context says which. Of several, those
+    that are not there mean nothing."""
 
-    def _list(self, fields: dict[str, Any], name: str) -> list[Any]:
-        value = fields.get(name) or []
-        if not isinstance(value, list):
-            raise EngineError(f"{self._path}: {name} is no list")
-        return value
+    def __init__(self, paths: Sequence[Path]) -> None:
+        there = [path for path in paths if path.exists()] or paths[:1]
+        self._files = [_Section(path, _object(_load(path), f"{path}")) for path in there]
+        self._name = ", ".join(map(str, there))
+        self._has = "has" if len(there) == 1 else "have"
 
-    def _beside(self, path: str) -> Path:
-        return self._path.absolute().parent / path
+    def cluster_and_user(self, context: str | None) -> tuple[_Section, _Section]:
+        current = (file.text("current-context") for file in self._files)
+        name = context or next(filter(None, current), "")
+        if not name:
+            raise EngineError(
+                f"{self._name} {self._has} no current-context: name one with --context"
+            )
+        found = self._named("contexts", "context", name)
+        cluster = self._named("clusters", "cluster", found.text("cluster", name))
+        user = found.text("user")
+        return cluster, self._named("users", "user", user) if user else _Section(found.path, {})
+
+    def _named(self, kind: str, inner: str, name: str) -> _Section:
+        for file in self._files:
+            for item in file.list(kind):
+                entry = _Section(file.path, _object(item, f"{file.path}: {kind}"))
+                if entry.fields.get("name") == name:
+                    return entry.section(inner)
+        raise EngineError(f"{self._name} {self._has} no {inner} {name!r}")
+
+
+def _access(cluster: _Section, user: _Section, stack: ExitStack) -> Access:
+    for section, refused in ((cluster, _CLUSTER_REFUSED), (user, _USER_REFUSED)):
+        for field in refused:
+            if section.fields.get(field):
+                raise EngineError(f"{section.path}: {field} cannot be used here")
+    server = cluster.text("server")
+    if not server:
+        raise EngineError(f"{cluster.path}: the cluster has no server")
+    token = user.text("token") or None
+    if user.text("tokenFile"):
+        token = read_token(user.beside(user.text("tokenFile")))
+    ca = cluster.file("certificate-authority", stack)
+    certificate = user.file("client-certificate", stack)
+    key = user.file("client-key", stack)
+    if "exec" in user.fields and token is None and certificate is None:
+        given = _ask_plugin(user.section("exec"), cluster)
+        token = given.text("token") or None
+        if pem := given.text("clientCertificateData"):
+            certificate = _in_memory(pem.encode(), stack)
+        if pem := given.text("clientKeyData"):
+            key = _in_memory(pem.encode(), stack)
+        if token is None and certificate is None:
+            raise EngineError(f"{user.path}: exec: the program gives no token, no certificate")
+    if token is None and certificate is None:
+        raise EngineError(f"{user.path}: the user has no token, no certificate and no exec")
+    if (certificate is None) != (key is None):
+        raise EngineError(f"{user.path}: a client's certificate and key go together")
+    return Access(
+        ca=ca or _system_ca(), certificate=certificate, key=key, token=token, api_server=server
+    )
+
+
+def _ask_plugin(plugin: _Section, cluster: _Section) -> _Section:
+    """The status of the ExecCredential that its program prints."""
+    place = f"{plugin.path}: exec"
+    version = plugin.text("apiVersion")
+    if version not in _PLUGIN_VERSIONS:
+        raise EngineError(f"{place}: apiVersion {version!r} is none of {_PLUGIN_VERSIONS}")
+    if plugin.fields.get("interactiveMode") == "Always":
+        raise EngineError(f"{place}: interactiveMode Always: the program would ask a person")
+    command = plugin.text("command")
+    if not command:
+        raise EngineError(f"{place}: command is missing")
+    program = str(plugin.beside(command)) if "/" in command else command
+    spec: dict[str, Any] = {"interactive": False}
+    if plugin.fields.get("provideClusterInfo"):
+        spec["cluster"] = _cluster_info(cluster)
+    info = {"apiVersion": version, "kind": "ExecCredential", "spec": spec}
+    env = dict(os.environ) | {"KUBERNETES_EXEC_INFO": json.dumps(info)}
+    for item in plugin.list("env"):
+        pair = _Section(plugin.path, _object(item, f"{place}: env"))
+        env[pair.text("name")] = pair.text("value")
+    words = [str(word) for word in plugin.list("args")]
+    hint = plugin.text("installHint")
+    try:
+        ended = process.run([program, *words], env=env, apart=True, timeout_s=_PLUGIN_TIMEOUT_S)
+    except (OSError, ValueError) as exc:
+        advice = f"; {hint}" if hint else ""
+        raise EngineError(f"{place}: cannot run {program}: {exc}{advice}") from exc
+    if ended.status != 0:
+        raise EngineError(f"{place}: {program} failed ({ended.ending}): {ended.errors.strip()}")
+    try:
+        found = _Section(plugin.path, _object(json.loads(ended.output), "its answer"))
+    except (ValueError, RecursionError) as exc:
+        raise EngineError(f"{place}: {program} prints no ExecCredential: {exc}") from exc
+    if (found.fields.get("kind"), found.fields.get("apiVersion")) != ("ExecCredential", version):
+        raise EngineError(f"{place}: {program} prints no ExecCredential of {version}")
+    return found.section("status")
+
+
+def _cluster_info(cluster: _Section) -> dict[str, Any]:
+    data = cluster.text("certificate-authority-data")
+    path = cluster.text("certificate-authority")
+    if not data and path:
+        data = base64.b64encode(_read(cluster.beside(path))).decode()
+    info = {"server": cluster.text("server")}
+    return info | ({"certificate-authority-data": data} if data else {})
 
 
 def _load(path: Path) -> object:

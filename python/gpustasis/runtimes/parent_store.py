@@ -18,8 +18,8 @@ from gpustasis.archive.layout import CHECKPOINT
 from gpustasis.archive.opened import Archive, open_archive
 from gpustasis.archive.stream import ByteStream, FileStream
 from gpustasis.errors import CheckpointError
-from gpustasis.files import open_own_directory, sync_directory
-from gpustasis.image.chain import NO_PARENT, STORE_ROOT, find_checkpoint
+from gpustasis.files import open_new, open_own_directory, sync, sync_directory
+from gpustasis.image.checkpoint import NO_PARENT, STORE_ROOT, find_checkpoint
 
 _CHUNK = 1 << 20  # bytes read at a time
 _MODE = 0o700
@@ -94,10 +94,9 @@ def _unpack(archive: Archive, manifest: Manifest, part: Path) -> None:
         _write(part / image_name(pid), stream, images[pid].size)
     for pid, image in images.items():
         _require_sound(part / image_name(pid), image)
-    with open(part / MANIFEST_NAME, "xb", opener=_private) as file:
+    with open_new(part / MANIFEST_NAME) as file:
         file.write(archive.read(MANIFEST_NAME) or b"")
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     sync_directory(part)
 
 
@@ -109,14 +108,9 @@ def _require_sound(path: Path, image: StoredImage) -> None:
 
 
 def _write(path: Path, stream: ByteStream, size: int) -> None:
-    with open(path, "xb", opener=_private) as file:
+    with open_new(path) as file:
         while size:
             piece = stream.read(min(size, _CHUNK))
             file.write(piece)
             size -= len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+        sync(file)

@@ -21,18 +21,16 @@ from typing import Any, BinaryIO
 from gpustasis.archive.layout import CHECKPOINT, Engine
 from gpustasis.archive.opened import open_archive
 from gpustasis.criu import log
-from gpustasis.criu.images import dump_figures
+from gpustasis.criu.images import INVENTORY_NAME, dump_figures
 from gpustasis.criu.statistics import Stage, Statistics, find_statistics
 from gpustasis.errors import ArchiveError, CheckpointError, EngineError
-from gpustasis.files import give_name
+from gpustasis.files import give_name, open_new, sync
 from gpustasis.runtimes.parent_store import keep_parents, require_parent
-from gpustasis.runtimes.podman_report import Report
-from gpustasis.runtimes.podman_service import RefusedError, Service
+from gpustasis.runtimes.podman_service import RefusedError, Report, Service
 
 _LOG_LIMIT = 8 << 20  # bytes of criu's log that are read, counted from its end
 _NOT_FOUND = 404
 _ATTEMPTS = 3  # of an export that leaves the container running
-_INVENTORY = "inventory.img"  # CRIU writes it into every complete checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,12 +216,11 @@ def _export(
     wanted = params | {"export": True, "keep": True}
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = os.open(part, flags, 0o600)  # before the container is touched
+        file = open_new(part)  # before the container is touched
     except OSError as exc:
         raise CheckpointError(f"cannot make {path}: {exc.strerror}") from exc
     try:
-        with open(handle, "wb") as file:
+        with file:
             for attempt in range(_ATTEMPTS):
                 with service.stream(found.id, "checkpoint", wanted) as pieces:
                     _write(file, pieces, found, params)
@@ -261,8 +258,7 @@ def _write(
         file.seek(0)
         file.truncate()
         file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     except OSError as exc:
         raise CheckpointError(
             f"cannot write the archive of {found.name}: {exc.strerror}; {_left(found, params)}"
@@ -279,9 +275,9 @@ def _is_whole(part: Path, found: _Container, params: dict[str, bool | str], last
         return True
     try:
         with open_archive(part) as archive:
-            if CHECKPOINT + _INVENTORY in archive.members:
+            if CHECKPOINT + INVENTORY_NAME in archive.members:
                 return True
-            why = f"it lacks {CHECKPOINT}{_INVENTORY}"
+            why = f"it lacks {CHECKPOINT}{INVENTORY_NAME}"
     except ArchiveError as exc:
         why = str(exc).removeprefix(f"{part}: ")
     if last:

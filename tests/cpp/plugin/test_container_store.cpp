@@ -2,7 +2,6 @@
 #include "check.hpp"
 #include "sample.hpp"
 
-#include "core/checkpoint_search.hpp"
 #include "core/lineage.hpp"
 #include "core/manifest.hpp"
 #include "cuda_plugin/container_store.hpp"

@@ -5,8 +5,7 @@
 #include "cuda_plugin/undo.hpp"
 #include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
-#include "tracee/ptrace_call.hpp"
-#include "tracee/ptrace_stop.hpp"
+#include "tracee/ptrace.hpp"
 
 #include <poll.h>
 #include <sched.h>

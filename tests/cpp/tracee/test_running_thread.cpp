@@ -3,7 +3,7 @@
 
 #include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
-#include "tracee/seized_thread.hpp"
+#include "tracee/ptrace.hpp"
 
 #include <sys/mman.h>
 #include <sys/syscall.h>

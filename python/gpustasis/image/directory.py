@@ -1,18 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image directory while it is made: beside its place, under a hidden name, nobody else's."""
+"""Image directories: locked, shared by who reads a chain and exclusively by who removes; and, while one
+is made, beside its place under a hidden name.
+
+docs/format.md, "Links". A lock is a flock(2): the kernel drops it when its holder dies.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from gpustasis.errors import CheckpointError
+from gpustasis.criu.images import INVENTORY_NAME
+from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.files import sync_directory
 
-INVENTORY_NAME = "inventory.img"  # without it CRIU restores nothing
+
+class DirectoryLock:
+    """A lock on a directory, held until closed. Make one with `share` or `try_exclude`."""
+
+    def __init__(self, directory: Path, fd: int) -> None:
+        self.directory = directory
+        self._fd = fd
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def share(directory: Path) -> DirectoryLock:
+    """A shared lock; waits for who removes the directory. Raises ImageError if it is gone then."""
+    lock = _open(directory)
+    fcntl.flock(lock._fd, fcntl.LOCK_SH)
+    if not _still_there(lock):
+        lock.close()
+        raise ImageError(f"{directory} was removed or renamed a moment ago")
+    return lock
+
+
+def try_exclude(directory: Path) -> DirectoryLock | None:
+    """An exclusive lock; None if somebody holds one, or the directory is another by now.
+
+    Raises ImageError if it cannot be opened.
+    """
+    lock = _open(directory)
+    try:
+        fcntl.flock(lock._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    if not _still_there(lock):
+        lock.close()
+        return None
+    return lock
+
+
+@contextmanager
+def shared(directories: Iterable[Path]) -> Iterator[None]:
+    """Hold a shared lock on each. Raises as share."""
+    with ExitStack() as held:
+        for directory in directories:
+            held.enter_context(share(directory))
+        yield
+
+
+def allow_many_files() -> None:
+    """Let this process open as many files as it may: a chain has a directory and more per link."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _open(directory: Path) -> DirectoryLock:
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise ImageError(f"cannot open {directory}: {exc.strerror}") from exc
+    return DirectoryLock(directory, fd)
+
+
+def _still_there(lock: DirectoryLock) -> bool:
+    """Whether what was locked is what is at the path: it may have been renamed meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(lock._fd), os.stat(lock.directory))
+    except FileNotFoundError:
+        return False
 
 
 def require_free(out: Path) -> None:
@@ -109,12 +198,3 @@ def _empty(fd: int) -> None:
         os.unlink(INVENTORY_NAME, dir_fd=fd)
     for name in os.listdir(fd):
         os.unlink(name, dir_fd=fd)
-
-
-def sync_directory(directory: Path) -> None:
-    """Have the names in `directory` on the disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpustasis._core import MANIFEST_NAME, Encoding, ImageReader, Manifest, image_name
+from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
 from gpustasis.files import replace_file
-from gpustasis.image.chain import FoundSource, State, find_sources
-from gpustasis.image.checkpoint import image_errors, open_image
-from gpustasis.image.lock import share
-from gpustasis.store.listing import INVENTORY_NAME, Entry, read_store
+from gpustasis.image.checkpoint import FoundSource, State, find_sources, image_errors, open_image
+from gpustasis.image.directory import share
+from gpustasis.image.store import Entry, read_store
 
 _STATE_VERSION = 1
 _STATE_LIMIT = 256 << 20  # bytes of a state file

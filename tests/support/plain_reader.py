@@ -15,7 +15,7 @@ import lz4.block  # type: ignore[import-untyped]
 import xxhash
 
 from gpustasis.errors import ImageError
-from gpustasis.image.plain_fields import (
+from support.plain_manifest import (
     FEATURE_PARENT,
     GPU,
     MAX_GPUS,

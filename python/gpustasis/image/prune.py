@@ -13,18 +13,89 @@ the two.
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image.lock import DirectoryLock, try_exclude
-from gpustasis.store.listing import Entry, Needs, is_trash, read_store, trash_name
-from gpustasis.store.retention import Rules, choose
+from gpustasis.files import sync_directory
+from gpustasis.image.directory import DirectoryLock, try_exclude
+from gpustasis.image.store import Entry, Needs, by_time, is_trash, read_store, trash_name
+
+_UNITS = {
+    "s": timedelta(seconds=1),
+    "m": timedelta(minutes=1),
+    "h": timedelta(hours=1),
+    "d": timedelta(days=1),
+    "w": timedelta(weeks=1),
+}
+_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhdw])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """A checkpoint is kept if any of these says so; None: that rule is not there.
+
+    last: the newest so many. within: those not older than the newest by more than this. hourly,
+    daily: the newest of each of the latest so many hours or days, by the clock of the times given,
+    that have any. Numbers are at least 1, so that the newest is kept whatever the rule.
+    """
+
+    last: int | None = None
+    within: timedelta | None = None
+    hourly: int | None = None
+    daily: int | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self == Rules()
+
+
+def parse_duration(text: str) -> timedelta:
+    """Of "90s", "30m", "24h", "7d" or "2w". Raises ValueError."""
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number followed by one of {', '.join(_UNITS)}")
+    try:
+        return int(found[1]) * _UNITS[found[2]]
+    except OverflowError as exc:
+        raise ValueError(f"{text!r} is too long") from exc
+
+
+def choose(times: Mapping[str, datetime], rules: Rules) -> dict[str, list[str]]:
+    """Which names to keep, each with the rules that say so. Of two of the same time, the name that
+    sorts last counts as the newer one."""
+    newest_first = sorted(times, key=lambda name: (times[name], name), reverse=True)
+    kept: dict[str, list[str]] = {}
+
+    def keep(name: str, rule: str) -> None:
+        kept.setdefault(name, []).append(rule)
+
+    for name in newest_first[: rules.last or 0]:
+        keep(name, "last")
+    if rules.within is not None and newest_first:
+        newest = times[newest_first[0]]
+        for name in newest_first:
+            if newest - times[name] <= rules.within:
+                keep(name, "within")
+    periods: tuple[tuple[str, int | None, Callable[[datetime], object]], ...] = (
+        ("hourly", rules.hourly, lambda time: (time.date(), time.hour, time.utcoffset())),
+        ("daily", rules.daily, lambda time: time.date()),
+    )
+    for rule, count, period_of in periods:
+        seen: set[object] = set()
+        for name in newest_first:
+            period = period_of(times[name])
+            if period not in seen and len(seen) < (count or 0):
+                seen.add(period)
+                keep(name, rule)
+    return kept
 
 
 class Action(StrEnum):
@@ -164,11 +235,8 @@ def _with_chains(
 
 
 def _outcome(entries: Mapping[str, Entry], reasons: Mapping[str, list[str]]) -> Outcome:
-    def order(entry: Entry) -> tuple[float, str]:
-        return (0.0 if entry.taken is None else entry.taken.timestamp(), entry.name)
-
     found = Outcome(outside=Needs(entries).outside())
-    for entry in sorted(entries.values(), key=order):
+    for entry in sorted(entries.values(), key=by_time):
         if is_trash(entry.name) and entry.name not in reasons:
             found.leftovers.append(entry.name)
             continue
@@ -178,7 +246,7 @@ def _outcome(entries: Mapping[str, Entry], reasons: Mapping[str, list[str]]) -> 
                 entry=entry,
                 action=Action.IGNORED if entry.incomplete else action,
                 reasons=tuple(reasons.get(entry.name, ())),
-                size=_size(entry.directory),
+                size=entry.size,
             )
         )
     return found
@@ -203,24 +271,7 @@ def _remove(store: Path, entry: Entry) -> None:
         if not is_trash(entry.name):
             trash = store / trash_name()
             os.rename(entry.directory, trash)
-            _sync(store)
+            sync_directory(store)
         shutil.rmtree(trash)
     except OSError as exc:
         raise CheckpointError(f"cannot remove {entry.directory}: {exc}") from exc
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _size(directory: Path) -> int:
-    """Bytes of the files in it; what vanishes meanwhile, not being ours, counts 0."""
-    try:
-        with os.scandir(directory) as items:
-            return sum(item.stat(follow_symlinks=False).st_size for item in items)
-    except OSError:
-        return 0

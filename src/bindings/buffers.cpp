@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bindings/memory_buffers.hpp"
+#include "bindings/buffers.hpp"
 
 #include "core/error.hpp"
 

@@ -3,9 +3,12 @@
 #pragma once
 
 #include "core/bytes.hpp"
+#include "core/memory_port.hpp"
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <map>
 #include <utility>
 
 namespace gpustasis::bindings {
@@ -34,6 +37,19 @@ public:
 
 private:
     Py_buffer view_{};
+};
+
+/// Reads from buffers that stand for memory at given addresses.
+class MemoryBuffers : public MemorySource {
+public:
+    /// With the GIL held. Throws Error: bad_argument if two begin at the same address.
+    void add(std::uint64_t address, BufferView view);
+
+    /// Throws Error: bad_argument where there is no buffer.
+    void read(std::uint64_t address, MutBytes out) override;
+
+private:
+    std::map<std::uint64_t, BufferView> runs_;
 };
 
 } // namespace gpustasis::bindings

@@ -1,15 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-/// Where a writer puts the stored bytes of chunks.
+/// Where a reader gets the stored bytes of chunks, and where a writer puts them.
 #pragma once
 
 #include "core/bytes.hpp"
 #include "core/direct_io.hpp"
+#include "core/unique_fd.hpp"
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 
 namespace gpustasis {
+
+/// One image whose chunks are read, by several threads at once.
+class ChunkInput {
+public:
+    /// The image is the `size` bytes of `file` from `begin`. Throws Error: unsupported if `mode` is
+    /// direct and that is not to be had, io.
+    ChunkInput(std::shared_ptr<const UniqueFd> file, std::uint64_t begin, std::uint64_t size,
+               IoMode mode);
+
+    /// The `size` bytes at `offset` of the image, in the front of `buffer`, which holds that many at least. If it is aligned,
+    /// more of it may be written: what follows in the file, up to a multiple of kDirectAlignment.
+    /// Throws Error: io, corrupt_data if the file ends before, unsupported if direct I/O was asked
+    /// for by name and these bytes cannot be read so.
+    Bytes read(std::uint64_t offset, std::size_t size, MutBytes buffer) const;
+
+    bool is_direct() const noexcept { return static_cast<bool>(direct_); }
+
+private:
+    std::shared_ptr<const UniqueFd> file_;
+    std::uint64_t begin_;
+    IoMode mode_;
+    UniqueFd direct_; ///< none: buffered
+};
 
 /// A new, empty file that chunks are written to, each at its offset, by several threads at once.
 class ChunkOutput {

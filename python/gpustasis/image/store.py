@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a store, and which of it needs which."""
+"""A store: a directory whose subdirectories are the checkpoints of a job; what lies in it, and which of
+it needs which.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,18 @@ from datetime import datetime
 from pathlib import Path
 
 from gpustasis._core import MANIFEST_NAME, Manifest, image_name
+from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import ImageError, UnsupportedError
-from gpustasis.image.chain import NO_PARENT, parent_directory
-from gpustasis.image.checkpoint import find_manifest
+from gpustasis.image.checkpoint import (
+    NO_PARENT,
+    find_manifest,
+    open_image,
+    parent_directory,
+    plain_size,
+)
 
 _TRASH = re.compile(r"\.gpustasis-trash-[0-9a-f]{32}")
-INVENTORY_NAME = "inventory.img"  # CRIU writes it near the end of a dump
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,15 @@ class Entry:
         return None if self.manifest is None else self.manifest.checkpoint_id
 
     @property
+    def size(self) -> int:
+        """Bytes of the files in it; what vanishes meanwhile, not being ours, counts 0."""
+        try:
+            with os.scandir(self.directory) as items:
+                return sum(item.stat(follow_symlinks=False).st_size for item in items)
+        except OSError:
+            return 0
+
+    @property
     def parent_id(self) -> bytes | None:
         """None: it has no parent, or that cannot be known."""
         if self.manifest is None or self.manifest.parent_id == NO_PARENT:
@@ -61,6 +77,42 @@ def read_store(store: Path) -> dict[str, Entry]:
         raise ImageError(f"cannot list {store}: {exc.strerror}") from exc
     place = store.resolve()
     return {name: read_entry(place / name) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """An entry, and what its images say. memory_bytes: of GPU memory that is in our images; None:
+    they cannot be read. problem: why it is no whole checkpoint; "": it is one, as far as can be
+    told without reading chunks."""
+
+    entry: Entry
+    memory_bytes: int | None
+    problem: str
+
+
+def list_store(store: Path) -> list[Listed]:
+    """Every subdirectory, oldest first. Raises ImageError if the store cannot be read."""
+    return [_listed(entry) for entry in sorted(read_store(store).values(), key=by_time)]
+
+
+def by_time(entry: Entry) -> tuple[float, str]:
+    """To sort by: oldest first; what has no time before all others."""
+    return (0.0 if entry.taken is None else entry.taken.timestamp(), entry.name)
+
+
+def _listed(entry: Entry) -> Listed:
+    memory: int | None = None
+    problem = entry.incomplete
+    try:
+        if entry.manifest is not None:
+            memory = sum(
+                plain_size(open_image(entry.directory, entry.manifest, task))
+                for task in entry.manifest.tasks
+                if task.externalized
+            )
+    except (ImageError, UnsupportedError) as exc:
+        problem = problem or str(exc)
+    return Listed(entry=entry, memory_bytes=memory, problem=problem)
 
 
 def is_trash(name: str) -> bool:
