@@ -36,6 +36,7 @@ import pytest
 
 from gpustasis.criu.find import Criu
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of, library_directory
+from support import hierarchies
 from support.checkpoint import Checkpointer
 from support.criu_roots import criu_place, criu_versions, preferred_criu
 from support.job import Job
@@ -56,6 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if int(name) > 2:
             with contextlib.suppress(OSError):  # listdir's own, closed by now
                 os.set_inheritable(int(name), False)
+    # Workers of xdist come after this process, and end before it.
+    if not hasattr(config, "workerinput") and hierarchies.is_needed():
+        config.add_cleanup(hierarchies.KeptHierarchy().close)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -153,6 +153,23 @@ def test_arguments_after_two_dashes_go_to_criu(
     check_memory(job, 0)
 
 
+def test_a_pidfile_after_two_dashes_is_refused_before_anything_is_restored(
+    criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path
+) -> None:
+    """criu would write the pid there, and we would look for it elsewhere once the job runs."""
+    job = gpu_generations()
+    words = ["-D", images, "--criu", program(criu)]
+    assert gpustasis("checkpoint", str(job.pid), *words).returncode == 0
+    job.wait()
+    refused = gpustasis("restore", *words, "--", "--pidfile", images / "elsewhere")
+    assert refused.returncode == 3
+    assert "--pidfile is set by gpustasis itself" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not job.alive()
+    assert gpustasis("restore", *words).returncode == 0
+    check_memory(job, 0)
+
+
 def test_a_damaged_image_is_refused_with_the_reason(
     criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path
 ) -> None:
