@@ -7,7 +7,8 @@ launch          launch(argv, environ=None) -> Job: a program in a session of its
                 the test
 compile_c       compile_c(source, *flags) -> Path: a C program, compiled once for the whole run
 emulator        a private driver emulator (gpustasis.emulator.Emulator), one for the whole run: two
-                GPUs of 256 MiB, driver 580, copies as fast as memory; its faults and settings are reset after each test
+                GPUs of 256 MiB, driver 580, copies as fast as memory; its faults and settings are
+                reset after each test
 emulator_environ
                 the environment in which programs and criu use that emulator; it names the
                 preferred CRIU

@@ -49,8 +49,9 @@ class CriuOptions(TypedDict, total=False):
     shell_job: the root is not the leader of its session; found out unless given. tcp_established:
     keep open TCP connections. tcp_close: they are closed at the restore. file_locks: keep file
     locks. threads: that move GPU memory; 0: one for each processor. criu: the program, or a root
-    directory that holds one. work_dir: where CRIU puts log and statistics; else the image directory.
-    criu_args: further arguments for CRIU. on_line: is told each line of CRIU's log as it comes.
+    directory that holds one. work_dir: where CRIU puts log and statistics; else the image
+    directory. criu_args: further arguments for CRIU. on_line: is told each line of CRIU's log as it
+    comes.
     """
 
     shell_job: bool | None
@@ -67,8 +68,9 @@ class CriuOptions(TypedDict, total=False):
 class RestoreOptions(CriuOptions, total=False):
     """detached: return when the tree runs (as by default); else when its root has ended.
     leave_stopped: the tree is left stopped; not with GPU memory in it, which comes back through
-    threads of its processes that run. pidfile: a file, not there yet, that the root's pid is written to. gpu_map: "OLD=NEW" each: what was
-    on GPU OLD of the checkpoint goes to GPU NEW of this machine, by UUID or number."""
+    threads of its processes that run. pidfile: a file, not there yet, that the root's pid is
+    written to. gpu_map: "OLD=NEW" each: what was on GPU OLD of the checkpoint goes to GPU NEW of
+    this machine, by UUID or number."""
 
     detached: bool
     leave_stopped: bool
@@ -191,12 +193,12 @@ def checkpoint(
     """Dump the process tree below `pid`, GPU memory included, into `directory`.
 
     directory: made if it is not there; holds no other checkpoint. parent: an earlier checkpoint of
-    the job, whose GPU memory is not stored again. leave_running, leave_stopped: the tree runs on, or
-    is left stopped; else it ends. externalize: False: GPU memory goes into CRIU's own images.
+    the job, whose GPU memory is not stored again. leave_running, leave_stopped: the tree runs on,
+    or is left stopped; else it ends. externalize: False: GPU memory goes into CRIU's own images.
     compress: "lz4" or "none". max_chain: a chain of that many on top of a full checkpoint gets no
     longer. ghost_limit: size of the largest file without a name that is dumped with its content.
-    skip_in_flight: leave out connections that are not accepted yet. link_remap: give files without a
-    name one for the time of the dump. Whatever is None is as the plugin's configuration says.
+    skip_in_flight: leave out connections that are not accepted yet. link_remap: give files without
+    a name one for the time of the dump. Whatever is None is as the plugin's configuration says.
 
     Raises CriuError if CRIU or the plugin failed: the tree runs on then. CheckpointError for a
     directory or a parent that cannot be used.
@@ -253,9 +255,10 @@ def recover(
 ) -> Recovery:
     """Bring back process `pid`, whose dump into `directory` was broken off by CRIU's death.
 
-    directory: None: found by itself if that dump has taken memory out of the process. threads: that put GPU memory back; 0: one for each processor. on_progress: told the bytes that
-    are back. Raises ImageError if the images are damaged or another process's, DriverError if the
-    driver refuses, CheckpointError if the process cannot be recovered.
+    directory: None: found by itself if that dump has taken memory out of the process. threads: that
+    put GPU memory back; 0: one for each processor. on_progress: told the bytes that are back.
+    Raises ImageError if the images are damaged or another process's, DriverError if the driver
+    refuses, CheckpointError if the process cannot be recovered.
     """
     driver = Driver(driver_libraries(os.environ)[0])
     images = find_images(pid) if directory is None else Path(directory)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program checkpointctl-gpustasis: a plugin of checkpointctl, which shows what `gpustasis inspect`
-shows.
+"""The program checkpointctl-gpustasis: a plugin of checkpointctl, which shows what `gpustasis
+inspect` shows.
 
 checkpointctl (cmd/plugin.go) takes executables checkpointctl-NAME in PATH for its subcommands. With
 --plugin-description one prints a line and exits 42, within 500 ms: so nothing is imported before.

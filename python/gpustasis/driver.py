@@ -173,7 +173,7 @@ class Driver:
         self._call("Unlock", pid, _ffi.new("CUcheckpointUnlockArgs*"))
 
     def error_name(self, code: int) -> str:
-        """ "CUDA_ERROR_ILLEGAL_STATE"; "CUDA error 999999" if the driver does not know it."""
+        """CUDA_ERROR_ILLEGAL_STATE, say; "CUDA error 999999" if the driver does not know it."""
         return self._text("cuGetErrorName", code) or f"CUDA error {code}"
 
     def _device(self, ordinal: int) -> Device:
@@ -242,7 +242,8 @@ def answer_within(seconds: float, what: str, call: Callable[[], Answer]) -> Answ
 
 
 def _require_pipes_in_thread_names(pid: int) -> None:
-    """Refuse a process that names a thread so that the driver would open something else than a pipe.
+    """Refuse a process that names a thread so that the driver would open something else than a
+    pipe.
 
     The driver takes two descriptor numbers out of the name of its restore thread and opens them
     through /proc with our rights: it would write to a file that the process may only read. As in

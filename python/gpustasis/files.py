@@ -163,8 +163,8 @@ def changeable_by_others(
     """Each directory, link and file on the way to `path` that others than `owners` could change or
     put something else in the place of; the way to where links lead, too. With what is wrong.
 
-    root: "/", or the directory that is the "/" of `path`: links that are absolute start there again.
-    A directory where anybody may write, but only remove what is his (as /tmp), is fine.
+    root: "/", or the directory that is the "/" of `path`: links that are absolute start there
+    again. A directory where anybody may write, but only remove what is his (as /tmp), is fine.
 
     Raises OSError if it is not there.
     """

@@ -5,10 +5,10 @@ The runtime gives the container's state as JSON on stdin (OCI runtime specificat
 "Hooks"). At createRuntime a status other than 0 stops the start of the container, and what stands
 on stderr is shown to the user. At poststop runtimes go on whatever happens.
 
-crun gives hooks /dev/null as stderr, and says only that one failed. It was itself given a log by the
-engine, `--log FILE --log-format=json`, and a stderr. Podman shows what either of them says; CRI-O
-shows stderr. So the sentence is written to both. It also stays beside the policies as ID.refused
-until the container is started again.
+crun gives hooks /dev/null as stderr, and says only that one failed. It was itself given a log by
+the engine, `--log FILE --log-format=json`, and a stderr. Podman shows what either of them says;
+CRI-O shows stderr. So the sentence is written to both. It also stays beside the policies as
+ID.refused until the container is started again.
 
 Hooks do not run at a checkpoint, and crun runs none at a restore. So a policy file outlives the
 container if it ended by a checkpoint: the plugin leaves a mark beside the file then, and the next
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _has_nothing_of_ours(raw: bytes) -> bool:
-    """Whether it can be told without reading the JSON, which may write any letter as \\uXXXX, that
+    r"""Whether it can be told without reading the JSON, which may write any letter as \uXXXX, that
     there is no annotation of ours, and that this is not the end of a container."""
     whole = len(raw) <= MAX_STATE_BYTES
     return whole and b"gpustasis" not in raw and b"\\u" not in raw and b'"stopped"' not in raw

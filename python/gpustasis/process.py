@@ -23,7 +23,8 @@ class Finished:
     """A program that has ended.
 
     status: its exit status; negative: the signal that killed it.
-    output: stdout and stderr together; of a program that was run with `apart`, stdout, and errors is
+    output: stdout and stderr together; of a program that was run with `apart`, stdout, and errors
+    is
         stderr. Of each at most the last OUTPUT_LIMIT bytes.
     seconds: from start to end.
     """

@@ -94,12 +94,12 @@ def recover(
 ) -> Recovery:
     """Bring back process `pid`, whose dump into `images` was broken off.
 
-    images: None: no record says that memory of it is missing. It is unlocked then, and refused if the
-    driver has it checkpointed: nothing tells whether its GPU memory is there.
-    threads: that put memory back; 0: one for each processor. on_progress: told the bytes done.
-    Raises ImageError if the images are damaged or of another process, DriverError if the driver
-    refuses, CheckpointError if the process is not in a state to be recovered; the process is left
-    as it was found then, or, after a refusal of the driver, as far as it came.
+    images: None: no record says that memory of it is missing. It is unlocked then, and refused if
+    the driver has it checkpointed: nothing tells whether its GPU memory is there. threads: that put
+    memory back; 0: one for each processor. on_progress: told the bytes done. Raises ImageError if
+    the images are damaged or of another process, DriverError if the driver refuses, CheckpointError
+    if the process is not in a state to be recovered; the process is left as it was found then, or,
+    after a refusal of the driver, as far as it came.
     """
     task = _settled_task(pid, images)
     if misled := misleading_thread(pid):
@@ -120,9 +120,9 @@ def recover(
         return Recovery(outcome=Outcome.UNLOCKED_AFTER_RESTORE, refilled_bytes=0)
     if state is ProcessState.CHECKPOINTED and images is None:
         raise CheckpointError(
-            f"process {pid} is checkpointed, and no record says into which directory; if a dump was "
-            "broken off, name its directory with -D; if a restore was, end the process and restore "
-            "it again: its GPU memory may not be there"
+            f"process {pid} is checkpointed, and no record says into which directory; if a dump "
+            "was broken off, name its directory with -D; if a restore was, end the process and "
+            "restore it again: its GPU memory may not be there"
         )
     manifest = None
     if images is not None:
@@ -182,7 +182,8 @@ def _require_no_record(pid: int) -> None:
     record = _find_record(pid)
     if record is not None:
         raise CheckpointError(
-            f"process {pid} runs or is locked, and its memory was not put back from {record.directory}: "
+            f"process {pid} runs or is locked, and its memory was not put back from "
+            f"{record.directory}: "
             "another program had the driver restore it; its GPU memory is wrong. End it, and "
             "restore it from a checkpoint"
         )
@@ -199,8 +200,8 @@ def _require_recorded(task: Task, images: Path, manifest: Manifest | None) -> No
             if (manifest.checkpoint_id, entry.digest) == (record.checkpoint_id, record.digest):
                 return
     raise CheckpointError(
-        f"memory of process {task.pid} was dumped into {record.directory}, and {images} does not hold "
-        "that dump; nothing was changed"
+        f"memory of process {task.pid} was dumped into {record.directory}, and {images} does not "
+        "hold that dump; nothing was changed"
     )
 
 
@@ -224,8 +225,9 @@ def _was_restored(task: Task, images: Path) -> bool:
 
 
 def _require_unfinished(images: Path) -> None:
-    """Refuse the images of a dump that came to its end: another one left the task behind. Statistics
-    are written last; those older than the manifest are of an earlier dump into the same place."""
+    """Refuse the images of a dump that came to its end: another one left the task behind.
+    Statistics are written last; those older than the manifest are of an earlier dump into the same
+    place."""
     statistics = find_statistics(images, "dump")
     manifest = images / MANIFEST_NAME
     if statistics is None or not statistics.succeeded or not manifest.exists():

@@ -57,13 +57,13 @@ def read_task(pid: int) -> Task:
 
 
 def misleading_thread(pid: int) -> str | None:
-    """A thread of `pid` by whose name the driver would open a file, and not a pipe of its own; None:
-    there is none.
+    """A thread of `pid` by whose name the driver would open a file, and not a pipe of its own;
+    None: there is none.
 
-    The driver finds its thread in a process by its name, "cuda" and 11 hex digits: the numbers of two
-    descriptors of that process, 22 bits each. It opens them anew, to write a request to the one and
-    read the answer from the other. Whoever may name a thread can so have a root that asks the driver
-    write to any file that the process has open, if only for reading.
+    The driver finds its thread in a process by its name, "cuda" and 11 hex digits: the numbers of
+    two descriptors of that process, 22 bits each. It opens them anew, to write a request to the one
+    and read the answer from the other. Whoever may name a thread can so have a root that asks the
+    driver write to any file that the process has open, if only for reading.
     """
     place = PROC / str(pid)
     try:
@@ -77,8 +77,8 @@ def misleading_thread(pid: int) -> str | None:
                     continue  # the driver cannot open it either
                 if target.startswith("/"):
                     return (
-                        f"thread {thread.name} of process {pid} is named {name} as the driver's are, "
-                        f"but leads it to {target} (descriptor {number}), which is no pipe"
+                        f"thread {thread.name} of process {pid} is named {name} as the driver's "
+                        f"are, but leads it to {target} (descriptor {number}), which is no pipe"
                     )
     except (FileNotFoundError, ProcessLookupError):
         pass  # it has ended, or one of its threads has

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages that a process, or a tree of them, writes, once per interval; and what they mean for its
-checkpoints: rates, sizes, intervals.
+"""The pages that a process, or a tree of them, writes, once per interval; and what they mean for
+its checkpoints: rates, sizes, intervals.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def best_incremental_interval(
     """(interval, cost), both in seconds, where the cost is that of writing what has changed.
 
     rate and bandwidth in bytes per second. What has changed grows with the interval: with
-    cost = rate x interval / bandwidth, best_interval() has one fixed point, 2 rate MTBF / bandwidth;
-    where all memory has changed by then, the cost is that of all. (0, 0) if nothing is written.
-    Raises ValueError unless bandwidth and mtbf_s are positive.
+    cost = rate x interval / bandwidth, best_interval() has one fixed point, 2 rate MTBF /
+    bandwidth; where all memory has changed by then, the cost is that of all. (0, 0) if nothing is
+    written. Raises ValueError unless bandwidth and mtbf_s are positive.
     """
     if bandwidth <= 0 or mtbf_s <= 0:
         raise ValueError(f"bandwidth {bandwidth} B/s and MTBF {mtbf_s} s must be positive")

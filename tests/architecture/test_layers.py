@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the source tree: who may use whom, how large a file may be, what must not be in it."""
+"""The shape of the source tree: who may use whom, how large a file may be, what must not be in
+it."""
 
 from __future__ import annotations
 

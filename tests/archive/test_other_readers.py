@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An archive that we look through is unpacked by an engine, whose reader is Go's or GNU tar: what our
-reader accepts, they read in the same way."""
+"""An archive that we look through is unpacked by an engine, whose reader is Go's or GNU tar: what
+our reader accepts, they read in the same way."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an archive says reaches a terminal as text that does nothing there, and ends no command in a
-traceback: escape sequences, control characters, names that are no UTF-8, half of a surrogate pair."""
+traceback: escape sequences, control characters, names that are no UTF-8, half of a surrogate
+pair."""
 
 from __future__ import annotations
 

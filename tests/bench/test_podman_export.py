@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ci/bench-podman measures and writes: memory that changes by a known share between exports."""
+"""What ci/bench-podman measures and writes: memory that changes by a known share between
+exports."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 """Does CRIU's own code stand in a task? Asked at the moment in which criu is killed.
 
 During "dump tasks" CRIU runs code of its own in each task: first single system calls, written over
-the task's text and ended by a breakpoint, then a blob from a memfd named CRIUMFD. A task that stands
-there when criu dies has no way back, with any plugin or none. Only what is seen here proves it.
+the task's text and ended by a breakpoint, then a blob from a memfd named CRIUMFD. A task that
+stands there when criu dies has no way back, with any plugin or none. Only what is seen here proves
+it.
 """
 
 from __future__ import annotations

@@ -186,7 +186,8 @@ def _add(rig: Rig, fault: Fault, pid: int = 0) -> None:
 
 
 def _try_dump(rig: Rig, job: SteadyJob, fault: Fault, target: int) -> bool:
-    """Whether the whole job runs on, which it must unless the fault was a lasting one of `target`."""
+    """Whether the whole job runs on, which it must unless the fault was a lasting one of
+    `target`."""
     threads = job.threads()
     images = rig.images()
     _add(rig, fault, target)

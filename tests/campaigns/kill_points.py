@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CRIU is killed with SIGKILL at many points of a dump: the job must live, and be exact.
 
-Each trial aims at the phase of a dump that has had the fewest hits so far. It kills criu at a system
-call of its main thread, counted from the line of the log with which the phase begins, or at a moment
-after that line, for what other threads do meanwhile.
+Each trial aims at the phase of a dump that has had the fewest hits so far. It kills criu at a
+system call of its main thread, counted from the line of the log with which the phase begins, or at
+a moment after that line, for what other threads do meanwhile.
 
 A task that dies is CRIU's loss only if CRIU's own code was seen to stand in it when criu was killed
 (criu_code), while tasks were being dumped, and if every other task runs on. Any other loss is ours.
@@ -47,7 +47,8 @@ _STOCK = ("start", "freeze", "dump tasks", "finish")
 _CRIUS_SIGNALS = {"SIGTRAP", "SIGSEGV"}  # what stock CRIU's victims die of in this campaign
 _CRIUS_PHASE = "dump tasks"  # the only one in which CRIU's code stands in tasks
 _LIMIT = 30  # trials for each hit that is asked for, in the phase that is hardest to hit
-# Every job has a child, mapped host memory, and kernels under way on streams whenever it is stopped.
+# Every job has a child, mapped host memory, and kernels under way on streams whenever it is
+# stopped.
 _BUSY = {"children": 1, "pinned_kib": 64, "registered_kib": 64, "streams": 2}
 SMALL: Mapping[str, int] = {"mib": 8} | _BUSY
 LARGE: Mapping[str, int] = {"mib": 64} | _BUSY  # drop and refill take long enough to be hit
@@ -71,10 +72,10 @@ def run(
     plugin False: stock CRIU and a job without CUDA, for comparison; what that loses is counted, and
     is not a failure of ours. with_worker: the plugin's worker is killed at the same instant, and
     `gpustasis recover` has to do its work.
-    whole_bound False: a loss that is proved to be CRIU's own is counted and is no failure; what this
-    leaves is what the plugin itself can break.
-    each: go on until every phase of the plugin's dump was hit that often; one that cannot be hit is
-    a failure. shape: of the job, with the plugin.
+    whole_bound False: a loss that is proved to be CRIU's own is counted and is no failure; what
+    this leaves is what the plugin itself can break. each: go on until every phase of the plugin's
+    dump was hit that often; one that cannot be hit is a failure. shape: of the job, with the
+    plugin.
     """
     tally = Tally()
     names = tuple(_PHASES) if plugin else _STOCK

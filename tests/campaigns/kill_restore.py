@@ -2,9 +2,9 @@
 """CRIU is killed with SIGKILL at many points of a restore: never a job on wrong memory.
 
 A tree whose restore breaks off is not complete. Either all of it runs and is exact (criu was killed
-when it had let go), or it is dead, or none of it has made a step. What CRIU leaves standing half-made
-before the plugin has had its turn is counted: stock CRIU does the same. Once a GPU is restored, the
-plugin's worker ends it.
+when it had let go), or it is dead, or none of it has made a step. What CRIU leaves standing
+half-made before the plugin has had its turn is counted: stock CRIU does the same. Once a GPU is
+restored, the plugin's worker ends it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long `podman container checkpoint --export` takes for a container with GPU memory, and how large
-its archive is: with our plugin, the first time and on top of an earlier one, and with GPU memory left
-to CRIU, as the stock plugin has it.
+"""How long `podman container checkpoint --export` takes for a container with GPU memory, and how
+large its archive is: with our plugin, the first time and on top of an earlier one, and with GPU
+memory left to CRIU, as the stock plugin has it.
 
     PYTHONPATH=tests python -m campaigns.podman_export [--size GIB] [--pairs N] [--changed PERCENT]
         [--out bench.json] [--docs docs/performance.md]
 
-Before every export, whoever makes it, the container overwrites the same PERCENT of its GPU memory with
-new noise: so much an incremental export has to store, and all find memory of the same kind.
+Before every export, whoever makes it, the container overwrites the same PERCENT of its GPU memory
+with new noise: so much an incremental export has to store, and all find memory of the same kind.
 
-The figures become the section `podman` of the file that `gpustasis-bench` has written, or of a new one,
-and with --docs what stands between two marks of that page. Everything is measured in turns, in a tmpfs,
-on the driver emulator, with runc, with archives as Podman compresses them by default and not
-compressed. Needs root, and the roots of ci/test-root engines and torch.
+The figures become the section `podman` of the file that `gpustasis-bench` has written, or of a new
+one, and with --docs what stands between two marks of that page. Everything is measured in turns, in
+a tmpfs, on the driver emulator, with runc, with archives as Podman compresses them by default and
+not compressed. Needs root, and the roots of ci/test-root engines and torch.
 """
 
 from __future__ import annotations

@@ -29,22 +29,26 @@ def page_text(podman: dict[str, Any]) -> str:
     drivers = [one["driver_seconds"] for one in podman["results"]]
     base = podman["base"]
     shares = [
-        f"{_NAMES[contender].format(changed=changed)}: {one['seconds_of_stock']:.2f} of the time and "
-        f"{one['bytes_of_stock']:.2f} of the space"
+        f"{_NAMES[contender].format(changed=changed)}: {one['seconds_of_stock']:.2f} of the time "
+        f"and {one['bytes_of_stock']:.2f} of the space"
         for (contender, compress), one in found.items()
         if contender != base["contender"] and compress == base["compress"]
     ]
     how = (
-        f"{podman['gpu_bytes'] / _MIB:.0f} MiB of GPU memory, contents `{podman['workload']}`. Before "
+        f"{podman['gpu_bytes'] / _MIB:.0f} MiB of GPU memory, contents `{podman['workload']}`. "
+        "Before "
         f"every export the container overwrites {changed} % of it "
-        f"({podman['changed_bytes'] / _MIB:.0f} MiB), always the same blocks of 2 MiB, with noise that "
-        "does not compress.\nAn incremental export stores what has changed: a job that writes to more "
+        f"({podman['changed_bytes'] / _MIB:.0f} MiB), always the same blocks of 2 MiB, with noise "
+        "that "
+        "does not compress.\nAn incremental export stores what has changed: a job that writes to "
+        "more "
         "of its memory gains less, one that writes to all of it nothing.\n"
         f"Median of {podman['pairs']}, in a tmpfs, driver **emulator**, load average "
         f"{podman['load_average']:.1f}; {', '.join(podman['versions'])}."
     )
     against = (
-        f"Of each, {min(drivers):.1f} to {max(drivers):.1f} s are the emulator's copy to host memory. "
+        f"Of each, {min(drivers):.1f} to {max(drivers):.1f} s are the emulator's copy to host "
+        "memory. "
         f"With `--compress {base['compress']}`, against {_NAMES[base['contender']]}:\n"
         + ";\n".join(shares)
         + "."

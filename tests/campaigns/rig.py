@@ -77,7 +77,8 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Compiled from tests/programs. job: steady_job; kernels: its module; killer: kill_at_syscall."""
+    """Compiled from tests/programs. job: steady_job; kernels: its module; killer:
+    kill_at_syscall."""
 
     job: Path
     kernels: Path

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/programs/steady_job.c under way: a tree that says at every step that its memory is right."""
+"""tests/programs/steady_job.c under way: a tree that says at every step that its memory is
+right."""
 
 from __future__ import annotations
 
@@ -40,9 +41,8 @@ class SteadyJob(Job):
     ) -> None:
         """Start it and wait until each of its processes has made two steps.
 
-        options: the program's, with "_" for "-": mib, pinned_kib, registered_kib, children, plain_children,
-        plain_threads, seed, cuda, module, streams,
-        late_children, forked_children.
+        options: the program's, with "_" for "-": mib, pinned_kib, registered_kib, children,
+        plain_children, plain_threads, seed, cuda, module, streams, late_children, forked_children.
         """
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         argv = [str(program), *(part for word in words for part in word.split("="))]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tar archives of odd headers, made at random: what our reader accepts, GNU tar and Go's archive/tar
-read in the same way. An engine reads what we have looked through; it must be the same archive."""
+"""Tar archives of odd headers, made at random: what our reader accepts, GNU tar and Go's
+archive/tar read in the same way. An engine reads what we have looked through; it must be the same
+archive."""
 
 from __future__ import annotations
 

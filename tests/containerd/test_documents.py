@@ -109,7 +109,8 @@ def test_containerd(fresh: ContainerdNode, trainer: Pod, shell: Shell, repositor
 
 
 def busy_ticks(node: ContainerdNode) -> int:
-    """Clock ticks that the task trainer of ctr's has computed, in user mode. Fails if it is gone."""
+    """Clock ticks that the task trainer of ctr's has computed, in user mode. Fails if it is
+    gone."""
     listed = node.root.run("ctr", "tasks", "list").stdout.split()
     assert "trainer" in listed and "RUNNING" in listed, listed
     pid = listed[listed.index("trainer") + 1]

@@ -2,7 +2,8 @@
 """Fixtures for the tests of the driver emulator.
 
 kernels   the module of programs/kernels.cu
-caller    caller(call, pid, *words) -> (CUresult, value): one call of the checkpoint API by a process
+caller    caller(call, pid, *words) -> (CUresult, value): one call of the checkpoint API by a
+process
           of its own
 vectors   vectors(mib=8) -> Job: programs/plain_vectors.c, running
 lone      an emulator of the test's own: lone(**options) -> Emulator, see gpustasis.emulator.Options

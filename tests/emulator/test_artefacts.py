@@ -23,7 +23,8 @@ HELPERS_LEAVE = (64 << 20) + (8 << 20) + 4096
 
 
 def descriptors(pid: int) -> dict[int, str]:
-    """Descriptor -> what it is, without inode numbers; those that we inherited ourselves left out."""
+    """Descriptor -> what it is, without inode numbers; those that we inherited ourselves left
+    out."""
     folder = Path(f"/proc/{pid}/fd")
     return {
         int(fd.name): re.sub(r":\[\d+\]", "", os.readlink(fd))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpustasis emulator cdi`: what a container engine needs to give these GPUs to a container. That it
-works is shown by tests/runtimes."""
+"""`gpustasis emulator cdi`: what a container engine needs to give these GPUs to a container. That
+it works is shown by tests/runtimes."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def test_custom_storage_is_refused(
     driver: str,
     code: int,
 ) -> None:
-    """Where it does not exist its field is a reserved one; where it does, the emulator has it not."""
+    """Where it does not exist its field is a reserved one; where it does, the emulator has it
+    not."""
     one = lone(driver=driver, settings={"persistence": "1"})
     environ = os.environ | one.environment(api_version_of(driver))
     job = launch([compile_cuda(PROGRAMS / "plain_vectors.c"), "1", "1000000", "5"], environ)

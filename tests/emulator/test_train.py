@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's training program on the emulator: it learns, it repeats to the bit, it says what fails."""
+"""The demo's training program on the emulator: it learns, it repeats to the bit, it says what
+fails."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 SETTING = Path("/proc/sys/vm/unprivileged_userfaultfd")
 RAISED = Path("/run/gpustasis/userfaultfd-raised")
 TIMEOUT_S = 30.0
-# process_vm_readv waits for a missing page as a thread of the process does; /proc/PID/mem may end in EIO.
+# process_vm_readv waits for a missing page as a thread of the process does; /proc/PID/mem may end
+# in EIO.
 READ_PAGE = """
 import ctypes, sys
 class Vec(ctypes.Structure):

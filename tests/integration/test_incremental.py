@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on top of a parent, with real CRIU: what is the same is not stored again, and a restore
-through the chain is exact."""
+"""Checkpoints on top of a parent, with real CRIU: what is the same is not stored again, and a
+restore through the chain is exact."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees that hold what looks like CUDA and is none, or what has ended before it can be looked at."""
+"""Trees that hold what looks like CUDA and is none, or what has ended before it can be looked
+at."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_a_name_does_not_make_a_cuda_process_of_one_without_a_driver(
 
 
 def hostile(rig: Rig, compile_c: Compile) -> tuple[list[str | Path], Path]:
-    """A job that would have the driver write to a file that it has open for reading, and the file."""
+    """A job that would have the driver write to a file that it has open for reading, and the
+    file."""
     readable = rig.scratch / "readable"
     readable.write_bytes(b"what only root may change")
     program = compile_c(PROGRAMS / "thread_name.c")

@@ -249,7 +249,8 @@ def test_log_records_are_shown(tmp_path: Path) -> None:
     script = (
         "import logging, gpustasis.cli.install as module\n"
         "from pathlib import Path\n"
-        "def told(): logging.getLogger('x').warning('%s\\nERROR y', '\\x1b[2J'); return Path('/p')\n"
+        "def told(): logging.getLogger('x').warning('%s\\nERROR y', '\\x1b[2J'); return "
+        "Path('/p')\n"
         "module.plugin_directory = told\n"
         "from gpustasis.cli import main; main()"
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose word counts in a dump that gpustasis starts, with every CRIU: what was asked for in this run,
-above a container's annotations, above the host's file. Said by the dump itself."""
+"""Whose word counts in a dump that gpustasis starts, with every CRIU: what was asked for in this
+run, above a container's annotations, above the host's file. Said by the dump itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpustasis.driver against the emulated driver, in a process of its own: a driver that was loaded and
-initialised leaves threads and descriptors behind that the test run must not have."""
+"""gpustasis.driver against the emulated driver, in a process of its own: a driver that was loaded
+and initialised leaves threads and descriptors behind that the test run must not have."""
 
 from __future__ import annotations
 

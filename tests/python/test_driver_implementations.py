@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One suite for everything that calls the driver: the Python Driver, the plugin's library in its own
-process, and the plugin's worker. All of them on the emulator, each in a process of its own."""
+"""One suite for everything that calls the driver: the Python Driver, the plugin's library in its
+own process, and the plugin's worker. All of them on the emulator, each in a process of its own."""
 
 from __future__ import annotations
 

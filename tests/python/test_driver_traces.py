@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulator against traces of real drivers: what a process holds and is answered, in each state.
 
-Traces lie in tests/data/driver-traces. As long as there is none, only the comparison itself is tested.
+Traces lie in tests/data/driver-traces. As long as there is none, only the comparison itself is
+tested.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that are not files of their own: parts of a larger file, and ends with chunks that pass by."""
+"""Images that are not files of their own: parts of a larger file, and ends with chunks that pass
+by."""
 
 from __future__ import annotations
 

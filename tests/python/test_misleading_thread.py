@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job may name a thread as the driver names its own, and so say which of the job's descriptors are
-opened anew, as root. What `recover` and `doctor --container` do then."""
+"""A job may name a thread as the driver names its own, and so say which of the job's descriptors
+are opened anew, as root. What `recover` and `doctor --container` do then."""
 
 from __future__ import annotations
 

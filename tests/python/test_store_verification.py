@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store is checked whole: each image once, what depends on damage is named, a killed check goes on."""
+"""A store is checked whole: each image once, what depends on damage is named, a killed check goes
+on."""
 
 from __future__ import annotations
 

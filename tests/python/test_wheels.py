@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the wheels in build/dist hold: the product's what a node needs, gpustasis-bench's the rest."""
+"""What the wheels in build/dist hold: the product's what a node needs, gpustasis-bench's the
+rest."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 """Fixtures of the tests that run container engines.
 
 steady_job  the program of tests/programs/steady_job.c
-engines     support.engine_root.EngineRoot, one for the whole run, with the test image, emulated GPUs
+engines     support.engine_root.EngineRoot, one for the whole run, with the test image, emulated
+GPUs
             and our plugin in it; /mnt/shared is the directory `shared`
 elsewhere   another one, with storage and an emulator of its own, that sees the same /mnt/shared
 steady      steady(name, runtime, *words, **job) -> SteadyContainer in `engines`; ends with the test

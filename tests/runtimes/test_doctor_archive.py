@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpustasis doctor --archive`: whether this host, or another one, can restore what Podman exported."""
+"""`gpustasis doctor --archive`: whether this host, or another one, can restore what Podman
+exported."""
 
 from __future__ import annotations
 

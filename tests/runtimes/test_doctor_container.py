@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpustasis doctor --container`: what hinders a checkpoint is brought about in a real container."""
+"""`gpustasis doctor --container`: what hinders a checkpoint is brought about in a real
+container."""
 
 from __future__ import annotations
 

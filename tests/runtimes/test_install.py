@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpustasis install` makes the engines use the plugin, with no other change; uninstall undoes it."""
+"""`gpustasis install` makes the engines use the plugin, with no other change; uninstall undoes
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong around a checkpoint of Podman's: nothing is lost, and the error says what it was."""
+"""What goes wrong around a checkpoint of Podman's: nothing is lost, and the error says what it
+was."""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ def test_no_room_for_the_archive(steady: Steady) -> None:
 
 
 def test_removed_in_the_middle(steady: Steady) -> None:
-    """Podman holds the container until its dump is done; then it is removed, and nothing of it stays."""
+    """Podman holds the container until its dump is done; then it is removed, and nothing of it
+    stays."""
     container = steady("removed", "runc", mib=16)
     root = container.root
     with slow_copies(root, 100_000):

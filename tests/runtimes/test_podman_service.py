@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpustasis podman`: through Podman's service, for real, with containers that use emulated GPUs."""
+"""`gpustasis podman`: through Podman's service, for real, with containers that use emulated
+GPUs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Podman checkpoints and restores one container three times in a row, in place and by archives, with
-streams under way and registered memory: each restore goes on exactly where its checkpoint was made,
-with every byte as the job has it written down."""
+"""Podman checkpoints and restores one container three times in a row, in place and by archives,
+with streams under way and registered memory: each restore goes on exactly where its checkpoint was
+made, with every byte as the job has it written down."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 """`ci/soak [--seed N] [--fresh] [--docs] [CAMPAIGN...]`: run the long campaigns.
 
 Each campaign's result is kept in build/soak/; one that has a result for the same seed and the same
-tree (sources, tests and what is installed) is not run again, unless it is named, so that what was broken
-off can be taken up. The report
-is build/soak.json; --docs writes docs/soak.md too. Exit status 1 if anything failed.
+tree (sources, tests and what is installed) is not run again, unless it is named, so that what was
+broken off can be taken up. The report is build/soak.json; --docs writes docs/soak.md too. Exit
+status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def read_result(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]] | 
 
 
 def tree_digest() -> str:
-    """Of every file that git knows or would add, docs aside, and of the plugin that is installed."""
+    """Of every file that git knows or would add, docs aside, and of the plugin that is
+    installed."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", ":!docs", ":!*.md"],
         cwd=REPOSITORY,

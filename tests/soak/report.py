@@ -55,8 +55,8 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "# Long fault campaigns",
         "",
         "Made by `make soak` (`ci/soak --docs` writes this page); the code is in `tests/campaigns`",
-        "and `tests/soak`. All of it ran on the driver **emulator**: it says how CRIU, the plugin and",
-        "the images behave, and nothing about a real GPU or NVIDIA's driver.",
+        "and `tests/soak`. All of it ran on the driver **emulator**: it says how CRIU, the plugin",
+        "and the images behave, and nothing about a real GPU or NVIDIA's driver.",
         "",
         conditions,
         f"`ci/soak --seed {report['seed']}` makes the same choices again.",
@@ -73,11 +73,12 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
             )
     lines += [
         "",
-        "LOST are jobs that did not live on. CRIU runs code of its own in the tasks, in the place of",
-        "theirs and led by breakpoints: a task that stands there when criu is killed dies of SIGTRAP or",
-        "SIGSEGV, with the plugin or without. The bound is that no job is lost, so every loss with the",
-        "plugin is a failure, whoever caused it. The stock parts kill the same criu without the plugin,",
-        "on a job without CUDA, for comparison; what they lose is counted and is no failure of ours.",
+        "LOST are jobs that did not live on. CRIU runs code of its own in the tasks, in the",
+        "place of theirs and led by breakpoints: a task that stands there when criu is killed",
+        "dies of SIGTRAP or SIGSEGV, with the plugin or without. The bound is that no job is lost,",
+        "so every loss with the plugin is a failure, whoever caused it. The stock parts kill the",
+        "same criu without the plugin, on a job without CUDA, for comparison; what they lose is",
+        "counted and is no failure of ours.",
     ]
     lines += ["", "What each campaign does:", ""]
     lines += [f"- **{name}**: {what}." for name, (what, _) in CAMPAIGNS.items()]

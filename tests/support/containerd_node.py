@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node of a cluster without the cluster: containerd, a registry and emulated GPUs in one system."""
+"""A node of a cluster without the cluster: containerd, a registry and emulated GPUs in one
+system."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ _STEP = re.compile(r"(\d+) step (\d+) ok")
 
 class ContainerdNode:
     """containerd in `root`, from start to close(); a context manager. program: tests/programs'
-    steady_job, which is what its image runs. old: where in `root` the programs of containerd 1.7 are,
-    to run those."""
+    steady_job, which is what its image runs. old: where in `root` the programs of containerd 1.7
+    are, to run those."""
 
     def __init__(self, root: EngineRoot, program: Path, old: Path | None = None) -> None:
         self.root = root

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A container runtime that only answers: CRI on a Unix socket, for what no real one can be made to do.
+"""A container runtime that only answers: CRI on a Unix socket, for what no real one can be made to
+do.
 
 Its answers are functions; a method that has none is answered UNIMPLEMENTED, by gRPC itself.
 """

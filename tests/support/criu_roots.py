@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every CRIU that tests can use: this machine's own, and those of the Debian roots that ci/test-root
-makes. gpustasis itself looks for no root: tests name one to it, by GPUSTASIS_CRIU or --criu."""
+"""Every CRIU that tests can use: this machine's own, and those of the Debian roots that
+ci/test-root makes. gpustasis itself looks for no root: tests name one to it, by GPUSTASIS_CRIU or
+--criu."""
 
 from __future__ import annotations
 

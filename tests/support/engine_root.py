@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A throw-away Debian system with the container engines in it, in namespaces of its own.
 
-It is ci/test-root's root `engines` under an overlay, entered with private mount, pid, ipc, uts, net and
-cgroup namespaces: engine_root.sh says what is in it. All that it wrote, its processes, mounts and
-control groups are gone when it is closed, or when this process is. Its network is a loopback device.
+It is ci/test-root's root `engines` under an overlay, entered with private mount, pid, ipc, uts, net
+and cgroup namespaces: engine_root.sh says what is in it. All that it wrote, its processes, mounts
+and control groups are gone when it is closed, or when this process is. Its network is a loopback
+device.
 
 The package under test is in it: `gpustasis` and `python` of the environment that runs the tests, at
 their own paths.

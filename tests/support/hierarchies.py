@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control-group hierarchies of this machine stay the same for as long as tests run.
 
-An engine's root (engine_root.sh) mounts the v1 hierarchy of hugetlb where there is none, and the kernel
-makes it then, for every process of the machine, and takes it away with its last mount. CRIU reads
-/proc/cgroups once, at the begin of a dump, and /proc/PID/cgroup of each task later: a hierarchy that has
-come between the two fails the dump with "cg: controller hugetlb not found", whoever's it is. So what
-engine_root.sh would mount is mounted before the first test and until after the last.
+An engine's root (engine_root.sh) mounts the v1 hierarchy of hugetlb where there is none, and the
+kernel makes it then, for every process of the machine, and takes it away with its last mount. CRIU
+reads /proc/cgroups once, at the begin of a dump, and /proc/PID/cgroup of each task later: a
+hierarchy that has come between the two fails the dump with "cg: controller hugetlb not found",
+whoever's it is. So what engine_root.sh would mount is mounted before the first test and until after
+the last.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ read -r forever
 
 
 class KeptHierarchy:
-    """That of hugetlb, in a mount namespace of its own, until close() or the end of this process."""
+    """That of hugetlb, in a mount namespace of its own, until close() or the end of this
+    process."""
 
     def __init__(self) -> None:
         """Raises OSError if it cannot be mounted."""

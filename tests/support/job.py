@@ -42,7 +42,8 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, text: str, *, count: int = 1, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until the output holds `text` at least `count` times. Fails if the job ends first."""
+        """Wait until the output holds `text` at least `count` times. Fails if the job ends
+        first."""
         deadline = time.monotonic() + timeout_s
         while self.output().count(text) < count:
             if not self.alive() and self.output().count(text) < count:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of an archive, and their chunks on the way past: what is kept of an image is its ends, which
-the core's reader opens, and the stored bytes of a chunk are checked as they come by.
+"""Images of an archive, and their chunks on the way past: what is kept of an image is its ends,
+which the core's reader opens, and the stored bytes of a chunk are checked as they come by.
 
 Both kinds of reading go through a stream once, from front to back: own chunks lie in the order of
 their numbers, chunks of an earlier checkpoint are put in the order of their places.
@@ -42,8 +42,9 @@ _DIGEST_SIZE = 16  # bytes at the end of an image
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredImage:
-    """An image in an archive. place: for messages. size: bytes. reader: knows all but the content of
-    chunks. tail_offset: where metadata and index begin. ends: a hash of what was read of them."""
+    """An image in an archive. place: for messages. size: bytes. reader: knows all but the content
+    of chunks. tail_offset: where metadata and index begin. ends: a hash of what was read of
+    them."""
 
     place: str
     size: int

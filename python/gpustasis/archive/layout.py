@@ -34,6 +34,8 @@ _CRIO = "io.kubernetes.cri-o."
 
 
 class Engine(StrEnum):
+    """Whose archive it is."""
+
     PODMAN = "podman"
     CRI_O = "cri-o"
     CONTAINERD = "containerd"

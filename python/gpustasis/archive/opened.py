@@ -65,8 +65,8 @@ from gpustasis.image.inspection import ArchiveView, Inspection, inspect_files
 
 
 class Archive:
-    """One archive. Make it with open_archive. Implements gpustasis.image.checkpoint.CheckpointFiles, and
-    gpustasis.archive.chunks.Parent.
+    """One archive. Make it with open_archive. Implements
+    gpustasis.image.checkpoint.CheckpointFiles, and gpustasis.archive.chunks.Parent.
 
     members: by name. images: by pid. damaged_images: those that could not be opened, and why.
     file_bytes, unpacked_bytes: of all.

@@ -38,12 +38,13 @@ class Limits:
     """Bounds of one archive; what goes beyond one is an ArchiveError.
 
     members: headers of any kind. names_bytes: of memory for all names, the directories they imply
-    and the targets of links, which are kept to find a name that comes twice. name_bytes: of one name
-    or target; name_parts: directories in it. header_bytes: of one extended header (pax, GNU long
-    name). kept_bytes: of the small files that are read whole; kept_file_bytes: of one of them. images: how many.
-    index_bytes: of all images' metadata and indexes. unpacked_bytes: of the whole archive. An archive that unpacks to more than ratio_free_bytes may
-    be at most ratio times smaller than what comes out of it: gzip cannot do better, and what zstd
-    makes smaller still is empty. window_bytes: of zstd's memory. padding_bytes: behind the end.
+    and the targets of links, which are kept to find a name that comes twice. name_bytes: of one
+    name or target; name_parts: directories in it. header_bytes: of one extended header (pax, GNU
+    long name). kept_bytes: of the small files that are read whole; kept_file_bytes: of one of them.
+    images: how many. index_bytes: of all images' metadata and indexes. unpacked_bytes: of the whole
+    archive. An archive that unpacks to more than ratio_free_bytes may be at most ratio times
+    smaller than what comes out of it: gzip cannot do better, and what zstd makes smaller still is
+    empty. window_bytes: of zstd's memory. padding_bytes: behind the end.
     """
 
     members: int = 1 << 18
@@ -66,6 +67,8 @@ DEFAULT_LIMITS = Limits()
 
 
 class Compression(StrEnum):
+    """Of the whole archive, told from its first bytes."""
+
     NONE = "none"
     GZIP = "gzip"
     ZSTD = "zstd"

@@ -3,9 +3,9 @@
 
 The names are those that an engine would unpack to. GNU tar, Go's archive/tar and this reader must
 read an archive in the same way, else what was looked through is not what an engine restores. So
-what any writer writes is read, and what two readers could read in two ways is refused: more than one
-extended header for a member, numbers and text in forms that no writer uses, a name twice, a file
-below a link, sparse members. tests/campaigns/tar_readers.py compares the three.
+what any writer writes is read, and what two readers could read in two ways is refused: more than
+one extended header for a member, numbers and text in forms that no writer uses, a name twice, a
+file below a link, sparse members. tests/campaigns/tar_readers.py compares the three.
 
 Sources: POSIX.1-2017 pax, "ustar Interchange Format" and "pax Interchange Format"; GNU tar manual,
 "Basic Tar Format" (long names, base-256 numbers).
@@ -42,6 +42,8 @@ _NAME_COST = 160  # bytes of memory that a name takes beside its letters
 
 
 class Kind(Enum):
+    """What a member is; the value is for messages."""
+
     FILE = "file"
     DIRECTORY = "directory"
     SYMLINK = "symbolic link"

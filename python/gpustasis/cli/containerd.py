@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpustasis containerd`: checkpoint containers of a Kubernetes node, through its container runtime."""
+"""`gpustasis containerd`: checkpoint containers of a Kubernetes node, through its container
+runtime."""
 
 from __future__ import annotations
 

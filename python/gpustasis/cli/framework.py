@@ -43,8 +43,9 @@ class Command(click.Command):
             raise click.exceptions.Exit(errors.OUTPUT_CLOSED) from None
         except KeyboardInterrupt:
             raise _reported(click.Abort(), ctx) from None
-        except Exception as exc:  # noqa: BLE001 - told, and raised again
-            raise _reported(exc, ctx)
+        except Exception as exc:
+            _reported(exc, ctx)
+            raise
 
 
 class Group(click.Group):

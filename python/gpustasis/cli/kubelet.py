@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpustasis kubelet`: checkpoint containers of a cluster through its kubelets; list what they made."""
+"""`gpustasis kubelet`: checkpoint containers of a cluster through its kubelets; list what they
+made."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def command() -> None:
 @click.option(
     "--context",
     metavar="NAME",
-    help="The context of --kubeconfig, or of the file that kubectl reads.  [default: its current one]",
+    help="The context of --kubeconfig, or of the file that kubectl reads.  [default: its current "
+    "one]",
 )
 @click.option("--ca", type=_FILE, help="The CA that signed the server's certificate (PEM).")
 @click.option("--cert", type=_FILE, help="The client's certificate (PEM), perhaps with its key.")
@@ -100,8 +102,8 @@ def checkpoint(
 ) -> None:
     """Have kubelets write checkpoint archives of containers, which run on.
 
-    The archives are on the nodes, in /var/lib/kubelet/checkpoints there. Each container is tried; if
-    one fails, so does this command at its end. Needs the extra `kubelet`.
+    The archives are on the nodes, in /var/lib/kubelet/checkpoints there. Each container is tried;
+    if one fails, so does this command at its end. Needs the extra `kubelet`.
     """
     with ExitStack() as stack:
         if kubeconfig is not None or context is not None:

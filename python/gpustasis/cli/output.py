@@ -183,7 +183,8 @@ def bars(*, count: bool = False) -> Iterator[Callable[[str, int, int | None], No
 
 @contextmanager
 def live() -> Iterator[Callable[[str, Iterable[tuple[str, object]], str], None]]:
-    """Facts that change, on a terminal's stdout; yields what to call with the arguments of facts."""
+    """Facts that change, on a terminal's stdout; yields what to call with the arguments of
+    facts."""
     from rich.live import Live
 
     console = _console()

@@ -127,9 +127,9 @@ def checkpoint(
     "--gpu-map",
     multiple=True,
     metavar="OLD=NEW",
-    help="Put what was on GPU OLD of the checkpoint onto GPU NEW of this machine, which must be of the "
-    "same model: by UUID, or by number (as `inspect` and `nvidia-smi` list them). Once for each GPU; "
-    "GPUs that are not named stay where they were, or go to a free one of their model.",
+    help="Put what was on GPU OLD of the checkpoint onto GPU NEW of this machine, which must be "
+    "of the same model: by UUID, or by number (as `inspect` and `nvidia-smi` list them). Once for "
+    "each GPU; GPUs that are not named stay where they were, or go to a free one of their model.",
 )
 @criu_options
 def restore(images: Path, criu_program: str | None, extra: tuple[str, ...], **options: Any) -> None:
@@ -162,8 +162,8 @@ def restore(images: Path, criu_program: str | None, extra: tuple[str, ...], **op
     *("-D", "--images-dir", "images"),
     default=None,
     type=click.Path(file_okay=False, exists=True, path_type=Path),
-    help="Where the dump that was broken off was writing to; found by itself if that dump has taken "
-    "memory out of the process.",
+    help="Where the dump that was broken off was writing to; found by itself if that dump has "
+    "taken memory out of the process.",
 )
 @threads_option
 def recover(pid: int, images: Path | None, threads: int) -> None:

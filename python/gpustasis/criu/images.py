@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CRIU's own images say: process tree, names, machine, pages that lie in an earlier checkpoint,
-and what a dump took.
+"""What CRIU's own images say: process tree, names, machine, pages that lie in an earlier
+checkpoint, and what a dump took.
 
-Sources: CRIU images/{core,inventory,pstree,pagemap,stats}.proto, criu/include/magic.h and pagemap.h; Protocol Buffers
-documentation, "Encoding". An image is two magic words, then records of a 32-bit length and one
-protobuf message; all numbers little-endian.
+Sources: CRIU images/{core,inventory,pstree,pagemap,stats}.proto, criu/include/magic.h and
+pagemap.h; Protocol Buffers documentation, "Encoding". An image is two magic words, then records of
+a 32-bit length and one protobuf message; all numbers little-endian.
 """
 
 from __future__ import annotations

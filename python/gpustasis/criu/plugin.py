@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration: our plugin's, and where the plugin lies; and CRIU's, as criu would read it.
 
-The grammar of CRIU's files is that of criu(8), CONFIGURATION FILES: an option a line, its long name without dashes,
-then its value after blanks or "="; "#" starts a comment. criu ends with exit status 1 where a line
-is none of this, and so does a dump that a runtime has asked for.
+The grammar of CRIU's files is that of criu(8), CONFIGURATION FILES: an option a line, its long name
+without dashes, then its value after blanks or "="; "#" starts a comment. criu ends with exit status
+1 where a line is none of this, and so does a dump that a runtime has asked for.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def read_config(path: Path | None) -> dict[str, Setting]:
         words = isinstance(value, list) and all(isinstance(word, str) for word in value)
         if not words and not isinstance(value, bool | int | str):
             raise CheckpointError(
-                f"configuration {path}: the value of {key!r} is neither a plain one nor a list of words"
+                f"configuration {path}: the value of {key!r} is neither a plain one nor a list of "
+                "words"
             )
     return settings
 
@@ -135,7 +136,7 @@ def parse_options(text: str, origin: str) -> list[Option]:
 
 
 def _words(line: str, where: str) -> list[str]:
-    """Words between blanks, up to a comment; a word in double quotes may hold blanks and \\"."""
+    r"""Words between blanks, up to a comment; a word in double quotes may hold blanks and \"."""
     words = []
     rest = line.strip()
     while rest and not rest.startswith("#"):

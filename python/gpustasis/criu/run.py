@@ -273,8 +273,8 @@ def _checked(settings: Settings | None) -> Settings:
     word = own_option(use.extra)
     if word is not None:
         raise CheckpointError(
-            f"criu's option {word} is set by gpustasis itself and cannot follow --; where gpustasis "
-            "has an option of that name, use that"
+            f"criu's option {word} is set by gpustasis itself and cannot follow --; where "
+            "gpustasis has an option of that name, use that"
         )
     return use
 
@@ -298,8 +298,8 @@ class _Workspace:
         self._images = images
         self._on_line = settings.on_line
         if settings.plugin:
-            # A file of these alone: whatever else there is, a container's policy among it, keeps its
-            # place below them.
+            # A file of these alone: whatever else there is, a container's policy among it, keeps
+            # its place below them.
             overrides = directory / "overrides.toml"
             overrides.write_text(format_config(self._overrides(settings.plugin)), encoding="utf-8")
             self.environ[OVERRIDES] = str(overrides)

@@ -62,10 +62,12 @@ class Statistics:
 
 
 def statistics_path(images: Path, stage: Stage) -> Path:
+    """Where the plugin writes them."""
     return images / statistics_name(stage)
 
 
 def statistics_name(stage: Stage) -> str:
+    """The name of that file in an image directory."""
     return f"gpustasis-{stage}.json"
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host has and lacks for checkpoint and restore: findings, which `gpustasis doctor` prints."""
+"""What a host has and lacks for checkpoint and restore: findings, which `gpustasis doctor`
+prints."""
 
 from __future__ import annotations
 
@@ -26,12 +27,15 @@ class Finding:
 
 
 def ok(name: str, text: str) -> Finding:
+    """All is well."""
     return Finding(name=name, status=Status.OK, text=text)
 
 
 def note(name: str, text: str, remedy: str = "") -> Finding:
+    """Worth knowing; nothing fails of it."""
     return Finding(name=name, status=Status.NOTE, text=text, remedy=remedy)
 
 
 def problem(name: str, text: str, remedy: str) -> Finding:
+    """Something fails of it, until `remedy` is done."""
     return Finding(name=name, status=Status.PROBLEM, text=text, remedy=remedy)

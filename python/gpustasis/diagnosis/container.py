@@ -29,8 +29,8 @@ _BUNDLES = (  # of containers that are found by their control group: containerd'
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
     """init: its first process. tasks: all its processes, in the order of their pids. group: its
-    path in the control group hierarchy that its runtime freezes. config: config.json, as it was made
-    from; None: it was not found."""
+    path in the control group hierarchy that its runtime freezes. config: config.json, as it was
+    made from; None: it was not found."""
 
     name: str
     init: int

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -143,12 +144,11 @@ def _files(container: Container, stand_ins: list[int]) -> Iterator[Finding]:
 
 def _targets(pid: int) -> list[str]:
     """What its descriptors lead to."""
-    found = []
-    try:
+    found: list[str] = []
+    with suppress(OSError):  # it is gone
         for entry in os.scandir(PROC / str(pid) / "fd"):
-            found.append(os.readlink(entry.path))
-    except OSError:  # it, or one of them, is gone
-        pass
+            with suppress(FileNotFoundError):  # the descriptor is closed
+                found += [os.readlink(entry.path)]
     return found
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This host without its containers: kernel, privileges, GPU driver, CRIU and our plugin."""
+"""The host without its containers: kernel, privileges, GPU driver, CRIU and our plugin."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def io_uring(proc: Path = Path("/proc")) -> Finding:
     return note(
         name,
         "programs may use it, and CRIU cannot dump one that does",
-        "sysctl kernel.io_uring_disabled=2 (Linux 6.6), or a seccomp profile without io_uring_setup",
+        "sysctl kernel.io_uring_disabled=2 (Linux 6.6), or a seccomp profile without "
+        "io_uring_setup",
     )
 
 
@@ -136,7 +137,8 @@ def freezer(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -
 
 
 def check_privileges(proc: Path = Path("/proc")) -> list[Finding]:
-    """What this process may do; criu run from here may do the same. proc: where the proc file system is mounted."""
+    """What this process may do; criu run from here may do the same. proc: where the proc file
+    system is mounted."""
     held = held_capabilities(proc)
     return [_capabilities(held), _yama(proc, held), _open_files(proc, held)]
 

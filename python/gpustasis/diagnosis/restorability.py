@@ -206,7 +206,8 @@ def _host_memory(found: Inspection) -> Iterator[Finding]:
 
 
 def _mounts(spec: bytes | None) -> Iterator[Finding]:
-    """Files of the host that the container has mounted: for a GPU they carry the driver's version."""
+    """Files of the host that the container has mounted: for a GPU they carry the driver's
+    version."""
     if spec is None:
         return
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver emulator: emulated GPUs for programs of the CUDA driver API, for tests and trials.
 
-The libraries that play the driver lie in this folder when gpustasis is installed; a daemon plays the
-GPUs.
+The libraries that play the driver lie in this folder when gpustasis is installed; a daemon plays
+the GPUs.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Options:
     """What to emulate. None means the default, or whatever a running emulator has.
 
     memory_bytes is each GPU's, a multiple of 2 MiB (rounded down). uuids are of the first GPUs, in
-    order; the others' are random. rates: how fast a checkpoint and a restore copy GPU memory, at most;
-    by default the daemon's, which are those measured on A100, A10G and L4.
+    order; the others' are random. rates: how fast a checkpoint and a restore copy GPU memory, at
+    most; by default the daemon's, which are those measured on A100, A10G and L4.
     """
 
     gpus: int | None = None
@@ -246,8 +246,8 @@ class Emulator:
             lock = (self.path.parent / (self.path.name + ".lock")).open("ab")
         except OSError as exc:
             raise EmulatorError(
-                f"cannot use {exc.filename or self.path}: {exc.strerror}; as another user than root, let "
-                "GPUSTASIS_EMULATOR name a socket in a folder of yours"
+                f"cannot use {exc.filename or self.path}: {exc.strerror}; as another user than "
+                "root, let GPUSTASIS_EMULATOR name a socket in a folder of yours"
             ) from exc
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -320,9 +320,9 @@ class Emulator:
     ) -> int:
         """Make an operation go wrong, `count` times (0: always). Returns the fault's number.
 
-        operation is init, get_state, lock, checkpoint, restore, unlock or any; actions are listed in
-        docs/emulator.md; code is a CUresult, for die a signal, for state a state; pid, 0 for all, is
-        the target's as seen by the daemon.
+        operation is init, get_state, lock, checkpoint, restore, unlock or any; actions are listed
+        in docs/emulator.md; code is a CUresult, for die a signal, for state a state; pid, 0 for
+        all, is the target's as seen by the daemon.
         """
         text = f"fault add {operation} {action} count={count} delay_ms={delay_ms} pid={pid}"
         if code is not None:

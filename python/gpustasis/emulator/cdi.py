@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulator as a device of containers: a Container Device Interface specification.
 
-Format: the CDI specification 0.6.0 (github.com/cncf-tags/container-device-interface, SPEC.md). Engines
-read it from /etc/cdi and /var/run/cdi; `--device gpustasis.io/gpu=all` asks for it.
+Format: the CDI specification 0.6.0 (github.com/cncf-tags/container-device-interface, SPEC.md).
+Engines read it from /etc/cdi and /var/run/cdi; `--device gpustasis.io/gpu=all` asks for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ KIND = "gpustasis.io/gpu"
 DEFAULT_FILE = Path("/etc/cdi/gpustasis-emulator.json")
 # Where containers see the libraries; LD_LIBRARY_PATH names it.
 LIBRARIES = Path("/usr/lib/gpustasis-emulator")
-# What stands for a GPU's device file (src/driver_emulator/driver/artefacts.cpp): the first there is.
+# What stands for a GPU's device file (src/driver_emulator/driver/artefacts.cpp): the first there
+# is.
 _DEVICES = ("/dev/fuse", "/dev/loop-control", "/dev/kvm", "/dev/vhost-net")
 _MOUNT_OPTIONS = ["bind", "ro", "nosuid", "nodev"]
 

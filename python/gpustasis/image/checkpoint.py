@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's files: the manifest, the images that it names, and the chain of earlier checkpoints
-below it; in a directory here, or in an archive elsewhere.
+"""A checkpoint's files: the manifest, the images that it names, and the chain of earlier
+checkpoints below it; in a directory here, or in an archive elsewhere.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -116,8 +116,8 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSource:
-    """A source of an image and what is there. directory: None if the links do not lead so far; of an archive
-    that was named as a parent, the archive."""
+    """A source of an image and what is there. directory: None if the links do not lead so far; of
+    an archive that was named as a parent, the archive."""
 
     source: Source
     directory: Path | None
@@ -161,10 +161,8 @@ def find_checkpoint(checkpoint_id: bytes) -> Path | None:
     """A directory below STORE_ROOT with that checkpoint."""
     name = checkpoint_id.hex()
     places = [STORE_ROOT / "checkpoints"]
-    try:
+    with suppress(OSError):  # there are none, or not for us
         places += sorted((STORE_ROOT / "containers").iterdir())
-    except OSError:  # there are none, or not for us
-        pass
     for place in places:
         try:
             found = find_manifest(place / name)

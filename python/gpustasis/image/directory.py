@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image directories: locked, shared by who reads a chain and exclusively by who removes; and, while one
-is made, beside its place under a hidden name.
+"""Image directories: locked, shared by who reads a chain and exclusively by who removes; and, while
+one is made, beside its place under a hidden name.
 
 docs/format.md, "Links". A lock is a flock(2): the kernel drops it when its holder dies.
 """
@@ -23,11 +23,14 @@ from gpustasis.files import sync_directory
 
 
 class DirectoryLock:
-    """A lock on a directory, held until closed. Make one with `share` or `try_exclude`."""
+    """A lock on a directory, held until closed. Make one with `share` or `try_exclude`.
+
+    fd: of the directory; -1 once closed.
+    """
 
     def __init__(self, directory: Path, fd: int) -> None:
         self.directory = directory
-        self._fd = fd
+        self.fd = fd
 
     def __enter__(self) -> Self:
         return self
@@ -41,15 +44,15 @@ class DirectoryLock:
         self.close()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
 
 def share(directory: Path) -> DirectoryLock:
     """A shared lock; waits for who removes the directory. Raises ImageError if it is gone then."""
     lock = _open(directory)
-    fcntl.flock(lock._fd, fcntl.LOCK_SH)
+    fcntl.flock(lock.fd, fcntl.LOCK_SH)
     if not _still_there(lock):
         lock.close()
         raise ImageError(f"{directory} was removed or renamed a moment ago")
@@ -63,7 +66,7 @@ def try_exclude(directory: Path) -> DirectoryLock | None:
     """
     lock = _open(directory)
     try:
-        fcntl.flock(lock._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
         return None
@@ -99,7 +102,7 @@ def _open(directory: Path) -> DirectoryLock:
 def _still_there(lock: DirectoryLock) -> bool:
     """Whether what was locked is what is at the path: it may have been renamed meanwhile."""
     try:
-        return os.path.samestat(os.fstat(lock._fd), os.stat(lock.directory))
+        return os.path.samestat(os.fstat(lock.fd), os.stat(lock.directory))
     except FileNotFoundError:
         return False
 

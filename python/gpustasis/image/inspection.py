@@ -58,6 +58,8 @@ class EncodingView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuView:
+    """A GPU as the manifest names it."""
+
     uuid: str
     name: str
     memory_bytes: int
@@ -65,12 +67,12 @@ class GpuView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceView:
-    """An image of an earlier checkpoint, in the directory `depth` parent links away, that holds chunks
-    of an image.
+    """An image of an earlier checkpoint, in the directory `depth` parent links away, that holds
+    chunks of an image.
 
     directory: where the links lead; None:
-    not so far. state: "right", "missing" or "replaced"; "outside": not in the archive, and no parent
-    was named.
+    not so far. state: "right", "missing" or "replaced"; "outside": not in the archive, and no
+    parent was named.
     """
 
     checkpoint_id: str
@@ -114,8 +116,8 @@ class ImageView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGpuView:
-    """A GPU that a process could see. number: its place in `gpus`. memory_bytes: that the process had
-    in use there; None: not known."""
+    """A GPU that a process could see. number: its place in `gpus`. memory_bytes: that the process
+    had in use there; None: not known."""
 
     number: int
     uuid: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remove checkpoints from a store without breaking a chain, whoever dumps or restores meanwhile.
 
-First every candidate is locked, for itself alone: where somebody holds it, it stays. From then on no
-dump can begin to build on a candidate: it asks for a lock of its own first, and looks afterwards
+First every candidate is locked, for itself alone: where somebody holds it, it stays. From then on
+no dump can begin to build on a candidate: it asks for a lock of its own first, and looks afterwards
 whether the directory is still in its place. Only then is the store read again: a dump that was
 faster is in it by now, with its manifest. What anything that stays needs, stays. The rest goes, no
 parent before its children: renamed first, so that it is whole or gone, and deleted then. What a

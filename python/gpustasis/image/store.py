@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store: a directory whose subdirectories are the checkpoints of a job; what lies in it, and which of
-it needs which.
+"""A store: a directory whose subdirectories are the checkpoints of a job; what lies in it, and
+which of it needs which.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ def is_trash(name: str) -> bool:
 
 
 def trash_name() -> str:
+    """A new name for a directory that is being removed; is_trash tells it."""
     return f".gpustasis-trash-{secrets.token_hex(16)}"
 
 

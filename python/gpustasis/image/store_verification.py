@@ -36,8 +36,8 @@ OnSlice = Callable[[str, int, int], object]
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """One checkpoint. problems: a sentence each. damaged_chunks: that cannot be used, whichever image
-    holds them; damaged_elsewhere: those of them that an earlier checkpoint holds."""
+    """One checkpoint. problems: a sentence each. damaged_chunks: that cannot be used, whichever
+    image holds them; damaged_elsewhere: those of them that an earlier checkpoint holds."""
 
     name: str
     checkpoint_id: bytes | None
@@ -81,9 +81,9 @@ def verify_store(
 ) -> StoreVerification:
     """Check all checkpoints in `store`.
 
-    state: a file where it is noted how far the check has come; one that a killed run left is gone on
-    from, and it is removed at the end. rate: bytes of chunks read in a second, at most. threads: 0
-    for as many as processors.
+    state: a file where it is noted how far the check has come; one that a killed run left is gone
+    on from, and it is removed at the end. rate: bytes of chunks read in a second, at most. threads:
+    0 for as many as processors.
 
     Nothing is raised for what is found. Raises ImageError if the store cannot be listed,
     CheckpointError if the state file is of another store, or cannot be read or written.
@@ -327,7 +327,7 @@ def _order(entry: Entry) -> tuple[int, str]:
 
 
 def _why_ignored(entry: Entry) -> str:
-    """ "": it is to be checked, because its dump was finished."""
+    """Why it is not checked; "": it is, because its dump was finished."""
     if entry.name.startswith("."):
         return "hidden: not done, or not meant for others"
     if not (entry.directory / MANIFEST_NAME).exists():

@@ -79,8 +79,8 @@ def _why_no_manifest(directory: Path) -> str:
         return str(exc)
     if STOCK_PLUGIN in plugins:
         return (
-            f"{directory}: was made with CRIU's own CUDA plugin: its GPU memory is in CRIU's images, "
-            "which have no checksums, so it cannot be verified"
+            f"{directory}: was made with CRIU's own CUDA plugin: its GPU memory is in CRIU's "
+            "images, which have no checksums, so it cannot be verified"
         )
     return f"{directory}: is a checkpoint of CRIU with no GPU state in it: nothing to verify"
 

@@ -59,6 +59,7 @@ class Change:
 
 
 def digest(data: bytes) -> str:
+    """What a record of installed files holds of a file's content."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -126,8 +127,8 @@ def of_lines(root: Root, wanted: Lines, entry: Entry | None) -> Change:
     present = found.data[place.start : place.end]
     if entry is None:
         raise InstallError(
-            f"{wanted.path}, lines {place.lines[0]} to {place.lines[1]}: lines of gpustasis that no "
-            "record of an installation speaks of; remove them"
+            f"{wanted.path}, lines {place.lines[0]} to {place.lines[1]}: lines of gpustasis that "
+            "no record of an installation speaks of; remove them"
         )
     if present == text:
         return Change(wanted.path, Action.UNCHANGED, note, replace(entry, ours=ours))
@@ -146,8 +147,9 @@ def _fitted(wanted: Lines, others: bytes) -> tuple[bytes, list[str]]:
     for option in _parse(others, wanted.path):
         theirs[option.name.removeprefix("no-")] = option
     kept, left_out = [], []
-    for line in wanted.body.splitlines(keepends=True):
-        for option in parse_options(line, "our own lines"):
+    for wanted_line in wanted.body.splitlines(keepends=True):
+        line = wanted_line
+        for option in parse_options(wanted_line, "our own lines"):
             other = theirs.get(option.name)
             if other is None or str(other) == str(option):
                 continue
@@ -215,7 +217,8 @@ def blank_block(data: bytes, place: Place | None) -> bytes:
 
 
 def cut_block(data: bytes, place: Place) -> tuple[bytes, bytes]:
-    """The file without the block, and also without the newline that append_block() may have put before.
+    """The file without the block, and also without the newline that append_block() may have put
+    before.
 
     Which of them it was before only its hash can tell.
     """

@@ -110,10 +110,11 @@ def _plan(root: Root, old: Record | None, python: str) -> list[Change]:
     if obstacles:
         raise InstallError("\n".join(obstacles) + "\nnothing was changed")
     present = {one.path for one in wanted}
-    for entry in old.entries if old else ():
-        if entry.path not in present:
-            changes.append(Change(entry.path, Action.REMOVE, "this version does not need it"))
-    return changes
+    return changes + [
+        Change(entry.path, Action.REMOVE, "this version does not need it")
+        for entry in (old.entries if old else ())
+        if entry.path not in present
+    ]
 
 
 def _beside_plugin(root: Root) -> list[str]:

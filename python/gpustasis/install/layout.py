@@ -2,7 +2,8 @@
 """What lies where on a host and where it comes from, and what an administrator should know about a
 host before containers are checkpointed there.
 
-docs/operating.md has the table. Programs of a root are looked at, not run: it may be another system's.
+docs/operating.md has the table. Programs of a root are looked at, not run: it may be another
+system's.
 """
 
 from __future__ import annotations
@@ -206,7 +207,8 @@ def _changeable(paths: list[str], root: str, owners: tuple[int, ...]) -> Iterato
 
 
 def _module_places(python: str) -> list[str]:
-    """Where this interpreter, which only root can change, finds modules, and the file that tells it.
+    """Where this interpreter, which only root can change, finds modules, and the file that tells
+    it.
 
     Raises InstallError if it does not run.
     """

@@ -73,8 +73,8 @@ class Root:
             os.close(self._lock)
 
     def _take_lock(self) -> int:
-        """A descriptor that holds it. What others may open they can lock, and keep: root's is a file
-        of root's own, for each root directory one. Another user's is the directory itself.
+        """A descriptor that holds it. What others may open they can lock, and keep: root's is a
+        file of root's own, for each root directory one. Another user's is the directory itself.
 
         Raises BlockingIOError if somebody has it, another OSError if it cannot be made.
         """

@@ -249,7 +249,8 @@ def resume(cri: Cri, container: Container) -> bool:
 
 
 def _is_paused(cri: Cri, container: Container) -> bool:
-    """As containerd's own API has it: to CRI a paused container is a running one. Raises CallError."""
+    """As containerd's own API has it: to CRI a paused container is a running one. Raises
+    CallError."""
     try:
         status: int = _task_call(cri, GET_TASK, container).process.status
     except CallError as exc:
@@ -260,7 +261,8 @@ def _is_paused(cri: Cri, container: Container) -> bool:
 
 
 def _wait_for_criu(container: Container) -> None:
-    """Wait until no criu has a file of this container's open: it would pause it again at its end."""
+    """Wait until no criu has a file of this container's open: it would pause it again at its
+    end."""
     deadline = time.monotonic() + _RESUME_TIMEOUT_S
     while find_openers(container.id, "criu") and time.monotonic() < deadline:
         time.sleep(_POLL_S)

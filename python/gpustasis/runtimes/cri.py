@@ -2,8 +2,9 @@
 """A connection to a container runtime over the Container Runtime Interface (CRI): gRPC on a Unix
 socket, and the messages that are used here.
 
-Only the fields that are needed stand in the tables of messages; what else a message holds is skipped
-when it is read. Their classes are made when they are first asked for: no code has to be generated.
+Only the fields that are needed stand in the tables of messages; what else a message holds is
+skipped when it is read. Their classes are made when they are first asked for: no code has to be
+generated.
 
 Sources: api.proto of k8s.io/cri-api, package runtime.v1, for field names and numbers; the kubelet's
 own client (k8s.io/cri-client) and gRPC's documentation for paths, limits and codes. Needs the extra

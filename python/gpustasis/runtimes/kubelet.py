@@ -51,7 +51,8 @@ _SUFFIX = ".tar"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A container, and the address of its node's kubelet or, with an API server, the node's name."""
+    """A container, and the address of its node's kubelet or, with an API server, the node's
+    name."""
 
     namespace: str
     pod: str
@@ -277,8 +278,9 @@ def _explain_status(
             return f"{said}: the node's runtime cannot checkpoint; containerd can from 2.0 on"
         if "DeadlineExceeded" in reason or "deadline exceeded" in reason:
             return (
-                f"{said}: not done in {timeout_s} s; --timeout gives it longer. containerd may have "
-                f"left the container paused; on the node: gpustasis containerd resume {target.path}"
+                f"{said}: not done in {timeout_s} s; --timeout gives it longer. containerd may "
+                "have left the container paused; on the node: gpustasis containerd resume "
+                f"{target.path}"
             )
         return (
             f"{said}; the container runs on, and criu's log is in the runtime's state on the node"
@@ -294,9 +296,9 @@ def _explain_failure(exc: Exception, access: Access, timeout_s: int) -> str:
     if isinstance(exc, requests.exceptions.SSLError):
         if "certificate verify failed" in text or "doesn't match" in text:
             return (
-                f"the server's certificate is not to be trusted: {text}; is {access.ca} the CA that "
-                "signed it, and is the address one that the certificate names? Kubelets without "
-                "serverTLSBootstrap sign their own"
+                f"the server's certificate is not to be trusted: {text}; is {access.ca} the CA "
+                "that signed it, and is the address one that the certificate names? Kubelets "
+                "without serverTLSBootstrap sign their own"
             )
         return f"no TLS connection: {text}"
     if isinstance(exc, requests.exceptions.ReadTimeout):

@@ -47,8 +47,8 @@ def require_parent(archive: Archive) -> None:
         link = archive.members.get(CHECKPOINT + PARENT_LINK)
         where = f" (it was {link.target})" if link is not None else ""
         raise CheckpointError(
-            f"{archive.name} is built on checkpoint {manifest.parent_id.hex()}{where}, which is not "
-            f"below {STORE_ROOT}: bring it there, or name its archive with --import-parent"
+            f"{archive.name} is built on checkpoint {manifest.parent_id.hex()}{where}, which is "
+            f"not below {STORE_ROOT}: bring it there, or name its archive with --import-parent"
         )
 
 

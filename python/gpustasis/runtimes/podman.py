@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of Podman's containers, through its service.
 
-Podman runs runc or crun, they run criu, and criu loads our plugin: what is asked for here can as well
-be asked for with `podman container checkpoint`. What is added: our figures beside CRIU's, reasons
-from CRIU's log, an export that loses nothing if the archive cannot be written, and checks of an
-archive before it is restored.
+Podman runs runc or crun, they run criu, and criu loads our plugin: what is asked for here can as
+well be asked for with `podman container checkpoint`. What is added: our figures beside CRIU's,
+reasons from CRIU's log, an export that loses nothing if the archive cannot be written, and checks
+of an archive before it is restored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Podman's service: the REST endpoints below /libpod, through podman-py's client, and the report of what
-it did under Podman's own names.
+"""Podman's service: the REST endpoints below /libpod, through podman-py's client, and the report of
+what it did under Podman's own names.
 
 podman-py has no methods for checkpoints; its APIClient is a requests.Session that knows the socket.
 Times are those of --print-stats (podman-container-checkpoint(1)), in microseconds.
@@ -21,7 +21,8 @@ from gpustasis.criu.statistics import Stage, Statistics
 from gpustasis.errors import EngineError, UnsupportedError
 
 DEFAULT_URL = "unix:///run/podman/podman.sock"
-# Podman libpod/define/errors.go (ErrCtrExists); containers/storage errors.go (ErrDuplicateName, -ID).
+# Podman libpod/define/errors.go (ErrCtrExists); containers/storage errors.go (ErrDuplicateName,
+# -ID).
 _EXISTS = ("already exists", "already in use")
 _CHUNK = 1 << 20  # bytes of a body at a time
 
@@ -183,7 +184,8 @@ class Report:
     archive: Path | None = None
 
     def as_podman(self) -> dict[str, Any]:
-        """As `podman container checkpoint --print-stats` would have it, and gpustasis_statistics."""
+        """As `podman container checkpoint --print-stats` would have it, and
+        gpustasis_statistics."""
         verb = "checkpoint" if self.stage == "dump" else "restore"
         container: dict[str, Any] = {
             "Id": self.container_id,
