@@ -65,7 +65,7 @@ Guard make_guard(InjectedSyscalls& task, pid_t pid, const std::vector<Region>& r
             guard.pages->add(region);
     } catch (const Error& e) {
         if (required)
-            throw Error(e.code(), std::string("guard = \"require\": ") + e.what());
+            throw Error(e, std::string("guard = \"require\": ") + e.what());
         guard.pages.reset(); // closed, it leaves the memory as it was
         guard.why_not = e.what();
     }

@@ -6,6 +6,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,6 +14,8 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <climits>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -45,12 +48,53 @@ std::uint64_t count_threads(pid_t pid) {
     return status.st_nlink - 2;
 }
 
+bool has_mark(std::string_view text) {
+    return std::ranges::any_of(kDriverMarks, [text](std::string_view mark) {
+        return text.find(mark) != std::string_view::npos;
+    });
+}
+
+// PROCMAP_QUERY of Linux 6.11 (linux/fs.h), which older headers lack.
+struct ProcmapQuery {
+    std::uint64_t size, flags, address, start, end, vma_flags, page_size, offset, inode;
+    std::uint32_t major, minor, name_size, build_id_size;
+    std::uint64_t name, build_id;
+};
+constexpr unsigned long kProcmapQuery = _IOWR('f', 17, ProcmapQuery);
+constexpr std::uint64_t kThisOrNext = 0x10, kFileBacked = 0x20;
+
+/// Ask the kernel for one file mapping after the other: stacks of threads cost next to nothing.
+/// nullopt: this kernel cannot, or a path is too long for it.
+std::optional<bool> asked_maps_driver(int maps) {
+    std::array<char, PATH_MAX> name;
+    ProcmapQuery query{};
+    query.size = sizeof(query);
+    query.flags = kThisOrNext | kFileBacked;
+    for (;;) {
+        query.name = reinterpret_cast<std::uintptr_t>(name.data());
+        query.name_size = name.size();
+        if (::ioctl(maps, kProcmapQuery, &query) != 0) {
+            if (errno == EINTR)
+                continue;
+            if (errno == ENOENT || errno == ESRCH) // there is no other one, or no memory at all
+                return false;
+            return std::nullopt;
+        }
+        // The size counts the zero at the end.
+        if (query.name_size != 0 && has_mark({name.data(), query.name_size - 1}))
+            return true;
+        query.address = query.end;
+    }
+}
+
 /// Read in blocks: what a task maps is as long as the task likes.
 bool maps_driver(pid_t pid) {
     const std::string path = "/proc/" + std::to_string(pid) + "/maps";
     const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
     if (!fd)
         throw io_error("cannot open " + path, errno);
+    if (const auto answer = asked_maps_driver(fd.get()))
+        return *answer;
     std::array<char, 16384> buffer;
     std::size_t kept = 0; // a mark may lie across two blocks
     for (;;) {
@@ -62,9 +106,8 @@ bool maps_driver(pid_t pid) {
         if (got == 0)
             return false;
         const std::string_view text(buffer.data(), kept + static_cast<std::size_t>(got));
-        for (const std::string_view mark : kDriverMarks)
-            if (text.find(mark) != std::string_view::npos)
-                return true;
+        if (has_mark(text))
+            return true;
         kept = std::min(text.size(), kLongestMark);
         std::copy(text.end() - static_cast<std::ptrdiff_t>(kept), text.end(), buffer.begin());
     }

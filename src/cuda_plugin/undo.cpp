@@ -23,7 +23,8 @@ void unlock(pid_t pid, Driver& driver) {
         return;
     }
     if (driver.state(pid) != ProcessState::running)
-        throw Error(Errc::io, "the driver says it unlocked the process, and that it is not running");
+        throw Error(Errc::io,
+                    "the driver says it unlocked the process, and that it is not running");
 }
 
 } // namespace

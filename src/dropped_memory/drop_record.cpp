@@ -141,7 +141,7 @@ void DropRecords::write(const DropRecord& record) {
         write_at(file.fd(), 0, std::as_bytes(std::span(text)));
         file.commit();
     } catch (const Error& e) {
-        throw Error(e.code(), "cannot write a record to " + path() + ": " + e.what());
+        throw Error(e, "cannot write a record to " + path() + ": " + e.what());
     }
 }
 
@@ -177,7 +177,7 @@ std::optional<DropRecord> DropRecords::find(const TaskIdentity& task) {
             return std::nullopt;
         return record;
     } catch (const Error& e) {
-        throw Error(e.code(), path() + "/" + name + ": " + e.what());
+        throw Error(e, path() + "/" + name + ": " + e.what());
     }
 }
 

@@ -208,7 +208,7 @@ static struct streams* start_streams(const char* path, unsigned count, uint64_t 
 struct shape {
     size_t size, pinned_size, registered_size;
     unsigned long forked; /* children */
-    const char* module; /* NULL: no kernels */
+    const char* module;   /* NULL: no kernels */
     unsigned streams;
 };
 
@@ -374,8 +374,8 @@ int main(int argc, char** argv) {
             return 2;
         }
     }
-    const struct shape without_forks = {shape.size,   shape.pinned_size, shape.registered_size, 0,
-                                        shape.module, shape.streams};
+    const struct shape without_forks = {shape.size, shape.pinned_size, shape.registered_size,
+                                        0,          shape.module,      shape.streams};
     for (unsigned long child = 0; child < late + children + plain_children; ++child) {
         const pid_t parent = getpid();
         const pid_t pid = fork();
