@@ -7,7 +7,6 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,25 +20,20 @@ using proc::Liveness;
 
 namespace {
 
-/// From now on this process has no descriptor left to open anything with.
-void take_descriptors() {
-    const rlimit none{0, 0};
-    CHECK(::setrlimit(RLIMIT_NOFILE, &none) == 0);
-    CHECK(::open("/proc/self/stat", 0) < 0 && errno == EMFILE);
-}
-
-/// From now on the kernel has no memory for an open file.
-void take_memory() {
+/// From now on this process can open no file, because of `Error`. Not by a limit on descriptors: the
+/// sanitizers need some of their own.
+template <unsigned Error>
+void refuse_to_open() {
     sock_filter code[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
         BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_openat, 0, 1),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOMEM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | Error),
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
     };
     const sock_fprog filter{sizeof(code) / sizeof(code[0]), code};
     CHECK(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
     CHECK(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter, 0, 0) == 0);
-    CHECK(::open("/proc/self/stat", 0) < 0 && errno == ENOMEM);
+    CHECK(::open("/proc/self/stat", 0) < 0 && errno == static_cast<int>(Error));
 }
 
 /// What a process that has lost the means to look says of the task.
@@ -63,12 +57,12 @@ void who_cannot_look_takes_nobody_for_dead() {
     const std::uint64_t start = proc::start_time(task);
     CHECK(proc::liveness(task, start) == Liveness::untraced);
     CHECK(proc::liveness(task, start + 1) == Liveness::dead); // another has its pid
-    for (void (*take)() : {take_descriptors, take_memory})
+    for (void (*take)() : {refuse_to_open<EMFILE>, refuse_to_open<ENOMEM>})
         CHECK(look_without(take, task, start) == Liveness::unknown);
     CHECK(::kill(task, SIGKILL) == 0);
     CHECK(::waitpid(task, nullptr, 0) == task);
     CHECK(proc::liveness(task, start) == Liveness::dead);
-    for (void (*take)() : {take_descriptors, take_memory})
+    for (void (*take)() : {refuse_to_open<EMFILE>, refuse_to_open<ENOMEM>})
         CHECK(look_without(take, task, start) == Liveness::dead);
 }
 
