@@ -10,7 +10,7 @@ help:
 	@echo 'make test    build and run every test and check'
 	@echo 'make build   build/venv with gpustasis in it, and the wheel in build/dist'
 	@echo 'make setup   system packages, and the roots with CRIU and the container engines'
-	@echo 'make lint    formatters, linters and types only'
+	@echo 'make lint    formatters, linters, types and the rules for the tree only'
 	@echo 'make format  put C++ and Python files into their format'
 	@echo 'make bench   beside stock CRIU, on this machine; build/bench.json, docs/performance.md'
 	@echo 'make soak    the long fault campaigns; report in build/soak.json'

@@ -21,6 +21,7 @@ from gpustasis._core import (
     Manifest,
     find_drop_record,
     image_name,
+    is_drop_over,
     read_manifest,
     refill_dropped,
     remove_drop_record,
@@ -135,6 +136,7 @@ def recover(
         if before is ProcessState.CHECKPOINTED:
             return Recovery(outcome=Outcome.LEFT_CHECKPOINTED, refilled_bytes=0)
         if images is not None:  # it is: see above
+            _wait_for_drop(pid, driver)
             refilled = _refill(task, images, manifest, threads, on_progress)
         driver.init()
         driver.restore(pid)
@@ -166,6 +168,20 @@ def _settled_task(pid: int, images: Path | None) -> Task:
             f"process {pid} is stopped, and the driver cannot reach it; kill -CONT {pid} first"
         )
     return task
+
+
+def _wait_for_drop(pid: int, driver: Driver) -> None:
+    """A criu that was killed may have pointed the restore thread at the call that drops memory; the
+    thread makes that call all the same, and what was put back before would be lost."""
+    thread = driver.get_restore_thread_id(pid)
+    deadline = time.monotonic() + WORKER_TIMEOUT_S
+    while not is_drop_over(pid, thread):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"the restore thread {thread} of process {pid} has not come back to a call of its "
+                "own: it may still drop memory; nothing was changed"
+            )
+        time.sleep(_POLL_S)
 
 
 def _find_record(pid: int) -> DropRecord | None:

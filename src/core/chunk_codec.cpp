@@ -88,11 +88,18 @@ void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain) {
 
 void EncodingTotals::add(Encoding encoding, bool reference, std::uint64_t plain_size,
                          std::uint64_t stored_size) noexcept {
-    const std::array<Count*, 3> counts{&zero, &lz4, &raw};
-    Count& count = reference ? ref : *counts[static_cast<std::size_t>(encoding)];
-    ++count.chunks;
-    count.plain += plain_size;
-    count.stored += reference ? 0 : stored_size;
+    const auto count = [&](Count& of) {
+        ++of.chunks;
+        of.plain += plain_size;
+        of.stored += reference ? 0 : stored_size;
+    };
+    if (reference)
+        return count(ref);
+    switch (encoding) {
+    case Encoding::zero: return count(zero);
+    case Encoding::lz4: return count(lz4);
+    case Encoding::raw: return count(raw);
+    }
 }
 
 EncodingTotals& EncodingTotals::operator+=(const EncodingTotals& other) noexcept {

@@ -13,6 +13,12 @@ namespace gpustasis {
 /// How one chunk is stored; docs/format.md, field encoding. Permanent: never renumber.
 enum class Encoding : std::uint8_t { zero = 0, lz4 = 1, raw = 2 };
 
+/// Whether the file holds other bytes than the memory: these have a checksum of their own, and need
+/// a buffer of their own.
+constexpr bool is_packed(Encoding encoding) noexcept {
+    return encoding != Encoding::zero && encoding != Encoding::raw;
+}
+
 inline constexpr std::uint32_t kMinChunkSize = 4U << 10;
 inline constexpr std::uint32_t kMaxChunkSize = 4U << 20;
 inline constexpr std::uint32_t kDefaultChunkSize = 256U << 10;

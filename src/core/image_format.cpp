@@ -100,7 +100,7 @@ IndexEntry unpack_index_entry(Bytes bytes, std::uint32_t plain_size,
     in.reserved(kIndexEntryReserved);
 
     entry.encoding = static_cast<Encoding>(encoding);
-    if (entry.encoding != Encoding::lz4 && entry.stored_hash != 0)
+    if (!is_packed(entry.encoding) && entry.stored_hash != 0)
         corrupt("stored hash of a chunk that is not lz4");
     switch (entry.encoding) {
     case Encoding::zero:

@@ -125,7 +125,7 @@ void ImageReader::State::check_stored(const format::IndexEntry& chunk, Bytes sto
     if (stored.size() != chunk.stored_size)
         corrupt("has " + std::to_string(stored.size()) + " stored bytes, not " +
                 std::to_string(chunk.stored_size));
-    if (chunk.encoding == Encoding::lz4 && hash64(stored) != chunk.stored_hash)
+    if (is_packed(chunk.encoding) && hash64(stored) != chunk.stored_hash)
         corrupt("stored bytes do not match their checksum");
     if (chunk.encoding == Encoding::raw)
         return check_plain(chunk, stored);
@@ -288,8 +288,8 @@ void ImageReader::read_chunk(std::uint64_t index, MutBytes plain) const {
     named(state_->name, [&] {
         try {
             const format::IndexEntry entry = state_->entry(index);
-            std::vector<std::byte> stored(
-                entry.encoding == Encoding::lz4 ? state_->padded_size(entry) : 0);
+            std::vector<std::byte> stored(is_packed(entry.encoding) ? state_->padded_size(entry)
+                                                                    : 0);
             state_->decode(entry, stored, plain);
         } catch (const Error& e) {
             state_->blame_chunk(index, e);
@@ -338,7 +338,7 @@ void ImageReader::visit_stored(unsigned threads, const UseStored& use,
                                        return;
                                    state_->decode(entry, scratch.stored.bytes(), plain);
                                    use(number,
-                                       entry.encoding == Encoding::lz4
+                                       is_packed(entry.encoding)
                                            ? Bytes(scratch.stored.bytes()).first(entry.stored_size)
                                            : Bytes(plain));
                                });

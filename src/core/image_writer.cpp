@@ -218,7 +218,7 @@ private:
         totals.add(entry.encoding, entry.source != 0, plain_size, stored.size());
         buffer.offset = *offset;
         buffer.size = stored.size();
-        buffer.is_packed = entry.encoding == Encoding::lz4;
+        buffer.is_packed = is_packed(entry.encoding);
         return true;
     }
 
@@ -242,7 +242,7 @@ private:
         stored = chunk.stored;
         entry.encoding = chunk.encoding;
         entry.stored_size = static_cast<std::uint32_t>(stored.size());
-        if (chunk.encoding == Encoding::lz4)
+        if (is_packed(chunk.encoding))
             entry.stored_hash = hash64(stored);
         return entry;
     }
@@ -266,7 +266,7 @@ private:
         try {
             const Bytes stored = parent_inputs_[place.source].read(place.offset, place.stored_size,
                                                                    scratch.stored.bytes());
-            if (place.encoding == Encoding::lz4 && hash64(stored) != place.stored_hash)
+            if (is_packed(place.encoding) && hash64(stored) != place.stored_hash)
                 throw Error(Errc::corrupt_data, "stored bytes do not match their checksum");
             const MutBytes decoded = scratch.plain.bytes().first(plain.size());
             decode_chunk(place.encoding, stored, decoded);

@@ -96,7 +96,13 @@ void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& r
                           "dropped");
     guard = make_guard(task, record.pid, regions, required);
     if (guard.pages)
-        start_guardians(record, table, *guard.pages, lineage, threads);
+        try {
+            start_guardians(record, table, *guard.pages, lineage, threads);
+        } catch (...) {
+            guard.pages->release(); // nothing is missing, and nobody would answer who waits
+            guard.pages.reset();
+            throw;
+        }
     else
         host::warn("the dropped memory of " + name +
                    " reads as zeros until it is put back, should "

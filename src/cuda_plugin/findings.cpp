@@ -165,7 +165,7 @@ std::vector<Finding> find_risks(pid_t pid, std::uint32_t api_version, std::size_
         found.push_back(
             {risk::kIpc,
              "the tree has more than one CUDA process, and nothing tells from outside "
-             "whether they share memory by CUDA IPC: drivers from 590 on and before 610 "
+             "whether they share memory by CUDA IPC: drivers newer than 580 and before 610 "
              "kill those that do; use another driver"});
     return found;
 }

@@ -10,7 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -38,9 +38,9 @@ bool has_ended(int pidfd) noexcept {
     return ::poll(&poll, 1, 0) == 1;
 }
 
-bool is_running(pid_t pid) {
-    const UniqueFd process = open_process(pid);
-    return process && !has_ended(process.get());
+bool is_running(const TaskRecord& record, int number) noexcept {
+    const pid_t pid = record.guardians[number];
+    return pid != 0 && proc::liveness(pid, record.guardian_starts[number]) != proc::Liveness::dead;
 }
 
 /// Nothing is left to guard. A worker that has given up (settled, and not refilled) is no reason to let
@@ -60,7 +60,7 @@ public:
     void run() {
         std::optional<std::thread> filling;
         auto again = Clock::now();
-        while (!is_over(record_)) {
+        while (!is_over(record_) && !gone_) {
             pollfd waiting{.fd = pages_.fd(), .events = POLLIN, .revents = 0};
             if (::poll(&waiting, 1, kPollMs) > 0 && !attempt([this] { pages_.answer(*image_); }))
                 ::poll(nullptr, 0, kPollMs);
@@ -77,8 +77,9 @@ public:
                 forget_drop(record_);
                 break;
             }
-            // Until criu, or the kernel on its behalf, lets go of the task, it may be about to die.
-            if (life == proc::Liveness::untraced && !filling)
+            // Until criu, or the kernel on its behalf, lets go of the task, it may be about to die. And
+            // the call that drops pages is made even if criu dies: what is filled before is lost.
+            if (life == proc::Liveness::untraced && !filling && drop_is_over(record_))
                 attempt([&] { filling.emplace([this] { fill(); }); });
         }
         if (filling)
@@ -100,16 +101,27 @@ private:
                 pages_.release();
                 forget_drop(record_);
                 return;
-            } catch (const std::exception& e) {
-                if (!record_.refill_failed) {
-                    std::strncpy(record_.refill_error, e.what(), sizeof(record_.refill_error) - 1);
-                    record_.refill_failed = true;
+            } catch (const Error& e) {
+                if (e.code() == Errc::gone) { // it has ended, or runs another program
+                    forget_drop(record_);
+                    gone_ = true;
+                    return;
                 }
+                tell(e);
+            } catch (const std::exception& e) {
+                tell(e);
             }
             ::poll(nullptr, 0, kRetryMs);
             if (is_dead())
                 return;
         }
+    }
+
+    void tell(const std::exception& e) noexcept {
+        if (record_.refill_failed)
+            return;
+        std::strncpy(record_.refill_error, e.what(), sizeof(record_.refill_error) - 1);
+        record_.refill_failed = true;
     }
 
     bool is_dead() const noexcept {
@@ -138,6 +150,7 @@ private:
     unsigned threads_;
     int criu_;
     std::optional<ImageReader> image_;
+    std::atomic<bool> gone_ = false; // there is no such memory any more
 };
 
 [[noreturn]] void run_guardian(int number, TaskRecord& record, const TaskTable& table,
@@ -150,9 +163,10 @@ private:
         shed_criu(std::move(keep), kGuardianName);
         Guardian guardian(record, table, pages, lineage, threads, criu);
         guardian.open_image();
+        record.guardian_starts[number] = proc::start_time(::getpid());
         record.guardians[number] = ::getpid();
         for (int before = 0; before < number; ++before)
-            while (!is_over(record) && is_running(record.guardians[before]))
+            while (!is_over(record) && is_running(record, before))
                 ::poll(nullptr, 0, kPollMs);
         guardian.run();
     } catch (...) {
@@ -181,17 +195,13 @@ void start_guardians(TaskRecord& record, const TaskTable& table, MissingPages& p
     record.guarded = true;
 }
 
-bool wait_for_guardians(const TaskRecord& record) {
-    while (record.guarded && !record.refilled) {
-        if (record.refill_failed)
-            throw Error(Errc::io, record.refill_error);
-        if (std::ranges::none_of(record.guardians, [](pid_t pid) { return is_running(pid); }))
-            return record.refilled;
-        if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead)
-            throw Error(Errc::gone, "the task died while its memory was missing");
-        ::poll(nullptr, 0, kPollMs);
-    }
-    return record.refilled;
+bool is_guarded(const TaskRecord& record) noexcept {
+    if (!record.guarded || record.refilled)
+        return false;
+    for (int number = 0; number < TaskRecord::kGuardians; ++number)
+        if (is_running(record, number))
+            return true;
+    return false;
 }
 
 } // namespace gpustasis

@@ -24,9 +24,8 @@ inline constexpr const char* kGuardianName = "gpustasis-guard";
 void start_guardians(TaskRecord& record, const TaskTable& table, MissingPages& pages,
                      Lineage& lineage, unsigned threads);
 
-/// For the worker, when criu is gone: wait until the guardians of `record` have put all its pages
-/// back. False if it has none, or none that is alive. Throws Error: io with the reason if a guardian
-/// cannot do it: it holds on to the pages until the task ends.
-bool wait_for_guardians(const TaskRecord& record);
+/// For the worker, when criu is gone: whether a guardian of `record` is alive that has not put all
+/// pages back yet. It holds on to them until the task ends.
+bool is_guarded(const TaskRecord& record) noexcept;
 
 } // namespace gpustasis

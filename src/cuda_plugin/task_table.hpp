@@ -31,7 +31,8 @@ struct TaskRecord {
     std::atomic<bool> refilled = false;         ///< all of them are back
     static constexpr int kGuardians = 2;        ///< the guardian and its spare
     std::atomic<pid_t> guardians[kGuardians]{}; ///< as criu sees them; 0: not started yet
-    std::atomic<bool> guarded = false;          ///< all were started (guardian.hpp)
+    std::atomic<std::uint64_t> guardian_starts[kGuardians]{}; ///< as start_time; set before the pid
+    std::atomic<bool> guarded = false;                        ///< all were started (guardian.hpp)
     std::atomic<bool> refill_failed = false;    ///< a guardian cannot put the pages back
     char refill_error[1024]{};                  ///< why; set before refill_failed
     std::atomic<bool> thawed = false;           ///< the restore thread runs with signals blocked

@@ -3,9 +3,11 @@
 
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
-#include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
+#include "tracee/injected_syscall.hpp"
 #include "tracee/ptrace.hpp"
+
+#include <sys/syscall.h>
 
 #include <exception>
 
@@ -38,8 +40,7 @@ DroppedTask dropped_task(const TaskRecord& record) {
 }
 
 void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads, MissingPages* pages) {
-    if (record.drop_begun && !record.refilled &&
-        (pages != nullptr || !wait_for_guardians(record))) {
+    if (record.drop_begun && !record.refilled) {
         const ImageReader image = open_dropped(dropped_task(record), lineage);
         // Still guarded meanwhile: should this process be killed, the guardians go on.
         if (pages != nullptr)
@@ -52,6 +53,10 @@ void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads, Missing
     }
     // Before the driver restores: from then on the staged memory is the driver's to give back.
     forget_drop(record);
+}
+
+bool drop_is_over(const TaskRecord& record) noexcept {
+    return !record.drop_begun || is_home(record.pid, record.restore_tid, SYS_madvise);
 }
 
 void undo_task(const TaskRecord& record, Driver& driver) {

@@ -3,6 +3,7 @@
 
 #include "core/error.hpp"
 #include "cuda_plugin/driver_library.hpp"
+#include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/orphan.hpp"
 #include "cuda_plugin/undo.hpp"
 #include "cuda_plugin/worker_protocol.hpp"
@@ -22,6 +23,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <set>
 #include <thread>
 
 namespace gpustasis {
@@ -188,6 +190,7 @@ void lower_setting() noexcept {
 
 void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineage& lineage) {
     std::unique_ptr<UndoLog> log; // made when there is something to tell
+    std::set<pid_t> told;         // of whose memory it is known that some cannot be put back
     lower_setting();
     while (anything_to_undo(table)) {
         for (std::size_t i = 0; i < table.task_count; ++i) {
@@ -202,16 +205,26 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
                 record.settled = true;
                 continue;
             }
-            if (!log)
-                log = std::make_unique<UndoLog>(lineage.directory(0));
             const std::string who = "pid " + std::to_string(record.pid) + ": ";
+            const auto tell = [&](const std::string& text) {
+                if (!log)
+                    log = std::make_unique<UndoLog>(lineage.directory(0));
+                (*log)(who + text);
+            };
+            if (record.drop_begun && is_guarded(record)) {
+                if (record.refill_failed && told.insert(record.pid).second)
+                    tell(std::string(record.refill_error) + "; it is tried again and again");
+                continue;
+            }
+            if (!record.refilled && !drop_is_over(record))
+                continue;
             try {
                 refill_task(record, lineage, config.threads, nullptr);
                 reset_signal_mask(record);
                 undo_task(record, driver.get());
-                (*log)(who + "criu is gone; the task was brought back and runs on");
+                tell("criu is gone; the task was brought back and runs on");
             } catch (const std::exception& e) {
-                (*log)(who + e.what() + "; try gpustasis recover");
+                tell(std::string(e.what()) + "; try gpustasis recover");
             }
             record.settled = true; // only now: until here it is not undone
         }

@@ -3,6 +3,7 @@
 
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
+#include "tracee/proc.hpp"
 #include "tracee/ptrace.hpp"
 #include "tracee/task_maps.hpp"
 #include "tracee/vector_state.hpp"
@@ -15,7 +16,9 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <csignal>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -160,6 +163,21 @@ void InjectedSyscalls::finish() {
     thread_.signals_blocked = false;
     for (const int signal : held_signals_)
         ::syscall(SYS_tgkill, thread_.pid, thread_.tid, signal);
+}
+
+bool is_home(pid_t pid, pid_t tid, long number) noexcept {
+    try {
+        const std::string task = "/proc/" + std::to_string(pid) + "/task/" + std::to_string(tid);
+        if (::access(task.c_str(), F_OK) != 0)
+            return errno == ENOENT;
+        // "running", or the number of the call that it waits in; -1: in none, on its way to one.
+        const std::string text = proc::read_file(task + "/syscall");
+        long found = -1;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), found);
+        return error == std::errc{} && found >= 0 && found != number && proc::tracer_of(tid) == 0;
+    } catch (const std::exception&) {
+        return false; // it ends, or this process cannot look now
+    }
 }
 
 UniqueFd take_descriptor(InjectedSyscalls& calls, int pidfd, std::uint64_t number,

@@ -77,6 +77,12 @@ private:
     bool finished_ = false;
 };
 
+/// Whether thread `tid` of process `pid`, which a tracer had borrowed that is gone, waits in a system
+/// call of its own again: the call that it was pointed at (`number`) is neither under way nor still to
+/// come. Also true if the thread has ended. False as long as nobody can say: while it runs, is
+/// traced or stopped.
+bool is_home(pid_t pid, pid_t tid, long number) noexcept;
+
 /// Have the thread of `calls` make system call `number`, whose result is a descriptor; take a copy of
 /// that through `pidfd`, which is of the thread's process, and have the thread close it: the
 /// process's table of descriptors is as before. If this process is killed between the call and its

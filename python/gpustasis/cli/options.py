@@ -38,13 +38,14 @@ def parent_option(function: Decorated) -> Decorated:
 
 
 def threads_option(function: Decorated) -> Decorated:
-    """--threads; 0: one for each processor."""
+    """--threads."""
     return click.option(
         "--threads",
         type=click.IntRange(0, 1024),
         default=0,
         show_default=True,
-        help="Threads that read, check and write GPU memory; 0: one for each processor.",
+        help="Threads that read, check and write GPU memory; 0: as many as the processors and the "
+        "disk can use.",
     )(function)
 
 
@@ -90,7 +91,8 @@ def criu_options(function: Decorated) -> Decorated:
             click.option(
                 "--threads",
                 type=click.IntRange(0, 1024),
-                help="Threads that move GPU memory; 0: one for each processor.",
+                help="Threads that move GPU memory; 0: as many as the processors and the disk can "
+                "use.",
             ),
         )
     ):

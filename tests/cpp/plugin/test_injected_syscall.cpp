@@ -237,12 +237,42 @@ void a_thread_that_does_not_stop_is_not_waited_for_without_end() {
     ::close(ask[1]);
 }
 
+// Who puts memory back before the thread is home loses it again.
+void a_call_that_is_still_to_come_is_seen() {
+    const Target target = start();
+    CHECK(comes_true([&] { return is_home(target.pid, target.pid, SYS_madvise); }));
+    SharedTaskTable table(OnOrphaned::undo);
+    TaskRecord& record = table.add(target.pid);
+    fill_record(record, target);
+    const pid_t tracer = fork_child();
+    if (tracer == 0) {
+        seize(target.pid);
+        InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
+        task.aim(SYS_madvise, reinterpret_cast<std::uint64_t>(target.memory), kSize, MADV_DONTNEED);
+        ::kill(target.pid, SIGSTOP); // the thread takes it on its way to the call
+        ::kill(::getpid(), SIGKILL);
+    }
+    CHECK(::waitpid(tracer, nullptr, 0) == tracer);
+    for (int look = 0; look < 100; ++look) {
+        CHECK(!is_home(target.pid, target.pid, SYS_madvise));
+        ::usleep(1000);
+    }
+    CHECK(::kill(target.pid, SIGCONT) == 0);
+    CHECK(comes_true([&] { return is_home(target.pid, target.pid, SYS_madvise); }));
+    reset_signal_mask(record);
+    CHECK(ask(target) == 'e');
+    const pid_t pid = target.pid;
+    stop(target);
+    CHECK(is_home(pid, pid, SYS_madvise)); // gone
+}
+
 } // namespace
 
 int main() {
     ::signal(SIGPIPE, SIG_IGN);
     a_thread_that_does_not_stop_is_not_waited_for_without_end();
     memory_is_dropped_and_the_task_runs_on();
+    a_call_that_is_still_to_come_is_seen();
     a_thawed_thread_runs_and_is_frozen_again();
     the_task_survives_the_tracers_death();
 }
