@@ -241,6 +241,12 @@ def answer_within(seconds: float, what: str, call: Callable[[], Answer]) -> Answ
     return answer[0]
 
 
+def list_devices_within(driver: Driver) -> tuple[Device, ...]:
+    """The GPUs, for who only looks. Raises DriverError, TimedOutError among them."""
+    answer_within(INIT_S, "cuInit", driver.init)
+    return answer_within(ANSWER_S, "the list of GPUs", driver.devices)
+
+
 def _require_pipes_in_thread_names(pid: int) -> None:
     """Refuse a process that names a thread so that the driver would open something else than a
     pipe.
