@@ -67,10 +67,10 @@ class CriuOptions(TypedDict, total=False):
 
 class RestoreOptions(CriuOptions, total=False):
     """detached: return when the tree runs (as by default); else when its root has ended.
-    leave_stopped: the tree is left stopped; not with GPU memory in it, which comes back through
-    threads of its processes that run. pidfile: a file, not there yet, that the root's pid is
-    written to. gpu_map: "OLD=NEW" each: what was on GPU OLD of the checkpoint goes to GPU NEW of
-    this machine, by UUID or number."""
+    leave_stopped: the tree is left stopped; not with detached=False, and not with GPU memory in it,
+    which comes back through threads of its processes that run. pidfile: a file, not there yet, that
+    the root's pid is written to. gpu_map: "OLD=NEW" each: what was on GPU OLD of the checkpoint
+    goes to GPU NEW of this machine, by UUID or number."""
 
     detached: bool
     leave_stopped: bool
@@ -112,6 +112,10 @@ class Checkpoint:
             )
         detached = options.pop("detached", True)
         leave_stopped = options.pop("leave_stopped", False)
+        if leave_stopped and not detached:
+            raise CheckpointError(
+                "a tree that is left stopped cannot be waited for: detached=False"
+            )
         if leave_stopped and find_manifest(self.path) is not None:
             raise CheckpointError(
                 f"{self.path} holds GPU state, which the driver restores through threads of the "

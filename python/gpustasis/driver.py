@@ -221,14 +221,14 @@ def answer_within(seconds: float, what: str, call: Callable[[], Answer]) -> Answ
     """What `call` gives, for who only looks: a driver that hangs is not waited for. The thread that
     waits for it is left behind and ends with this process.
 
-    Raises DriverError if the driver refuses, or TimedOutError.
+    Raises whatever `call` does, DriverError if the driver refuses, or TimedOutError.
     """
-    answers: SimpleQueue[Answer | DriverError] = SimpleQueue()
+    answers: SimpleQueue[tuple[Answer] | Exception] = SimpleQueue()
 
     def ask() -> None:
         try:
-            answers.put(call())
-        except DriverError as exc:
+            answers.put((call(),))
+        except Exception as exc:  # noqa: BLE001  # the caller gets it
             answers.put(exc)
 
     threading.Thread(target=ask, daemon=True).start()
@@ -236,9 +236,15 @@ def answer_within(seconds: float, what: str, call: Callable[[], Answer]) -> Answ
         answer = answers.get(timeout=seconds)
     except Empty:
         raise TimedOutError(f"{what}: no answer within {seconds:g} s") from None
-    if isinstance(answer, DriverError):
+    if isinstance(answer, Exception):
         raise answer
-    return answer
+    return answer[0]
+
+
+def list_devices_within(driver: Driver) -> tuple[Device, ...]:
+    """The GPUs, for who only looks. Raises DriverError, TimedOutError among them."""
+    answer_within(INIT_S, "cuInit", driver.init)
+    return answer_within(ANSWER_S, "the list of GPUs", driver.devices)
 
 
 def _require_pipes_in_thread_names(pid: int) -> None:

@@ -89,6 +89,22 @@ def open_new(path: str | os.PathLike[str]) -> BinaryIO:
     return open(os.open(path, flags, 0o600), "wb")
 
 
+def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
+    """An ordinary file, to be read: a FIFO in its place is an error, and does not hold us up.
+
+    flags: more of them for open(2). Raises OSError.
+    """
+    asked = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | flags
+    descriptor = os.open(path, asked)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is no ordinary file", os.fspath(path))
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
 def sync(file: BinaryIO) -> None:
     """Have what was written to a file on the disk. Raises OSError."""
     file.flush()

@@ -183,11 +183,15 @@ def drop_policy(state: State) -> int | None:
 def apply_retention(container_id: str, keep: int) -> None:
     """Let the newest `keep` checkpoints of the container's store stay, and what they are built on.
 
-    Raises CheckpointError.
+    Raises CheckpointError, also where the store is a link, or others could write there.
     """
     place = f"{policy.STORE_DIRECTORY}/{container_id}"
-    if not os.path.isdir(place):
+    try:  # the same look as the plugin's
+        os.close(files.open_own_directory(place, 3))
+    except FileNotFoundError:
         return
+    except OSError as exc:
+        raise CheckpointError(f"cannot use {exc.filename}: {exc.strerror}") from exc
     from pathlib import Path
 
     from gpustasis.image.directory import allow_many_files

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpustasis._core import ImageReader, image_name, read_manifest
+from gpustasis.archive.chunks import DirectoryParent
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image.verification import verify_directory
 from support.archives import COMPRESSIONS, ENGINES, pack
 from support.chains import contents, make_chain, make_link, memory_of
+from support.deadlines import run_with_deadline
 
 
 @pytest.fixture
@@ -148,3 +151,19 @@ def test_damage_in_a_parent_is_found(tmp_path: Path, chain: list[Path]) -> None:
         result = run("flatten", archive, "-o", tmp_path / "out", "--parent", parent)
         assert "chunk 2" in str(result.exception)
         assert not (tmp_path / "out").exists()
+
+
+def test_a_fifo_in_a_parents_directory_is_not_waited_for(
+    tmp_path: Path, chain: list[Path], archives: list[Path]
+) -> None:
+    """Not where it is looked for, and not where it is read: it may be put there between."""
+    path = chain[0] / image_name(7)
+    path.unlink()
+    os.mkfifo(path)
+    result = run_with_deadline(
+        lambda: run("flatten", archives[1], "-o", tmp_path / "flat", "--parent", chain[0])
+    )
+    assert isinstance(result.exception, CheckpointError | ImageError)
+    assert image_name(7) in str(result.exception)
+    with pytest.raises(ImageError, match="is no ordinary file"):
+        run_with_deadline(lambda: list(DirectoryParent(chain[0]).image_streams([7])))

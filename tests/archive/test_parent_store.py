@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from gpustasis._core import MANIFEST_NAME, image_name, read_manifest
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image import checkpoint as chain
+from gpustasis.image.directory import share
 from gpustasis.runtimes import parent_store
 from support.archives import COMPRESSIONS, pack
 from support.chains import make_chain
@@ -59,6 +62,65 @@ def test_a_damaged_one_is_not_kept(
     with pytest.raises(ImageError, match=r"gpustasis-7\.img: .*checksum"):
         parent_store.keep_parents([pack(links[0], tmp_path / "a.tar")])
     assert not store.exists() or list((store / "checkpoints").iterdir()) == []
+
+
+def spoil_chunk(place: Path) -> None:
+    raw = bytearray((place / image_name(7)).read_bytes())
+    raw[4096] ^= 1
+    (place / image_name(7)).write_bytes(raw)
+
+
+def spoil_manifest(place: Path) -> None:
+    (place / MANIFEST_NAME).write_bytes(b"?" * 400)
+
+
+def spoil_presence(place: Path) -> None:
+    (place / image_name(7)).unlink()
+
+
+@pytest.mark.parametrize("spoil", [spoil_chunk, spoil_manifest, spoil_presence])
+def test_a_damaged_one_that_is_there_is_replaced(
+    tmp_path: Path, store: Path, links: list[Path], spoil: Callable[[Path], None]
+) -> None:
+    archive = pack(links[0], tmp_path / "a.tar")
+    parent_store.keep_parents([archive])
+    kept = store / "checkpoints" / read_manifest(links[0]).checkpoint_id.hex()
+    spoil(kept)
+    parent_store.keep_parents([archive])
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == {
+        name: (links[0] / name).read_bytes() for name in (MANIFEST_NAME, image_name(7))
+    }
+
+
+def test_a_damaged_one_of_a_container_has_a_sound_one_beside_it(
+    tmp_path: Path, store: Path, links: list[Path]
+) -> None:
+    """The sound one is found first from then on."""
+    checkpoint_id = read_manifest(links[0]).checkpoint_id
+    place = store / "containers" / "some" / checkpoint_id.hex()
+    shutil.copytree(links[0], place)
+    spoil_chunk(place)
+    store.chmod(0o700)
+    assert chain.find_checkpoint(checkpoint_id) == place
+    parent_store.keep_parents([pack(links[0], tmp_path / "a.tar")])
+    assert chain.find_checkpoint(checkpoint_id) == store / "checkpoints" / checkpoint_id.hex()
+
+
+def test_a_damaged_one_that_cannot_be_replaced_is_named(
+    tmp_path: Path, store: Path, links: list[Path]
+) -> None:
+    archive = pack(links[0], tmp_path / "a.tar")
+    parent_store.keep_parents([archive])
+    kept = store / "checkpoints" / read_manifest(links[0]).checkpoint_id.hex()
+    spoil_chunk(kept)
+    with share(kept), pytest.raises(CheckpointError, match=r"damaged, .*in use"):
+        parent_store.keep_parents([archive])
+    (kept / "pages-1.img").write_bytes(b"precious")
+    with pytest.raises(CheckpointError, match=r"damaged .*also holds pages-1\.img"):
+        parent_store.keep_parents([archive])
+    assert (kept / "pages-1.img").read_bytes() == b"precious"
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
 
 
 def test_a_store_that_others_can_write_to_is_refused(

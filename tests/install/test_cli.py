@@ -157,14 +157,14 @@ def test_an_interpreter_that_others_can_change(tmp_path: Path, how: str) -> None
     assert f"others than root could change it, and {layout.HOOK} runs it as root" in found
 
 
-@pytest.mark.parametrize("part", ["", "/_core.so", "/image", "/image/lock.py", "/link"])
+@pytest.mark.parametrize("part", ["", "/_core.so", "/image", "/image/directory.py", "/link"])
 def test_a_package_that_others_can_change(
     root: Path, monkeypatch: pytest.MonkeyPatch, gpustasis: Gpustasis, part: str
 ) -> None:
     """The extension module is one of its files."""
     package = root / "opt/packages/gpustasis"
     (package / "image").mkdir(parents=True)
-    for name in ("_core.so", "image/lock.py"):
+    for name in ("_core.so", "image/directory.py"):
         (package / name).write_text("")
     (package / "link").symlink_to("image")
     monkeypatch.setattr(layout, "packages", lambda: "/opt/packages")

@@ -79,6 +79,8 @@ def test_errors_are_its_own(own: str, tmp_path: Path) -> None:
         gpustasis.checkpoint(2**22, tmp_path / "x", criu=own)
     with pytest.raises(gpustasis.CheckpointError, match="both running and stopped"):
         gpustasis.checkpoint(2, tmp_path / "y", leave_running=True, leave_stopped=True)
+    with pytest.raises(gpustasis.CheckpointError, match="left stopped cannot be waited for"):
+        gpustasis.restore(tmp_path, criu=own, detached=False, leave_stopped=True)
     with pytest.raises(TypeError, match="no_such_option"):
         gpustasis.restore(tmp_path, criu=own, no_such_option=1)  # type: ignore[call-arg]
     (tmp_path / "archive.tar").write_bytes(b"")

@@ -239,6 +239,32 @@ def test_retention_when_the_container_ends(made: Container, pid: int) -> None:
     assert find_manifest(made.store / "later") is not None
 
 
+def test_no_retention_through_a_link(made: Container, pid: int, tmp_path: Path) -> None:
+    """Nor where others could write: what lies there may be somebody else's."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    for number, name in enumerate(("older", "newer")):
+        make_link(elsewhere / name, {7: memory_of(["a"])}, taken=1_900_000_000 + number)
+    made.store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made.store.symlink_to(elsewhere)
+    try:
+        assert made.create(pid, keep="1").returncode == 0
+        done = made.stop()
+    finally:
+        made.store.unlink()
+    assert done.returncode == 1
+    assert str(made.store) in done.stderr
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["newer", "older"]
+
+    elsewhere.rename(made.store)
+    made.store.chmod(0o770)
+    assert made.create(pid, keep="1").returncode == 0
+    done = made.stop()
+    assert done.returncode == 1
+    assert "others could write there" in done.stderr
+    assert sorted(path.name for path in made.store.iterdir()) == ["newer", "older"]
+
+
 def test_a_container_without_annotations_hardly_waits() -> None:
     """The bound is for a slow machine; the least of some runs tells of the program."""
     state = Container(secrets.token_hex(32)).state("creating", os.getpid(), {"org.example": "x"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from click.testing import CliRunner
 from gpustasis._core import PARENT_LINK, ImageReader, image_name
 from gpustasis.cli import cli
 from gpustasis.errors import ImageError
+from gpustasis.image import directory as image_directory
 from gpustasis.image.checkpoint import State, chain_directories, find_sources, parent_directory
 from gpustasis.image.directory import share, try_exclude
 from gpustasis.image.verification import verify_directory
 from support.chains import checkpoint_id, is_whole, make_chain, make_link, memory_of
+from support.deadlines import run_with_deadline
 from support.image_samples import PAGE
 
 
@@ -253,3 +256,21 @@ def test_an_image_can_refer_to_every_image_of_the_parent(tmp_path: Path) -> None
     image = ImageReader.open(tmp_path / "b" / image_name(8))
     assert [(source.depth, source.pid) for source in image.info.sources] == [(1, 7), (1, 9)]
     assert image.totals.ref.chunks == 2
+
+
+def test_a_lock_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may open a directory can hold one."""
+    held = try_exclude(tmp_path)
+    assert held is not None
+    monkeypatch.setattr(image_directory, "PATIENCE_S", 0.2)
+    with held, pytest.raises(ImageError, match=r"has been locked for 0\.2 s"):
+        run_with_deadline(lambda: share(tmp_path))
+    monkeypatch.setattr(image_directory, "PATIENCE_S", 20)
+    held = try_exclude(tmp_path)
+    assert held is not None
+    timer = threading.Timer(0.2, held.close)
+    timer.start()
+    run_with_deadline(lambda: share(tmp_path)).close()
+    timer.join()

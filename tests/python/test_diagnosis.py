@@ -102,15 +102,19 @@ def test_a_freezer_of_cgroup_v1(tmp_path: Path, enabled: str, status: Status) ->
     assert host.freezer(tmp_path, tmp_path).status is status
 
 
+def look(driver_library: str) -> list[Finding]:
+    return host.check_gpus(driver_library, host.find_driver_version("libno-such-nvml.so.1"))
+
+
 def test_a_missing_driver_is_a_problem_that_names_the_emulator_as_a_way_out() -> None:
-    driver, nvml = host.check_gpus("libno-such-driver.so.1", "libno-such-nvml.so.1")
+    driver, nvml = look("libno-such-driver.so.1")
     assert (driver.status, nvml.status) == (Status.PROBLEM, Status.NOTE)
     assert "libno-such-driver.so.1" in driver.text
     assert "gpustasis emulator run" in driver.remedy
 
 
 def test_a_library_that_is_no_driver_is_a_problem() -> None:
-    (driver, _) = host.check_gpus("libc.so.6", "libno-such-nvml.so.1")
+    (driver, _) = look("libc.so.6")
     assert driver.status is Status.PROBLEM
     assert "570 or newer" in driver.text
 

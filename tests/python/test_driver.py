@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from gpustasis.driver import Driver, ProcessState
+from gpustasis.driver import Driver, ProcessState, TimedOutError, answer_within
 from gpustasis.emulator import Emulator
 from gpustasis.errors import DriverError
 from support.job import Job
@@ -125,3 +127,35 @@ def test_a_process_without_cuda_is_not_initialised(call: Call, launch: Callable[
 def test_a_lock_without_an_end_is_a_mistake(timeout_ms: int) -> None:
     with pytest.raises(ValueError, match="timeout_ms"):
         Driver("libc.so.6").lock(1, timeout_ms)
+
+
+def test_who_only_looks_gets_what_the_call_gives() -> None:
+    error = ValueError("a value")
+    assert answer_within(60, "it", lambda: 7) == 7
+    assert answer_within(60, "it", lambda: error) is error
+
+
+@pytest.mark.parametrize("error", [DriverError("refused"), ValueError("odd"), OSError(5, "EIO")])
+def test_who_only_looks_gets_what_the_call_raises(
+    error: Exception, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At once, and Python prints nothing of it."""
+
+    def call() -> None:
+        raise error
+
+    begin = time.monotonic()
+    with pytest.raises(type(error)) as caught:
+        answer_within(10, "it", call)
+    assert time.monotonic() - begin < 5
+    assert caught.value is error
+    assert capfd.readouterr() == ("", "")
+
+
+def test_who_only_looks_does_not_wait_for_a_call_that_hangs() -> None:
+    goes_on = threading.Event()
+    try:
+        with pytest.raises(TimedOutError, match=r"^it: no answer within 0\.1 s$"):
+            answer_within(0.1, "it", goes_on.wait)
+    finally:
+        goes_on.set()

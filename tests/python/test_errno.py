@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gpustasis.image.lock import try_exclude
 
 from gpustasis._core import (
     PARENT_LINK,
@@ -27,6 +26,7 @@ from gpustasis._core import (
 )
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image.checkpoint import open_image
+from gpustasis.image.directory import try_exclude
 from gpustasis.image.flatten import flatten
 from support.chains import make_chain, make_link, memory_of
 from support.image_samples import CHECKPOINT_ID, info_of, noise

@@ -30,6 +30,7 @@ from gpustasis.image.directory import try_exclude
 from gpustasis.image.flatten import flatten
 from gpustasis.image.verification import verify_directory
 from support.chains import contents, is_whole, make_chain, make_link, memory_of
+from support.deadlines import run_with_deadline
 from support.plain_reader import PlainImage
 
 SEED = 20261121
@@ -209,6 +210,24 @@ class TestRefusals:
     def test_what_is_no_file(self, pair: Path) -> None:
         (pair / "b" / "folder").mkdir()
         self.refused(pair, ImageError, "folder is no ordinary file")
+
+    @pytest.mark.parametrize("kind", ["fifo", "link"])
+    def test_what_becomes_no_file_meanwhile(self, pair: Path, kind: str) -> None:
+        """A FIFO must not be waited for, and nothing be read through a link."""
+        (pair / "b" / "extra").write_text("something")
+        (pair / "secret").write_text("secret")
+
+        def exchange(name: str) -> None:
+            if name == "extra":
+                (pair / "b" / name).unlink()
+                if kind == "fifo":
+                    os.mkfifo(pair / "b" / name)
+                else:
+                    (pair / "b" / name).symlink_to("../secret")
+
+        with pytest.raises(CheckpointError, match="extra"):
+            run_with_deadline(lambda: flatten(pair / "b", pair / "flat", exchange))
+        assert not (pair / "flat").exists()
 
     def test_a_place_that_is_taken(self, pair: Path) -> None:
         (pair / "flat").mkdir()

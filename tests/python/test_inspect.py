@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gpustasis._core import image_name
 from gpustasis.cli import cli
 from gpustasis.criu.images import parse_comm
 from gpustasis.errors import ImageError
+from support.deadlines import run_with_deadline
 from support.image_samples import PAGE, make_checkpoint, mixture
 
 CORE_MAGIC = bytes.fromhex("1943565447380555")
@@ -112,6 +114,18 @@ def test_json_says_everything(tmp_path: Path) -> None:
         "raw": 2,
         "ref": 0,
     }
+
+
+@pytest.mark.parametrize("name", ["pstree.img", "core-7.img", "gpustasis-dump.json"])
+def test_a_fifo_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    make_checkpoint(tmp_path, {7: mixture()})
+    add_criu_images(tmp_path)
+    add_statistics(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    result = run_with_deadline(lambda: CliRunner().invoke(cli, ["inspect", str(tmp_path)]))
+    assert isinstance(result.exception, ImageError)
+    assert f"{name}: is no ordinary file" in str(result.exception)
 
 
 def test_people_get_a_tree(tmp_path: Path) -> None:

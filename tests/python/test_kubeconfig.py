@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -266,6 +267,46 @@ class TestSeveralFiles:
         assert self.archives([tmp_path / "gone", *split]) == (ARCHIVE,)
         with pytest.raises(EngineError, match="cannot read"):
             self.archives([tmp_path / "gone", tmp_path / "too"])
+
+    def test_one_whose_directory_is_a_file_means_nothing(
+        self, tmp_path: Path, split: list[Path]
+    ) -> None:
+        (tmp_path / "file").touch()
+        assert self.archives([tmp_path / "file" / "config", *split]) == (ARCHIVE,)
+
+    @pytest.mark.parametrize("content", ["", "# nothing yet\n", "---\n"])
+    def test_one_that_is_empty_means_nothing(
+        self, tmp_path: Path, split: list[Path], content: str
+    ) -> None:
+        (tmp_path / "empty").write_text(content)
+        assert self.archives([tmp_path / "empty", *split]) == (ARCHIVE,)
+        with pytest.raises(EngineError, match="empty has no context 'x'"):
+            self.archives([tmp_path / "empty"], "x")
+
+    def test_one_that_may_not_be_read_is_an_error(self, tmp_path: Path, split: list[Path]) -> None:
+        """It may say what the others do not: which of them counts is not known then."""
+        closed = tmp_path / "closed"
+        closed.mkdir(mode=0)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(
+                EngineError, match=r"cannot read .*closed/config: Permission denied"
+            ):
+                self.archives([closed / "config", *split])
+        finally:
+            os.seteuid(0)
+
+    @pytest.mark.parametrize("name", ["x" * 300, "."])
+    def test_one_that_cannot_be_read(
+        self, tmp_path: Path, split: list[Path], monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        paths = [tmp_path / name, *split]
+        monkeypatch.setenv("KUBECONFIG", ":".join(map(str, paths)))
+        words = ["kubelet", "checkpoint", TARGET, "--context", "here"]
+        argv = [sys.executable, "-m", "gpustasis", *words]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert done.returncode == EngineError.exit_code, done.stderr
+        assert f"gpustasis: cannot read {paths[0]}: " in done.stderr
 
     def test_an_entry_of_the_first_is_taken_whole(self, split: list[Path]) -> None:
         with pytest.raises(EngineError, match="have no cluster 'gone'"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,35 @@ def test_an_image_of_another_checkpoint_is_told(store: Path) -> None:
     newer = next(one for one in entries(store) if one["name"] == "first")
     assert newer["memory_bytes"] is None
     assert "belongs to another checkpoint" in newer["problem"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda store: shutil.rmtree(store / "second"), "is missing"),
+        (lambda store: (store / "second").rename(store.parent / "elsewhere"), "is missing"),
+        (lambda store: (store / "second" / image_name(7)).unlink(), "is missing"),
+        (lambda store: (store / "second" / image_name(7)).write_bytes(b"?" * 400), "is replaced"),
+    ],
+)
+def test_one_whose_parent_is_gone_is_not_complete(store: Path, spoil: Any, why: str) -> None:
+    spoil(store)
+    newer = next(one for one in entries(store) if one["name"] == "first")
+    assert not newer["complete"]
+    parent = f"{image_name(7)} of checkpoint {checkpoint_id('second').hex()}, 1 before this one"
+    assert newer["problem"] == f"{parent}, {why}"
+    assert newer["memory_bytes"] == 5 * PAGE
+
+
+def test_a_link_to_a_checkpoint_is_named(store: Path) -> None:
+    (store / "latest").symlink_to("first")
+    (store / "nowhere").symlink_to("none")
+    (store / "file").write_text("something")
+    (store / "to-the-file").symlink_to("file")
+    found = {one["name"]: one for one in entries(store)}
+    assert sorted(found) == ["first", "latest", "second"]
+    assert found["latest"]["problem"] == f"a link to {store / 'first'}"
+    assert found["latest"]["checkpoint_id"] == found["first"]["checkpoint_id"]
 
 
 def test_an_empty_store_and_none(tmp_path: Path) -> None:

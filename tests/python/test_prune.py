@@ -143,11 +143,34 @@ class TestWhatIsNotOurs:
         shutil.copytree(store / "a-full", store / "without-image", symlinks=True)
         (store / "without-image" / "gpustasis-7.img").unlink()
         found = actions(store, LAST_ONE)
-        ignored = {"empty", "with-a-directory", "damaged", "without-image", ".hidden"}
+        ignored = {"empty", "with-a-directory", "damaged", "without-image", ".hidden", "latest"}
         kept = {"b-more", "b-full", "a-full", "a-more"}  # the latter two for the hidden one
         assert {name for name, action in found.items() if action == Action.IGNORED} == ignored
-        assert set(names(store)) == ignored | kept | {"file", "latest"}
+        assert set(names(store)) == ignored | kept | {"file"}
         assert is_whole(store / ".hidden")
+
+    def test_a_link_to_a_checkpoint_keeps_what_that_needs(
+        self, store: Path, tmp_path: Path
+    ) -> None:
+        """Elsewhere or here; the link itself is no checkpoint to be counted or removed."""
+        two_chains(store)
+        elsewhere = tmp_path / "child"
+        make_link(elsewhere, {7: memory_of(["A", "Z"])}, parent=store / "a-full", taken=FIRST)
+        (store / "linked").symlink_to(elsewhere)
+        done = prune(store, LAST_ONE)
+        assert names(store) == ["a-full", "b-full", "b-more", "linked"]
+        assert is_whole(elsewhere)
+        found = {verdict.entry.name: verdict for verdict in done.verdicts}
+        assert found["linked"].action == Action.IGNORED
+        assert found["linked"].reasons == (f"a link to {elsewhere}",)
+        assert found["a-full"].reasons == ("needed by linked",)
+        assert elsewhere in done.outside["linked"]
+
+    def test_a_link_with_the_name_of_trash_is_not_deleted(self, store: Path) -> None:
+        two_chains(store)
+        (store / f".gpustasis-trash-{'0' * 32}").symlink_to("b-full")
+        prune(store, LAST_ONE)
+        assert names(store) == [f".gpustasis-trash-{'0' * 32}", "b-full", "b-more"]
 
     def test_a_dump_that_is_not_done_keeps_its_parents(self, store: Path) -> None:
         two_chains(store)

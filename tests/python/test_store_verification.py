@@ -5,6 +5,7 @@ on."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -15,18 +16,22 @@ from click.testing import CliRunner
 from gpustasis._core import Encoding, ImageReader, ParentIndex, image_name, write_image
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.image import directory
+from gpustasis.image.flatten import flatten
+from gpustasis.image.found_damage import Damage, Progress
 from gpustasis.image.store_verification import StoreVerification, is_store, verify_store
 from gpustasis.image.verification import verify_directory
 from support.chains import checkpoint_id, make_chain, make_link, memory_of
+from support.deadlines import run_with_deadline
 from support.image_samples import PAGE, info_of, noise
 from support.json_output import check_document
 
 IMAGE = image_name(7)
 
 
-def flip(directory: Path, number: int) -> None:
-    """One bit of a chunk that the image of pid 7 in `directory` holds."""
-    path = directory / IMAGE
+def flip(place: Path, number: int) -> None:
+    """One bit of a chunk that the image of pid 7 in `place` holds."""
+    path = place / IMAGE
     chunk = ImageReader.open(path).chunk(number)
     assert chunk.source == 0
     assert chunk.encoding != Encoding.ZERO
@@ -76,6 +81,85 @@ def test_what_depends_on_a_damaged_chunk_is_named(tmp_path: Path) -> None:
     assert first.startswith(f"{chain[1] / IMAGE}: chunk 0 at 0x7f0000000000 is damaged")
     assert str(chain[0] / IMAGE) in first
     assert found.read_bytes == own_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a-copy", "z-copy"])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_copy_is_checked_by_itself(tmp_path: Path, name: str, *, spoilt: bool) -> None:
+    """A flattened copy has the digest of its original, and may be read before or after it."""
+    chain = make_chain(tmp_path, 1)
+    flatten(chain[0], tmp_path / name)
+    assert (
+        ImageReader.open(tmp_path / name / IMAGE).digest
+        == ImageReader.open(chain[0] / IMAGE).digest
+    )
+    flip(tmp_path / name if spoilt else chain[0], 0)
+    expected = {name: (1, 0)} if spoilt else {"c000": (1, 0), "c001": (1, 1)}
+    found = verify_store(tmp_path)
+    assert damaged(found) == expected
+    assert found.read_bytes == own_bytes(tmp_path)
+
+
+def test_a_copy_outside_of_the_store_is_checked_by_itself(tmp_path: Path) -> None:
+    store, old = tmp_path / "store", tmp_path / "old"
+    store.mkdir()
+    old.mkdir()
+    (full,) = make_chain(old, 0)
+    flatten(full, store / "copy")
+    words = {7: memory_of(["A0", "a1", "x"])}
+    make_link(store / "more", words, parent=full)
+    flip(full, 0)
+    assert damaged(verify_store(store)) == {"more": (1, 1)}
+
+
+def test_links_to_checkpoints_are_followed_out_of_the_store(tmp_path: Path) -> None:
+    store, old = tmp_path / "store", tmp_path / "old"
+    store.mkdir()
+    old.mkdir()
+    chain = make_chain(old, 1)
+    for link in chain:
+        (store / link.name).symlink_to(link)
+    assert is_store(store)
+    found = verify_store(store)
+    assert [v.name for v in found.verdicts] == ["c000", "c001"]
+    assert found.read_bytes == own_bytes(old)
+    flip(chain[0], 0)
+    assert damaged(verify_store(store)) == {"c000": (1, 0), "c001": (1, 1)}
+    result = CliRunner().invoke(cli, ["verify", str(store)])
+    assert isinstance(result.exception, ImageError)
+
+
+def test_a_link_within_the_store_is_named(tmp_path: Path) -> None:
+    make_chain(tmp_path, 1)
+    (tmp_path / "latest").symlink_to("c001")
+    found = verify_store(tmp_path)
+    assert [v.name for v in found.verdicts] == ["c000", "c001"]
+    assert found.ignored == {"latest": "a link to c001, which is checked itself"}
+
+
+@pytest.mark.parametrize("name", [IMAGE, "gpustasis-manifest.img"])
+def test_a_fifo_in_a_parent_is_a_problem(tmp_path: Path, name: str) -> None:
+    """Nobody writes to it: it must not be waited for."""
+    chain = make_chain(tmp_path, 1)
+    (chain[0] / name).unlink()
+    os.mkfifo(chain[0] / name)
+    found = run_with_deadline(lambda: verify_store(tmp_path))
+    assert "c000" in {v.name for v in found.damaged}
+    assert ("c001" in {v.name for v in found.damaged}) == (name == IMAGE)
+
+
+def test_what_somebody_keeps_locked_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "PATIENCE_S", 0.2)
+    chain = make_chain(tmp_path, 1)
+    held = directory.try_exclude(chain[0])
+    assert held is not None
+    with held:
+        found = run_with_deadline(lambda: verify_store(tmp_path))
+    assert [v.name for v in found.damaged] == ["c000", "c001"]
+    for verdict in found.damaged:
+        assert f"{chain[0]} has been locked for 0.2 s" in verdict.problems[0]
 
 
 def test_the_command_says_what_is_damaged(tmp_path: Path) -> None:
@@ -194,14 +278,48 @@ def test_the_state_of_another_store_is_refused(tmp_path: Path) -> None:
     state.write_text(json.dumps({**_state(), "store": str(tmp_path / "one")}))
     with pytest.raises(CheckpointError, match="name another file"):
         verify_store(tmp_path / "two", state=state)
-    for raw in (b"", b"[]", b'{"version": 1}', b"\xff"):
+    for raw in (b"", b"[]", b'{"version": 2}', b"\xff"):
         state.write_bytes(raw)
         with pytest.raises(CheckpointError, match="remove it"):
             verify_store(tmp_path / "one", state=state)
 
 
+def test_the_state_of_a_damaged_store_stays_small(tmp_path: Path) -> None:
+    path, damage = tmp_path / "state", Damage()
+    damage.add([(chunk, f"chunk {chunk} is damaged") for chunk in range(300_000)])
+    Progress(tmp_path, path).note("key", 300_000, damage)
+    assert path.stat().st_size < 4096
+    again = Progress(tmp_path, path)
+    assert again.continued
+    assert again.current == ("key", 300_000, damage)
+    assert again.current[2].numbers() == list(range(300_000))
+
+
+def test_the_state_is_not_written_at_each_slice(tmp_path: Path) -> None:
+    """Each write is of all that was found so far."""
+    path, damage, slices = tmp_path / "state", Damage(), 2000
+    progress = Progress(tmp_path, path)
+    written = set()
+    for number in range(slices):
+        damage.add([(number * 20 + 2 * apart, "damaged") for apart in range(10)])
+        progress.note("key", number * 20 + 20, damage)
+        written.add(path.stat().st_ctime_ns)
+    assert 1 <= len(written) < slices // 2
+
+
+def test_damage_that_lies_apart_is_kept_exactly(tmp_path: Path) -> None:
+    numbers = [0, 1, 2, 5, 7, 8, 90]
+    damage = Damage()
+    for number in numbers:
+        damage.add([(number, f"chunk {number}")])
+    Progress(tmp_path, tmp_path / "state").finish("key", damage)
+    found = Progress(tmp_path, tmp_path / "state").checked["key"]
+    assert (found.numbers(), found.count()) == (numbers, len(numbers))
+    assert found == damage
+
+
 def _state() -> dict[str, object]:
-    return {"version": 1, "checked": {}, "current": ["", 0, []]}
+    return {"version": 2, "checked": {}, "current": ["", 0, [[], []]]}
 
 
 def test_the_rate_is_kept(tmp_path: Path) -> None:

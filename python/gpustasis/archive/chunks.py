@@ -31,6 +31,7 @@ from gpustasis._core import (
 )
 from gpustasis.archive.stream import ByteStream, FileStream
 from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.files import open_regular
 from gpustasis.image.checkpoint import FoundSource, State, find_manifest, image_errors
 
 _FIRST_TAIL = 16 << 20  # bytes read of the end before it is known where the index begins
@@ -290,7 +291,7 @@ class DirectoryParent:
 
     def holds(self, source: Source) -> bool:
         try:
-            with (self.path / image_name(source.pid)).open("rb") as file:
+            with open_regular(self.path / image_name(source.pid)) as file:
                 if file.seek(0, os.SEEK_END) != source.file_size:
                     return False
                 file.seek(source.file_size - _DIGEST_SIZE)
@@ -302,7 +303,7 @@ class DirectoryParent:
         for pid in sorted(pids):
             path = self.path / image_name(pid)
             try:
-                with path.open("rb") as file:
+                with open_regular(path) as file:
                     yield pid, FileStream(file, str(path))
             except OSError as exc:
                 raise ImageError(f"cannot read {path}: {exc.strerror}") from exc

@@ -25,7 +25,7 @@ from gpustasis.diagnosis import (
     runtimes,
 )
 from gpustasis.diagnosis.container import find_container
-from gpustasis.errors import CheckpointError, CriuError, DriverError, UnsupportedError
+from gpustasis.errors import CheckpointError, CriuError, UnsupportedError
 from gpustasis.text import plural
 
 _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
@@ -82,14 +82,15 @@ def _libraries() -> tuple[str, str]:
 def diagnose(criu_program: str | None) -> list[Finding]:
     """All findings on this machine, in the order in which things are needed."""
     driver_library, nvml_library = _libraries()
+    version = host.find_driver_version(nvml_library)
     return [
-        *host.check_gpus(driver_library, nvml_library),
+        *host.check_gpus(driver_library, version),
         *host.check_kernel(),
         *host.check_privileges(),
         *host.check_criu(os.environ, criu_program),
         *host.check_dropped_memory(),
         *installation.check(_program(criu_program), sys.executable),
-        *runtimes.check(os.environ, _driver_version(nvml_library)),
+        *runtimes.check(os.environ, version if isinstance(version, str) else None),
     ]
 
 
@@ -97,13 +98,6 @@ def _program(criu_program: str | None) -> Path | None:
     try:
         return choose(find_all(os.environ, criu_program)).program
     except CriuError:
-        return None
-
-
-def _driver_version(library: str) -> str | None:
-    try:
-        return nvml.driver_version(library)
-    except DriverError:
         return None
 
 

@@ -13,7 +13,14 @@ from pathlib import Path
 from gpustasis import nvml
 from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.diagnosis.container import PROC, Container, read_mounts, unknown
-from gpustasis.driver import ANSWER_S, INIT_S, Driver, ProcessState, TimedOutError, answer_within
+from gpustasis.driver import (
+    ANSWER_S,
+    Driver,
+    ProcessState,
+    TimedOutError,
+    answer_within,
+    list_devices_within,
+)
 from gpustasis.errors import CheckpointError, DriverError
 from gpustasis.task import misleading_thread, read_task
 from gpustasis.text import mib, plural
@@ -32,12 +39,16 @@ _MISLED = "end that process: it would have the driver, asked by root, write to t
 def check(container: Container, driver_library: str, nvml_library: str) -> list[Finding]:
     """All findings. Processes that end meanwhile are passed over."""
     frozen = _frozen(container)
+    misled = [text for pid in container.tasks if (text := misleading_thread(pid))]
+    driver: Driver | DriverError
+    users: list[int] = []
     try:
-        driver: Driver | DriverError = Driver(driver_library)
+        loaded = Driver(driver_library)
+        if not misled:
+            users = _users(container, loaded)
+        driver = loaded
     except DriverError as exc:
         driver = exc
-    misled = [text for pid in container.tasks if (text := misleading_thread(pid))]
-    users = [] if isinstance(driver, DriverError) or misled else _users(container, driver)
     return [
         _container(container, frozen),
         *(problem("threads", text, _MISLED) for text in misled),
@@ -52,11 +63,14 @@ def check(container: Container, driver_library: str, nvml_library: str) -> list[
 
 
 def _users(container: Container, driver: Driver) -> list[int]:
-    """The processes that use CUDA."""
+    """The processes that use CUDA. Raises TimedOutError, and asks no more."""
     found = []
     for pid in container.tasks:
         try:
-            driver.get_restore_thread_id(pid)
+            ask = partial(driver.get_restore_thread_id, pid)
+            answer_within(ANSWER_S, f"GetRestoreThreadId on process {pid}", ask)
+        except TimedOutError:
+            raise
         except DriverError:
             continue
         found.append(pid)
@@ -68,8 +82,7 @@ def _stand_ins(driver: Driver | DriverError, users: list[int]) -> list[int]:
     if isinstance(driver, DriverError) or not users:
         return []
     try:
-        answer_within(INIT_S, "cuInit", driver.init)
-        return users if any(device.emulated for device in driver.devices()) else []
+        return users if any(device.emulated for device in list_devices_within(driver)) else []
     except DriverError:
         return []
 
@@ -181,9 +194,10 @@ def _gpu_files(
 ) -> Iterator[Finding]:
     name = "GPU processes"
     holders = [pid for pid in container.tasks if _holds_gpu_files(pid)]
-    if isinstance(driver, DriverError) and holders:
+    if isinstance(driver, TimedOutError) or (isinstance(driver, DriverError) and holders):
+        known = f"{_pids(holders)}; " if holders else ""
         remedy = "see gpustasis doctor without --container"
-        yield problem(name, f"{_pids(holders)}; {driver}", remedy)
+        yield problem(name, f"{known}{driver}", remedy)
         return
     yield ok(name, _pids(users) if users else "none uses CUDA")
     for pid in sorted(set(holders) - set(users)):

@@ -18,7 +18,7 @@ from gpustasis.criu import run
 from gpustasis.criu.find import Criu, choose, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, find_config, plugin_directory, read_config
 from gpustasis.diagnosis import Finding, note, ok, problem
-from gpustasis.driver import ANSWER_S, INIT_S, Device, Driver, answer_within
+from gpustasis.driver import ANSWER_S, Device, Driver, answer_within, list_devices_within
 from gpustasis.errors import CheckpointError, CriuError, DriverError, UnsupportedError
 from gpustasis.text import mib
 
@@ -189,9 +189,17 @@ def _open_files(proc: Path, held: frozenset[str]) -> Finding:
     return problem(name, text, f"sysctl fs.nr_open={hard}, or raise the hard limit")
 
 
-def check_gpus(driver_library: str, nvml_library: str) -> list[Finding]:
-    """Look at the driver and NVML; each is loaded into this process."""
-    return [*_driver(driver_library), _nvml(nvml_library)]
+def find_driver_version(nvml_library: str) -> str | DriverError:
+    """The driver's version, or why NVML does not tell it. NVML is loaded into this process."""
+    try:
+        return answer_within(ANSWER_S, "NVML", partial(nvml.driver_version, nvml_library))
+    except DriverError as exc:
+        return exc
+
+
+def check_gpus(driver_library: str, version: str | DriverError) -> list[Finding]:
+    """Look at the driver, which is loaded into this process. version: of find_driver_version."""
+    return [*_driver(driver_library), _nvml(version)]
 
 
 def _driver(library: str) -> list[Finding]:
@@ -205,12 +213,11 @@ def _driver(library: str) -> list[Finding]:
         )
         return [problem(name, str(exc), remedy)]
     try:
-        version = driver.version()
+        version = answer_within(ANSWER_S, "cuDriverGetVersion", driver.version)
         text = f"{library} supports CUDA {version // 1000}.{version % 1000 // 10}"
         if not driver.has_checkpoint_api():
             return [problem(name, f"{text}, without the checkpoint calls", _UPGRADE_DRIVER)]
-        answer_within(INIT_S, "cuInit", driver.init)
-        devices = driver.devices()
+        devices = list_devices_within(driver)
     except DriverError as exc:
         return [problem(name, str(exc), "see what nvidia-smi and the kernel's log say")]
     emulated = any(device.emulated for device in devices)
@@ -226,12 +233,10 @@ def _device(number: int, device: Device) -> Finding:
     return ok(f"GPU {number}", f"{device.name}, {mib(device.memory_size)}, {device.uuid}")
 
 
-def _nvml(library: str) -> Finding:
-    try:
-        version = answer_within(ANSWER_S, "NVML", partial(nvml.driver_version, library))
-    except DriverError as exc:
+def _nvml(version: str | DriverError) -> Finding:
+    if isinstance(version, DriverError):
         remedy = "checkpoints will not say which driver they come from; it comes with the driver"
-        return note("NVML", str(exc), remedy)
+        return note("NVML", str(version), remedy)
     return ok("NVML", f"driver {version}")
 
 

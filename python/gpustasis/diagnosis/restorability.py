@@ -10,6 +10,7 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -19,8 +20,8 @@ from gpustasis.archive.layout import SPEC
 from gpustasis.archive.opened import Archive, inspect_archive, open_files
 from gpustasis.criu.find import choose, find_all
 from gpustasis.criu.images import core_name, parse_machine
-from gpustasis.diagnosis import Finding, Status, host, ok, problem
-from gpustasis.driver import Device, Driver
+from gpustasis.diagnosis import Finding, Status, host, note, ok, problem
+from gpustasis.driver import ANSWER_S, Device, Driver, answer_within, list_devices_within
 from gpustasis.errors import CheckpointError, CriuError, DriverError
 from gpustasis.image.checkpoint import STORE_ROOT, State, find_checkpoint
 from gpustasis.image.inspection import Inspection, inspect_files
@@ -132,9 +133,8 @@ def _gpus(found: Inspection, driver_library: str, nvml_library: str) -> Iterator
         return
     try:
         driver = Driver(driver_library)
-        version = driver.version()
-        driver.init()
-        devices = driver.devices()
+        version = answer_within(ANSWER_S, "cuDriverGetVersion", driver.version)
+        devices = list_devices_within(driver)
     except DriverError as exc:
         yield problem("CUDA driver", str(exc), "restore it on a host with a GPU and its driver")
         return
@@ -180,13 +180,17 @@ def _gpu_memory(found: Inspection, devices: tuple[Device, ...], nvml_library: st
     needed = _plain_bytes(found)
     total = sum(device.memory_size for device in devices)
     try:
-        free = total - nvml.memory_used(nvml_library)
-    except DriverError:
-        free = total
-    text = f"{mib(needed)} needed, {mib(free)} free on {len(devices)} GPU(s)"
+        used = answer_within(ANSWER_S, "NVML", partial(nvml.memory_used, nvml_library))
+        unknown = ""
+    except DriverError as exc:
+        used = 0
+        unknown = f"; how much of it is in use is not known: {exc}"
+    free = total - used
+    text = f"{mib(needed)} needed, {mib(free)} {'there' if unknown else 'free'}"
+    text += f" on {len(devices)} GPU(s){unknown}"
     if needed > free:
         return problem(name, text, "end what uses the GPUs, or take a host with more memory")
-    return ok(name, text)
+    return note(name, text) if unknown else ok(name, text)
 
 
 def _host_memory(found: Inspection) -> Iterator[Finding]:

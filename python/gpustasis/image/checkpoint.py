@@ -28,6 +28,7 @@ from gpustasis._core import (
     read_manifest,
 )
 from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.files import open_regular
 
 _IMAGE_NAME = re.compile(r"gpustasis-([1-9][0-9]{0,9})\.img")
 
@@ -219,7 +220,7 @@ def _find(source: Source, directories: list[Path]) -> FoundSource:
 
 def _state(path: Path, source: Source) -> State:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if file.seek(0, os.SEEK_END) != source.file_size:
                 return State.REPLACED
             file.seek(source.file_size - _DIGEST_SIZE)
@@ -282,7 +283,7 @@ class DirectoryFiles:
 
     def read(self, name: str) -> bytes | None:
         try:
-            with (self.directory / name).open("rb") as file:
+            with open_regular(self.directory / name) as file:
                 raw = file.read(READ_LIMIT + 1)
         except FileNotFoundError:
             return None

@@ -11,6 +11,7 @@ import fcntl
 import os
 import resource
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,9 @@ from typing import Self
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import sync_directory
+
+PATIENCE_S = 10.0  # waited for who holds a directory for itself
+_POLL_S = 0.02
 
 
 class DirectoryLock:
@@ -50,13 +54,33 @@ class DirectoryLock:
 
 
 def share(directory: Path) -> DirectoryLock:
-    """A shared lock; waits for who removes the directory. Raises ImageError if it is gone then."""
+    """A shared lock; waits for who removes the directory, but not for ever: whoever may open it can
+    hold a lock. Raises ImageError if it is gone then, or still locked."""
     lock = _open(directory)
-    fcntl.flock(lock.fd, fcntl.LOCK_SH)
-    if not _still_there(lock):
+    try:
+        _wait_shared(lock)
+        if not _still_there(lock):
+            raise ImageError(f"{directory} was removed or renamed a moment ago")
+    except BaseException:
         lock.close()
-        raise ImageError(f"{directory} was removed or renamed a moment ago")
+        raise
     return lock
+
+
+def _wait_shared(lock: DirectoryLock) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(lock.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise ImageError(
+                    f"{lock.directory} has been locked for {PATIENCE_S:g} s: somebody is removing "
+                    "that checkpoint, or keeps others from reading it"
+                ) from None
+            time.sleep(_POLL_S)
+        else:
+            return
 
 
 def try_exclude(directory: Path) -> DirectoryLock | None:

@@ -28,7 +28,7 @@ from gpustasis._core import (
 from gpustasis.criu.images import INVENTORY_NAME, parent_pages
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.files import open_new, sync, sync_directory
+from gpustasis.files import open_new, open_regular, sync, sync_directory
 from gpustasis.image.checkpoint import (
     chain_directories,
     find_manifest,
@@ -179,7 +179,7 @@ def _files_to_copy(directory: Path, manifest: Manifest) -> list[str]:
 
 def _copy(source: Path, target: Path) -> int:
     """Copy content, mode, owner and times, and sync; bytes copied."""
-    with source.open("rb") as read, open_new(target) as write:
+    with open_regular(source, os.O_NOFOLLOW) as read, open_new(target) as write:
         size = _copy_content(read.fileno(), write.fileno())
         found = os.fstat(read.fileno())
         os.fchown(write.fileno(), found.st_uid, found.st_gid)

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, Manifest, image_name
+from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest, image_name
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import (
     NO_PARENT,
+    State,
     find_manifest,
+    find_sources,
     open_image,
     parent_directory,
     plain_size,
@@ -30,11 +32,12 @@ _TRASH = re.compile(r"\.gpustasis-trash-[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A subdirectory of a store.
+    """A subdirectory of a store, or a link there to a checkpoint.
 
     manifest: None if there is none that can be read. taken: when the manifest was written, local
-    time. links: where the links to earlier checkpoints lead, ours and CRIU's. incomplete: why it is
-    not a whole checkpoint of ours; "": it is one.
+    time. links: where the links to earlier checkpoints lead, ours and CRIU's. target: where it
+    leads if it is itself a link; that is among `links` too. incomplete: why it is not a whole
+    checkpoint of ours, in this place; "": it is one.
     """
 
     directory: Path
@@ -42,6 +45,7 @@ class Entry:
     taken: datetime | None
     links: tuple[Path, ...]
     incomplete: str
+    target: Path | None = None
 
     @property
     def name(self) -> str:
@@ -69,14 +73,20 @@ class Entry:
 
 
 def read_store(store: Path) -> dict[str, Entry]:
-    """Every subdirectory by name; links to some are not. Raises ImageError."""
+    """Every subdirectory by name, and every link to a checkpoint. Raises ImageError."""
     try:
         with os.scandir(store) as items:
-            names = sorted(item.name for item in items if item.is_dir(follow_symlinks=False))
+            names = sorted(item.name for item in items if _belongs(item))
     except OSError as exc:
         raise ImageError(f"cannot list {store}: {exc.strerror}") from exc
     place = store.resolve()
     return {name: read_entry(place / name) for name in names}
+
+
+def _belongs(item: os.DirEntry[str]) -> bool:
+    if not item.is_symlink():
+        return item.is_dir(follow_symlinks=False)
+    return not is_trash(item.name) and os.path.lexists(os.path.join(item.path, MANIFEST_NAME))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +115,29 @@ def _listed(entry: Entry) -> Listed:
     problem = entry.incomplete
     try:
         if entry.manifest is not None:
-            memory = sum(
-                plain_size(open_image(entry.directory, entry.manifest, task))
+            images = [
+                open_image(entry.directory, entry.manifest, task)
                 for task in entry.manifest.tasks
                 if task.externalized
-            )
+            ]
+            memory = sum(map(plain_size, images))
+            problem = problem or _what_is_missing_below(entry.directory, images)
     except (ImageError, UnsupportedError) as exc:
         problem = problem or str(exc)
     return Listed(entry=entry, memory_bytes=memory, problem=problem)
+
+
+def _what_is_missing_below(directory: Path, images: list[ImageReader]) -> str:
+    """What it is built on and is not there, as the first image says that needs any; "": nothing."""
+    for image in images:
+        for found in find_sources(directory, image.info.sources):
+            if found.state is not State.RIGHT:
+                source = found.source
+                return (
+                    f"{image_name(source.pid)} of checkpoint {source.checkpoint_id.hex()}, "
+                    f"{source.depth} before this one, is {found.state}"
+                )
+    return ""
 
 
 def is_trash(name: str) -> bool:
@@ -127,8 +152,9 @@ def trash_name() -> str:
 
 def read_entry(directory: Path) -> Entry:
     """One directory. Raises nothing: what cannot be read is an incomplete checkpoint."""
-    manifest, taken = None, None
+    manifest, taken, target = None, None, None
     try:
+        target = directory.resolve() if directory.is_symlink() else None
         manifest = find_manifest(directory)
         if manifest is not None:
             seconds = (directory / MANIFEST_NAME).stat().st_mtime
@@ -138,12 +164,17 @@ def read_entry(directory: Path) -> Entry:
         incomplete = str(exc)
     except (OSError, ValueError, OverflowError) as exc:  # a time beyond all calendars
         incomplete = f"cannot read {directory}: {exc}"
+    links = _links(directory)
+    if target is not None:
+        links = (target, *links)
+        incomplete = incomplete or f"a link to {target}"
     return Entry(
         directory=directory,
         manifest=manifest,
         taken=taken,
-        links=_links(directory),
+        links=links,
         incomplete=incomplete,
+        target=target,
     )
 
 

@@ -6,30 +6,23 @@ continued from its state file.
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpustasis._core import MANIFEST_NAME, Encoding, ImageReader, Manifest, image_name
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
-from gpustasis.files import replace_file
+from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import FoundSource, State, find_sources, image_errors, open_image
 from gpustasis.image.directory import share
+from gpustasis.image.found_damage import SHOWN, Damage, Progress
 from gpustasis.image.store import Entry, read_store
 
-_STATE_VERSION = 1
-_STATE_LIMIT = 256 << 20  # bytes of a state file
 _SLICE_BYTES = 64 << 20  # read between two looks at the clock; less where a rate is set
 _SLICES_PER_SECOND = 4  # of a rate
-_SHOWN = 8  # damaged chunks of an image that get a sentence each
 
-# Number of a chunk, and what is wrong with it.
-Damage = list[tuple[int, str]]
 # Name of the checkpoint, bytes of its image that are read, bytes of all that are to be read.
 OnSlice = Callable[[str, int, int], object]
 
@@ -88,95 +81,17 @@ def verify_store(
     Nothing is raised for what is found. Raises ImageError if the store cannot be listed,
     CheckpointError if the state file is of another store, or cannot be read or written.
     """
-    progress = _Progress(store, state)
+    progress = Progress(store, state)
     return _Run(store, progress, _Throttle(rate), threads, on_slice).run()
 
 
-def _read_own(path: Path) -> bytes:
-    """A file that nobody else could have written: who could would have damaged images called sound.
-    Raises OSError; CheckpointError if it is somebody else's, or too long."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        found = os.fstat(handle)
-        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.geteuid()) or others:
-            raise CheckpointError(f"{path}: is no file that only root or this user can write to")
-        raw = file.read(_STATE_LIMIT + 1)
-    if len(raw) > _STATE_LIMIT:
-        raise CheckpointError(f"{path}: has more than {_STATE_LIMIT} bytes")
-    return raw
-
-
-class _Progress:
-    """What is known already, by digest of the image; a file that is kept up to date."""
-
-    def __init__(self, store: Path, path: Path | None) -> None:
-        self._path = path
-        self._store = str(store.resolve())
-        self.checked: dict[str, Damage] = {}
-        self.current: tuple[str, int, Damage] = ("", 0, [])  # digest, next chunk, found so far
-        self.continued = path is not None and path.exists()
-        if self.continued:
-            self._read()
-
-    def note(self, digest: str, following: int, damage: Damage) -> None:
-        """All chunks before `following` are checked."""
-        self.current = (digest, following, damage)
-        self._write()
-
-    def finish(self, digest: str, damage: Damage) -> None:
-        self.checked[digest] = damage
-        self.current = ("", 0, [])
-        self._write()
-
-    def remove(self) -> None:
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-    def _read(self) -> None:
-        assert self._path is not None
-        try:
-            raw = json.loads(_read_own(self._path))
-            if raw["version"] != _STATE_VERSION or raw["store"] != self._store:
-                raise CheckpointError(
-                    f"{self._path}: is the state of a check of {raw['store']}, version "
-                    f"{raw['version']}, not of {self._store}; name another file"
-                )
-            self.checked = {str(key): _damage(found) for key, found in raw["checked"].items()}
-            digest, following, found = raw["current"]
-            self.current = (str(digest), int(following), _damage(found))
-        except (
-            *(OSError, ValueError, KeyError, TypeError, AttributeError),
-            *(RecursionError, OverflowError),
-        ) as exc:
-            raise CheckpointError(
-                f"{self._path}: cannot be used as the state of a check; remove it: {exc}"
-            ) from exc
-
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        raw = {
-            "version": _STATE_VERSION,
-            "store": self._store,
-            "checked": self.checked,
-            "current": self.current,
-        }
-        try:
-            directory = os.open(self._path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                data = json.dumps(raw).encode()
-                replace_file(directory, self._path.name, data, 0o600, durable=False)
-            finally:
-                os.close(directory)
-        except OSError as exc:
-            raise CheckpointError(f"cannot write {self._path}: {exc.strerror}") from exc
-
-
-def _damage(raw: object) -> Damage:
-    if not isinstance(raw, list):
-        raise TypeError("no list of chunks")
-    return [(int(number), str(what)) for number, what in raw]
+def _key(image: ImageReader, path: Path) -> str:
+    """Of an image and the very file it lies in: a copy has the same digest, but its own damage."""
+    try:
+        found = path.stat()
+    except OSError as exc:
+        raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
+    return f"{image.digest.hex()}:{found.st_dev}:{found.st_ino}:{found.st_ctime_ns}"
 
 
 class _Throttle:
@@ -205,7 +120,7 @@ class _Run:
     def __init__(
         self,
         store: Path,
-        progress: _Progress,
+        progress: Progress,
         throttle: _Throttle,
         threads: int,
         on_slice: OnSlice | None,
@@ -221,7 +136,7 @@ class _Run:
     def run(self) -> StoreVerification:
         self._entries = read_store(self._store)
         for entry in sorted(self._entries.values(), key=_order):
-            ignored = _why_ignored(entry)
+            ignored = _why_ignored(entry) or self._why_elsewhere(entry)
             if ignored:
                 self._found.ignored[entry.name] = ignored
                 continue
@@ -230,6 +145,12 @@ class _Run:
                 self._found.verdicts.append(verdict)
         self._progress.remove()
         return self._found
+
+    def _why_elsewhere(self, entry: Entry) -> str:
+        """Why it need not be checked here; "": it must. A link out of the store is followed."""
+        if entry.target is not None and entry.target.parent == self._store.resolve():
+            return f"a link to {entry.target.name}, which is checked itself"
+        return ""
 
     def _verdict(self, entry: Entry) -> Verdict | None:
         """None: it was removed meanwhile."""
@@ -240,8 +161,11 @@ class _Run:
         try:
             lock = share(entry.directory)
         except ImageError as exc:
-            self._found.ignored[entry.name] = str(exc)
-            return None
+            if not os.path.lexists(entry.directory):
+                self._found.ignored[entry.name] = str(exc)
+                return None
+            verdict.problems.append(str(exc))  # it could not be looked at: that is not "whole"
+            return verdict
         with lock:
             self._check_images(entry.directory, entry.manifest, verdict)
         return verdict
@@ -250,13 +174,14 @@ class _Run:
         for task in manifest.tasks:
             if not task.externalized:
                 continue
+            path = directory / image_name(task.pid)
             try:
                 image = open_image(directory, manifest, task)
+                own = self._own_damage(verdict.name, image, path)
             except (ImageError, UnsupportedError) as exc:
                 verdict.problems.append(str(exc))
                 continue
-            own = self._own_damage(verdict.name, image)
-            _add(verdict, directory / image_name(task.pid), own)
+            _add(verdict, path, own.count(), own.texts)
             found = find_sources(directory, image.info.sources)
             for number, source in enumerate(found, 1):
                 self._check_source(image, number, source, directory, verdict)
@@ -277,21 +202,23 @@ class _Run:
         try:
             with share(found.directory), image_errors():
                 owner = ImageReader.open(path)
-                damaged = [chunk for chunk, _ in self._own_damage(verdict.name, owner)]
+                damaged = self._own_damage(verdict.name, owner, path).numbers()
                 references = image.find_damaged_references(number, owner, damaged)
         except (ImageError, UnsupportedError) as exc:
             verdict.problems.append(str(exc))
             return
-        what = [(chunk, f"{text}, {path}") for chunk, text in references]
-        _add(verdict, directory / image_name(image.info.pid), what, elsewhere=True)
+        verdict.damaged_elsewhere += len(references)
+        what = [f"{text}, {path}" for _, text in references[:SHOWN]]
+        _add(verdict, directory / image_name(image.info.pid), len(references), what)
 
-    def _own_damage(self, name: str, image: ImageReader) -> Damage:
-        """Of the chunks that the file of `image` holds; read once in a run."""
-        digest = image.digest.hex()
-        if digest in self._progress.checked:
-            return self._progress.checked[digest]
-        begin, damage = 0, list[tuple[int, str]]()
-        if self._progress.current[0] == digest:
+    def _own_damage(self, name: str, image: ImageReader, path: Path) -> Damage:
+        """Of the chunks that the file of `image`, at `path`, holds; read once in a run. Raises
+        ImageError."""
+        key = _key(image, path)
+        if key in self._progress.checked:
+            return self._progress.checked[key]
+        begin, damage = 0, Damage()
+        if self._progress.current[0] == key:
             _, begin, damage = self._progress.current
         total = image.file_size
         done = 0
@@ -299,12 +226,12 @@ class _Run:
             done += size
             if end <= begin:
                 continue
-            damage += image.find_damage(max(first, begin), end, [0], self._threads)
+            damage.add(image.find_damage(max(first, begin), end, [0], self._threads))
             self._found.read_bytes += size
             self._tell(name, done, total)
-            self._progress.note(digest, end, damage)
+            self._progress.note(key, end, damage)
             self._throttle.spent(size)
-        self._progress.finish(digest, damage)
+        self._progress.finish(key, damage)
         return damage
 
     def _slices(self, image: ImageReader) -> Iterator[tuple[int, int, int]]:
@@ -337,11 +264,11 @@ def _why_ignored(entry: Entry) -> str:
     return ""
 
 
-def _add(verdict: Verdict, path: Path, damage: Damage, *, elsewhere: bool = False) -> None:
-    verdict.damaged_chunks += len(damage)
-    verdict.damaged_elsewhere += len(damage) if elsewhere else 0
+def _add(verdict: Verdict, path: Path, count: int, texts: Sequence[str]) -> None:
+    """So many damaged chunks of the image at `path`; texts: what is wrong with the first few."""
+    verdict.damaged_chunks += count
     verdict.problems += [
-        what if what.startswith(str(path)) else f"{path}: {what}" for _, what in damage[:_SHOWN]
+        what if what.startswith(str(path)) else f"{path}: {what}" for what in texts
     ]
-    if len(damage) > _SHOWN:
-        verdict.problems.append(f"{path}: and {len(damage) - _SHOWN} damaged chunks more")
+    if count > len(texts):
+        verdict.problems.append(f"{path}: and {count - len(texts)} damaged chunks more")

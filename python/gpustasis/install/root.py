@@ -23,7 +23,8 @@ from gpustasis.errors import InstallError
 
 MAX_FILE = 64 << 20  # bytes; the largest file that is installed is the plugin
 PART_SUFFIX = ".gpustasis-part"
-LOCKS = Path("/run/gpustasis/install")
+LOCK = ".gpustasis-install.lock"  # in the root directory, while somebody works on it
+_TRIES = 100  # to lock what others make and remove
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class Root:
     """Paths are absolute, in terms of the root: "/etc/criu/runc.conf".
 
     A context manager: within it the process has no umask. One process at a time works on a root.
-    Raises InstallError if the directory is not there, if
-    another process is at it, or if a path cannot be looked up; OSError for what the kernel refuses.
+    Raises InstallError if the directory is not there, if another process is at it, or if a path
+    cannot be looked up; OSError for what the kernel refuses.
     """
 
     def __init__(self, directory: Path, *, alone: bool = True) -> None:
@@ -59,7 +60,7 @@ class Root:
             raise InstallError(f"another process is installing into {directory}") from exc
         except OSError as exc:
             os.close(self._fd)
-            raise InstallError(f"cannot make a lock in {LOCKS}: {exc}") from exc
+            raise InstallError(f"cannot lock {directory / LOCK}: {exc.strerror}") from exc
 
     def __enter__(self) -> Self:
         # A chmod after mkdir would leave the wrong mode if this process dies between them.
@@ -68,33 +69,49 @@ class Root:
 
     def __exit__(self, *_: object) -> None:
         os.umask(self._umask)
-        os.close(self._fd)
-        if self._lock >= 0:
-            os.close(self._lock)
+        try:
+            self._release_lock()
+        finally:
+            os.close(self._fd)
 
     def _take_lock(self) -> int:
-        """A descriptor that holds it. What others may open they can lock, and keep: root's is a
-        file of root's own, for each root directory one. Another user's is the directory itself.
+        """A descriptor that holds it. It lies in the root, where whoever else has that root mounted
+        finds it too, and is a file that only this user can open: what others may open, as the
+        directory itself, they can lock and keep.
 
         Raises BlockingIOError if somebody has it, another OSError if it cannot be made.
         """
-        if os.geteuid() != 0:
-            lock = os.dup(self._fd)
-        else:
-            found = os.fstat(self._fd)
-            place = files.open_own_directory(str(LOCKS), 2, 0o700)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        for _ in range(_TRIES):
+            lock = os.open(LOCK, flags, 0o600, dir_fd=self._fd)
             try:
-                name = f"{found.st_dev:x}-{found.st_ino:x}"
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                lock = os.open(name, flags, 0o600, dir_fd=place)
-            finally:
-                os.close(place)
+                if not stat.S_ISREG(os.fstat(lock).st_mode):
+                    raise OSError(errno.EINVAL, "it is not a regular file")
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_in_place(lock):
+                    return lock
+            except OSError:
+                os.close(lock)
+                raise
+            os.close(lock)  # who had it has removed it between the two calls
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    def _release_lock(self) -> None:
+        """The file goes first: whoever locks it after that sees that it has no name any more."""
+        if self._lock < 0:
+            return
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise
-        return lock
+            if self._is_in_place(self._lock):
+                os.unlink(LOCK, dir_fd=self._fd)
+        finally:
+            os.close(self._lock)
+
+    def _is_in_place(self, lock: int) -> bool:
+        try:
+            found = os.stat(LOCK, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(lock))
 
     def exists(self, path: str) -> bool:
         """Whether there is anything but a link to nowhere at this path; links are followed."""

@@ -98,13 +98,25 @@ class _Section:
 class _Config:
     """Files taken together as kubectl does it: the first that has a context, cluster or user of a
     name has the whole of it, the first that has a current-context says which. Of several, those
-    that are not there mean nothing."""
+    that are not there or hold nothing mean nothing."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        there = [path for path in paths if path.exists()] or paths[:1]
-        self._files = [_Section(path, _object(_load(path), f"{path}")) for path in there]
-        self._name = ", ".join(map(str, there))
-        self._has = "has" if len(there) == 1 else "have"
+        self._files: list[_Section] = []
+        missing: EngineError | None = None
+        for path in paths:
+            try:
+                content = _load(path)
+            except EngineError as exc:
+                if not isinstance(exc.__cause__, FileNotFoundError | NotADirectoryError):
+                    raise
+                missing = missing or exc
+                continue
+            fields = {} if content is None else _object(content, f"{path}")
+            self._files.append(_Section(path, fields))
+        if missing is not None and not self._files:
+            raise missing
+        self._name = ", ".join(str(file.path) for file in self._files)
+        self._has = "has" if len(self._files) == 1 else "have"
 
     def cluster_and_user(self, context: str | None) -> tuple[_Section, _Section]:
         current = (file.text("current-context") for file in self._files)

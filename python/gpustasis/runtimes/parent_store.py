@@ -7,6 +7,7 @@ A restore that finds no parent where the link leads looks for its id below /var/
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -17,16 +18,27 @@ from gpustasis.archive.chunks import StoredImage, checked, own_chunks
 from gpustasis.archive.layout import CHECKPOINT
 from gpustasis.archive.opened import Archive, open_archive
 from gpustasis.archive.stream import ByteStream, FileStream
-from gpustasis.errors import CheckpointError
+from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import open_new, open_own_directory, sync, sync_directory
-from gpustasis.image.checkpoint import NO_PARENT, STORE_ROOT, find_checkpoint
+from gpustasis.image.checkpoint import (
+    NO_PARENT,
+    STORE_ROOT,
+    find_checkpoint,
+    find_manifest,
+    image_errors,
+    image_names,
+    open_image,
+)
+from gpustasis.image.directory import share, try_exclude
+from gpustasis.image.store import trash_name
 
 _CHUNK = 1 << 20  # bytes read at a time
 _MODE = 0o700
 
 
 def keep_parents(archives: Sequence[Path]) -> None:
-    """Unpack the GPU images of these archives to STORE_ROOT/checkpoints/ID, where they are not yet.
+    """Unpack the GPU images of these archives to STORE_ROOT/checkpoints/ID, unless they are on this
+    machine already, and sound: every byte is read. What is there and damaged is replaced.
 
     Raises ImageError for a bad archive, or one whose images are damaged, CheckpointError for one
     without GPU images, or if they cannot be written; what is there then is whole, checked, and on
@@ -57,7 +69,8 @@ def _keep(archive: Archive) -> None:
     if manifest is None:
         raise CheckpointError(f"{archive.name} is no parent: it holds no GPU state of gpustasis's")
     checkpoint_id = manifest.checkpoint_id
-    if find_checkpoint(checkpoint_id) is not None:
+    found = find_checkpoint(checkpoint_id)
+    if found is not None and not _damage(found):
         return
     place = STORE_ROOT / "checkpoints"
     part = place / f".{checkpoint_id.hex()}.{os.getpid()}"
@@ -69,9 +82,10 @@ def _keep(archive: Archive) -> None:
             _unpack(archive, manifest, part)
             try:
                 part.rename(place / checkpoint_id.hex())
-            except OSError:
-                if find_checkpoint(checkpoint_id) is None:
-                    raise  # else another import has just brought the same
+            except OSError as exc:
+                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                _replace(place / checkpoint_id.hex(), part)
             sync_directory(place)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -80,6 +94,58 @@ def _keep(archive: Archive) -> None:
             f"cannot put checkpoint {checkpoint_id.hex()} of {archive.name} below {place}: "
             f"{exc.strerror}"
         ) from exc
+
+
+def _replace(damaged: Path, part: Path) -> None:
+    """Put `part` where a damaged checkpoint is; whoever dies in between leaves none there. Raises
+    CheckpointError if it is in use, or more than what `_unpack` writes, and OSError."""
+    if damaged.is_symlink() or not damaged.is_dir():
+        raise CheckpointError(f"{damaged} is no directory: look who made it, and remove it")
+    lock = try_exclude(damaged)
+    if lock is None:
+        raise CheckpointError(f"{damaged} is damaged, and cannot be replaced: it is in use")
+    with lock:
+        what = _damage_of_locked(damaged)
+        if not what:
+            return  # another import has just brought the same
+        ours = {MANIFEST_NAME, PARENT_LINK, *image_names(damaged)}
+        others = sorted(path.name for path in damaged.iterdir() if path.name not in ours)
+        if others:
+            raise CheckpointError(
+                f"{damaged} is damaged ({what}), and not replaced since it also holds "
+                f"{others[0]}: move it away"
+            )
+        trash = damaged.with_name(trash_name())
+        damaged.rename(trash)
+        part.rename(damaged)
+        sync_directory(damaged.parent)
+        shutil.rmtree(trash)
+
+
+def _damage(directory: Path) -> str:
+    """What is wrong with the images that lie there; "": nothing. Raises UnsupportedError."""
+    try:
+        with share(directory):
+            return _damage_of_locked(directory)
+    except ImageError as exc:
+        return str(exc)
+
+
+def _damage_of_locked(directory: Path) -> str:
+    try:
+        manifest = find_manifest(directory)
+        if manifest is None:
+            return "no manifest"
+        for task in manifest.tasks:
+            if task.externalized:
+                image = open_image(directory, manifest, task)
+                with image_errors():
+                    found = image.find_damage(0, len(image), [0])
+                if found:
+                    return found[0][1]
+    except ImageError as exc:
+        return str(exc)
+    return ""
 
 
 def _unpack(archive: Archive, manifest: Manifest, part: Path) -> None:
