@@ -167,9 +167,9 @@ def test_a_drop_that_comes_late_is_waited_for(
         count = images.with_name(f"{images.name}.count")
         killer = newest_rig.start(
             [
+                *([] if guarded else WITHOUT_SETTING),
                 *(str(newest_rig.programs.killer), str(count), str(number), "p"),
                 "dropping the staged memory",
-                *([] if guarded else WITHOUT_SETTING),
                 *newest_rig.dump_words(job, images),
             ]
         )
