@@ -85,6 +85,15 @@ void refuse_missing_memory(pid_t pid, bool with_tree) {
             refuse(record, record.pid);
 }
 
+void require_lock(const DumpLock& lock, bool drops) {
+    if (!lock.why_not())
+        return;
+    if (drops)
+        throw Error(*lock.why_not());
+    host::warn("nothing keeps a second dump from this task while this one is at work: " +
+               std::string(lock.why_not()->what()));
+}
+
 void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& regions,
                   const TaskTable& table, Lineage& lineage, unsigned threads, bool required) {
     const std::string name = "pid " + std::to_string(record.pid);
