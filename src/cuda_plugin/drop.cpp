@@ -15,6 +15,7 @@
 #include <sys/syscall.h>
 
 #include <cerrno>
+#include <optional>
 #include <string>
 
 namespace gpustasis {
@@ -86,12 +87,13 @@ void refuse_missing_memory(pid_t pid, bool with_tree) {
 }
 
 void require_lock(const DumpLock& lock, bool drops) {
-    if (!lock.why_not())
+    const std::optional<Error>& why_not = lock.why_not();
+    if (!why_not)
         return;
     if (drops)
-        throw Error(*lock.why_not());
+        throw Error(*why_not);
     host::warn("nothing keeps a second dump from this task while this one is at work: " +
-               std::string(lock.why_not()->what()));
+               std::string(why_not->what()));
 }
 
 void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& regions,
