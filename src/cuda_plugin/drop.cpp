@@ -15,6 +15,7 @@
 #include <sys/syscall.h>
 
 #include <cerrno>
+#include <optional>
 #include <string>
 
 namespace gpustasis {
@@ -83,6 +84,16 @@ void refuse_missing_memory(pid_t pid, bool with_tree) {
     for (const DropRecord& record : records.list())
         if (record.seen_from == pid_namespace_of("self") && is_descendant(record.pid, pid))
             refuse(record, record.pid);
+}
+
+void require_lock(const DumpLock& lock, bool drops) {
+    const std::optional<Error>& why_not = lock.why_not();
+    if (!why_not)
+        return;
+    if (drops)
+        throw Error(*why_not);
+    host::warn("nothing keeps a second dump from this task while this one is at work: " +
+               std::string(why_not->what()));
 }
 
 void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& regions,

@@ -5,6 +5,7 @@
 #include "core/image_info.hpp"
 #include "core/lineage.hpp"
 #include "cuda_plugin/task_table.hpp"
+#include "dropped_memory/dump_lock.hpp"
 #include "dropped_memory/missing_pages.hpp"
 
 #include <sys/types.h>
@@ -19,6 +20,10 @@ namespace gpustasis {
 /// and not put it back: zeros in place of it would look like a checkpoint. `with_tree`: the same for
 /// every task below it. As DropRecords::find().
 void refuse_missing_memory(pid_t pid, bool with_tree);
+
+/// Throws what kept `lock` from being taken if `drops`, else warns of it: what a second dump could ruin
+/// is memory that the first has taken out.
+void require_lock(const DumpLock& lock, bool drops);
 
 /// What dropped memory stands behind.
 struct Guard {

@@ -152,6 +152,7 @@ bool DumpSession::pause_task(pid_t pid, bool& asked) {
     refuse_missing_memory(pid, false);
     const PausedAlarm paused;
     choose_parent_once();
+    require_lock(lock_of_dump, config_.externalize); // as settled by then
     const auto tid = worker_.restore_thread(pid);
     if (!tid)
         return false;

@@ -17,8 +17,24 @@ RegionKind kind_of(const Mapping& mapping) noexcept {
     return mapping.shared ? RegionKind::shared_anonymous : RegionKind::private_anonymous;
 }
 
+/// What the kernel keeps at most in one piece, at a multiple of it in the file.
+constexpr std::uint64_t kLargestFolio = std::uint64_t{2} << 20;
+
+/// Of [start, end) in the shared memory `mapping`, what holds no part of a huge page. A part cannot be
+/// dropped for sure: of a page that something else holds on to, the kernel makes zeros in its place
+/// and leaves it there. Zeros that are there are not missing: they would be taken for what was
+/// put back.
+void cut_to_whole_folios(const Mapping& mapping, std::uint64_t& start, std::uint64_t& end) {
+    const std::uint64_t to_file =
+        mapping.offset - mapping.start; // modulo 2^64, as what it is added to
+    start = (start + to_file + kLargestFolio - 1) / kLargestFolio * kLargestFolio - to_file;
+    end = (end + to_file) / kLargestFolio * kLargestFolio - to_file;
+}
+
 void append(std::vector<Region>& regions, const Mapping& mapping, std::uint64_t start,
             std::uint64_t end) {
+    if (mapping.shared)
+        cut_to_whole_folios(mapping, start, end);
     if (start >= end)
         return;
     if (!regions.empty()) {

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -44,11 +45,43 @@ WriteProtect::WriteProtect(pid_t pid)
 WriteProtect::~WriteProtect() {
     // The kernel would do it at the last close. But a child that the process forked in the very
     // moment the descriptor was made in it has one too.
+    // Only what is ours: before Linux 6.17 the kernel takes the word of any userfaultfd for the
+    // memory of any other, and another one may stand guard over memory that is missing.
     try {
         for (const Mapping& mapping : space_.mappings())
-            userfault_.remove(mapping.start, mapping.end);
+            for (auto at = first_of(mapping.start); at != ours_.end() && at->first < mapping.end;
+                 ++at)
+                give_up(std::max(at->first, mapping.start), std::min(at->second, mapping.end));
     } catch (const Error&) { // NOLINT(bugprone-empty-catch): it has ended, and all is gone
     }
+}
+
+std::map<std::uint64_t, std::uint64_t>::iterator WriteProtect::first_of(std::uint64_t start) {
+    auto at = ours_.upper_bound(start);
+    if (at != ours_.begin() && std::prev(at)->second > start)
+        --at;
+    return at;
+}
+
+bool WriteProtect::take(std::uint64_t start, std::uint64_t end) {
+    if (!userfault_.add(start, end))
+        return false;
+    auto at = first_of(start);
+    if (at != ours_.end() && at->first <= start && end <= at->second)
+        return true;
+    while (at != ours_.end() && at->first < end) {
+        start = std::min(start, at->first);
+        end = std::max(end, at->second);
+        at = ours_.erase(at);
+    }
+    ours_.emplace(start, end);
+    return true;
+}
+
+void WriteProtect::give_up(std::uint64_t start, std::uint64_t end) {
+    // What was ours may have been unmapped, and another's be there now: that one is refused to us.
+    if (userfault_.add(start, end))
+        userfault_.remove(start, end);
 }
 
 void WriteProtect::mark() {
@@ -95,7 +128,7 @@ bool WriteProtect::scan_mapping(const Mapping& mapping, ScanMode mode,
     for (int attempt = 0; attempt < kMaxTries; ++attempt) {
         // Each time: it may be new, at an address where another one was before. Then none of its
         // pages is protected, and all are found. One that another userfaultfd has is not ours.
-        if (!userfault_.add(mapping.start, mapping.end))
+        if (!take(mapping.start, mapping.end))
             return false;
         if (mode == ScanMode::look)
             found.clear();

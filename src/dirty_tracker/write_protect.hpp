@@ -7,6 +7,8 @@
 #include "dirty_tracker/page_scan.hpp"
 #include "dirty_tracker/userfault.hpp"
 
+#include <cstdint>
+#include <map>
 #include <string>
 
 namespace gpustasis {
@@ -28,11 +30,18 @@ private:
     /// Appends the written pages of one mapping. False if it cannot be tracked.
     bool scan_mapping(const Mapping& mapping, ScanMode mode, std::vector<PageRange>& written);
     std::uint64_t populated_bytes(const Mapping& mapping);
+    /// Have [start, end) tracked, and remember it. False if the kernel refuses it.
+    bool take(std::uint64_t start, std::uint64_t end);
+    /// End the tracking of [start, end), unless it is another userfaultfd's by now.
+    void give_up(std::uint64_t start, std::uint64_t end);
+    /// The first of what was taken that ends behind `start`.
+    std::map<std::uint64_t, std::uint64_t>::iterator first_of(std::uint64_t start);
 
     AddressSpace space_;
     Userfault userfault_;
     PageScanner scanner_;
     std::vector<PageRange> buffer_;
+    std::map<std::uint64_t, std::uint64_t> ours_; ///< ends of what was taken, by start
 };
 
 } // namespace gpustasis

@@ -70,9 +70,22 @@ void remove_left(int directory, const std::string& but) {
 } // namespace
 
 DumpLock::DumpLock(const TaskIdentity& task, const std::string& directory, const std::string& base)
-    : directory_(open_trusted(base.empty() ? run_directory() : base, {"gpustasis", "dumping"},
-                              IfMissing::make)),
-      name_(file_name(task)) {
+    : name_(file_name(task)) {
+    try {
+        take(task, directory, base);
+    } catch (const Error& e) {
+        const int error = e.error_number();
+        if (error != ENOENT && error != EROFS && error != EACCES)
+            throw;
+        file_ = {};
+        why_not_ = e;
+    }
+}
+
+void DumpLock::take(const TaskIdentity& task, const std::string& directory,
+                    const std::string& base) {
+    directory_ = open_trusted(base.empty() ? run_directory() : base, {"gpustasis", "dumping"},
+                              IfMissing::make);
     // One at a time, for a moment.
     const UniqueFd turn(::openat(directory_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (!turn)

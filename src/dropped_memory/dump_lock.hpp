@@ -2,9 +2,11 @@
 /// One dump of a task at a time.
 #pragma once
 
+#include "core/error.hpp"
 #include "core/unique_fd.hpp"
 #include "dropped_memory/drop_record.hpp"
 
+#include <optional>
 #include <string>
 
 namespace gpustasis {
@@ -13,6 +15,10 @@ namespace gpustasis {
 /// file of its own in /run/gpustasis/dumping (of a user other than root: /run/user/UID/gpustasis/dumping),
 /// which says whose it is. The kernel takes the lock back when its holder dies; the next dump
 /// removes the file then. A child of the holder must close the descriptor, as shed_criu() does.
+///
+/// Where that directory can be neither made nor written to, because it or the one above it is
+/// missing, read-only or closed to this user, nothing is held, and why_not() says so: a dump that
+/// takes no memory out of the task can do without.
 class DumpLock {
 public:
     /// `directory`: of the images, to be named to others. `base`: in place of /run; for tests.
@@ -22,10 +28,16 @@ public:
     DumpLock& operator=(DumpLock&&) noexcept = delete;
     ~DumpLock();
 
+    /// What kept the lock from being taken; none: it is held.
+    const std::optional<Error>& why_not() const noexcept { return why_not_; }
+
 private:
+    void take(const TaskIdentity& task, const std::string& directory, const std::string& base);
+
     UniqueFd directory_;
     std::string name_;
     UniqueFd file_;
+    std::optional<Error> why_not_;
 };
 
 } // namespace gpustasis

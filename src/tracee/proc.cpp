@@ -91,6 +91,30 @@ bool any_thread_name(DIR* dir, const Use& use) {
 
 } // namespace
 
+namespace {
+
+bool is_over(std::string_view state) {
+    return state.starts_with('Z') || state.starts_with('X');
+}
+
+/// Of a process whose first thread has ended, as pthread_exit() ends it: it lives on in its others. That
+/// they exist says little: a dead one stays there until its tracer has waited for it.
+Liveness liveness_of_others(pid_t pid) {
+    Liveness found = Liveness::dead;
+    for (const pid_t tid : threads(pid)) {
+        const std::string status =
+            read_file(task_path(pid, ("task/" + std::to_string(tid) + "/status").c_str()));
+        if (is_over(status_field(status, "State")))
+            continue;
+        if (status_field(status, "TracerPid") != "0")
+            return Liveness::traced;
+        found = Liveness::untraced;
+    }
+    return found;
+}
+
+} // namespace
+
 std::string read_file(const std::string& path) {
     const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
     if (!fd)
@@ -191,9 +215,8 @@ Liveness liveness(pid_t pid, std::uint64_t expected_start) noexcept {
         if (start_time(pid) != expected_start)
             return Liveness::dead;
         const std::string status = read_file(task_path(pid, "status"));
-        const std::string_view state = status_field(status, "State");
-        if (state.starts_with('Z') || state.starts_with('X'))
-            return Liveness::dead;
+        if (is_over(status_field(status, "State")))
+            return liveness_of_others(pid);
         return status_field(status, "TracerPid") == "0" ? Liveness::untraced : Liveness::traced;
     } catch (const std::exception&) {
         // No file is needed for this. Only the signal's errno says that there is no such task:

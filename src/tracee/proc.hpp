@@ -43,8 +43,9 @@ std::vector<pid_t> threads(pid_t pid);
 
 enum class Liveness { dead, traced, untraced, unknown };
 
-/// dead: no such task, a zombie, or another task that has got the same id. unknown: this process has
-/// too few descriptors or too little memory to look now.
+/// dead: no such task, one whose every thread has ended, or another task that has got the same id.
+/// traced: its first thread is, or any if that one has ended. unknown: this process has too few
+/// descriptors or too little memory to look now, or a thread ended while it was looked at.
 Liveness liveness(pid_t pid, std::uint64_t start_time) noexcept;
 
 /// The parent of process `pid`; 0: it has none here. Throws Error: io.

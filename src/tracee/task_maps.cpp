@@ -60,7 +60,7 @@ Mapping parse_line(std::string_view text) {
     mapping.protection = (flags[0] == 'r' ? PROT_READ : 0U) | (flags[1] == 'w' ? PROT_WRITE : 0U) |
                          (flags[2] == 'x' ? PROT_EXEC : 0U);
     mapping.shared = flags[3] == 's';
-    line.word(); // offset
+    mapping.offset = line.number(16, ' ');
     line.word(); // device
     // The inode is the last field of a line without a name, with or without a space behind it.
     const std::string_view name_and_inode = line.name();

@@ -17,7 +17,8 @@ struct Mapping {
     std::uint32_t protection = 0; ///< PROT_*
     bool shared = false;
     std::uint64_t inode = 0;
-    std::string name; ///< path, "[heap]", "[anon:...]" or empty
+    std::uint64_t offset = 0; ///< of the first byte in the file
+    std::string name;         ///< path, "[heap]", "[anon:...]" or empty
 
     /// Anonymous memory that only this task's address space refers to.
     bool is_private_anonymous() const noexcept;

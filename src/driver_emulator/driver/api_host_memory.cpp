@@ -94,7 +94,11 @@ GPUSTASIS_API(cuMemHostRegister_v2)(void* pointer, std::size_t size, unsigned fl
 
 GPUSTASIS_API(cuMemHostUnregister)(void* pointer) {
     return call_in_context([=](Driver& driver, Context&) {
-        return release(driver, pointer, false, Result::host_memory_not_registered);
+        // The memory is the caller's to free from now on: no copy may be at work on it.
+        const Result done = synchronise(driver);
+        return done != Result::success
+                   ? done
+                   : release(driver, pointer, false, Result::host_memory_not_registered);
     });
 }
 

@@ -6,11 +6,20 @@
 #include "dirty_tracker/page_scan.hpp"
 #include "dirty_tracker/userfault.hpp"
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <linux/userfaultfd.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
+#include <ucontext.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
+#include <cstddef>
 #include <cstring>
 #include <set>
 #include <vector>
@@ -138,6 +147,75 @@ void processes_that_cannot_be_tracked() {
     }
 }
 
+std::vector<uffdio_range> given_up;
+
+/// In place of UFFDIO_UNREGISTER.
+void note_unregister(int, siginfo_t*, void* context) {
+    auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+    given_up.push_back(*reinterpret_cast<const uffdio_range*>(registers[REG_RDX]));
+    registers[REG_RAX] = 0;
+}
+
+/// From now on no UFFDIO_UNREGISTER of this process reaches the kernel: before Linux 6.17 it does what
+/// it is told, also to another's memory, and later it does not, so that nothing is to be seen of it.
+void catch_unregister() {
+    struct sigaction action {};
+    action.sa_sigaction = note_unregister;
+    action.sa_flags = SA_SIGINFO;
+    CHECK(::sigaction(SIGSYS, &action, nullptr) == 0);
+    sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_ioctl, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, UFFDIO_UNREGISTER, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_TRAP),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog filter{sizeof(code) / sizeof(code[0]), code};
+    CHECK(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    CHECK(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter, 0, 0) == 0);
+}
+
+bool was_given_up(const std::byte* page) {
+    const auto at = reinterpret_cast<std::uint64_t>(page);
+    return std::ranges::any_of(given_up, [at](const uffdio_range& range) {
+        return range.start <= at && at < range.start + range.len;
+    });
+}
+
+// It may stand guard over memory that a dump has taken out of the process.
+void memory_of_another_userfaultfd_is_let_alone() {
+    const pid_t child = fork_child();
+    if (child != 0) {
+        int status = 0;
+        CHECK(::waitpid(child, &status, 0) == child && status == 0);
+        return;
+    }
+    std::byte* before = map(3); // between them memory that keeps them apart
+    std::byte* ours = before + kPage;
+    std::byte* later = before + 2 * kPage;
+    CHECK(::mprotect(ours, kPage, PROT_READ) == 0);
+    const AddressSpace self(::getpid());
+    Userfault another(self);
+    const auto give = [&](const std::byte* page) {
+        const auto start = reinterpret_cast<std::uint64_t>(page);
+        CHECK(another.add(start, start + kPage));
+    };
+    give(before);
+    DirtyTracker tracker(::getpid(), DirtyBackend::write_protect);
+    tracker.mark();
+    // Ours at first, then a new mapping, and another's.
+    CHECK(::mmap(later, kPage, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                 0) == later);
+    give(later);
+    given_up.reserve(10'000);
+    catch_unregister();
+    tracker.close();
+    CHECK(was_given_up(ours));
+    CHECK(!was_given_up(before) && !was_given_up(later));
+    ::_exit(0);
+}
+
 } // namespace
 
 int main() {
@@ -147,4 +225,5 @@ int main() {
     pages_of_this_process();
     what_was_protected_before_an_unregistered_part_is_kept();
     more_ranges_than_one_call_returns();
+    memory_of_another_userfaultfd_is_let_alone();
 }

@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <filesystem>
 #include <optional>
@@ -81,6 +82,32 @@ void nothing_is_left_behind() {
     CHECK_THROWS(Errc::unsupported, DumpLock(other, "/images", base.path()));
 }
 
+/// Whether a lock in `base` is not there because of `error`.
+bool has_no_place(const std::string& base, int error) {
+    const DumpLock lock(kTask, "/images", base);
+    return lock.why_not() && lock.why_not()->error_number() == error;
+}
+
+void where_no_lock_can_be_is_told() {
+    const sample::TempDir base;
+    CHECK(!DumpLock(kTask, "/images", base.path()).why_not());
+    CHECK(has_no_place(base.path("missing"), ENOENT));
+    const std::string closed = base.path("closed");
+    CHECK(::mkdir(closed.c_str(), 0555) == 0 && ::chmod(base.path().c_str(), 0755) == 0);
+    const pid_t other = fork_child();
+    if (other == 0) {
+        if (::geteuid() == 0) // whom no mode keeps out
+            CHECK(::setresuid(65534, 65534, 65534) == 0);
+        CHECK(has_no_place(closed, EACCES));
+        ::_exit(0);
+    }
+    int status = 0;
+    CHECK(::waitpid(other, &status, 0) == other && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    // What is not to be trusted is no lack of a place.
+    CHECK(::chmod(base.path("gpustasis").c_str(), 0777) == 0);
+    CHECK_THROWS(Errc::bad_argument, DumpLock(kTask, "/images", base.path()));
+}
+
 // However many begin at once, one of them gets it, and none is turned away by one that looks around.
 void one_of_many_gets_it() {
     const sample::TempDir base;
@@ -130,5 +157,6 @@ void one_of_many_gets_it() {
 int main() {
     a_second_dump_is_told_of_the_first();
     nothing_is_left_behind();
+    where_no_lock_can_be_is_told();
     one_of_many_gets_it();
 }

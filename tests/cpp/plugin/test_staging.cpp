@@ -65,6 +65,30 @@ void shared_memory_is_told_apart() {
     CHECK(regions[0].kind == RegionKind::shared_anonymous && regions[0].length == 0x1000000);
 }
 
+// A huge page that lies in it only in part may stay when it is dropped, as zeros.
+void shared_memory_is_cut_to_whole_huge_pages() {
+    const auto cut = [](const char* line) {
+        const auto regions = diff("", line);
+        CHECK(regions.size() <= 1);
+        return regions.empty() ? Region{} : regions[0];
+    };
+    const auto shared = [](std::uint64_t address, std::uint64_t length) {
+        return Region{address, length, kReadWrite, RegionKind::shared_anonymous};
+    };
+    // It is the place in the file that counts, not the address.
+    CHECK(cut("1001000-1601000 rw-s 0 00:01 8 /dev/zero (deleted)\n") ==
+          shared(0x1001000, 0x600000));
+    CHECK(cut("1000000-1700000 rw-s 0 00:01 8 /dev/zero (deleted)\n") ==
+          shared(0x1000000, 0x600000));
+    CHECK(cut("1001000-1701000 rw-s 1ff000 00:01 8 /dev/zero (deleted)\n") ==
+          shared(0x1002000, 0x600000));
+    CHECK(cut("1000000-13ff000 rw-s 1000 00:01 8 /dev/zero (deleted)\n") ==
+          shared(0x11ff000, 0x200000));
+    CHECK(cut("1000000-13fe000 rw-s 1000 00:01 8 /dev/zero (deleted)\n") == Region{});
+    CHECK(cut("1000000-11ff000 rw-s 0 00:01 8 /dev/zero (deleted)\n") == Region{});
+    CHECK(cut("1000000-1001000 rw-s 1000 00:01 8 /dev/zero (deleted)\n") == Region{});
+}
+
 void regions_split_by_protection_and_join_without() {
     const auto regions =
         diff("", "1000000-2000000 rw-p 0 00:00 0\n2000000-3000000 rw-p 0 00:00 0 [anon:a]\n"
@@ -114,6 +138,7 @@ int main() {
     what_is_not_memory_is_not_staging();
     nothing_new_is_nothing();
     shared_memory_is_told_apart();
+    shared_memory_is_cut_to_whole_huge_pages();
     regions_split_by_protection_and_join_without();
     what_threads_leave_behind_is_not_staging();
     what_has_grown_together_with_staging_is_cut_off();

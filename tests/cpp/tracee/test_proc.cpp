@@ -7,6 +7,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
+#include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,6 +15,8 @@
 #include <cerrno>
 #include <csignal>
 #include <cstddef>
+#include <thread>
+#include <vector>
 
 using namespace gpustasis;
 using proc::Liveness;
@@ -66,8 +69,42 @@ void who_cannot_look_takes_nobody_for_dead() {
         CHECK(look_without(take, task, start) == Liveness::dead);
 }
 
+/// A process whose first thread has ended while another lives on.
+pid_t start_without_first_thread() {
+    const pid_t task = fork_child();
+    if (task != 0)
+        return task;
+    std::thread([] {
+        for (;;)
+            ::pause();
+    }).detach();
+    ::syscall(SYS_exit, 0); // of this thread alone, as at the end of pthread_exit()
+    ::_exit(1);
+}
+
+void a_process_lives_on_in_any_of_its_threads() {
+    const pid_t task = start_without_first_thread();
+    const std::uint64_t start = proc::start_time(task);
+    CHECK(comes_true([&] { return proc::state(task) == 'Z'; }));
+    CHECK(proc::liveness(task, start) == Liveness::untraced);
+    CHECK(proc::liveness(task, start + 1) == Liveness::dead);
+    const std::vector<pid_t> tids = proc::threads(task);
+    CHECK(tids.size() == 2);
+    CHECK(::ptrace(PTRACE_SEIZE, tids[1], nullptr, nullptr) == 0);
+    CHECK(proc::liveness(task, start) == Liveness::traced);
+    // Dead, the thread is there until we, its tracer, have waited for it.
+    CHECK(::kill(task, SIGKILL) == 0);
+    CHECK(comes_true([&] { return proc::state(tids[1]) == 'Z'; }));
+    CHECK(proc::threads(task).size() == 2);
+    CHECK(proc::liveness(task, start) == Liveness::dead);
+    CHECK(::waitpid(tids[1], nullptr, __WALL) == tids[1]);
+    CHECK(::waitpid(task, nullptr, 0) == task);
+    CHECK(proc::liveness(task, start) == Liveness::dead);
+}
+
 } // namespace
 
 int main() {
     who_cannot_look_takes_nobody_for_dead();
+    a_process_lives_on_in_any_of_its_threads();
 }

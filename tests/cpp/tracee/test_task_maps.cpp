@@ -23,6 +23,7 @@ void every_field_is_read() {
     CHECK(maps[0].protection == (PROT_READ | PROT_EXEC));
     CHECK(!maps[0].shared && maps[0].inode == 173521 && maps[0].name == "/usr/bin/a b");
     CHECK(!maps[0].is_private_anonymous() && !maps[0].is_shared_anonymous());
+    CHECK(maps[0].offset == 0x1000 && maps[1].offset == 0);
     CHECK(maps[1].shared && maps[1].is_shared_anonymous() && !maps[1].is_private_anonymous());
     CHECK(maps[2].protection == PROT_NONE && maps[2].is_private_anonymous());
     CHECK(maps[3].is_private_anonymous() && maps[3].name.empty());

@@ -195,6 +195,29 @@ static void host_memory_and_pointers(void) {
     free(own);
 }
 
+/* Once it is not registered any more, memory is its owner's to free: no copy into it is left to do. */
+static void unregistered_under_a_copy(CUmodule module) {
+    char* own = calloc(1, 10000);
+    CUdeviceptr on_device;
+    CUstream stream;
+    CUfunction sleep;
+    unsigned milliseconds = 300;
+    void* params[] = {&milliseconds};
+    OK(cuModuleGetFunction(&sleep, module, "sleep_ms"));
+    OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+    OK(cuMemAlloc(&on_device, 10000));
+    OK(cuMemsetD8(on_device, 7, 10000));
+    OK(cuMemHostRegister(own, 10000, 0));
+    OK(cuLaunchKernel(sleep, 1, 1, 1, 1, 1, 1, 0, stream, params, NULL));
+    OK(cuMemcpyDtoHAsync(own, on_device, 10000, stream));
+    EXPECT(CUDA_ERROR_NOT_READY, cuStreamQuery(stream));
+    OK(cuMemHostUnregister(own));
+    TRUE(own[0] == 7 && own[9999] == 7);
+    OK(cuStreamDestroy(stream));
+    OK(cuMemFree(on_device));
+    free(own);
+}
+
 static void count_call(void* count) {
     ++*(int*)count;
 }
@@ -316,6 +339,7 @@ int main(int argc, char** argv) {
     copies(), puts("copies");
     host_memory_and_pointers(), puts("host memory");
     OK(cuModuleLoad(&module, argv[1]));
+    unregistered_under_a_copy(module), puts("registered memory");
     streams_and_events(module), puts("streams");
     kernels(module), puts("kernels");
     OK(cuModuleUnload(module));
