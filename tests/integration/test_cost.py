@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from campaigns import hook_cost
 from gpustasis_bench.bench.programs import compile_program
 
