@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gpustasis.image.lock import try_exclude
 
+from campaigns.rig import small_filesystem
 from gpustasis._core import (
     PARENT_LINK,
     DirtyTracker,
@@ -27,21 +27,12 @@ from gpustasis._core import (
 )
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image.checkpoint import open_image
+from gpustasis.image.directory import try_exclude
 from gpustasis.image.flatten import flatten
 from support.chains import make_chain, make_link, memory_of
 from support.image_samples import CHECKPOINT_ID, info_of, noise
 
 NOBODY = 65534
-
-
-@contextmanager
-def full_file_system(place: Path) -> Iterator[Path]:
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], check=True)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", place], check=True)
 
 
 @contextmanager
@@ -58,7 +49,7 @@ def without_privileges() -> Iterator[None]:
 
 def test_enospc(tmp_path: Path) -> None:
     memory = [(0x7F0000000000, noise(2 << 20))]
-    with full_file_system(tmp_path / "small") as small:
+    with small_filesystem(tmp_path / "small", 1 << 20, 0) as small:
         with pytest.raises(OSError, match="No space left") as caught:
             write_image(small / "a.img", info_of(memory), memory)
         assert list(small.iterdir()) == []
@@ -130,7 +121,7 @@ def test_what_the_system_did_not_refuse_has_none(tmp_path: Path) -> None:
 def test_errors_of_the_package_carry_it(tmp_path: Path) -> None:
     make_link(tmp_path / "a", {7: memory_of([f"A{page}" for page in range(600)])})
     with (
-        full_file_system(tmp_path / "small") as small,
+        small_filesystem(tmp_path / "small", 1 << 20, 0) as small,
         pytest.raises(CheckpointError, match="No space left") as full,
     ):
         flatten(tmp_path / "a", small / "flat")
