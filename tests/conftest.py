@@ -27,11 +27,13 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,11 +42,13 @@ from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of, lib
 from support import hierarchies
 from support.checkpoint import Checkpointer
 from support.criu_roots import criu_place, criu_versions, preferred_criu
-from support.job import Job
+from support.job import Job, reap_workers
 
 EMULATED_DRIVER = "580.95.05"
 EMULATED_MEMORY_SIZE = 256 << 20  # bytes of each GPU
 PROGRAMS = Path(__file__).resolve().parent / "programs"
+TESTS_OF_ENGINES = re.compile(r"\bcriu-|/(runtimes|containerd)/|/test_hierarchies\.py")
+KEPT = pytest.StashKey[bool]()
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 Launch = Callable[..., Job]
 
@@ -58,9 +62,30 @@ def pytest_configure(config: pytest.Config) -> None:
         if int(name) > 2:
             with contextlib.suppress(OSError):  # listdir's own, closed by now
                 os.set_inheritable(int(name), False)
-    # Workers of xdist come after this process, and end before it.
-    if not hasattr(config, "workerinput") and hierarchies.is_needed():
-        config.add_cleanup(hierarchies.KeptHierarchy().close)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Not in a worker of xdist: they begin to test after the process that made them was told what
+    # they have collected, and end before it.
+    if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
+        keep_hierarchy(session.config, [item.nodeid for item in session.items])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    keep_hierarchy(node.config, ids)
+
+
+def keep_hierarchy(config: pytest.Config, names: list[str]) -> None:
+    """Until the end, if tests of engines or of CRIU are among these."""
+    if KEPT in config.stash or not any(TESTS_OF_ENGINES.search(name) for name in names):
+        return
+    config.stash[KEPT] = True
+    if hierarchies.is_needed():
+        try:
+            config.add_cleanup(hierarchies.KeptHierarchy().close)
+        except OSError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -145,6 +170,7 @@ def running_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emula
 def emulator(running_emulator: Emulator) -> Iterator[Emulator]:
     settings: dict[str, object] = running_emulator.status()["settings"]
     yield running_emulator
+    reap_workers()
     running_emulator.clear_faults()
     for key, value in running_emulator.status()["settings"].items():
         if value != settings[key]:

@@ -35,6 +35,7 @@ _CALLS = {
 DUMP_CALLS = ("get_state", "lock", "checkpoint")
 UNDO_CALLS = ("restore", "unlock")  # those of a dump that leaves the job running
 RESTORE_CALLS = ("get_state", "restore", "unlock")
+_RESTORE_THREAD = re.compile(r"cuda[0-9a-f]{11}")
 _SHORT = {"driver_timeout_ms": 1000, "lock_timeout_ms": 500}
 
 
@@ -51,7 +52,20 @@ class Fault:
 
 # What a process does not come back from by itself, or not always.
 LASTING = ("die", "failed", "hang", "hang_half", "end_thread", "close")
-_STRANGE_STATES = (3, 4, 5, 6, 255)  # FAILED, CHECKPOINTING, RESTORING, and what nobody knows yet
+STATE_FAILED = 3
+REASON_OF_STATE = {
+    STATE_FAILED: "the driver has given the process up (state FAILED)",
+    4: "is being checkpointed or restored by somebody else",
+    5: "is being checkpointed or restored by somebody else",
+    6: "is in driver state 6, which this version does not know",
+    255: "is in driver state 255, which this version does not know",
+}
+_REASON_OF_LIE = {
+    "lock": "the driver says it locked the process, and that it is not",
+    "checkpoint": "the driver says it checkpointed the process, and that it is not",
+    "restore": f"{_CALLS['unlock']} for pid",  # refused: it is not the time for that yet
+    "unlock": "the driver says it unlocked the process, and that it is not",
+}
 _GARBLED = ("nonsense", "wrong")  # replies
 
 
@@ -64,7 +78,7 @@ def dump_faults(codes: tuple[int, ...], slow: bool) -> Iterator[Fault]:
             yield Fault(operation, "hang")
         for action in ("die", "failed", "end_thread", "close", *_GARBLED):
             yield Fault(operation, action)
-    for state in _STRANGE_STATES:
+    for state in REASON_OF_STATE:
         yield Fault("get_state", "state", state)
     for operation in ("lock", "checkpoint"):
         yield Fault(operation, "lie")
@@ -83,7 +97,7 @@ def restore_faults(codes: tuple[int, ...], slow: bool) -> Iterator[Fault]:
             yield Fault(operation, "hang")
         for action in ("die", "failed", "end_thread", "close", *_GARBLED):
             yield Fault(operation, action)
-    for state in _STRANGE_STATES:
+    for state in REASON_OF_STATE:
         yield Fault("get_state", "state", state)
     for operation in ("restore", "unlock"):
         yield Fault(operation, "lie")
@@ -147,10 +161,11 @@ def run_undos(rig: Rig, codes: tuple[int, ...] = CODES) -> Tally:
     faults += [Fault(call, "fail_after", 999) for call in UNDO_CALLS]
     faults += [Fault(call, action) for call in UNDO_CALLS for action in ("lie", *_GARBLED)]
     with Jobs(lambda: _start(rig)) as jobs:
-        for fault in faults:
+        for turn, fault in enumerate(faults):
             tally.counts["trials"] += 1
+            job = jobs.get()
             try:
-                tally.counts[_try_undo(rig, jobs.get(), fault)] += 1
+                tally.counts[_try_undo(rig, job, fault, job.pids[turn % 2])] += 1
             except AssertionError as failure:
                 tally.failures.append(f"undo, {fault}: {failure}")
                 jobs.drop()
@@ -159,17 +174,17 @@ def run_undos(rig: Rig, codes: tuple[int, ...] = CODES) -> Tally:
     return tally
 
 
-def _try_undo(rig: Rig, job: SteadyJob, fault: Fault) -> str:
+def _try_undo(rig: Rig, job: SteadyJob, fault: Fault, target: int) -> str:
     threads = job.threads()
     images = rig.images()
-    _add(rig, fault)
+    _add(rig, fault, target)
     dumped = rig.dump(job, images, "--leave-running", config=_SHORT)
     job.run_on()
     rig.settle(images)
     assert job.threads() == threads
     if "is left as it is" not in dumped.log:
         return "job runs on at once"
-    _require_reason(dumped, fault, job)
+    _require_reason(dumped, fault, target)
     assert "brought back" in (images / "gpustasis-undo.log").read_text()
     return "job was brought back by the worker"
 
@@ -194,7 +209,7 @@ def _try_dump(rig: Rig, job: SteadyJob, fault: Fault, target: int) -> bool:
     dumped = rig.dump(job, images, config=_SHORT)
     assert dumped.status != 0, "criu says it dumped"
     rig.emulator.clear_faults()
-    _require_reason(dumped, fault, job)
+    _require_reason(dumped, fault, target)
     assert "t" not in {process_state(pid) for pid in job.pids}, "a task is left traced"
     if fault.action in LASTING:
         job.run_on(without=[target])
@@ -217,18 +232,25 @@ def _require_still_hanging(job: SteadyJob, pid: int) -> None:
     places = [
         (task / "wchan").read_text()
         for task in Path(f"/proc/{pid}/task").iterdir()
-        if len((task / "comm").read_text().strip()) == len("cuda") + 11
+        if _RESTORE_THREAD.fullmatch((task / "comm").read_text().strip())
     ]
     assert places, "it has no restore thread"
+    assert all(place != "0" for place in places), "the kernel does not say where threads wait"
     assert all("poll" not in place for place in places), "the hang has ended by itself"
     assert pid in job.alive_pids()
 
 
-def _require_reason(dumped: Run, fault: Fault, job: SteadyJob) -> None:
+def _require_reason(dumped: Run, fault: Fault, target: int) -> None:
     reasons = [line for line in dumped.log.splitlines() if "Error: cuda_plugin: " in line]
     assert reasons, f"no reason in the log: {dumped.errors}"
-    text = "\n".join(reasons)
-    assert any(re.search(rf"\b{pid}\b", text) for pid in job.pids), f"no pid in {text}"
-    if fault.action in ("error", "fail_after"):
+    of_target = [line for line in reasons if re.search(rf"\b{target}\b", line)]
+    assert of_target, f"no pid {target} in {reasons}"
+    text = "\n".join(of_target)
+    if fault.action == "state" and fault.code is not None:
+        assert REASON_OF_STATE[fault.code] in text, f"no state in {text}"
+    elif fault.action == "lie":
+        assert _REASON_OF_LIE[fault.operation] in text, f"no lie in {text}"
+    elif fault.action != "die":
         assert _CALLS[fault.operation] in text, f"no call in {text}"
+    if fault.action in ("error", "fail_after"):
         assert re.search(rf"\b{fault.code}\b", text), f"no CUresult in {text}"

@@ -22,6 +22,7 @@ from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
+from support.job import children_named, reap_workers
 
 CRIU_TIMEOUT_S = 120.0
 GPU_MEMORY = 256 << 20  # bytes of each emulated GPU
@@ -96,6 +97,7 @@ class Rig:
     programs: Programs
     scratch: Path
     _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    _started: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False)
 
     @contextmanager
     def job(self, **options: int | Path) -> Iterator[SteadyJob]:
@@ -212,13 +214,25 @@ class Rig:
         self, words: Sequence[str], config: Mapping[str, Scalar] | None = None
     ) -> subprocess.Popen[bytes]:
         """Run criu in the background, for a test that does something else meanwhile."""
-        return subprocess.Popen(
-            words,
-            env=self.environment(config),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+        self._started[:] = [criu for criu in self._started if criu.poll() is None]
+        self._started.append(
+            subprocess.Popen(
+                words,
+                env=self.environment(config),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         )
+        return self._started[-1]
+
+    def close(self) -> None:
+        """End every criu that start() has started and that a test which failed has left."""
+        for criu in self._started:
+            criu.kill()  # nothing, if it has ended
+            criu.wait()
+        self._started.clear()
+        reap_workers()
 
     def settle(self, images: Path) -> None:
         """Wait until no worker of ours is left that has to do with `images`. Fails if one stays."""
@@ -267,29 +281,13 @@ def workers(images: Path) -> list[int]:
     return find_users(images, WORKER_COMM, GUARDIAN_COMM)
 
 
-def reap_workers() -> None:
-    """Collect the workers that have ended and come to us as subreaper; nobody else will."""
-    for pid in _children_named(WORKER_COMM, GUARDIAN_COMM):
-        with suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-
-
 def end_strays() -> None:
     """Kill what a killed criu has left of itself: it probes the kernel with children that wait for
     a signal of its. Not while another criu runs."""
-    for pid in _children_named("criu", "ld-linux-x86-64"):
+    for pid in children_named("criu", "ld-linux-x86-64"):
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-
-
-def _children_named(*names: str) -> list[int]:
-    found = []
-    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        with suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() in names:
-                found.append(int(pid))
-    return found
 
 
 def log_path(images: Path, stage: str) -> Path:

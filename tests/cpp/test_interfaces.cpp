@@ -175,6 +175,8 @@ struct Way {
     IoMode mode;
 };
 
+int direct_ways = 0; ///< those that went past the page cache because they had to
+
 std::unique_ptr<ChunkOutput> open_output(int fd, const Way& way) {
     try {
         return std::make_unique<ChunkOutput>(fd, way.mode, kPage);
@@ -218,6 +220,8 @@ void chunks_come_back(const Way& way, const MakeBuffer& make_buffer) {
         std::make_shared<const UniqueFd>(::openat(dir.fd(), "chunks", O_RDONLY | O_CLOEXEC));
     const ChunkInput input(file, 0, end, way.mode);
     CHECK(way.mode != IoMode::buffered || !input.is_direct());
+    CHECK(way.mode != IoMode::direct || input.is_direct());
+    direct_ways += way.mode == IoMode::direct ? 1 : 0;
     for (std::size_t chunk = 0; chunk < kChunks; ++chunk) {
         AlignedBuffer buffer(4 * kPage);
         const Bytes found = input.read(chunk * kStep, size_of(chunk), buffer.bytes());
@@ -249,4 +253,5 @@ int main(int, char** argv) {
     for (const char* place : {disk.c_str(), "/dev/shm"})
         for (const IoMode mode : {IoMode::automatic, IoMode::buffered, IoMode::direct})
             chunk_io({place, mode});
+    CHECK(direct_ways > 0); // at least the disk can
 }

@@ -13,7 +13,7 @@ import pytest
 
 from gpustasis.emulator import Emulator
 from gpustasis.errors import EmulatorError
-from support.job import Job
+from support.job import Job, ended
 
 Call = Callable[..., tuple[int, int]]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
@@ -116,12 +116,11 @@ def test_hang_ends_only_with_the_process(
     advance(caller, job.pid, call if call != "state" else "lock")
     emulator.add_fault("get_state" if call == "state" else call, "hang")
     argv = [str(checkpoint_call), call, str(job.pid), *words(call)]
-    with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as hanging:
+    with ended(subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE)) as hanging:
         time.sleep(0.3)
         assert hanging.poll() is None
-        hanging.kill()
     again = [str(checkpoint_call), "state", str(job.pid)]
-    with subprocess.Popen(again, env=emulator_environ, stdout=subprocess.PIPE) as hanging:
+    with ended(subprocess.Popen(again, env=emulator_environ, stdout=subprocess.PIPE)) as hanging:
         time.sleep(0.5)
         assert hanging.poll() is None, "another caller has ended it"
         job.signal(signal.SIGKILL)

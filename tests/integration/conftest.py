@@ -49,8 +49,10 @@ def rig(
     emulator_environ: dict[str, str],
     programs: Programs,
     tmp_path: Path,
-) -> Rig:
-    return Rig(criu, emulator, emulator_environ, programs, tmp_path)
+) -> Iterator[Rig]:
+    rig = Rig(criu, emulator, emulator_environ, programs, tmp_path)
+    yield rig
+    rig.close()
 
 
 @pytest.fixture
@@ -60,8 +62,10 @@ def newest_rig(
     emulator_environ: dict[str, str],
     programs: Programs,
     tmp_path: Path,
-) -> Rig:
-    return Rig(newest_criu, emulator, emulator_environ, programs, tmp_path)
+) -> Iterator[Rig]:
+    rig = Rig(newest_criu, emulator, emulator_environ, programs, tmp_path)
+    yield rig
+    rig.close()
 
 
 @pytest.fixture
@@ -70,6 +74,8 @@ def own_rig(newest_criu: Criu, programs: Programs, tmp_path: Path) -> Iterator[R
     emulator = Emulator(path=tmp_path / "emulator" / "socket")
     emulator.start(Options(gpus=2, memory_bytes=64 << 20, driver=DRIVER, rates=RATES_OFF))
     environ = dict(os.environ) | emulator.environment(api_version_of(DRIVER))
-    yield Rig(newest_criu, emulator, environ, programs, tmp_path)
+    rig = Rig(newest_criu, emulator, environ, programs, tmp_path)
+    yield rig
+    rig.close()
     if emulator.is_running():
         emulator.stop()

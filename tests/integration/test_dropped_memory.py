@@ -23,7 +23,7 @@ from gpustasis._core import ChunkInfo, Encoding, ImageReader, find_drop_record, 
 from gpustasis.diagnosis import Status, host
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
-from support.job import Job
+from support.job import Job, ended
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 SETTING = Path("/proc/sys/vm/unprivileged_userfaultfd")
@@ -38,15 +38,16 @@ TIMEOUT_S = 30.0
 # process_vm_readv waits for a missing page as a thread of the process does; /proc/PID/mem may end
 # in EIO.
 READ_PAGE = """
-import ctypes, sys
+import ctypes, os, sys
 class Vec(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
 page = ctypes.create_string_buffer(4096)
 mine, theirs = Vec(ctypes.addressof(page), 4096), Vec(int(sys.argv[2]), 4096)
 read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+os.write(1, b"reading\\n")
 got = read(int(sys.argv[1]), ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
 assert got == 4096, (got, ctypes.get_errno())
-sys.stdout.buffer.write(page.raw)
+os.write(1, page.raw)
 """
 
 
@@ -66,7 +67,8 @@ def dump_and_stop(rig: Rig, job: SteadyJob, images: Path) -> Callable[[], None]:
     script = images.with_name(f"{images.name}.script")
     script.write_text(
         '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
-        f"echo $$ >{reached}.part; mv {reached}.part {reached}\nexec sleep 60\n"
+        f"echo $$ >{reached}.part; mv {reached}.part {reached}\n"
+        "while kill -0 $PPID; do sleep 0.1; done\n"  # no longer than criu
     )
     script.chmod(0o755)
     criu = rig.start(rig.dump_words(job, images, ["--action-script", str(script)]))
@@ -217,7 +219,9 @@ def test_a_damaged_chunk_is_guarded_and_all_else_put_back(newest_rig: Rig) -> No
                     memory.seek(address)
                     assert memory.read(len(wanted)) == wanted
         words = [sys.executable, "-c", READ_PAGE, str(job.pid), str(damaged.address)]
-        with subprocess.Popen(words, stdout=subprocess.PIPE) as reader:
+        with ended(subprocess.Popen(words, stdout=subprocess.PIPE, bufsize=0)) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"reading\n"
             with pytest.raises(subprocess.TimeoutExpired):
                 reader.communicate(timeout=2)
             assert len(find_users(images, GUARDIAN_COMM)) == 2

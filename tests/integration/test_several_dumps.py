@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from campaigns import repetition
 from campaigns.rig import Rig, log_path
-from campaigns.steady_job import SteadyJob
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.recovery import Outcome, recover
 
@@ -27,11 +27,8 @@ def driver_of(rig: Rig) -> Driver:
 
 
 def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
-    jobs = [
-        SteadyJob(rig.programs.job, rig.scratch / f"job-{number}", rig.environ, mib=8, seed=number)
-        for number in range(DUMPS_AT_ONCE)
-    ]
-    try:
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(rig.job(mib=8, seed=number)) for number in range(DUMPS_AT_ONCE)]
         places = [rig.images() for _ in jobs]
         running = [
             rig.start(rig.dump_words(job, images)) for job, images in zip(jobs, places, strict=True)
@@ -42,18 +39,16 @@ def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
         assert [criu.wait(60) for criu in running] == [0] * DUMPS_AT_ONCE
         for job in jobs:
             job.run_on()
-    finally:
-        for job in jobs:
-            job.end()
 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_second_dump_of_one_job_is_refused_while_the_first_is_at_work(
     newest_rig: Rig, *, killed: bool
 ) -> None:
-    """The driver says "running" to both: the first is still waiting for its lock."""
+    """The driver says "running" to both: the first is still waiting for its lock, for nearly as
+    long as it may."""
     with newest_rig.job(mib=4) as job:
-        newest_rig.emulator.add_fault("lock", "delay", delay_ms=3000)
+        newest_rig.emulator.add_fault("lock", "delay", delay_ms=8000)
         first = newest_rig.images()
         criu = newest_rig.start(newest_rig.dump_words(job, first, ["--leave-running"]))
         log = log_path(first, "dump")

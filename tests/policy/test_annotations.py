@@ -20,7 +20,7 @@ from gpustasis.policy import (
 )
 
 CONTAINER_ID = "0123456789abcdef" * 4
-RIGHT = {
+RIGHT: dict[str, dict[str, object]] = {
     "compress": {"lz4": "lz4", "none": "none"},
     "externalize": {"true": True, "false": False},
     "incremental": {"true": True, "false": False},

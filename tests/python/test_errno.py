@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from campaigns.rig import small_filesystem
 from gpustasis._core import (
     PARENT_LINK,
     DirtyTracker,
@@ -35,16 +36,6 @@ NOBODY = 65534
 
 
 @contextmanager
-def full_file_system(place: Path) -> Iterator[Path]:
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], check=True)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", place], check=True)
-
-
-@contextmanager
 def without_privileges() -> Iterator[None]:
     """As a user to whom permissions apply."""
     before = os.geteuid()
@@ -58,7 +49,7 @@ def without_privileges() -> Iterator[None]:
 
 def test_enospc(tmp_path: Path) -> None:
     memory = [(0x7F0000000000, noise(2 << 20))]
-    with full_file_system(tmp_path / "small") as small:
+    with small_filesystem(tmp_path / "small", 1 << 20, 0) as small:
         with pytest.raises(OSError, match="No space left") as caught:
             write_image(small / "a.img", info_of(memory), memory)
         assert list(small.iterdir()) == []
@@ -130,7 +121,7 @@ def test_what_the_system_did_not_refuse_has_none(tmp_path: Path) -> None:
 def test_errors_of_the_package_carry_it(tmp_path: Path) -> None:
     make_link(tmp_path / "a", {7: memory_of([f"A{page}" for page in range(600)])})
     with (
-        full_file_system(tmp_path / "small") as small,
+        small_filesystem(tmp_path / "small", 1 << 20, 0) as small,
         pytest.raises(CheckpointError, match="No space left") as full,
     ):
         flatten(tmp_path / "a", small / "flat")

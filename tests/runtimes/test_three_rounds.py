@@ -15,7 +15,7 @@ import pytest
 
 from gpustasis.policy import STORE_DIRECTORY
 from support.engine_gpu import Steady, SteadyContainer, write_config
-from support.engine_policy import add_hook
+from support.engine_policy import add_hook, remove_hook
 from support.engine_root import EngineRoot
 from support.kernels import compile_kernels
 
@@ -42,6 +42,9 @@ def small_chunks(engines: EngineRoot) -> Iterator[None]:
     write_config(engines, "chunk_size = 4096")
     yield
     write_config(engines)
+    remove_hook(engines)
+    shutil.rmtree(engines.path(STORE_DIRECTORY), ignore_errors=True)
+    assert not engines.path(STORE_DIRECTORY).exists()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,4 +137,3 @@ def test_three_rounds_by_archives(
                 assert next_step[pid] in found, f"process {pid} goes on elsewhere: {found}"
     finally:
         (shared / f"{job.name}.tar").unlink(missing_ok=True)
-        shutil.rmtree(root.path(STORE_DIRECTORY), ignore_errors=True)

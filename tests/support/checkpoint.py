@@ -22,7 +22,7 @@ class Checkpointer:
     criu: Criu
     environ: Mapping[str, str] = field(repr=False)
 
-    def dump(self, job: Job, images: Path, **options: Any) -> run.Outcome:
+    def dump(self, job: Job, images: Path, **options: Any) -> run.Run:
         """Dump `job`. Options: leave_running, leave_stopped; plugin (a dict) and the other fields
         of gpustasis.criu.run.Settings. A job that the dump ends is reaped."""
         lives = options.get("leave_running", False) or options.get("leave_stopped", False)
@@ -34,7 +34,7 @@ class Checkpointer:
             assert job.wait() == -signal.SIGKILL
         return outcome
 
-    def restore(self, job: Job, images: Path, **options: Any) -> run.Outcome:
+    def restore(self, job: Job, images: Path, **options: Any) -> run.Run:
         """Restore the tree of `job`, which must have ended; options as for dump."""
         outcome = run.restore(self.criu, images, self._settings(options))
         assert outcome.pid == job.pid

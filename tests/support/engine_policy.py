@@ -11,6 +11,7 @@ import gpustasis
 from support.engine_root import EngineRoot
 
 _HOOK = "/usr/libexec/gpustasis/oci-hook"
+_DEFINITION = "/usr/share/containers/oci/hooks.d/50-gpustasis.json"
 _LAUNCHER = """#!{python} -IS
 import sys
 sys.path.append({packages!r})
@@ -29,4 +30,9 @@ def add_hook(root: EngineRoot) -> None:
         "when": {"annotations": {r"^io\.gpustasis\.": ".*"}},
         "stages": ["createRuntime", "poststop"],
     }
-    root.write("/usr/share/containers/oci/hooks.d/50-gpustasis.json", json.dumps(definition))
+    root.write(_DEFINITION, json.dumps(definition))
+
+
+def remove_hook(root: EngineRoot) -> None:
+    root.path(_DEFINITION).unlink()
+    root.path(_HOOK).unlink()

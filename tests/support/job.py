@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 
 POLL_S = 0.01
 TIMEOUT_S = 30.0
@@ -95,12 +98,30 @@ class Job:
             self.wait()
 
 
-def reap_orphans() -> None:
-    """Collect what ended and has come to us as subreaper; children still running are left."""
-    while True:
+@contextmanager
+def ended(program: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """The program, which is killed at the end of the with statement: one that a failed test leaves
+    hanging would be waited for."""
+    with program:
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
+            yield program
+        finally:
+            program.kill()
+
+
+def reap_workers() -> None:
+    """Collect the plugin's workers that have ended and come to us as subreaper; nobody else will.
+    Other children are left: who started them waits for them."""
+    for pid in children_named(WORKER_COMM, GUARDIAN_COMM):
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def children_named(*names: str) -> list[int]:
+    """Of this process, zombies as well."""
+    found = []
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() in names:
+                found.append(int(pid))
+    return found

@@ -226,6 +226,7 @@ void a_hanging_driver_does_not_keep_a_broken_restore_alive() {
     }
     CHECK(comes_true([&] { return slow.is_in_it(); }));
     const pid_t worker = find_worker();
+    CHECK(worker != 0);
     CHECK(::kill(criu, SIGKILL) == 0);
     CHECK(::waitpid(criu, nullptr, 0) == criu);
     CHECK(task.dies_within(kDeathMs));
@@ -236,7 +237,7 @@ void a_hanging_driver_does_not_keep_a_broken_restore_alive() {
 // task for one that is back.
 void an_undo_is_settled_only_when_it_was_tried() {
     const Bystander task;
-    const Slow slow("SLOW_DRIVER_RESTORE_MS", "500", "2");
+    const Slow slow("SLOW_DRIVER_RESTORE_MS", "3000", "2");
     Rig rig(OnOrphaned::undo);
     CHECK(rig.worker->state(task.pid()) == ProcessState::checkpointed);
     TaskRecord& record = rig.table.add(task.pid());
