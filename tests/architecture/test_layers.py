@@ -48,7 +48,7 @@ PYTHON_ARROWS = {
     "watching": {"errors", "_core"},
     "image": {"errors", "_core", "criu", "files"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
-    "criu": {"errors", "process", "driver", "nvml"},
+    "criu": {"errors", "process", "driver", "nvml", "files"},
     "runtimes": {"errors", "criu", "image", "archive", "_core", "task", "files", "process"},
     "files": set[str](),
     "policy": {"errors"},

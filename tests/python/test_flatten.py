@@ -229,6 +229,11 @@ class TestRefusals:
             run_with_deadline(lambda: flatten(pair / "b", pair / "flat", exchange))
         assert not (pair / "flat").exists()
 
+    def test_a_fifo_in_place_of_an_image_of_criu(self, pair: Path) -> None:
+        os.mkfifo(pair / "b" / "pagemap-7.img")
+        with pytest.raises(ImageError, match=r"pagemap-7\.img: is no ordinary file"):
+            run_with_deadline(lambda: flatten(pair / "b", pair / "flat"))
+
     def test_a_place_that_is_taken(self, pair: Path) -> None:
         (pair / "flat").mkdir()
         (pair / "flat" / "something").write_text("mine")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis.errors import ImageError
+from gpustasis.files import open_regular
 
 PSTREE_NAME = "pstree.img"
 INVENTORY_NAME = "inventory.img"  # CRIU writes it last: without it a checkpoint is not complete
@@ -192,7 +193,8 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as exc:
         raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpustasis.errors import ImageError
+from gpustasis.files import open_regular
 
 Stage = Literal["dump", "restore"]
 
@@ -75,7 +76,8 @@ def find_statistics(images: Path, stage: Stage) -> Statistics | None:
     """The statistics in `images`; None if there are none. Raises ImageError if damaged."""
     path = statistics_path(images, stage)
     try:
-        return parse_statistics(path.read_bytes(), str(path))
+        with open_regular(path) as file:
+            return parse_statistics(file.read(), str(path))
     except FileNotFoundError:
         return None
     except OSError as exc:
