@@ -4,11 +4,9 @@
 #include "dropped_memory/drop_record.hpp"
 #include "dropped_memory/refill.hpp"
 #include "dropped_memory/userfaultfd_setting.hpp"
-#include "tracee/injected_syscall.hpp"
 
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
-#include <sys/syscall.h>
 
 #include <filesystem>
 
@@ -74,12 +72,10 @@ void bind_record(py::module_& m) {
 
 void bind_dropped_memory(py::module_& m) {
     bind_record(m);
-    m.def(
-        "is_drop_over", [](pid_t pid, pid_t tid) { return is_home(pid, tid, SYS_madvise); },
-        py::arg("pid"), py::arg("restore_thread"),
-        "Whether no page of process `pid` can be dropped any more: its restore thread, which a "
-        "dump "
-        "makes\ncall madvise, waits in a call of its own again, or is gone.");
+    m.def("is_drop_over", &is_drop_over, py::arg("pid"), py::arg("restore_thread"),
+          "Whether no page of process `pid` can be dropped any more: its restore thread, which a "
+          "dump\n"
+          "makes call madvise, waits in a call of its own again, or is gone.");
     m.def("refill_dropped", &refill, py::arg("directory"), py::arg("pid"), py::arg("image"),
           py::arg("checkpoint_id"), py::arg("digest"), py::arg("threads") = 0,
           py::arg("progress") = py::none(),

@@ -4,10 +4,7 @@
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
-#include "tracee/injected_syscall.hpp"
 #include "tracee/ptrace.hpp"
-
-#include <sys/syscall.h>
 
 #include <exception>
 
@@ -56,7 +53,7 @@ void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads, Missing
 }
 
 bool drop_is_over(const TaskRecord& record) noexcept {
-    return !record.drop_begun || is_home(record.pid, record.restore_tid, SYS_madvise);
+    return !record.drop_begun || is_drop_over(record.pid, record.restore_tid);
 }
 
 void undo_task(const TaskRecord& record, Driver& driver) {

@@ -5,11 +5,13 @@
 #include "core/file.hpp"
 #include "core/process_memory.hpp"
 #include "core/unique_fd.hpp"
+#include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
 #include "tracee/task_maps.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -158,6 +160,10 @@ ImageReader open_dropped(const DroppedTask& task, Lineage& lineage) {
                                             " wrote; nothing was changed");
     image.attach_sources(lineage);
     return image;
+}
+
+bool is_drop_over(pid_t pid, pid_t restore_thread) noexcept {
+    return is_home(pid, restore_thread, SYS_madvise);
 }
 
 void refill(pid_t pid, const ImageReader& image, unsigned threads,

@@ -27,6 +27,11 @@ struct DroppedTask {
 /// and its pid is another task's; as ImageReader::open and attach_sources.
 ImageReader open_dropped(const DroppedTask& task, Lineage& lineage);
 
+/// Whether no page of the task can be dropped any more, now that the dump has let go of it: its restore
+/// thread, which a dump makes call madvise, waits in a call of its own again, or is gone. What is put
+/// back before is lost: the thread makes that call even if the dump has died.
+bool is_drop_over(pid_t pid, pid_t restore_thread) noexcept;
+
 /// Check that the task maps every region of `image` as the image says, then put its memory back.
 /// Chunks that are zero are left out where the page tables show that no page is there.
 /// Throws Error: corrupt_data if a mapping differs or a chunk is damaged, io.
