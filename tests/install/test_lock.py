@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from gpustasis.errors import InstallError
-from gpustasis.install import root as root_module
 from gpustasis.install.root import LOCK, Root
 from install.conftest import install_into, uninstall_from
 from install.tree import tree
@@ -126,7 +125,7 @@ def test_who_had_it_removes_it_between_open_and_lock(
             change(root / LOCK)
         lock(fd, operation)
 
-    monkeypatch.setattr(root_module.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with Root(root):
         assert len(turns) == 2
         with pytest.raises(InstallError, match=BUSY):
