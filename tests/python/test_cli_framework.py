@@ -164,7 +164,10 @@ def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
         assert process.stderr.readline() == "waiting\n"
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        said, complaint = process.communicate(timeout=60)
+        try:
+            said, complaint = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert json.loads(said)["error"] == {
         "code": 130,
@@ -175,8 +178,9 @@ def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
 
 
 INTERRUPTIBLE = """
-import sys
+import signal, sys
 from gpustasis.cli import install, main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
 fifo = sys.argv.pop(1)
 def wait():
     print("waiting", file=sys.stderr, flush=True)

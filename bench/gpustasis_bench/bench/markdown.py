@@ -29,6 +29,7 @@ _GIB, _MIB = 2**30, 2**20
 
 def write_page(whole: dict[str, Any], page: Path, plot: Path) -> None:
     """Replace what stands between the marks. Raises BenchError if the page has none."""
+    require_place(page, BEGIN, END)
     replace_between(page, BEGIN, END, results_text(whole, plot.name))
 
 
