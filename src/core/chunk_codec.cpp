@@ -6,7 +6,6 @@
 #include <lz4.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <string>
 

@@ -79,7 +79,8 @@ public:
             }
             // Until criu, or the kernel on its behalf, lets go of the task, it may be about to die. And
             // the call that drops pages is made even if criu dies: what is filled before is lost.
-            if (life == proc::Liveness::untraced && !filling && drop_is_over(record_))
+            if (life == proc::Liveness::untraced && !filling &&
+                is_drop_over(record_.pid, record_.restore_tid))
                 attempt([&] { filling.emplace([this] { fill(); }); });
         }
         if (filling)

@@ -52,10 +52,6 @@ void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads, Missing
     forget_drop(record);
 }
 
-bool drop_is_over(const TaskRecord& record) noexcept {
-    return !record.drop_begun || is_drop_over(record.pid, record.restore_tid);
-}
-
 void undo_task(const TaskRecord& record, Driver& driver) {
     ProcessState state = driver.state(record.pid);
     if (state == ProcessState::failed)

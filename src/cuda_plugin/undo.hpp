@@ -16,12 +16,8 @@ DroppedTask dropped_task(const TaskRecord& record);
 /// Put the staged memory back if it may have been dropped and is not back yet, and remove the record
 /// of the drop. Needs no thread of the task to run. `lineage` is that of the dump's image directory.
 /// `pages`: what the memory stands behind, if this process holds it; else no guardian may be at work on
-/// it, and the drop must be over. Throws Error: as open_dropped() and refill_dropped().
+/// it, and is_drop_over() must be true. Throws Error: as open_dropped() and refill_dropped().
 void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads, MissingPages* pages);
-
-/// Whether no page of the task can be dropped any more, now that criu has let go of it: the restore thread,
-/// which is made to call madvise, is back in a call of its own. Before that nothing may be put back.
-bool drop_is_over(const TaskRecord& record) noexcept;
 
 /// Restore and unlock as far as the task was neither checkpointed nor locked before: after
 /// refill_task(). Does nothing that is not needed: a task that is already back is left alone. The

@@ -36,6 +36,8 @@ using worker_protocol::Status;
 
 // How often an orphaned worker looks whether criu's kernel side has let go of the tasks.
 constexpr int kOrphanPollMs = 10;
+// The same once it is known that an image cannot be read: that may last.
+constexpr int kDamagedPollMs = 200;
 
 void copy_text(char* out, std::size_t size, const std::string& text) noexcept {
     const std::size_t count = std::min(text.size(), size - 1);
@@ -211,13 +213,16 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
                     log = std::make_unique<UndoLog>(lineage.directory(0));
                 (*log)(who + text);
             };
-            if (record.drop_begun && is_guarded(record)) {
-                if (record.refill_failed && told.insert(record.pid).second)
-                    tell(std::string(record.refill_error) + "; it is tried again and again");
-                continue;
+            if (record.drop_begun && !record.refilled) {
+                if (is_guarded(record)) {
+                    if (record.refill_failed && told.insert(record.pid).second)
+                        tell(std::string(record.refill_error) +
+                             "; this is tried again every second");
+                    continue;
+                }
+                if (!is_drop_over(record.pid, record.restore_tid))
+                    continue;
             }
-            if (!record.refilled && !drop_is_over(record))
-                continue;
             try {
                 refill_task(record, lineage, config.threads, nullptr);
                 reset_signal_mask(record);
@@ -228,7 +233,7 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
             }
             record.settled = true; // only now: until here it is not undone
         }
-        ::poll(nullptr, 0, kOrphanPollMs);
+        ::poll(nullptr, 0, told.empty() ? kOrphanPollMs : kDamagedPollMs);
     }
     lower_setting(); // at the first time a dying criu may have held the lock still
 }

@@ -170,11 +170,14 @@ bool is_home(pid_t pid, pid_t tid, long number) noexcept {
         const std::string task = "/proc/" + std::to_string(pid) + "/task/" + std::to_string(tid);
         if (::access(task.c_str(), F_OK) != 0)
             return errno == ENOENT;
+        // First: a tracer that is still there could yet point it at another call.
+        if (proc::tracer_of(tid) != 0)
+            return false;
         // "running", or the number of the call that it waits in; -1: in none, on its way to one.
         const std::string text = proc::read_file(task + "/syscall");
         long found = -1;
         const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), found);
-        return error == std::errc{} && found >= 0 && found != number && proc::tracer_of(tid) == 0;
+        return error == std::errc{} && found >= 0 && found != number;
     } catch (const std::exception&) {
         return false; // it ends, or this process cannot look now
     }

@@ -89,10 +89,6 @@ bool any_thread_name(DIR* dir, const Use& use) {
     return false;
 }
 
-} // namespace
-
-namespace {
-
 bool is_over(std::string_view state) {
     return state.starts_with('Z') || state.starts_with('X');
 }

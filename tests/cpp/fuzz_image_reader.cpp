@@ -3,6 +3,7 @@
 // The mutator makes checksums right again after most mutations, so that what lies behind them is
 // reached.
 #include "check.hpp"
+#include "sample.hpp"
 
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
@@ -49,23 +50,12 @@ private:
 class ManifestDir {
 public:
     explicit ManifestDir(const MemoryFile& file) {
-        std::string path = "/tmp/gpustasis-fuzz-XXXXXX";
-        CHECK(::mkdtemp(path.data()) != nullptr);
-        fd_ = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        CHECK(fd_ >= 0 && ::symlinkat(file.path().c_str(), fd_, kManifestName) == 0);
-        path_ = path;
+        CHECK(::symlinkat(file.path().c_str(), directory_.fd(), kManifestName) == 0);
     }
-    ManifestDir(const ManifestDir&) = delete;
-    ManifestDir& operator=(const ManifestDir&) = delete;
-    ~ManifestDir() {
-        ::unlinkat(fd_, kManifestName, 0);
-        ::rmdir(path_.c_str());
-    }
-    int fd() const { return fd_; }
+    int fd() const { return directory_.fd(); }
 
 private:
-    std::string path_;
-    int fd_ = -1;
+    sample::TempDir directory_;
 };
 
 template <class Body>

@@ -64,8 +64,8 @@ class _Program(Group):
 def cli(verbose: int) -> None:
     """Checkpoint and restore GPU workloads, transparently, with CRIU.
 
-    Exit status: 0 when done, 2 for a wrong command line, 130 after Ctrl-C; what the others mean
-    says docs/errors.md of the source, and "error" of --json.
+    Exit status: 0 when done, 2 for a wrong command line, 130 after Ctrl-C; the others mean what
+    the message says, and are listed in docs/errors.md of the source.
     """
     output.start_log((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "sample.hpp"
 
 #include "dropped_memory/drop_record.hpp"
 #include "tracee/proc.hpp"
@@ -17,12 +18,6 @@ using namespace gpustasis;
 
 namespace {
 
-struct Base {
-    char path[40] = "/tmp/gpustasis-test-XXXXXX";
-    Base() { CHECK(::mkdtemp(path) != nullptr); }
-    ~Base() { std::filesystem::remove_all(path); }
-};
-
 DropRecord record_of(pid_t pid) {
     DropRecord record;
     record.task = identify_task(pid);
@@ -39,8 +34,8 @@ DropRecord record_of(pid_t pid) {
 }
 
 void what_is_written_is_found_until_it_is_removed() {
-    const Base base;
-    DropRecords records(base.path);
+    const sample::TempDir base;
+    DropRecords records(base.path());
     const DropRecord record = record_of(::getpid());
     CHECK(!records.find(record.task) && records.list().empty());
     records.remove(record.task);
@@ -57,8 +52,8 @@ void what_is_written_is_found_until_it_is_removed() {
 }
 
 void records_of_another_boot_and_of_the_dead_count_for_nothing() {
-    const Base base;
-    DropRecords records(base.path);
+    const sample::TempDir base;
+    DropRecords records(base.path());
     DropRecord record = record_of(::getpid());
     record.boot_id[0] ^= std::byte{1};
     records.write(record);
@@ -79,8 +74,8 @@ void records_of_another_boot_and_of_the_dead_count_for_nothing() {
 }
 
 void what_others_could_have_written_is_refused() {
-    const Base base;
-    DropRecords records(base.path);
+    const sample::TempDir base;
+    DropRecords records(base.path());
     const DropRecord record = record_of(::getpid());
     records.write(record);
     const auto file = std::filesystem::directory_iterator(records.path())->path();
@@ -93,7 +88,7 @@ void what_others_could_have_written_is_refused() {
     CHECK_THROWS(Errc::bad_argument, records.write(record));
     CHECK(::chmod(records.path().c_str(), 0700) == 0);
 
-    const std::string kept = std::string(base.path) + "/kept";
+    const std::string kept = base.path("kept");
     std::filesystem::rename(file, kept);
     std::filesystem::create_symlink(kept, file);
     CHECK_THROWS(Errc::io, records.find(record.task));
@@ -107,7 +102,7 @@ void what_others_could_have_written_is_refused() {
     std::filesystem::resize_file(file, 1 << 20);
     CHECK_THROWS(Errc::corrupt_data, records.find(record.task));
 
-    const std::string ours = std::string(base.path) + "/gpustasis";
+    const std::string ours = base.path("gpustasis");
     std::filesystem::rename(ours, ours + "-moved");
     std::filesystem::create_directory_symlink(ours + "-moved", ours);
     CHECK_THROWS(Errc::io, records.find(record.task));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "sample.hpp"
 
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
@@ -14,10 +15,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <optional>
 #include <string>
 #include <thread>
@@ -38,7 +36,7 @@ bool is_zero_page(std::size_t page) {
 struct Memory {
     RegionKind kind;
     std::byte* bytes;
-    char dir[40] = "/tmp/gpustasis-test-XXXXXX";
+    sample::TempDir dir;
     std::optional<ImageReader> image;
     std::optional<MissingPages> missing;
 
@@ -49,14 +47,12 @@ struct Memory {
         for (std::size_t page = 0; page < kSize / kPage; ++page)
             if (!is_zero_page(page))
                 std::memcpy(bytes + page * kPage, &page, sizeof(page));
-        CHECK(::mkdtemp(dir) != nullptr);
         ImageInfo info;
         info.pid = 1;
         info.regions = {region()};
         ProcessMemory self(::getpid());
-        const UniqueFd fd(::open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-        write_image(fd.get(), "x.img", info, self, {.threads = 2});
-        image.emplace(ImageReader::open(fd.get(), "x.img"));
+        write_image(dir.fd(), "x.img", info, self, {.threads = 2});
+        image.emplace(ImageReader::open(dir.fd(), "x.img"));
         missing.emplace(
             UniqueFd(static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK))));
         missing->add(region());
@@ -66,14 +62,13 @@ struct Memory {
     ~Memory() {
         missing.reset();
         ::munmap(bytes, kSize);
-        std::filesystem::remove_all(dir);
     }
     Region region() const {
         return {reinterpret_cast<std::uint64_t>(bytes), kSize, PROT_READ | PROT_WRITE, kind};
     }
     /// Flip a stored byte of a chunk, or flip it back.
     void flip(std::uint64_t number) const {
-        const UniqueFd file(::open((std::string(dir) + "/x.img").c_str(), O_RDWR | O_CLOEXEC));
+        const UniqueFd file(::open(dir.path("x.img").c_str(), O_RDWR | O_CLOEXEC));
         const auto offset = static_cast<off_t>(image->chunk(number).offset);
         char byte = 0;
         CHECK(::pread(file.get(), &byte, 1, offset) == 1);
@@ -247,15 +242,12 @@ void a_process_that_ends_is_told_apart() {
     info.pid = 1;
     info.regions = {{told[1], kSize, PROT_READ | PROT_WRITE, RegionKind::private_anonymous}};
     missing.add(info.regions[0]);
-    char dir[] = "/tmp/gpustasis-test-XXXXXX";
-    CHECK(::mkdtemp(dir) != nullptr);
-    const UniqueFd fd(::open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    const sample::TempDir dir;
     ProcessMemory memory(child);
-    write_image(fd.get(), "x.img", info, memory, {.threads = 1});
-    const ImageReader image = ImageReader::open(fd.get(), "x.img");
+    write_image(dir.fd(), "x.img", info, memory, {.threads = 1});
+    const ImageReader image = ImageReader::open(dir.fd(), "x.img");
     CHECK(::kill(child, SIGKILL) == 0 && ::waitpid(child, nullptr, 0) == child);
     CHECK_THROWS(Errc::gone, missing.fill(image, 1));
-    std::filesystem::remove_all(dir);
 }
 
 } // namespace

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "sample.hpp"
 
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
@@ -9,7 +10,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -21,22 +21,6 @@ namespace {
 constexpr std::uint32_t kReadWrite = PROT_READ | PROT_WRITE;
 constexpr std::size_t kPage = 4096;
 
-/// A directory for one image, gone with its owner.
-struct ScratchDir {
-    char path[32] = "/tmp/gpustasis-test-XXXXXX";
-    int fd = -1;
-    ScratchDir() {
-        CHECK(::mkdtemp(path) != nullptr);
-        fd = ::open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        CHECK(fd >= 0);
-    }
-    ~ScratchDir() {
-        ::unlinkat(fd, "x.img", 0);
-        ::close(fd);
-        ::rmdir(path);
-    }
-};
-
 void refill_wants_the_mapping_that_was_there() {
     constexpr std::size_t kSize = 1 << 20;
     auto* memory = static_cast<std::byte*>(
@@ -47,9 +31,9 @@ void refill_wants_the_mapping_that_was_there() {
     info.regions = {{reinterpret_cast<std::uint64_t>(memory), kSize, kReadWrite,
                      RegionKind::private_anonymous}};
     ProcessMemory self(::getpid());
-    const ScratchDir dir;
-    write_image(dir.fd, "x.img", info, self, {.threads = 2});
-    const ImageReader image = ImageReader::open(dir.fd, "x.img");
+    const sample::TempDir dir;
+    write_image(dir.fd(), "x.img", info, self, {.threads = 2});
+    const ImageReader image = ImageReader::open(dir.fd(), "x.img");
 
     // Fresh: as CRIU restores it after a drop. Then used: what lies there is overwritten.
     CHECK(::madvise(memory, kSize, MADV_DONTNEED) == 0);
@@ -72,7 +56,7 @@ struct Dropped {
     static constexpr std::size_t kSize = 3 * kChunk;
     std::byte* memory = static_cast<std::byte*>(
         ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    ScratchDir dir;
+    sample::TempDir dir;
     ImageReader image = write();
 
     ImageReader write() {
@@ -83,9 +67,9 @@ struct Dropped {
         info.regions = {{reinterpret_cast<std::uint64_t>(memory), kSize, kReadWrite,
                          RegionKind::private_anonymous}};
         ProcessMemory self(::getpid());
-        write_image(dir.fd, "x.img", info, self, {.threads = 1});
+        write_image(dir.fd(), "x.img", info, self, {.threads = 1});
         drop();
-        return ImageReader::open(dir.fd, "x.img");
+        return ImageReader::open(dir.fd(), "x.img");
     }
     void drop() { CHECK(::madvise(memory, kSize, MADV_DONTNEED) == 0); }
     void refill() { refill_dropped(::getpid(), image, 1); }

@@ -19,18 +19,11 @@ constexpr pid_t kPid = 7;
 class Root {
 public:
     Root() {
-        char name[] = "/tmp/gpustasis-findings-XXXXXX";
-        CHECK(::mkdtemp(name) != nullptr);
-        path_ = name;
         put("/proc/self/mountinfo", "31 23 0:28 / /cg rw - tmpfs tmpfs rw\n"
                                     "35 31 0:32 / /cg/memory rw - cgroup cgroup rw,memory\n"
                                     "41 31 0:38 /pod /cg/v2 rw,relatime - cgroup2 cgroup2 rw\n");
         put("/proc/meminfo", "MemTotal: 9 kB\nMemAvailable: 1048576 kB\n"); // 1 GiB
     }
-    ~Root() { std::filesystem::remove_all(path_); }
-    Root(const Root&) = delete;
-    Root& operator=(const Root&) = delete;
-
     const std::string& path() const { return path_; }
     void put(const std::string& name, const std::string& text) const {
         std::filesystem::create_directories(std::filesystem::path(path_ + name).parent_path());
@@ -41,7 +34,8 @@ public:
     }
 
 private:
-    std::string path_;
+    sample::TempDir directory_;
+    std::string path_ = directory_.path();
 };
 
 std::string text_of(const std::optional<Finding>& finding) {
