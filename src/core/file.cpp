@@ -4,6 +4,8 @@
 #include "core/error.hpp"
 
 #include <fcntl.h>
+#include <poll.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -68,6 +70,20 @@ void write_at(int fd, std::uint64_t offset, Bytes bytes) {
         bytes = bytes.subspan(static_cast<std::size_t>(put));
         offset += static_cast<std::uint64_t>(put);
     }
+}
+
+bool lock_file(int fd, int how, int patience_ms, const std::string& what) {
+    for (int waited = 0; ::flock(fd, how | LOCK_NB) != 0;) {
+        if (errno == EINTR)
+            continue;
+        if (errno != EWOULDBLOCK)
+            throw io_error("cannot lock " + what, errno);
+        if (waited >= patience_ms)
+            return false;
+        ::poll(nullptr, 0, 1);
+        ++waited;
+    }
+    return true;
 }
 
 PartFile::PartFile(int dir_fd, const std::string& name)

@@ -27,6 +27,14 @@ std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t siz
 /// Write all of `bytes` at `offset`. Throws Error: io.
 void write_at(int fd, std::uint64_t offset, Bytes bytes);
 
+/// flock() `fd`, trying again for `patience_ms` (0: once). `how`: LOCK_EX or LOCK_SH. False if another
+/// holds it all that time; `what` names it in errors. Throws Error: io.
+bool lock_file(int fd, int how, int patience_ms, const std::string& what);
+
+/// How long to wait for a lock that is held for a moment only: a holder that was stopped or hangs must
+/// not hang others.
+constexpr int kLockPatienceMs = 10'000;
+
 /// A file that comes into being under its name only when complete. Until commit() it is called
 /// ".<name>.part"; a stale one of that name is replaced. Destroyed without commit(), it is gone.
 /// The caller keeps `dir_fd` open and writes one file of a name at a time.

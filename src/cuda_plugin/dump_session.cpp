@@ -34,18 +34,6 @@ std::string name(const TaskRecord& record) {
     return "pid " + std::to_string(record.pid);
 }
 
-/// criu's alarm is there for its own collecting of tasks; the driver's lock has its own deadline.
-class PausedAlarm {
-public:
-    PausedAlarm() noexcept : left_(::alarm(0)) {}
-    PausedAlarm(const PausedAlarm&) = delete;
-    PausedAlarm& operator=(const PausedAlarm&) = delete;
-    ~PausedAlarm() { ::alarm(left_); }
-
-private:
-    unsigned left_;
-};
-
 } // namespace
 
 std::string inventory_id_name(const Id& checkpoint_id) {
@@ -150,7 +138,7 @@ bool DumpSession::pause_task(pid_t pid, bool& asked) {
         return false;
     DumpLock lock_of_dump(identify_task(pid), directory_path(image_dir_.get()));
     refuse_missing_memory(pid, false);
-    const PausedAlarm paused;
+    const host::PausedAlarm paused;
     choose_parent_once();
     require_lock(lock_of_dump, config_.externalize); // as settled by then
     const auto tid = worker_.restore_thread(pid);
@@ -211,6 +199,7 @@ bool DumpSession::checkpoint(pid_t pid) {
     TaskStatistics& statistics = statistics_of(*record);
     if (record->state_before == ProcessState::checkpointed) {
         refuse_missing_memory(pid, false); // another dump may have dropped it meanwhile
+        require_checkpointed(*record);
         note_in_manifest(*record, false, {});
         note_in_inventory(false);
         return true;
@@ -233,6 +222,16 @@ bool DumpSession::checkpoint(pid_t pid) {
                std::to_string(statistics.staged_bytes >> 20) + " MiB of GPU memory, " +
                std::to_string(statistics.file_bytes >> 20) + " MiB stored");
     return true;
+}
+
+// Whoever has left it so may have come back for it before it was frozen.
+void DumpSession::require_checkpointed(TaskRecord& record) {
+    ThawedThread thawed(record);
+    const WatchedThread watched(worker_, record.restore_tid);
+    const ProcessState state = worker_.state(record.pid);
+    thawed.refreeze();
+    if (state != ProcessState::checkpointed)
+        throw Error(Errc::io, "another program has restored the process meanwhile; try again");
 }
 
 void DumpSession::run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics) {

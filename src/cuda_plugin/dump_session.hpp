@@ -49,6 +49,7 @@ private:
     /// `asked`: set once the driver has been asked to work in the task.
     bool pause_task(pid_t pid, bool& asked);
     void lock(TaskRecord& record, TaskStatistics& statistics);
+    void require_checkpointed(TaskRecord& record);
     void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);
     void externalize(TaskRecord& record, const std::vector<Region>& regions,
                      TaskStatistics& statistics);

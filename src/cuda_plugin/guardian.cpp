@@ -46,7 +46,7 @@ bool is_running(const TaskRecord& record, int number) noexcept {
 /// Nothing is left to guard. A worker that has given up (settled, and not refilled) is no reason to let
 /// go: threads would read zeros.
 bool is_over(const TaskRecord& record) noexcept {
-    return record.refilled || (record.settled && !record.drop_begun);
+    return record.refilled || record.gone || (record.settled && !record.drop_begun);
 }
 
 class Guardian {
@@ -60,7 +60,7 @@ public:
     void run() {
         std::optional<std::thread> filling;
         auto again = Clock::now();
-        while (!is_over(record_) && !gone_) {
+        while (!is_over(record_)) {
             pollfd waiting{.fd = pages_.fd(), .events = POLLIN, .revents = 0};
             if (::poll(&waiting, 1, kPollMs) > 0 && !attempt([this] { pages_.answer(*image_); }))
                 ::poll(nullptr, 0, kPollMs);
@@ -104,8 +104,8 @@ private:
                 return;
             } catch (const Error& e) {
                 if (e.code() == Errc::gone) { // it has ended, or runs another program
+                    record_.gone = true;
                     forget_drop(record_);
-                    gone_ = true;
                     return;
                 }
                 tell(e);
@@ -151,7 +151,6 @@ private:
     unsigned threads_;
     int criu_;
     std::optional<ImageReader> image_;
-    std::atomic<bool> gone_ = false; // there is no such memory any more
 };
 
 [[noreturn]] void run_guardian(int number, TaskRecord& record, const TaskTable& table,
@@ -197,7 +196,7 @@ void start_guardians(TaskRecord& record, const TaskTable& table, MissingPages& p
 }
 
 bool is_guarded(const TaskRecord& record) noexcept {
-    if (!record.guarded || record.refilled)
+    if (!record.guarded || record.refilled || record.gone)
         return false;
     for (int number = 0; number < TaskRecord::kGuardians; ++number)
         if (is_running(record, number))

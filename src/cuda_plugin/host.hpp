@@ -5,6 +5,8 @@
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/criu_abi.hpp"
 
+#include <unistd.h>
+
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +22,19 @@ void error(const std::string& text) noexcept;
 void warn(const std::string& text) noexcept;
 void info(const std::string& text) noexcept;
 void debug(const std::string& text) noexcept;
+
+/// Stops criu's alarm, which is there for its own collecting of tasks, for as long as it lives: the
+/// driver's lock has its own deadline.
+class PausedAlarm {
+public:
+    PausedAlarm() noexcept : left_(::alarm(0)) {}
+    PausedAlarm(const PausedAlarm&) = delete;
+    PausedAlarm& operator=(const PausedAlarm&) = delete;
+    ~PausedAlarm() { ::alarm(left_); }
+
+private:
+    unsigned left_;
+};
 
 /// The image directory, by a descriptor of our own: criu closes its own before it is done with us.
 /// Throws Error: io.

@@ -25,10 +25,14 @@ constexpr std::uint64_t kLargestFolio = std::uint64_t{2} << 20;
 /// and leaves it there. Zeros that are there are not missing: they would be taken for what was
 /// put back.
 void cut_to_whole_folios(const Mapping& mapping, std::uint64_t& start, std::uint64_t& end) {
-    const std::uint64_t to_file =
-        mapping.offset - mapping.start; // modulo 2^64, as what it is added to
-    start = (start + to_file + kLargestFolio - 1) / kLargestFolio * kLargestFolio - to_file;
-    end = (end + to_file) / kLargestFolio * kLargestFolio - to_file;
+    if (start >= end)
+        return;
+    // In the file: an address less its offset there may lie below zero.
+    const std::uint64_t first = mapping.offset + (start - mapping.start);
+    const std::uint64_t from = (first + kLargestFolio - 1) / kLargestFolio * kLargestFolio;
+    const std::uint64_t to = (first + (end - start)) / kLargestFolio * kLargestFolio;
+    end = from < to ? start + (to - first) : start;
+    start = from < to ? start + (from - first) : start;
 }
 
 void append(std::vector<Region>& regions, const Mapping& mapping, std::uint64_t start,

@@ -29,6 +29,7 @@ struct TaskRecord {
     std::atomic<bool> recorded = false;         ///< there may be a record of the drop
     std::atomic<bool> drop_begun = false;       ///< staged pages may be gone: the image has them
     std::atomic<bool> refilled = false;         ///< all of them are back
+    std::atomic<bool> gone = false;             ///< the task runs another program, without them
     static constexpr int kGuardians = 2;        ///< the guardian and its spare
     std::atomic<pid_t> guardians[kGuardians]{}; ///< as criu sees them; 0: not started yet
     std::atomic<std::uint64_t> guardian_starts[kGuardians]{}; ///< as start_time; set before the pid

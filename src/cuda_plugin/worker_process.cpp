@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
@@ -38,6 +39,10 @@ using worker_protocol::Status;
 constexpr int kOrphanPollMs = 10;
 // The same once it is known that an image cannot be read: that may last.
 constexpr int kDamagedPollMs = 200;
+// After this time the log says what is waited for.
+constexpr std::chrono::seconds kLongDrop{10};
+
+using Clock = std::chrono::steady_clock;
 
 void copy_text(char* out, std::size_t size, const std::string& text) noexcept {
     const std::size_t count = std::min(text.size(), size - 1);
@@ -157,8 +162,10 @@ class UndoLog {
 public:
     explicit UndoLog(int image_dir) {
         const int fd = ::openat(image_dir, kUndoLogName,
-                                O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW, 0600);
-        // Without a file (a full disk, a vanished directory) the undo still has to be done.
+                                O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK,
+                                0600);
+        // Without a file (a full disk, a vanished directory) the undo still has to be done. Nor may a
+        // FIFO that was put in its place hold it up.
         file_.reset(fd < 0 ? nullptr : ::fdopen(fd, "a"));
     }
     void operator()(const std::string& text) {
@@ -193,6 +200,8 @@ void lower_setting() noexcept {
 void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineage& lineage) {
     std::unique_ptr<UndoLog> log; // made when there is something to tell
     std::set<pid_t> told;         // of whose memory it is known that some cannot be put back
+    std::set<pid_t> waited_for;   // whose restore thread has not come back for long
+    const auto begin = Clock::now();
     lower_setting();
     while (anything_to_undo(table)) {
         for (std::size_t i = 0; i < table.task_count; ++i) {
@@ -202,7 +211,7 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
             const proc::Liveness life = proc::liveness(record.pid, record.start_time);
             if (life == proc::Liveness::traced || life == proc::Liveness::unknown)
                 continue; // criu, or the kernel on its behalf, still holds it
-            if (life == proc::Liveness::dead) {
+            if (life == proc::Liveness::dead || record.gone) {
                 forget_drop(record);
                 record.settled = true;
                 continue;
@@ -220,8 +229,15 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
                              "; this is tried again every second");
                     continue;
                 }
-                if (!is_drop_over(record.pid, record.restore_tid))
+                if (record.gone)
                     continue;
+                if (!is_drop_over(record.pid, record.restore_tid)) {
+                    if (Clock::now() - begin > kLongDrop && waited_for.insert(record.pid).second)
+                        tell("waits until restore thread " + std::to_string(record.restore_tid) +
+                             " is back in a call of its own; see whether the task is stopped, frozen "
+                             "or traced");
+                    continue;
+                }
             }
             try {
                 refill_task(record, lineage, config.threads, nullptr);

@@ -2,6 +2,7 @@
 #include "dirty_tracker/write_protect.hpp"
 
 #include "core/error.hpp"
+#include "tracee/proc.hpp"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -48,6 +49,8 @@ WriteProtect::~WriteProtect() {
     // Only what is ours: before Linux 6.17 the kernel takes the word of any userfaultfd for the
     // memory of any other, and another one may stand guard over memory that is missing.
     try {
+        if (!may_take())
+            return; // it is let go of by the kernel, then
         for (const Mapping& mapping : space_.mappings())
             for (auto at = first_of(mapping.start); at != ours_.end() && at->first < mapping.end;
                  ++at)
@@ -61,6 +64,10 @@ std::map<std::uint64_t, std::uint64_t>::iterator WriteProtect::first_of(std::uin
     if (at != ours_.begin() && std::prev(at)->second > start)
         --at;
     return at;
+}
+
+bool WriteProtect::may_take() const {
+    return space_.pid() == ::getpid() || proc::tracer_of(space_.pid()) == 0;
 }
 
 bool WriteProtect::take(std::uint64_t start, std::uint64_t end) {
@@ -128,12 +135,18 @@ bool WriteProtect::scan_mapping(const Mapping& mapping, ScanMode mode,
     for (int attempt = 0; attempt < kMaxTries; ++attempt) {
         // Each time: it may be new, at an address where another one was before. Then none of its
         // pages is protected, and all are found. One that another userfaultfd has is not ours.
-        if (!take(mapping.start, mapping.end))
+        // Nor is what comes while the process is traced: a dump may be about to put memory that it
+        // drops behind a userfaultfd, and memory has one at most. What is ours is looked at all the
+        // same; of the rest the kernel refuses the scan.
+        const bool takes = may_take();
+        if (takes && !take(mapping.start, mapping.end))
             return false;
         if (mode == ScanMode::look)
             found.clear();
         if (scanner_.scan(mapping.start, mapping.end, query, mode, true, found))
             return true;
+        if (!takes)
+            return false;
     }
     return true;
 }

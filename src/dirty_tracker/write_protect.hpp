@@ -30,6 +30,8 @@ private:
     /// Appends the written pages of one mapping. False if it cannot be tracked.
     bool scan_mapping(const Mapping& mapping, ScanMode mode, std::vector<PageRange>& written);
     std::uint64_t populated_bytes(const Mapping& mapping);
+    /// Whether memory may be registered now: not while another process traces this one.
+    bool may_take() const;
     /// Have [start, end) tracked, and remember it. False if the kernel refuses it.
     bool take(std::uint64_t start, std::uint64_t end);
     /// End the tracking of [start, end), unless it is another userfaultfd's by now.

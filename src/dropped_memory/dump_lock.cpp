@@ -26,14 +26,8 @@ struct CloseDir {
     void operator()(DIR* dir) const noexcept { ::closedir(dir); }
 };
 
-bool lock(int fd, int how) {
-    while (::flock(fd, how) != 0) {
-        if (errno == EWOULDBLOCK)
-            return false;
-        if (errno != EINTR)
-            throw io_error("cannot lock a file for the dump of a task", errno);
-    }
-    return true;
+bool lock(int fd, int patience_ms = 0) {
+    return lock_file(fd, LOCK_EX, patience_ms, "a file for the dump of a task");
 }
 
 bool is_removed(int fd) {
@@ -62,7 +56,7 @@ void remove_left(int directory, const std::string& but) {
             continue;
         const UniqueFd file(
             ::openat(directory, entry->d_name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-        if (file && lock(file.get(), LOCK_EX | LOCK_NB))
+        if (file && lock(file.get()))
             ::unlinkat(directory, entry->d_name, 0);
     }
 }
@@ -84,13 +78,17 @@ DumpLock::DumpLock(const TaskIdentity& task, const std::string& directory, const
 
 void DumpLock::take(const TaskIdentity& task, const std::string& directory,
                     const std::string& base) {
-    directory_ = open_trusted(base.empty() ? run_directory() : base, {"gpustasis", "dumping"},
-                              IfMissing::make);
+    const std::string place = base.empty() ? run_directory() : base;
+    directory_ = open_trusted(place, {"gpustasis", "dumping"}, IfMissing::make);
     // One at a time, for a moment.
     const UniqueFd turn(::openat(directory_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (!turn)
         throw io_error("cannot open the directory of locks", errno);
-    lock(turn.get(), LOCK_EX);
+    if (!lock(turn.get(), kLockPatienceMs))
+        throw Error(Errc::unsupported,
+                    "another process has held the lock of " + place + "/gpustasis/dumping for " +
+                        std::to_string(kLockPatienceMs / 1000) +
+                        " s: find it with fuser, see whether it is stopped, and try again");
     do {
         file_ = UniqueFd(::openat(directory_.get(), name_.c_str(),
                                   O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC,
@@ -98,7 +96,7 @@ void DumpLock::take(const TaskIdentity& task, const std::string& directory,
         if (!file_)
             throw io_error("cannot open the lock " + name_, errno);
         require_trusted(file_.get(), name_);
-        if (!lock(file_.get(), LOCK_EX | LOCK_NB)) {
+        if (!lock(file_.get())) {
             const UniqueFd held = std::move(file_); // not ours to remove
             refuse(held.get(), task);
         }

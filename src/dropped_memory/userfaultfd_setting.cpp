@@ -34,14 +34,8 @@ UniqueFd open_mark(bool make) {
     return mark;
 }
 
-bool lock(int fd, int how) {
-    while (::flock(fd, how) != 0) {
-        if (errno == EWOULDBLOCK)
-            return false;
-        if (errno != EINTR)
-            throw io_error(std::string("cannot lock /run/gpustasis/") + kMark, errno);
-    }
-    return true;
+bool lock(int fd, int patience_ms = 0) {
+    return lock_file(fd, LOCK_EX, patience_ms, std::string("/run/gpustasis/") + kMark);
 }
 
 bool is_raised() {
@@ -65,8 +59,12 @@ void lower(int mark) noexcept {
 
 } // namespace
 
-UserfaultfdAllowed::UserfaultfdAllowed() : mark_(open_mark(true)) {
-    lock(mark_.get(), LOCK_EX);
+UserfaultfdAllowed::UserfaultfdAllowed(int patience_ms) : mark_(open_mark(true)) {
+    if (!lock(mark_.get(), patience_ms))
+        throw Error(Errc::unsupported,
+                    std::string("another process has held /run/gpustasis/") + kMark + " for " +
+                        std::to_string(patience_ms / 1000) +
+                        " s: find it with fuser, and see whether it is stopped");
     // What is in the file already was left by a process that was killed: the setting is 0 by right.
     if (file_size(mark_.get()) == 0 && is_raised()) {
         mark_.reset(); // by the administrator
@@ -89,12 +87,12 @@ UserfaultfdAllowed::~UserfaultfdAllowed() {
 
 bool is_userfaultfd_setting_left() {
     const UniqueFd mark = open_mark(false);
-    return mark && lock(mark.get(), LOCK_EX | LOCK_NB) && file_size(mark.get()) != 0;
+    return mark && lock(mark.get()) && file_size(mark.get()) != 0;
 }
 
 bool lower_userfaultfd_setting() {
     const UniqueFd mark = open_mark(false);
-    if (!mark || !lock(mark.get(), LOCK_EX | LOCK_NB) || file_size(mark.get()) == 0)
+    if (!mark || !lock(mark.get()) || file_size(mark.get()) == 0)
         return false;
     lower(mark.get());
     return true;

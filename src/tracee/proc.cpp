@@ -97,7 +97,8 @@ bool is_over(std::string_view state) {
 /// they exist says little: a dead one stays there until its tracer has waited for it.
 Liveness liveness_of_others(pid_t pid) {
     Liveness found = Liveness::dead;
-    for (const pid_t tid : threads(pid)) {
+    const std::vector<pid_t> listed = threads(pid);
+    for (const pid_t tid : listed) {
         const std::string status =
             read_file(task_path(pid, ("task/" + std::to_string(tid) + "/status").c_str()));
         if (is_over(status_field(status, "State")))
@@ -106,7 +107,8 @@ Liveness liveness_of_others(pid_t pid) {
             return Liveness::traced;
         found = Liveness::untraced;
     }
-    return found;
+    // One that has ended may have started another meanwhile.
+    return found == Liveness::dead && threads(pid) != listed ? Liveness::unknown : found;
 }
 
 } // namespace

@@ -120,6 +120,32 @@ def test_a_job_found_locked_or_checkpointed_is_left_so(
         assert driver.get_state(job.pid) is ProcessState.RUNNING
 
 
+def test_a_job_that_is_restored_by_another_during_the_dump_is_refused(
+    newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found checkpointed, it has GPU memory again when it is frozen, which no image would have."""
+    monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
+    driver = driver_of(newest_rig)
+    with newest_rig.job(mib=4, children=1) as job:
+        driver.lock(job.pid, 10_000)
+        driver.checkpoint(job.pid)
+        newest_rig.emulator.add_fault("lock", "delay", delay_ms=4000)
+        images = newest_rig.images()
+        words = newest_rig.dump_words(job, images)
+        criu = newest_rig.start(words, ASKED | {"lock_timeout_ms": 60_000})
+        log = log_path(images, "dump")
+        deadline = time.monotonic() + WAIT_S
+        while not log.exists() or "will be left so" not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        driver.restore(job.pid)
+        driver.unlock(job.pid)
+        assert criu.wait(60) != 0
+        assert "another program has restored the process meanwhile" in log.read_text()
+        newest_rig.settle(images)
+        job.run_on()
+
+
 def test_a_locked_job_whose_dump_fails_is_left_locked(
     newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

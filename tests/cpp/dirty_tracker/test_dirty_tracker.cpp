@@ -12,12 +12,14 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <cstddef>
 #include <cstring>
@@ -147,6 +149,48 @@ void processes_that_cannot_be_tracked() {
     }
 }
 
+// It may be a dump that is about to drop memory, and memory has one userfaultfd at most.
+void nothing_new_is_taken_of_a_traced_process() {
+    auto* shared = static_cast<std::atomic<int>*>(::mmap(
+        nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    CHECK(shared != MAP_FAILED);
+    constexpr std::size_t kPages = 64;
+    std::byte* before = map(kPages);
+    std::byte* later = map(kPages);
+    ::munmap(later, kPages * kPage);
+    const pid_t child = fork_child();
+    if (child == 0) {
+        while (*shared == 0)
+            ::usleep(1000);
+        CHECK(::mmap(later, kPages * kPage, PROT_READ | PROT_WRITE,
+                     MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == later);
+        std::memset(later, 1, kPages * kPage);
+        std::memset(before, 1, kPage);
+        *shared = 2;
+        for (;;)
+            ::pause();
+    }
+    {
+        DirtyTracker tracker(child, DirtyBackend::write_protect);
+        tracker.mark();
+        CHECK(::ptrace(PTRACE_SEIZE, child, nullptr, nullptr) == 0);
+        *shared = 1;
+        CHECK(comes_true([&] { return *shared == 2; }));
+        const DirtyPages traced = tracker.scan(true);
+        CHECK(dirty_in(traced, later, kPages).empty());
+        CHECK(traced.untracked_bytes >= kPages * kPage);
+        CHECK(dirty_in(traced, before, kPages) == std::set<std::size_t>{0});
+        CHECK(::ptrace(PTRACE_INTERRUPT, child, nullptr, nullptr) == 0);
+        CHECK(::waitpid(child, nullptr, __WALL) == child);
+        CHECK(::ptrace(PTRACE_DETACH, child, nullptr, nullptr) == 0);
+        CHECK(dirty_in(tracker.scan(true), later, kPages).size() == kPages);
+    }
+    ::kill(child, SIGKILL);
+    CHECK(::waitpid(child, nullptr, 0) == child);
+    ::munmap(before, kPages * kPage);
+    ::munmap(shared, kPage);
+}
+
 std::vector<uffdio_range> given_up;
 
 /// In place of UFFDIO_UNREGISTER.
@@ -225,5 +269,6 @@ int main() {
     pages_of_this_process();
     what_was_protected_before_an_unregistered_part_is_kept();
     more_ranges_than_one_call_returns();
+    nothing_new_is_taken_of_a_traced_process();
     memory_of_another_userfaultfd_is_let_alone();
 }

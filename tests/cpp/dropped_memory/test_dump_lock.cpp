@@ -5,6 +5,7 @@
 #include "dropped_memory/dump_lock.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -108,6 +109,16 @@ void where_no_lock_can_be_is_told() {
     CHECK_THROWS(Errc::bad_argument, DumpLock(kTask, "/images", base.path()));
 }
 
+// A dump that was stopped in the moment for which it holds the directory.
+void a_directory_that_stays_locked_is_told() {
+    const sample::TempDir base;
+    { const DumpLock first(kTask, "/images", base.path()); }
+    const UniqueFd held(
+        ::open(base.path("gpustasis/dumping").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    CHECK(held && ::flock(held.get(), LOCK_EX) == 0);
+    CHECK_THROWS(Errc::unsupported, DumpLock(kTask, "/images", base.path()));
+}
+
 // However many begin at once, one of them gets it, and none is turned away by one that looks around.
 void one_of_many_gets_it() {
     const sample::TempDir base;
@@ -158,5 +169,6 @@ int main() {
     a_second_dump_is_told_of_the_first();
     nothing_is_left_behind();
     where_no_lock_can_be_is_told();
+    a_directory_that_stays_locked_is_told();
     one_of_many_gets_it();
 }

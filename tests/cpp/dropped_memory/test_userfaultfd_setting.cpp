@@ -86,7 +86,7 @@ public:
         char text[64]{};
         const UniqueFd file(
             ::open(("/proc/" + std::to_string(pid_) + "/syscall").c_str(), O_RDONLY | O_CLOEXEC));
-        return file && ::read(file.get(), text, sizeof(text) - 1) > 0 && std::atoi(text) == kFlock;
+        return file && ::read(file.get(), text, sizeof(text) - 1) > 0 && std::atoi(text) == kPoll;
     }
     void let_go() {
         int status = 0;
@@ -96,7 +96,7 @@ public:
     void kill() { CHECK(::kill(pid_, SIGKILL) == 0 && ::waitpid(pid_, nullptr, 0) == pid_); }
 
 private:
-    static constexpr int kFlock = 73; // x86-64
+    static constexpr int kPoll = 7; // x86-64
     int raised_[2];
     int let_go_[2];
     pid_t pid_ = 0;
@@ -137,6 +137,16 @@ void one_after_the_other() {
     CHECK(setting() == '0' && !is_userfaultfd_setting_left());
 }
 
+// A dump that was stopped in that moment must not hang the next, whose tasks are frozen.
+void who_holds_it_for_long_is_told() {
+    Raising first;
+    CHECK(comes_true([&] { return first.has_raised(); }));
+    CHECK_THROWS(Errc::unsupported, UserfaultfdAllowed(50));
+    CHECK(setting() == '1');
+    first.let_go();
+    CHECK(setting() == '0');
+}
+
 void what_a_killed_process_has_left_is_set_back() {
     Raising killed;
     CHECK(comes_true([&] { return killed.has_raised(); }));
@@ -161,5 +171,6 @@ int main() {
     it_is_raised_for_the_moment();
     what_the_administrator_has_set_stays();
     one_after_the_other();
+    who_holds_it_for_long_is_told();
     what_a_killed_process_has_left_is_set_back();
 }

@@ -87,6 +87,10 @@ void shared_memory_is_cut_to_whole_huge_pages() {
     CHECK(cut("1000000-13fe000 rw-s 1000 00:01 8 /dev/zero (deleted)\n") == Region{});
     CHECK(cut("1000000-11ff000 rw-s 0 00:01 8 /dev/zero (deleted)\n") == Region{});
     CHECK(cut("1000000-1001000 rw-s 1000 00:01 8 /dev/zero (deleted)\n") == Region{});
+    // An address that is smaller than its offset in the file.
+    CHECK(cut("10000-18000 rw-s 1f0000 00:01 8 /dev/zero (deleted)\n") == Region{});
+    CHECK(cut("10000-1410000 rw-s 1f0000 00:01 8 /dev/zero (deleted)\n") ==
+          shared(0x20000, 0x1200000));
 }
 
 void regions_split_by_protection_and_join_without() {

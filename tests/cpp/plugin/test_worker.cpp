@@ -4,10 +4,12 @@
 
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/worker.hpp"
+#include "cuda_plugin/worker_process.hpp"
 
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -252,6 +254,21 @@ void an_undo_is_settled_only_when_it_was_tried() {
     CHECK(record.settled);
 }
 
+// Who can write to the image directory must not be able to keep tasks locked.
+void a_fifo_in_the_place_of_the_log_does_not_hold_up_an_undo() {
+    const Bystander task;
+    Rig rig(OnOrphaned::undo);
+    CHECK(rig.worker->state(task.pid()) == ProcessState::running);
+    TaskRecord& record = rig.table.add(task.pid());
+    record.start_time = proc::start_time(task.pid());
+    CHECK(::mkfifo(rig.images.path(kUndoLogName).c_str(), 0600) == 0);
+    const pid_t worker = find_worker();
+    CHECK(worker != 0);
+    rig.worker.reset();
+    CHECK(comes_true([&] { return record.settled.load(); }));
+    CHECK(::waitpid(worker, nullptr, 0) == worker);
+}
+
 // cuInit has driver_timeout_ms, and what is asked meanwhile has its own time after it.
 void quick_calls_wait_for_an_initialize_that_is_under_way() {
     Rig rig(OnOrphaned::kill);
@@ -290,6 +307,7 @@ int main() {
     a_worker_that_is_being_killed_does_nothing_on_its_own();
     a_hanging_driver_does_not_keep_a_broken_restore_alive();
     an_undo_is_settled_only_when_it_was_tried();
+    a_fifo_in_the_place_of_the_log_does_not_hold_up_an_undo();
     a_refused_initialize_is_told_to_who_needs_it();
     quick_calls_wait_for_an_initialize_that_is_under_way();
 }
