@@ -161,7 +161,9 @@ def test_readme_install(
     link_dependencies(tmp_path / "dependencies", place)
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "python3").symlink_to(Path(sys.executable).resolve())
+    python = shlex.quote(str(Path(sys.executable).resolve()))
+    (programs / "python3").write_text(f'#!/bin/sh\nexec {python} "$@"\n')
+    (programs / "python3").chmod(0o755)
     environ["PATH"] = f"{programs}:{environ['PATH']}"
     environ |= {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     script = named_block(repository / "README.md", "venv")
