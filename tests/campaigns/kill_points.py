@@ -26,7 +26,7 @@ from random import Random
 
 from campaigns import criu_code
 from campaigns.rig import CRIU_TIMEOUT_S, Jobs, Rig, criu_errors, log_path, workers
-from campaigns.steady_job import SteadyJob, exit_status, process_state
+from campaigns.steady_job import SteadyJob, exit_status, is_alive, process_state
 from campaigns.tally import Tally
 
 # Phases in their order, each with what criu's log holds once it has begun.
@@ -127,7 +127,8 @@ def run(
 
 
 def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
-    """The plugin's worker alone is killed, at `count` moments of dumps of one job."""
+    """The plugin's worker alone is killed, at `count` moments of dumps of one job. If none of
+    these moments finds one alive, that is a failure."""
     tally = Tally()
     with Jobs(lambda: start_job(rig, True, random)) as jobs:
         lengths = _measure(rig, jobs.get(), True)
@@ -138,13 +139,15 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
             moment = random.uniform(0, seconds)
             criu = rig.start(_words(rig, job, images, True))
             while criu.poll() is None and not (found := workers(images)):
-                pass
+                time.sleep(_WATCH_S)
             time.sleep(moment)
-            for pid in found if criu.poll() is None else ():
+            alive = [pid for pid in found if is_alive(pid)] if criu.poll() is None else []
+            for pid in alive:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             status = criu.wait(60)
             tally.counts["trials"] += 1
+            tally.counts["worker killed"] += bool(alive)
             tally.counts["dump done" if status == 0 else "dump failed"] += 1
             try:
                 job.run_on()
@@ -154,6 +157,8 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
                 what = f"worker killed {moment * 1000:.0f} ms after its start"
                 tally.failures.append(f"{what}: {lost}")
                 jobs.drop()
+    if not tally.counts["worker killed"]:
+        tally.failures.append("no worker was killed")
     return tally
 
 

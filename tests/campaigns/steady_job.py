@@ -10,12 +10,14 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.job import POLL_S, TIMEOUT_S, Job
 
 _STEP = re.compile(r"(\d+) step \d+ ok\n")
+_RESTORE_THREAD = re.compile(r"cuda[0-9a-f]{11}")
 # Names of its processes, and of one that criu, perhaps on a loader, has only begun to make.
 _NAMES = ("steady_job", "criu", "ld-linux-x86-64")
 _EMULATOR = "gpustasis driver emulator: "  # what the emulator says of itself on stderr
@@ -119,7 +121,7 @@ class SteadyJob(Job):
             time.sleep(POLL_S)
 
     def alive_pids(self) -> list[int]:
-        return [pid for pid in self.pids if process_state(pid) not in ("", "Z", "X")]
+        return [pid for pid in self.pids if is_alive(pid)]
 
     def threads(self) -> dict[int, Thread]:
         """Every thread of the tree. Fails if one of them is traced."""
@@ -143,6 +145,21 @@ def process_state(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return ""
     return stat[stat.rindex(")") + 2]
+
+
+def is_alive(pid: int) -> bool:
+    """It runs, sleeps or stands; a zombie does not count."""
+    return process_state(pid) not in ("", "Z", "X")
+
+
+def restore_thread(pid: int) -> Path | None:
+    """The /proc directory of the thread through which the driver checkpoints a process; None
+    before cuInit."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if _RESTORE_THREAD.fullmatch((task / "comm").read_text().strip()):
+                return task
+    return None
 
 
 def exit_status(pid: int) -> int:

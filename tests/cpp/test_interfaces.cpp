@@ -13,6 +13,7 @@
 #include <sys/wait.h>
 
 #include <csignal>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -253,5 +254,7 @@ int main(int, char** argv) {
     for (const char* place : {disk.c_str(), "/dev/shm"})
         for (const IoMode mode : {IoMode::automatic, IoMode::buffered, IoMode::direct})
             chunk_io({place, mode});
+    if (direct_ways == 0)
+        std::fprintf(stderr, "no direct I/O in %s\n", disk.c_str());
     CHECK(direct_ways > 0); // at least the disk can
 }

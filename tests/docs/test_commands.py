@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands in README.md and docs/operating.md work as they stand there."""
+"""The commands in README.md, docs/operating.md and docs/emulator.md work as they stand there."""
 
 from __future__ import annotations
 
@@ -9,21 +9,53 @@ import shlex
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 
 from gpustasis.criu.find import Criu
+from gpustasis_bench.roots import require_root
 
 _BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TIMEOUT_S = 120
 _POLL_S = 0.02
 _LIBRARY_PATH = "LIBRARY_PATH_OF_THE_CALLER"
+_SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+_ROOT = "/var/cache/gpustasis/roots/sid"  # in README.md
+_PREFIX = "/opt/gpustasis"  # there too
+_CDI = "/etc/cdi"  # in docs/emulator.md
+_PROBLEMS_FOUND = 20  # doctor's exit status
 
 
 def shell_blocks(document: Path) -> list[str]:
     return _BLOCK.findall(document.read_text())
+
+
+def named_block(document: Path, kind: str) -> str:
+    """The one that begins with ```sh kind."""
+    pattern = rf"^```sh {kind}\n(.*?)^```$"
+    (block,) = re.findall(pattern, document.read_text(), re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+@pytest.fixture
+def checkout(repository: Path, tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A folder that looks like the tree after `make build`, and the environment of somebody whose
+    system has nothing of it."""
+    home = tmp_path / "home"
+    (home / "build").mkdir(parents=True)
+    (home / "build" / "venv").symlink_to(sys.prefix)
+    (home / "build" / "dist").symlink_to(repository / "build" / "dist")
+    (home / "tests").symlink_to(repository / "tests")
+    environ = {
+        "HOME": str(home),
+        "LC_ALL": "C.UTF-8",
+        "PATH": _SYSTEM_PATH,
+        "GPUSTASIS_EMULATOR": str(tmp_path / "socket"),  # not somebody else's
+    }
+    return home, environ
 
 
 @pytest.fixture
@@ -92,7 +124,7 @@ def run_shell(script: str, home: Path, environ: dict[str, str]) -> tuple[int, st
 def test_readme(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None:
     home, environ = newcomer
     blocks = shell_blocks(repository / "README.md")
-    assert len(blocks) >= 4
+    assert len(blocks) == 4
     script = "set -eu\n" + "\n".join(blocks)
     try:
         status, output = run_shell(script, home, environ)
@@ -102,6 +134,55 @@ def test_readme(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None
         assert lines[-1].startswith("round ")
     finally:
         clean_up(home, environ)
+
+
+def test_readme_by_hand(checkout: tuple[Path, dict[str, str]], repository: Path) -> None:
+    """With a criu that starts by no path: the one of a root."""
+    home, environ = checkout
+    readme = repository / "README.md"
+    root = named_block(readme, "root")
+    assert _ROOT in root
+    root = root.replace(_ROOT, shlex.quote(str(require_root("sid"))))
+    blocks = [named_block(readme, "checkout"), root, *shell_blocks(readme)]
+    try:
+        status, output = run_shell("set -eu\n" + "\n".join(blocks), home, environ)
+        assert status == 0, output
+        assert (home / "vectors.log").read_text().splitlines()[-1].startswith("round ")
+    finally:
+        clean_up(home, environ)
+
+
+def test_readme_install(
+    checkout: tuple[Path, dict[str, str]], repository: Path, tmp_path: Path
+) -> None:
+    """Without a network: what the wheel depends on is the tests' own."""
+    home, environ = checkout
+    place = tmp_path / "opt"
+    link_dependencies(tmp_path / "dependencies", place)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    python = shlex.quote(str(Path(sys.executable).resolve()))
+    (programs / "python3").write_text(f'#!/bin/sh\nexec {python} "$@"\n')
+    (programs / "python3").chmod(0o755)
+    environ["PATH"] = f"{programs}:{environ['PATH']}"
+    environ |= {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    script = named_block(repository / "README.md", "venv")
+    assert _PREFIX in script
+    status, output = run_shell("set -eu\n" + script.replace(_PREFIX, str(place)), home, environ)
+    assert status in (0, _PROBLEMS_FOUND), output
+    assert (place / "bin" / "gpustasis").exists()
+    assert "CUDA driver" in output
+
+
+def link_dependencies(links: Path, prefix: Path) -> None:
+    """What the tests' environment has, but gpustasis, for one that is made at `prefix` later on."""
+    links.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith("gpustasis"):
+            (links / entry.name).symlink_to(entry)
+    packages = prefix / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    packages.mkdir(parents=True)
+    (packages / "tests.pth").write_text(f"{links}\n")
 
 
 @pytest.mark.parametrize("shell", ["a script", "a shell with job control"])
@@ -139,7 +220,7 @@ def test_operating(newcomer: tuple[Path, dict[str, str]], repository: Path) -> N
     home, environ = newcomer
     start = shell_blocks(repository / "README.md")[:2]
     blocks = shell_blocks(repository / "docs" / "operating.md")
-    assert len(blocks) >= 5
+    assert len(blocks) == 8
     script = "set -eu\n" + "\n".join([*start, *blocks])
     try:
         status, output = run_shell(script, home, environ)
@@ -150,8 +231,26 @@ def test_operating(newcomer: tuple[Path, dict[str, str]], repository: Path) -> N
         assert "s between the two" in output
         assert "two.tar.gz: manifest and 1 image whole" in output
         assert "not in the archive but in checkpoint" in output
+        assert "Writes per s: now, mean, peak" in output
         assert (home / "moved" / "inventory.img").exists()
         assert len(list((home / "jobs").iterdir())) == 2 + 1  # the last two, and their first
         assert (home / "vectors.log").read_text().splitlines()[-1].startswith("round ")
+    finally:
+        clean_up(home, environ)
+
+
+def test_emulator(checkout: tuple[Path, dict[str, str]], repository: Path) -> None:
+    home, environ = checkout
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    (block,) = shell_blocks(repository / "docs" / "emulator.md")
+    assert _CDI in block
+    (home / "program").write_text('#!/bin/sh\necho "on $LD_LIBRARY_PATH: $*"\n')
+    (home / "program").chmod(0o755)
+    try:
+        status, output = run_shell(f"set -eu\n{block.replace(_CDI, str(home))}", home, environ)
+        assert status == 0, output
+        assert re.search(r"^on /.*: args$", output, re.MULTILINE), output
+        assert "checkpoint error, code 801, 2 times" in output
+        assert (home / "gpustasis-emulator.json").exists()
     finally:
         clean_up(home, environ)

@@ -17,6 +17,7 @@ from support.job import Job, ended
 
 Call = Callable[..., tuple[int, int]]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
+TIMEOUT_S = 30.0
 SUCCESS, NO_MEMORY, OPERATING_SYSTEM = 0, 2, 304
 RUNNING, LOCKED, CHECKPOINTED = range(3)
 CYCLE = ["lock", "checkpoint", "restore", "unlock"]
@@ -34,6 +35,17 @@ def advance(caller: Call, pid: int, before: str) -> None:
 
 def words(call: str) -> list[str]:
     return ["init"] if call == "restore" else []
+
+
+def await_caller(pid: int) -> None:
+    """Until checkpoint_call runs and has the driver; what is left is the call."""
+    deadline = time.monotonic() + TIMEOUT_S
+    process = Path(f"/proc/{pid}")
+    while (process / "comm").read_text() != "checkpoint_call\n" or (
+        "/libcuda.so.1" not in (process / "maps").read_text()
+    ):
+        assert time.monotonic() < deadline, "it does not start"
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("call", CYCLE)
@@ -117,10 +129,12 @@ def test_hang_ends_only_with_the_process(
     emulator.add_fault("get_state" if call == "state" else call, "hang")
     argv = [str(checkpoint_call), call, str(job.pid), *words(call)]
     with ended(subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE)) as hanging:
+        await_caller(hanging.pid)
         time.sleep(0.3)
         assert hanging.poll() is None
     again = [str(checkpoint_call), "state", str(job.pid)]
     with ended(subprocess.Popen(again, env=emulator_environ, stdout=subprocess.PIPE)) as hanging:
+        await_caller(hanging.pid)
         time.sleep(0.5)
         assert hanging.poll() is None, "another caller has ended it"
         job.signal(signal.SIGKILL)
@@ -139,6 +153,7 @@ def test_dead_callers_reply_is_not_taken_for_ones_own(
     emulator.add_fault("lock", "delay", delay_ms=300)
     argv = [str(checkpoint_call), "lock", str(job.pid)]
     with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
+        await_caller(dying.pid)
         time.sleep(0.1)
         dying.kill()
     time.sleep(0.5)  # the target has locked, and answered nobody
@@ -158,6 +173,7 @@ def test_caller_killed_while_it_waits_for_the_lock_wedges_nothing(
     job = vectors()
     argv = [str(checkpoint_call), "lock", str(job.pid)]
     with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
+        await_caller(dying.pid)
         time.sleep(0.2)
         dying.kill()
     assert caller("state", job.pid) == (SUCCESS, RUNNING)
@@ -177,6 +193,7 @@ def test_desynchronised_driver_hands_out_old_replies(
     emulator.add_fault("checkpoint", "delay", delay_ms=300)
     argv = [str(checkpoint_call), "checkpoint", str(job.pid)]
     with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
+        await_caller(dying.pid)
         time.sleep(0.1)
         dying.kill()
     time.sleep(0.5)

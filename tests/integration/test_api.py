@@ -257,7 +257,7 @@ def test_the_examples_of_the_document(
         (repository / "docs/api.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
-    assert len(blocks) >= 2
+    assert len(blocks) == 2
     names = {"pid": job.pid, "criu": own, "folder": tmp_path}
     for number, block in enumerate(blocks):
         exec(compile(block, "docs/api.md", "exec"), names)  # noqa: S102 - our own document

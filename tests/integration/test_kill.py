@@ -5,27 +5,32 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from random import Random
 
 from campaigns import kill_points, kill_restore
 from campaigns.rig import Rig, workers
 from campaigns.steady_job import process_state
+from campaigns.tally import Tally
 
 SEED = 20
+
+
+def require_kills(tally: Tally) -> None:
+    """No loss, in dumps that were killed: a kill that comes too late proves nothing."""
+    tally.require_clean()
+    assert tally.counts["in end"] <= tally.trials // 3, tally.counts
 
 
 # The bound is that no job is lost at all; `make soak` holds it, and counts. CRIU loses about one in
 # a hundred by itself, which is too often for a test: here a loss counts that is not CRIU's own.
 def test_the_plugin_loses_no_job_when_criu_is_killed_during_a_dump(rig: Rig) -> None:
-    ours = kill_points.run(rig, Random(SEED), 15, whole_bound=False)
-    stock = kill_points.run(rig, Random(SEED), 6, plugin=False)
-    ours.require_clean()
-    assert stock.trials == 6
+    require_kills(kill_points.run(rig, Random(SEED), 15, whole_bound=False))
 
 
 def test_recover_brings_back_what_is_left_when_the_worker_is_killed_too(newest_rig: Rig) -> None:
     tally = kill_points.run(newest_rig, Random(SEED), 15, with_worker=True, whole_bound=False)
-    tally.require_clean()
+    require_kills(tally)
 
 
 def test_the_job_dies_during_its_dump(rig: Rig) -> None:
@@ -38,7 +43,7 @@ def test_the_job_dies_during_its_dump(rig: Rig) -> None:
             log = images.with_name(f"{images.name}.dump.log")
             mark = random.choice(["cuda_plugin: backend", "Seized task", "' hook 11 "])
             while criu.poll() is None and not (log.exists() and mark in log.read_text()):
-                pass
+                time.sleep(0.001)
             for pid in random.sample(job.pids, random.randint(1, 2)):
                 os.kill(pid, signal.SIGKILL)
             assert criu.wait(30) != 0, "criu says it dumped a dead tree"

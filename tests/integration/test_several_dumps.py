@@ -45,12 +45,12 @@ def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
 def test_a_second_dump_of_one_job_is_refused_while_the_first_is_at_work(
     newest_rig: Rig, *, killed: bool
 ) -> None:
-    """The driver says "running" to both: the first is still waiting for its lock, for nearly as
-    long as it may."""
+    """The driver says "running" to both: the first is still waiting for its lock."""
     with newest_rig.job(mib=4) as job:
         newest_rig.emulator.add_fault("lock", "delay", delay_ms=8000)
         first = newest_rig.images()
-        criu = newest_rig.start(newest_rig.dump_words(job, first, ["--leave-running"]))
+        words = newest_rig.dump_words(job, first, ["--leave-running"])
+        criu = newest_rig.start(words, {"lock_timeout_ms": 60000})
         log = log_path(first, "dump")
         deadline = time.monotonic() + WAIT_S
         while not log.exists() or "backend: " not in log.read_text():

@@ -18,7 +18,7 @@ import pytest
 
 from campaigns.driver_faults import REASON_OF_STATE, STATE_FAILED
 from campaigns.rig import Rig, log_path
-from campaigns.steady_job import SteadyJob
+from campaigns.steady_job import SteadyJob, restore_thread
 from gpustasis._core import ImageReader, RegionKind, image_name
 
 STAGING = {"locked": "1", "shared": "2", "memfd": "3"}
@@ -186,6 +186,7 @@ def test_a_cuinit_that_is_under_way(rig: Rig) -> None:
 def test_cuda_that_starts_at_any_moment_of_a_dump(newest_rig: Rig) -> None:
     """Before the plugin looks for it, behind its back, or when all is frozen."""
     random = Random(SEED)
+    statuses: dict[str, list[int]] = {moment: [] for moment in MOMENTS}
     for moment in MOMENTS * 2:
         with newest_rig.job(mib=8, late_children=1, children=1) as job:
             late = job.pids[1]
@@ -195,6 +196,7 @@ def test_cuda_that_starts_at_any_moment_of_a_dump(newest_rig: Rig) -> None:
             time.sleep(random.uniform(0, 0.01))
             os.kill(late, signal.SIGUSR1)
             status = criu.wait(60)
+            statuses[moment].append(status)
             log = log_path(images, "dump").read_text()
             newest_rig.settle(images)
             if status == 0:
@@ -205,13 +207,21 @@ def test_cuda_that_starts_at_any_moment_of_a_dump(newest_rig: Rig) -> None:
                 assert moment != FROZEN, log[-2000:]
                 assert HALF_THERE.search(log), log[-2000:]
             job.run_on()
+            assert restore_thread(late) is not None, "CUDA did not start"
             newest_rig.settle(images)
+    assert 0 in statuses[""], "what starts before criu looks must be dumped"
 
 
 def await_line(criu: subprocess.Popen[bytes], log: Path, words: str) -> None:
-    """Until criu's log has them, or criu has ended."""
+    """Until criu's log has them, or criu has failed before that."""
     deadline = time.monotonic() + 30
-    while words and not (log.exists() and words in log.read_text()) and criu.poll() is None:
+    while True:
+        status = criu.poll()  # first: one that has ended writes no more
+        if words in (log.read_text() if log.exists() else ""):
+            return
+        if status is not None:
+            assert status != 0, f"criu has dumped, and {log} has no {words!r}"
+            return
         assert time.monotonic() < deadline, f"no {words!r} in {log}"
         time.sleep(0.001)
 

@@ -56,21 +56,6 @@ class Checkpointer:
         arguments = run.dump_arguments(request, self.criu.version)
         return self._words(arguments), self._environment(config)
 
-    def restore_command(
-        self, images: Path, *extra: str, config: Path | None = None
-    ) -> tuple[list[str], dict[str, str]]:
-        """The same for a restore; the log is images/restore.log, the root's pid in images/pid."""
-        request = run.Restore(
-            images=images,
-            log=images / "restore.log",
-            plugin_dir=plugin_directory(self.environ),
-            config=config,
-            extra=extra,
-            pidfile=images / "pid",
-        )
-        arguments = run.restore_arguments(request, self.criu.version)
-        return self._words(arguments), self._environment(config)
-
     def _settings(self, options: dict[str, Any]) -> run.Settings:
         plugin: Mapping[str, Scalar] | None = options.pop("plugin", None)
         return run.Settings(plugin=plugin, environ=self.environ, **options)

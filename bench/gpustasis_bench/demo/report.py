@@ -91,7 +91,7 @@ def table_of(report: Report, *, emulated: bool) -> Table:
     table = Table(title=f"{_mib(report.gpu_bytes)} of GPU memory  ({where})", show_header=True)
     table.add_column(f"criu {report.criu}")
     table.add_column("gpustasis", justify="right")
-    table.add_column("externalize = off", justify="right")
+    table.add_column("externalize = false", justify="right")
     at_checkpoint = _seconds(report.driver_checkpoint_seconds)
     at_restore = _seconds(report.driver_restore_seconds)
     for cells in (

@@ -201,7 +201,7 @@ static void unregistered_under_a_copy(CUmodule module) {
     CUdeviceptr on_device;
     CUstream stream;
     CUfunction sleep;
-    unsigned milliseconds = 300;
+    unsigned milliseconds = 3000;
     void* params[] = {&milliseconds};
     OK(cuModuleGetFunction(&sleep, module, "sleep_ms"));
     OK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
