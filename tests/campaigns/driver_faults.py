@@ -34,7 +34,7 @@ _CALLS = {
 DUMP_CALLS = ("get_state", "lock", "checkpoint")
 UNDO_CALLS = ("restore", "unlock")  # those of a dump that leaves the job running
 RESTORE_CALLS = ("get_state", "restore", "unlock")
-_AT_ONCE = "job runs on at once"  # of a way back; so it is with a fault that hides itself
+_AT_ONCE = "job runs on at once"  # one fault may leave nothing to mend
 _SHORT = {"driver_timeout_ms": 1000, "lock_timeout_ms": 500}
 
 
