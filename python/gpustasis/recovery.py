@@ -153,10 +153,7 @@ def _settled_task(pid: int, images: Path | None) -> Task:
     deadline = time.monotonic() + WORKER_TIMEOUT_S
     while images and (busy := find_users(images, WORKER_COMM, GUARDIAN_COMM)):
         if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"process {busy[0]}, which that criu has left to do the same, is still at it; "
-                "wait for it, or end it and try again"
-            )
+            raise CheckpointError(_why_busy(pid, images, busy[0]))
         time.sleep(_POLL_S)
     task = read_task(pid)
     if task.tracer:
@@ -168,6 +165,24 @@ def _settled_task(pid: int, images: Path | None) -> Task:
             f"process {pid} is stopped, and the driver cannot reach it; kill -CONT {pid} first"
         )
     return task
+
+
+def _why_busy(pid: int, images: Path, busy: int) -> str:
+    """Nobody is told to end a worker while there is a guardian, or that: the task would read zeros
+    for what is not back yet, and run on."""
+    guardians = find_users(images, GUARDIAN_COMM)
+    if not guardians:
+        return (
+            f"process {busy}, which that criu has left to do the same, is still at it; wait for "
+            "it, or end it and try again"
+        )
+    guarded = "the process that it guards" if _find_record(pid) is None else f"process {pid}"
+    return (
+        f"process {guardians[0]} guards memory that it cannot put back yet; gpustasis-undo.log in "
+        f"{images} says why. Make the images readable again, and it goes on by itself, or end "
+        f"{guarded} and restore it from a checkpoint. Do not end the guard: the process would run "
+        "on with zeros"
+    )
 
 
 def _wait_for_drop(pid: int, driver: Driver) -> None:

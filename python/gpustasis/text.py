@@ -43,6 +43,14 @@ def mib(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
+def extra(name: str) -> str:
+    """How to install an extra of this package, which is in no index."""
+    return (
+        f"install the extra \"{name}\": pip install 'WHEEL[{name}]', WHEEL being the file that "
+        "gpustasis was installed from"
+    )
+
+
 def plural(count: int, noun: str, ending: str = "s") -> str:
     """Count and noun: "1 image", "2 images"."""
     return f"{count} {noun}{'' if count == 1 else ending}"

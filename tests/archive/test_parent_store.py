@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from gpustasis._core import MANIFEST_NAME, image_name, read_manifest
+from gpustasis._core import MANIFEST_NAME, PARENT_LINK, image_name, read_manifest
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image import checkpoint as chain
-from gpustasis.image.directory import share
+from gpustasis.image import directory
+from gpustasis.image.directory import share, try_exclude
+from gpustasis.image.flatten import flatten
+from gpustasis.image.store import is_trash
 from gpustasis.runtimes import parent_store
 from support.archives import COMPRESSIONS, pack
-from support.chains import make_chain
+from support.chains import is_whole, make_chain
 
 
 @pytest.fixture
@@ -120,6 +125,102 @@ def test_a_damaged_one_that_cannot_be_replaced_is_named(
     with pytest.raises(CheckpointError, match=r"damaged .*also holds pages-1\.img"):
         parent_store.keep_parents([archive])
     assert (kept / "pages-1.img").read_bytes() == b"precious"
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+
+
+def test_a_replaced_one_keeps_its_link(tmp_path: Path, store: Path, links: list[Path]) -> None:
+    """Without it a restore would find no parent that lies elsewhere."""
+    archives = [pack(link, tmp_path / f"{link.name}.tar") for link in links]
+    parent_store.keep_parents(archives[1:])
+    kept = store / "checkpoints" / read_manifest(links[1]).checkpoint_id.hex()
+    (kept / PARENT_LINK).symlink_to(links[0])
+    assert is_whole(kept)
+    spoil_chunk(kept)
+    parent_store.keep_parents(archives[1:])
+    assert os.readlink(kept / PARENT_LINK) == str(links[0])
+    assert is_whole(kept)
+
+
+def test_other_images_of_a_checkpoint_do_not_replace_it(
+    tmp_path: Path, store: Path, links: list[Path]
+) -> None:
+    """What is built on it knows its images by their digests."""
+    flatten(links[1], tmp_path / "flat")
+    parent_store.keep_parents([pack(links[1], tmp_path / "a.tar")])
+    kept = store / "checkpoints" / read_manifest(links[1]).checkpoint_id.hex()
+    spoil_chunk(kept)
+    before = (kept / image_name(7)).read_bytes()
+    with pytest.raises(CheckpointError, match=r"the archive has other images .*move it away"):
+        parent_store.keep_parents([pack(tmp_path / "flat", tmp_path / "flat.tar")])
+    assert (kept / image_name(7)).read_bytes() == before
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+
+
+def test_one_that_is_locked_is_not_called_damaged(
+    tmp_path: Path, store: Path, links: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "PATIENCE_S", 0.2)
+    archive = pack(links[0], tmp_path / "a.tar")
+    parent_store.keep_parents([archive])
+    kept = store / "checkpoints" / read_manifest(links[0]).checkpoint_id.hex()
+    held = try_exclude(kept)
+    assert held is not None
+    with held, pytest.raises(ImageError) as caught:
+        parent_store.keep_parents([archive])
+    assert f"{kept} has been locked for 0.2 s" in str(caught.value)
+    assert "damaged" not in str(caught.value)
+
+
+def test_what_was_replaced_may_be_hard_to_delete(
+    tmp_path: Path, store: Path, links: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = pack(links[0], tmp_path / "a.tar")
+    parent_store.keep_parents([archive])
+    kept = store / "checkpoints" / read_manifest(links[0]).checkpoint_id.hex()
+    spoil_chunk(kept)
+    unlink = os.unlink
+
+    def refuse(path: object, *, dir_fd: int | None = None) -> None:
+        if dir_fd is not None and is_trash(Path(os.readlink(f"/proc/self/fd/{dir_fd}")).name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path, dir_fd=dir_fd)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    parent_store.keep_parents([archive])
+    assert is_whole(kept)
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_another_import_puts_it_there_at_the_same_time(
+    tmp_path: Path,
+    store: Path,
+    links: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    spoilt: bool,
+) -> None:
+    """Between the two renames of this one."""
+    archive = pack(links[0], tmp_path / "a.tar")
+    parent_store.keep_parents([archive])
+    kept = store / "checkpoints" / read_manifest(links[0]).checkpoint_id.hex()
+    spoil_chunk(kept)
+    rename = Path.rename
+
+    def rename_and_import(self: Path, target: Path) -> Path:
+        made = rename(self, target)
+        if is_trash(Path(target).name):
+            shutil.copytree(links[0], kept)
+            if spoilt:
+                spoil_chunk(kept)
+        return made
+
+    monkeypatch.setattr(Path, "rename", rename_and_import)
+    if spoilt:
+        with pytest.raises(CheckpointError, match="put there just now, is damaged"):
+            parent_store.keep_parents([archive])
+    else:
+        parent_store.keep_parents([archive])
+        assert is_whole(kept)
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.runtimes.kubelet import DIRECTORY
+from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.containerd_node import ContainerdNode
 from support.engine_root import EngineRoot
 

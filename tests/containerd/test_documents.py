@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.runtimes.kubelet import DIRECTORY
+from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.certificates import Authority
 from support.containerd_node import (
     JOB_IMAGE,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.runtimes.kubelet import DIRECTORY
+from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.certificates import Authority, Pair
 from support.containerd_node import KUBELET_PORT, ContainerdNode, kubelet_on
 from support.json_output import check_document

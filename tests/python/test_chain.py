@@ -15,8 +15,15 @@ from click.testing import CliRunner
 from gpustasis._core import PARENT_LINK, ImageReader, image_name
 from gpustasis.cli import cli
 from gpustasis.errors import ImageError
+from gpustasis.image import checkpoint as image_checkpoint
 from gpustasis.image import directory as image_directory
-from gpustasis.image.checkpoint import State, chain_directories, find_sources, parent_directory
+from gpustasis.image.checkpoint import (
+    State,
+    chain_directories,
+    find_checkpoint,
+    find_sources,
+    parent_directory,
+)
 from gpustasis.image.directory import share, try_exclude
 from gpustasis.image.verification import verify_directory
 from support.chains import checkpoint_id, is_whole, make_chain, make_link, memory_of
@@ -48,6 +55,20 @@ def inspect_text(directory: Path) -> str:
     result = CliRunner().invoke(cli, ["inspect", str(directory)])
     assert result.exception is None, result.exception
     return result.output
+
+
+def test_a_link_with_the_id_of_a_checkpoint_is_not_followed(
+    chain: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore does not follow it either (src/core/lineage.cpp, O_NOFOLLOW)."""
+    root, wanted = tmp_path / "lib", checkpoint_id("c000")
+    monkeypatch.setattr(image_checkpoint, "STORE_ROOT", root)
+    for place in (root / "checkpoints", root / "containers" / "some"):
+        place.mkdir(parents=True)
+        (place / wanted.hex()).symlink_to(chain[0])
+    assert find_checkpoint(wanted) is None
+    shutil.copytree(chain[0], root / "containers" / "other" / wanted.hex())
+    assert find_checkpoint(wanted) == root / "containers" / "other" / wanted.hex()
 
 
 class TestLinks:

@@ -206,17 +206,69 @@ def test_what_cannot_be_done_as_kubectl_does_it_is_refused(
         ask({"token": TOKEN} | user)
 
 
+BAD_PATHS = pytest.mark.parametrize("bad", ["a\0b", "a\ud800b"], ids=["NUL", "surrogate"])
+
+
+@BAD_PATHS
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ("cluster", "certificate-authority"),
+        ("user", "client-certificate"),
+        ("user", "tokenFile"),
+    ],
+)
+def test_what_can_be_no_path(
+    ask: Ask, config: Config, section: str, field: str, bad: str
+) -> None:
+    user: Config = {"token": TOKEN}
+    if section == "user":
+        user |= {field: bad, "client-key": bad if field == "client-certificate" else ""}
+    else:
+        del config["clusters"][0]["cluster"]["certificate-authority-data"]
+        config["clusters"][0]["cluster"][field] = bad
+    with pytest.raises(EngineError, match="cannot read"):
+        ask(user)
+
+
+@BAD_PATHS
+def test_an_exec_plugin_whose_words_can_be_none(tmp_path: Path, ask: Ask, bad: str) -> None:
+    with pytest.raises(EngineError, match="cannot run"):
+        ask(plugin(tmp_path, {"token": TOKEN}, command=bad))
+    certificate = {"clientCertificateData": bad, "clientKeyData": bad}
+    with pytest.raises(EngineError, match="holds no certificate"):
+        ask(plugin(tmp_path, certificate))
+
+
+@pytest.mark.parametrize("token", ["k\u00e9y", "two words", "a\nb", "\ud800", "a\0"])
+def test_what_can_be_no_token(tmp_path: Path, ask: Ask, token: str) -> None:
+    with pytest.raises(EngineError, match="is not one word of printable ASCII"):
+        ask({"token": token})
+    with pytest.raises(EngineError, match="is not one word of printable ASCII"):
+        ask(plugin(tmp_path, {"token": token}))
+
+
 def test_contexts_that_are_not_there(ask: Ask, config: Config) -> None:
     with pytest.raises(EngineError, match="has no context 'none'"):
         ask({"token": TOKEN}, "none")
     with pytest.raises(EngineError, match="has no cluster 'gone'"):
+        ask({"token": TOKEN}, "elsewhere")
+    config["contexts"][0]["context"] = {"user": "me"}
+    config["clusters"].append({**config["clusters"][0], "name": "elsewhere"})
+    with pytest.raises(EngineError, match="context 'elsewhere' has no cluster"):
         ask({"token": TOKEN}, "elsewhere")
     del config["current-context"]
     with pytest.raises(EngineError, match="name one with --context"):
         ask({"token": TOKEN})
 
 
-@pytest.mark.parametrize("raw", ["", "[]", "a: [", "\x00", "contexts: 7"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *("", "[]", "a: [", "\x00", "contexts: 7"),
+        *("a: !!timestamp x", "a: !!int ''", "a: !!bool maybe", "a: !!float ''", "? {b: c}\n: d"),
+    ],
+)
 def test_what_is_no_kubeconfig(tmp_path: Path, raw: str) -> None:
     (tmp_path / "config").write_text(raw)
     with pytest.raises(EngineError), open_access([tmp_path / "config"], "x"):
@@ -268,11 +320,13 @@ class TestSeveralFiles:
         with pytest.raises(EngineError, match="cannot read"):
             self.archives([tmp_path / "gone", tmp_path / "too"])
 
-    def test_one_whose_directory_is_a_file_means_nothing(
+    def test_one_whose_directory_is_a_file_is_an_error(
         self, tmp_path: Path, split: list[Path]
     ) -> None:
+        """To kubectl too: only ENOENT means that a file is not there."""
         (tmp_path / "file").touch()
-        assert self.archives([tmp_path / "file" / "config", *split]) == (ARCHIVE,)
+        with pytest.raises(EngineError, match=r"cannot read .*file/config: Not a directory"):
+            self.archives([tmp_path / "file" / "config", *split])
 
     @pytest.mark.parametrize("content", ["", "# nothing yet\n", "---\n"])
     def test_one_that_is_empty_means_nothing(

@@ -138,11 +138,64 @@ def test_who_is_let_in(access: Access, authority: Authority, serve: Serve) -> No
     )
     forbidden = error(replace(nobody, token="weak"), "default/web/app", node)
     assert "user=guest" in forbidden and "verb create on nodes/checkpoint" in forbidden
+    older = serve(kubelet(older=True, tokens={"weak": "guest"}))
+    forbidden = error(replace(nobody, token="weak"), "default/web/app", older)
+    assert "subresource=checkpoint)" in forbidden
+    assert "RBAC must allow this user the verb create on nodes/checkpoint" in forbidden
     guest = authority.client("visitor")
     forbidden = error(
         replace(access, certificate=guest.certificate, key=guest.key), "default/web/app", node
     )
     assert "user=visitor" in forbidden
+
+
+KUBELETS_OWN = "Forbidden (user=api (x), verb=create, resource=nodes, subresource"
+
+
+@pytest.mark.parametrize(
+    ("body", "direct", "through"),
+    [
+        (
+            f"{KUBELETS_OWN}=proxy)",
+            "the kubelet refuses: RBAC must allow this user the verb create on nodes/proxy",
+            "the kubelet refuses: RBAC must allow api (x), as whom the API server asks kubelets, "
+            "the verb create on nodes/proxy",
+        ),
+        (
+            f"{KUBELETS_OWN}(s)=[checkpoint proxy])",
+            "this user the verb create on nodes/checkpoint or nodes/proxy",
+            "kubelets, the verb create on nodes/checkpoint or nodes/proxy",
+        ),
+        (
+            json.dumps(
+                {
+                    "kind": "Status",
+                    "message": 'nodes "n" is forbidden: User "me" cannot create resource '
+                    '"nodes/proxy" in API group "" at the cluster scope',
+                }
+            ),
+            "RBAC must allow this user the verb create on nodes/proxy",
+            "(403): RBAC must allow this user the verb create on nodes/proxy",
+        ),
+        (
+            "no",
+            "verb create on nodes/checkpoint (older kubelets: nodes/proxy)",
+            "(403): RBAC must allow this user the verb create on nodes/proxy",
+        ),
+    ],
+    ids=["older kubelet", "newer kubelet", "API server", "neither"],
+)
+def test_who_must_be_allowed_what(
+    access: Access, serve: Serve, body: str, direct: str, through: str
+) -> None:
+    class Forbidding(Kubelet):
+        def answer(self, user: str | None, path: str) -> tuple[int, str, str]:
+            return 403, "text/plain", body
+
+    node = serve(Forbidding(pods=lambda: PODS, checkpoint=lambda *words: ARCHIVE))
+    assert error(access, "default/web/app", node).endswith(direct)
+    proxied = replace(access, api_server=f"https://{node}")
+    assert error(proxied, "default/web/app", "node-1").endswith(through)
 
 
 def test_the_server_must_be_trusted(

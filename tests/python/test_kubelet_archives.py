@@ -15,7 +15,7 @@ import pytest
 
 from gpustasis.archive.layout import Engine
 from gpustasis.errors import ArchiveError
-from gpustasis.runtimes.kubelet import list_archives, read_archive
+from gpustasis.runtimes.kubelet_archives import list_archives, read_archive
 from support.json_output import check_document
 
 CONFIG = {

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store is checked whole: each image once, what depends on damage is named, a killed check goes
-on."""
+"""A store is checked whole: each image once, and what depends on damage is named."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -16,10 +14,9 @@ from click.testing import CliRunner
 
 from gpustasis._core import Encoding, ImageReader, ParentIndex, image_name, write_image
 from gpustasis.cli import cli
-from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image import directory, found_damage
+from gpustasis.errors import ImageError
+from gpustasis.image import directory
 from gpustasis.image.flatten import flatten
-from gpustasis.image.found_damage import Damage, Progress
 from gpustasis.image.store_verification import StoreVerification, is_store, verify_store
 from gpustasis.image.verification import verify_directory
 from support.chains import checkpoint_id, make_chain, make_link, memory_of
@@ -138,6 +135,18 @@ def test_a_link_within_the_store_is_named(tmp_path: Path) -> None:
     assert found.ignored == {"latest": "a link to c001, which is checked itself"}
 
 
+def test_a_link_to_what_is_not_checked_by_its_name_is_followed(tmp_path: Path) -> None:
+    """A hidden one is ignored: nobody else would look at it."""
+    chain = make_chain(tmp_path, 1)
+    chain[1].rename(tmp_path / ".a")
+    (tmp_path / "latest").symlink_to(".a")
+    found = verify_store(tmp_path)
+    assert [v.name for v in found.verdicts] == ["c000", "latest"]
+    assert list(found.ignored) == [".a"]
+    flip(tmp_path / ".a", 1)
+    assert damaged(verify_store(tmp_path)) == {"latest": (1, 0)}
+
+
 @pytest.mark.parametrize("name", [IMAGE, "gpustasis-manifest.img"])
 def test_a_fifo_in_a_parent_is_a_problem(tmp_path: Path, name: str) -> None:
     """Nobody writes to it: it must not be waited for."""
@@ -229,106 +238,6 @@ def test_a_source_outside_of_the_store_is_checked_there(tmp_path: Path) -> None:
     assert verify_store(tmp_path / "store").damaged == []
     flip(tmp_path / "old" / "full", 1)
     assert damaged(verify_store(tmp_path / "store")) == {"more": (1, 1)}
-
-
-def test_a_check_that_was_killed_goes_on(tmp_path: Path) -> None:
-    store, state = tmp_path / "store", tmp_path / "state.json"
-    store.mkdir()
-    chain = make_chain(store, 3, pages=32)
-    flip(chain[0], 1)
-    whole = verify_store(store)
-
-    class KilledError(Exception):
-        pass
-
-    seen = 0
-
-    def kill(name: str, done: int, total: int) -> None:
-        nonlocal seen
-        seen += 1
-        if seen % 4 == 0:
-            raise KilledError(name, done, total)
-
-    read, runs = 0, 0
-    while True:
-        try:
-            found = verify_store(store, state=state, rate=4 * 4 * PAGE * 1000, on_slice=kill)
-            break
-        except KilledError:
-            runs += 1
-            assert state.exists()
-            read += sum(len(text) for text in json.loads(state.read_bytes())["checked"])
-    assert runs >= 1
-    assert found.continued
-    assert not state.exists()
-    assert found.verdicts == whole.verdicts
-    assert found.read_bytes < whole.read_bytes
-
-
-def test_the_state_of_another_store_is_refused(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        make_chain(tmp_path / name, 0)
-    state = tmp_path / "state"
-
-    def stop(name: str, done: int, total: int) -> None:
-        raise KeyError(name)
-
-    with pytest.raises(KeyError):
-        verify_store(tmp_path / "one", state=state, on_slice=stop)
-    state.write_text(json.dumps({**_state(), "store": str(tmp_path / "one")}))
-    with pytest.raises(CheckpointError, match="name another file"):
-        verify_store(tmp_path / "two", state=state)
-    for raw in (b"", b"[]", b'{"version": 2}', b"\xff"):
-        state.write_bytes(raw)
-        with pytest.raises(CheckpointError, match="remove it"):
-            verify_store(tmp_path / "one", state=state)
-
-
-def test_the_state_of_a_damaged_store_stays_small(tmp_path: Path) -> None:
-    path, damage = tmp_path / "state", Damage()
-    damage.add([(chunk, f"chunk {chunk} is damaged") for chunk in range(300_000)])
-    Progress(tmp_path, path).note("key", 300_000, damage)
-    assert path.stat().st_size < 4096
-    again = Progress(tmp_path, path)
-    assert again.continued
-    assert again.current == ("key", 300_000, damage)
-    assert again.current[2].numbers() == list(range(300_000))
-
-
-def test_the_state_is_not_written_at_each_slice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each write is of all that was found so far."""
-    write, writes = found_damage.replace_file, 0
-
-    def counting(*arguments: Any, **options: Any) -> None:
-        nonlocal writes
-        writes += 1
-        write(*arguments, **options)
-
-    monkeypatch.setattr(found_damage, "replace_file", counting)
-    damage, slices = Damage(), 2000
-    progress = Progress(tmp_path, tmp_path / "state")
-    for number in range(slices):
-        damage.add([(number * 20 + 2 * apart, "damaged") for apart in range(10)])
-        progress.note("key", number * 20 + 20, damage)
-    assert 1 <= writes < slices // 2
-
-
-def test_damage_that_lies_apart_is_kept_exactly(tmp_path: Path) -> None:
-    numbers = [0, 1, 2, 5, 7, 8, 90]
-    damage = Damage()
-    for number in numbers:
-        damage.add([(number, f"chunk {number}")])
-    Progress(tmp_path, tmp_path / "state").finish("key", damage)
-    found = Progress(tmp_path, tmp_path / "state").checked["key"]
-    assert (found.numbers(), found.count()) == (numbers, len(numbers))
-    assert found == damage
-
-
-def _state() -> dict[str, object]:
-    return {"version": 2, "checked": {}, "current": ["", 0, [[], []]]}
 
 
 def test_the_rate_is_kept(tmp_path: Path) -> None:

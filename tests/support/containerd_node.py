@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpustasis.runtimes.cri import Cri
-from gpustasis.runtimes.kubelet import DIRECTORY
+from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.cri_tables import NODE_MESSAGES, NODE_METHODS, NODE_NETWORK
 from support.engine_gpu import DEVICE, add_gpus
 from support.engine_image import make_archive

@@ -35,13 +35,14 @@ class RuntimeFault(Exception):
 class Kubelet:
     """pods: (namespace, pod) -> names of its containers. checkpoint: (namespace, pod, container,
     timeout in seconds) -> the archive's path; raises RuntimeFault. tokens: token -> user. gate: the
-    feature gate ContainerCheckpoint.
+    feature gate ContainerCheckpoint. older: it refuses in the words of Kubernetes before 1.32.
     """
 
     pods: Callable[[], Mapping[tuple[str, str], set[str]]]
     checkpoint: Callable[[str, str, str, int], str]
     tokens: Mapping[str, str] = field(default_factory=dict)
     gate: bool = True
+    older: bool = False
 
     def answer(self, user: str | None, path: str) -> tuple[int, str, str]:
         """(status, content type, body) to a POST."""
@@ -51,11 +52,8 @@ class Kubelet:
         if user is None:
             return 401, plain, "Unauthorized"
         if user != ALLOWED:
-            return (
-                403,
-                plain,
-                (f"Forbidden (user={user}, verb=create, resource=nodes, subresource=checkpoint)\n"),
-            )
+            what = "subresource=checkpoint" if self.older else "subresource(s)=[checkpoint]"
+            return 403, plain, f"Forbidden (user={user}, verb=create, resource=nodes, {what})\n"
         if not self.gate or len(words) != 4 or words[0] != "checkpoint":
             return 404, plain, "404: Page Not Found"
         namespace, pod, container = words[1:]

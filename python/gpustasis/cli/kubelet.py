@@ -19,7 +19,7 @@ from gpustasis.archive.layout import Engine
 from gpustasis.cli import output
 from gpustasis.cli.framework import Group
 from gpustasis.errors import ArchiveError, EngineError
-from gpustasis.runtimes import kubelet
+from gpustasis.runtimes import kubelet, kubelet_archives
 from gpustasis.runtimes.kubeconfig import default_paths, open_access
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -221,12 +221,12 @@ def _fields(target: kubelet.Target, outcome: Outcome) -> dict[str, object]:
 @command.command("list")
 @click.argument(
     "directory",
-    default=kubelet.DIRECTORY,
+    default=kubelet_archives.DIRECTORY,
     type=click.Path(file_okay=False, path_type=Path),
 )
 def list_archives(directory: Path) -> None:
     """Show the checkpoint archives in DIRECTORY, a node's if none is named."""
-    archives, errors = kubelet.list_archives(directory)
+    archives, errors = kubelet_archives.list_archives(directory)
     titles = ("CONTAINER", "IMAGE", "ID", "RUNTIME", "CREATED", "ENGINE")
     output.answer(
         {"archives": [_archive_fields(archive) for archive in archives]},
@@ -238,7 +238,7 @@ def list_archives(directory: Path) -> None:
         raise ArchiveError("\n".join(map(str, errors)))
 
 
-def _archive_fields(archive: kubelet.ListedArchive) -> dict[str, object]:
+def _archive_fields(archive: kubelet_archives.ListedArchive) -> dict[str, object]:
     fields: dict[str, object] = {"path": str(archive.path)} | asdict(archive.facts)
     sizes = {
         "checkpoint_bytes": archive.checkpoint_bytes,
@@ -247,7 +247,7 @@ def _archive_fields(archive: kubelet.ListedArchive) -> dict[str, object]:
     return fields | sizes
 
 
-def _archive_cells(archive: kubelet.ListedArchive) -> tuple[str, ...]:
+def _archive_cells(archive: kubelet_archives.ListedArchive) -> tuple[str, ...]:
     facts = archive.facts
     words = (
         *(facts.container_name, facts.image, facts.container_id[:_SHORT_ID]),

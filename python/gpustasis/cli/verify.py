@@ -12,7 +12,7 @@ import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.options import Size, checkpoint_argument, parent_option, threads_option
-from gpustasis.errors import ImageError
+from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image.directory import allow_many_files
 from gpustasis.image.store_verification import is_store, verify_store
 from gpustasis.image.verification import Verification
@@ -104,7 +104,10 @@ def _verify_store(store: Path, state: Path | None, rate: int | None, threads: in
         names = ", ".join(verdict.name for verdict in found.damaged)
         raise ImageError(
             f"{store}: {len(found.damaged)} of {count} checkpoints are damaged: {names}"
+            + (f"; {found.state_problem}" if found.state_problem else "")
         )
+    if found.state_problem:
+        raise CheckpointError(f"{store}: {found.state_problem}")
 
 
 def _earlier_text(found: Verification) -> str:

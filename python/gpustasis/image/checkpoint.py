@@ -29,6 +29,7 @@ from gpustasis._core import (
 )
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.files import open_regular
+from gpustasis.image.directory import is_directory, is_there
 
 _IMAGE_NAME = re.compile(r"gpustasis-([1-9][0-9]{0,9})\.img")
 
@@ -56,7 +57,7 @@ def image_errors(rename: tuple[str, str] = ("", "")) -> Iterator[None]:
 
 def find_manifest(directory: Path) -> Manifest | None:
     """The manifest in `directory`; None if there is none. Raises ImageError, UnsupportedError."""
-    if not (directory / MANIFEST_NAME).is_symlink() and not (directory / MANIFEST_NAME).exists():
+    if not is_there(directory / MANIFEST_NAME):
         return None
     with image_errors():
         return read_manifest(directory)
@@ -143,12 +144,10 @@ def parent_directory(directory: Path) -> Path | None:
 def find_parent(directory: Path) -> Path | None:
     """Where the parent of the checkpoint in `directory` is: where its link leads; else where
     docs/format.md, "Links", says to look for its id; None if it is nowhere."""
-    try:
+    with suppress(ImageError):  # what the link leads to may still be where its id says
         linked = parent_directory(directory)
-    except ImageError:
-        linked = None
-    if linked is not None and linked.is_dir():
-        return linked
+        if linked is not None and is_directory(linked):
+            return linked
     try:
         manifest = find_manifest(directory)
     except (ImageError, UnsupportedError):
@@ -159,12 +158,15 @@ def find_parent(directory: Path) -> Path | None:
 
 
 def find_checkpoint(checkpoint_id: bytes) -> Path | None:
-    """A directory below STORE_ROOT with that checkpoint."""
+    """A directory below STORE_ROOT with that checkpoint; never through a link that has its id for
+    a name, which the plugin does not follow either."""
     name = checkpoint_id.hex()
     places = [STORE_ROOT / "checkpoints"]
     with suppress(OSError):  # there are none, or not for us
         places += sorted((STORE_ROOT / "containers").iterdir())
     for place in places:
+        if os.path.islink(place / name):
+            continue
         try:
             found = find_manifest(place / name)
         except (ImageError, UnsupportedError, OSError):
@@ -297,10 +299,13 @@ class DirectoryFiles:
         return str(self.directory / name)
 
     def sizes(self) -> dict[str, int]:
-        return {p.name: p.lstat().st_size for p in self.directory.iterdir() if p.is_file()}
+        with image_errors():
+            files = [path for path in self.directory.iterdir() if os.path.isfile(path)]
+            return {path.name: path.lstat().st_size for path in files}
 
     def dated_ns(self) -> int:
-        return (self.directory / MANIFEST_NAME).stat().st_mtime_ns
+        with image_errors():
+            return (self.directory / MANIFEST_NAME).stat().st_mtime_ns
 
     def find_parent(self, manifest: Manifest) -> tuple[str | None, State]:
         try:

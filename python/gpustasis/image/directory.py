@@ -7,6 +7,7 @@ docs/format.md, "Links". A lock is a flock(2): the kernel drops it when its hold
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -24,6 +25,37 @@ from gpustasis.files import sync_directory
 
 PATIENCE_S = 10.0  # waited for who holds a directory for itself
 _POLL_S = 0.02
+# A link that leads nowhere, through a file, in a circle, or to what can be no name.
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def is_there(place: Path) -> bool:
+    """Whether anything has this name, a link too. Raises ImageError if that cannot be told.
+
+    Unlike pathlib's, whose answer to a name from elsewhere may be an OSError.
+    """
+    return _status(place, follow=False) is not None
+
+
+def is_directory(place: Path) -> bool:
+    """Whether a directory is there, or where a link leads. Raises ImageError as is_there."""
+    found = _status(place, follow=True)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def is_file(place: Path) -> bool:
+    """The same for an ordinary file."""
+    found = _status(place, follow=True)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def _status(place: Path, *, follow: bool) -> os.stat_result | None:
+    try:
+        return os.stat(place, follow_symlinks=follow)
+    except OSError as exc:
+        if exc.errno in _NOT_THERE:
+            return None
+        raise ImageError(f"cannot look at {place}: {exc.strerror}") from exc
 
 
 class DirectoryLock:
@@ -86,7 +118,7 @@ def _wait_shared(lock: DirectoryLock) -> None:
 def try_exclude(directory: Path) -> DirectoryLock | None:
     """An exclusive lock; None if somebody holds one, or the directory is another by now.
 
-    Raises ImageError if it cannot be opened.
+    Raises ImageError if it cannot be opened, or locked.
     """
     lock = _open(directory)
     try:
@@ -94,6 +126,9 @@ def try_exclude(directory: Path) -> DirectoryLock | None:
     except BlockingIOError:
         lock.close()
         return None
+    except OSError as exc:
+        lock.close()
+        raise ImageError(f"cannot lock {directory}: {exc.strerror}") from exc
     if not _still_there(lock):
         lock.close()
         return None
@@ -124,18 +159,23 @@ def _open(directory: Path) -> DirectoryLock:
 
 
 def _still_there(lock: DirectoryLock) -> bool:
-    """Whether what was locked is what is at the path: it may have been renamed meanwhile."""
+    """Whether what was locked is what is at the path: it may have been renamed meanwhile. What
+    cannot be looked at counts as gone."""
     try:
         return os.path.samestat(os.fstat(lock.fd), os.stat(lock.directory))
-    except FileNotFoundError:
+    except OSError:
         return False
 
 
 def require_free(out: Path) -> None:
     """Raise CheckpointError unless `out` is not there, or an empty directory."""
-    if not out.is_symlink() and not out.exists():
+    if not os.path.lexists(out):
         return
-    if out.is_symlink() or not out.is_dir() or any(out.iterdir()):
+    try:
+        free = not os.path.islink(out) and next(out.iterdir(), None) is None
+    except OSError:  # no directory, or one that cannot be looked into
+        free = False
+    if not free:
         raise CheckpointError(f"{out} is there already and no empty directory; name another one")
 
 
@@ -182,11 +222,11 @@ def _make(part: Path, out: Path) -> int:
             part.mkdir(mode=0o700)
         fd = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as exc:
-        if part.parent.is_dir():
+        if os.path.isdir(part.parent):
             raise busy from exc  # it has renamed or removed it just now
         raise CheckpointError(f"cannot make {part}: {exc.strerror}") from exc
     except OSError as exc:
-        if part.is_symlink():
+        if os.path.islink(part):
             raise CheckpointError(
                 f"{part} is a link, and flatten makes no links: look who made it, and remove it"
             ) from exc

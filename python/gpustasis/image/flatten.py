@@ -155,9 +155,10 @@ def _manifest(directory: Path) -> Manifest:
 def _require_own_pages(directory: Path) -> None:
     for name, count in parent_pages(directory).items():
         link = directory / CRIU_PARENT_LINK
+        target = os.path.realpath(link)
         raise CheckpointError(
             f"{directory / name}: {count} pages of CPU memory are not in it but in the earlier "
-            f"images that {link} leads to ({link.resolve()}); a dump made with --prev-images-dir "
+            f"images that {link} leads to ({target}); a dump made with --prev-images-dir "
             "cannot be flattened"
         )
 

@@ -57,9 +57,7 @@ class Progress:
         self._next_write = 0.0  # on the monotonic clock
         self.checked: dict[str, Damage] = {}
         self.current: tuple[str, int, Damage] = ("", 0, Damage())  # key, next chunk, found so far
-        self.continued = path is not None and path.exists()
-        if self.continued:
-            self._read()
+        self.continued = path is not None and os.path.lexists(path) and self._read(path)
 
     def note(self, key: str, following: int, damage: Damage) -> None:
         """All chunks before `following` are checked."""
@@ -71,28 +69,37 @@ class Progress:
         self.current = ("", 0, Damage())
         self._write()
 
-    def remove(self) -> None:
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-    def _read(self) -> None:
-        assert self._path is not None
+    def remove(self) -> str:
+        """The check is done. Why the file cannot be removed; "": it is gone."""
         try:
-            raw = json.loads(_read_own(self._path))
-            if raw["version"] != _STATE_VERSION or raw["store"] != self._store:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+        except OSError as exc:
+            return f"cannot remove {self._path}: {exc.strerror}"
+        return ""
+
+    def _read(self, path: Path) -> bool:
+        """Whether it can be gone on from; not from what an older version of this has left."""
+        try:
+            raw = json.loads(_read_own(path))
+            version, store = raw["version"], raw["store"]
+            if store == self._store and 0 < int(version) < _STATE_VERSION:
+                return False
+            if version != _STATE_VERSION or store != self._store:
                 raise CheckpointError(
-                    f"{self._path}: is the state of a check of {raw['store']}, version "
-                    f"{raw['version']}, not of {self._store}; name another file"
+                    f"{path}: is the state of a check of {store}, version {version}, not of "
+                    f"{self._store}; name another file"
                 )
             self.checked = {str(key): _damage(found) for key, found in raw["checked"].items()}
             key, following, found = raw["current"]
             self.current = (str(key), int(following), _damage(found))
+            return True
         except (
             *(OSError, ValueError, KeyError, TypeError, AttributeError),
             *(RecursionError, OverflowError),
         ) as exc:
             raise CheckpointError(
-                f"{self._path}: cannot be used as the state of a check; remove it: {exc}"
+                f"{path}: cannot be used as the state of a check; remove it: {exc}"
             ) from exc
 
     def _write(self) -> None:
@@ -116,7 +123,7 @@ class Progress:
         try:
             directory = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                replace_file(directory, path.name, data, 0o600, durable=False)
+                replace_file(directory, path.name, data, 0o600)
             finally:
                 os.close(directory)
         except OSError as exc:

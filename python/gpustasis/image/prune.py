@@ -131,9 +131,9 @@ class Outcome:
 def prune(store: Path, rules: Rules, *, dry_run: bool = False) -> Outcome:
     """Remove from `store` what neither the rules nor a chain keep; dry_run: only say what.
 
-    Raises CheckpointError if another prune is at work, a rule is missing, or something cannot be
-    removed; ImageError if the store cannot be read. Whatever happens, each checkpoint is whole, or
-    gone with nothing left that needs it.
+    Raises CheckpointError if another prune is at work, a rule is missing, it cannot be told what
+    one is built on, or something cannot be removed; ImageError if the store cannot be read.
+    Whatever happens, each checkpoint is whole, or gone with nothing left that needs it.
     """
     if rules.empty:
         raise CheckpointError("prune needs a rule that says what to keep")

@@ -5,6 +5,7 @@ which of it needs which.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -16,7 +17,7 @@ from pathlib import Path
 from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest, image_name
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
-from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
 from gpustasis.image.checkpoint import (
     NO_PARENT,
     State,
@@ -25,6 +26,17 @@ from gpustasis.image.checkpoint import (
     open_image,
     parent_directory,
     plain_size,
+)
+from gpustasis.image.directory import is_directory, is_file, is_there
+
+# Refusals that say nothing of what is there: a disk or a server that does not answer now, this
+# process out of something, or not let in.
+_UNTOLD = frozenset(
+    {
+        *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+        *(errno.EACCES, errno.EPERM),
+    }
 )
 
 _TRASH = re.compile(r"\.gpustasis-trash-[0-9a-f]{32}")
@@ -37,7 +49,8 @@ class Entry:
     manifest: None if there is none that can be read. taken: when the manifest was written, local
     time. links: where the links to earlier checkpoints lead, ours and CRIU's. target: where it
     leads if it is itself a link; that is among `links` too. incomplete: why it is not a whole
-    checkpoint of ours, in this place; "": it is one.
+    checkpoint of ours, in this place; "": it is one. unread: why it cannot be told now what it is
+    built on; "": that is known, or nothing that can be read says it.
     """
 
     directory: Path
@@ -46,6 +59,7 @@ class Entry:
     links: tuple[Path, ...]
     incomplete: str
     target: Path | None = None
+    unread: str = ""
 
     @property
     def name(self) -> str:
@@ -86,7 +100,12 @@ def read_store(store: Path) -> dict[str, Entry]:
 def _belongs(item: os.DirEntry[str]) -> bool:
     if not item.is_symlink():
         return item.is_dir(follow_symlinks=False)
-    return not is_trash(item.name) and os.path.lexists(os.path.join(item.path, MANIFEST_NAME))
+    if is_trash(item.name):
+        return False
+    try:
+        return is_there(Path(item.path) / MANIFEST_NAME)
+    except ImageError:
+        return True  # its entry says why nobody can tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +172,7 @@ def trash_name() -> str:
 def read_entry(directory: Path) -> Entry:
     """One directory. Raises nothing: what cannot be read is an incomplete checkpoint."""
     manifest, taken, target = None, None, None
+    refusal: int | None = None
     try:
         target = directory.resolve() if directory.is_symlink() else None
         manifest = find_manifest(directory)
@@ -161,10 +181,14 @@ def read_entry(directory: Path) -> Entry:
             taken = datetime.fromtimestamp(seconds).astimezone()
         incomplete = _what_is_missing(directory, manifest)
     except (ImageError, UnsupportedError) as exc:
-        incomplete = str(exc)
-    except (OSError, ValueError, OverflowError) as exc:  # a time beyond all calendars
+        incomplete, refusal = str(exc), exc.errno
+    except OSError as exc:
+        incomplete, refusal = f"cannot read {directory}: {exc}", exc.errno
+    # A loop of links, before Python 3.13; a time beyond all calendars.
+    except (RuntimeError, ValueError, OverflowError) as exc:
         incomplete = f"cannot read {directory}: {exc}"
-    links = _links(directory)
+    unread = incomplete if manifest is None and refusal in _UNTOLD else ""
+    links, unread_link = _links(directory)
     if target is not None:
         links = (target, *links)
         incomplete = incomplete or f"a link to {target}"
@@ -175,6 +199,7 @@ def read_entry(directory: Path) -> Entry:
         links=links,
         incomplete=incomplete,
         target=target,
+        unread=unread or unread_link,
     )
 
 
@@ -193,15 +218,20 @@ class Needs:
         """What the chains of `names` are made of, each with the name of one that needs it.
 
         Followed are ids of parents, wherever in the store they are, and links, also through
-        places outside of it.
+        places outside of it. Raises CheckpointError if it cannot be told of one.
         """
         found: dict[str, str] = {}
         outside: set[Path] = set()
         todo = [(name, self._entries[name]) for name in names]
         while todo:
             child, entry = todo.pop()
+            if entry.unread:
+                raise CheckpointError(
+                    f"what {entry.name} is built on cannot be told: {entry.unread}; nothing "
+                    "was removed"
+                )
             for place in entry.links:
-                if place not in self._by_place and place not in outside and place.is_dir():
+                if place not in self._by_place and place not in outside and is_directory(place):
                     outside.add(place)
                     todo.append((child, read_entry(place)))
             for parent in self._parents(entry):
@@ -228,26 +258,32 @@ def _what_is_missing(directory: Path, manifest: Manifest | None) -> str:
         return "hidden: not done, or not meant for others"
     if manifest is None:
         return "no manifest: no checkpoint of ours, or a dump that is not done"
-    if not (directory / INVENTORY_NAME).is_file():
+    if not is_file(directory / INVENTORY_NAME):
         return f"no {INVENTORY_NAME}: a dump that is not done or was broken off"
     for task in manifest.tasks:
-        if task.externalized and not (directory / image_name(task.pid)).is_file():
+        if task.externalized and not is_file(directory / image_name(task.pid)):
             return f"{image_name(task.pid)} is missing"
     with os.scandir(directory) as items:
         below = next((item.name for item in items if item.is_dir(follow_symlinks=False)), None)
     return "" if below is None else f"holds a directory, {below}"
 
 
-def _links(directory: Path) -> tuple[Path, ...]:
-    found = []
+def _links(directory: Path) -> tuple[tuple[Path, ...], str]:
+    """Where they lead, and why one of them cannot be read now; "": what is no link leads
+    nowhere."""
+    found: list[Path] = []
+    unread = ""
     try:
         if (parent := parent_directory(directory)) is not None:
             found.append(parent)
-    except ImageError:  # no link, so it leads nowhere
-        pass
+    except ImageError as exc:
+        unread = str(exc) if exc.errno in _UNTOLD else ""
     try:
-        if (directory / CRIU_PARENT_LINK).is_symlink():
-            found.append((directory / CRIU_PARENT_LINK).resolve())
-    except (OSError, RuntimeError):  # a loop of links
+        os.readlink(directory / CRIU_PARENT_LINK)
+        found.append((directory / CRIU_PARENT_LINK).resolve())
+    except OSError as exc:
+        if exc.errno in _UNTOLD:
+            unread = f"cannot read {directory / CRIU_PARENT_LINK}: {exc.strerror}"
+    except RuntimeError:  # a loop of links, before Python 3.13
         pass
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found)), unread

@@ -16,7 +16,7 @@ from gpustasis._core import MANIFEST_NAME, Encoding, ImageReader, Manifest, imag
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import FoundSource, State, find_sources, image_errors, open_image
-from gpustasis.image.directory import share
+from gpustasis.image.directory import is_file, is_there, share
 from gpustasis.image.found_damage import SHOWN, Damage, Progress
 from gpustasis.image.store import Entry, read_store
 
@@ -42,12 +42,14 @@ class Verdict:
 @dataclass(slots=True, kw_only=True)
 class StoreVerification:
     """verdicts: parents before what is built on them. ignored: what is no checkpoint, and why.
-    read_bytes: of chunks, by this run. continued: it went on where another was killed."""
+    read_bytes: of chunks, by this run. continued: it went on where another was killed.
+    state_problem: why the state file is still there; "": it is not."""
 
     verdicts: list[Verdict] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
     read_bytes: int = 0
     continued: bool = False
+    state_problem: str = ""
 
     @property
     def damaged(self) -> list[Verdict]:
@@ -56,10 +58,10 @@ class StoreVerification:
 
 def is_store(directory: Path) -> bool:
     """Whether it is a directory of checkpoints, and none itself."""
-    if (directory / MANIFEST_NAME).exists() or (directory / INVENTORY_NAME).exists():
+    if any(os.path.lexists(directory / name) for name in (MANIFEST_NAME, INVENTORY_NAME)):
         return False
     try:
-        return any((below / MANIFEST_NAME).is_file() for below in directory.iterdir())
+        return any(os.path.isfile(below / MANIFEST_NAME) for below in directory.iterdir())
     except OSError as exc:
         raise ImageError(f"cannot list {directory}: {exc.strerror}") from exc
 
@@ -136,21 +138,35 @@ class _Run:
     def run(self) -> StoreVerification:
         self._entries = read_store(self._store)
         for entry in sorted(self._entries.values(), key=_order):
-            ignored = _why_ignored(entry) or self._why_elsewhere(entry)
-            if ignored:
-                self._found.ignored[entry.name] = ignored
-                continue
-            verdict = self._verdict(entry)
+            verdict = self._verdict_or_ignored(entry)
             if verdict is not None:
                 self._found.verdicts.append(verdict)
-        self._progress.remove()
+        self._found.state_problem = self._progress.remove()
         return self._found
 
+    def _verdict_or_ignored(self, entry: Entry) -> Verdict | None:
+        """None: it is among those ignored."""
+        try:
+            ignored = _why_ignored(entry) or self._why_elsewhere(entry)
+        except ImageError as exc:  # what cannot be looked at is not "whole"
+            return Verdict(
+                name=entry.name, checkpoint_id=entry.checkpoint_id, problems=[str(exc)]
+            )
+        if ignored:
+            self._found.ignored[entry.name] = ignored
+            return None
+        return self._verdict(entry)
+
     def _why_elsewhere(self, entry: Entry) -> str:
-        """Why it need not be checked here; "": it must. A link out of the store is followed."""
-        if entry.target is not None and entry.target.parent == self._store.resolve():
-            return f"a link to {entry.target.name}, which is checked itself"
-        return ""
+        """Why it need not be checked here; "": it must. A link out of the store is followed, and
+        one to what is not checked by its own name. Raises ImageError."""
+        target = entry.target
+        if target is None or target.parent != self._store.resolve():
+            return ""
+        there = self._entries.get(target.name)
+        if there is None or there.target is not None or _why_ignored(there):
+            return ""
+        return f"a link to {target.name}, which is checked itself"
 
     def _verdict(self, entry: Entry) -> Verdict | None:
         """None: it was removed meanwhile."""
@@ -178,11 +194,11 @@ class _Run:
             try:
                 image = open_image(directory, manifest, task)
                 own = self._own_damage(verdict.name, image, path)
+                found = find_sources(directory, image.info.sources)
             except (ImageError, UnsupportedError) as exc:
                 verdict.problems.append(str(exc))
                 continue
             _add(verdict, path, own.count(), own.texts)
-            found = find_sources(directory, image.info.sources)
             for number, source in enumerate(found, 1):
                 self._check_source(image, number, source, directory, verdict)
 
@@ -254,12 +270,13 @@ def _order(entry: Entry) -> tuple[int, str]:
 
 
 def _why_ignored(entry: Entry) -> str:
-    """Why it is not checked; "": it is, because its dump was finished."""
+    """Why it is not checked; "": it is, because its dump was finished. Raises ImageError if that
+    cannot be told."""
     if entry.name.startswith("."):
         return "hidden: not done, or not meant for others"
-    if not (entry.directory / MANIFEST_NAME).exists():
+    if not is_there(entry.directory / MANIFEST_NAME):
         return entry.incomplete
-    if not (entry.directory / INVENTORY_NAME).is_file():
+    if not is_file(entry.directory / INVENTORY_NAME):
         return f"no {INVENTORY_NAME}: a dump that is not done or was broken off"
     return ""
 

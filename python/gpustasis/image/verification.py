@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,7 @@ def verify_directory(
 
 def _why_no_manifest(directory: Path) -> str:
     """A sentence for a directory that has none."""
-    if not (directory / INVENTORY_NAME).exists():
+    if not os.path.lexists(directory / INVENTORY_NAME):
         return f"{directory / MANIFEST_NAME}: missing: the checkpoint was never finished"
     try:
         plugins = inventory_plugins(directory)

@@ -21,13 +21,13 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 from gpustasis.errors import EngineError, UnsupportedError
+from gpustasis.text import extra
 
 PACKAGE = "runtime.v1"
 SERVICE = f"{PACKAGE}.RuntimeService"
 
 RUNNING = 1  # ContainerState.CONTAINER_RUNNING
 CONTAINER_STATES = ("created", "running", "exited", "unknown")  # by number of ContainerState
-POD_READY = 0  # PodSandboxState.SANDBOX_READY
 
 Table = Mapping[str, Mapping[str, tuple[int, str]]]
 
@@ -137,8 +137,7 @@ class Cri:
             self.messages = message_classes(messages)
         except ImportError as exc:
             raise UnsupportedError(
-                f"talking to a container runtime over CRI needs {exc.name}; install the extra: "
-                "pip install 'gpustasis[cri]'"
+                f"talking to a container runtime over CRI needs {exc.name}; {extra('cri')}"
             ) from exc
         self.path = socket_path(address)
         _try_to_connect(self.path)

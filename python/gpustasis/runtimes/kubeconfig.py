@@ -21,7 +21,8 @@ from typing import Any
 
 from gpustasis import process
 from gpustasis.errors import EngineError, UnsupportedError
-from gpustasis.runtimes.kubelet import Access, read_token
+from gpustasis.runtimes.kubelet import Access, is_token, read_token, why_unread
+from gpustasis.text import extra
 
 _LIMIT = 4 << 20  # bytes of the file
 _PLUGIN_TIMEOUT_S = 300.0  # it may ask a person
@@ -63,10 +64,10 @@ class _Section:
     path: Path
     fields: dict[str, Any]
 
-    def text(self, name: str, default: str = "") -> str:
+    def text(self, name: str) -> str:
         value = self.fields.get(name)
         if value is None:
-            return default
+            return ""
         if not isinstance(value, str):
             raise EngineError(f"{self.path}: {name} is no text")  # it may be a secret
         return value
@@ -107,7 +108,7 @@ class _Config:
             try:
                 content = _load(path)
             except EngineError as exc:
-                if not isinstance(exc.__cause__, FileNotFoundError | NotADirectoryError):
+                if not isinstance(exc.__cause__, FileNotFoundError):
                     raise
                 missing = missing or exc
                 continue
@@ -126,7 +127,9 @@ class _Config:
                 f"{self._name} {self._has} no current-context: name one with --context"
             )
         found = self._named("contexts", "context", name)
-        cluster = self._named("clusters", "cluster", found.text("cluster", name))
+        if not found.text("cluster"):
+            raise EngineError(f"{found.path}: context {name!r} has no cluster")
+        cluster = self._named("clusters", "cluster", found.text("cluster"))
         user = found.text("user")
         return cluster, self._named("users", "user", user) if user else _Section(found.path, {})
 
@@ -157,13 +160,15 @@ def _access(cluster: _Section, user: _Section, stack: ExitStack) -> Access:
         given = _ask_plugin(user.section("exec"), cluster)
         token = given.text("token") or None
         if pem := given.text("clientCertificateData"):
-            certificate = _in_memory(pem.encode(), stack)
+            certificate = _in_memory(pem.encode("utf-8", "replace"), stack)
         if pem := given.text("clientKeyData"):
-            key = _in_memory(pem.encode(), stack)
+            key = _in_memory(pem.encode("utf-8", "replace"), stack)
         if token is None and certificate is None:
             raise EngineError(f"{user.path}: exec: the program gives no token, no certificate")
     if token is None and certificate is None:
         raise EngineError(f"{user.path}: the user has no token, no certificate and no exec")
+    if token is not None and not is_token(token):
+        raise EngineError(f"{user.path}: the token is not one word of printable ASCII")
     if (certificate is None) != (key is None):
         raise EngineError(f"{user.path}: a client's certificate and key go together")
     return Access(
@@ -223,12 +228,15 @@ def _load(path: Path) -> object:
         import yaml
     except ImportError as exc:
         raise UnsupportedError(
-            f"reading a kubeconfig needs {exc.name}; install the extra: "
-            "pip install 'gpustasis[kubelet]'"
+            f"reading a kubeconfig needs {exc.name}; {extra('kubelet')}"
         ) from exc
     try:
         return yaml.safe_load(_read(path))
-    except (yaml.YAMLError, RecursionError, ValueError, KeyError) as exc:
+    # YAML's tags have values made that need not be of their kind.
+    except (
+        *(yaml.YAMLError, RecursionError, ValueError, KeyError),
+        *(AttributeError, IndexError, OverflowError, TypeError),
+    ) as exc:
         # Not the line itself: it may be that of a token.
         mark = getattr(exc, "problem_mark", None)
         what = getattr(exc, "problem", None) or type(exc).__name__
@@ -240,8 +248,8 @@ def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             raw = file.read(_LIMIT + 1)
-    except OSError as exc:
-        raise EngineError(f"cannot read {path}: {exc.strerror}") from exc
+    except (OSError, ValueError) as exc:
+        raise EngineError(f"cannot read {path}: {why_unread(exc)}") from exc
     if len(raw) > _LIMIT:
         raise EngineError(f"{path} has more than {_LIMIT} bytes")
     return raw

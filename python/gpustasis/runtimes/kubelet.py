@@ -3,8 +3,8 @@
 
     POST /checkpoint/{namespace}/{pod}/{container}?timeout=SECONDS
 
-directly at a kubelet, or through an API server's proxy to a node. The archive stays on the node, in
-DIRECTORY there. Source: Kubernetes documentation, "Kubelet Checkpoint API", and
+directly at a kubelet, or through an API server's proxy to a node. The archive stays on the node
+(kubelet_archives.py). Source: Kubernetes documentation, "Kubelet Checkpoint API", and
 pkg/kubelet/server of Kubernetes 1.30 for codes and bodies. Needs the extra `kubelet`.
 """
 
@@ -13,25 +13,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from gpustasis.archive.layout import (
-    CHECKPOINT,
-    CONFIG,
-    ROOTFS_DIFF,
-    SPEC,
-    ContainerFacts,
-    read_facts,
-    require_container,
-)
-from gpustasis.archive.stream import DEFAULT_LIMITS, UnpackedStream, detect
-from gpustasis.archive.tar import TarReader
-from gpustasis.errors import ArchiveError, EngineError, UnsupportedError
+from gpustasis.errors import EngineError, UnsupportedError
+from gpustasis.text import extra
 
 DEFAULT_PORT = 10250
 DEFAULT_TIMEOUT_S = 600
@@ -44,9 +33,14 @@ _GATE_OFF = (
     "this kubelet does not offer checkpoints: its feature gate ContainerCheckpoint is off (before "
     "Kubernetes 1.30 it is off unless switched on), or its debugging handlers are"
 )
-
-DIRECTORY = Path("/var/lib/kubelet/checkpoints")
-_SUFFIX = ".tar"
+# A kubelet's refusal; newer ones name several subresources, of which one is enough. Source:
+# pkg/kubelet/server/server.go of Kubernetes, InstallAuthFilter.
+_KUBELET_FORBIDS = re.compile(
+    r"\(user=(?P<user>.*), verb=(?P<verb>[a-z]+), resource=nodes, "
+    r"subresource(?:=|\(s\)=\[)(?P<names>[a-z/ ]*[a-z])\]?\)"
+)
+# An API server's own: staging/src/k8s.io/apiserver, responsewriters/errors.go.
+_SERVER_FORBIDS = re.compile(r'cannot (?P<verb>[a-z]+) resource "(?P<what>nodes/[a-z/]+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +111,23 @@ def read_token(path: Path) -> str:
     try:
         with path.open("rb") as file:
             raw = file.read(_BODY_LIMIT)
-    except OSError as exc:
-        raise EngineError(f"cannot read the token in {path}: {exc.strerror}") from exc
+    except (OSError, ValueError) as exc:
+        raise EngineError(f"cannot read the token in {path}: {why_unread(exc)}") from exc
     token = raw.decode("ascii", "replace").strip()
-    if not re.fullmatch(r"[!-~]+", token):
+    if not is_token(token):
         raise EngineError(f"{path} holds no bearer token: one word of printable ASCII is expected")
     return token
+
+
+def is_token(text: str) -> bool:
+    """Whether it can be a bearer token: one word of printable ASCII."""
+    return re.fullmatch(r"[!-~]+", text) is not None
+
+
+def why_unread(exc: OSError | ValueError) -> str:
+    """What is wrong with a path or with what lies there. ValueError: it can be no path: it holds a
+    NUL, or what is no text."""
+    return (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
 
 
 def check(access: Access) -> None:
@@ -137,14 +142,14 @@ def check(access: Access) -> None:
             f"{access.api_server!r} is no API server's URL: https://HOST[:PORT][/PATH]"
         )
     for path in (access.ca, access.certificate, access.key):
-        if path is None or path.is_dir():
+        if path is None or os.path.isdir(path):
             continue
         try:
             with path.open("rb") as file:
                 if b"-----BEGIN " not in file.read(_BODY_LIMIT):
                     raise EngineError(f"{path} holds no certificate or key in PEM")
-        except OSError as exc:
-            raise EngineError(f"cannot read {path}: {exc.strerror}") from exc
+        except (OSError, ValueError) as exc:
+            raise EngineError(f"cannot read {path}: {why_unread(exc)}") from exc
 
 
 def checkpoint(access: Access, target: Target, timeout_s: int = DEFAULT_TIMEOUT_S) -> Made:
@@ -195,8 +200,7 @@ def _requests() -> Any:
         import requests
     except ImportError as exc:
         raise UnsupportedError(
-            f"talking to a kubelet needs {exc.name}; install the extra: "
-            "pip install 'gpustasis[kubelet]'"
+            f"talking to a kubelet needs {exc.name}; {extra('kubelet')}"
         ) from exc
     return requests
 
@@ -261,8 +265,7 @@ def _explain_status(
             return f"{said}: neither a client certificate nor a token was given"
         return f"{said}: {who} is not accepted: {advice}"
     if status == 403:
-        rule = "nodes/proxy" if access.api_server else "nodes/checkpoint (older: nodes/proxy)"
-        return f"{said}: RBAC must allow this user the verb create on {rule}"
+        return f"{said}: {_who_must_be_allowed(reason, access)}"
     if status == 404:
         if "pod does not exist" in reason:
             return f"{said}: no such pod on this node; is the node right, and the namespace?"
@@ -290,6 +293,23 @@ def _explain_status(
     return said
 
 
+def _who_must_be_allowed(reason: str, access: Access) -> str:
+    """Whom RBAC must allow what, by the words of who refuses: the kubelet, of whoever asks it, or
+    the API server."""
+    if (found := _KUBELET_FORBIDS.search(reason)) is not None:
+        what = " or ".join(f"nodes/{name}" for name in found["names"].split())
+        user = "this user"
+        if access.api_server is not None:
+            user = f"{found['user']}, as whom the API server asks kubelets,"
+        return f"the kubelet refuses: RBAC must allow {user} the verb {found['verb']} on {what}"
+    verb, what = "create", "nodes/checkpoint (older kubelets: nodes/proxy)"
+    if (found := _SERVER_FORBIDS.search(reason)) is not None:
+        verb, what = found["verb"], found["what"]
+    elif access.api_server is not None:
+        what = "nodes/proxy"
+    return f"RBAC must allow this user the verb {verb} on {what}"
+
+
 def _explain_failure(exc: Exception, access: Access, timeout_s: int) -> str:
     requests = _requests()
     text = _line(str(exc))
@@ -315,72 +335,3 @@ def _line(text: str) -> str:
     """What somebody else wrote, as one line that does nothing to a terminal."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
     return line if len(line) <= _TEXT_LIMIT else f"{line[:_TEXT_LIMIT]} ..."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedArchive:
-    """One archive. checkpoint_bytes: of CRIU's images and ours. rootfs_diff_bytes: of what the
-    container changed in its file system; None: it changed nothing.
-    """
-
-    path: Path
-    facts: ContainerFacts
-    checkpoint_bytes: int
-    rootfs_diff_bytes: int | None
-
-
-def list_archives(directory: Path) -> tuple[list[ListedArchive], list[ArchiveError]]:
-    """The archives (*.tar) in `directory`, by name, and what was wrong with others.
-
-    Raises ArchiveError if the directory cannot be read.
-    """
-    try:
-        names = sorted(name for name in os.listdir(directory) if name.endswith(_SUFFIX))
-    except OSError as exc:
-        raise ArchiveError(f"cannot list {directory}: {exc.strerror}") from exc
-    archives, errors = [], []
-    for name in names:
-        try:
-            archives.append(read_archive(directory / name))
-        except ArchiveError as exc:
-            errors.append(exc)
-    return archives, errors
-
-
-def read_archive(path: Path) -> ListedArchive:
-    """What one archive says of itself. One pass over its headers; no content of an image is read.
-
-    Raises ArchiveError if it is none, damaged, or beyond the default limits.
-    """
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise ArchiveError(f"{path}: is no regular file")
-            name = str(path)
-            stream = UnpackedStream(file, detect(file, name), DEFAULT_LIMITS, name)
-            return _read(TarReader(stream, DEFAULT_LIMITS), path)
-    except OSError as exc:
-        raise ArchiveError(f"{path}: cannot be read: {exc.strerror}") from exc
-
-
-def _read(reader: TarReader, path: Path) -> ListedArchive:
-    small: dict[str, bytes] = {}
-    names: set[str] = set()
-    images, diff = 0, None
-    limit = DEFAULT_LIMITS.kept_file_bytes
-    for member in reader:
-        names.add(member.name)
-        if member.name.startswith(CHECKPOINT):
-            images += member.size
-        elif member.name == ROOTFS_DIFF:
-            diff = member.size
-        elif member.name in (CONFIG, SPEC):
-            if member.size > limit:
-                raise ArchiveError(
-                    f"{path}: {member.name} has {member.size} bytes; {limit} are the limit"
-                )
-            small[member.name] = reader.read(member.size)
-    require_container(names, str(path))
-    facts = read_facts(small, names, str(path))
-    return ListedArchive(path=path, facts=facts, checkpoint_bytes=images, rootfs_diff_bytes=diff)

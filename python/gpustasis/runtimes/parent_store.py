@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from gpustasis._core import MANIFEST_NAME, PARENT_LINK, Manifest, image_name
@@ -34,15 +35,16 @@ from gpustasis.image.store import trash_name
 
 _CHUNK = 1 << 20  # bytes read at a time
 _MODE = 0o700
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename: something is there already
 
 
 def keep_parents(archives: Sequence[Path]) -> None:
     """Unpack the GPU images of these archives to STORE_ROOT/checkpoints/ID, unless they are on this
     machine already, and sound: every byte is read. What is there and damaged is replaced.
 
-    Raises ImageError for a bad archive, or one whose images are damaged, CheckpointError for one
-    without GPU images, or if they cannot be written; what is there then is whole, checked, and on
-    the disk.
+    Raises ImageError for a bad archive, one whose images are damaged, or if what is there is
+    locked; CheckpointError for one without GPU images, or if they cannot be written; what is there
+    then is whole, checked, and on the disk.
     """
     for path in archives:
         with open_archive(path) as archive:
@@ -83,9 +85,9 @@ def _keep(archive: Archive) -> None:
             try:
                 part.rename(place / checkpoint_id.hex())
             except OSError as exc:
-                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                if exc.errno not in _TAKEN:
                     raise
-                _replace(place / checkpoint_id.hex(), part)
+                _replace(place / checkpoint_id.hex(), part, manifest)
             sync_directory(place)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -96,10 +98,11 @@ def _keep(archive: Archive) -> None:
         ) from exc
 
 
-def _replace(damaged: Path, part: Path) -> None:
-    """Put `part` where a damaged checkpoint is; whoever dies in between leaves none there. Raises
-    CheckpointError if it is in use, or more than what `_unpack` writes, and OSError."""
-    if damaged.is_symlink() or not damaged.is_dir():
+def _replace(damaged: Path, part: Path, manifest: Manifest) -> None:
+    """Put `part`, which has this manifest, where a damaged checkpoint is; whoever dies in between
+    leaves none there. Raises CheckpointError if that is in use, more than what `_unpack` writes, or
+    has other images; ImageError as share; and OSError."""
+    if os.path.islink(damaged) or not os.path.isdir(damaged):
         raise CheckpointError(f"{damaged} is no directory: look who made it, and remove it")
     lock = try_exclude(damaged)
     if lock is None:
@@ -115,20 +118,55 @@ def _replace(damaged: Path, part: Path) -> None:
                 f"{damaged} is damaged ({what}), and not replaced since it also holds "
                 f"{others[0]}: move it away"
             )
-        trash = damaged.with_name(trash_name())
-        damaged.rename(trash)
+        if _has_other_images(damaged, manifest):
+            raise CheckpointError(
+                f"{damaged} is damaged ({what}), and not replaced: the archive has other images of "
+                "the same checkpoint, such as a flattened copy: move it away"
+            )
+        if os.path.islink(damaged / PARENT_LINK):  # no archive's own leads anywhere here
+            (part / PARENT_LINK).symlink_to(os.readlink(damaged / PARENT_LINK))
+            sync_directory(part)
+        _exchange(damaged, part)
+
+
+def _has_other_images(damaged: Path, manifest: Manifest) -> bool:
+    """Whether it can be told that those of `damaged` were not the ones that `manifest` names:
+    checkpoints that are built on it refer to its images by their digests."""
+    try:
+        found = find_manifest(damaged)
+    except ImageError:
+        return False
+    return found is not None and _images_of(found) != _images_of(manifest)
+
+
+def _images_of(manifest: Manifest) -> set[tuple[int, bytes]]:
+    return {(task.pid, task.digest) for task in manifest.tasks if task.externalized}
+
+
+def _exchange(damaged: Path, part: Path) -> None:
+    """Another import may put the same there between the two renames: if it is sound, that will do.
+    Raises as _replace."""
+    trash = damaged.with_name(trash_name())
+    damaged.rename(trash)
+    try:
         part.rename(damaged)
         sync_directory(damaged.parent)
-        shutil.rmtree(trash)
+    except OSError as exc:
+        if exc.errno not in _TAKEN:
+            with suppress(OSError):
+                trash.rename(damaged)
+            raise
+        if what := _damage(damaged):
+            raise CheckpointError(f"{damaged}, put there just now, is damaged: {what}") from exc
+    finally:
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def _damage(directory: Path) -> str:
-    """What is wrong with the images that lie there; "": nothing. Raises UnsupportedError."""
-    try:
-        with share(directory):
-            return _damage_of_locked(directory)
-    except ImageError as exc:
-        return str(exc)
+    """What is wrong with the images that lie there; "": nothing. Raises UnsupportedError, and
+    ImageError as share: what is locked is not damaged."""
+    with share(directory):
+        return _damage_of_locked(directory)
 
 
 def _damage_of_locked(directory: Path) -> str:

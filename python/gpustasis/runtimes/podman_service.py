@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from gpustasis.criu.statistics import Stage, Statistics
 from gpustasis.errors import EngineError, UnsupportedError
+from gpustasis.text import extra
 
 DEFAULT_URL = "unix:///run/podman/podman.sock"
 # Podman libpod/define/errors.go (ErrCtrExists); containers/storage errors.go (ErrDuplicateName,
@@ -51,9 +52,7 @@ class Service:
             from podman.api.client import APIClient
             from podman.errors import PodmanError
         except ImportError as exc:
-            raise UnsupportedError(
-                "podman-py is not installed: pip install 'gpustasis[podman]'"
-            ) from exc
+            raise UnsupportedError(f"podman-py is not installed: {extra('podman')}") from exc
         self.url = url or os.environ.get("CONTAINER_HOST") or DEFAULT_URL
         self.local = self.url.partition(":")[0] in ("unix", "http+unix")
         self._failure = (PodmanError, OSError)  # requests' exceptions are OSErrors
