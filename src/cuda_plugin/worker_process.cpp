@@ -161,9 +161,9 @@ bool serve(LazyDriver& driver, int socket) {
 class UndoLog {
 public:
     explicit UndoLog(int image_dir) {
-        const int fd = ::openat(image_dir, kUndoLogName,
-                                O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK,
-                                0600);
+        const int fd =
+            ::openat(image_dir, kUndoLogName,
+                     O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
         // Without a file (a full disk, a vanished directory) the undo still has to be done. Nor may a
         // FIFO that was put in its place hold it up.
         file_.reset(fd < 0 ? nullptr : ::fdopen(fd, "a"));
@@ -234,7 +234,8 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
                 if (!is_drop_over(record.pid, record.restore_tid)) {
                     if (Clock::now() - begin > kLongDrop && waited_for.insert(record.pid).second)
                         tell("waits until restore thread " + std::to_string(record.restore_tid) +
-                             " is back in a call of its own; see whether the task is stopped, frozen "
+                             " is back in a call of its own; see whether the task is stopped, "
+                             "frozen "
                              "or traced");
                     continue;
                 }

@@ -61,10 +61,9 @@ void lower(int mark) noexcept {
 
 UserfaultfdAllowed::UserfaultfdAllowed(int patience_ms) : mark_(open_mark(true)) {
     if (!lock(mark_.get(), patience_ms))
-        throw Error(Errc::unsupported,
-                    std::string("another process has held /run/gpustasis/") + kMark + " for " +
-                        std::to_string(patience_ms / 1000) +
-                        " s: find it with fuser, and see whether it is stopped");
+        throw Error(Errc::unsupported, std::string("another process has held /run/gpustasis/") +
+                                           kMark + " for " + std::to_string(patience_ms / 1000) +
+                                           " s: find it with fuser, and see whether it is stopped");
     // What is in the file already was left by a process that was killed: the setting is 0 by right.
     if (file_size(mark_.get()) == 0 && is_raised()) {
         mark_.reset(); // by the administrator

@@ -175,10 +175,11 @@ def test_readme_install(
 
 
 def link_dependencies(links: Path, prefix: Path) -> None:
-    """What the tests' environment has, but gpustasis, for one that is made at `prefix` later on."""
+    """What the tests' environment has, but gpustasis and pip, which brings itself, for one that is
+    made at `prefix` later on."""
     links.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if not entry.name.startswith("gpustasis"):
+        if not entry.name.startswith(("gpustasis", "pip", "setuptools")):
             (links / entry.name).symlink_to(entry)
     packages = prefix / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     packages.mkdir(parents=True)

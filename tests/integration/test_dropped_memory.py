@@ -23,7 +23,7 @@ from gpustasis._core import ChunkInfo, Encoding, ImageReader, find_drop_record, 
 from gpustasis.diagnosis import Status, host
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
-from support.job import Job, ended
+from support.job import ended
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 SETTING = Path("/proc/sys/vm/unprivileged_userfaultfd")
@@ -363,42 +363,6 @@ def test_a_setting_that_a_killed_dump_has_raised_is_seen_and_set_back(newest_rig
         assert SETTING.read_text() == "0\n"
         assert host.check_dropped_memory()[0].status is Status.OK
         job.run_on()
-
-
-def test_two_tasks_with_one_pid_of_their_own_are_refused(newest_rig: Rig) -> None:
-    """Their images would have one name: the second in the place of the first, which is dropped."""
-    script = newest_rig.scratch / "tree.sh"
-    logs = [newest_rig.scratch / f"steps-{number}" for number in range(2)]
-    starts = [
-        f"unshare --pid --fork --kill-child {newest_rig.programs.job} --seed {number} >{log} 2>&1 &"
-        for number, log in enumerate(logs)
-    ]
-    script.write_text("\n".join([*starts, "wait"]))
-    job = Job(["/bin/sh", script], newest_rig.scratch / "tree.log", newest_rig.environ)
-    try:
-        wait_for_steps(logs)
-        images = newest_rig.images()
-        dumped = newest_rig.run(
-            newest_rig.dump_words(job, images, ["--leave-running"]), images, "dump"
-        )
-        assert dumped.status != 0
-        assert re.search(r"processes \d+ and \d+ use CUDA and both have pid 1 in", dumped.log)
-        assert list(images.glob("gpustasis-*.img")) == []
-        newest_rig.settle(images)
-        wait_for_steps(logs)
-    finally:
-        job.end()
-
-
-def wait_for_steps(logs: list[Path]) -> None:
-    """Until each log says three more times that memory is right, and nothing else."""
-    counts = [log.read_text().count(" ok\n") if log.exists() else 0 for log in logs]
-    deadline = time.monotonic() + TIMEOUT_S
-    for log, before in zip(logs, counts, strict=True):
-        while not log.exists() or log.read_text().count(" ok\n") < before + 3:
-            assert time.monotonic() < deadline, log.read_text()[-500:] if log.exists() else log
-            time.sleep(0.01)
-        assert "MISMATCH" not in log.read_text()
 
 
 def test_what_threads_leave_behind_is_no_staging(newest_rig: Rig) -> None:

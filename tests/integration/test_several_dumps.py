@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from campaigns import repetition
 from campaigns.rig import Rig, log_path
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.recovery import Outcome, recover
+from support.job import Job
 
 DUMPS_AT_ONCE = 3
 LEAK_DUMPS = 8
@@ -197,3 +199,39 @@ def test_a_stopped_job_is_refused_with_the_reason(newest_rig: Rig) -> None:
 
 def test_nothing_piles_up_in_the_job(newest_rig: Rig) -> None:
     repetition.run(newest_rig, LEAK_DUMPS).require_clean()
+
+
+def test_two_tasks_with_one_pid_of_their_own_are_refused(newest_rig: Rig) -> None:
+    """Their images would have one name: the second in the place of the first, which is dropped."""
+    script = newest_rig.scratch / "tree.sh"
+    logs = [newest_rig.scratch / f"steps-{number}" for number in range(2)]
+    starts = [
+        f"unshare --pid --fork --kill-child {newest_rig.programs.job} --seed {number} >{log} 2>&1 &"
+        for number, log in enumerate(logs)
+    ]
+    script.write_text("\n".join([*starts, "wait"]))
+    job = Job(["/bin/sh", script], newest_rig.scratch / "tree.log", newest_rig.environ)
+    try:
+        wait_for_steps(logs)
+        images = newest_rig.images()
+        dumped = newest_rig.run(
+            newest_rig.dump_words(job, images, ["--leave-running"]), images, "dump"
+        )
+        assert dumped.status != 0
+        assert re.search(r"processes \d+ and \d+ use CUDA and both have pid 1 in", dumped.log)
+        assert list(images.glob("gpustasis-*.img")) == []
+        newest_rig.settle(images)
+        wait_for_steps(logs)
+    finally:
+        job.end()
+
+
+def wait_for_steps(logs: list[Path]) -> None:
+    """Until each log says three more times that memory is right, and nothing else."""
+    counts = [log.read_text().count(" ok\n") if log.exists() else 0 for log in logs]
+    deadline = time.monotonic() + WAIT_S
+    for log, before in zip(logs, counts, strict=True):
+        while not log.exists() or log.read_text().count(" ok\n") < before + 3:
+            assert time.monotonic() < deadline, log.read_text()[-500:] if log.exists() else log
+            time.sleep(0.01)
+        assert "MISMATCH" not in log.read_text()

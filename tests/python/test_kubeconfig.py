@@ -218,9 +218,7 @@ BAD_PATHS = pytest.mark.parametrize("bad", ["a\0b", "a\ud800b"], ids=["NUL", "su
         ("user", "tokenFile"),
     ],
 )
-def test_what_can_be_no_path(
-    ask: Ask, config: Config, section: str, field: str, bad: str
-) -> None:
+def test_what_can_be_no_path(ask: Ask, config: Config, section: str, field: str, bad: str) -> None:
     user: Config = {"token": TOKEN}
     if section == "user":
         user |= {field: bad, "client-key": bad if field == "client-certificate" else ""}

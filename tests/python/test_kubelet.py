@@ -158,8 +158,10 @@ KUBELETS_OWN = "Forbidden (user=api (x), verb=create, resource=nodes, subresourc
         (
             f"{KUBELETS_OWN}=proxy)",
             "the kubelet refuses: RBAC must allow this user the verb create on nodes/proxy",
-            "the kubelet refuses: RBAC must allow api (x), as whom the API server asks kubelets, "
-            "the verb create on nodes/proxy",
+            (
+                "the kubelet refuses: RBAC must allow api (x), as whom the API server asks "
+                "kubelets, the verb create on nodes/proxy"
+            ),
         ),
         (
             f"{KUBELETS_OWN}(s)=[checkpoint proxy])",

@@ -44,9 +44,7 @@ def test_nobody_is_told_to_end_a_guardian(
 ) -> None:
     """Nor the worker while there is one: the process would run on, and read zeros."""
     pids = {WORKER_COMM: WORKER, GUARDIAN_COMM: GUARDIAN}
-    said = refusal(
-        tmp_path, monkeypatch, {comm: pids[comm] for comm in running}, recorded=recorded
-    )
+    said = refusal(tmp_path, monkeypatch, {comm: pids[comm] for comm in running}, recorded=recorded)
     whose = f"process {os.getpid()}" if recorded else "the process that it guards"
     assert said == (
         f"process {GUARDIAN} guards memory that it cannot put back yet; gpustasis-undo.log in "

@@ -93,7 +93,6 @@ class Progress:
             self.checked = {str(key): _damage(found) for key, found in raw["checked"].items()}
             key, following, found = raw["current"]
             self.current = (str(key), int(following), _damage(found))
-            return True
         except (
             *(OSError, ValueError, KeyError, TypeError, AttributeError),
             *(RecursionError, OverflowError),
@@ -101,6 +100,7 @@ class Progress:
             raise CheckpointError(
                 f"{path}: cannot be used as the state of a check; remove it: {exc}"
             ) from exc
+        return True
 
     def _write(self) -> None:
         begin = time.monotonic()

@@ -149,9 +149,7 @@ class _Run:
         try:
             ignored = _why_ignored(entry) or self._why_elsewhere(entry)
         except ImageError as exc:  # what cannot be looked at is not "whole"
-            return Verdict(
-                name=entry.name, checkpoint_id=entry.checkpoint_id, problems=[str(exc)]
-            )
+            return Verdict(name=entry.name, checkpoint_id=entry.checkpoint_id, problems=[str(exc)])
         if ignored:
             self._found.ignored[entry.name] = ignored
             return None

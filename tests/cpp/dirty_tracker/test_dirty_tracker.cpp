@@ -151,8 +151,8 @@ void processes_that_cannot_be_tracked() {
 
 // It may be a dump that is about to drop memory, and memory has one userfaultfd at most.
 void nothing_new_is_taken_of_a_traced_process() {
-    auto* shared = static_cast<std::atomic<int>*>(::mmap(
-        nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    auto* shared = static_cast<std::atomic<int>*>(
+        ::mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
     CHECK(shared != MAP_FAILED);
     constexpr std::size_t kPages = 64;
     std::byte* before = map(kPages);
