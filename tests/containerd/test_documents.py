@@ -100,7 +100,7 @@ def test_containerd(fresh: ContainerdNode, trainer: Pod, shell: Shell, repositor
 
     fresh.root.run("ctr", "images", "pull", "--plain-http", JOB_IMAGE)
     said = shell(ctr, gpu=DEVICE, image=JOB_IMAGE)
-    assert "1 CUDA process" in said
+    assert "GPU memory" in said and "4 chunks" in said, said
     # It ends at the first byte that is wrong.
     wait_for(lambda: busy_ticks(fresh) > 10, "restored task that computes", fresh.log)
     fresh.root.run("ctr", "tasks", "kill", "--signal", "SIGKILL", "trainer")

@@ -140,6 +140,7 @@ def test_a_job_that_is_restored_by_another_during_the_dump_is_refused(
         while not log.exists() or "will be left so" not in log.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        driver.init()
         driver.restore(job.pid)
         driver.unlock(job.pid)
         assert criu.wait(60) != 0
