@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from gpustasis._core import image_name
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.files import replace_file
 from gpustasis.image import found_damage
 from gpustasis.image.found_damage import Damage, Progress
 from gpustasis.image.store_verification import verify_store
@@ -99,7 +100,7 @@ def test_the_state_is_not_written_at_each_slice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each write is of all that was found so far."""
-    write, writes = found_damage.replace_file, 0
+    write, writes = replace_file, 0
 
     def counting(*arguments: Any, **options: Any) -> None:
         nonlocal writes
