@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ _REASON_OF_LIE = {
     "restore": f"{_CALLS['unlock']} for pid",  # refused: it is not the time for that yet
     "unlock": "the driver says it unlocked the process, and that it is not",
 }
+_BLOCKED_S = 10.0
 _GARBLED = ("nonsense", "wrong")  # replies
 
 
@@ -230,7 +232,10 @@ def _try_dump(rig: Rig, job: SteadyJob, fault: Fault, target: int) -> bool:
 
 def _require_still_hanging(job: SteadyJob, pid: int) -> None:
     """Its restore thread does nothing but wait, whoever has asked it something meanwhile."""
-    assert process_state(pid) == "S", f"pid {pid} is in state {process_state(pid)}"
+    deadline = time.monotonic() + _BLOCKED_S
+    while process_state(pid) != "S":  # it may not have come to its next call of the driver
+        assert time.monotonic() < deadline, f"pid {pid} is in state {process_state(pid)}"
+        time.sleep(0.01)
     thread = restore_thread(pid)
     assert thread is not None, "it has no restore thread"
     place = (thread / "wchan").read_text()
