@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,7 @@ def run(
                 job.threads()
                 if (images / "gpustasis-undo.log").exists():
                     tally.counts["brought back by the worker"] += 1
+                shutil.rmtree(images)  # hundreds of them fill a disk
             except AssertionError as lost:
                 deaths = _deaths(job)
                 why = _not_crius_own(job, phase, deaths, proofs)
@@ -153,6 +155,7 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
                 job.run_on()
                 rig.settle(images)
                 assert job.threads() == threads, "its threads have changed"
+                shutil.rmtree(images)
             except AssertionError as lost:
                 what = f"worker killed {moment * 1000:.0f} ms after its start"
                 tally.failures.append(f"{what}: {lost}")
