@@ -8,6 +8,7 @@ killed too, or the machine had no room for it).
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -271,8 +272,12 @@ def _require_unfinished(images: Path) -> None:
 
 def _find_manifest(images: Path) -> Manifest | None:
     """None: the dump did not come so far as to take anything out of a task."""
-    if not (images / MANIFEST_NAME).exists():
+    try:
+        os.lstat(images / MANIFEST_NAME)  # a link that leads nowhere says nothing of the dump
+    except FileNotFoundError:
         return None
+    except OSError as exc:
+        raise ImageError(f"cannot look at {images / MANIFEST_NAME}: {exc.strerror}") from exc
     try:
         return read_manifest(images)
     except (ValueError, OSError, NotImplementedError) as exc:

@@ -234,9 +234,8 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
                 if (!is_drop_over(record.pid, record.restore_tid)) {
                     if (Clock::now() - begin > kLongDrop && waited_for.insert(record.pid).second)
                         tell("waits until restore thread " + std::to_string(record.restore_tid) +
-                             " is back in a call of its own; see whether the task is stopped, "
-                             "frozen "
-                             "or traced");
+                             " is back in a call of its own: is the task stopped, frozen or "
+                             "traced?");
                     continue;
                 }
             }

@@ -83,6 +83,14 @@ def spoil_presence(place: Path) -> None:
     (place / image_name(7)).unlink()
 
 
+def keep_and_spoil(store: Path, link: Path, archive: Path) -> tuple[Path, Path]:
+    """An archive of `link`, and what was kept of it, which is damaged since."""
+    parent_store.keep_parents([pack(link, archive)])
+    kept = store / "checkpoints" / read_manifest(link).checkpoint_id.hex()
+    spoil_chunk(kept)
+    return archive, kept
+
+
 @pytest.mark.parametrize("spoil", [spoil_chunk, spoil_manifest, spoil_presence])
 def test_a_damaged_one_that_is_there_is_replaced(
     tmp_path: Path, store: Path, links: list[Path], spoil: Callable[[Path], None]
@@ -115,10 +123,7 @@ def test_a_damaged_one_of_a_container_has_a_sound_one_beside_it(
 def test_a_damaged_one_that_cannot_be_replaced_is_named(
     tmp_path: Path, store: Path, links: list[Path]
 ) -> None:
-    archive = pack(links[0], tmp_path / "a.tar")
-    parent_store.keep_parents([archive])
-    kept = store / "checkpoints" / read_manifest(links[0]).checkpoint_id.hex()
-    spoil_chunk(kept)
+    archive, kept = keep_and_spoil(store, links[0], tmp_path / "a.tar")
     with share(kept), pytest.raises(CheckpointError, match=r"damaged, .*in use"):
         parent_store.keep_parents([archive])
     (kept / "pages-1.img").write_bytes(b"precious")
@@ -146,9 +151,7 @@ def test_other_images_of_a_checkpoint_do_not_replace_it(
 ) -> None:
     """What is built on it knows its images by their digests."""
     flatten(links[1], tmp_path / "flat")
-    parent_store.keep_parents([pack(links[1], tmp_path / "a.tar")])
-    kept = store / "checkpoints" / read_manifest(links[1]).checkpoint_id.hex()
-    spoil_chunk(kept)
+    _, kept = keep_and_spoil(store, links[1], tmp_path / "a.tar")
     before = (kept / image_name(7)).read_bytes()
     with pytest.raises(CheckpointError, match=r"the archive has other images .*move it away"):
         parent_store.keep_parents([pack(tmp_path / "flat", tmp_path / "flat.tar")])
@@ -174,10 +177,7 @@ def test_one_that_is_locked_is_not_called_damaged(
 def test_what_was_replaced_may_be_hard_to_delete(
     tmp_path: Path, store: Path, links: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = pack(links[0], tmp_path / "a.tar")
-    parent_store.keep_parents([archive])
-    kept = store / "checkpoints" / read_manifest(links[0]).checkpoint_id.hex()
-    spoil_chunk(kept)
+    archive, kept = keep_and_spoil(store, links[0], tmp_path / "a.tar")
     unlink = os.unlink
 
     def refuse(path: object, *, dir_fd: int | None = None) -> None:
@@ -200,10 +200,7 @@ def test_another_import_puts_it_there_at_the_same_time(
     spoilt: bool,
 ) -> None:
     """Between the two renames of this one."""
-    archive = pack(links[0], tmp_path / "a.tar")
-    parent_store.keep_parents([archive])
-    kept = store / "checkpoints" / read_manifest(links[0]).checkpoint_id.hex()
-    spoil_chunk(kept)
+    archive, kept = keep_and_spoil(store, links[0], tmp_path / "a.tar")
     rename = Path.rename
 
     def rename_and_import(self: Path, target: Path) -> Path:

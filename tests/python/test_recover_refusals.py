@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recover says of processes that a dead criu has left, and that do not come to an end."""
+"""What recover says when it cannot go on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from gpustasis import recovery
+from gpustasis._core import MANIFEST_NAME
 from gpustasis.driver import Driver
-from gpustasis.errors import CheckpointError
+from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM, recover
 
 WORKER, GUARDIAN = 4001, 4002
@@ -58,3 +59,14 @@ def test_a_worker_may_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     said = refusal(tmp_path, monkeypatch, {WORKER_COMM: WORKER}, recorded=True)
     assert said.startswith(f"process {WORKER}, ")
     assert said.endswith("wait for it, or end it and try again")
+
+
+def test_only_a_manifest_that_is_not_there_says_that_nothing_was_taken(tmp_path: Path) -> None:
+    """Else the driver would restore a process from memory that is missing."""
+    assert recovery._find_manifest(tmp_path) is None
+    (tmp_path / MANIFEST_NAME).symlink_to("nowhere")
+    with pytest.raises(ImageError):
+        recovery._find_manifest(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ImageError, match="cannot look at"):
+        recovery._find_manifest(tmp_path / "file")
