@@ -63,6 +63,7 @@ class EngineRoot:
     place: an empty directory that it is mounted over.
     binds: host directories or files that it sees: path inside -> path here. They are read-only, but
         for those in `shared`, by the same rule.
+    suite: the root's name in ci/test-root: "engines", or "kubernetes", which has more.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class EngineRoot:
         place: Path,
         binds: Mapping[str, Path] | None = None,
         shared: Mapping[str, Path] | None = None,
+        suite: str = "engines",
     ) -> None:
-        lower = roots_directory() / "engines"
-        assert lower.is_dir(), f"{lower} is missing; ci/test-root engines makes it"
+        lower = roots_directory() / suite
+        assert lower.is_dir(), f"{lower} is missing; ci/test-root {suite} makes it"
         self.name = f"gpustasis-engines-{os.getpid()}-{next(_numbers)}"
         words = [f"ro:{path}" for path in _python_paths()]
         words += [f"ro:{here}:{inside}" for inside, here in (binds or {}).items()]

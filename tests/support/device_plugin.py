@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device plugin of the kubelet that hands out the node's emulated GPUs by CDI, as those of GPU
+vendors do. As a program on a node, until it is killed:
+
+    python device_plugin.py RESOURCE CDI-DEVICE COUNT
+
+Source: api.proto of k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from gpustasis.runtimes.cri import Table, message_classes
+
+DIRECTORY = Path("/var/lib/kubelet/device-plugins")
+ENDPOINT = "gpustasis-emulator.sock"
+_VERSION = "v1beta1"
+_MESSAGES: Table = {
+    "Empty": {},
+    "DevicePluginOptions": {"pre_start_required": (1, "bool")},
+    "RegisterRequest": {
+        "version": (1, "string"),
+        "endpoint": (2, "string"),
+        "resource_name": (3, "string"),
+    },
+    "Device": {"ID": (1, "string"), "health": (2, "string")},
+    "ListAndWatchResponse": {"devices": (1, "*Device")},
+    "ContainerAllocateRequest": {"devices_ids": (1, "*string")},
+    "AllocateRequest": {"container_requests": (1, "*ContainerAllocateRequest")},
+    "CDIDevice": {"name": (1, "string")},
+    "ContainerAllocateResponse": {"cdi_devices": (5, "*CDIDevice")},
+    "AllocateResponse": {"container_responses": (1, "*ContainerAllocateResponse")},
+}
+_CLASSES = message_classes(_MESSAGES)
+
+
+def _list(device: str, count: int) -> Any:
+    devices = [{"ID": f"{device}-{number}", "health": "Healthy"} for number in range(count)]
+    return _CLASSES.ListAndWatchResponse(devices=devices)
+
+
+def _serve(device: str, count: int) -> grpc.Server:
+    def options(request: Any, context: Any) -> Any:
+        return _CLASSES.DevicePluginOptions()
+
+    def list_and_watch(request: Any, context: Any) -> Iterator[Any]:
+        yield _list(device, count)
+        threading.Event().wait()  # nothing changes
+
+    def allocate(request: Any, context: Any) -> Any:
+        each = {"cdi_devices": [{"name": device}]}
+        return _CLASSES.AllocateResponse(container_responses=[each] * len(request.container_requests))
+
+    def handler(kind: Any, answer: Any, asked: str) -> Any:
+        return kind(
+            answer,
+            request_deserializer=getattr(_CLASSES, asked).FromString,
+            response_serializer=lambda message: message.SerializeToString(),
+        )
+
+    one, many = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+    methods = {
+        "GetDevicePluginOptions": handler(one, options, "Empty"),
+        "ListAndWatch": handler(many, list_and_watch, "Empty"),
+        "Allocate": handler(one, allocate, "AllocateRequest"),
+    }
+    server = grpc.server(ThreadPoolExecutor(8))
+    service = grpc.method_handlers_generic_handler(f"{_VERSION}.DevicePlugin", methods)
+    server.add_generic_rpc_handlers((service,))
+    place = DIRECTORY / ENDPOINT
+    place.unlink(missing_ok=True)
+    server.add_insecure_port(f"unix:{place}")
+    server.start()
+    return server
+
+
+def _register(resource: str) -> None:
+    with grpc.insecure_channel(f"unix:{DIRECTORY / 'kubelet.sock'}") as channel:
+        register = channel.unary_unary(
+            f"/{_VERSION}.Registration/Register",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=_CLASSES.Empty.FromString,
+        )
+        request = _CLASSES.RegisterRequest(
+            version=_VERSION, endpoint=ENDPOINT, resource_name=resource
+        )
+        register(request, timeout=10, wait_for_ready=True)
+
+
+def main() -> None:
+    resource, device, count = sys.argv[1:4]
+    server = _serve(device, int(count))
+    _register(resource)
+    print("registered", flush=True)
+    server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    main()

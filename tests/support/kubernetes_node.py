@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster of one node: etcd, kube-apiserver, kube-scheduler, kube-controller-manager and kubelet,
+all real, over a real container runtime in an EngineRoot of the suite `kubernetes`.
+
+ci/test-root makes the root, ci/kubernetes the programs. What this machine lacks, and what is done
+about it: without CAP_SYS_RESOURCE no process can lower its oom_score_adj; there is no /dev/kmsg; and
+the kernel's settings that a kubelet wants are not ours to change, so it sees files in their place.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from gpustasis_bench.roots import roots_directory
+
+from support.certificates import Authority, Pair
+from support.containerd_node import JOB_IMAGE, LOGS, ContainerdNode, end, wait_for
+from support.engine_gpu import DEVICE
+from support.engine_root import EngineRoot
+
+NODE = "node-1"
+RESOURCE = "gpustasis.io/gpu"
+API_SERVER = "https://127.0.0.1:6443"
+ETCD = "http://127.0.0.1:2379"
+PROGRAMS = "/opt/kubernetes/bin"
+PLACE = Path("/etc/kubernetes")
+ADMIN = PLACE / "admin.conf"
+POLL_S = 0.2
+TIMEOUT_S = 120.0
+_RUNTIME_SOCKET = "unix:///run/containerd/containerd.sock"
+# What a kubelet sets; a file of the node's own lies over each.
+_KERNEL_SETTINGS = (
+    *("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops"),
+    *("kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes"),
+)
+_NETWORK = {
+    "cniVersion": "1.0.0",
+    "name": "pods",
+    "plugins": [
+        {
+            "type": "bridge",
+            "bridge": "cni0",
+            "isGateway": True,
+            "ipam": {"type": "host-local", "subnet": "10.88.0.0/24"},
+        }
+    ],
+}
+_KUBELET = {
+    "apiVersion": "kubelet.config.k8s.io/v1beta1",
+    "kind": "KubeletConfiguration",
+    "authentication": {
+        "anonymous": {"enabled": False},
+        "webhook": {"enabled": True},
+        "x509": {"clientCAFile": str(PLACE / "ca.pem")},
+    },
+    "authorization": {"mode": "Webhook"},
+    "cgroupDriver": "cgroupfs",
+    "failCgroupV1": False,
+    "failSwapOn": False,
+    "oomScoreAdj": 0,
+    "containerRuntimeEndpoint": _RUNTIME_SOCKET,
+    "tlsCertFile": str(PLACE / "kubelet.pem"),
+    "tlsPrivateKeyFile": str(PLACE / "kubelet.key"),
+    "localStorageCapacityIsolation": False,
+    "evictionHard": {"memory.available": "50Mi"},
+    "imageMinimumGCAge": "24h",
+    "imageGCHighThresholdPercent": 100,
+    "nodeStatusUpdateFrequency": "2s",
+    "featureGates": {"KubeletInUserNamespace": True},
+}
+
+
+def programs_directory() -> Path:
+    """Where ci/kubernetes keeps what it has built."""
+    return roots_directory().parent / "kubernetes" / "bin"
+
+
+def node_root(place: Path, tests: Path, shared: Mapping[str, Path] | None = None) -> EngineRoot:
+    """The system of such a node, with nothing started in it. tests: this repository's."""
+    programs = programs_directory()
+    assert (programs / "kubelet").is_file(), f"{programs} has no kubelet; ci/kubernetes makes it"
+    binds = {PROGRAMS: programs, str(tests): tests}
+    return EngineRoot(place, binds=binds, shared=shared, suite="kubernetes")
+
+
+class KubernetesNode:
+    """The cluster in `root`, from start to close(); a context manager. program: tests/programs'
+    steady_job. secrets: an empty directory of this machine for keys."""
+
+    def __init__(self, root: EngineRoot, program: Path, secrets: Path, tests: Path) -> None:
+        self.root = root
+        self._tests = tests
+        self._daemons: dict[str, subprocess.Popen[str]] = {}
+        self._stack = ExitStack()
+        begin = time.monotonic()
+        try:
+            self._stack.callback(self._stop)
+            self._prepare(secrets)
+            self.containerd = self._stack.enter_context(ContainerdNode(root, program))
+            self._start_control_plane()
+            self.start_kubelet()
+            self._start_device_plugin()
+            self.seconds_to_start = time.monotonic() - begin
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def kubectl(self, *words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """As the cluster's administrator."""
+        return self.root.run("kubectl", "--kubeconfig", ADMIN, *words, check=check)
+
+    def get(self, *words: str) -> Any:
+        """What `kubectl get` has to say, from JSON."""
+        return json.loads(self.kubectl("get", *words, "--output", "json").stdout)
+
+    def apply(self, *objects: Mapping[str, Any]) -> None:
+        """Make or change objects of the API."""
+        listed = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+        self.root.write("/tmp/objects.json", json.dumps(listed))
+        self.kubectl("apply", "--filename", "/tmp/objects.json")
+
+    def job(self, name: str, *args: str, namespace: str = "default", **metadata: Any) -> GpuPod:
+        """A pod whose container `job` runs steady_job on the node's GPUs, and has made two steps."""
+        pod = GpuPod(self, name, namespace)
+        self.apply(pod_of(name, namespace, args, **metadata))
+        pod.wait_for_start()
+        pod.run_on(2)
+        return pod
+
+    def log(self, name: str = "kubelet") -> str:
+        """What a program of the node has said."""
+        path = self.root.path(f"/var/log/{name}.log")
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def kill(self, name: str) -> None:
+        """As when it crashes."""
+        end(self._daemons.pop(name), "KILL")
+
+    def start_kubelet(self) -> None:
+        """Returns when the node is ready."""
+        self._start(
+            "kubelet",
+            *("--config", PLACE / "kubelet.json", "--kubeconfig", PLACE / "kubelet.conf"),
+            *("--hostname-override", NODE, "--node-ip", "127.0.0.1", "--v", "2"),
+        )
+        wait_for(self._is_ready, "ready node", self.log, TIMEOUT_S)
+
+    def _is_ready(self) -> bool:
+        words = ("get", "node", NODE, "--output", "jsonpath={.status.conditions[*].status}")
+        done = self.kubectl(*words, check=False)
+        assert self._daemons["kubelet"].poll() is None, self.log()[-4000:]
+        return done.returncode == 0 and done.stdout.split()[-1:] == ["True"]
+
+    def _start(self, name: str, *words: str | Path) -> None:
+        with self.root.path(f"/var/log/{name}.log").open("a") as log:
+            program = f"{PROGRAMS}/{name}" if name.startswith("kube") else name
+            self._daemons[name] = self.root.start(program, *words, stdout=log, stderr=log)
+
+    def _start_control_plane(self) -> None:
+        self._start(
+            "etcd",
+            *("--data-dir", "/var/lib/etcd", "--listen-client-urls", ETCD),
+            *("--advertise-client-urls", ETCD, "--unsafe-no-fsync"),
+        )
+        self._start(
+            "kube-apiserver",
+            *("--etcd-servers", ETCD, "--bind-address", "127.0.0.1", "--secure-port", "6443"),
+            *("--advertise-address", "127.0.0.1", "--endpoint-reconciler-type", "none"),
+            *("--service-cluster-ip-range", "10.96.0.0/24", "--allow-privileged"),
+            *("--authorization-mode", "Node,RBAC", "--client-ca-file", PLACE / "ca.pem"),
+            *("--tls-cert-file", PLACE / "server.pem"),
+            *("--tls-private-key-file", PLACE / "server.key"),
+            *("--kubelet-certificate-authority", PLACE / "ca.pem"),
+            *("--kubelet-client-certificate", PLACE / "apiserver.pem"),
+            *("--kubelet-client-key", PLACE / "apiserver.key"),
+            *("--kubelet-preferred-address-types", "InternalIP"),
+            *("--service-account-issuer", "https://kubernetes.default.svc"),
+            *("--service-account-key-file", PLACE / "accounts.pub"),
+            *("--service-account-signing-key-file", PLACE / "accounts.key"),
+        )
+        wait_for(self._serves, "API server", lambda: self.log("kube-apiserver"), TIMEOUT_S)
+        self._start(
+            "kube-controller-manager",
+            *("--kubeconfig", PLACE / "controller-manager.conf", "--leader-elect=false"),
+            *("--service-account-private-key-file", PLACE / "accounts.key"),
+            *("--root-ca-file", PLACE / "ca.pem", "--use-service-account-credentials"),
+            *("--bind-address", "127.0.0.1"),
+        )
+        self._start(
+            "kube-scheduler",
+            *("--kubeconfig", PLACE / "scheduler.conf", "--leader-elect=false"),
+            *("--bind-address", "127.0.0.1"),
+        )
+        # The rights that a cluster's tools give the API server's own client of kubelets.
+        self.apply(
+            binding("kubelet-api", "system:kubelet-api-admin", "kube-apiserver"),
+            role("kubelet-checkpoint", "create", "nodes/checkpoint"),
+            binding("kubelet-checkpoint", "kubelet-checkpoint", "kube-apiserver"),
+        )
+
+    def _serves(self) -> bool:
+        assert self._daemons["kube-apiserver"].poll() is None, self.log("kube-apiserver")[-4000:]
+        return self.kubectl("get", "--raw", "/readyz", check=False).returncode == 0
+
+    def _start_device_plugin(self) -> None:
+        log = self.root.path("/var/log/device-plugin.log")
+        with log.open("a") as said:
+            words = (self._tests / "support/device_plugin.py", RESOURCE, DEVICE, "4")
+            self._daemons["device-plugin"] = self.root.start(
+                *(sys.executable, *words),
+                environ={"PYTHONPATH": str(self._tests)},
+                stdout=said,
+                stderr=said,
+            )
+
+        def allocatable() -> bool:
+            found = self.get("node", NODE)["status"].get("allocatable", {})
+            return bool(found.get(RESOURCE) == "4")
+
+        wait_for(allocatable, "GPU to allocate", log.read_text, TIMEOUT_S)
+
+    def _prepare(self, secrets: Path) -> None:
+        root = self.root
+        for setting in _KERNEL_SETTINGS:
+            place = f"/tmp/settings/{setting.replace('/', '-')}"
+            root.write(place, Path("/proc/sys", setting).read_text())
+            root.run("mount", "--bind", place, f"/proc/sys/{setting}")
+        root.write("/etc/cni/net.d/10-pods.conflist", json.dumps(_NETWORK))
+        root.write(PLACE / "kubelet.json", json.dumps(_KUBELET))
+        root.path("/opt/cni").mkdir(parents=True, exist_ok=True)
+        root.path("/opt/cni/bin").symlink_to("/usr/lib/cni")
+        authority = Authority(secrets)
+        self._put("ca.pem", authority.certificate)
+        self._put_pair("server", authority.server("127.0.0.1", "10.96.0.1", names=["localhost"]))
+        self._put_pair("kubelet", authority.server("127.0.0.1", names=[NODE]))
+        self._put_pair("apiserver", authority.client("kube-apiserver"))
+        for name, user, *groups in (
+            ("admin", "admin", "system:masters"),
+            ("controller-manager", "system:kube-controller-manager"),
+            ("scheduler", "system:kube-scheduler"),
+            ("kubelet", f"system:node:{NODE}", "system:nodes"),
+        ):
+            self.write_kubeconfig(PLACE / f"{name}.conf", authority.client(user, *groups))
+        self.authority = authority
+        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        pem = serialization.Encoding.PEM
+        private = key.private_bytes(
+            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        public = key.public_key().public_bytes(
+            pem, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+        root.write(PLACE / "accounts.key", private.decode(), 0o600)
+        root.write(PLACE / "accounts.pub", public.decode())
+
+    def write_kubeconfig(self, path: Path, pair: Pair) -> None:
+        """A kubeconfig file at `path` on the node, for who has that certificate."""
+        stem = path.with_suffix("").name + "-client"
+        self._put_pair(stem, pair)
+        user = {
+            "client-certificate": str(PLACE / f"{stem}.pem"),
+            "client-key": str(PLACE / f"{stem}.key"),
+        }
+        cluster = {"server": API_SERVER, "certificate-authority": str(PLACE / "ca.pem")}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "tests", "cluster": cluster}],
+            "users": [{"name": stem, "user": user}],
+            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": stem}}],
+            "current-context": "tests",
+        }
+        self.root.write(path, json.dumps(config), 0o600)
+
+    def _put(self, name: str, source: Path) -> None:
+        self.root.write(PLACE / name, source.read_text(), 0o600)
+
+    def _put_pair(self, name: str, pair: Pair) -> None:
+        self._put(f"{name}.pem", pair.certificate)
+        self._put(f"{name}.key", pair.key)
+
+    def _stop(self) -> None:
+        for daemon in reversed(self._daemons.values()):
+            if daemon.poll() is None:
+                end(daemon)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class GpuPod:
+    """A pod with a container `job` that runs steady_job."""
+
+    def __init__(self, node: KubernetesNode, name: str, namespace: str) -> None:
+        self.node, self.name, self.namespace = node, name, namespace
+
+    @property
+    def path(self) -> str:
+        return f"{self.namespace}/{self.name}/job"
+
+    def status(self) -> Any:
+        return self.node.get("pod", self.name, "--namespace", self.namespace)["status"]
+
+    def wait_for_start(self) -> None:
+        def runs() -> bool:
+            return bool(self.status().get("phase") == "Running")
+
+        wait_for(runs, f"running pod {self.name}", self._story, TIMEOUT_S)
+
+    def _story(self) -> str:
+        words = ("--namespace", self.namespace)
+        return (
+            self.node.log()[-3000:]
+            + self.node.kubectl("describe", "pod", self.name, *words, check=False).stdout
+        )
+
+    def output(self) -> list[str]:
+        """Lines that its container has written."""
+        places = self.node.root.path(LOGS).glob(f"{self.namespace}_{self.name}_*/job/*.log")
+        lines = [
+            line for place in sorted(places) for line in place.read_text("utf-8").splitlines()
+        ]
+        return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
+
+    def steps(self) -> int:
+        """Steps said to be right. Fails if the job has said anything else."""
+        said = [line for line in self.output() if "driver emulator" not in line]
+        wrong = [line for line in said if not line.endswith(" ok")]
+        assert not wrong, f"{self.name} says {wrong}"
+        return len(said)
+
+    def run_on(self, steps: int = 3) -> None:
+        """Wait until it has made that many steps more, each of them right: its memory is."""
+        wanted = self.steps() + steps
+        wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.name}", self._story)
+
+    def delete(self) -> None:
+        words = ("--namespace", self.namespace, "--grace-period", "0", "--force", "--wait=true")
+        self.node.kubectl("delete", "pod", self.name, *words)
+
+
+def pod_of(
+    name: str, namespace: str, args: tuple[str, ...] = (), image: str = JOB_IMAGE, **metadata: Any
+) -> Mapping[str, Any]:
+    """A pod on the node's GPUs; metadata: of the pod, annotations say."""
+    container = {
+        "name": "job",
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "args": list(args),
+        "resources": {"limits": {RESOURCE: "1"}},
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": namespace, **metadata},
+        "spec": {
+            "containers": [container],
+            "terminationGracePeriodSeconds": 0,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+        },
+    }
+
+
+def role(name: str, verb: str, *resources: str) -> Mapping[str, Any]:
+    """A ClusterRole of one rule."""
+    rule = {"apiGroups": [""], "resources": list(resources), "verbs": [verb]}
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRole",
+        "metadata": {"name": name},
+        "rules": [rule],
+    }
+
+
+def binding(name: str, role_name: str, user: str) -> Mapping[str, Any]:
+    """A ClusterRoleBinding of that role to a user."""
+    group = "rbac.authorization.k8s.io"
+    return {
+        "apiVersion": f"{group}/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": role_name},
+        "subjects": [{"apiGroup": group, "kind": "User", "name": user}],
+    }
+
+
