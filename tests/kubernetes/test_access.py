@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may have a container checkpointed: each right that docs/operating.md names, and without it."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from support.kubernetes_node import API_SERVER, NODE, PLACE, GpuPod, KubernetesNode, binding, role
+
+# The caller's user, what its role allows, and how it asks.
+PROXY = ("--api-server", API_SERVER, "--node", NODE)
+DIRECT = ("--node", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def pod(cluster: KubernetesNode) -> GpuPod:
+    return cluster.job("guarded", "--mib", "2")
+
+
+def ask(
+    cluster: KubernetesNode, pod: GpuPod, user: str, *words: str
+) -> subprocess.CompletedProcess[str]:
+    """With a service account's token, as users do."""
+    made = cluster.kubectl("create", "token", user, "--namespace", "default")
+    cluster.root.write(f"/tmp/{user}.token", made.stdout, 0o600)
+    return cluster.root.run(
+        *("gpustasis", "kubelet", "checkpoint", "--ca", PLACE / "ca.pem"),
+        *("--token-file", f"/tmp/{user}.token", *words, pod.path),
+        check=False,
+    )
+
+
+def account(cluster: KubernetesNode, user: str, verb: str, resource: str) -> None:
+    """A service account whose one right is this."""
+    bound = {**binding(user, user, user)}
+    bound["subjects"] = [{"kind": "ServiceAccount", "name": user, "namespace": "default"}]
+    metadata = {"name": user, "namespace": "default"}
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
+        role(user, verb, resource),
+        bound,
+    )
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource", "way"),
+    [("create", "nodes/checkpoint", DIRECT), ("create", "nodes/proxy", PROXY)],
+    ids=["direct", "through the API server"],
+)
+def test_the_right_that_is_named_is_enough(
+    cluster: KubernetesNode, pod: GpuPod, verb: str, resource: str, way: tuple[str, ...]
+) -> None:
+    user = "may-" + resource.replace("/", "-")
+    account(cluster, user, verb, resource)
+    done = ask(cluster, pod, user, *way)
+    assert done.returncode == 0, done.stderr
+    pod.run_on()
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource", "way", "missing"),
+    [
+        ("get", "nodes/checkpoint", DIRECT, "verb create on nodes/checkpoint"),
+        ("create", "nodes/log", DIRECT, "verb create on nodes/checkpoint"),
+        ("get", "nodes/proxy", PROXY, "verb create on nodes/proxy"),
+        ("create", "nodes/checkpoint", PROXY, "verb create on nodes/proxy"),
+    ],
+)
+def test_one_verb_or_resource_less_is_refused_and_named(
+    cluster: KubernetesNode,
+    pod: GpuPod,
+    verb: str,
+    resource: str,
+    way: tuple[str, ...],
+    missing: str,
+) -> None:
+    way_name = "proxied" if way == PROXY else "direct"
+    user = f"{verb}-{resource.replace('/', '-')}-{way_name}"
+    account(cluster, user, verb, resource)
+    done = ask(cluster, pod, user, *way)
+    assert done.returncode == 16
+    assert "(403)" in done.stderr and missing in done.stderr, done.stderr
+    pod.run_on()
+
+
+def test_an_api_server_that_may_not_is_told_from_a_caller_that_may_not(
+    cluster: KubernetesNode, pod: GpuPod
+) -> None:
+    account(cluster, "caller", "create", "nodes/proxy")
+    cluster.kubectl("delete", "clusterrolebinding", "kubelet-checkpoint")
+    try:
+        done = ask(cluster, pod, "caller", *PROXY)
+    finally:
+        cluster.apply(binding("kubelet-checkpoint", "kubelet-checkpoint", "kube-apiserver"))
+    assert done.returncode == 16
+    assert "the kubelet refuses" in done.stderr and "kube-apiserver" in done.stderr, done.stderr

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kubelet's archive is to our commands, and to checkpointctl's own program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.kubernetes_node import GpuPod, KubernetesNode
+
+
+@pytest.fixture(scope="module")
+def archive(cluster: KubernetesNode) -> Path:
+    pod = cluster.job("archived", "--mib", "8")
+    made = cluster.checkpoint(pod)
+    pod.run_on()
+    pod.delete()
+    return made
+
+
+def test_our_commands_read_it(cluster: KubernetesNode, archive: Path) -> None:
+    root = cluster.root
+    assert "1 image whole" in root.run("gpustasis", "verify", archive).stdout
+    assert "1 CUDA process" in root.run("gpustasis", "inspect", archive).stdout
+    listed = root.run("gpustasis", "kubelet", "list").stdout
+    assert "containerd" in listed and "job" in listed
+    root.run("gpustasis", "flatten", archive, "-o", "/tmp/flat")
+    assert "1 image whole" in root.run("gpustasis", "verify", "/tmp/flat").stdout
+    same = root.run("gpustasis", "diff", archive, "/tmp/flat").stdout
+    assert "0 B" in same, same
+
+
+def test_checkpointctl_reads_it(cluster: KubernetesNode, archive: Path) -> None:
+    root = cluster.root
+    shown = root.run("checkpointctl", "show", archive).stdout
+    assert "job" in shown and "containerd" in shown
+    assert "job" in root.run("checkpointctl", "inspect", archive).stdout
+    listed = root.run("checkpointctl", "list").stdout
+    assert archive.name in listed or "job" in listed
+
+
+def test_checkpointctl_finds_our_plugin(cluster: KubernetesNode, archive: Path) -> None:
+    root = cluster.root
+    root.path("/usr/local/bin/checkpointctl-gpustasis").unlink(missing_ok=True)
+    program = root.run("gpustasis", "plugin-dir").stdout.strip()
+    assert program
+    done = root.run("checkpointctl", "gpustasis", archive)
+    assert "GPU memory" in done.stdout
+
+
+def test_two_pods_differ(cluster: KubernetesNode, archive: Path) -> None:
+    other: GpuPod = cluster.job("another", "--mib", "8", "--seed", "7")
+    made = cluster.checkpoint(other)
+    said = cluster.root.run("gpustasis", "diff", archive, made, check=False).stdout
+    assert said
+    other.delete()
