@@ -67,6 +67,7 @@ _KUBELET = {
     "cgroupDriver": "cgroupfs",
     "failCgroupV1": False,
     "failSwapOn": False,
+    "resolvConf": "",
     "oomScoreAdj": 0,
     "containerRuntimeEndpoint": _RUNTIME_SOCKET,
     "tlsCertFile": str(PLACE / "kubelet.pem"),
@@ -247,6 +248,8 @@ class KubernetesNode:
             place = f"/tmp/settings/{setting.replace('/', '-')}"
             root.write(place, Path("/proc/sys", setting).read_text())
             root.run("mount", "--bind", place, f"/proc/sys/{setting}")
+        if not root.path("/dev/kmsg").exists():  # where a kubelet reads of tasks killed for memory
+            root.path("/dev/kmsg").symlink_to("null")
         root.write("/etc/cni/net.d/10-pods.conflist", json.dumps(_NETWORK))
         root.write(PLACE / "kubelet.json", json.dumps(_KUBELET))
         root.path("/opt/cni").mkdir(parents=True, exist_ok=True)
