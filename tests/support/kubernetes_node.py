@@ -10,6 +10,7 @@ the kernel's settings that a kubelet wants are not ours to change, so it sees fi
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -364,6 +365,11 @@ class GpuPod:
         wrong = [line for line in said if not line.endswith(" ok")]
         assert not wrong, f"{self.name} says {wrong}"
         return len(said)
+
+    def numbers(self) -> list[int]:
+        """Those of its steps."""
+        found = (re.search(r"step (\d+) ok", line) for line in self.output())
+        return [int(match[1]) for match in found if match]
 
     def run_on(self, steps: int = 3) -> None:
         """Wait until it has made that many steps more, each of them right: its memory is."""

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of the node are killed in the middle of a checkpoint; the job runs on, or is started
+again by its pod's policy, and nothing stays locked."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from support.containerd_node import wait_for
+from support.kubernetes_node import PLACE, GpuPod, KubernetesNode
+
+
+@contextmanager
+def checkpoint_under_way(
+    cluster: KubernetesNode, pod: GpuPod
+) -> Iterator[subprocess.Popen[str]]:
+    """Its driver is asked for a checkpoint, and takes four seconds."""
+    root = cluster.root
+    words = ("checkpoint", "delay", "--delay-ms", "4000")
+    root.run("gpustasis", "emulator", "fault", "add", *words)
+    client = root.start(
+        *("gpustasis", "kubelet", "checkpoint", "--node", "127.0.0.1"),
+        *("--ca", PLACE / "ca.pem", "--cert", PLACE / "admin-client.pem"),
+        *("--key", PLACE / "admin-client.key", pod.path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def dumping() -> bool:
+        return root.run("pgrep", "-x", "criu", check=False).returncode == 0
+
+    wait_for(dumping, "criu", cluster.log)
+    try:
+        yield client
+    finally:
+        root.run("gpustasis", "emulator", "fault", "clear")
+        client.wait(60)
+
+
+def test_the_kubelet_is_killed(cluster: KubernetesNode) -> None:
+    pod = cluster.job("kubelet-killed", "--mib", "4")
+    with checkpoint_under_way(cluster, pod):
+        cluster.kill("kubelet")
+    cluster.start_kubelet()
+    pod.run_on()
+    archive = cluster.checkpoint(pod)
+    assert "1 image whole" in cluster.root.run("gpustasis", "verify", archive).stdout
+    pod.run_on()
+    pod.delete()
+
+
+def test_containerd_is_killed(cluster: KubernetesNode) -> None:
+    pod = cluster.job("containerd-killed", "--mib", "4")
+    with checkpoint_under_way(cluster, pod):
+        cluster.containerd.kill_containerd()
+    cluster.containerd.restart_containerd()
+    cluster.root.run("gpustasis", "containerd", "resume", pod.path, check=False)
+    pod.run_on()
+    pod.delete()

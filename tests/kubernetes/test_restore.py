@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of one pod goes on in another, by an image in a registry, as docs/kubernetes.md has
+it."""
+
+from __future__ import annotations
+
+from support.containerd_node import REGISTRY
+from support.kubernetes_node import GpuPod, KubernetesNode, pod_of
+
+
+def test_in_another_pod(cluster: KubernetesNode) -> None:
+    """The job itself compares every byte of its GPU memory with a copy of its own."""
+    pod = cluster.job("origin", "--mib", "8")
+    archive = cluster.checkpoint(pod)
+    pod.run_on()
+    seen = pod.numbers()[-1]
+    pod.delete()
+
+    image = f"{REGISTRY}/gpustasis/origin:checkpoint"
+    cluster.root.run("gpustasis", "build-image", archive, "-t", image)
+    cluster.root.run("buildah", "push", "--tls-verify=false", image)
+    restored = GpuPod(cluster, "elsewhere", "default")
+    cluster.apply(pod_of("elsewhere", "default", image=image))
+    restored.wait_for_start()
+    restored.run_on(6)
+    assert 2 < restored.numbers()[0] <= seen  # from where it was, not from the beginning
+    assert restored.status()["containerStatuses"][0]["restartCount"] == 0
+    restored.delete()
