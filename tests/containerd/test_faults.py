@@ -72,11 +72,11 @@ def test_two_at_once(node: ContainerdNode, job: Container, shared: Path) -> None
 def test_containerd_dies(node: ContainerdNode, job: Container, shared: Path, slow: None) -> None:
     """The container is left paused, and goes on once there is a containerd to ask."""
     command = begin(node, job, shared / "killed.tar")
-    node.kill_containerd()
+    node.kill()
     _, said = command.communicate(timeout=TIMEOUT_S)
     assert command.returncode == 16
     assert "may stand still" in said and f"ctr -n k8s.io tasks resume {job.id}" in said
-    node.restart_containerd()
+    node.restart()
     node.root.run("gpustasis", "containerd", "resume", job.path)
     job.run_on()
     assert [path.name for path in shared.iterdir() if "killed" in path.name] == []

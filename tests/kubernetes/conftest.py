@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests that need a Kubernetes node.
 
-cluster  support.kubernetes_node.KubernetesNode, one for all tests here
+cluster  support.kubernetes_node.KubernetesNode, one for all tests here; and one with CRI-O, where
+         $GPUSTASIS_CRIO names its programs
 shared   a directory that has the same path on the node and here
 """
 
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.runtimes.kubelet import DIRECTORY
-from support.kubernetes_node import KubernetesNode, node_root
+from gpustasis.runtimes.kubelet_archives import DIRECTORY
+from support.containerd_node import ContainerdNode
+from support.crio_node import CrioNode
+from support.kubernetes_node import KubernetesNode, crio_directory, node_root
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 
@@ -23,8 +26,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shared")
 
 
-@pytest.fixture(scope="session")
+RUNTIMES = [ContainerdNode] if crio_directory() is None else [ContainerdNode, CrioNode]
+
+
+@pytest.fixture(scope="session", params=RUNTIMES, ids=lambda runtime: runtime.name)
 def cluster(
+    request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     compile_cuda: Callable[..., Path],
     shared: Path,
@@ -37,6 +44,6 @@ def cluster(
     program = compile_cuda(PROGRAMS / "steady_job.c")
     with (
         node_root(place, repository / "tests", visible) as root,
-        KubernetesNode(root, program, secrets, repository / "tests") as cluster,
+        KubernetesNode(root, program, secrets, repository / "tests", request.param) as cluster,
     ):
         yield cluster

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may have a container checkpointed: each right that docs/operating.md names, and without it."""
+"""Who may have a container checkpointed: with each right that docs/operating.md names, and
+without it."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import subprocess
 
 import pytest
 
-from support.kubernetes_node import API_SERVER, NODE, PLACE, GpuPod, KubernetesNode, binding, role
+from support.kubernetes_node import ADDRESS, API_SERVER, NODE, PLACE, GpuPod, KubernetesNode
+from support.kubernetes_objects import binding, role
 
 # The caller's user, what its role allows, and how it asks.
 PROXY = ("--api-server", API_SERVER, "--node", NODE)
-DIRECT = ("--node", "127.0.0.1")
+DIRECT = ("--node", ADDRESS)
 
 
 @pytest.fixture(scope="module")

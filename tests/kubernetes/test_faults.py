@@ -9,19 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from support.containerd_node import wait_for
-from support.kubernetes_node import PLACE, GpuPod, KubernetesNode
+from support.kubernetes_node import ADDRESS, PLACE, GpuPod, KubernetesNode
 
 
 @contextmanager
-def checkpoint_under_way(
-    cluster: KubernetesNode, pod: GpuPod
-) -> Iterator[subprocess.Popen[str]]:
+def checkpoint_under_way(cluster: KubernetesNode, pod: GpuPod) -> Iterator[subprocess.Popen[str]]:
     """Its driver is asked for a checkpoint, and takes four seconds."""
     root = cluster.root
     words = ("checkpoint", "delay", "--delay-ms", "4000")
     root.run("gpustasis", "emulator", "fault", "add", *words)
     client = root.start(
-        *("gpustasis", "kubelet", "checkpoint", "--node", "127.0.0.1"),
+        *("gpustasis", "kubelet", "checkpoint", "--node", ADDRESS),
         *("--ca", PLACE / "ca.pem", "--cert", PLACE / "admin-client.pem"),
         *("--key", PLACE / "admin-client.key", pod.path),
         stdout=subprocess.DEVNULL,
@@ -54,8 +52,8 @@ def test_the_kubelet_is_killed(cluster: KubernetesNode) -> None:
 def test_containerd_is_killed(cluster: KubernetesNode) -> None:
     pod = cluster.job("containerd-killed", "--mib", "4")
     with checkpoint_under_way(cluster, pod):
-        cluster.containerd.kill_containerd()
-    cluster.containerd.restart_containerd()
+        cluster.runtime.kill()
+    cluster.runtime.restart()
     cluster.root.run("gpustasis", "containerd", "resume", pod.path, check=False)
     pod.run_on()
     pod.delete()

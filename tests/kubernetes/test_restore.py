@@ -5,7 +5,8 @@ it."""
 from __future__ import annotations
 
 from support.containerd_node import REGISTRY
-from support.kubernetes_node import GpuPod, KubernetesNode, pod_of
+from support.kubernetes_node import GpuPod, KubernetesNode
+from support.kubernetes_objects import pod_of
 
 
 def test_in_another_pod(cluster: KubernetesNode) -> None:

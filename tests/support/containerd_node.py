@@ -29,7 +29,7 @@ KUBELET_PORT = 10250
 JOB_IMAGE = f"{REGISTRY}/gpustasis/job:1"
 PAUSE_IMAGE = "localhost/gpustasis-pause:latest"
 LOGS = Path("/var/log/pods")
-_SOCKET = "/run/containerd/containerd.sock"
+SOCKET = "/run/containerd/containerd.sock"
 # Without CAP_SYS_RESOURCE no container's oom_score_adj can be lowered.
 _CONFIG = f"""\
 version = 3
@@ -59,6 +59,9 @@ class ContainerdNode:
     steady_job, which is what its image runs. old: where in `root` the programs of containerd 1.7
     are, to run those."""
 
+    name = "containerd"
+    endpoint = f"unix://{SOCKET}"
+
     def __init__(self, root: EngineRoot, program: Path, old: Path | None = None) -> None:
         self.root = root
         self._old = old
@@ -75,7 +78,7 @@ class ContainerdNode:
     @property
     def socket(self) -> str:
         """Path, as seen from here, of containerd's socket."""
-        return str(self.root.path(_SOCKET))
+        return str(self.root.path(SOCKET))
 
     def pod(self, name: str, namespace: str = "tests") -> Pod:
         """Start a pod's sandbox, in the network of the node: no CNI."""
@@ -96,13 +99,10 @@ class ContainerdNode:
     def _prepare(self) -> None:
         root = self.root
         root.write("/etc/containerd/config.toml", _OLD_CONFIG if self._old else _CONFIG)
-        root.write("/etc/registry.yml", _REGISTRY_CONFIG)
         add_gpus(root)
 
     def _start_daemons(self) -> None:
-        with self.root.path("/var/log/registry.log").open("w") as log:
-            words = ("docker-registry", "serve", "/etc/registry.yml")
-            self._daemons.append(self.root.start(*words, stdout=log, stderr=log))
+        self._daemons.append(start_registry(self.root))
         self._containerd = self._start_containerd()
 
     def _start_containerd(self) -> subprocess.Popen[str]:
@@ -118,13 +118,13 @@ class ContainerdNode:
         done = self.root.run("ctr", "version", check=False)
         return done.returncode == 0
 
-    def kill_containerd(self) -> None:
+    def kill(self) -> None:
         """As when it crashes: its shims, and what runs under them, live on."""
         self._daemons.remove(self._containerd)
         end(self._containerd, "KILL")
 
-    def restart_containerd(self) -> None:
-        """After kill_containerd."""
+    def restart(self) -> None:
+        """After kill."""
         self._containerd = self._start_containerd()
 
     def _load_images(self, program: Path) -> None:
@@ -145,9 +145,7 @@ class ContainerdNode:
         return self.root.run(ctr, "-n", "k8s.io", *words).stdout
 
     def _stop_daemons(self) -> None:
-        # A frozen task cannot be killed in a v1 hierarchy.
-        for freezer in self.root.path("/sys/fs/cgroup").glob("freezer/**/freezer.state"):
-            freezer.write_text("THAWED")
+        thaw(self.root)
         for daemon in self._daemons:
             end(daemon)
 
@@ -254,6 +252,20 @@ class Container:
         wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.path}", self.pod.node.log)
 
 
+def thaw(root: EngineRoot) -> None:
+    """Let every task of that system run: a frozen one cannot be killed in a v1 hierarchy."""
+    for freezer in root.path("/sys/fs/cgroup").glob("freezer/**/freezer.state"):
+        freezer.write_text("THAWED")
+
+
+def start_registry(root: EngineRoot) -> subprocess.Popen[str]:
+    """A registry without TLS at REGISTRY, as EngineRoot.start has it."""
+    root.write("/etc/registry.yml", _REGISTRY_CONFIG)
+    with root.path("/var/log/registry.log").open("w") as log:
+        words = ("docker-registry", "serve", "/etc/registry.yml")
+        return root.start(*words, stdout=log, stderr=log)
+
+
 def wait_for(
     condition: Callable[[], bool], what: str, say: Callable[[], str], timeout_s: float = TIMEOUT_S
 ) -> None:
@@ -281,7 +293,7 @@ def kubelet_on(
     log = root.path("/var/log/kubelet.log")
     with log.open("w") as said:
         kubelet = root.start(
-            *(sys.executable, tests / "support/kubelet_server.py", str(KUBELET_PORT), _SOCKET),
+            *(sys.executable, tests / "support/kubelet_server.py", str(KUBELET_PORT), SOCKET),
             *(certificate, key, client_ca, DIRECTORY, *tokens),
             environ={"PYTHONPATH": str(tests)},
             stdout=said,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device plugin of the kubelet that hands out the node's emulated GPUs by CDI, as those of GPU
-vendors do. As a program on a node, until it is killed:
+"""A device plugin of the kubelet: it hands out a node's emulated GPUs by CDI, as GPU vendors' do.
+
+As a program on a node, until it is killed:
 
     python device_plugin.py RESOURCE CDI-DEVICE COUNT
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ from gpustasis.runtimes.cri import Table, message_classes
 DIRECTORY = Path("/var/lib/kubelet/device-plugins")
 ENDPOINT = "gpustasis-emulator.sock"
 _VERSION = "v1beta1"
+_POLL_S = 0.2
 _MESSAGES: Table = {
     "Empty": {},
     "DevicePluginOptions": {"pre_start_required": (1, "bool")},
@@ -57,7 +60,9 @@ def _serve(device: str, count: int) -> grpc.Server:
 
     def allocate(request: Any, context: Any) -> Any:
         each = {"cdi_devices": [{"name": device}]}
-        return _CLASSES.AllocateResponse(container_responses=[each] * len(request.container_requests))
+        return _CLASSES.AllocateResponse(
+            container_responses=[each] * len(request.container_requests)
+        )
 
     def handler(kind: Any, answer: Any, asked: str) -> Any:
         return kind(
@@ -97,10 +102,26 @@ def _register(resource: str) -> None:
 
 def main() -> None:
     resource, device, count = sys.argv[1:4]
-    server = _serve(device, int(count))
-    _register(resource)
-    print("registered", flush=True)
-    server.wait_for_termination()
+    registered = -1
+    server = None
+    while True:
+        # A kubelet that starts removes all sockets and forgets who was there.
+        if (kubelet := _kubelet()) not in (None, registered):
+            if server is not None:
+                server.stop(None).wait()
+            server = _serve(device, int(count))
+            _register(resource)
+            registered = kubelet
+            print("registered", flush=True)
+        time.sleep(_POLL_S)
+
+
+def _kubelet() -> int | None:
+    """Which kubelet it is that runs, by its socket's inode; None: none does."""
+    try:
+        return (DIRECTORY / "kubelet.sock").stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 if __name__ == "__main__":

@@ -34,6 +34,13 @@ def add_gpus(root: EngineRoot, gpus: int = 2, memory: str = "512MiB") -> None:
     root.run("gpustasis", "emulator", "cdi", "--output", "/etc/cdi/gpustasis-emulator.json")
 
 
+def install(root: EngineRoot) -> None:
+    """Run `gpustasis install` in `root`, in place of what add_gpus wrote by hand."""
+    for program in ("runc", "crun", "default"):
+        root.path(f"/etc/criu/{program}.conf").unlink()
+    root.run("gpustasis", "install")
+
+
 def write_config(root: EngineRoot, *lines: str) -> None:
     """The plugin's configuration: the emulator's libraries, and `lines`."""
     libraries = find_directory()

@@ -3,13 +3,15 @@
 all real, over a real container runtime in an EngineRoot of the suite `kubernetes`.
 
 ci/test-root makes the root, ci/kubernetes the programs. What this machine lacks, and what is done
-about it: without CAP_SYS_RESOURCE no process can lower its oom_score_adj; there is no /dev/kmsg; and
-the kernel's settings that a kubelet wants are not ours to change, so it sees files in their place.
+about it: without CAP_SYS_RESOURCE no process can lower its oom_score_adj; there is no /dev/kmsg;
+the kernel's settings that a kubelet wants are not ours to change, so it sees files in their
+place.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,15 +24,18 @@ from typing import Any, Self
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from gpustasis_bench.roots import roots_directory
 
+from gpustasis_bench.roots import roots_directory
+from support import crio_node
 from support.certificates import Authority, Pair
-from support.containerd_node import JOB_IMAGE, LOGS, ContainerdNode, end, wait_for
-from support.engine_gpu import DEVICE
+from support.containerd_node import LOGS, ContainerdNode, end, wait_for
+from support.crio_node import CrioNode
+from support.engine_gpu import DEVICE, install
 from support.engine_root import EngineRoot
+from support.kubernetes_objects import RESOURCE, binding, pod_of, role
 
 NODE = "node-1"
-RESOURCE = "gpustasis.io/gpu"
+ADDRESS = "192.0.2.1"  # of the node; a kubelet takes none of a loopback device for its own
 API_SERVER = "https://127.0.0.1:6443"
 ETCD = "http://127.0.0.1:2379"
 PROGRAMS = "/opt/kubernetes/bin"
@@ -38,7 +43,6 @@ PLACE = Path("/etc/kubernetes")
 ADMIN = PLACE / "admin.conf"
 POLL_S = 0.2
 TIMEOUT_S = 120.0
-_RUNTIME_SOCKET = "unix:///run/containerd/containerd.sock"
 # What a kubelet sets; a file of the node's own lies over each.
 _KERNEL_SETTINGS = (
     *("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops"),
@@ -70,7 +74,6 @@ _KUBELET = {
     "failSwapOn": False,
     "resolvConf": "",
     "oomScoreAdj": 0,
-    "containerRuntimeEndpoint": _RUNTIME_SOCKET,
     "tlsCertFile": str(PLACE / "kubelet.pem"),
     "tlsPrivateKeyFile": str(PLACE / "kubelet.key"),
     "localStorageCapacityIsolation": False,
@@ -87,19 +90,36 @@ def programs_directory() -> Path:
     return roots_directory().parent / "kubernetes" / "bin"
 
 
+def crio_directory() -> Path | None:
+    """Where CRI-O's programs are, if anybody has named a place."""
+    named = os.environ.get("GPUSTASIS_CRIO")
+    return Path(named) if named else None
+
+
 def node_root(place: Path, tests: Path, shared: Mapping[str, Path] | None = None) -> EngineRoot:
     """The system of such a node, with nothing started in it. tests: this repository's."""
     programs = programs_directory()
     assert (programs / "kubelet").is_file(), f"{programs} has no kubelet; ci/kubernetes makes it"
     binds = {PROGRAMS: programs, str(tests): tests}
+    crio = crio_directory()
+    if crio is not None:
+        binds[crio_node.PROGRAMS] = crio
     return EngineRoot(place, binds=binds, shared=shared, suite="kubernetes")
 
 
 class KubernetesNode:
     """The cluster in `root`, from start to close(); a context manager. program: tests/programs'
-    steady_job. secrets: an empty directory of this machine for keys."""
+    steady_job. secrets: an empty directory of this machine for keys. runtime: what the kubelet's
+    containers run under."""
 
-    def __init__(self, root: EngineRoot, program: Path, secrets: Path, tests: Path) -> None:
+    def __init__(
+        self,
+        root: EngineRoot,
+        program: Path,
+        secrets: Path,
+        tests: Path,
+        runtime: type[ContainerdNode | CrioNode] = ContainerdNode,
+    ) -> None:
         self.root = root
         self._tests = tests
         self._daemons: dict[str, subprocess.Popen[str]] = {}
@@ -108,10 +128,14 @@ class KubernetesNode:
         try:
             self._stack.callback(self._stop)
             self._prepare(secrets)
-            self.containerd = self._stack.enter_context(ContainerdNode(root, program))
+            self.runtime: ContainerdNode | CrioNode = self._stack.enter_context(
+                runtime(root, program)
+            )
+            install(root)
             self._start_control_plane()
             self.start_kubelet()
             self._start_device_plugin()
+            self.wait_for_account("default")
             self.seconds_to_start = time.monotonic() - begin
         except BaseException:
             self._stack.close()
@@ -125,6 +149,16 @@ class KubernetesNode:
         """What `kubectl get` has to say, from JSON."""
         return json.loads(self.kubectl("get", *words, "--output", "json").stdout)
 
+    def wait_for_account(self, namespace: str) -> None:
+        """Until the namespace has the service account that its pods need."""
+        words = ("get", "serviceaccount", "default", "--namespace", namespace)
+
+        def there() -> bool:
+            return self.kubectl(*words, check=False).returncode == 0
+
+        said = lambda: self.log("kube-controller-manager")  # noqa: E731
+        wait_for(there, f"service account in {namespace}", said)
+
     def apply(self, *objects: Mapping[str, Any]) -> None:
         """Make or change objects of the API."""
         listed = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
@@ -132,7 +166,7 @@ class KubernetesNode:
         self.kubectl("apply", "--filename", "/tmp/objects.json")
 
     def job(self, name: str, *args: str, namespace: str = "default", **metadata: Any) -> GpuPod:
-        """A pod whose container `job` runs steady_job on the node's GPUs, and has made two steps."""
+        """A pod whose container `job` runs steady_job on the node's GPUs; it has made two steps."""
         pod = GpuPod(self, name, namespace)
         self.apply(pod_of(name, namespace, args, **metadata))
         pod.wait_for_start()
@@ -142,7 +176,7 @@ class KubernetesNode:
     def checkpoint(self, pod: GpuPod, *words: str) -> Path:
         """Have the kubelet checkpoint it, asked directly by who may; the archive's path there."""
         done = self.root.run(
-            *("gpustasis", "kubelet", "checkpoint", "--json", "--node", "127.0.0.1"),
+            *("gpustasis", "kubelet", "checkpoint", "--json", "--node", ADDRESS),
             *("--ca", PLACE / "ca.pem", "--cert", PLACE / "admin-client.pem"),
             *("--key", PLACE / "admin-client.key", *words, pod.path),
         )
@@ -162,10 +196,12 @@ class KubernetesNode:
 
     def start_kubelet(self) -> None:
         """Returns when the node is ready."""
+        config = {**_KUBELET, "containerRuntimeEndpoint": self.runtime.endpoint}
+        self.root.write(PLACE / "kubelet.json", json.dumps(config))
         self._start(
             "kubelet",
             *("--config", PLACE / "kubelet.json", "--kubeconfig", PLACE / "kubelet.conf"),
-            *("--hostname-override", NODE, "--node-ip", "127.0.0.1", "--v", "2"),
+            *("--hostname-override", NODE, "--node-ip", ADDRESS, "--v", "2"),
         )
         wait_for(self._is_ready, "ready node", self.log, TIMEOUT_S)
 
@@ -245,6 +281,7 @@ class KubernetesNode:
 
     def _prepare(self, secrets: Path) -> None:
         root = self.root
+        root.run("ip", "address", "add", f"{ADDRESS}/32", "dev", "lo")
         for setting in _KERNEL_SETTINGS:
             place = f"/tmp/settings/{setting.replace('/', '-')}"
             root.write(place, Path("/proc/sys", setting).read_text())
@@ -252,13 +289,12 @@ class KubernetesNode:
         if not root.path("/dev/kmsg").exists():  # where a kubelet reads of tasks killed for memory
             root.path("/dev/kmsg").symlink_to("null")
         root.write("/etc/cni/net.d/10-pods.conflist", json.dumps(_NETWORK))
-        root.write(PLACE / "kubelet.json", json.dumps(_KUBELET))
         root.path("/opt/cni").mkdir(parents=True, exist_ok=True)
         root.path("/opt/cni/bin").symlink_to("/usr/lib/cni")
         authority = Authority(secrets)
         self._put("ca.pem", authority.certificate)
         self._put_pair("server", authority.server("127.0.0.1", "10.96.0.1", names=["localhost"]))
-        self._put_pair("kubelet", authority.server("127.0.0.1", names=[NODE]))
+        self._put_pair("kubelet", authority.server(ADDRESS, names=[NODE]))
         self._put_pair("apiserver", authority.client("kube-apiserver"))
         for name, user, *groups in (
             ("admin", "admin", "system:masters"),
@@ -273,9 +309,7 @@ class KubernetesNode:
         private = key.private_bytes(
             pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        public = key.public_key().public_bytes(
-            pem, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
+        public = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
         root.write(PLACE / "accounts.key", private.decode(), 0o600)
         root.write(PLACE / "accounts.pub", public.decode())
 
@@ -354,9 +388,7 @@ class GpuPod:
     def output(self) -> list[str]:
         """Lines that its container has written."""
         places = self.node.root.path(LOGS).glob(f"{self.namespace}_{self.name}_*/job/*.log")
-        lines = [
-            line for place in sorted(places) for line in place.read_text("utf-8").splitlines()
-        ]
+        lines = [line for place in sorted(places) for line in place.read_text("utf-8").splitlines()]
         return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
 
     def steps(self) -> int:
@@ -366,9 +398,11 @@ class GpuPod:
         assert not wrong, f"{self.name} says {wrong}"
         return len(said)
 
-    def numbers(self) -> list[int]:
-        """Those of its steps."""
-        found = (re.search(r"step (\d+) ok", line) for line in self.output())
+    def numbers(self, since: str = "") -> list[int]:
+        """Those of its steps, said from that moment on (RFC 3339, UTC). A container that
+        containerd restores begins with the log of the one that was checkpointed."""
+        lines = [line for line in self._lines() if line >= since]
+        found = (re.search(r"step (\d+) ok", line) for line in lines)
         return [int(match[1]) for match in found if match]
 
     def run_on(self, steps: int = 3) -> None:
@@ -379,52 +413,3 @@ class GpuPod:
     def delete(self) -> None:
         words = ("--namespace", self.namespace, "--grace-period", "0", "--force", "--wait=true")
         self.node.kubectl("delete", "pod", self.name, *words)
-
-
-def pod_of(
-    name: str, namespace: str, args: tuple[str, ...] = (), image: str = JOB_IMAGE, **metadata: Any
-) -> Mapping[str, Any]:
-    """A pod on the node's GPUs; metadata: of the pod, annotations say."""
-    container = {
-        "name": "job",
-        "image": image,
-        "imagePullPolicy": "IfNotPresent",
-        "args": list(args),
-        "resources": {"limits": {RESOURCE: "1"}},
-    }
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "namespace": namespace, **metadata},
-        "spec": {
-            "containers": [container],
-            "terminationGracePeriodSeconds": 0,
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-        },
-    }
-
-
-def role(name: str, verb: str, *resources: str) -> Mapping[str, Any]:
-    """A ClusterRole of one rule."""
-    rule = {"apiGroups": [""], "resources": list(resources), "verbs": [verb]}
-    return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "ClusterRole",
-        "metadata": {"name": name},
-        "rules": [rule],
-    }
-
-
-def binding(name: str, role_name: str, user: str) -> Mapping[str, Any]:
-    """A ClusterRoleBinding of that role to a user."""
-    group = "rbac.authorization.k8s.io"
-    return {
-        "apiVersion": f"{group}/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": {"name": name},
-        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": role_name},
-        "subjects": [{"apiGroup": group, "kind": "User", "name": user}],
-    }
-
-

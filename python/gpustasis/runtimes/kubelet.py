@@ -285,6 +285,8 @@ def _explain_status(
                 "have left the container paused; on the node: gpustasis containerd resume "
                 f"{target.path}"
             )
+        if "checkpointing of" not in reason:  # nor has anything been tried
+            return said
         return (
             f"{said}; the container runs on, and criu's log is in the runtime's state on the node"
         )
