@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-from support.kubernetes_node import ADDRESS, API_SERVER, NODE, PLACE, GpuPod, KubernetesNode
+from support.gpu_pod import GpuPod
+from support.kubernetes_node import ADDRESS, API_SERVER, NODE, PLACE, KubernetesNode
 from support.kubernetes_objects import binding, role
 
 # The caller's user, what its role allows, and how it asks.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.kubernetes_node import PROGRAMS, GpuPod, KubernetesNode
+from support.gpu_pod import GpuPod
+from support.kubernetes_node import PROGRAMS, KubernetesNode
 
 CHECKPOINTCTL = f"{PROGRAMS}/checkpointctl"
 

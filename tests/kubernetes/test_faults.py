@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from support.containerd_node import wait_for
-from support.kubernetes_node import ADDRESS, PLACE, GpuPod, KubernetesNode
+from support.gpu_pod import GpuPod
+from support.kubernetes_node import ADDRESS, PLACE, KubernetesNode
 
 
 @contextmanager
@@ -43,6 +44,7 @@ def test_the_kubelet_is_killed(cluster: KubernetesNode) -> None:
         cluster.kill("kubelet")
     cluster.start_kubelet()
     pod.run_on()
+    wait_for(lambda: cluster.kubelet_knows(pod), "pod that the kubelet knows", cluster.log)
     archive = cluster.checkpoint(pod)
     assert "1 image whole" in cluster.root.run("gpustasis", "verify", archive).stdout
     pod.run_on()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -28,10 +27,11 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from gpustasis_bench.roots import roots_directory
 from support import crio_node
 from support.certificates import Authority, Pair
-from support.containerd_node import LOGS, ContainerdNode, end, wait_for
+from support.containerd_node import ContainerdNode, end, wait_for
 from support.crio_node import CrioNode
 from support.engine_gpu import DEVICE, install
 from support.engine_root import EngineRoot
+from support.gpu_pod import GpuPod
 from support.kubernetes_objects import RESOURCE, binding, pod_of, role
 
 NODE = "node-1"
@@ -68,7 +68,11 @@ _KUBELET = {
         "webhook": {"enabled": True},
         "x509": {"clientCAFile": str(PLACE / "ca.pem")},
     },
-    "authorization": {"mode": "Webhook"},
+    # Else a right that was taken away would hold for five minutes more.
+    "authorization": {
+        "mode": "Webhook",
+        "webhook": {"cacheAuthorizedTTL": "1ms", "cacheUnauthorizedTTL": "1ms"},
+    },
     "cgroupDriver": "cgroupfs",
     "failCgroupV1": False,
     "failSwapOn": False,
@@ -189,6 +193,11 @@ class KubernetesNode:
         """What a program of the node has said."""
         path = self.root.path(f"/var/log/{name}.log")
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def kubelet_knows(self, pod: GpuPod) -> bool:
+        """Whether it could be asked for that pod. Not at once after it has started."""
+        known = json.loads(self.kubectl("get", "--raw", f"/api/v1/nodes/{NODE}/proxy/pods").stdout)
+        return pod.name in [one["metadata"]["name"] for one in known["items"] or ()]
 
     def kill(self, name: str) -> None:
         """As when it crashes."""
@@ -357,59 +366,3 @@ class KubernetesNode:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class GpuPod:
-    """A pod with a container `job` that runs steady_job."""
-
-    def __init__(self, node: KubernetesNode, name: str, namespace: str) -> None:
-        self.node, self.name, self.namespace = node, name, namespace
-
-    @property
-    def path(self) -> str:
-        return f"{self.namespace}/{self.name}/job"
-
-    def status(self) -> Any:
-        return self.node.get("pod", self.name, "--namespace", self.namespace)["status"]
-
-    def wait_for_start(self) -> None:
-        def runs() -> bool:
-            return bool(self.status().get("phase") == "Running")
-
-        wait_for(runs, f"running pod {self.name}", self._story, TIMEOUT_S)
-
-    def _story(self) -> str:
-        words = ("--namespace", self.namespace)
-        return (
-            self.node.log()[-3000:]
-            + self.node.kubectl("describe", "pod", self.name, *words, check=False).stdout
-        )
-
-    def output(self) -> list[str]:
-        """Lines that its container has written."""
-        places = self.node.root.path(LOGS).glob(f"{self.namespace}_{self.name}_*/job/*.log")
-        lines = [line for place in sorted(places) for line in place.read_text("utf-8").splitlines()]
-        return [line.split(" ", 3)[3] for line in lines if line.count(" ") >= 3]
-
-    def steps(self) -> int:
-        """Steps said to be right. Fails if the job has said anything else."""
-        said = [line for line in self.output() if "driver emulator" not in line]
-        wrong = [line for line in said if not line.endswith(" ok")]
-        assert not wrong, f"{self.name} says {wrong}"
-        return len(said)
-
-    def numbers(self, since: str = "") -> list[int]:
-        """Those of its steps, said from that moment on (RFC 3339, UTC). A container that
-        containerd restores begins with the log of the one that was checkpointed."""
-        lines = [line for line in self._lines() if line >= since]
-        found = (re.search(r"step (\d+) ok", line) for line in lines)
-        return [int(match[1]) for match in found if match]
-
-    def run_on(self, steps: int = 3) -> None:
-        """Wait until it has made that many steps more, each of them right: its memory is."""
-        wanted = self.steps() + steps
-        wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.name}", self._story)
-
-    def delete(self) -> None:
-        words = ("--namespace", self.namespace, "--grace-period", "0", "--force", "--wait=true")
-        self.node.kubectl("delete", "pod", self.name, *words)

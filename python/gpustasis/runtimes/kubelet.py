@@ -267,15 +267,7 @@ def _explain_status(
     if status == 403:
         return f"{said}: {_who_must_be_allowed(reason, access)}"
     if status == 404:
-        if "pod does not exist" in reason:
-            return f"{said}: no such pod on this node; is the node right, and the namespace?"
-        if "container" in reason and "does not exist" in reason:
-            return f"{said}: the pod has no such container"
-        if "timeout parameter" in reason:
-            return f"{said}: the kubelet does not understand timeout={timeout_s}"
-        if reason.startswith("nodes "):
-            return f"{said}: the API server knows no such node"
-        return f"{said}: {_GATE_OFF}"
+        return f"{said}: {_explain_missing(reason, timeout_s)}"
     if status == 500:
         if "Unimplemented" in reason or "not implemented" in reason.lower():
             return f"{said}: the node's runtime cannot checkpoint; containerd can from 2.0 on"
@@ -293,6 +285,21 @@ def _explain_status(
     if 300 <= status < 400:
         return f"{said}: redirects are not followed; is this a kubelet?"
     return said
+
+
+def _explain_missing(reason: str, timeout_s: int) -> str:
+    if "pod does not exist" in reason:
+        return (
+            "no such pod on this node; is the node right, and the namespace? A kubelet that has "
+            "just started may not know it yet"
+        )
+    if "container" in reason and "does not exist" in reason:
+        return "the pod has no such container"
+    if "timeout parameter" in reason:
+        return f"the kubelet does not understand timeout={timeout_s}"
+    if reason.startswith("nodes "):
+        return "the API server knows no such node"
+    return _GATE_OFF
 
 
 def _who_must_be_allowed(reason: str, access: Access) -> str:

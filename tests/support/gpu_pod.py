@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pod on a KubernetesNode whose job checks its own GPU memory."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from support.containerd_node import LOGS, wait_for
+
+if TYPE_CHECKING:
+    from support.kubernetes_node import KubernetesNode
+
+TIMEOUT_S = 120.0
+
+
+class GpuPod:
+    """A pod with a container `job` that runs steady_job."""
+
+    def __init__(self, node: KubernetesNode, name: str, namespace: str) -> None:
+        self.node, self.name, self.namespace = node, name, namespace
+
+    @property
+    def path(self) -> str:
+        return f"{self.namespace}/{self.name}/job"
+
+    def status(self) -> Any:
+        return self.node.get("pod", self.name, "--namespace", self.namespace)["status"]
+
+    def wait_for_start(self) -> None:
+        def runs() -> bool:
+            return bool(self.status().get("phase") == "Running")
+
+        wait_for(runs, f"running pod {self.name}", self._story, TIMEOUT_S)
+
+    def _story(self) -> str:
+        words = ("--namespace", self.namespace)
+        return (
+            self.node.log()[-3000:]
+            + self.node.kubectl("describe", "pod", self.name, *words, check=False).stdout
+        )
+
+    def output(self) -> list[str]:
+        """Lines that its container has written."""
+        return [line.split(" ", 3)[3] for line in self._lines()]
+
+    def _lines(self) -> list[str]:
+        """As CRI has them: TIME STREAM P|F TEXT."""
+        places = self.node.root.path(LOGS).glob(f"{self.namespace}_{self.name}_*/job/*.log")
+        texts = [place.read_text("utf-8") for place in sorted(places)]
+        return [line for text in texts for line in text.splitlines() if line.count(" ") >= 3]
+
+    def steps(self) -> int:
+        """Steps said to be right. Fails if the job has said anything else."""
+        said = [line for line in self.output() if "driver emulator" not in line]
+        wrong = [line for line in said if not line.endswith(" ok")]
+        assert not wrong, f"{self.name} says {wrong}"
+        return len(said)
+
+    def numbers(self, since: str = "") -> list[int]:
+        """Those of its steps, said from that moment on (RFC 3339, UTC). A container that
+        containerd restores begins with the log of the one that was checkpointed."""
+        lines = [line for line in self._lines() if line >= since]
+        found = (re.search(r"step (\d+) ok", line) for line in lines)
+        return [int(match[1]) for match in found if match]
+
+    def run_on(self, steps: int = 3) -> None:
+        """Wait until it has made that many steps more, each of them right: its memory is."""
+        wanted = self.steps() + steps
+        wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.name}", self._story)
+
+    def delete(self) -> None:
+        words = ("--namespace", self.namespace, "--grace-period", "0", "--force", "--wait=true")
+        self.node.kubectl("delete", "pod", self.name, *words)
