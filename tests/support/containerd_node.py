@@ -60,6 +60,7 @@ class ContainerdNode:
     are, to run those."""
 
     name = "containerd"
+    command = "containerd"
     endpoint = f"unix://{SOCKET}"
 
     def __init__(self, root: EngineRoot, program: Path, old: Path | None = None) -> None:

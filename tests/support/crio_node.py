@@ -42,6 +42,7 @@ conmon_cgroup = "pod"
 pinns_path = "{PROGRAMS}/pinns"
 [crio.runtime.runtimes.{oci_runtime}]
 runtime_path = "/usr/bin/{oci_runtime}"
+runtime_root = "/run/{oci_runtime}"
 monitor_path = "/usr/bin/conmon"
 [crio.image]
 pause_image = "{PAUSE_IMAGE}"
@@ -57,6 +58,7 @@ class CrioNode:
     steady_job, which is what its image runs. oci_runtime: runc or crun."""
 
     name = "CRI-O"
+    command = "crio"
     endpoint = f"unix://{SOCKET}"
 
     def __init__(self, root: EngineRoot, program: Path, oci_runtime: str = "runc") -> None:

@@ -27,6 +27,12 @@ class GpuPod:
     def status(self) -> Any:
         return self.node.get("pod", self.name, "--namespace", self.namespace)["status"]
 
+    def container_id(self) -> str:
+        """Of the container that runs now, as its runtime has it; empty: none does."""
+        (found,) = self.status().get("containerStatuses", [{}])
+        running = "running" in found.get("state", {})
+        return str(found["containerID"]).split("//", 1)[1] if running else ""
+
     def wait_for_start(self) -> None:
         def runs() -> bool:
             return bool(self.status().get("phase") == "Running")
@@ -45,8 +51,9 @@ class GpuPod:
         return [line.split(" ", 3)[3] for line in self._lines()]
 
     def _lines(self) -> list[str]:
-        """As CRI has them: TIME STREAM P|F TEXT."""
-        places = self.node.root.path(LOGS).glob(f"{self.namespace}_{self.name}_*/job/*.log")
+        """As CRI has them: TIME STREAM P|F TEXT. CRI-O 1.36 puts the log of a restored container
+        beside the directory where a kubelet looks for it."""
+        places = self.node.root.path(LOGS).glob(f"{self.namespace}_{self.name}_*/**/*.log")
         texts = [place.read_text("utf-8") for place in sorted(places)]
         return [line for text in texts for line in text.splitlines() if line.count(" ") >= 3]
 
@@ -68,6 +75,13 @@ class GpuPod:
         """Wait until it has made that many steps more, each of them right: its memory is."""
         wanted = self.steps() + steps
         wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.name}", self._story)
+
+    def events(self) -> str:
+        """What the cluster has noted about it."""
+        words = ("get", "events", "--namespace", self.namespace)
+        chosen = f"--field-selector=involvedObject.name={self.name}"
+        messages = "--output=jsonpath={.items[*].message}"
+        return self.node.kubectl(*words, chosen, messages).stdout
 
     def delete(self) -> None:
         words = ("--namespace", self.namespace, "--grace-period", "0", "--force", "--wait=true")

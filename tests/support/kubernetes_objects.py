@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from support.containerd_node import JOB_IMAGE
@@ -12,15 +12,27 @@ RESOURCE = "gpustasis.io/gpu"
 
 
 def pod_of(
-    name: str, namespace: str, args: tuple[str, ...] = (), image: str = JOB_IMAGE, **metadata: Any
+    name: str,
+    namespace: str,
+    args: Sequence[str] = (),
+    image: str = JOB_IMAGE,
+    mounts: Mapping[str, str] | None = None,
+    spec: Mapping[str, Any] | None = None,
+    **metadata: Any,
 ) -> Mapping[str, Any]:
-    """A pod on the node's GPUs; metadata: of the pod, annotations say."""
+    """A pod on the node's GPUs. mounts: path in its container -> path on the node.
+    spec: more of the pod's. metadata: of the pod, annotations say."""
+    places = list((mounts or {}).items())
     container = {
         "name": "job",
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "args": list(args),
         "resources": {"limits": {RESOURCE: "1"}},
+        "volumeMounts": [
+            {"name": f"host-{number}", "mountPath": inside}
+            for number, (inside, _) in enumerate(places)
+        ],
     }
     return {
         "apiVersion": "v1",
@@ -31,6 +43,11 @@ def pod_of(
             "terminationGracePeriodSeconds": 0,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
+            "volumes": [
+                {"name": f"host-{number}", "hostPath": {"path": outside}}
+                for number, (_, outside) in enumerate(places)
+            ],
+            **(spec or {}),
         },
     }
 

@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "build-image": ("build_image.command", "make an OCI image of a checkpoint archive"),
     "checkpoint": ("tasks.checkpoint", "dump a process tree, GPU memory included"),
     "containerd": ("containerd.command", "checkpoint a container of containerd's, through CRI"),
+    "crio": ("containerd.crio", "checkpoint a container of CRI-O's, through CRI"),
     "diff": ("diff.command", "say what changed in GPU memory between two checkpoints"),
     "doctor": ("doctor.command", "say what this machine lacks and what to do about it"),
     "emulator": ("emulator.command", "run programs on emulated GPUs, for tests and trials"),

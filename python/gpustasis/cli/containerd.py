@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpustasis containerd`: checkpoint containers of a Kubernetes node, through its container
-runtime."""
+"""`gpustasis containerd` and `gpustasis crio`: checkpoint containers of a Kubernetes node, through
+its container runtime."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ from gpustasis.text import mib
 @click.pass_context
 def command(ctx: click.Context, address: str) -> None:
     """Checkpoint containers that run under containerd's CRI. Needs the extra `cri`."""
+    ctx.obj = address
+
+
+@click.group("crio", cls=Group)
+@click.option(
+    "--address",
+    default=containerd.CRIO_ADDRESS,
+    show_default=True,
+    metavar="SOCKET",
+    help="The runtime's CRI socket.",
+)
+@click.pass_context
+def crio(ctx: click.Context, address: str) -> None:
+    """Checkpoint containers that run under CRI-O. Needs the extra `cri`."""
     ctx.obj = address
 
 
@@ -102,3 +116,7 @@ def list_containers(address: str) -> None:
             ((c.id[:13], c.namespace, c.pod, c.name, c.image, c.state) for c in found),
         ),
     )
+
+
+for _same in (checkpoint, resume, list_containers):
+    crio.add_command(_same)

@@ -42,7 +42,8 @@ _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
     "--container",
     "container_name",
     metavar="ID",
-    help="Look at this running container: can it be checkpointed?",
+    help="Look at this running container: can it be checkpointed? On a Kubernetes node also "
+    "NAMESPACE/POD/CONTAINER.",
 )
 @click.option(
     "--archive",

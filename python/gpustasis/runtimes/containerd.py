@@ -2,7 +2,8 @@
 """Checkpoints of containers that run under containerd's CRI: a Kubernetes node's.
 
 containerd writes one archive (tar) and leaves the container running. Source of behaviour and error
-texts: containerd 2.1, internal/cri/server. CRI-O answers the same calls.
+texts: containerd 2.1, internal/cri/server. CRI-O 1.36 answers the same calls; whether a container
+is paused say its control groups there.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from gpustasis.runtimes.cri import (
     Cri,
     printable,
 )
+from gpustasis.runtimes.freezer import frozen_groups, thaw
 from gpustasis.task import find_openers
 
 DEFAULT_ADDRESS = "/run/containerd/containerd.sock"
+CRIO_ADDRESS = "/run/crio/crio.sock"
 DEFAULT_TIMEOUT_S = 600
 _RESUME_TIMEOUT_S = 600.0  # a dump that is under way ends first
 # Codes of a call that was not answered; when it is, containerd has resumed the container itself.
@@ -44,6 +47,7 @@ _CUT_OFF = (DEADLINE_EXCEEDED, CANCELLED, "UNAVAILABLE")
 _RUNNING = CONTAINER_STATES[RUNNING]
 # A containerd that was started anew takes a paused container for one in an unknown state.
 PERHAPS_PAUSED = (_RUNNING, "unknown")
+_NO_SUCH_METHOD = "UNIMPLEMENTED"  # by a runtime that is not containerd
 _SETTLE_S = 0.5
 _POLL_S = 0.1
 LOCKS = Path("/run/gpustasis/containerd")
@@ -130,7 +134,7 @@ def find(cri: Cri, name: str, states: Collection[str] = (_RUNNING,)) -> Containe
         raise EngineError(f"container {named[0]} does not run (state: {named[0].state})")
     raise EngineError(
         f"{cri.runtime()} at {cri.path} has no container {name}; "
-        "gpustasis containerd list shows what it has"
+        f"gpustasis containerd --address {cri.path} list shows what it has"
     )
 
 
@@ -235,8 +239,7 @@ def resume(cri: Cri, container: Container) -> bool:
         _wait_for_criu(container)
         if not _is_paused(cri, container):
             return False
-        with suppress(CallError):  # what counts is how it is afterwards
-            _task_call(cri, RESUME_TASK, container)
+        _resume_task(cri, container)
         if not _is_paused(cri, container):
             return True
         reason = "it is still paused"
@@ -244,20 +247,33 @@ def resume(cri: Cri, container: Container) -> bool:
         reason = f"{exc} ({exc.code})"
     raise EngineError(
         f"container {container} was not resumed and may stand still: {reason}; try "
-        f"ctr -n k8s.io tasks resume {container.id}"
+        f"ctr -n k8s.io tasks resume {container.id}, or with CRI-O: runc resume, crun resume"
     )
 
 
 def _is_paused(cri: Cri, container: Container) -> bool:
-    """As containerd's own API has it: to CRI a paused container is a running one. Raises
-    CallError."""
+    """As containerd's own API has it, or its control groups: to CRI a paused container is a running
+    one. Raises CallError."""
     try:
         status: int = _task_call(cri, GET_TASK, container).process.status
     except CallError as exc:
-        if exc.code in ("UNIMPLEMENTED", "NOT_FOUND"):  # not containerd; it has ended meanwhile
+        if exc.code == _NO_SUCH_METHOD:
+            return bool(frozen_groups(container.id))
+        if exc.code == "NOT_FOUND":  # it has ended meanwhile
             return False
         raise
     return status == TASK_PAUSED
+
+
+def _resume_task(cri: Cri, container: Container) -> None:
+    """Ask for it: what counts is how it is afterwards."""
+    try:
+        _task_call(cri, RESUME_TASK, container)
+    except CallError as exc:
+        if exc.code == _NO_SUCH_METHOD:
+            for group in frozen_groups(container.id):
+                with suppress(OSError):
+                    thaw(group)
 
 
 def _wait_for_criu(container: Container) -> None:
