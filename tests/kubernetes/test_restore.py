@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from support.containerd_node import REGISTRY
 from support.crio_node import CrioNode
 from support.gpu_pod import GpuPod
+from support.json_output import check_document
 from support.kubernetes_node import KubernetesNode
 from support.kubernetes_objects import pod_of
 
@@ -23,12 +24,14 @@ def test_in_another_pod(cluster: KubernetesNode) -> None:
     pod.delete()
 
     image = f"{REGISTRY}/gpustasis/origin:checkpoint"
-    cluster.root.run("gpustasis", "build-image", archive, "-t", image)
+    built = cluster.root.run("gpustasis", "build-image", "--json", archive, "-t", image).stdout
+    wanted = check_document(built, "build-image")["mounts"]
     cluster.root.run("buildah", "push", "--tls-verify=false", image)
     restored = GpuPod(cluster, "elsewhere", "default")
     moment = datetime.now(UTC).isoformat()
     # What CDI mounted into the first, CRI-O wants the second to name.
     mounts = gpu_mounts(cluster) if isinstance(cluster.runtime, CrioNode) else {}
+    assert sorted(wanted) == sorted(mounts)
     cluster.apply(pod_of("elsewhere", "default", image=image, mounts=mounts))
     restored.wait_for_start()
     restored.run_on(6)

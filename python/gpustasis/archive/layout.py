@@ -33,6 +33,18 @@ _CRI = "io.kubernetes.cri."
 _CRIO = "io.kubernetes.cri-o."
 
 
+# What CRI-O makes anew for a container (server/container_restore.go, 1.36), and what a kubelet
+# mounts of its own accord.
+_MOUNTS_OF_THE_NODE = frozenset(
+    {
+        *("/proc", "/sys", "/sys/fs/cgroup", "/run/secrets", "/run/.containerenv"),
+        *(f"/dev{name}" for name in ("", "/pts", "/mqueue", "/shm", "/termination-log")),
+        *(f"/etc/{name}" for name in ("resolv.conf", "hostname", "hosts", "passwd", "group")),
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+    }
+)
+
+
 class Engine(StrEnum):
     """Whose archive it is."""
 
@@ -121,6 +133,15 @@ def read_facts(small: Mapping[str, bytes], names: Collection[str], archive: str)
         created=_text(notes, f"{_CRIO}Created") or _text(config, "createdTime"),
         checkpointed=_text(config, "checkpointedTime"),
     )
+
+
+def crio_mounts(small: Mapping[str, bytes], archive: str) -> list[str]:
+    """Where the container had mounts that the pod has to name in which CRI-O is to restore it.
+    Believed as it stands. Raises ArchiveError if spec.dump is no JSON object."""
+    mounts = _json(small, SPEC, archive).get("mounts")
+    listed = mounts if isinstance(mounts, list) else []
+    places = [_text(mount, "destination") for mount in listed if isinstance(mount, dict)]
+    return [place for place in places if place and place not in _MOUNTS_OF_THE_NODE]
 
 
 def _engine(annotations: Mapping[str, Any], names: Collection[str]) -> Engine:

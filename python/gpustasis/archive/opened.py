@@ -36,6 +36,7 @@ from gpustasis.archive.layout import (
     ROOTFS_DIFF,
     VOLUMES,
     ContainerFacts,
+    crio_mounts,
     is_small,
     read_facts,
     require_container,
@@ -127,6 +128,10 @@ class Archive:
             source.file_size,
             source.digest,
         )
+
+    def crio_mounts(self) -> list[str]:
+        """As archive.layout.crio_mounts."""
+        return crio_mounts(self._small, self.name)
 
     def facts(self) -> ContainerFacts:
         """What it says of its container. Raises ArchiveError."""

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import click
 
+from gpustasis.archive.layout import Engine
 from gpustasis.archive.oci_image import TOOLS, build_image
 from gpustasis.archive.opened import inspect_archive, open_archive
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.image.directory import allow_many_files
+
+_SHOWN = 32  # mounts in a note
 
 
 @click.command("build-image", cls=Command)
@@ -37,8 +40,16 @@ def command(archive: Path, name: str, tool: str | None) -> None:
                 f"note: this checkpoint is built on {found.parent.checkpoint_id}, which has to be "
                 "on the machine where it is restored"
             )
+        of_crio = found.archive is not None and found.archive.engine is Engine.CRI_O
+        mounts = opened.crio_mounts() if of_crio else []
+        if mounts:
+            output.warn(
+                "note: CRI-O restores it in a pod that mounts something at each of: "
+                + ", ".join(mounts[:_SHOWN])
+                + (f" and {len(mounts) - _SHOWN} more" if len(mounts) > _SHOWN else "")
+            )
         used = build_image(opened, name, tool)
     output.answer(
-        {"archive": archive, "image": name, "tool": used},
+        {"archive": archive, "image": name, "tool": used, "mounts": mounts},
         lambda: output.say(f"{name}: built with {used}"),
     )
