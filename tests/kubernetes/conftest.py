@@ -3,6 +3,7 @@
 
 cluster  support.kubernetes_node.KubernetesNode, one for all tests here; and one with CRI-O, where
          $GPUSTASIS_CRIO names its programs
+job_program  tests/programs' steady_job
 shared   a directory that has the same path on the node and here
 """
 
@@ -26,6 +27,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shared")
 
 
+@pytest.fixture(scope="session")
+def job_program(compile_cuda: Callable[..., Path]) -> Path:
+    return compile_cuda(PROGRAMS / "steady_job.c")
+
+
 RUNTIMES = [ContainerdNode] if crio_directory() is None else [ContainerdNode, CrioNode]
 
 
@@ -33,7 +39,7 @@ RUNTIMES = [ContainerdNode] if crio_directory() is None else [ContainerdNode, Cr
 def cluster(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    compile_cuda: Callable[..., Path],
+    job_program: Path,
     shared: Path,
     repository: Path,
 ) -> Iterator[KubernetesNode]:
@@ -41,9 +47,8 @@ def cluster(
     visible = {str(shared): shared, str(DIRECTORY): archives}
     place = tmp_path_factory.mktemp("node")
     secrets = tmp_path_factory.mktemp("secrets")
-    program = compile_cuda(PROGRAMS / "steady_job.c")
     with (
         node_root(place, repository / "tests", visible) as root,
-        KubernetesNode(root, program, secrets, repository / "tests", request.param) as cluster,
+        KubernetesNode(root, job_program, secrets, repository / "tests", request.param) as cluster,
     ):
         yield cluster

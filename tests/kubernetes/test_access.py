@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from support.gpu_pod import GpuPod
-from support.kubernetes_node import ADDRESS, API_SERVER, NODE, PLACE, KubernetesNode
+from support.kubernetes_node import ADDRESS, API_SERVER, NODE, PLACE, SERVER_USER, KubernetesNode
 from support.kubernetes_objects import binding, role
 
 # The caller's user, what its role allows, and how it asks.
@@ -96,6 +96,6 @@ def test_an_api_server_that_may_not_is_told_from_a_caller_that_may_not(
     try:
         done = ask(cluster, pod, "caller", *PROXY)
     finally:
-        cluster.apply(binding("kubelet-checkpoint", "kubelet-checkpoint", "kube-apiserver"))
+        cluster.apply(binding("kubelet-checkpoint", "kubelet-checkpoint", SERVER_USER))
     assert done.returncode == 16
-    assert "the kubelet refuses" in done.stderr and "kube-apiserver" in done.stderr, done.stderr
+    assert "the kubelet refuses" in done.stderr and SERVER_USER in done.stderr, done.stderr

@@ -36,6 +36,7 @@ from support.kubernetes_objects import RESOURCE, binding, pod_of, role
 
 NODE = "node-1"
 ADDRESS = "192.0.2.1"  # of the node; a kubelet takes none of a loopback device for its own
+SERVER_USER = "kube-apiserver-kubelet-client"  # as kubeadm names it
 API_SERVER = "https://127.0.0.1:6443"
 ETCD = "http://127.0.0.1:2379"
 PROGRAMS = "/opt/kubernetes/bin"
@@ -264,9 +265,9 @@ class KubernetesNode:
         )
         # The rights that a cluster's tools give the API server's own client of kubelets.
         self.apply(
-            binding("kubelet-api", "system:kubelet-api-admin", "kube-apiserver"),
+            binding("kubelet-api", "system:kubelet-api-admin", SERVER_USER),
             role("kubelet-checkpoint", "create", "nodes/checkpoint"),
-            binding("kubelet-checkpoint", "kubelet-checkpoint", "kube-apiserver"),
+            binding("kubelet-checkpoint", "kubelet-checkpoint", SERVER_USER),
         )
 
     def _serves(self) -> bool:
@@ -306,7 +307,7 @@ class KubernetesNode:
         self._put("ca.pem", authority.certificate)
         self._put_pair("server", authority.server("127.0.0.1", "10.96.0.1", names=["localhost"]))
         self._put_pair("kubelet", authority.server(ADDRESS, names=[NODE]))
-        self._put_pair("apiserver", authority.client("kube-apiserver"))
+        self._put_pair("apiserver", authority.client(SERVER_USER))
         for name, user, *groups in (
             ("admin", "admin", "system:masters"),
             ("controller-manager", "system:kube-controller-manager"),
