@@ -42,11 +42,17 @@ def test_incremental_and_keep(cluster: KubernetesNode) -> None:
     for archive in archives:
         verified = cluster.root.run("gpustasis", "verify", archive, "--parent", store).stdout
         assert "1 image whole" in verified
-    assert len(list(seen.glob("[!.]*"))) == 3
+    assert len(kept(cluster, store)) == 3
     pod.delete()
     # Two stay, and what they are built on.
     wait_for(lambda: policy_is_gone(cluster, identity), "end of the container", cluster.log)
-    assert len(list(seen.glob("[!.]*"))) == 3  # the third is built on the second, that on the first
+    assert len(kept(cluster, store)) == 3  # the third is built on the second, that on the first
+
+
+def kept(cluster: KubernetesNode, store: Path) -> list[Any]:
+    found = json.loads(cluster.root.run("gpustasis", "list", "--json", store).stdout)
+    listed: list[Any] = found["checkpoints"]
+    return listed
 
 
 def policy_is_gone(cluster: KubernetesNode, identity: str) -> bool:
