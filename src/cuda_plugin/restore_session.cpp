@@ -11,17 +11,24 @@
 #include "cuda_plugin/traced_thread.hpp"
 #include "dropped_memory/refill.hpp"
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
+#include <iterator>
+#include <thread>
 
 namespace gpustasis {
 namespace {
 
 // No inventory names this; an image from before CRIU recorded plugins answers yes to anything.
 constexpr const char* kNobody = "no-such-plugin";
+
+// One that the driver holds in the kernel may take long to die.
+constexpr std::chrono::seconds kDeathLimit{10};
 
 bool manifest_exists(int image_dir) {
     return ::faccessat(image_dir, kManifestName, F_OK, 0) == 0;
@@ -30,6 +37,51 @@ bool manifest_exists(int image_dir) {
 const ManifestTask* find_task(const Manifest& manifest, std::uint32_t pid) {
     const auto found = std::ranges::find(manifest.tasks, pid, &ManifestTask::pid);
     return found == manifest.tasks.end() ? nullptr : &*found;
+}
+
+// The first process of a pid namespace among `tasks`, if it is the tree's root: criu waits for its
+// end, without limit, when a restore has failed. 0: there is none.
+pid_t root_of_own_namespace(const std::vector<pid_t>& tasks) {
+    for (const pid_t task : tasks) {
+        try {
+            if (proc::innermost_pid(task) == 1 &&
+                std::ranges::find(tasks, proc::parent(task)) == tasks.end())
+                return task;
+        } catch (const Error&) {
+            continue; // it has ended
+        }
+    }
+    return 0;
+}
+
+// Kill every one of `tasks`, which this process traces. What it traces and has not waited for stays a
+// zombie, and no process ends while one of its threads, or for the first of a pid namespace one of its
+// other processes, is: criu would wait for ever. So wait for all of these; the root is criu's. Outside
+// of a pid namespace criu still signals the processes by their pids, so these must stay taken.
+void kill_traced(const std::vector<pid_t>& tasks) {
+    std::vector<pid_t> left;
+    for (const pid_t task : tasks) {
+        try {
+            std::ranges::copy_if(proc::threads(task), std::back_inserter(left),
+                                 [&](pid_t tid) { return tid != task; });
+        } catch (const Error&) {
+            continue; // it has ended
+        }
+    }
+    if (const pid_t root = root_of_own_namespace(tasks); root != 0)
+        std::ranges::copy_if(tasks, std::back_inserter(left),
+                             [&](pid_t task) { return task != root; });
+    for (const pid_t task : tasks)
+        ::kill(task, SIGKILL);
+    const auto deadline = std::chrono::steady_clock::now() + kDeathLimit;
+    while (!left.empty() && std::chrono::steady_clock::now() < deadline) {
+        std::erase_if(left, [](pid_t tid) {
+            int status = 0;
+            const pid_t got = ::waitpid(tid, &status, __WALL | WNOHANG);
+            return got < 0 || (got == tid && !WIFSTOPPED(status));
+        });
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
 }
 
 } // namespace
@@ -139,8 +191,7 @@ bool RestoreSession::resume(pid_t pid) {
         return resumed;
     } catch (const std::exception& e) {
         const std::string error = "pid " + std::to_string(pid) + ": " + e.what();
-        for (const pid_t task : proc::traced_by_us())
-            ::kill(task, SIGKILL);
+        kill_traced(proc::traced_by_us());
         ended_ = true;
         host::error("the restore failed and every restored task was killed: " + error);
         write_failure(error);

@@ -4,12 +4,14 @@
 cluster  support.kubernetes_node.KubernetesNode, one for all tests here; and one with CRI-O, where
          $GPUSTASIS_CRIO names its programs
 job_program  tests/programs' steady_job
+new_cluster  starts another, for the length of a with statement
 shared   a directory that has the same path on the node and here
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,23 +34,33 @@ def job_program(compile_cuda: Callable[..., Path]) -> Path:
     return compile_cuda(PROGRAMS / "steady_job.c")
 
 
-RUNTIMES = [ContainerdNode] if crio_directory() is None else [ContainerdNode, CrioNode]
+Clusters = Callable[[type[ContainerdNode] | type[CrioNode]], AbstractContextManager[KubernetesNode]]
 
 
-@pytest.fixture(scope="session", params=RUNTIMES, ids=lambda runtime: runtime.name)
-def cluster(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    job_program: Path,
-    shared: Path,
-    repository: Path,
-) -> Iterator[KubernetesNode]:
-    archives = tmp_path_factory.mktemp("kubelet-checkpoints")
-    visible = {str(shared): shared, str(DIRECTORY): archives}
-    place = tmp_path_factory.mktemp("node")
-    secrets = tmp_path_factory.mktemp("secrets")
-    with (
-        node_root(place, repository / "tests", visible) as root,
-        KubernetesNode(root, job_program, secrets, repository / "tests", request.param) as cluster,
-    ):
-        yield cluster
+@pytest.fixture(scope="session")
+def new_cluster(
+    tmp_path_factory: pytest.TempPathFactory, job_program: Path, shared: Path, repository: Path
+) -> Clusters:
+    @contextmanager
+    def start(runtime: type[ContainerdNode | CrioNode]) -> Iterator[KubernetesNode]:
+        archives = tmp_path_factory.mktemp("kubelet-checkpoints")
+        visible = {str(shared): shared, str(DIRECTORY): archives}
+        place, secrets = tmp_path_factory.mktemp("node"), tmp_path_factory.mktemp("secrets")
+        tests = repository / "tests"
+        with (
+            node_root(place, tests, visible) as root,
+            KubernetesNode(root, job_program, secrets, tests, runtime) as cluster,
+        ):
+            yield cluster
+
+    return start
+
+
+@pytest.fixture(
+    scope="session",
+    params=[ContainerdNode, *([CrioNode] if crio_directory() else [])],
+    ids=lambda runtime: runtime.name,
+)
+def cluster(request: pytest.FixtureRequest, new_cluster: Clusters) -> Iterator[KubernetesNode]:
+    with new_cluster(request.param) as started:
+        yield started

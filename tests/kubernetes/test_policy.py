@@ -51,7 +51,7 @@ def test_incremental_and_keep(cluster: KubernetesNode) -> None:
 
 def kept(cluster: KubernetesNode, store: Path) -> list[Any]:
     found = json.loads(cluster.root.run("gpustasis", "list", "--json", store).stdout)
-    listed: list[Any] = found["checkpoints"]
+    listed: list[Any] = found["entries"]
     return listed
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.archives import flip_a_byte_of_gpu_memory
 from support.engine_gpu import Steady, SteadyContainer, start_podman, write_config
 from support.engine_root import EngineRoot
 
@@ -188,3 +189,25 @@ def test_a_host_set_up_wrongly_costs_the_job_nothing(steady: Steady, wrong: str)
     finally:
         write_config(root)
         root.write("/etc/criu/runc.conf", before)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_damaged_checkpoint_ends_at_once(
+    engines: EngineRoot, steady: Steady, shared: Path, runtime: str
+) -> None:
+    """criu waits for the first process of a pid namespace without limit: it has to be able to
+    end, with all its threads and children, although criu traces them."""
+    container = steady("damaged", runtime, mib=8, children=1)
+    words = ("--compress", "none", "--export", "/mnt/shared/damaged.tar")
+    engines.run("podman", "container", "checkpoint", *words, container.name)
+    container.remove()
+    flip_a_byte_of_gpu_memory(shared / "damaged.tar")
+    done = engines.run(
+        *("podman", "--runtime", runtime, "container", "restore"),
+        *("--import", "/mnt/shared/damaged.tar"),
+        check=False,
+        timeout_s=20,
+    )
+    (shared / "damaged.tar").unlink()
+    assert done.returncode > 0, "the restore hangs"
+    assert not in_root(engines, "steady_job")

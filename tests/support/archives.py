@@ -168,3 +168,15 @@ def pax(**records: str) -> Raw:
 
 def tar(members: Iterable[Raw], end: bytes = bytes(1024)) -> bytes:
     return b"".join(member.packed() for member in members) + end
+
+
+def flip_a_byte_of_gpu_memory(archive: Path) -> None:
+    """Damage the image of its first CUDA task, in the middle. archive: a tar archive that is not
+    compressed."""
+    with tarfile.open(archive) as tar:
+        (image,) = [one for one in tar if one.name.lstrip("./") == "checkpoint/gpustasis-1.img"]
+    with archive.open("r+b") as file:
+        file.seek(image.offset_data + image.size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))

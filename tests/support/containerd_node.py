@@ -38,6 +38,12 @@ sandbox = '{PAUSE_IMAGE}'
 [plugins.'io.containerd.cri.v1.runtime']
 restrict_oom_score_adj = true
 """
+_CRUN = """\
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+runtime_type = 'io.containerd.runc.v2'
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
+BinaryName = '/usr/bin/crun'
+"""
 _OLD_CONFIG = f"""\
 version = 2
 [plugins.'io.containerd.grpc.v1.cri']
@@ -62,6 +68,7 @@ class ContainerdNode:
     name = "containerd"
     command = "containerd"
     endpoint = f"unix://{SOCKET}"
+    oci_runtime = "runc"
 
     def __init__(self, root: EngineRoot, program: Path, old: Path | None = None) -> None:
         self.root = root
@@ -99,7 +106,8 @@ class ContainerdNode:
 
     def _prepare(self) -> None:
         root = self.root
-        root.write("/etc/containerd/config.toml", _OLD_CONFIG if self._old else _CONFIG)
+        config = _CONFIG + (_CRUN if self.oci_runtime == "crun" else "")
+        root.write("/etc/containerd/config.toml", _OLD_CONFIG if self._old else config)
         add_gpus(root)
 
     def _start_daemons(self) -> None:
@@ -164,6 +172,12 @@ class ContainerdNode:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class ContainerdWithCrun(ContainerdNode):
+    """As ContainerdNode, with crun in place of runc."""
+
+    oci_runtime = "crun"
 
 
 class Pod:

@@ -55,17 +55,18 @@ container_level_enabled = "checkpoint_restore"
 
 class CrioNode:
     """CRI-O in `root`, from start to close(); a context manager. program: tests/programs'
-    steady_job, which is what its image runs. oci_runtime: runc or crun."""
+    steady_job, which is what its image runs."""
 
     name = "CRI-O"
     command = "crio"
     endpoint = f"unix://{SOCKET}"
+    oci_runtime = "runc"
 
-    def __init__(self, root: EngineRoot, program: Path, oci_runtime: str = "runc") -> None:
+    def __init__(self, root: EngineRoot, program: Path) -> None:
         self.root = root
         self._daemons: list[subprocess.Popen[str]] = []
         try:
-            root.write(_DROP_IN, _config(oci_runtime))
+            root.write(_DROP_IN, _config(self.oci_runtime))
             root.write("/etc/containers/registries.conf.d/node.conf", _REGISTRIES)
             root.write("/etc/containers/policy.json", _POLICY)
             add_gpus(root)
@@ -127,3 +128,9 @@ class CrioNode:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class CrioWithCrun(CrioNode):
+    """As CrioNode, with crun in place of runc."""
+
+    oci_runtime = "crun"
