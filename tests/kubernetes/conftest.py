@@ -5,6 +5,7 @@ cluster  support.kubernetes_node.KubernetesNode, one for all tests here; and one
          $GPUSTASIS_CRIO names its programs
 job_program  tests/programs' steady_job
 new_cluster  starts another, for the length of a with statement
+tidy     leaves no pod behind when a module has ended, whatever failed in it
 shared   a directory that has the same path on the node and here
 """
 
@@ -64,3 +65,9 @@ def new_cluster(
 def cluster(request: pytest.FixtureRequest, new_cluster: Clusters) -> Iterator[KubernetesNode]:
     with new_cluster(request.param) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def tidy(cluster: KubernetesNode) -> Iterator[None]:
+    yield
+    cluster.delete_all_pods()

@@ -12,6 +12,8 @@ from support.gpu_pod import GpuPod
 from support.kubernetes_node import ADDRESS, API_SERVER, NODE, PLACE, SERVER_USER, KubernetesNode
 from support.kubernetes_objects import binding, role
 
+pytestmark = pytest.mark.usefixtures("tidy")
+
 # The caller's user, what its role allows, and how it asks.
 PROXY = ("--api-server", API_SERVER, "--node", NODE)
 DIRECT = ("--node", ADDRESS)

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from support.gpu_pod import GpuPod
+from support.json_output import check_document
 from support.kubernetes_node import PROGRAMS, KubernetesNode
+
+pytestmark = pytest.mark.usefixtures("tidy")
 
 CHECKPOINTCTL = f"{PROGRAMS}/checkpointctl"
 
@@ -55,6 +58,7 @@ def test_checkpointctl_finds_our_plugin(cluster: KubernetesNode, archive: Path) 
 def test_two_pods_differ(cluster: KubernetesNode, archive: Path) -> None:
     other: GpuPod = cluster.job("another", "--mib", "8", "--seed", "7")
     made = cluster.checkpoint(other)
-    said = cluster.root.run("gpustasis", "diff", archive, made, check=False).stdout
-    assert said
+    said = cluster.root.run("gpustasis", "diff", "--json", archive, made).stdout
+    total = check_document(said, "diff")["total"]
+    assert total["only_in_b_bytes"] + total["changed_bytes"] > 0, said
     other.delete()

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from support.json_output import check_document
 from support.kubernetes_node import NODE, PLACE, KubernetesNode
+
+pytestmark = pytest.mark.usefixtures("tidy")
 
 
 def test_directly_over_tls(cluster: KubernetesNode) -> None:

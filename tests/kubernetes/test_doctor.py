@@ -12,6 +12,8 @@ import pytest
 from support.gpu_pod import GpuPod
 from support.kubernetes_node import KubernetesNode
 
+pytestmark = pytest.mark.usefixtures("tidy")
+
 
 @pytest.fixture(scope="module")
 def pod(cluster: KubernetesNode) -> Iterator[GpuPod]:
@@ -48,11 +50,10 @@ def test_a_name_that_no_container_has(cluster: KubernetesNode) -> None:
 
 
 def test_a_paused_container(cluster: KubernetesNode, pod: GpuPod) -> None:
-    """As a runtime that died in a checkpoint leaves it, resumed by name."""
-    group = cluster.root.run("find", "/sys/fs/cgroup", "-name", f"*{pod.container_id()}*").stdout
-    state = next(place for place in group.split() if "/freezer/" in place) + "/freezer.state"
-    cluster.root.path(state).write_text("FROZEN")
-    found = findings(cluster, "--container", pod.path)
-    assert "paused" in found["container"]["text"], found["container"]
-    cluster.root.path(state).write_text("THAWED")
+    """As a runtime that died in a checkpoint leaves it; resumed by its name in the cluster."""
+    ways = {"containerd": ("ctr", "-n", "k8s.io", "tasks", "pause"), "CRI-O": ("runc", "pause")}
+    cluster.root.run(*ways[cluster.runtime.name], pod.container_id())
+    said = findings(cluster, "--container", pod.path)["container"]["text"]
+    resumed = cluster.root.run("gpustasis", cluster.runtime.command, "resume", pod.path).stdout
+    assert "paused" in said and "was paused and runs on" in resumed
     pod.run_on()

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from support.kubernetes_node import KubernetesNode
+
+pytestmark = pytest.mark.usefixtures("tidy")
 
 START_S = 60.0
 

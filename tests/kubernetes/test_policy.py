@@ -8,11 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.containerd_node import wait_for
 from support.crio_node import CrioNode
 from support.gpu_pod import GpuPod
 from support.kubernetes_node import KubernetesNode
 from support.kubernetes_objects import pod_of
+
+pytestmark = pytest.mark.usefixtures("tidy")
 
 STORE = Path("/var/lib/gpustasis/containers")
 
@@ -32,9 +36,8 @@ def test_incremental_and_keep(cluster: KubernetesNode) -> None:
         pod.run_on()
     parents = [parent_of(cluster, archive) for archive in archives]
     store = STORE / identity
-    seen = cluster.root.path(store)
-    if not isinstance(cluster.runtime, CrioNode):
-        assert parents == [None, None, None] and not seen.exists()
+    if not has_hooks(cluster):
+        assert parents == [None, None, None] and not cluster.root.path(store).exists()
         pod.delete()
         return
     assert parents[0] is None and None not in parents[1:]
@@ -42,22 +45,37 @@ def test_incremental_and_keep(cluster: KubernetesNode) -> None:
     for archive in archives:
         verified = cluster.root.run("gpustasis", "verify", archive, "--parent", store).stdout
         assert "1 image whole" in verified
-    assert len(kept(cluster, store)) == 3
     pod.delete()
-    # Two stay, and what they are built on.
-    wait_for(lambda: policy_is_gone(cluster, identity), "end of the container", cluster.log)
-    assert len(kept(cluster, store)) == 3  # the third is built on the second, that on the first
 
 
-def kept(cluster: KubernetesNode, store: Path) -> list[Any]:
+def test_keep(cluster: KubernetesNode) -> None:
+    """A container that has ended leaves that many of its checkpoints, and their parents. With
+    max_chain = 1 the third of four is a full one, and the fourth is built on it."""
+    cluster.root.write("/etc/gpustasis/config.toml", config := cluster.config() + "max_chain = 1\n")
+    try:
+        asked = {"io.gpustasis.incremental": "true", "io.gpustasis.keep": "2"}
+        pod = cluster.job("kept", "--mib", "4", annotations=asked)
+        store = STORE / pod.container_id()
+        for _ in range(4):
+            cluster.checkpoint(pod)
+        assert not has_hooks(cluster) or len(kept(cluster, store)) == 4
+        pod.delete()
+    finally:
+        cluster.root.write("/etc/gpustasis/config.toml", config.rsplit("max_chain", 1)[0])
+    if not has_hooks(cluster):
+        assert not cluster.root.path(store).exists()
+        return
+    wait_for(lambda: len(kept(cluster, store)) == 2, "two checkpoints in the store", cluster.log)
+
+
+def has_hooks(cluster: KubernetesNode) -> bool:
+    return isinstance(cluster.runtime, CrioNode)
+
+
+def kept(cluster: KubernetesNode, store: Path) -> set[str]:
+    """Ids of the checkpoints in a store, which also has a link to the newest."""
     found = json.loads(cluster.root.run("gpustasis", "list", "--json", store).stdout)
-    listed: list[Any] = found["entries"]
-    return listed
-
-
-def policy_is_gone(cluster: KubernetesNode, identity: str) -> bool:
-    """Its hook has run at its end."""
-    return not cluster.root.path(f"/run/gpustasis/policy/{identity}.toml").exists()
+    return {entry["checkpoint_id"] for entry in found["entries"]}
 
 
 def test_a_container_that_its_pod_starts_again_has_its_policy(cluster: KubernetesNode) -> None:
@@ -72,7 +90,7 @@ def test_a_container_that_its_pod_starts_again_has_its_policy(cluster: Kubernete
     pod.run_on(2)
     first, second = cluster.checkpoint(pod), cluster.checkpoint(pod)
     assert parent_of(cluster, first) is None  # another container's memory is none of its own
-    assert (parent_of(cluster, second) is not None) == isinstance(cluster.runtime, CrioNode)
+    assert (parent_of(cluster, second) is not None) == has_hooks(cluster)
     pod.run_on()
     pod.delete()
 
@@ -81,7 +99,7 @@ def test_a_wrong_one_stops_the_container_and_says_why(cluster: KubernetesNode) -
     wrong = {"io.gpustasis.keep": "many"}
     cluster.apply(pod_of("wrong", "default", ("--mib", "4"), annotations=wrong))
     pod = GpuPod(cluster, "wrong", "default")
-    if isinstance(cluster.runtime, CrioNode):
+    if has_hooks(cluster):
         wait_for(lambda: "io.gpustasis.keep" in pod.events(), "event", pod.events)
         assert "many" in pod.events()
     else:

@@ -113,7 +113,7 @@ class CrioNode:
     def _stop_daemons(self) -> None:
         thaw(self.root)
         for daemon in self._daemons:
-            end(daemon)
+            end(daemon, "KILL")  # CRI-O waits for its containers, which go with this system
 
     def close(self) -> None:
         self._stop_daemons()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,9 @@ class GpuPod:
         def runs() -> bool:
             return bool(self.status().get("phase") == "Running")
 
-        wait_for(runs, f"running pod {self.name}", self._story, TIMEOUT_S)
+        wait_for(runs, f"running pod {self.name}", self.story, TIMEOUT_S)
 
-    def _story(self) -> str:
+    def story(self) -> str:
         words = ("--namespace", self.namespace)
         return (
             self.node.log()[-3000:]
@@ -74,7 +75,17 @@ class GpuPod:
     def run_on(self, steps: int = 3) -> None:
         """Wait until it has made that many steps more, each of them right: its memory is."""
         wanted = self.steps() + steps
-        wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.name}", self._story)
+        wait_for(lambda: self.steps() >= wanted, f"{steps} steps of {self.name}", self.story)
+
+    def failure(self) -> str:
+        """Why its container could not be started; empty: it was not tried, or it was."""
+        return " ".join(text for text in self.events_of("Failed") if text.startswith("Error"))
+
+    def events_of(self, reason: str) -> list[str]:
+        words = ("get", "events", "--namespace", self.namespace, "--output", "json")
+        chosen = f"--field-selector=involvedObject.name={self.name},reason={reason}"
+        found = json.loads(self.node.kubectl(*words, chosen).stdout)["items"]
+        return [one["message"] for one in found]
 
     def events(self) -> str:
         """What the cluster has noted about it."""

@@ -197,6 +197,19 @@ class KubernetesNode:
         path = self.root.path(f"/var/log/{name}.log")
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def config(self) -> str:
+        """The plugin's configuration on the node."""
+        return self.root.path("/etc/gpustasis/config.toml").read_text()
+
+    def delete_all_pods(self) -> None:
+        """Returns when none of their processes is left."""
+        self.kubectl("delete", "pods", "--all", "--grace-period", "0", "--force", "--wait=true")
+
+        def gone() -> bool:
+            return self.root.run("pgrep", "-x", "steady_job", check=False).returncode == 1
+
+        wait_for(gone, "end of all jobs", self.log)
+
     def kubelet_knows(self, pod: GpuPod) -> bool:
         """Whether it could be asked for that pod. Not at once after it has started."""
         known = json.loads(self.kubectl("get", "--raw", f"/api/v1/nodes/{NODE}/proxy/pods").stdout)
@@ -216,12 +229,18 @@ class KubernetesNode:
             *("--hostname-override", NODE, "--node-ip", ADDRESS, "--v", "2"),
         )
         wait_for(self._is_ready, "ready node", self.log, TIMEOUT_S)
+        wait_for(self._answers, "answer of the kubelet", self.log)
 
     def _is_ready(self) -> bool:
         words = ("get", "node", NODE, "--output", "jsonpath={.status.conditions[*].status}")
         done = self.kubectl(*words, check=False)
         assert self._daemons["kubelet"].poll() is None, self.log()[-4000:]
         return done.returncode == 0 and done.stdout.split()[-1:] == ["True"]
+
+    def _answers(self) -> bool:
+        """Itself: what the API server knows of it may be of an earlier one."""
+        path = f"/api/v1/nodes/{NODE}/proxy/healthz"
+        return self.kubectl("get", "--raw", path, check=False).stdout == "ok"
 
     def _start(self, name: str, *words: str | Path) -> None:
         with self.root.path(f"/var/log/{name}.log").open("a") as log:

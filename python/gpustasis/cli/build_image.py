@@ -14,7 +14,7 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.image.directory import allow_many_files
 
-_SHOWN = 32  # mounts in a note
+_SHOWN, _LONGEST = 32, 200  # mounts in a note, characters of each
 
 
 @click.command("build-image", cls=Command)
@@ -45,7 +45,7 @@ def command(archive: Path, name: str, tool: str | None) -> None:
         if mounts:
             output.warn(
                 "note: CRI-O restores it in a pod that mounts something at each of: "
-                + ", ".join(mounts[:_SHOWN])
+                + ", ".join(mount[:_LONGEST] for mount in mounts[:_SHOWN])
                 + (f" and {len(mounts) - _SHOWN} more" if len(mounts) > _SHOWN else "")
             )
         used = build_image(opened, name, tool)

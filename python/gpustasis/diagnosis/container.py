@@ -22,6 +22,7 @@ _TIMEOUT_S = 30.0
 _LARGEST = 16 << 20  # bytes of a config.json
 CRI_SOCKETS = (containerd.DEFAULT_ADDRESS, containerd.CRIO_ADDRESS)
 _ID = re.compile(r"[0-9a-f]{12,64}")
+_MONITOR = "crio-conmon-"  # the group of CRI-O's conmon has the container's id too
 _BUNDLES = (  # of containers that are found by their control group: containerd's and CRI-O's
     "/run/containerd/io.containerd.runtime.v2.task/*/{}*",
     "/run/containers/storage/overlay-containers/{}*/userdata",
@@ -78,7 +79,7 @@ def find_container(name: str, environ: Mapping[str, str]) -> Container:
 
 def _kubernetes_id(name: str) -> str:
     """The id that this node's container runtime has for NAMESPACE/POD/CONTAINER."""
-    sockets = [path for path in CRI_SOCKETS if Path(path).is_socket()]
+    sockets = [path for path in CRI_SOCKETS if os.path.exists(path)]
     if not sockets:
         raise CheckpointError(
             f"no container {name!r} was found: this host has no container runtime of Kubernetes at "
@@ -86,11 +87,11 @@ def _kubernetes_id(name: str) -> str:
         )
     errors = []
     for path in sockets:
-        with Cri(path) as cri:
-            try:
+        try:
+            with Cri(path) as cri:
                 return containerd.find(cri, name).id
-            except EngineError as exc:
-                errors.append(str(exc))
+        except EngineError as exc:
+            errors.append(str(exc))
     raise CheckpointError("; ".join(errors))
 
 
@@ -134,7 +135,8 @@ def _by_group(name: str) -> tuple[int, Path | None]:
             group = freezer_group(pid)
         except (OSError, ValueError):
             continue  # it has ended
-        last = next((part for part in reversed(group.split("/")) if name in part), None)
+        parts = [part for part in group.split("/") if not part.startswith(_MONITOR)]
+        last = next((part for part in reversed(parts) if name in part), None)
         if last is not None and (found := re.search(rf"{name}[0-9a-f]*", last)):
             groups.setdefault(found[0], []).append(pid)
     if not groups:

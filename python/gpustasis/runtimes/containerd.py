@@ -48,6 +48,7 @@ _RUNNING = CONTAINER_STATES[RUNNING]
 # A containerd that was started anew takes a paused container for one in an unknown state.
 PERHAPS_PAUSED = (_RUNNING, "unknown")
 _NO_SUCH_METHOD = "UNIMPLEMENTED"  # by a runtime that is not containerd
+_DUMPERS = ("criu", "crio")
 _SETTLE_S = 0.5
 _POLL_S = 0.1
 LOCKS = Path("/run/gpustasis/containerd")
@@ -169,7 +170,9 @@ def _checkpoint(
     cri: Cri, container: Container, archive: Path, timeout_s: int, stop: Callable[[], bool]
 ) -> Exported:
     part = archive.with_name(f".{archive.name[:200]}.{secrets.token_hex(4)}.part")
-    paused_before = _is_paused(cri, container)
+    paused_before = False
+    with suppress(EngineError):  # if it cannot be told, its runtime refuses to pause it twice
+        paused_before = _is_paused(cri, container)
     begin = time.monotonic()
     try:
         try:
@@ -184,9 +187,9 @@ def _checkpoint(
             )
         except BaseException as exc:
             cut_off = not isinstance(exc, CallError) or exc.code in _CUT_OFF
-            if cut_off and not paused_before and not resume(cri, container):
+            if cut_off and not paused_before and not _resume(cri, container):
                 time.sleep(_SETTLE_S)  # a pause that was under way when the call was cut off
-                resume(cri, container)
+                _resume(cri, container)
             if isinstance(exc, CallError):
                 raise EngineError(_explain(cri, container, exc, timeout_s)) from exc
             raise
@@ -233,10 +236,16 @@ def _alone(container: Container) -> Iterator[None]:
 def resume(cri: Cri, container: Container) -> bool:
     """Let a paused container run on; False if it was not paused. Waits for a dump under way.
 
-    Raises EngineError if it stays paused.
+    Raises EngineError if it stays paused, or if a checkpoint of it is under way.
     """
+    with _alone(container):
+        return _resume(cri, container)
+
+
+def _resume(cri: Cri, container: Container) -> bool:
+    """For those who hold the lock."""
+    _wait_for_dump(container)
     try:
-        _wait_for_criu(container)
         if not _is_paused(cri, container):
             return False
         _resume_task(cri, container)
@@ -247,7 +256,7 @@ def resume(cri: Cri, container: Container) -> bool:
         reason = f"{exc} ({exc.code})"
     raise EngineError(
         f"container {container} was not resumed and may stand still: {reason}; try "
-        f"ctr -n k8s.io tasks resume {container.id}, or with CRI-O: runc resume, crun resume"
+        f"ctr -n k8s.io tasks resume {container.id}, or with CRI-O: runc resume or crun resume"
     )
 
 
@@ -272,15 +281,26 @@ def _resume_task(cri: Cri, container: Container) -> None:
     except CallError as exc:
         if exc.code == _NO_SUCH_METHOD:
             for group in frozen_groups(container.id):
-                with suppress(OSError):
-                    thaw(group)
+                thaw(group)
 
 
-def _wait_for_criu(container: Container) -> None:
-    """Wait until no criu has a file of this container's open: it would pause it again at its
-    end."""
+def _wait_for_dump(container: Container) -> None:
+    """Wait until neither criu nor CRI-O has a file of this container open. criu would pause it
+    again at its end; CRI-O packs the archive after that, of a container that must stand still.
+
+    Raises EngineError if that takes too long.
+    """
     deadline = time.monotonic() + _RESUME_TIMEOUT_S
-    while find_openers(container.id, "criu") and time.monotonic() < deadline:
+    clear_since = time.monotonic()
+    while time.monotonic() - clear_since < _SETTLE_S:  # there are moments between two files
+        busy = [pid for comm in _DUMPERS for pid in find_openers(container.id, comm)]
+        if busy:
+            clear_since = time.monotonic()
+            if clear_since > deadline:
+                raise EngineError(
+                    f"container {container} was not resumed: process {busy[0]} is still at its "
+                    f"checkpoint after {_RESUME_TIMEOUT_S:.0f} s"
+                )
         time.sleep(_POLL_S)
 
 

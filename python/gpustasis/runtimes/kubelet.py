@@ -271,11 +271,19 @@ def _explain_status(
     if status == 500:
         if "Unimplemented" in reason or "not implemented" in reason.lower():
             return f"{said}: the node's runtime cannot checkpoint; containerd can from 2.0 on"
+        stopped = (
+            "once the dump there has ended, on the node: gpustasis containerd resume "
+            f"{target.path}, or gpustasis crio resume {target.path}"
+        )
         if "DeadlineExceeded" in reason or "deadline exceeded" in reason:
             return (
-                f"{said}: not done in {timeout_s} s; --timeout gives it longer. containerd may "
-                "have left the container paused; on the node: gpustasis containerd resume "
-                f"{target.path}"
+                f"{said}: not done in {timeout_s} s; --timeout gives it longer. The runtime may "
+                f"have left the container paused; {stopped}"
+            )
+        if "checkpointing of" in reason and ("Unavailable" in reason or "EOF" in reason):
+            return (
+                f"{said}: the runtime has ended or was restarted meanwhile, and may have left the "
+                f"container paused; {stopped}"
             )
         if "checkpointing of" not in reason:  # nor has anything been tried
             return said
