@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -24,10 +24,13 @@ from gpustasis.diagnosis import (
     restorability,
     runtimes,
 )
-from gpustasis.diagnosis.container import find_container
-from gpustasis.errors import CheckpointError, CriuError, UnsupportedError
+from gpustasis.diagnosis.container import Container, find_container
+from gpustasis.errors import CheckpointError, CriuError, EngineError, UnsupportedError
+from gpustasis.runtimes import containerd
+from gpustasis.runtimes.cri import Cri
 from gpustasis.text import plural
 
+_CRI_SOCKETS = (containerd.DEFAULT_ADDRESS, containerd.CRIO_ADDRESS)
 _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
 
 
@@ -61,7 +64,7 @@ def command(criu_program: str | None, container_name: str | None, archive: Path 
     if container_name is not None and archive is not None:
         raise click.UsageError("--container and --archive exclude each other")
     if container_name is not None:
-        findings = container_checks.check(find_container(container_name, os.environ), *_libraries())
+        findings = container_checks.check(_container(container_name), *_libraries())
     elif archive is not None:
         findings = restorability.check(archive, os.environ, criu_program, *_libraries())
     else:
@@ -70,6 +73,31 @@ def command(criu_program: str | None, container_name: str | None, archive: Path 
     problems = sum(finding.status is Status.PROBLEM for finding in findings)
     if problems:
         raise UnsupportedError(f"{plural(problems, 'problem')} found")
+
+
+def _container(name: str) -> Container:
+    """By any of the names that people have for it."""
+    if "/" not in name:
+        return find_container(name, os.environ)
+    return replace(find_container(_kubernetes_id(name), os.environ), name=name)
+
+
+def _kubernetes_id(name: str) -> str:
+    """The id that this node's container runtime has for NAMESPACE/POD/CONTAINER."""
+    sockets = [path for path in _CRI_SOCKETS if os.path.exists(path)]
+    if not sockets:
+        raise CheckpointError(
+            f"no container {name!r} was found: this host has no container runtime of Kubernetes at "
+            f"{' or '.join(_CRI_SOCKETS)}"
+        )
+    errors = []
+    for path in sockets:
+        try:
+            with Cri(path) as cri:
+                return containerd.find(cri, name).id
+        except EngineError as exc:
+            errors.append(str(exc))
+    raise CheckpointError("; ".join(errors))
 
 
 def _libraries() -> tuple[str, str]:

@@ -7,20 +7,17 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from gpustasis import process
-from gpustasis.errors import CheckpointError, EngineError
-from gpustasis.runtimes import containerd
-from gpustasis.runtimes.cri import Cri
+from gpustasis.errors import CheckpointError
 
 PROC = Path("/proc")
 _TIMEOUT_S = 30.0
 _LARGEST = 16 << 20  # bytes of a config.json
-CRI_SOCKETS = (containerd.DEFAULT_ADDRESS, containerd.CRIO_ADDRESS)
 _ID = re.compile(r"[0-9a-f]{12,64}")
 _MONITOR = "crio-conmon-"  # the group of CRI-O's conmon has the container's id too
 _BUNDLES = (  # of containers that are found by their control group: containerd's and CRI-O's
@@ -45,13 +42,10 @@ class Container:
 
 def find_container(name: str, environ: Mapping[str, str]) -> Container:
     """name: Podman's name, an id of runc or crun, at least 12 hex digits of an id that a control
-    group carries, or NAMESPACE/POD/CONTAINER of a Kubernetes node.
+    group carries.
 
-    Raises CheckpointError if no running container is meant, or several are, UnsupportedError for
-    a Kubernetes node without the extra `cri`.
+    Raises CheckpointError if no running container is meant, or several are.
     """
-    if "/" in name:
-        return replace(find_container(_kubernetes_id(name), environ), name=name)
     path = environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
     for ask in (_podman, _runtime):
         found = ask(name, path)
@@ -75,24 +69,6 @@ def find_container(name: str, environ: Mapping[str, str]) -> Container:
         group=group,
         config=_read_config(config),
     )
-
-
-def _kubernetes_id(name: str) -> str:
-    """The id that this node's container runtime has for NAMESPACE/POD/CONTAINER."""
-    sockets = [path for path in CRI_SOCKETS if os.path.exists(path)]
-    if not sockets:
-        raise CheckpointError(
-            f"no container {name!r} was found: this host has no container runtime of Kubernetes at "
-            f"{' or '.join(CRI_SOCKETS)}"
-        )
-    errors = []
-    for path in sockets:
-        try:
-            with Cri(path) as cri:
-                return containerd.find(cri, name).id
-        except EngineError as exc:
-            errors.append(str(exc))
-    raise CheckpointError("; ".join(errors))
 
 
 def freezer_group(pid: int) -> str:

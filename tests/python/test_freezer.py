@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which control groups are a container's own: no others are thawed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpustasis.errors import EngineError
+from gpustasis.runtimes import freezer
+
+ID = "0123456789abcdef" * 4
+OTHER = "fedcba9876543210" * 4
+
+
+class Host:
+    """Processes and control groups, as files."""
+
+    def __init__(self, place: Path) -> None:
+        self.proc, self.groups = place / "proc", place / "cgroup"
+        self.proc.mkdir()
+        self.groups.mkdir()
+
+    def task(self, pid: int, path: str, *frozen: str, version: int = 1) -> None:
+        """A task in the group `path`; frozen: groups on the way there that are frozen themselves."""
+        line = f"3:freezer:{path}\n" if version == 1 else f"0::{path}\n"
+        (self.proc / str(pid)).mkdir()
+        (self.proc / str(pid) / "cgroup").write_text(line)
+        base = self.groups / "freezer" if version == 1 else self.groups
+        asks, changes = (
+            ("freezer.self_freezing", "freezer.state")
+            if version == 1
+            else ("cgroup.freeze", "cgroup.freeze")
+        )
+        at = base
+        for part in path.strip("/").split("/"):
+            at /= part
+            at.mkdir(parents=True, exist_ok=True)
+            inside = "/" + str(at.relative_to(base))
+            (at / changes).write_text("")
+            (at / asks).write_text("1\n" if inside in frozen else "0\n")
+
+    def frozen(self) -> list[str]:
+        return [str(group.relative_to(self.groups)) for group in freezer.frozen_groups(ID)]
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    made = Host(tmp_path)
+    monkeypatch.setattr(freezer, "PROC", made.proc)
+    monkeypatch.setattr(freezer, "GROUPS", made.groups)
+    return made
+
+
+@pytest.mark.parametrize("name", [f"crio-{ID}", f"crio-{ID}.scope", ID])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_paused_container(host: Host, name: str, version: int) -> None:
+    path = f"/kubepods/pod1/{name}"
+    host.task(10, path, path, version=version)
+    (group,) = freezer.frozen_groups(ID)
+    assert group.name == name
+    freezer.thaw(group)
+    changed = (group / ("freezer.state" if version == 1 else "cgroup.freeze")).read_text()
+    assert changed == ("THAWED" if version == 1 else "0")
+
+
+def test_crun_puts_tasks_one_group_below(host: Host) -> None:
+    path = f"/kubepods/crio-{ID}/container"
+    host.task(10, path, path)
+    assert host.frozen() == [f"freezer{path}"]
+
+
+def test_what_a_container_has_frozen_within_itself_stays(host: Host) -> None:
+    path = f"/kubepods/crio-{ID}/nested"
+    host.task(10, path, path)
+    assert host.frozen() == []
+
+
+def test_a_group_that_another_container_has_made_is_not_meant(host: Host) -> None:
+    host.task(10, f"/kubepods/crio-{ID}")
+    hostile = f"/kubepods/crio-{OTHER}/crio-{ID}.scope"
+    host.task(11, hostile, hostile)
+    assert host.frozen() == []
+
+
+def test_the_monitor_of_a_container_is_not_it(host: Host) -> None:
+    host.task(10, f"/kubepods/crio-{ID}")
+    host.task(11, f"/crio-conmon-{ID}.scope", f"/crio-conmon-{ID}.scope")
+    assert host.frozen() == []
+
+
+def test_a_container_that_is_not_seen_from_here_is_an_error(host: Host) -> None:
+    host.task(10, f"/kubepods/crio-{OTHER}", f"/kubepods/crio-{OTHER}")
+    with pytest.raises(EngineError, match="cannot be told from here"):
+        freezer.frozen_groups(ID)
+    with pytest.raises(EngineError, match="cannot be told"):
+        freezer.frozen_groups("")
