@@ -23,7 +23,7 @@ class Host:
         self.groups.mkdir()
 
     def task(self, pid: int, path: str, *frozen: str, version: int = 1) -> None:
-        """A task in the group `path`; frozen: groups on the way there that are frozen themselves."""
+        """A task in the group `path`; frozen: groups on the way there that are frozen."""
         line = f"3:freezer:{path}\n" if version == 1 else f"0::{path}\n"
         (self.proc / str(pid)).mkdir()
         (self.proc / str(pid) / "cgroup").write_text(line)
