@@ -69,6 +69,7 @@ class ContainerdNode:
     command = "containerd"
     endpoint = f"unix://{SOCKET}"
     oci_runtime = "runc"
+    gpu_memory = "512MiB"
 
     def __init__(self, root: EngineRoot, program: Path, old: Path | None = None) -> None:
         self.root = root
@@ -108,7 +109,7 @@ class ContainerdNode:
         root = self.root
         config = _CONFIG + (_CRUN if self.oci_runtime == "crun" else "")
         root.write("/etc/containerd/config.toml", _OLD_CONFIG if self._old else config)
-        add_gpus(root)
+        add_gpus(root, memory=self.gpu_memory)
 
     def _start_daemons(self) -> None:
         self._daemons.append(start_registry(self.root))

@@ -61,6 +61,7 @@ class CrioNode:
     command = "crio"
     endpoint = f"unix://{SOCKET}"
     oci_runtime = "runc"
+    gpu_memory = "512MiB"
 
     def __init__(self, root: EngineRoot, program: Path) -> None:
         self.root = root
@@ -69,7 +70,7 @@ class CrioNode:
             root.write(_DROP_IN, _config(self.oci_runtime))
             root.write("/etc/containers/registries.conf.d/node.conf", _REGISTRIES)
             root.write("/etc/containers/policy.json", _POLICY)
-            add_gpus(root)
+            add_gpus(root, memory=self.gpu_memory)
             self._daemons.append(start_registry(root))
             self._load_images(program)
             self.restart()
