@@ -27,8 +27,8 @@ namespace {
 // No inventory names this; an image from before CRIU recorded plugins answers yes to anything.
 constexpr const char* kNobody = "no-such-plugin";
 
-// One that the driver holds in the kernel may take long to die.
-constexpr std::chrono::seconds kDeathLimit{10};
+// A task that the driver holds in the kernel, or that has much memory, may take long to die.
+constexpr std::chrono::seconds kTellDeaths{10};
 
 bool manifest_exists(int image_dir) {
     return ::faccessat(image_dir, kManifestName, F_OK, 0) == 0;
@@ -54,32 +54,42 @@ pid_t root_of_own_namespace(const std::vector<pid_t>& tasks) {
     return 0;
 }
 
-// Kill every one of `tasks`, which this process traces. What it traces and has not waited for stays a
-// zombie, and no process ends while one of its threads, or for the first of a pid namespace one of its
-// other processes, is: criu would wait for ever. So wait for all of these; the root is criu's. Outside
-// of a pid namespace criu still signals the processes by their pids, so these must stay taken.
-void kill_traced(const std::vector<pid_t>& tasks) {
-    std::vector<pid_t> left;
+// Tids other than of `root` that its end waits for. A task without threads here has ended.
+std::vector<pid_t> before_the_end_of(pid_t root, const std::vector<pid_t>& tasks) {
+    std::vector<pid_t> found;
     for (const pid_t task : tasks) {
         try {
-            std::ranges::copy_if(proc::threads(task), std::back_inserter(left),
-                                 [&](pid_t tid) { return tid != task; });
+            std::ranges::copy_if(proc::threads(task), std::back_inserter(found),
+                                 [&](pid_t tid) { return tid != root; });
         } catch (const Error&) {
-            continue; // it has ended
+            continue;
         }
     }
-    if (const pid_t root = root_of_own_namespace(tasks); root != 0)
-        std::ranges::copy_if(tasks, std::back_inserter(left),
-                             [&](pid_t task) { return task != root; });
-    for (const pid_t task : tasks)
-        ::kill(task, SIGKILL);
-    const auto deadline = std::chrono::steady_clock::now() + kDeathLimit;
-    while (!left.empty() && std::chrono::steady_clock::now() < deadline) {
+    return found;
+}
+
+// All of `tasks` were killed, and this process traces them. What it traces and has not waited for stays
+// a zombie, and no process ends while one of its threads, or for the first of a pid namespace one of its
+// other processes, is. criu waits for that one's end without limit, and for nothing else: so wait for
+// the others, as long as it takes. Outside of a pid namespace criu waits for nobody, and signals the
+// processes by their pids, which must stay taken.
+void await_deaths(const std::vector<pid_t>& tasks) {
+    const pid_t root = root_of_own_namespace(tasks);
+    if (root == 0)
+        return;
+    std::vector<pid_t> left = before_the_end_of(root, tasks);
+    auto told = std::chrono::steady_clock::now();
+    while (!left.empty()) {
         std::erase_if(left, [](pid_t tid) {
             int status = 0;
             const pid_t got = ::waitpid(tid, &status, __WALL | WNOHANG);
             return got < 0 || (got == tid && !WIFSTOPPED(status));
         });
+        if (std::chrono::steady_clock::now() - told > kTellDeaths) {
+            told = std::chrono::steady_clock::now();
+            host::warn("waiting for " + std::to_string(left.size()) +
+                       " killed threads to end, pid " + std::to_string(left.front()) + " first");
+        }
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
 }
@@ -180,8 +190,11 @@ void RestoreSession::check_machine() {
 }
 
 bool RestoreSession::resume(pid_t pid) {
-    if (ended_)
+    if (ended_) {
+        if (failed_)
+            ::kill(pid, SIGKILL); // if it was not in the tree that was killed
         return false;
+    }
     try {
         begin_resuming();
         const bool resumed = waiting_.contains(pid) && resume_task(pid);
@@ -190,12 +203,16 @@ bool RestoreSession::resume(pid_t pid) {
             complete();
         return resumed;
     } catch (const std::exception& e) {
+        // First of all, and by what is known already: nothing here may fail.
+        ended_ = failed_ = true;
+        ::kill(pid, SIGKILL);
+        for (const pid_t task : tree_)
+            ::kill(task, SIGKILL);
         const std::string error = "pid " + std::to_string(pid) + ": " + e.what();
-        kill_traced(proc::traced_by_us());
-        ended_ = true;
         host::error("the restore failed and every restored task was killed: " + error);
         write_failure(error);
         worker_.stop();
+        await_deaths(tree_);
         throw;
     }
 }
@@ -205,10 +222,10 @@ void RestoreSession::begin_resuming() {
     if (resuming_)
         return;
     resuming_ = true;
-    const std::vector<pid_t> tree = proc::traced_by_us();
+    tree_ = proc::traced_by_us();
     // Before anything is asked of the worker: criu may die while that is under way.
-    expect_death_of(tree);
-    for (const pid_t pid : tree)
+    expect_death_of(tree_);
+    for (const pid_t pid : tree_)
         if (proc::may_use_cuda(pid) &&
             (!externalized_ || find_task(manifest_, proc::innermost_pid(pid)) != nullptr))
             waiting_.insert(pid);

@@ -32,8 +32,9 @@ public:
     /// The restored task is complete but for its GPU, and stopped. False: not a CUDA task. With the
     /// last CUDA task of the tree the restore is complete, and the worker that would kill the tree if
     /// criu died is told to end.
-    /// On failure every task that criu has made is dead before the Error is thrown: criu itself
-    /// ignores what this hook returns, and stumbles over the dead tasks.
+    /// On failure every task that criu has made is killed before the Error is thrown, and in a pid
+    /// namespace of their own all have ended but the first: criu itself ignores what this hook
+    /// returns, stumbles over the dead tasks, and waits for that one.
     bool resume(pid_t pid);
 
     void finish(bool succeeded) noexcept;
@@ -61,9 +62,11 @@ private:
     std::map<std::uint32_t, ImageReader> images_; ///< by pid in the innermost namespace
     Placement placement_;
     Statistics statistics_;
+    std::vector<pid_t> tree_; ///< every task that criu has made
     std::set<pid_t> waiting_; ///< tasks that use CUDA and have not been resumed
     bool prepared_ = false;   ///< prepare() found a CUDA checkpoint and nothing against it
     bool resuming_ = false;   ///< the tree stands; waiting_ is filled
+    bool failed_ = false;     ///< all is killed, and what criu still calls for is too
     bool ended_ = false;      ///< all is restored, or all is killed; it has been told
 };
 

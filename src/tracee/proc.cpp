@@ -274,8 +274,11 @@ std::vector<pid_t> traced_by_us() {
         try {
             if (tracer_of(pid) == self)
                 pids.push_back(pid);
-        } catch (const Error&) {
-            continue; // it has ended meanwhile, so it is not one we trace
+        } catch (const Error& e) {
+            const int why = e.error_number();
+            if (why != 0 && why != ENOENT && why != ESRCH)
+                throw; // one that we trace may be missed
+            continue;  // it has ended meanwhile, so it is not one we trace
         }
     }
     return pids;

@@ -164,6 +164,20 @@ def test_a_container_left_paused_is_resumed(
     assert not check_document(said, "containerd resume")["resumed"]
 
 
+def test_crio_s_commands_are_the_same(
+    node: ContainerdNode, job: NodeContainer, shared: Path
+) -> None:
+    """Over the socket that they are told."""
+    words = ("gpustasis", "crio", "--address", "/run/containerd/containerd.sock")
+    said = node.root.run(*words, "list", "--json").stdout
+    assert job.id in [one["id"] for one in check_document(said, "crio list")["containers"]]
+    archive = shared / "crio.tar"
+    said = node.root.run(*words, "checkpoint", job.path, "--json", "--export", archive).stdout
+    assert check_document(said, "crio checkpoint")["container"]["id"] == job.id
+    said = node.root.run(*words, "resume", job.path, "--json").stdout
+    assert not check_document(said, "crio resume")["resumed"]
+
+
 def test_ctr_checkpoints_with_the_plugin(
     node: ContainerdNode, job: NodeContainer, shared: Path
 ) -> None:

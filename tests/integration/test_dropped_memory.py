@@ -36,20 +36,31 @@ WITHOUT_SETTING = [
 ]
 TIMEOUT_S = 30.0
 SYS_MADVISE = 28
-# process_vm_readv waits for a missing page as a thread of the process does; /proc/PID/mem may end
-# in EIO.
-READ_PAGE = """
+# process_vm_readv waits for a missing page as a thread of the process does; /proc/PID/mem does not,
+# and ends in EIO. Arguments: a pid, then an address and a length for each range.
+READ = """
 import ctypes, os, sys
 class Vec(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
-page = ctypes.create_string_buffer(4096)
-mine, theirs = Vec(ctypes.addressof(page), 4096), Vec(int(sys.argv[2]), 4096)
-read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+pid, *ranges = map(int, sys.argv[1:])
 os.write(1, b"reading\\n")
-got = read(int(sys.argv[1]), ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
-assert got == 4096, (got, ctypes.get_errno())
-os.write(1, page.raw)
+for address, length in zip(ranges[::2], ranges[1::2]):
+    done = 0
+    found = ctypes.create_string_buffer(length)
+    while done < length:
+        mine = Vec(ctypes.addressof(found) + done, length - done)
+        theirs = Vec(address + done, length - done)
+        got = call(pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+        assert got > 0, (got, ctypes.get_errno())
+        done += got
+    sys.stdout.buffer.write(found.raw)
+    sys.stdout.buffer.flush()
 """
+
+
+def reader_of(pid: int, *ranges: int) -> list[str]:
+    return [sys.executable, "-c", READ, str(pid), *map(str, ranges)]
 
 
 def break_off(rig: Rig, job: SteadyJob, images: Path, *kept: str) -> None:
@@ -135,18 +146,12 @@ def stored_pages(images: Path, pid: int) -> dict[int, bytes]:
 
 
 def require_nothing_missing(images: Path, pid: int) -> None:
-    """The memory of the process, as one of its threads sees it at this moment, is what was dropped:
-    whoever reads through /proc waits for a missing page as a thread of the process does. But such a
-    read may end before a page that is missing for a second time."""
-    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        for address, stored in stored_pages(images, pid).items():
-            done = 0
-            while done < len(stored):
-                memory.seek(address + done)
-                part = memory.read(len(stored) - done)
-                wanted = stored[done : done + len(part)]
-                assert part and part == wanted, f"{address + done:#x} is not what it was"
-                done += len(part)
+    """The memory of the process, as one of its threads sees it at this moment, is what was
+    dropped."""
+    for address, stored in stored_pages(images, pid).items():
+        words = reader_of(pid, address, len(stored))
+        done = subprocess.run(words, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True)
+        assert done.stdout == b"reading\n" + stored, f"{address:#x} is not what it was"
 
 
 def test_nothing_is_missing_when_criu_and_the_worker_are_killed(rig: Rig) -> None:
@@ -247,7 +252,7 @@ def test_a_damaged_chunk_is_guarded_and_all_else_put_back(newest_rig: Rig) -> No
                 if address != damaged.address:
                     memory.seek(address)
                     assert memory.read(len(wanted)) == wanted
-        words = [sys.executable, "-c", READ_PAGE, str(job.pid), str(damaged.address)]
+        words = reader_of(job.pid, damaged.address, 4096)
         with ended(subprocess.Popen(words, stdout=subprocess.PIPE, bufsize=0)) as reader:
             assert reader.stdout is not None
             assert reader.stdout.readline() == b"reading\n"

@@ -33,6 +33,9 @@ ELSEWHERE = {
     "containerd checkpoint": "containerd/test_checkpoint.py",
     "containerd list": "containerd/test_checkpoint.py",
     "containerd resume": "containerd/test_checkpoint.py",
+    "crio checkpoint": "containerd/test_checkpoint.py",
+    "crio list": "containerd/test_checkpoint.py",
+    "crio resume": "containerd/test_checkpoint.py",
     "kubelet checkpoint": "containerd/test_kubelet.py",
     "kubelet list": "python/test_kubelet_archives.py",
 }
