@@ -147,7 +147,10 @@ def run(mib: int, pairs: int, work: Path) -> Times:
     """All ways, the kubelet's with each runtime that there is."""
     found: Times = {}
     program = compile_job(work)
-    for runtime in (_Containerd, *([_Crio] if crio_directory() else [])):
+    runtimes: list[type[_Containerd] | type[_Crio]] = [_Containerd]
+    if crio_directory() is not None:
+        runtimes.append(_Crio)
+    for runtime in runtimes:
         place, secrets = (Path(tempfile.mkdtemp(dir=work)) for _ in range(2))
         tests = REPOSITORY / "tests"
         with (
