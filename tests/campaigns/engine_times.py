@@ -147,7 +147,7 @@ def run(mib: int, pairs: int, work: Path) -> Times:
     """All ways, the kubelet's with each runtime that there is."""
     found: Times = {}
     program = compile_job(work)
-    runtimes: list[type[_Containerd] | type[_Crio]] = [_Containerd]
+    runtimes: list[type[_Containerd | _Crio]] = [_Containerd]
     if crio_directory() is not None:
         runtimes.append(_Crio)
     for runtime in runtimes:
