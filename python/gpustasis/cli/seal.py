@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gpustasis seal`, `unseal` and `rewrap`: encrypt a checkpoint, decrypt it, and say who may."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
+from gpustasis.cli.options import Decorated, threads_option
+from gpustasis.errors import SealError
+from gpustasis.image.directory import allow_many_files
+from gpustasis.sealing.keys import KeySource, key_source
+from gpustasis.sealing.recipients import Recipient, read_recipients
+from gpustasis.sealing.seal import Sealed
+from gpustasis.sealing.seal import seal as seal_checkpoint
+from gpustasis.sealing.unseal import rewrap as rewrap_checkpoint
+from gpustasis.sealing.unseal import unseal as unseal_checkpoint
+from gpustasis.text import mib, plural
+
+_PR_SET_DUMPABLE = 4  # sys/prctl.h
+
+_directory_argument = click.argument(
+    "checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR"
+)
+_to_option = click.option(
+    "--to",
+    "certificates",
+    multiple=True,
+    required=True,
+    metavar="CERTIFICATE",
+    type=click.Path(path_type=Path),
+    help="An X.509 certificate in PEM, RSA or EC: who has its private key can open the checkpoint. "
+    "Several times.",
+)
+
+
+def _key_options(function: Decorated) -> Decorated:
+    for option in (
+        click.option(
+            "--key-command",
+            metavar="COMMAND",
+            help="A program and its arguments, run without a shell: it gets the envelope (CMS, "
+            "DER) on stdin and prints the key record, as `openssl cms -decrypt -inform DER` does.",
+        ),
+        click.option(
+            "--key",
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help="The private key, PEM without a password; root's or yours, with mode 0600.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command("seal", cls=Command)
+@_directory_argument
+@_to_option
+@click.option(
+    *("-o", "--output", "out"),
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Where the sealed checkpoint goes; must not exist.",
+)
+@threads_option
+def seal(checkpoint: Path, certificates: tuple[Path, ...], out: Path, threads: int) -> None:
+    """Encrypt the checkpoint in DIR into the new directory OUT: all of its files and their names,
+    but for inventory.img, which CRIU and the container engines look for.
+
+    OUT appears when it was read back and compared. DIR stays as it is, in the clear: to remove it
+    is up to you, and what was removed may stay readable on the disk.
+    """
+    _prepare()
+    recipients = _read(certificates)
+    with output.bars() as update:
+        done = seal_checkpoint(
+            checkpoint,
+            recipients,
+            out,
+            threads=threads,
+            on_progress=lambda count: update("sealed, read back", count, None),
+        )
+    output.answer(
+        {
+            "checkpoint": checkpoint,
+            "directory": out,
+            "recipients": _facts(recipients),
+            **asdict(done),
+        },
+        lambda: _show(checkpoint, out, recipients, done),
+    )
+
+
+def _show(checkpoint: Path, out: Path, recipients: Sequence[Recipient], done: Sealed) -> None:
+    output.say(
+        f"{out}: {plural(done.files, 'file')}, {mib(done.plain_bytes)}, sealed for "
+        f"{plural(len(recipients), 'recipient')}"
+    )
+    output.say(
+        f"{checkpoint} is still there, in the clear: remove it if you do not need it; what was "
+        "removed may stay readable on the disk"
+    )
+
+
+@click.command("unseal", cls=Command)
+@_directory_argument
+@_key_options
+@click.option(
+    *("-o", "--output", "out"),
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Where the checkpoint goes; must not exist, or be an empty directory.",
+)
+@threads_option
+def unseal(
+    checkpoint: Path, key: Path | None, key_command: str | None, out: Path, threads: int
+) -> None:
+    """Decrypt the sealed checkpoint in DIR into the new directory OUT, which can be restored then.
+
+    OUT appears when everything was found to be what was sealed; with another key, or if a byte was
+    changed, nothing is there.
+    """
+    _prepare()
+    source = _source(key, key_command)
+    with output.bars() as update:
+        done = unseal_checkpoint(
+            checkpoint, source, out, threads=threads, on_progress=_counted(update)
+        )
+    output.answer(
+        {"checkpoint": checkpoint, "directory": out, **asdict(done)},
+        lambda: output.say(
+            f"{out}: {plural(done.files, 'file')}, {mib(done.plain_bytes)}, in the clear"
+        ),
+    )
+
+
+@click.command("rewrap", cls=Command)
+@_directory_argument
+@_key_options
+@_to_option
+def rewrap(
+    checkpoint: Path, key: Path | None, key_command: str | None, certificates: tuple[Path, ...]
+) -> None:
+    """Write a new envelope for the sealed checkpoint in DIR, for just these certificates. The data
+    is not touched.
+
+    Who could open it before may have kept its key, or a copy of the old envelope.
+    """
+    _prepare()
+    source = _source(key, key_command)
+    recipients = _read(certificates)
+    rewrap_checkpoint(checkpoint, source, recipients)
+    output.answer(
+        {"checkpoint": checkpoint, "recipients": _facts(recipients)},
+        lambda: output.say(
+            f"{checkpoint}: its key is wrapped for {plural(len(recipients), 'recipient')}"
+        ),
+    )
+
+
+def _counted(update: Callable[[str, int, int | None], None]) -> Callable[[int], None]:
+    return lambda done: update("unsealed", done, None)
+
+
+def _source(key: Path | None, command: str | None) -> KeySource:
+    try:
+        return key_source(key, command)
+    except ValueError as exc:
+        raise click.UsageError(str(exc)) from exc
+
+
+def _prepare() -> None:
+    """No core dump of a process that holds keys: with a limit of 1 the kernel makes none. One of 0,
+    which an ordinary user cannot raise, does not keep it from piping one to a program
+    (core_pattern): that it does for no process that is not dumpable."""
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    if most != 0:  # RLIM_INFINITY is -1
+        resource.setrlimit(resource.RLIMIT_CORE, (1, most))
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise SealError(f"cannot keep this process, which will hold keys, from dumps: {reason}")
+    allow_many_files()
+
+
+def _read(certificates: Sequence[Path]) -> list[Recipient]:
+    recipients = read_recipients(certificates)
+    for found in recipients:
+        if found.warning:
+            output.warn(f"warning: certificate {found.path} {found.warning}")
+    return recipients
+
+
+def _facts(recipients: Sequence[Recipient]) -> list[dict[str, object]]:
+    return [
+        {
+            "certificate": found.path,
+            "subject": found.subject,
+            "key": found.key,
+            "warning": found.warning,
+        }
+        for found in recipients
+    ]

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What opens an envelope: a private key in a file, or a program that has the key."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+import sys
+import termios
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from gpustasis import process
+from gpustasis._core import (
+    DataKey,
+    KeyMemoryError,
+    OutputError,
+    UnsupportedDataError,
+    cms_part,
+)
+from gpustasis.errors import SealError, UnsupportedError
+
+COMMAND_TIMEOUT_S = 120.0  # a person may have to touch a token
+_RECORD_SIZE = 64  # bytes; docs/format.md, "Key record"
+_PKCS11 = "pkcs11:"
+_SAID = 400  # characters of what a program said, in an error
+
+
+class KeySource(Protocol):
+    """Where the data key comes from."""
+
+    def unwrap(self, envelope: bytes, place: str) -> DataKey:
+        """The key in `envelope`, the content of the file `place`. Raises SealError if it is
+        damaged or for another key, or the private key cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """A private key, PEM without a password, that nobody else may read."""
+
+    path: Path
+
+    def unwrap(self, envelope: bytes, place: str) -> DataKey:
+        """See KeySource."""
+        if str(self.path).startswith(_PKCS11):
+            raise UnsupportedError(
+                f"{self.path}: a PKCS#11 URI is not read; name a program that uses the token with "
+                "--key-command"
+            )
+        with sealed_errors(place):
+            return DataKey.unwrap(envelope, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCommand:
+    """A program that is given the CMS part of the envelope (DER) on stdin, and prints the 64 bytes
+    of the key record, as `openssl cms -decrypt -inform DER` does."""
+
+    argv: Sequence[str]
+
+    def unwrap(self, envelope: bytes, place: str) -> DataKey:
+        """See KeySource."""
+        with sealed_errors(place):
+            cms = cms_part(envelope)
+        # A pipe for what it prints, which is secret: no file of it is swapped or left behind.
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, reading)
+            os.set_blocking(reading, False)  # what it leaves running may hold the other end
+            try:
+                finished = self._run(cms, reading, writing)
+            finally:
+                os.close(writing)
+            if finished.status != 0:
+                said = finished.errors.strip()[-_SAID:]
+                raise SealError(f"{self.argv[0]} did not open {place} ({finished.ending}): {said}")
+            with sealed_errors(f"{place}, opened by {self.argv[0]}"):
+                return DataKey.read_record(envelope, reading)
+
+    def _run(self, cms: bytes, reading: int, writing: int) -> process.Finished:
+        with open(os.memfd_create("gpustasis"), "w+b") as stdin:
+            stdin.write(cms)
+            stdin.seek(0)
+
+            def watch() -> None:
+                waiting = fcntl.ioctl(reading, termios.FIONREAD, bytes(4))
+                if int.from_bytes(waiting, sys.byteorder) > _RECORD_SIZE:
+                    raise SealError(
+                        f"{self.argv[0]} prints more than the {_RECORD_SIZE} bytes of a key record,"
+                        " and was killed"
+                    )
+
+            try:
+                return process.run(
+                    self.argv,
+                    apart=True,
+                    bounded=True,
+                    stdin=stdin.fileno(),
+                    stdout=writing,
+                    timeout_s=COMMAND_TIMEOUT_S,
+                    on_tick=watch,
+                )
+            except TimeoutError as exc:
+                raise SealError(
+                    f"{self.argv[0]} did not end within {COMMAND_TIMEOUT_S:g} s"
+                ) from exc
+            except OSError as exc:
+                raise SealError(f"cannot run {self.argv[0]}: {exc.strerror}") from exc
+
+
+def key_source(key: Path | None, command: str | None) -> KeySource:
+    """Of a command line, which names just one of the two; `command` is split as a shell does, and
+    run without one. Raises ValueError."""
+    if key is not None and command is not None:
+        raise ValueError("name one private key: --key or --key-command, not both")
+    if command is not None:
+        try:
+            argv = shlex.split(command)
+        except ValueError as exc:
+            # Not the command itself: a password may be in it.
+            raise ValueError(f"--key-command cannot be split into words: {exc}") from exc
+        if argv:
+            return KeyCommand(argv)
+    elif key is not None:
+        return KeyFile(key)
+    raise ValueError("name a private key: --key FILE, or --key-command 'PROGRAM ARGUMENTS'")
+
+
+@contextlib.contextmanager
+def sealed_errors(place: str) -> Iterator[None]:
+    """Turn what _core raises of sealed files into our exceptions, with `place` in front. What
+    cannot be written stays an OutputError: whoever makes that directory says which it is."""
+    try:
+        yield
+    except OutputError:
+        raise
+    except KeyMemoryError as exc:  # no file is to blame
+        raise SealError(str(exc)) from exc
+    except UnsupportedDataError as exc:
+        raise UnsupportedError(f"{place}: {exc}") from exc
+    except (ValueError, OSError) as exc:  # CorruptDataError is a ValueError
+        raise SealError(f"{place}: {exc}") from exc

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+/// Frames: plain bytes sealed with AES-256-GCM, known by number and place. A stage that knows no file
+/// format: who uses it says what a number and the associated data mean.
+///
+/// No nonce is used twice under a key. The nonce is the number of the frame. The key of the
+/// frames is made of the data key for one file of one checkpoint (frame_key()). A data key that can
+/// seal is random and made by FreshKey alone, which gives a sealer for a file once; a sealer gives
+/// each number once, and sealing uses it up, also where it fails. What was read from an envelope
+/// (DataKey) only opens.
+#pragma once
+
+#include "core/bytes.hpp"
+#include "seal/data_key.hpp"
+#include "seal/secret.hpp"
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <utility>
+
+namespace gpustasis::seal {
+
+inline constexpr std::size_t kTagSize =
+    16; ///< bytes that a sealed frame is longer than its plain text
+
+/// More frames under a key are refused. GCM allows 2^32 blocks to a frame and, with nonces that count,
+/// far more frames than this.
+inline constexpr std::uint64_t kMaxFrames = std::uint64_t{1} << 40;
+
+/// A frame has at most so many bytes.
+inline constexpr std::size_t kMaxFrameSize = std::size_t{16} << 20;
+
+/// A number that no other frame under its key has. Used up by sealing.
+class FrameNumber {
+public:
+    FrameNumber(FrameNumber&& other) noexcept
+        : value_(other.value_), unused_(std::exchange(other.unused_, false)) {}
+    FrameNumber(const FrameNumber&) = delete;
+    FrameNumber& operator=(const FrameNumber&) = delete;
+    FrameNumber& operator=(FrameNumber&&) = delete;
+    ~FrameNumber() = default;
+
+    std::uint64_t value() const noexcept { return value_; }
+
+private:
+    friend class FrameSealer;
+    explicit FrameNumber(std::uint64_t value) noexcept : value_(value) {}
+    std::uint64_t value_;
+    bool unused_ = true;
+};
+
+/// Seals the frames of one file. Made by FreshKey; used by any number of threads.
+class FrameSealer {
+public:
+    FrameSealer(const FrameSealer&) = delete;
+    FrameSealer& operator=(const FrameSealer&) = delete;
+
+    /// The next number, from 0. Throws Error: bad_argument after kMaxFrames.
+    FrameNumber take();
+
+    /// Fill `sealed`, kTagSize longer than `plain`. `associated` is not stored, and has to be the same when
+    /// the frame is opened. Throws Error: bad_argument for a number that was used, or sizes that do not fit;
+    /// io.
+    void seal(FrameNumber&& number, Bytes associated, Bytes plain, MutBytes sealed) const;
+
+private:
+    friend class FreshKey;
+    explicit FrameSealer(Secret key) : key_(std::move(key)) {}
+    Secret key_;
+    std::atomic<std::uint64_t> next_ = 0;
+};
+
+/// A data key that was made here, and so has sealed nothing yet.
+class FreshKey {
+public:
+    /// Throws Error: io.
+    FreshKey() : key_(DataKey::random()) {}
+
+    const DataKey& key() const noexcept { return key_; }
+    /// For the file `file_id` with this header; once for each file. Throws Error: bad_argument, io.
+    FrameSealer sealer(std::uint32_t file_id, Bytes header);
+
+private:
+    DataKey key_;
+    std::set<std::uint32_t> given_;
+};
+
+/// Opens the frames of one file; used by any number of threads.
+class FrameOpener {
+public:
+    /// Throws Error: io.
+    FrameOpener(const DataKey& key, std::uint32_t file_id, Bytes header)
+        : key_(frame_key(key, file_id, header)) {}
+
+    /// Fill `plain`, kTagSize shorter than `sealed`, with what was sealed under this number and
+    /// `associated`. Throws Error: corrupt_data if that is not what `sealed` is, `plain` holds zeros then;
+    /// bad_argument for sizes that do not fit; io.
+    void open(std::uint64_t number, Bytes associated, Bytes sealed, MutBytes plain) const;
+
+private:
+    Secret key_;
+};
+
+} // namespace gpustasis::seal
