@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda_plugin/tree_files.hpp"
+
+#include "cuda_plugin/host.hpp"
+
+#include <exception>
+#include <string>
+#include <utility>
+
+namespace gpustasis {
+
+template <class Body>
+void TreeFiles::guarded(const Body& body) noexcept {
+    try {
+        if (!failed_)
+            body();
+    } catch (const std::exception& e) {
+        failed_ = true;
+        host::warn(std::string("the files that the tasks have mapped are not recorded: ") +
+                   e.what());
+    }
+}
+
+void TreeFiles::look_at_others(SharedTaskTable& cuda_tasks) noexcept {
+    if (std::exchange(looked_, true))
+        return;
+    guarded([&] {
+        files_.emplace(tasks_.front());
+        for (const pid_t task : tasks_)
+            if (cuda_tasks.find(task) == nullptr)
+                files_->add(task);
+    });
+}
+
+std::optional<Requirements> TreeFiles::with(pid_t cuda_task) noexcept {
+    std::optional<Requirements> found;
+    guarded([&] {
+        files_->add(cuda_task);
+        found = files_->result();
+        format::check_requirements(*found, Errc::bad_argument);
+    });
+    return failed_ ? std::nullopt : found;
+}
+
+} // namespace gpustasis

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+/// What the tasks of a tree that is being dumped have mapped: the manifest's record of it.
+#pragma once
+
+#include "core/requirements.hpp"
+#include "cuda_plugin/task_table.hpp"
+#include "tracee/mapped_files.hpp"
+
+#include <sys/types.h>
+
+#include <optional>
+#include <vector>
+
+namespace gpustasis {
+
+class TreeFiles {
+public:
+    /// A task of the tree; the root first.
+    void add_task(pid_t pid) { tasks_.push_back(pid); }
+
+    /// All tasks are frozen: look at those that are not in `cuda_tasks`. Once; later calls do nothing.
+    void look_at_others(SharedTaskTable& cuda_tasks) noexcept;
+
+    /// With what `cuda_task` has mapped. The driver has checkpointed it: until then it has device memory
+    /// mapped, which is gone in the dump. nullopt, with a warning in criu's log: this cannot be recorded,
+    /// for which no dump fails.
+    std::optional<Requirements> with(pid_t cuda_task) noexcept;
+
+private:
+    template <class Body>
+    void guarded(const Body& body) noexcept;
+
+    std::vector<pid_t> tasks_;
+    std::optional<MappedFiles> files_;
+    bool looked_ = false;
+    bool failed_ = false;
+};
+
+} // namespace gpustasis
