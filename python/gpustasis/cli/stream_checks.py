@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of a stream before anything is frozen, or before a job ends for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpustasis.criu.images import has_open_terminal
+from gpustasis.criu.plugin import driver_libraries
+from gpustasis.criu.run import own_option
+from gpustasis.errors import CheckpointError, StreamError
+from gpustasis.image.checkpoint import find_manifest
+
+# Of criu: the job would run on, or the images would not hold all of it.
+_NOT_STREAMED = (
+    *("--leave-running", "--page-server", "--lazy-pages", "--stream", "--prev-images-dir"),
+    "--track-mem",
+)
+
+
+def require_streamable(extra: Sequence[str]) -> None:
+    """Raise CheckpointError for an argument of criu that would leave the job running, or have its
+    memory elsewhere than in the images that are sent."""
+    word = own_option(extra, _NOT_STREAMED, "R")
+    if word is not None:
+        raise CheckpointError(
+            f"criu's option {word} cannot follow --: the dump is sent as a stream"
+        )
+
+
+def require_usable(options: dict[str, Any]) -> None:
+    """Raise CheckpointError for what no restore could be done with."""
+    word = own_option(options["criu_args"])
+    if word is not None:
+        raise CheckpointError(f"criu's option {word} is set by gpustasis itself")
+    for pair in options["gpu_map"]:
+        if not re.fullmatch(r"[^=]+=[^=]+", pair):
+            raise CheckpointError(f"--gpu-map {pair}: name it OLD=NEW")
+    pidfile = options["pidfile"]
+    if pidfile is not None and pidfile.exists():
+        raise CheckpointError(f"{pidfile} exists already; criu would fail to write the pid there")
+
+
+def require_restorable(options: dict[str, Any], has_terminal: bool, directory: Path) -> None:
+    """Raise StreamError if what was received cannot be restored here, as far as that is known."""
+    if has_open_terminal(directory) and not has_terminal:
+        raise StreamError(
+            "the job has a terminal, and there is none here to give it: restore it from a "
+            "directory or a file, at a terminal"
+        )
+    has_state = find_manifest(directory) is not None
+    if options["leave_stopped"] and has_state:
+        raise StreamError("the job has GPU state, which cannot be restored with --leave-stopped")
+    if not has_state or options["ignore_requirements"]:
+        return
+    from gpustasis.diagnosis import Status, restorability  # much, and few streams need it
+
+    libraries = driver_libraries(os.environ)
+    found = restorability.check(directory, os.environ, options["criu"], *libraries)
+    problems = [f"{one.name}: {one.text}" for one in found if one.status is Status.PROBLEM]
+    if problems:
+        raise StreamError(
+            "it cannot be restored here: " + "; ".join(problems) + " (--ignore-requirements)"
+        )

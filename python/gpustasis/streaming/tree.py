@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes that are dumped, held by pidfds: it is known of each whether it has ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from gpustasis._core import find_drop_record
+from gpustasis.criu.images import read_pstree
+from gpustasis.errors import CheckpointError, StreamError
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
+from gpustasis.task import PROC, find_users, read_task
+
+SETTLE_S = 90.0  # longer than the plugin's worker has for its calls
+_POLL_S = 0.05
+_KILLED_S = 1.0
+# By whether the hierarchy has controllers (version 1): file system, file, line if frozen.
+_FREEZERS = {
+    True: ("cgroup", "freezer.state", "FROZEN"),
+    False: ("cgroup2", "cgroup.events", "frozen 1"),
+}
+_FLAGS, _EXITING = 6, 0x4  # of /proc/PID/stat after the name, and PF_EXITING of linux/sched.h
+
+
+class Tree:
+    """A process and all below it, as they were found. Each pidfd is held until close."""
+
+    def __init__(self, root: int) -> None:
+        self.root = root
+        self._fds: dict[int, int] = {}
+        self._were_dead: tuple[int, ...] = ()
+        try:
+            for pid in _walk(root):
+                self._fds[pid] = os.pidfd_open(pid)
+        except (ProcessLookupError, FileNotFoundError) as exc:
+            self.close()
+            raise CheckpointError(f"there is no process {root}, or it changes just now") from exc
+        except OSError as exc:
+            self.close()
+            raise CheckpointError(
+                f"cannot hold all processes below {root}, {len(self._fds)} so far: {exc.strerror}"
+            ) from exc
+        self._were_dead = self.ended()
+        if root in self._were_dead:
+            self.close()
+            raise CheckpointError(f"process {root} is dead")
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of all its processes, the root first."""
+        return tuple(self._fds)
+
+    def close(self) -> None:
+        """Let go of them."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+
+    def require_all(self, images: Path) -> None:
+        """Raise StreamError unless these are as many processes as the dump in `images` holds.
+
+        By number: the images name them as their own pid namespaces do.
+        """
+        dumped = len(read_pstree(images))
+        if dumped != len(self._fds):
+            raise StreamError(
+                f"the dump holds {dumped} processes, and {len(self._fds)} are below process "
+                f"{self.root}: it could not be told whether all have ended"
+            )
+
+    def ended(self) -> tuple[int, ...]:
+        """Those that have ended, zombies among them."""
+        poll = select.poll()
+        for fd in self._fds.values():
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(0)}
+        return tuple(pid for pid, fd in self._fds.items() if fd in ready)
+
+    def died(self) -> tuple[int, ...]:
+        """Those that have ended since they were found."""
+        return tuple(pid for pid in self.ended() if pid not in self._were_dead)
+
+    def all_ended(self, timeout_s: float, check: Callable[[], None]) -> bool:
+        """Whether every one has, after at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.ended()) < len(self._fds):
+            if time.monotonic() > deadline:
+                return False
+            check()
+            time.sleep(_POLL_S)
+        return True
+
+    def is_ending(self) -> bool:
+        """Whether any has ended since it was found, or is about to."""
+        if self.died():
+            return True
+        for pid in self._fds:
+            if pid not in self._were_dead:
+                try:
+                    if _is_being_killed(pid):
+                        return True
+                except OSError:
+                    return True
+        return False
+
+    def kill(self) -> None:
+        """End those that have not."""
+        for fd in self._fds.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+
+    def why_not_running(self, images: Path, *, maybe_killed: bool = False) -> str:
+        """What keeps it from being said that the job runs on, if that has not passed after a while.
+        Empty: every process was seen alive, traced by nobody, and with all its memory.
+
+        maybe_killed: who might have killed them is gone only just now. A process that was killed
+        lives on for an instant in which nothing shows it: so there are two looks.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            wrong = self._what_is_wrong(images)
+            if not wrong and maybe_killed:
+                maybe_killed = False
+                time.sleep(_KILLED_S)
+                continue
+            if not wrong or time.monotonic() > deadline or self.died():
+                return wrong
+            time.sleep(_POLL_S)
+
+    def _what_is_wrong(self, images: Path) -> str:
+        if ended := self.died():
+            return f"process {', '.join(map(str, ended))} has ended"
+        if images.is_dir() and find_users(images, WORKER_COMM, GUARDIAN_COMM):
+            return f"memory of process {self.root} is still being put back from {images}"
+        for pid in self._fds:
+            if pid in self._were_dead:
+                continue
+            try:
+                task = read_task(pid)
+                killed = _is_being_killed(pid)
+            except (CheckpointError, OSError) as exc:
+                return str(exc)
+            if killed:
+                return f"process {pid} is being killed"
+            if frozen := _frozen_cgroup(pid):
+                return f"process {pid} is frozen by its cgroup {frozen}"
+            if task.tracer or task.state == "t":
+                return f"process {pid} is still traced by process {task.tracer}"
+            if find_drop_record(pid) is not None:
+                return (
+                    f"memory of process {pid} is only in {images}: `gpustasis recover {pid} "
+                    f"-D {images}` puts it back"
+                )
+        return ""
+
+
+def _walk(root: int) -> list[int]:
+    """Pids from the root down, as CRIU finds them."""
+    found = [root]
+    for pid in found:
+        for thread in (PROC / str(pid) / "task").iterdir():
+            # A thread that ends meanwhile hands its children to another of the process.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _is_being_killed(pid: int) -> bool:
+    """Whether SIGKILL is on its way to any thread, or the first is ending. Raises OSError if it has
+    ended."""
+    stat = (PROC / str(pid) / "stat").read_text(errors="replace")
+    if int(stat.rpartition(") ")[2].split()[_FLAGS]) & _EXITING:
+        return True
+    bit = 1 << (signal.SIGKILL - 1)
+    for thread in (PROC / str(pid) / "task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for line in (thread / "status").read_text(errors="replace").splitlines():
+                name, _, value = line.partition(":")
+                if name in ("SigPnd", "ShdPnd") and int(value, 16) & bit:
+                    return True
+    return False
+
+
+def _frozen_cgroup(pid: int) -> str:
+    """The cgroup that keeps a process from running; empty: none does. Raises OSError if the process
+    has ended."""
+    for line in (PROC / str(pid) / "cgroup").read_text(errors="replace").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "freezer" not in controllers.split(","):
+            continue
+        kind, name, word = _FREEZERS[bool(controllers)]
+        for root, place in _mounts(kind, "freezer" if controllers else ""):
+            found = place / os.path.relpath(path, root)
+            with suppress(OSError):  # not in this mount of it, or the root, which cannot be frozen
+                if word in (found / name).read_text().splitlines():
+                    return str(found)
+    return ""
+
+
+def _mounts(kind: str, option: str) -> list[tuple[str, Path]]:
+    """Mounts of a file system of that kind and option: what of it is mounted, and where."""
+    found = []
+    for line in (PROC / "self/mountinfo").read_text(errors="replace").splitlines():
+        place, _, rest = line.partition(" - ")
+        words, (name, _, options) = place.split(), rest.split(maxsplit=2)
+        if name == kind and (not option or option in options.split(",")):
+            found.append((words[3], Path(words[4])))
+    return found
+
+
+def resident_bytes(root: int) -> int:
+    """Memory that the tree has in use; what it shares counts several times."""
+    total = 0
+    for pid in _walk(root):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            pages = int((PROC / str(pid) / "statm").read_text().split()[1])
+            total += pages * os.sysconf("SC_PAGE_SIZE")
+    return total

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another machine, as far as a stream can tell: pid, mount and network namespaces of their own on
+this one, with a link to the network here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from campaigns.steady_job import is_alive
+
+_NUMBERS = itertools.count()
+# Waits for whatever is left to it, as init does.
+_INIT = """
+import os, time
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        time.sleep(0.01)
+"""
+# Becomes a program whose standard input is a connection to an address.
+_CONNECT = """
+import os, socket, sys
+link = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+os.dup2(link.fileno(), 0)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+
+class Elsewhere:
+    """`init` is its first process; all of it ends with the with statement."""
+
+    def __init__(self) -> None:
+        number = next(_NUMBERS)
+        self._name = f"gps{os.getpid() % 10000}-{number}"
+        self._here = f"10.213.{os.getpid() % 200}.{1 + 4 * (number % 60)}"
+        words = ["unshare", "--pid", "--mount", "--net", "--fork", "--kill-child", "--mount-proc"]
+        self._unshare = subprocess.Popen([*words, sys.executable, "-c", _INIT])
+        children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
+        while not (found := children.read_text().split()):
+            assert self._unshare.poll() is None, "no namespaces"
+        self.init = int(found[0])
+        self._listening: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        peer, there = f"{self._name}p", self._here.rpartition(".")
+        other = f"{there[0]}.{int(there[2]) + 1}"
+        ip = ("ip", "link", "add", self._name, "type", "veth", "peer", "name", peer)
+        for words in (
+            ip,
+            ("ip", "link", "set", peer, "netns", str(self.init)),
+            ("ip", "addr", "add", f"{self._here}/30", "dev", self._name),
+            ("ip", "link", "set", self._name, "up"),
+            (*self.words(("ip", "addr", "add", f"{other}/30", "dev", peer)),),
+            (*self.words(("ip", "link", "set", peer, "up")),),
+            (*self.words(("ip", "link", "set", "lo", "up")),),
+        ):
+            subprocess.run(words, check=True, timeout=30)
+        self._listening = socket.create_server((self._here, 0))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._listening is not None:
+            self._listening.close()
+        self._unshare.kill()
+        self._unshare.wait()
+        subprocess.run(["ip", "link", "del", self._name], capture_output=True, check=False)
+
+    def words(self, argv: Sequence[str]) -> list[str]:
+        """That start a program there."""
+        return ["nsenter", "-t", str(self.init), "-p", "-m", "-n", *argv]
+
+    def connect(
+        self, argv: Sequence[str], environ: Mapping[str, str], stderr: IO[bytes]
+    ) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Start a program there whose standard input is a connection; with its end here."""
+        assert self._listening is not None
+        port = str(self._listening.getsockname()[1])
+        start = [sys.executable, "-c", _CONNECT, self._here, port, *argv]
+        child = subprocess.Popen(
+            self.words(start), env=dict(environ), stdout=subprocess.DEVNULL, stderr=stderr
+        )
+        link, _ = self._listening.accept()
+        return child, link
+
+    def jobs(self, name: str) -> list[int]:
+        """Live processes of that name there, by their pids here."""
+        return jobs_in(self.init, name)
+
+    def end_jobs(self, name: str) -> None:
+        """Kill these."""
+        for pid in self.jobs(name):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while self.jobs(name):
+            time.sleep(0.01)
+
+
+def jobs_in(pid: int, name: str) -> list[int]:
+    """Live processes of that name in the pid namespace of `pid`."""
+    namespace = os.readlink(f"/proc/{pid}/ns/pid")
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            same = os.readlink(entry / "ns/pid") == namespace
+            if same and (entry / "comm").read_text().strip() == name and is_alive(int(entry.name)):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
