@@ -54,7 +54,7 @@ def test_the_hook_definition(root: Path) -> None:
 def test_the_hook_starts_where_it_was_made_for(root: Path) -> None:
     install_into(root)
     first, *rest = (root / layout.HOOK[1:]).read_text().splitlines()
-    assert first == f"#!{sys.executable} -IS"
+    assert first == f"#!{sys.executable} -IBS"
     assert "from gpustasis.oci_hook import main" in rest
     place = rest[rest.index("import sys") + 2]
     code = f"import sys\n{place}\nimport gpustasis\nprint(gpustasis.__file__)"

@@ -5,12 +5,14 @@ without it."""
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from support.certificates import Authority
 from support.gpu_pod import GpuPod
-from support.kubernetes_node import ADDRESS, API_SERVER, NODE, PLACE, SERVER_USER, KubernetesNode
-from support.kubernetes_objects import binding, role
+from support.kubernetes_node import ADDRESS, API_SERVER, NODE, SERVER_USER, KubernetesNode
+from support.kubernetes_objects import PLACE, binding, role
 
 pytestmark = pytest.mark.usefixtures("tidy")
 
@@ -101,3 +103,36 @@ def test_an_api_server_that_may_not_is_told_from_a_caller_that_may_not(
         cluster.apply(binding("kubelet-checkpoint", "kubelet-checkpoint", SERVER_USER))
     assert done.returncode == 16
     assert "the kubelet refuses" in done.stderr and SERVER_USER in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("way", [DIRECT, PROXY], ids=["direct", "through the API server"])
+def test_a_token_that_nobody_has_given(
+    cluster: KubernetesNode, pod: GpuPod, way: tuple[str, ...]
+) -> None:
+    cluster.root.write("/tmp/false.token", "a-token", 0o600)
+    done = cluster.root.run(
+        *("gpustasis", "kubelet", "checkpoint", "--ca", PLACE / "ca.pem"),
+        *("--token-file", "/tmp/false.token", *way, pod.path),
+        check=False,
+    )
+    assert done.returncode == 16
+    assert "(401): the token is not accepted" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [(True, "user=visitor"), (False, "(401): the client's certificate is not accepted")],
+)
+def test_a_client_by_its_certificate(
+    cluster: KubernetesNode, pod: GpuPod, tmp_path: Path, known: bool, said: str
+) -> None:
+    """One whom the CA knows and nobody has allowed anything; and one whom another CA knows."""
+    authority = cluster.authority if known else Authority(tmp_path)
+    pair = authority.client("visitor")
+    cluster.root.write("/tmp/visitor.pem", pair.certificate.read_text() + pair.key.read_text())
+    done = cluster.root.run(
+        *("gpustasis", "kubelet", "checkpoint", "--ca", PLACE / "ca.pem"),
+        *("--cert", "/tmp/visitor.pem", *DIRECT, pod.path),
+        check=False,
+    )
+    assert done.returncode == 16 and said in done.stderr, done.stderr

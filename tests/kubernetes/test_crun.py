@@ -11,6 +11,7 @@ import pytest
 
 from support.containerd_node import ContainerdWithCrun, wait_for
 from support.crio_node import CrioNode, CrioWithCrun
+from support.doctor import findings, problems, refusal, without
 from support.gpu_pod import GpuPod
 from support.kubernetes_node import KubernetesNode, crio_directory
 from support.kubernetes_objects import pod_of
@@ -43,3 +44,19 @@ def test_in_another_pod_with_crun(crun_cluster: KubernetesNode) -> None:
     restored = GpuPod(crun_cluster, "elsewhere", "default")
     wait_for(lambda: "crun did not terminate" in restored.events(), "refusal", restored.events)
     pod.run_on()  # it is a copy that was refused
+
+
+def test_a_crun_without_libcriu(crun_cluster: KubernetesNode) -> None:
+    root = crun_cluster.root
+    pod = crun_cluster.job("with-crun", "--mib", "4")
+    library = next(root.path("/usr/lib/x86_64-linux-gnu").glob("libcriu.so.2.*"))
+    try:
+        with without(root, f"/usr/lib/x86_64-linux-gnu/{library.name}"):
+            root.run("ldconfig")
+            said = problems(findings(crun_cluster))["crun"]
+            assert "libcriu.so.2, by which it calls criu, is not there -> install libcriu2" in said
+            assert f"checkpointing of {pod.path} failed" in refusal(crun_cluster, pod.path)
+    finally:
+        root.run("ldconfig")
+    pod.run_on(1)
+    assert problems(findings(crun_cluster)) == {}

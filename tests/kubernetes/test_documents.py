@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/kubernetes.md work as they stand there, from an empty cluster on."""
+"""The commands of docs/kubernetes.md work as they stand there, from an empty cluster on, and so do
+those of docs/operating.md for a kubelet."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.containerd_node import JOB_IMAGE, REGISTRY, ContainerdNode
 from support.engine_root import EngineRoot
 from support.gpu_pod import GpuPod
-from support.kubernetes_node import ADMIN, API_SERVER, NODE, PLACE, KubernetesNode, node_root
-from support.kubernetes_objects import RESOURCE
+from support.kubernetes_node import ADDRESS, ADMIN, API_SERVER, NODE, KubernetesNode, node_root
+from support.kubernetes_objects import PLACE, RESOURCE
 
 HOME = Path("/srv/operator")
 _KIND = re.compile(r"^```sh (node|cluster)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_KUBELET = re.compile(r"^```sh kubelet\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ANY = re.compile(r"^```sh", re.MULTILINE)
 
 
@@ -34,15 +36,19 @@ def empty(
         node_root(place, repository / "tests", archives) as root,
         KubernetesNode(root, job_program, secrets, repository / "tests") as cluster,
     ):
-        undo_installation(root)
+        undo_installation(root, repository)
         cluster.kubectl("delete", "clusterrolebinding,clusterrole", "kubelet-checkpoint")
         yield cluster
 
 
-def undo_installation(root: EngineRoot) -> None:
+def undo_installation(root: EngineRoot, repository: Path) -> None:
+    """And have what the page needs of a checkout."""
     root.run("gpustasis", "uninstall")
+    # The one that the environment of the tests is bound to stays, under a name of its own.
+    root.run("sh", "-c", "rm /usr/local/bin/gpustasis; rm -f /usr/bin/python3*", check=False)
     shutil.rmtree(root.path("/etc/criu"), ignore_errors=True)
-    root.path(HOME).mkdir(parents=True)
+    for name in ("build/packages/image", "packaging/kubernetes"):
+        shutil.copytree(repository / name, root.path(HOME / name))
     root.write(
         "/etc/containers/registries.conf.d/local.conf",
         f'[[registry]]\nlocation = "{REGISTRY}"\ninsecure = true\n',
@@ -53,7 +59,7 @@ def test_every_command(empty: KubernetesNode, repository: Path) -> None:
     assert isinstance(empty.runtime, ContainerdNode)
     text = (repository / "docs/kubernetes.md").read_text()
     blocks = _KIND.findall(text)
-    assert len(blocks) == len(_ANY.findall(text)) == 8
+    assert len(blocks) == len(_ANY.findall(text)) == 10
     named = {
         "KUBECONFIG": str(ADMIN),
         "node": NODE,
@@ -80,3 +86,21 @@ def test_every_command(empty: KubernetesNode, repository: Path) -> None:
     restored = GpuPod(empty, "trainer-again", "default")
     restored.run_on()
     assert restored.numbers(since=moment)[0] > 2
+
+
+def test_every_command_for_a_kubelet(cluster: KubernetesNode, repository: Path) -> None:
+    checkpoint, listed = _KUBELET.findall((repository / "docs/operating.md").read_text())
+    trainer = cluster.job("trainer", "--mib", "4")
+    for source, name in (
+        ("ca.pem", "kubelet-ca.crt"),
+        ("admin-client.pem", "apiserver-kubelet-client.crt"),
+        ("admin-client.key", "apiserver-kubelet-client.key"),
+    ):
+        text = cluster.root.path(PLACE / source).read_text()
+        cluster.root.write(PLACE / "pki" / name, text, 0o600)
+    said = cluster.root.run("bash", "-euc", checkpoint, environ={"node": ADDRESS}).stdout
+    assert " done " in said
+    said = cluster.root.run("bash", "-euc", listed).stdout
+    assert cluster.runtime.name in said and "1 image whole" in said
+    trainer.run_on()
+    trainer.delete()

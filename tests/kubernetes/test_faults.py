@@ -4,7 +4,6 @@ again by its pod's policy, and nothing stays locked."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +12,7 @@ import pytest
 from support.containerd_node import wait_for
 from support.crio_node import CrioNode
 from support.gpu_pod import GpuPod
-from support.kubernetes_node import ADDRESS, PLACE, KubernetesNode
+from support.kubernetes_node import KubernetesNode
 
 pytestmark = pytest.mark.usefixtures("tidy")
 
@@ -24,19 +23,9 @@ def checkpoint_under_way(cluster: KubernetesNode, pod: GpuPod) -> Iterator[None]
     root = cluster.root
     words = ("checkpoint", "delay", "--delay-ms", "4000")
     root.run("gpustasis", "emulator", "fault", "add", *words)
-    client = root.start(
-        *("gpustasis", "kubelet", "checkpoint", "--node", ADDRESS),
-        *("--ca", PLACE / "ca.pem", "--cert", PLACE / "admin-client.pem"),
-        *("--key", PLACE / "admin-client.key", pod.path),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-    def dumping() -> bool:
-        return root.run("pgrep", "-x", "criu", check=False).returncode == 0
-
+    client = cluster.begin_checkpoint(pod)
     try:
-        wait_for(dumping, "criu", cluster.log)
+        cluster.wait_for_driver()
         yield
     finally:
         root.run("gpustasis", "emulator", "fault", "clear")

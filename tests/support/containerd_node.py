@@ -4,20 +4,19 @@ system."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import Any, Self
 
 from gpustasis.runtimes.cri import Cri
-from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.cri_tables import NODE_MESSAGES, NODE_METHODS, NODE_NETWORK
-from support.engine_gpu import DEVICE, add_gpus
+from support.engine_gpu import DEVICE, add_gpus, start_emulator
 from support.engine_image import make_archive
 from support.engine_root import ENVIRON, EngineRoot
 from support.oci_image import oci_archive
@@ -136,6 +135,16 @@ class ContainerdNode:
     def restart(self) -> None:
         """After kill."""
         self._containerd = self._start_containerd()
+
+    def boot(self) -> None:
+        """After root.reboot(): the GPUs, the registry and containerd are started again."""
+        for daemon in self._daemons:
+            daemon.wait()
+        self._daemons.clear()
+        self.cri.__exit__(None, None, None)
+        start_emulator(self.root, memory=self.gpu_memory)
+        self._start_daemons()
+        self.cri = Cri(self.socket, (NODE_MESSAGES, NODE_METHODS))
 
     def _load_images(self, program: Path) -> None:
         layer = make_archive(self.root, [program])
@@ -292,40 +301,10 @@ def wait_for(
         time.sleep(POLL_S)
 
 
-@contextmanager
-def kubelet_on(
-    node: ContainerdNode,
-    tests: Path,
-    certificate: Path,
-    key: Path,
-    client_ca: Path,
-    tokens: tuple[str, ...] = (),
-) -> Iterator[None]:
-    """The kubelet of `node`, on 127.0.0.1:KUBELET_PORT there, for the length of a with statement.
-
-    tests: this repository's, which the node sees. The files are the node's too.
-    """
-    root = node.root
-    log = root.path("/var/log/kubelet.log")
-    with log.open("w") as said:
-        kubelet = root.start(
-            *(sys.executable, tests / "support/kubelet_server.py", str(KUBELET_PORT), SOCKET),
-            *(certificate, key, client_ca, DIRECTORY, *tokens),
-            environ={"PYTHONPATH": str(tests)},
-            stdout=said,
-            stderr=said,
-        )
-    listening = f"0100007F:{KUBELET_PORT:04X}"  # proc_pid_net(5), of its network namespace
-    table = Path(f"/proc/{root.init}/net/tcp")
-    try:
-        wait_for(lambda: listening in table.read_text(), "kubelet", log.read_text)
-        yield
-    finally:
-        end(kubelet)
-
-
 def end(daemon: subprocess.Popen[str], signal: str = "TERM") -> None:
-    """End what EngineRoot.start has started: nsenter's only child is the program itself."""
+    """End what EngineRoot.start has started: nsenter's only child is the program itself. At once:
+    some tests wait for a moment to do it."""
     children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
-    subprocess.run(["kill", f"-{signal}", *children], check=True)
+    for child in children:
+        os.kill(int(child), Signals[f"SIG{signal}"])
     daemon.wait(TIMEOUT_S)

@@ -21,7 +21,7 @@ from support.containerd_node import (
     thaw,
     wait_for,
 )
-from support.engine_gpu import add_gpus
+from support.engine_gpu import add_gpus, start_emulator
 from support.engine_image import make_archive
 from support.engine_root import EngineRoot
 from support.oci_image import oci_archive
@@ -93,6 +93,15 @@ class CrioNode:
             self._crio = self.root.start(f"{PROGRAMS}/crio", stdout=log, stderr=log)
         self._daemons.append(self._crio)
         wait_for(self._answers, "answer of CRI-O", self.log)
+
+    def boot(self) -> None:
+        """After root.reboot(): the GPUs, the registry and CRI-O are started again."""
+        for daemon in self._daemons:
+            daemon.wait()
+        self._daemons.clear()
+        start_emulator(self.root, memory=self.gpu_memory)
+        self._daemons.append(start_registry(self.root))
+        self.restart()
 
     def _answers(self) -> bool:
         assert self._crio.poll() is None, self.log()[-4000:]

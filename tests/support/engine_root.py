@@ -92,14 +92,28 @@ class EngineRoot:
             text=True,
             start_new_session=True,
         )
+        self._wait_for_init()
+        self._install_package()
+        self.write("/etc/containers/containers.conf", _CONTAINERS_CONF)
+
+    def _wait_for_init(self) -> None:
         assert self._keeper.stdout is not None
         said = self._keeper.stdout.readline().split()
         if len(said) != 2 or said[1] != "ready":
             self.close()
             raise AssertionError(f"the engines' root did not start:\n{self._said()}")
         self.init = int(said[0])
-        self._install_package()
-        self.write("/etc/containers/containers.conf", _CONTAINERS_CONF)
+
+    def reboot(self) -> None:
+        """As the loss of power does it, and the start that follows: every process is killed at
+        once; mounts, networks and what lies in a tmpfs are gone; what is on the disk stays."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.write("reboot\n")
+        self._keeper.stdin.flush()
+        self._wait_for_init()
+        for service in self._services:
+            service.wait(CLOSE_TIMEOUT_S)
+        self._services.clear()
 
     def path(self, inside: str | Path) -> Path:
         """Where something of this system is seen from here, links not followed."""

@@ -9,7 +9,9 @@
 #
 # The outer half prints the pid of the system's init, then "ready", and keeps the system until its own
 # stdin is closed, or until it is gone. Then it removes the control groups; all else goes with the
-# namespaces.
+# namespaces. A line "reboot" on its stdin ends the system as the loss of power would: every process is
+# killed at once, and its mounts, tmpfs and networks go with them. What lies on its disk, that is in
+# PLACE, is there when it is started again; that start is told as the first one.
 set -euo pipefail
 
 controllers() { # the v1 hierarchies of this machine, one mount point a line
@@ -22,21 +24,29 @@ own_path() { # MOUNT-POINT: the directory there of the group that this process i
         index(options, "," names[1] ",") { print $3; exit }' /proc/self/cgroup
 }
 
-remove_groups() {
-    local group directory
+remove_groups() { # [DEPTH]: the groups, or what is so deep below them and deeper
+    local group
     for group in "${groups[@]}"; do
         # The tasks are killed, but may take a moment to be gone.
         for _ in $(seq 500); do
-            find "$group" -depth -type d -exec rmdir {} + 2>/dev/null || true
-            [ -d "$group" ] || break
+            find "$group" -mindepth "${1:-0}" -depth -type d -exec rmdir {} + 2>/dev/null || true
+            [ -n "$(find "$group" -mindepth "${1:-0}" -type d 2>/dev/null)" ] || break
             sleep 0.02
         done
-        [ ! -d "$group" ] || echo "engine_root: $group is still in use" >&2
+        [ -z "$(find "$group" -mindepth "${1:-0}" -type d 2>/dev/null)" ] ||
+            echo "engine_root: $group is still in use" >&2
+    done
+}
+
+thaw_groups() { # a frozen task of a v1 hierarchy is not killed
+    local state
+    for state in $(find "${groups[@]}" -name freezer.state); do
+        echo THAWED >"$state" || true
     done
 }
 
 outer() {
-    local place=$1 name=$2 mounted group setting init
+    local place=$1 name=$2 mounted group setting
     groups=()
     mount -t tmpfs -o mode=755 tmpfs "$place"
     mkdir "$place"/{root,upper,work,groups}
@@ -71,6 +81,14 @@ outer() {
         groups+=("$group")
     fi
     exec 3<&0 # what runs in the background has another stdin
+    while boot "$@" && [ -e "$place/reboot" ]; do
+        rm "$place/reboot"
+        remove_groups 1
+    done
+}
+
+boot() { # the arguments of `outer`: run the system to its end
+    local place=$1 word
     (
         exec 3<&-
         for group in "${groups[@]}"; do echo $BASHPID >"$group/cgroup.procs"; done
@@ -79,9 +97,14 @@ outer() {
     ) &
     init=$!
     # The system's init first, so that unshare is there to see it end; it goes with unshare anyway.
-    (cat <&3; kill -KILL $(cat /proc/$init/task/$init/children || echo $init)) >/dev/null 2>&1 &
+    (
+        read -r word <&3 && [ "$word" = reboot ] && : >"$place/reboot"
+        kill -KILL $(cat /proc/$init/task/$init/children || echo $init)
+        thaw_groups
+    ) >/dev/null 2>&1 &
     wait $init 2>/dev/null || true
     kill $! 2>/dev/null || true
+    wait $! 2>/dev/null || true
 }
 
 mount_system() { # ROOT: /proc, /sys, /dev, /run and /tmp

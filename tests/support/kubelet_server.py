@@ -1,91 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kubelet answers on /checkpoint, over TLS, with a real container runtime underneath.
-
-Source of order, codes and bodies: pkg/kubelet/server (server.go, auth.go) and kubelet.go of
-Kubernetes 1.30. As a program: one node's kubelet on 127.0.0.1, until it is killed:
-
-    python kubelet_server.py PORT SOCKET CERTIFICATE KEY CLIENT-CA DIRECTORY TOKEN=USER...
-"""
+"""A TLS server that answers in a kubelet's place, for what no real one can be made to answer: the
+words of other versions, bodies that are hostile, nothing at all. The real one is in
+tests/kubernetes."""
 
 from __future__ import annotations
 
 import ssl
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import parse_qs, urlsplit
 
-from gpustasis.runtimes.cri import CallError, Cri
+from support.certificates import Pair
 
-CRI_TIMEOUT_S = 120  # the kubelet's runtimeRequestTimeout
-ALLOWED = "admin"  # the one user whom RBAC here lets create nodes/checkpoint
-
-
-class RuntimeFault(Exception):
-    """What the runtime's error looks like to the kubelet."""
-
-
-@dataclass
-class Kubelet:
-    """pods: (namespace, pod) -> names of its containers. checkpoint: (namespace, pod, container,
-    timeout in seconds) -> the archive's path; raises RuntimeFault. tokens: token -> user. gate: the
-    feature gate ContainerCheckpoint. older: it refuses in the words of Kubernetes before 1.32.
-    """
-
-    pods: Callable[[], Mapping[tuple[str, str], set[str]]]
-    checkpoint: Callable[[str, str, str, int], str]
-    tokens: Mapping[str, str] = field(default_factory=dict)
-    gate: bool = True
-    older: bool = False
-
-    def answer(self, user: str | None, path: str) -> tuple[int, str, str]:
-        """(status, content type, body) to a POST."""
-        plain = "text/plain; charset=utf-8"
-        url = urlsplit(path)
-        words = url.path.strip("/").split("/")
-        if user is None:
-            return 401, plain, "Unauthorized"
-        if user != ALLOWED:
-            what = "subresource=checkpoint" if self.older else "subresource(s)=[checkpoint]"
-            return 403, plain, f"Forbidden (user={user}, verb=create, resource=nodes, {what})\n"
-        if not self.gate or len(words) != 4 or words[0] != "checkpoint":
-            return 404, plain, "404: Page Not Found"
-        namespace, pod, container = words[1:]
-        known = self.pods()
-        if (namespace, pod) not in known:
-            return 404, plain, "pod does not exist"
-        if container not in known[namespace, pod]:
-            return 404, plain, f"container {container} does not exist"
-        timeouts = parse_qs(url.query).get("timeout", [])
-        try:
-            timeout = int(timeouts[-1]) if timeouts else 0
-        except ValueError:
-            return 404, plain, "cannot parse value of timeout parameter"
-        try:
-            archive = self.checkpoint(namespace, pod, container, timeout)
-        except RuntimeFault as exc:
-            return 500, plain, f"checkpointing of {namespace}/{pod}/{container} failed ({exc})"
-        return 200, "application/json", f'{{"items":["{archive}"]}}'
+# The path that is asked for, with its query -> status and body.
+Answer = Callable[[str], tuple[int, str]]
 
 
 class KubeletServer:
-    """It listens on 127.0.0.1 for the length of a with statement. port 0: a free one."""
+    """It listens on 127.0.0.1, at a free port, for the length of a with statement."""
 
-    def __init__(
-        self, kubelet: Kubelet, certificate: Path, key: Path, client_ca: Path, port: int = 0
-    ) -> None:
+    def __init__(self, answer: Answer, pair: Pair) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
-        context.load_verify_locations(client_ca)
-        context.verify_mode = ssl.CERT_OPTIONAL
-        self._server = _Server(kubelet, context, port)
-        self.port: int = self._server.server_address[1]
+        context.load_cert_chain(pair.certificate, pair.key)
+        self._server = _Server(answer, context)
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
         self._thread = Thread(target=self._server.serve_forever, args=(0.05,))
 
     def __enter__(self) -> Self:
@@ -107,9 +47,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, kubelet: Kubelet, context: ssl.SSLContext, port: int) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.kubelet = kubelet
+    def __init__(self, answer: Answer, context: ssl.SSLContext) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer = answer
         self.context = context
 
     def finish_request(self, request: Any, client_address: Any) -> None:
@@ -125,72 +65,12 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_POST(self) -> None:
-        kubelet = self.server.kubelet
-        status, kind, body = kubelet.answer(self._user(), self.path)
+        status, body = self.server.answer(self.path)
         raw = body.encode()
         self.send_response(status)
-        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         self.wfile.write(raw)
 
-    def _user(self) -> str | None:
-        certificate = self.connection.getpeercert()  # type: ignore[attr-defined]
-        for names in (certificate or {}).get("subject", ()):
-            for key, value in names:
-                if key == "commonName":
-                    return str(value)
-        word, _, token = self.headers.get("Authorization", "").partition(" ")
-        return self.server.kubelet.tokens.get(token) if word == "Bearer" else None
-
     def log_message(self, format: str, *arguments: object) -> None:
         pass
-
-
-def kubelet_of(cri: Cri, directory: Path, tokens: Mapping[str, str]) -> Kubelet:
-    """The kubelet of the node whose runtime is `cri`; archives go to `directory`."""
-
-    def running() -> dict[tuple[str, str, str], str]:
-        pods = {pod.id: pod.metadata for pod in cri.call("ListPodSandbox").items}
-        found = {}
-        for container in cri.call("ListContainers").containers:
-            pod = pods[container.pod_sandbox_id]
-            found[pod.namespace, pod.name, container.metadata.name] = container.id
-        return found
-
-    def pods() -> dict[tuple[str, str], set[str]]:
-        found: dict[tuple[str, str], set[str]] = {}
-        for namespace, pod, container in running():
-            found.setdefault((namespace, pod), set()).add(container)
-        return found
-
-    def checkpoint(namespace: str, pod: str, container: str, timeout: int) -> str:
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        location = directory / f"checkpoint-{pod}_{namespace}-{container}-{now}.tar"
-        try:
-            cri.call(
-                "CheckpointContainer",
-                timeout_s=timeout or CRI_TIMEOUT_S,
-                container_id=running()[namespace, pod, container],
-                location=str(location),
-                timeout=timeout,
-            )
-        except CallError as exc:
-            code = "".join(word.capitalize() for word in exc.code.split("_"))
-            raise RuntimeFault(f"rpc error: code = {code} desc = {exc}") from exc
-        return str(location)
-
-    return Kubelet(pods=pods, checkpoint=checkpoint, tokens=tokens)
-
-
-def main() -> None:
-    port, socket, certificate, key, client_ca, directory = sys.argv[1:7]
-    tokens = dict(word.split("=", 1) for word in sys.argv[7:])
-    kubelet = kubelet_of(Cri(socket), Path(directory), tokens)
-    server = KubeletServer(kubelet, Path(certificate), Path(key), Path(client_ca), int(port))
-    with server:
-        server._thread.join()
-
-
-if __name__ == "__main__":
-    main()

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, Self
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from gpustasis.emulator import RUN_DIRECTORY, Emulator
 from gpustasis_bench.roots import roots_directory
 from support import crio_node
 from support.certificates import Authority, Pair
@@ -32,7 +34,7 @@ from support.crio_node import CrioNode
 from support.engine_gpu import DEVICE, install
 from support.engine_root import EngineRoot
 from support.gpu_pod import GpuPod
-from support.kubernetes_objects import RESOURCE, binding, pod_of, role
+from support.kubernetes_objects import KUBELET, NETWORK, PLACE, RESOURCE, binding, pod_of, role
 
 NODE = "node-1"
 ADDRESS = "192.0.2.1"  # of the node; a kubelet takes none of a loopback device for its own
@@ -40,7 +42,6 @@ SERVER_USER = "kube-apiserver-kubelet-client"  # as kubeadm names it
 API_SERVER = "https://127.0.0.1:6443"
 ETCD = "http://127.0.0.1:2379"
 PROGRAMS = "/opt/kubernetes/bin"
-PLACE = Path("/etc/kubernetes")
 ADMIN = PLACE / "admin.conf"
 POLL_S = 0.2
 TIMEOUT_S = 120.0
@@ -49,45 +50,8 @@ _KERNEL_SETTINGS = (
     *("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops"),
     *("kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes"),
 )
-_NETWORK = {
-    "cniVersion": "1.0.0",
-    "name": "pods",
-    "plugins": [
-        {
-            "type": "bridge",
-            "bridge": "cni0",
-            "isGateway": True,
-            "ipam": {"type": "host-local", "subnet": "10.88.0.0/24"},
-        }
-    ],
-}
-_KUBELET = {
-    "apiVersion": "kubelet.config.k8s.io/v1beta1",
-    "kind": "KubeletConfiguration",
-    "authentication": {
-        "anonymous": {"enabled": False},
-        "webhook": {"enabled": True},
-        "x509": {"clientCAFile": str(PLACE / "ca.pem")},
-    },
-    # Else a right that was taken away would hold for five minutes more.
-    "authorization": {
-        "mode": "Webhook",
-        "webhook": {"cacheAuthorizedTTL": "1ms", "cacheUnauthorizedTTL": "1ms"},
-    },
-    "cgroupDriver": "cgroupfs",
-    "failCgroupV1": False,
-    "failSwapOn": False,
-    "resolvConf": "",
-    "oomScoreAdj": 0,
-    "tlsCertFile": str(PLACE / "kubelet.pem"),
-    "tlsPrivateKeyFile": str(PLACE / "kubelet.key"),
-    "localStorageCapacityIsolation": False,
-    "evictionHard": {"memory.available": "50Mi"},
-    "imageMinimumGCAge": "24h",
-    "imageGCHighThresholdPercent": 100,
-    "nodeStatusUpdateFrequency": "2s",
-    "featureGates": {"KubeletInUserNamespace": True},
-}
+_BOOT_ID = "kernel/random/boot_id"
+_USERFAULTFD = Path("/proc/sys/vm/unprivileged_userfaultfd")  # a dump changes it for a moment
 
 
 def programs_directory() -> Path:
@@ -128,16 +92,19 @@ class KubernetesNode:
         self.root = root
         self._tests = tests
         self._daemons: dict[str, subprocess.Popen[str]] = {}
+        self._userfaultfd = _USERFAULTFD.read_text() if _USERFAULTFD.exists() else ""
         self._stack = ExitStack()
         begin = time.monotonic()
         try:
             self._stack.callback(self._stop)
             self._prepare(secrets)
+            self._boot()
             self.runtime: ContainerdNode | CrioNode = self._stack.enter_context(
                 runtime(root, program)
             )
             install(root)
             self._start_control_plane()
+            self._install_control_plane()
             self.start_kubelet()
             self._start_device_plugin()
             self.wait_for_account("default")
@@ -180,17 +147,35 @@ class KubernetesNode:
 
     def checkpoint(self, pod: GpuPod, *words: str) -> Path:
         """Have the kubelet checkpoint it, asked directly by who may; the archive's path there."""
-        done = self.root.run(
-            *("gpustasis", "kubelet", "checkpoint", "--json", "--node", ADDRESS),
-            *("--ca", PLACE / "ca.pem", "--cert", PLACE / "admin-client.pem"),
-            *("--key", PLACE / "admin-client.key", *words, pod.path),
-        )
+        done = self.root.run(*self._checkpoint_words(pod), "--json", *words)
         (one,) = json.loads(done.stdout)["checkpoints"]
         assert one["ok"], one
         (archive,) = one["archives"]
         now = time.time()
         time.sleep(1 - now % 1)  # a kubelet names archives by the second
         return Path(archive)
+
+    def begin_checkpoint(self, pod: GpuPod) -> subprocess.Popen[str]:
+        """The client of one that is under way."""
+        nowhere = subprocess.DEVNULL
+        return self.root.start(*self._checkpoint_words(pod), stdout=nowhere, stderr=nowhere)
+
+    def _checkpoint_words(self, pod: GpuPod) -> tuple[str | Path, ...]:
+        return (
+            *("gpustasis", "kubelet", "checkpoint", pod.path, "--node", ADDRESS),
+            *("--ca", PLACE / "ca.pem", "--cert", PLACE / "admin-client.pem"),
+            *("--key", PLACE / "admin-client.key"),
+        )
+
+    def wait_for_driver(self) -> None:
+        """Until its emulator has met all faults that were added: a dump waits there."""
+        emulator = Emulator(path=self.root.path(RUN_DIRECTORY / "default/socket"))
+        wait_for(lambda: not emulator.status()["faults"], "dump under way", self.log)
+
+    def wait_for_runtime(self) -> None:
+        """Until the kubelet can ask its runtime, which was started again."""
+        words = ("get", "--raw", f"/api/v1/nodes/{NODE}/proxy/runningpods/")
+        wait_for(lambda: self.kubectl(*words, check=False).returncode == 0, "runtime", self.log)
 
     def log(self, name: str = "kubelet") -> str:
         """What a program of the node has said."""
@@ -219,9 +204,23 @@ class KubernetesNode:
         """As when it crashes."""
         end(self._daemons.pop(name), "KILL")
 
-    def start_kubelet(self) -> None:
-        """Returns when the node is ready."""
-        config = {**_KUBELET, "containerRuntimeEndpoint": self.runtime.endpoint}
+    def reboot(self) -> None:
+        """Every process of the node is killed at once, what is no file on its disk is gone, and all
+        is started again. Returns when the node is ready and its GPUs can be had."""
+        self.root.reboot()
+        for daemon in self._daemons.values():
+            daemon.wait()
+        self._daemons.clear()
+        self._boot()
+        self.runtime.boot()
+        self._start_control_plane()
+        self.start_kubelet()
+        self._start_device_plugin()
+
+    def start_kubelet(self, gates: Mapping[str, bool] | None = None, **settings: str) -> None:
+        """Returns when the node is ready. gates: feature gates. settings: of its configuration."""
+        config = {**KUBELET, "containerRuntimeEndpoint": self.runtime.endpoint, **settings}
+        config["featureGates"] = {**KUBELET["featureGates"], **(gates or {})}
         self.root.write(PLACE / "kubelet.json", json.dumps(config))
         self._start(
             "kubelet",
@@ -282,7 +281,9 @@ class KubernetesNode:
             *("--kubeconfig", PLACE / "scheduler.conf", "--leader-elect=false"),
             *("--bind-address", "127.0.0.1"),
         )
-        # The rights that a cluster's tools give the API server's own client of kubelets.
+
+    def _install_control_plane(self) -> None:
+        """The rights that a cluster's tools give the API server's own client of kubelets."""
         self.apply(
             binding("kubelet-api", "system:kubelet-api-admin", SERVER_USER),
             role("kubelet-checkpoint", "create", "nodes/checkpoint"),
@@ -312,14 +313,7 @@ class KubernetesNode:
 
     def _prepare(self, secrets: Path) -> None:
         root = self.root
-        root.run("ip", "address", "add", f"{ADDRESS}/32", "dev", "lo")
-        for setting in _KERNEL_SETTINGS:
-            place = f"/tmp/settings/{setting.replace('/', '-')}"
-            root.write(place, Path("/proc/sys", setting).read_text())
-            root.run("mount", "--bind", place, f"/proc/sys/{setting}")
-        if not root.path("/dev/kmsg").exists():  # where a kubelet reads of tasks killed for memory
-            root.path("/dev/kmsg").symlink_to("null")
-        root.write("/etc/cni/net.d/10-pods.conflist", json.dumps(_NETWORK))
+        root.write("/etc/cni/net.d/10-pods.conflist", json.dumps(NETWORK))
         root.path("/opt/cni").mkdir(parents=True, exist_ok=True)
         root.path("/opt/cni/bin").symlink_to("/usr/lib/cni")
         authority = Authority(secrets)
@@ -343,6 +337,21 @@ class KubernetesNode:
         public = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
         root.write(PLACE / "accounts.key", private.decode(), 0o600)
         root.write(PLACE / "accounts.pub", public.decode())
+
+    def _boot(self) -> None:
+        """What each start of the node's kernel sets up."""
+        self.root.run("mount", "--make-rshared", "/")  # as systemd makes it
+        root = self.root
+        root.run("ip", "address", "add", f"{ADDRESS}/32", "dev", "lo")
+        settings = {name: Path("/proc/sys", name).read_text() for name in _KERNEL_SETTINGS}
+        for name, value in (settings | {_BOOT_ID: f"{uuid.uuid4()}\n"}).items():
+            place = f"/tmp/settings/{name.replace('/', '-')}"
+            root.write(place, value)
+            root.run("mount", "--bind", place, f"/proc/sys/{name}")
+        if _USERFAULTFD.exists():
+            _USERFAULTFD.write_text(self._userfaultfd)
+        if not root.path("/dev/kmsg").exists():  # where a kubelet reads of tasks killed for memory
+            root.path("/dev/kmsg").symlink_to("null")
 
     def write_kubeconfig(self, path: Path, pair: Pair) -> None:
         """A kubeconfig file at `path` on the node, for who has that certificate."""

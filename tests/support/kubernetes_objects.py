@@ -1,14 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects of the Kubernetes API that the tests make."""
+"""Objects of the Kubernetes API that the tests make, and how the node is configured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from support.containerd_node import JOB_IMAGE
 
 RESOURCE = "gpustasis.io/gpu"
+PLACE = Path("/etc/kubernetes")
+NETWORK = {
+    "cniVersion": "1.0.0",
+    "name": "pods",
+    "plugins": [
+        {
+            "type": "bridge",
+            "bridge": "cni0",
+            "isGateway": True,
+            "ipam": {"type": "host-local", "subnet": "10.88.0.0/24"},
+        }
+    ],
+}
+KUBELET = {
+    "apiVersion": "kubelet.config.k8s.io/v1beta1",
+    "kind": "KubeletConfiguration",
+    "authentication": {
+        "anonymous": {"enabled": False},
+        "webhook": {"enabled": True},
+        "x509": {"clientCAFile": str(PLACE / "ca.pem")},
+    },
+    # Else a right that was taken away would hold for five minutes more.
+    "authorization": {
+        "mode": "Webhook",
+        "webhook": {"cacheAuthorizedTTL": "1ms", "cacheUnauthorizedTTL": "1ms"},
+    },
+    "cgroupDriver": "cgroupfs",
+    "failCgroupV1": False,
+    "failSwapOn": False,
+    "resolvConf": "",
+    "oomScoreAdj": 0,
+    "tlsCertFile": str(PLACE / "kubelet.pem"),
+    "tlsPrivateKeyFile": str(PLACE / "kubelet.key"),
+    "localStorageCapacityIsolation": False,
+    "evictionHard": {"memory.available": "50Mi"},
+    "imageMinimumGCAge": "24h",
+    "imageGCHighThresholdPercent": 100,
+    "nodeStatusUpdateFrequency": "2s",
+    # By itself a kubelet looks at a pod once in 60 to 90 s. One that containerd was started anew
+    # under would then kill and replace a paused container, in one of ten tests of that.
+    "syncFrequency": "1h0m0s",
+    "featureGates": {"KubeletInUserNamespace": True},
+}
 
 
 def pod_of(
@@ -49,6 +93,23 @@ def pod_of(
             ],
             **(spec or {}),
         },
+    }
+
+
+def set_of(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A ReplicaSet that sees to it that there always is one such pod; it is named as the pod."""
+    name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+    labels = {"set": name}
+    template = {
+        "metadata": {"labels": labels, **pod["metadata"]},
+        "spec": pod["spec"],
+    }
+    del template["metadata"]["name"], template["metadata"]["namespace"]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "ReplicaSet",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"selector": {"matchLabels": labels}, "template": template},
     }
 
 

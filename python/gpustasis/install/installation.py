@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from gpustasis.errors import InstallError
-from gpustasis.install import layout, record
+from gpustasis.install import bundle, layout, record
+from gpustasis.install.bundle import Bundle
 from gpustasis.install.change import (
     MAX_CONFIGURATION,
     Action,
@@ -25,11 +26,18 @@ from gpustasis.install.root import Root
 Report = Callable[[Change], None]
 
 
-def install(root: Root, version: str, python: str, report: Report, dry_run: bool = False) -> None:
-    """Bring the root to what this version installs.
+def install(
+    root: Root,
+    version: str,
+    python: str,
+    report: Report,
+    dry_run: bool = False,
+    tree: Bundle | None = None,
+) -> tuple[str, ...]:
+    """Bring the root to what this version installs; the directories that were missing.
 
     version: of gpustasis. python: the hook's interpreter, as a path in the root. report: is called
-    for each path, before anything is done to it.
+    for each path, before anything is done to it. tree: this program's own, to be put there too.
 
     Everything is looked at before anything is changed. Raises InstallError that names every
     obstacle, or that the kernel refuses something half-way: what was done is on record then, so
@@ -38,31 +46,42 @@ def install(root: Root, version: str, python: str, report: Report, dry_run: bool
     if not dry_run:
         record.clean(root)
     old = record.load(root)
-    changes = _plan(root, old, python)
+    recorded = old.bundle if old else ()
+    if recorded and not dry_run:
+        with _naming(layout.BUNDLE, "nothing was changed"):
+            bundle.discard_part(root)
+    changes, top = _plan(root, old, python, tree)
     if dry_run:
-        for change in changes:
+        for change in (*top, *changes):
             report(change)
-        return
+        return ()
     made = old.directories if old else ()
-    directories = _missing(root, [change.path for change in changes if change.data is not None])
+    paths = [change.path for change in changes if change.data is not None]
+    directories = _missing(root, [*(change.path for change in top), *paths])
     if any(change.entry for change in changes):
         directories += [one for one in _missing(root, [record.RECORD]) if one not in directories]
     wanted = Record(
         version,
         (*made, *(one for one in sorted(directories) if one not in made)),
         tuple(change.entry for change in changes if change.entry is not None),
+        (tree.sha256,) if tree else recorded,
     )
     again = 'run it again when that is mended, or undo it with "gpustasis uninstall"'
     if wanted != old:
         with _naming(record.RECORD, "nothing was changed"):
             record.store(root, _both(old, wanted))
-    for change in changes:
+    for change in (*top, *changes):
         report(change)
         with _naming(change.path, f"what was done until then is on record: {again}"):
-            _carry_out(root, change, old)
+            if change not in top:
+                _carry_out(root, change, old)
+            elif tree and change.action is not Action.UNCHANGED:
+                _make_directories(root, change.path)
+                bundle.put(root, tree)
     if wanted != old:
         with _naming(record.RECORD, again):
             record.store(root, wanted)
+    return tuple(directories)
 
 
 def uninstall(root: Root, report: Report, dry_run: bool = False) -> bool:
@@ -79,6 +98,9 @@ def uninstall(root: Root, report: Report, dry_run: bool = False) -> bool:
     for entry in reversed(found.entries):
         with _naming(entry.path, "run it again when that is mended"):
             report(_undo(root, entry, dry_run))
+    if found.bundle:
+        with _naming(layout.BUNDLE, "run it again when that is mended"):
+            report(bundle.remove(root, found.bundle, dry_run))
     if dry_run:
         return True
     for directory in reversed(found.directories):
@@ -91,10 +113,24 @@ def uninstall(root: Root, report: Report, dry_run: bool = False) -> bool:
     return True
 
 
-def _plan(root: Root, old: Record | None, python: str) -> list[Change]:
+def _plan(
+    root: Root, old: Record | None, python: str, tree: Bundle | None
+) -> tuple[list[Change], list[Change]]:
+    """What is to be done, and what with the tree."""
     changes: list[Change] = []
+    top: list[Change] = []
     obstacles: list[str] = []
-    wanted: list[layout.File | layout.Lines] = [*layout.files(python), *layout.lines()]
+    ours = layout.files(python)
+    wanted: list[layout.File | layout.Lines] = [*ours, *layout.lines()]
+    recorded = old.bundle if old else ()
+    if tree:
+        wanted += layout.commands()
+        try:
+            top.append(bundle.plan(root, tree, recorded))
+        except InstallError as exc:
+            obstacles.append(str(exc))
+        except OSError as exc:
+            obstacles.append(_unreadable(layout.BUNDLE, exc))
     for one in wanted:
         entry = old.entry(one.path) if old else None
         try:
@@ -106,15 +142,18 @@ def _plan(root: Root, old: Record | None, python: str) -> list[Change]:
             obstacles.append(str(exc))
         except OSError as exc:
             obstacles.append(_unreadable(one.path, exc))
-    obstacles += [*_beside_plugin(root), *layout.unsafe_hook(root, python)]
+    unsafe = layout.unsafe_hook(root, python)
+    plugin = b"".join(one.data for one in ours if one.path == layout.PLUGIN)
+    obstacles += [*_beside_plugin(root), *unsafe, *layout.old_libc(root, plugin)]
     if obstacles:
         raise InstallError("\n".join(obstacles) + "\nnothing was changed")
     present = {one.path for one in wanted}
-    return changes + [
-        Change(entry.path, Action.REMOVE, "this version does not need it")
-        for entry in (old.entries if old else ())
-        if entry.path not in present
-    ]
+    for entry in old.entries if old else ():
+        if recorded and entry.path in layout.COMMAND_PATHS and entry.path not in present:
+            changes.append(Change(entry.path, Action.UNCHANGED, "", entry))
+        elif entry.path not in present:
+            changes.append(Change(entry.path, Action.REMOVE, "this version does not need it"))
+    return changes, top
 
 
 def _beside_plugin(root: Root) -> list[str]:
@@ -152,14 +191,20 @@ def _both(old: Record | None, wanted: Record) -> Record:
         others = tuple(one for one in known.ours if one not in entry.ours) if known else ()
         entries.append(replace(entry, ours=entry.ours + others))
     gone = [entry for entry in old.entries if wanted.entry(entry.path) is None]
-    return replace(wanted, entries=(*entries, *gone))
+    trees = (*wanted.bundle, *(one for one in old.bundle if one not in wanted.bundle))
+    return replace(wanted, entries=(*entries, *gone), bundle=trees)
+
+
+def _make_directories(root: Root, path: str) -> None:
+    """Those above it."""
+    for directory in root.missing_directories(path):
+        root.make_directory(directory)
 
 
 def _carry_out(root: Root, change: Change, old: Record | None) -> None:
     root.remove_part(change.path)
     if change.data is not None:
-        for directory in root.missing_directories(change.path):
-            root.make_directory(directory)
+        _make_directories(root, change.path)
         change.apply(root)
     elif change.action is Action.REMOVE and old is not None:
         entry = old.entry(change.path)

@@ -38,6 +38,10 @@ HOOK_DEFINITION = "/usr/share/containers/oci/hooks.d/50-gpustasis.json"
 CRIO_DROP_IN = "/etc/crio/crio.conf.d/50-gpustasis.conf"
 CONFIG = str(SYSTEM_CONFIG)
 
+# The commands, and where they are, with a Python of their own (install/bundle.py).
+BUNDLE = "/opt/gpustasis"
+COMMAND_PATHS = ("/usr/local/bin/gpustasis", "/usr/local/bin/checkpointctl-gpustasis")
+
 FILE_PATHS = frozenset({PLUGIN, HOOK, HOOK_DEFINITION, CRIO_DROP_IN, CONFIG})
 BLOCK_PATHS = frozenset({DEFAULT_FILE, RUNC_FILE, CRUN_FILE})
 
@@ -106,6 +110,15 @@ def files(python: str) -> tuple[File, ...]:
     )
 
 
+def commands() -> tuple[File, ...]:
+    """The commands of a tree that is on the host, where its users' PATH finds them."""
+    programs = Path(packages()).parent / "bin"
+    return tuple(
+        File(path, (programs / Path(path).name).read_bytes(), 0o755, Kind.PROGRAM)
+        for path in COMMAND_PATHS
+    )
+
+
 def lines() -> tuple[Lines, ...]:
     """What is put into CRIU's configuration.
 
@@ -136,6 +149,12 @@ _PYTHON_TIMEOUT_S = 30.0
 CRUN_PLACES = ("/usr/bin/crun", "/usr/sbin/crun", "/usr/local/bin/crun", "/usr/local/sbin/crun")
 
 # Where distributions' criu looks if no libdir is set.
+_CRIO = ("/usr/bin/crio", "/usr/local/bin/crio", "/etc/crio/crio.conf", "/run/crio/crio.sock")
+_LIBC = (
+    *("/lib/x86_64-linux-gnu/libc.so.6", "/lib64/libc.so.6", "/usr/lib64/libc.so.6"),
+    *("/lib/aarch64-linux-gnu/libc.so.6", "/usr/lib/libc.so.6"),
+)
+_GLIBC = re.compile(rb"GLIBC_2\.(\d+)\0")
 STOCK_DIRECTORIES = ("/usr/lib/criu", "/usr/lib64/criu", "/usr/lib/x86_64-linux-gnu/criu")
 
 
@@ -164,6 +183,43 @@ def advice(root: Root, python: str) -> Iterator[str]:
                 f"{path} is not there, and {HOOK} needs it: containers with annotations "
                 "io.gpustasis.* will not start"
             )
+
+
+def restart_advice(root: Root, made: tuple[str, ...]) -> Iterator[str]:
+    """made: directories that were missing. CRI-O makes this one when it starts, and watches it: if
+    it was removed since, CRI-O sees no file in a new one."""
+    directory = HOOK_DEFINITION.rpartition("/")[0]
+    if directory in made and any(root.exists(place) for place in _CRIO):
+        yield (
+            f"{directory} was not there: a CRI-O that runs does not see it, and annotations "
+            "io.gpustasis.* have no effect until it is restarted"
+        )
+
+
+def old_libc(root: Root, plugin: bytes) -> Iterator[str]:
+    """Whether the libc of criu there lacks what the plugin needs; a sentence, or none."""
+    needed = _newest_glibc(plugin)
+    for place in _LIBC:
+        try:
+            found = root.read(place)
+        except OSError:
+            continue
+        except InstallError:  # a link to libc-2.NN.so, as it was until 2.33
+            there = 33
+        else:
+            if found is None:
+                continue
+            there = _newest_glibc(found.data)
+        if there < needed:
+            yield (
+                f"{place} is glibc 2.{there} or older, and the plugin needs 2.{needed}: criu there "
+                "cannot load it; build gpustasis on that system"
+            )
+        return
+
+
+def _newest_glibc(program: bytes) -> int:
+    return max((int(minor) for minor in _GLIBC.findall(program)), default=0)
 
 
 def crun_advice(place: str, program: bytes) -> Iterator[str]:

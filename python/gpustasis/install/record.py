@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpustasis.errors import InstallError
-from gpustasis.install.layout import BLOCK_PATHS, FILE_PATHS
+from gpustasis.install.layout import BLOCK_PATHS, BUNDLE, COMMAND_PATHS, FILE_PATHS
 from gpustasis.install.root import PART_SUFFIX, Root
 
 RECORD = "/var/lib/gpustasis/install.json"
@@ -48,11 +48,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """gpustasis: the version that wrote it. directories: those that were made, parents first."""
+    """gpustasis: the version that wrote it. directories: those that were made, parents first.
+
+    bundle: the SHA-256 of the list of files of the tree that was put there: none, if it was not;
+    two during an upgrade.
+    """
 
     gpustasis: str
     directories: tuple[str, ...]
     entries: tuple[Entry, ...]
+    bundle: tuple[str, ...] = ()
 
     def entry(self, path: str) -> Entry | None:
         return next((entry for entry in self.entries if entry.path == path), None)
@@ -134,6 +139,7 @@ def _json(record: Record) -> dict[str, Any]:
         "version": VERSION,
         "gpustasis": record.gpustasis,
         "directories": list(record.directories),
+        "bundle": list(record.bundle),
         "files": [
             {
                 "path": entry.path,
@@ -155,7 +161,9 @@ def _record(raw: Any) -> Record:
     )
     for key, kind in (("gpustasis", str), ("directories", list), ("files", list)):
         _expect(isinstance(raw[key], kind), f"{key!r} is not as expected")
-    known = {*BLOCK_PATHS, *FILE_PATHS, RECORD}
+    bundle = raw.get("bundle", [])  # earlier ones know of none
+    _hashes(bundle, "bundle")
+    known = {*BLOCK_PATHS, *FILE_PATHS, *COMMAND_PATHS, RECORD, BUNDLE}
     for directory in raw["directories"]:
         _expect(isinstance(directory, str), "a directory is not a string")
         _expect(
@@ -164,17 +172,16 @@ def _record(raw: Any) -> Record:
         )
     entries = tuple(_entry(item) for item in raw["files"])
     _expect(len({entry.path for entry in entries}) == len(entries), "a file stands twice")
-    return Record(raw["gpustasis"], tuple(raw["directories"]), entries)
+    return Record(raw["gpustasis"], tuple(raw["directories"]), entries, tuple(bundle))
 
 
 def _entry(raw: Any) -> Entry:
     _expect(isinstance(raw, dict), "a file is not an object")
     path, block, ours, before = (raw[key] for key in ("path", "block", "ours", "before"))
     _expect(isinstance(block, bool), "'block' is not a boolean")
-    allowed = BLOCK_PATHS if block else FILE_PATHS
+    allowed = BLOCK_PATHS if block else FILE_PATHS.union(COMMAND_PATHS)
     _expect(path in allowed, f"gpustasis installs no {'block in' if block else 'file'} {path!r}")
-    _expect(isinstance(ours, list), "'ours' is not a list")
-    _expect(all(isinstance(one, str) and _SHA256.match(one) for one in ours), "no SHA-256")
+    _hashes(ours, "ours")
     if before is None:
         return Entry(path, block, tuple(ours))
     _expect(block and isinstance(before, dict), "'before' is not as expected")
@@ -182,6 +189,11 @@ def _entry(raw: Any) -> Entry:
     _expect(isinstance(sha256, str) and _SHA256.match(sha256) is not None, "no SHA-256")
     _expect(type(mtime_ns) is int and 0 <= mtime_ns < 1 << 63, "'mtime_ns' is out of range")
     return Entry(path, block, tuple(ours), Before(sha256, mtime_ns))
+
+
+def _hashes(raw: Any, name: str) -> None:
+    _expect(isinstance(raw, list), f"{name!r} is not a list")
+    _expect(all(isinstance(one, str) and _SHA256.match(one) for one in raw), "no SHA-256")
 
 
 def _expect(condition: bool, otherwise: str) -> None:

@@ -9,9 +9,11 @@ root holds. Directories are held open while they are walked: a link put in betwe
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ MAX_FILE = 64 << 20  # bytes; the largest file that is installed is the plugin
 PART_SUFFIX = ".gpustasis-part"
 LOCK = ".gpustasis-install.lock"  # in the root directory, while somebody works on it
 _TRIES = 100  # to lock what others make and remove
+_RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +166,38 @@ class Root:
         parts = parent.split("/")
         return ["/".join(parts[: len(parts) - n]) for n in range(len(missing) - 1, -1, -1)]
 
-    def make_directory(self, path: str, mode: int = 0o755) -> None:
-        """Its parent must be there."""
+    def make_directory(self, path: str, mode: int = 0o755, *, new: bool = False) -> None:
+        """Its parent must be there. new: it must not be there yet."""
         with self._parent(path) as (directory, name):
             if directory is None:
                 raise InstallError(f"{path}: the directory above it is gone")
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.mkdir(name, mode, dir_fd=directory)
+            except FileExistsError:
+                if new:
+                    raise
+                return
+            if not new:
                 os.fsync(directory)
+
+    def status(self, path: str) -> os.stat_result | None:
+        """Of what is there, a link itself; None: nothing is."""
+        with self._parent(path) as (directory, name):
+            if directory is None:
+                return None
+            try:
+                return os.stat(name, dir_fd=directory, follow_symlinks=False)
+            except FileNotFoundError:
+                return None
+
+    def free_bytes(self, path: str) -> int:
+        """Of the file system that this path is or would be on."""
+        fd, _ = self._descend(path.split("/"))
+        try:
+            found = os.fstatvfs(fd)
+        finally:
+            os.close(fd)
+        return found.f_bfree * found.f_frsize
 
     def rename(self, old: str, new: str) -> None:
         """Within one directory; a file or directory that is there as `new` is not replaced."""
@@ -180,6 +207,55 @@ class Root:
                 raise InstallError(f"cannot rename {old} to {new}: the tree was changed meanwhile")
             os.rename(name, last, src_dir_fd=directory, dst_dir_fd=directory)
             os.fsync(directory)
+
+    def exchange(self, one: str, other: str) -> None:
+        """Swap the names of two files or directories of one directory, in one step."""
+        with self._parent(one) as (directory, name):
+            if directory is None:
+                raise InstallError(f"cannot exchange {one} and {other}: {one} is not there")
+            last = other.rpartition("/")[2]
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.renameat2(
+                *(directory, os.fsencode(name)), *(directory, os.fsencode(last)), _RENAME_EXCHANGE
+            ):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            os.fsync(directory)
+
+    def survey(self, path: str) -> dict[str, os.stat_result]:
+        """Everything below a directory, by its path from there; links are not followed."""
+        fd, missing = self._descend(path.split("/"))
+        found: dict[str, os.stat_result] = {}
+        try:
+            if missing:
+                return found
+            for above, directories, names, at in os.fwalk(".", dir_fd=fd):
+                for name in (*directories, *names):
+                    status = os.stat(name, dir_fd=at, follow_symlinks=False)
+                    found[f"{above}/{name}".removeprefix("./")] = status
+        finally:
+            os.close(fd)
+        return found
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a file, or a directory with all that is in it; no link is followed."""
+        with self._parent(path) as (directory, name):
+            if directory is None:
+                return
+            if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                shutil.rmtree(name, dir_fd=directory)
+            else:
+                os.unlink(name, dir_fd=directory)
+            os.fsync(directory)
+
+    def sync(self, path: str) -> None:
+        """Have all of the file system that this directory is on, on the disk."""
+        fd, missing = self._descend(path.split("/"))
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if missing or libc.syncfs(fd):
+                raise OSError(ctypes.get_errno(), f"cannot sync {path}")
+        finally:
+            os.close(fd)
 
     def remove_directory(self, path: str) -> bool:
         """False: it is not empty, and stays."""
@@ -197,12 +273,18 @@ class Root:
             return True
 
     def write(
-        self, path: str, data: bytes, mode: int, like: Found | None = None, mtime_ns: int = -1
+        self,
+        path: str,
+        data: bytes,
+        mode: int,
+        like: Found | None = None,
+        mtime_ns: int = -1,
+        durable: bool = True,
     ) -> None:
         """Put a file there in one step, synced; one that is there is replaced.
 
         like: the file whose owner, mode and extended attributes it gets, in place of `mode`.
-        mtime_ns: since 1970; negative: now.
+        mtime_ns: since 1970; negative: now. durable: False: it is not synced.
         """
         with self._parent(path) as (directory, name):
             if directory is None:
@@ -218,7 +300,9 @@ class Root:
             if like is not None:
                 mode = stat.S_IMODE(like.status.st_mode)
             part = f".{name}{PART_SUFFIX}"
-            files.replace_file(directory, name, data, mode, part=part, prepare=prepare)
+            files.replace_file(
+                directory, name, data, mode, part=part, prepare=prepare, durable=durable
+            )
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""

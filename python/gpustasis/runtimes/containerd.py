@@ -35,6 +35,7 @@ from gpustasis.runtimes.cri import (
     Cri,
     printable,
 )
+from gpustasis.runtimes.crio import CRIO_NAME, unpause
 from gpustasis.runtimes.freezer import frozen_groups, thaw
 from gpustasis.task import find_openers
 
@@ -48,7 +49,7 @@ _RUNNING = CONTAINER_STATES[RUNNING]
 # A containerd that was started anew takes a paused container for one in an unknown state.
 PERHAPS_PAUSED = (_RUNNING, "unknown")
 _NO_SUCH_METHOD = "UNIMPLEMENTED"  # by a runtime that is not containerd
-_DUMPERS = ("criu", "crio")
+CRIU, CRIO = "criu", "crio"  # processes that are at a checkpoint, by name
 _SETTLE_S = 0.5
 _POLL_S = 0.1
 LOCKS = Path("/run/gpustasis/containerd")
@@ -84,11 +85,12 @@ class Exported:
     seconds: float
 
 
-def containers(cri: Cri) -> list[Container]:
-    """All containers, running or not, by namespace, pod and name. Raises EngineError."""
+def containers(cri: Cri, stop: Callable[[], bool] = lambda: False) -> list[Container]:
+    """All containers, running or not, by namespace, pod and name. stop: asked again and again
+    whether to give up. Raises EngineError."""
     try:
-        pods = {pod.id: pod.metadata for pod in cri.call("ListPodSandbox").items}
-        answer = cri.call("ListContainers")
+        pods = {pod.id: pod.metadata for pod in cri.call("ListPodSandbox", stop=stop).items}
+        answer = cri.call("ListContainers", stop=stop)
     except CallError as exc:
         runtime = cri.runtime()
         raise EngineError(f"{runtime} does not list its containers: {exc} ({exc.code})") from exc
@@ -162,7 +164,7 @@ def checkpoint(
         raise EngineError(f"{archive} exists already; name another file")
     if not archive.parent.is_dir():
         raise EngineError(f"{archive}: {archive.parent} is no directory")
-    with _alone(container):
+    with alone(container):
         return _checkpoint(cri, container, archive, timeout_s, stop)
 
 
@@ -202,7 +204,7 @@ def _checkpoint(
 
 
 @contextmanager
-def _alone(container: Container) -> Iterator[None]:
+def alone(container: Container) -> Iterator[None]:
     """Hold the lock of a container's checkpoints. containerd collects what belongs into an archive
     in one directory for each container, and two at once get mixed up.
 
@@ -238,7 +240,7 @@ def resume(cri: Cri, container: Container) -> bool:
 
     Raises EngineError if it stays paused, or if a checkpoint of it is under way.
     """
-    with _alone(container):
+    with alone(container):
         return _resume(cri, container)
 
 
@@ -248,7 +250,7 @@ def _resume(cri: Cri, container: Container) -> bool:
     try:
         if not _is_paused(cri, container):
             return False
-        _resume_task(cri, container)
+        resume_task(cri, container)
         if not _is_paused(cri, container):
             return True
         reason = "it is still paused"
@@ -274,13 +276,16 @@ def _is_paused(cri: Cri, container: Container) -> bool:
     return status == TASK_PAUSED
 
 
-def _resume_task(cri: Cri, container: Container) -> None:
-    """Ask for it: what counts is how it is afterwards."""
+def resume_task(cri: Cri, container: Container, timeout_s: float = _RESUME_TIMEOUT_S) -> None:
+    """Ask for a container to be resumed: what counts is how it is afterwards. Raises EngineError if
+    its control groups are not to be seen or changed."""
     try:
-        _task_call(cri, RESUME_TASK, container)
+        _task_call(cri, RESUME_TASK, container, timeout_s)
     except CallError as exc:
         if exc.code == _NO_SUCH_METHOD:
-            for group in frozen_groups(container.id):
+            if cri.runtime().startswith(CRIO_NAME):
+                unpause(cri.path, container.id)
+            for group in frozen_groups(container.id):  # of one that is not paused to CRI-O
                 thaw(group)
 
 
@@ -293,7 +298,7 @@ def _wait_for_dump(container: Container) -> None:
     deadline = time.monotonic() + _RESUME_TIMEOUT_S
     clear_since = time.monotonic()
     while time.monotonic() - clear_since < _SETTLE_S:  # there are moments between two files
-        busy = [pid for comm in _DUMPERS for pid in find_openers(container.id, comm)]
+        busy = find_openers(container.id, CRIU, CRIO)
         if busy:
             clear_since = time.monotonic()
             if clear_since > deadline:
@@ -304,10 +309,12 @@ def _wait_for_dump(container: Container) -> None:
         time.sleep(_POLL_S)
 
 
-def _task_call(cri: Cri, method: str, container: Container) -> Any:
+def _task_call(
+    cri: Cri, method: str, container: Container, timeout_s: float = _RESUME_TIMEOUT_S
+) -> Any:
     return cri.call(
         method,
-        timeout_s=_RESUME_TIMEOUT_S,
+        timeout_s=timeout_s,
         metadata=(("containerd-namespace", "k8s.io"),),
         container_id=container.id,
     )

@@ -207,11 +207,12 @@ class Cri:
             pending.cancel()
             raise
 
-    def runtime(self) -> str:
-        """Name and version of what listens, as "containerd v2.1.9". Raises EngineError."""
+    def runtime(self, stop: Callable[[], bool] = lambda: False) -> str:
+        """Name and version of what listens, as "containerd v2.1.9". stop: as in call. Raises
+        EngineError."""
         if not self._runtime:
             try:
-                answer = self.call("Version", version="v1")
+                answer = self.call("Version", stop=stop, version="v1")
             except CallError as exc:
                 raise EngineError(f"{self.path}: {_no_version(exc)}") from exc
             self._runtime = printable(f"{answer.runtime_name} {answer.runtime_version}")

@@ -2,23 +2,23 @@
 """Control groups of a container that are frozen: that is what a runtime's pause does.
 
 Source: the kernel's Documentation/admin-guide/cgroup-v1/freezer-subsystem.rst and cgroup-v2.rst;
-names of groups: CRI-O 1.36, internal/config/cgmgr; crun puts tasks one below, into `container`.
+names of groups: CRI-O 1.36, internal/config/cgmgr; containerd 2.1, internal/cri/server/helpers.go;
+crun puts tasks one below, into `container`.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from gpustasis.errors import EngineError
 
-PROC = Path("/proc")
 GROUPS = Path("/sys/fs/cgroup")
 # File that says whether a group itself is frozen; file that changes it, and what to write there.
 _V1 = ("freezer.self_freezing", "freezer.state", "THAWED")
 _V2 = ("cgroup.freeze", "cgroup.freeze", "0")
-_CONTAINER = re.compile(r"(?:crio-)?([0-9a-f]{64})(?:\.scope)?")
+_CONTAINER = re.compile(r"(?:crio-|cri-containerd-)?([0-9a-f]{64})(?:\.scope)?")
 _BELOW = "container"
 
 
@@ -28,13 +28,13 @@ def frozen_groups(container_id: str) -> list[Path]:
 
     Raises EngineError if none of its groups is seen from here.
     """
-    groups = _groups(container_id)
+    groups = groups_by_container().get(container_id)
     if not groups:
         raise EngineError(
             f"no control group of container {container_id} is seen below {GROUPS}: whether the "
             "container is paused cannot be told from here; ask on the node itself"
         )
-    return [group for group in groups if _is_frozen(group)]
+    return [group for group in groups if is_frozen(group)]
 
 
 def thaw(group: Path) -> None:
@@ -46,7 +46,8 @@ def thaw(group: Path) -> None:
         raise EngineError(f"cannot write {value} to {group / change}: {exc.strerror}") from exc
 
 
-def _is_frozen(group: Path) -> bool:
+def is_frozen(group: Path) -> bool:
+    """Whether a group is, itself. Raises EngineError."""
     try:
         return (group / _files(group)[0]).read_text().strip() == "1"
     except FileNotFoundError:
@@ -56,41 +57,29 @@ def _is_frozen(group: Path) -> bool:
 
 
 def _files(group: Path) -> tuple[str, str, str]:
-    return _V1 if (group / _V1[0]).exists() else _V2
+    return _V1 if os.path.exists(group / _V1[0]) else _V2  # Path.exists raises for a long name
 
 
-def _groups(container_id: str) -> list[Path]:
-    """Those of the container that its processes are in, as far as they are seen from here."""
-    found: dict[Path, None] = {}
-    for entry in PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            text = (entry / "cgroup").read_text(errors="surrogateescape")
-        except OSError:
-            continue  # it has ended
-        for line in text.splitlines():
-            _, controllers, path = line.split(":", 2)
-            found |= dict.fromkeys(_of_container(container_id, controllers.split(","), path))
-    return sorted(group for group in found if group.is_dir())
+def groups_by_container() -> dict[str, list[Path]]:
+    """Directories of containers' groups by the containers' ids, crun's one below included, the
+    uppermost first. They are found by their names: the paths in /proc/PID/cgroup mean nothing to
+    who is in a cgroup namespace of his own, as in a pod. A group that a container has made within
+    its own is not meant, whatever it is called."""
+    found: dict[str, list[Path]] = {}
+    todo = [GROUPS / "freezer" if (GROUPS / "freezer").is_dir() else GROUPS]
+    while todo:
+        for entry in _directories(todo.pop()):
+            if (named := _CONTAINER.fullmatch(entry.name)) is None:
+                todo.append(entry)
+                continue
+            below = [one for one in _directories(entry) if one.name == _BELOW]
+            found.setdefault(named[1], []).extend([entry, *below])
+    return found
 
 
-def _of_container(container_id: str, controllers: list[str], path: str) -> Iterator[Path]:
-    """The group of that container on this path, and crun's below it. A group that another container
-    has made within itself is not meant, whatever it is called."""
-    if "freezer" in controllers:
-        at = GROUPS / "freezer"
-    elif controllers == [""]:
-        at = GROUPS
-    else:
-        return
-    parts = Path(path.lstrip("/")).parts
-    for number, part in enumerate(parts):
-        at /= part
-        if (named := _CONTAINER.fullmatch(part)) is None:
-            continue
-        if named[1] == container_id:
-            yield at
-            if parts[number + 1 : number + 2] == (_BELOW,):
-                yield at / _BELOW
-        return
+def _directories(group: Path) -> list[Path]:
+    try:
+        with os.scandir(group) as found:
+            return [Path(one.path) for one in found if one.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []  # it has gone

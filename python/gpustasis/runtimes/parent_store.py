@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, PARENT_LINK, Manifest, image_name
+from gpustasis._core import MANIFEST_NAME, PARENT_LINK, Manifest
 from gpustasis.archive.chunks import StoredImage, checked, own_chunks
 from gpustasis.archive.layout import CHECKPOINT
 from gpustasis.archive.opened import Archive, open_archive
@@ -139,8 +139,8 @@ def _has_other_images(damaged: Path, manifest: Manifest) -> bool:
     return found is not None and _images_of(found) != _images_of(manifest)
 
 
-def _images_of(manifest: Manifest) -> set[tuple[int, bytes]]:
-    return {(task.pid, task.digest) for task in manifest.tasks if task.externalized}
+def _images_of(manifest: Manifest) -> set[tuple[str, bytes]]:
+    return {(task.image_name, task.digest) for task in manifest.tasks if task.externalized}
 
 
 def _exchange(damaged: Path, part: Path) -> None:
@@ -190,14 +190,14 @@ def _unpack(archive: Archive, manifest: Manifest, part: Path) -> None:
     """The images that the manifest names, then, once all of them were found sound as they lie
     there, the manifest. Raises ImageError."""
     images = {
-        task.pid: archive.stored_image(manifest, task)
+        task.image_name: archive.stored_image(manifest, task)
         for task in manifest.tasks
         if task.externalized
     }
-    for pid, stream in archive.image_streams(images):
-        _write(part / image_name(pid), stream, images[pid].size)
-    for pid, image in images.items():
-        _require_sound(part / image_name(pid), image)
+    for name, stream in archive.image_streams(images):
+        _write(part / name, stream, images[name].size)
+    for name, image in images.items():
+        _require_sound(part / name, image)
     with open_new(part / MANIFEST_NAME) as file:
         file.write(archive.read(MANIFEST_NAME) or b"")
         sync(file)

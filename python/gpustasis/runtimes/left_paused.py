@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A watch over a node's container runtime: what it leaves paused when it is killed in the middle of
+a checkpoint is resumed.
+
+containerd takes a container that is paused when containerd starts for one in an unknown state, and
+its kubelet then kills it. So a container is resumed through its shim, before containerd is back if
+that can be.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpustasis.errors import CheckpointError, EngineError
+from gpustasis.runtimes.containerd import (
+    CRIO,
+    CRIU,
+    PERHAPS_PAUSED,
+    Container,
+    alone,
+    containers,
+    resume_task,
+)
+from gpustasis.runtimes.cri import Cri, socket_path
+from gpustasis.runtimes.freezer import groups_by_container, is_frozen, thaw
+from gpustasis.runtimes.instance import Instance, find_instance, wait
+from gpustasis.runtimes.pauses import Look, Pauses
+from gpustasis.runtimes.shim import find_shim
+from gpustasis.task import open_files, read_task
+
+POLL_S = 1.0
+HURRY_S = 0.25  # while there is something to resume
+_LATE_S = 3.0  # from the last look at a runtime to the notice of its end
+_RESUME_S = 10.0  # for a call that resumes one container: others wait for it
+_SEARCH_S = 10.0  # between two searches for a container's groups that are not to be found
+_ID = re.compile(r"[0-9a-f]{64}")
+_CONTAINERD = "containerd"
+_UNKNOWN = "unknown"  # the state of a container that containerd found paused when it started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something to say. what: "waiting", "watching", "ended", "resumed", "kept" (paused, and left
+    so), "unknown" (resumed too late: its kubelet will replace it), "failed"."""
+
+    what: str
+    text: str
+    container: Container | None = None
+
+
+class Watch:
+    """Resume what the runtime at `address` leaves paused. command: ours that resumes one container,
+    for messages. say: is told all that happens."""
+
+    def __init__(self, address: str, command: str, say: Callable[[Event], None]) -> None:
+        self._path = socket_path(address)
+        self._command = command
+        self._tell = say
+        self._said: dict[str, str] = {}  # by the container's id, or ""
+        self._pauses = Pauses()
+        self._runtime = ""
+        self._known: dict[str, Container] = {}
+        self._groups: dict[str, list[Path]] = {}
+        self._unseen: set[str] = set()  # containers without a group, at the last search
+        self._searched = 0.0
+        self._last = Look(frozen=set(), dumping={}, busy=set())  # while the runtime ran
+        self._looked_at = 0.0
+        self._resumed: set[str] = set()  # since when it is to be seen in which state they are
+
+    def run(self, stop: int) -> None:
+        """Until the descriptor `stop` is readable.
+
+        Raises EngineError if it cannot be told who serves the socket; UnsupportedError without the
+        extra.
+        """
+        while not wait(0, stop):
+            self._note_late()
+            found = find_instance(self._path)
+            if isinstance(found, str):
+                self._say("waiting", f"waiting for a runtime: {found}")
+                self._mend(None, None)
+                wait(self._interval(), stop)
+                continue
+            try:
+                self._follow(found, stop)
+            finally:
+                found.close()
+
+    def _follow(self, instance: Instance, stop: int) -> None:
+        """For as long as that process runs."""
+        while not wait(0, stop):
+            try:
+                with Cri(self._path) as cri:
+                    self._serve(cri, instance, stop)
+            except EngineError as exc:
+                self._mend(None, instance)  # a runtime that starts does not answer at once
+                if not wait(self._interval(), stop, instance.handle):  # it may be about to end
+                    self._say("failed", str(exc))
+            if instance.has_ended():
+                self._note_end(instance)
+                return
+
+    def _serve(self, cri: Cri, instance: Instance, stop: int) -> None:
+        """While it answers."""
+
+        def over() -> bool:
+            return wait(0, stop, instance.handle)
+
+        _require_sight(instance.pid)
+        self._runtime = cri.runtime(over)
+        listed = containers(cri, over)
+        self._say("watching", f"watching {self._runtime} (process {instance.pid})")
+        while True:
+            self._note_containers(listed)
+            look = self._last = self._look()
+            self._looked_at = time.monotonic()
+            for one in sorted(self._pauses.note(look, instance.start_time, time.monotonic())):
+                self._say("kept", self._why_kept(self._known[one]), self._known[one])
+            self._mend(cri, instance)
+            if wait(self._interval(), stop, instance.handle):
+                return
+            listed = containers(cri, over)
+
+    def _note_late(self) -> None:
+        """Before a runtime is looked for: what begins to stand still now, it has not paused."""
+        now = time.monotonic()
+        if self._pauses.is_in_flight(now):
+            self._pauses.note_late(self._look(), now)
+
+    def _note_end(self, instance: Instance) -> None:
+        """What stands still now is its doing if it was seen to stand still before, or if the end is
+        seen at once: later, it may be the next one's."""
+        look, before = self._look(), self._last
+        if time.monotonic() - self._looked_at > _LATE_S:
+            seen = before.frozen | before.dumping.keys()
+            dumping = {one: start for one, start in look.dumping.items() if one in seen}
+            look = Look(frozen=look.frozen & seen, dumping=dumping, busy=look.busy)
+        stay = self._pauses.runtime_ended(look, time.monotonic())
+        self._said.clear()
+        self._say("ended", f"{self._runtime} (process {instance.pid}) has ended")
+        for one in sorted(stay):
+            text = f"{self._known[one]} stays paused: not for a checkpoint, as far as was seen"
+            self._say("kept", text, self._known[one])
+
+    def _interval(self) -> float:
+        return HURRY_S if self._pauses.is_restless(time.monotonic()) else POLL_S
+
+    def _note_containers(self, listed: list[Container]) -> None:
+        """Which there are, and where their control groups are."""
+        self._known = {one.id: one for one in listed if one.state in PERHAPS_PAUSED}
+        now = time.monotonic()
+        unseen = self._known.keys() - self._groups.keys()
+        if unseen and (unseen != self._unseen or now - self._searched >= _SEARCH_S):
+            self._unseen, self._searched = unseen, now
+            self._groups = groups_by_container()
+            if not self._known.keys() & self._groups.keys():
+                self._say(
+                    "failed",
+                    "no control group of any container is seen from here: run this in the host's "
+                    "pid and cgroup namespaces, with the host's /sys/fs/cgroup",
+                )
+        self._said = {one: text for one, text in self._said.items() if one in {"", *self._known}}
+        for one in self._resumed & self._known.keys():
+            if self._known[one].state == _UNKNOWN:
+                self._say("unknown", self._why_replaced(self._known[one]), self._known[one])
+        self._resumed.clear()
+
+    def _look(self) -> Look:
+        """Dumps first: Look says why."""
+        dumping: dict[str, int] = {}
+        opened = open_files(CRIU, CRIO)
+        for pid, names in opened[CRIU].items():
+            with suppress(CheckpointError):  # it has ended
+                start = read_task(pid).start_time
+                dumping |= {one: min(start, dumping.get(one, start)) for one in self._named(names)}
+        busy = {one for names in opened[CRIO].values() for one in self._named(names)}
+        frozen = {one for one in self._known if self._is_frozen(one)}
+        return Look(frozen=frozen, dumping=dumping, busy=busy)
+
+    def _named(self, names: list[str]) -> set[str]:
+        """Containers in whose directories these files are."""
+        return {found for name in names for found in _ID.findall(name)} & self._known.keys()
+
+    def _is_frozen(self, one: str) -> bool:
+        try:
+            return any(is_frozen(group) for group in self._groups.get(one, ()))
+        except EngineError as exc:
+            self._say("failed", str(exc), self._known[one])
+            return False
+
+    def _mend(self, cri: Cri | None, instance: Instance | None) -> None:
+        """Resume what is to be resumed. None: no runtime is there."""
+        if not self._pauses.is_restless(time.monotonic()):
+            return
+        start = None if instance is None else instance.start_time
+        for one in sorted(self._pauses.due(self._look(), start, time.monotonic())):
+            container = self._known[one]
+            try:
+                if self._resume(cri, instance, container):
+                    text = f"{container} was left paused by a runtime that has ended, and runs on"
+                    self._say("resumed", text, container)
+                    self._resumed.add(one)
+            except EngineError as exc:
+                self._say("failed", f"{container} was not resumed: {exc}", container)
+            self._pauses.tried(one, time.monotonic())
+
+    def _resume(self, cri: Cri | None, instance: Instance | None, container: Container) -> bool:
+        """False: it cannot be done yet. Raises EngineError."""
+        with alone(container):
+            is_containerd = self._runtime.startswith(_CONTAINERD)
+            shim = find_shim(Path(self._path).parent, container.id) if is_containerd else None
+            if shim is not None:
+                if shim.is_paused():
+                    shim.resume()
+            elif cri is not None:
+                resume_task(cri, container, _RESUME_S)
+            elif is_containerd or instance is not None:
+                return False
+            groups = self._groups.get(container.id, ())
+            for group in groups:
+                if is_frozen(group):
+                    thaw(group)
+            for group in groups:
+                if is_frozen(group):
+                    raise EngineError(f"{group} is still frozen")
+        return True
+
+    def _why_kept(self, container: Container) -> str:
+        return (
+            f"{container} was paused before this watch began, and nobody knows why; "
+            f"{self._command} resume {container.path} lets it run on"
+        )
+
+    def _why_replaced(self, container: Container) -> str:
+        return (
+            f"{self._runtime} takes {container} for one in an unknown state, and the kubelet will "
+            "replace it in about a minute; a restart of containerd before that keeps it"
+        )
+
+    def _say(self, what: str, text: str, container: Container | None = None) -> None:
+        """Once in a row for each container."""
+        about = "" if container is None else container.id
+        if self._said.get(about) != text:
+            self._said[about] = text
+            self._tell(Event(what=what, text=text, container=container))
+
+
+def _require_sight(pid: int) -> None:
+    """Raise EngineError unless what that process has open is seen from here: a dump that is under
+    way is known by that."""
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except PermissionError as exc:
+        raise EngineError(
+            f"cannot see what process {pid} has open, so no dump under way would be seen either: "
+            "run this as root, with CAP_SYS_PTRACE (of a pod: privileged)"
+        ) from exc
+    except FileNotFoundError:
+        pass  # it has ended
