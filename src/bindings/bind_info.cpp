@@ -2,6 +2,7 @@
 #include "bindings/bind.hpp"
 #include "bindings/convert.hpp"
 #include "core/image_info.hpp"
+#include "core/manifest.hpp"
 
 #include <pybind11/stl.h>
 
@@ -56,6 +57,10 @@ void bind_source(py::module_& m) {
         .def_property_readonly("digest", [](const Source& self) { return to_python(self.digest); })
         .def_readonly("file_size", &Source::file_size, "of that file, in bytes")
         .def_readonly("pid", &Source::pid)
+        .def_readonly("kind", &Source::kind)
+        .def_property_readonly(
+            "image_name", [](const Source& self) { return image_name(self.pid, self.kind); },
+            "of that file")
         .def_readonly("depth", &Source::depth,
                       "parent links to its directory; 0: own, 1: the parent's")
         .def("__eq__", &equal<Source>, py::is_operator());
@@ -65,10 +70,11 @@ ImageInfo make_info(std::uint32_t pid, const py::bytes& checkpoint_id, std::uint
                     const py::bytes& boot_id, const py::str& comm, ProcessState state_before,
                     std::uint32_t driver_api_version, const py::str& driver_version,
                     std::vector<GpuInfo> gpus, std::uint32_t chunk_size,
-                    std::vector<Region> regions) {
+                    std::vector<Region> regions, MemoryKind kind) {
     return {.checkpoint_id = to_id(checkpoint_id),
             .parent_id = {},
             .pid = pid,
+            .kind = kind,
             .start_time = start_time,
             .boot_id = to_id(boot_id),
             .comm = to_text(comm),
@@ -89,6 +95,9 @@ void bind_info(py::module_& m) {
         .value("LOCKED", ProcessState::locked)
         .value("CHECKPOINTED", ProcessState::checkpointed)
         .value("FAILED", ProcessState::failed);
+    py::enum_<MemoryKind>(m, "MemoryKind", "Which memory of a task an image holds.")
+        .value("GPU", MemoryKind::gpu)
+        .value("CPU", MemoryKind::cpu);
     bind_region(m);
     bind_gpu(m);
     bind_source(m);
@@ -100,12 +109,17 @@ void bind_info(py::module_& m) {
              py::arg("start_time") = 0, py::arg("boot_id") = no_id, py::arg("comm") = "",
              py::arg("state_before") = ProcessState::running, py::arg("driver_api_version") = 0,
              py::arg("driver_version") = "", py::arg("gpus") = std::vector<GpuInfo>{},
-             py::arg("chunk_size") = 0, py::arg("regions") = std::vector<Region>{})
+             py::arg("chunk_size") = 0, py::arg("regions") = std::vector<Region>{},
+             py::arg("kind") = MemoryKind::gpu)
         .def_property_readonly("checkpoint_id",
                                [](const ImageInfo& self) { return to_python(self.checkpoint_id); })
         .def_property_readonly("parent_id",
                                [](const ImageInfo& self) { return to_python(self.parent_id); })
         .def_readonly("pid", &ImageInfo::pid)
+        .def_readonly("kind", &ImageInfo::kind)
+        .def_property_readonly(
+            "image_name", [](const ImageInfo& self) { return image_name(self.pid, self.kind); },
+            "of its file")
         .def_readonly("start_time", &ImageInfo::start_time, "clock ticks since boot")
         .def_property_readonly("boot_id",
                                [](const ImageInfo& self) { return to_python(self.boot_id); })

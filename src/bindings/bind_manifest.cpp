@@ -8,13 +8,16 @@
 #include <pybind11/stl/filesystem.h>
 
 #include <filesystem>
+#include <optional>
+#include <utility>
 
 namespace py = pybind11;
 
 namespace gpustasis::bindings {
 void bind_manifest(py::module_& m) {
     m.attr("MANIFEST_NAME") = kManifestName;
-    m.def("image_name", &image_name, py::arg("pid"), "The file name of the image of task `pid`.");
+    m.def("image_name", &image_name, py::arg("pid"), py::arg("kind") = MemoryKind::gpu,
+          "The file name of the image of task `pid`.");
 
     py::enum_<GpuSource>(m, "GpuSource", "How it was found out which GPUs a task has.")
         .value("UNKNOWN", GpuSource::unknown)
@@ -37,16 +40,20 @@ void bind_manifest(py::module_& m) {
         .attr("UNKNOWN_SIZE") = TaskGpu::kUnknownSize;
 
     const py::bytes no_id(std::string(sizeof(Id), '\0'));
-    py::class_<ManifestTask>(m, "ManifestTask", "One CUDA task of the tree.")
+    py::class_<ManifestTask>(m, "ManifestTask",
+                             "One CUDA task of the tree, or the CPU memory of one task.")
         .def(py::init([](std::uint32_t pid, bool externalized, const py::bytes& digest,
-                         ProcessState state_before, GpuSource gpu_source,
-                         std::vector<TaskGpu> gpus) {
-                 return ManifestTask{pid,          externalized, to_id(digest),
-                                     state_before, gpu_source,   std::move(gpus)};
+                         ProcessState state_before, GpuSource gpu_source, std::vector<TaskGpu> gpus,
+                         MemoryKind kind) {
+                 return ManifestTask{pid,        externalized,    to_id(digest), state_before,
+                                     gpu_source, std::move(gpus), kind};
              }),
              py::kw_only(), py::arg("pid"), py::arg("externalized") = false,
              py::arg("digest") = no_id, py::arg("state_before") = ProcessState::running,
-             py::arg("gpu_source") = GpuSource::unknown, py::arg("gpus") = std::vector<TaskGpu>{})
+             py::arg("gpu_source") = GpuSource::unknown, py::arg("gpus") = std::vector<TaskGpu>{},
+             py::arg("kind") = MemoryKind::gpu)
+        .def_readonly("kind", &ManifestTask::kind)
+        .def_property_readonly("image_name", &ManifestTask::image_name, "of its image")
         .def_readonly("pid", &ManifestTask::pid)
         .def_readonly("externalized", &ManifestTask::externalized, "an image holds its memory")
         .def_property_readonly("digest",
@@ -60,15 +67,16 @@ void bind_manifest(py::module_& m) {
         .def(py::init([](const py::bytes& checkpoint_id, std::uint32_t driver_api_version,
                          const py::str& driver_version, std::vector<GpuInfo> gpus,
                          std::vector<ManifestTask> tasks, const py::bytes& parent_id,
-                         std::uint32_t chain_length) {
-                 return Manifest{to_id(checkpoint_id), driver_api_version, to_text(driver_version),
-                                 std::move(gpus),      std::move(tasks),   to_id(parent_id),
-                                 chain_length};
+                         std::uint32_t chain_length, std::optional<Requirements> requirements) {
+                 return Manifest{
+                     to_id(checkpoint_id), driver_api_version,     to_text(driver_version),
+                     std::move(gpus),      std::move(tasks),       to_id(parent_id),
+                     chain_length,         std::move(requirements)};
              }),
              py::kw_only(), py::arg("checkpoint_id"), py::arg("driver_api_version") = 0,
              py::arg("driver_version") = "", py::arg("gpus") = std::vector<GpuInfo>{},
              py::arg("tasks") = std::vector<ManifestTask>{}, py::arg("parent_id") = no_id,
-             py::arg("chain_length") = 0)
+             py::arg("chain_length") = 0, py::arg("requirements") = std::nullopt)
         .def_property_readonly("checkpoint_id",
                                [](const Manifest& self) { return to_python(self.checkpoint_id); })
         .def_readonly("driver_api_version", &Manifest::driver_api_version)
@@ -80,6 +88,7 @@ void bind_manifest(py::module_& m) {
                                [](const Manifest& self) { return to_python(self.parent_id); })
         .def_readonly("chain_length", &Manifest::chain_length,
                       "how many checkpoints it is built on; 0: none")
+        .def_readonly("requirements", &Manifest::requirements, "None: they were not recorded")
         .def("__eq__", &equal<Manifest>, py::is_operator());
 
     m.def(

@@ -8,7 +8,9 @@ PYBIND11_MODULE(_core, m) {
     bind_codec(m);
     bind_info(m);
     bind_image(m);
+    bind_requirements(m);
     bind_manifest(m);
+    bind_seal(m);
     bind_dirty_tracker(m);
     bind_dropped_memory(m);
 }

@@ -60,6 +60,8 @@ class FieldReader {
 public:
     explicit FieldReader(Bytes bytes) noexcept : rest_(bytes) {}
 
+    std::size_t size() const noexcept { return rest_.size(); } ///< of what is left
+
     Bytes take(std::size_t size) {
         if (rest_.size() < size)
             throw Error(Errc::corrupt_data, "a field lies beyond the end");

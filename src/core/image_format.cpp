@@ -3,6 +3,7 @@
 
 #include "core/error.hpp"
 #include "core/fields.hpp"
+#include "core/image_metadata.hpp"
 #include "core/sealed_block.hpp"
 
 #include <array>
@@ -15,7 +16,7 @@
 namespace gpustasis::format {
 namespace {
 
-constexpr std::size_t kHeaderReserved = 164;
+constexpr std::size_t kHeaderReserved = 163;
 constexpr std::size_t kTrailerReserved = 16;
 constexpr std::size_t kIndexEntryReserved = 1;
 
@@ -24,7 +25,8 @@ constexpr BlockKind kHeader{.magic = std::string_view("\x93"
                                                       8),
                             .header_size = kHeaderSize,
                             .wrong_magic = "not an image: wrong magic",
-                            .wrong_hash = "header does not match its checksum"};
+                            .wrong_hash = "header does not match its checksum",
+                            .features = kParent | kCpuMemory};
 
 Bytes trailer_magic() noexcept {
     return std::as_bytes(std::span("GPUSEND\n", 8));
@@ -46,12 +48,16 @@ void check_source(const IndexEntry& entry, const std::vector<Source>& sources) {
 } // namespace
 
 std::vector<std::byte> pack_header(const Header& header) {
-    FieldWriter out = begin_block(kHeader, header.parent_id == Id{} ? 0 : kParent, kHeaderSize);
+    FieldWriter out = begin_block(kHeader,
+                                  (header.parent_id == Id{} ? std::uint64_t{0} : kParent) |
+                                      (header.has_cpu_memory ? kCpuMemory : std::uint64_t{0}),
+                                  kHeaderSize);
     out.append(header.checkpoint_id);
     out.append(header.parent_id);
     out.number(header.pid);
     out.number(header.chunk_size);
     out.number(header.alignment);
+    out.number(static_cast<std::uint8_t>(header.kind));
     out.reserved(kHeaderReserved);
     return seal(std::move(out));
 }
@@ -67,6 +73,8 @@ Header unpack_header(Bytes bytes) {
     header.pid = in.number<std::uint32_t>();
     header.chunk_size = in.number<std::uint32_t>();
     header.alignment = in.number<std::uint32_t>();
+    header.kind = unpack_kind(in);
+    header.has_cpu_memory = (required & kCpuMemory) != 0;
     in.reserved(kHeaderReserved);
     if (!std::has_single_bit(header.alignment) || header.alignment > kMaxAlignment)
         corrupt("alignment out of range: " + std::to_string(header.alignment));

@@ -31,7 +31,9 @@ struct Header {
     std::uint32_t pid = 0;
     std::uint32_t chunk_size = 0;
     std::uint32_t alignment = 0;
-    Id hash{}; ///< set by unpack_header
+    MemoryKind kind = MemoryKind::gpu;
+    bool has_cpu_memory = false; ///< it, or one of its sources, is of MemoryKind::cpu
+    Id hash{};                   ///< set by unpack_header
 };
 
 std::vector<std::byte> pack_header(const Header& header);

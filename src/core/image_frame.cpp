@@ -83,12 +83,15 @@ ChunkPlace ChunkMap::at(std::uint64_t index) const noexcept {
 
 FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index) {
-    const std::vector<std::byte> header = format::pack_header({.checkpoint_id = info.checkpoint_id,
-                                                               .parent_id = info.parent_id,
-                                                               .pid = info.pid,
-                                                               .chunk_size = info.chunk_size,
-                                                               .alignment = alignment,
-                                                               .hash = {}});
+    const std::vector<std::byte> header =
+        format::pack_header({.checkpoint_id = info.checkpoint_id,
+                             .parent_id = info.parent_id,
+                             .pid = info.pid,
+                             .chunk_size = info.chunk_size,
+                             .alignment = alignment,
+                             .kind = info.kind,
+                             .has_cpu_memory = format::has_cpu_memory(info),
+                             .hash = {}});
     const std::vector<std::byte> metadata = format::pack_metadata(info);
     format::Trailer trailer;
     trailer.metadata_offset = data_end;
@@ -152,8 +155,11 @@ ImageFrame read_frame(std::uint64_t size, const ReadPart& read) {
     frame.info.parent_id = header.parent_id;
     frame.info.pid = header.pid;
     frame.info.chunk_size = header.chunk_size;
+    frame.info.kind = header.kind;
     format::unpack_metadata(metadata, frame.info);
     format::check_info(frame.info, Errc::corrupt_data);
+    if (format::has_cpu_memory(frame.info) != header.has_cpu_memory)
+        corrupt("kinds of memory and features contradict each other");
 
     frame.map = ChunkMap(frame.info.regions, frame.info.chunk_size);
     if (frame.trailer.chunk_count != frame.map.count())

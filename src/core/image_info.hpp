@@ -14,6 +14,12 @@ namespace gpustasis {
 /// 128 bits that name a checkpoint, a GPU, a boot or a digest.
 using Id = std::array<std::byte, 16>;
 
+/// Which memory of a task an image holds.
+enum class MemoryKind : std::uint8_t {
+    gpu = 0, ///< what the driver staged: gone from the task once it is stored
+    cpu = 1, ///< the task's own, which a dump leaves as it is
+};
+
 /// How a region is mapped in the task; decides how its pages are dropped.
 enum class RegionKind : std::uint8_t { private_anonymous = 0, shared_anonymous = 1 };
 
@@ -44,16 +50,18 @@ struct Source {
     Id checkpoint_id{};
     Id digest{};                 ///< of that file
     std::uint64_t file_size = 0; ///< of that file, in bytes
-    std::uint32_t pid = 0;       ///< the file is image_name(pid)
+    std::uint32_t pid = 0;       ///< the file is image_name(pid, kind)
     std::uint32_t depth = 0;     ///< parent links from here to its directory; 1: the parent's
+    MemoryKind kind = MemoryKind::gpu;
 
     bool operator==(const Source&) const = default;
 };
 
 struct ImageInfo {
-    Id checkpoint_id{};           ///< random; the same in every image of one dump
-    Id parent_id{};               ///< checkpoint_id of the parent; all zero: none
-    std::uint32_t pid = 0;        ///< in the innermost pid namespace of the task
+    Id checkpoint_id{};    ///< random; the same in every image of one dump
+    Id parent_id{};        ///< checkpoint_id of the parent; all zero: none
+    std::uint32_t pid = 0; ///< in the innermost pid namespace of the task
+    MemoryKind kind = MemoryKind::gpu;
     std::uint64_t start_time = 0; ///< field 22 of /proc/PID/stat, in clock ticks since boot
     Id boot_id{};                 ///< /proc/sys/kernel/random/boot_id
     std::string comm;             ///< of the task's main thread; at most 15 bytes
@@ -63,7 +71,7 @@ struct ImageInfo {
     std::vector<GpuInfo> gpus;            ///< empty: not known
     std::uint32_t chunk_size = 0;         ///< bytes; a power of two, kMinChunkSize..kMaxChunkSize
     std::vector<Region> regions;          ///< ascending by address, not overlapping
-    std::vector<Source> sources;          ///< ascending by depth, then pid
+    std::vector<Source> sources;          ///< ascending by depth, then pid, then kind
 
     bool operator==(const ImageInfo&) const = default;
 };

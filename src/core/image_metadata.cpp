@@ -6,14 +6,14 @@
 #include <algorithm>
 #include <bit>
 #include <string>
-#include <utility>
+#include <tuple>
 
 namespace gpustasis::format {
 namespace {
 
 constexpr std::size_t kFixedReserved = 4;
 constexpr std::size_t kRegionReserved = 3;
-constexpr std::size_t kSourceReserved = 2;
+constexpr std::size_t kSourceReserved = 1;
 constexpr std::uint32_t kMaxProtection = 7; // PROT_READ | PROT_WRITE | PROT_EXEC
 
 void check_region(const Region& region, std::uint64_t lowest, Errc blame) {
@@ -41,6 +41,9 @@ void check_regions(const ImageInfo& info, Errc blame) {
     std::uint64_t chunks = 0; // cannot overflow: regions do not overlap
     for (const Region& region : info.regions) {
         check_region(region, lowest, blame);
+        if (info.kind == MemoryKind::cpu && region.kind != RegionKind::private_anonymous)
+            throw Error(blame, "region at " + std::to_string(region.address) +
+                                   ": of an image of CPU memory, and not private");
         lowest = region.address + region.length;
         chunks += (region.length + info.chunk_size - 1) / info.chunk_size;
     }
@@ -54,7 +57,7 @@ void check_sources(const ImageInfo& info, Errc blame) {
         throw Error(blame, "too many sources: " + std::to_string(info.sources.size()));
     if (!info.sources.empty() && info.parent_id == Id{})
         throw Error(blame, "has sources, and no parent");
-    std::pair<std::uint32_t, std::uint32_t> last{0, 0};
+    std::tuple<std::uint32_t, std::uint32_t, MemoryKind> last{};
     for (const Source& source : info.sources) {
         const auto refuse = [&](const char* why) {
             throw Error(blame, "source " + std::to_string(source.pid) + " at depth " +
@@ -66,7 +69,7 @@ void check_sources(const ImageInfo& info, Errc blame) {
             refuse("depth out of range");
         if (source.file_size > kMaxFileSize)
             refuse("file size out of range");
-        const std::pair place{source.depth, source.pid};
+        const std::tuple place{source.depth, source.pid, source.kind};
         if (place <= last)
             refuse("out of order");
         last = place;
@@ -74,6 +77,18 @@ void check_sources(const ImageInfo& info, Errc blame) {
 }
 
 } // namespace
+
+MemoryKind unpack_kind(FieldReader& in) {
+    const auto kind = in.number<std::uint8_t>();
+    if (kind > static_cast<std::uint8_t>(MemoryKind::cpu))
+        throw Error(Errc::corrupt_data, "unknown kind of memory: " + std::to_string(kind));
+    return static_cast<MemoryKind>(kind);
+}
+
+bool has_cpu_memory(const ImageInfo& info) noexcept {
+    return info.kind == MemoryKind::cpu ||
+           std::ranges::find(info.sources, MemoryKind::cpu, &Source::kind) != info.sources.end();
+}
 
 void check_machine(const std::string& driver_version, const std::vector<GpuInfo>& gpus,
                    Errc blame) {
@@ -146,6 +161,7 @@ std::vector<std::byte> pack_metadata(const ImageInfo& info) {
         out.number(source.file_size);
         out.number(source.pid);
         out.number(static_cast<std::uint16_t>(source.depth));
+        out.number(static_cast<std::uint8_t>(source.kind));
         out.reserved(kSourceReserved);
     }
     return out.take();
@@ -183,6 +199,7 @@ void unpack_metadata(Bytes bytes, ImageInfo& info) {
         source.file_size = in.number<std::uint64_t>();
         source.pid = in.number<std::uint32_t>();
         source.depth = in.number<std::uint16_t>();
+        source.kind = unpack_kind(in);
         in.reserved(kSourceReserved);
     }
 }

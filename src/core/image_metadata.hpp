@@ -51,6 +51,12 @@ std::vector<std::byte> pack_metadata(const ImageInfo& info);
 /// and check_info() after. Throws Error: corrupt_data.
 void unpack_metadata(Bytes bytes, ImageInfo& info);
 
+/// A number that is one. Throws Error: corrupt_data.
+MemoryKind unpack_kind(FieldReader& in);
+
+/// Whether `info`, or one of its sources, is of MemoryKind::cpu: its header must say so.
+bool has_cpu_memory(const ImageInfo& info) noexcept;
+
 void pack_gpus(const std::vector<GpuInfo>& gpus, FieldWriter& out);
 std::vector<GpuInfo> unpack_gpus(std::uint32_t count, FieldReader& in);
 

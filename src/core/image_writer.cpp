@@ -277,7 +277,7 @@ private:
             const std::lock_guard lock(damage_mutex_);
             if (damaged_++ == 0) {
                 const Source& source = options_.parent->sources()[place.source];
-                first_damage_ = image_name(source.pid) + " of checkpoint " +
+                first_damage_ = image_name(source.pid, source.kind) + " of checkpoint " +
                                 id_text(source.checkpoint_id) + ", at " +
                                 std::to_string(place.offset) + ": " + e.what();
             }

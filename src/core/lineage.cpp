@@ -209,11 +209,11 @@ const std::string& Lineage::path(std::uint32_t depth) {
 }
 
 std::shared_ptr<const UniqueFd> Lineage::file(const Source& source) {
-    const Place place{source.depth, source.pid};
+    const Place place{source.depth, source.pid, source.kind};
     const auto known = files_.find(place);
     if (known != files_.end() && known->second.first == source.digest)
         return known->second.second;
-    const std::string name = image_name(source.pid);
+    const std::string name = image_name(source.pid, source.kind);
     const std::string whose =
         name + " of checkpoint " + id_text(source.checkpoint_id) + ", which this one is built on";
     try {

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -64,7 +65,7 @@ private:
     static Directory open_parent(const Directory& child);
 
     std::vector<Directory> directories_;                                    ///< by depth
-    using Place = std::pair<std::uint32_t, std::uint32_t>;                  ///< depth, pid
+    using Place = std::tuple<std::uint32_t, std::uint32_t, MemoryKind>;     ///< depth, pid, kind
     std::map<Place, std::pair<Id, std::shared_ptr<const UniqueFd>>> files_; ///< digest, file
 };
 

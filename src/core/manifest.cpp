@@ -7,6 +7,7 @@
 #include "core/image_metadata.hpp"
 #include "core/sealed_block.hpp"
 
+#include <algorithm>
 #include <string_view>
 #include <utility>
 
@@ -19,19 +20,21 @@ constexpr std::size_t kTaskGpuSize = 16;
 constexpr std::size_t kParentSize = 32;
 constexpr std::uint32_t kMaxTasks = 65536;
 constexpr std::uint32_t kMaxTaskGpus = 1U << 20;
-constexpr std::size_t kTaskReserved = 6;
+constexpr std::size_t kTaskReserved = 5;
 constexpr std::size_t kParentReserved = 12;
-constexpr std::size_t kMaxSize =
-    kFixedSize + format::kGpuSize * format::kMaxGpus + kTaskSize * std::size_t{kMaxTasks} +
-    kTaskGpuSize * std::size_t{kMaxTaskGpus} + kParentSize + format::kHashSize;
+constexpr std::size_t kMaxSize = kFixedSize + format::kGpuSize * format::kMaxGpus +
+                                 kTaskSize * std::size_t{kMaxTasks} +
+                                 kTaskGpuSize * std::size_t{kMaxTaskGpus} + kParentSize +
+                                 format::kMaxRequirementsSize + format::kHashSize;
 
-constexpr format::BlockKind kManifest{.magic = std::string_view("\x93"
-                                                                "GPUSMF\n",
-                                                                8),
-                                      .header_size = kFixedSize,
-                                      .wrong_magic = "not a manifest: wrong magic",
-                                      .wrong_hash =
-                                          "does not match its checksum: damaged, or cut short"};
+constexpr format::BlockKind kManifest{
+    .magic = std::string_view("\x93"
+                              "GPUSMF\n",
+                              8),
+    .header_size = kFixedSize,
+    .wrong_magic = "not a manifest: wrong magic",
+    .wrong_hash = "does not match its checksum: damaged, or cut short",
+    .features = format::kParent | format::kRequirements | format::kCpuMemory};
 
 [[noreturn]] void corrupt(const std::string& what) {
     throw Error(Errc::corrupt_data, what);
@@ -73,14 +76,17 @@ void check(const Manifest& manifest, Errc blame) {
         throw Error(blame, "parent and length of the chain contradict each other");
     if (manifest.chain_length > format::kMaxDepth)
         throw Error(blame, "chain is too long: " + std::to_string(manifest.chain_length));
-    std::uint32_t last = 0;
+    if (manifest.requirements)
+        format::check_requirements(*manifest.requirements, blame);
+    std::pair<std::uint32_t, MemoryKind> last{0, MemoryKind::cpu};
     for (const ManifestTask& task : manifest.tasks) {
         const auto refuse = [&](const char* why) {
             throw Error(blame, "task " + std::to_string(task.pid) + ": " + why);
         };
         if (task.pid > format::kMaxPid)
             refuse("pid out of range");
-        if (task.pid <= last) // also refuses pid 0
+        const std::pair place{task.pid, task.kind};
+        if (place <= last) // also refuses pid 0
             refuse("pids do not ascend");
         if (static_cast<std::uint32_t>(task.state_before) > format::kMaxState)
             refuse("unknown state");
@@ -88,7 +94,11 @@ void check(const Manifest& manifest, Errc blame) {
             refuse("digest of an image that does not exist");
         if (const char* fault = fault_of_gpus(task, manifest.gpus.size()); fault != nullptr)
             refuse(fault);
-        last = task.pid;
+        if (task.kind == MemoryKind::cpu &&
+            (!task.externalized || task.state_before != ProcessState::running ||
+             task.gpu_source != GpuSource::unknown))
+            refuse("CPU memory without an image, or with what only GPU memory has");
+        last = place;
     }
 }
 
@@ -101,6 +111,7 @@ ManifestTask unpack_task(FieldReader& in) {
         corrupt("externalized is neither 0 nor 1");
     task.externalized = externalized == 1;
     task.gpu_source = static_cast<GpuSource>(in.number<std::uint8_t>());
+    task.kind = format::unpack_kind(in);
     in.reserved(kTaskReserved);
     task.digest = in.id();
     return task;
@@ -111,7 +122,7 @@ void unpack_task_gpus(std::uint32_t count, FieldReader& in, std::vector<Manifest
     auto task = tasks.begin();
     for (std::uint32_t i = 0; i < count; ++i) {
         const auto pid = in.number<std::uint32_t>();
-        while (task != tasks.end() && task->pid != pid)
+        while (task != tasks.end() && (task->pid != pid || task->kind != MemoryKind::gpu))
             ++task;
         if (task == tasks.end())
             corrupt("a GPU of task " + std::to_string(pid) +
@@ -126,6 +137,7 @@ Manifest unpack(Bytes bytes) {
         corrupt("too short for a manifest");
     auto [in, required, hash] = format::open_block(bytes, kManifest);
     const bool has_parent = (required & format::kParent) != 0;
+    const bool has_requirements = (required & format::kRequirements) != 0;
 
     Manifest manifest;
     manifest.checkpoint_id = in.id();
@@ -133,10 +145,12 @@ Manifest unpack(Bytes bytes) {
     const auto gpu_count = in.number<std::uint32_t>();
     const auto task_count = in.number<std::uint32_t>();
     const auto task_gpu_count = in.number<std::uint32_t>();
+    const std::size_t least_size =
+        kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count +
+        kTaskGpuSize * task_gpu_count + (has_parent ? kParentSize : 0) +
+        (has_requirements ? format::kRequirementsFixedSize : 0) + format::kHashSize;
     if (gpu_count > format::kMaxGpus || task_count > kMaxTasks || task_gpu_count > kMaxTaskGpus ||
-        bytes.size() != kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count +
-                            kTaskGpuSize * task_gpu_count + (has_parent ? kParentSize : 0) +
-                            format::kHashSize)
+        bytes.size() < least_size || (!has_requirements && bytes.size() != least_size))
         corrupt("has the wrong size");
     manifest.driver_version = in.text(format::kDriverVersionWidth);
     manifest.gpus = format::unpack_gpus(gpu_count, in);
@@ -151,16 +165,28 @@ Manifest unpack(Bytes bytes) {
         if (manifest.parent_id == Id{})
             corrupt("parent section without a parent");
     }
+    if (has_requirements)
+        manifest.requirements = format::unpack_requirements(in);
+    in.take(format::kHashSize);
+    if (in.size() != 0)
+        corrupt("has the wrong size");
     check(manifest, Errc::corrupt_data);
+    if (manifest.has(MemoryKind::cpu) != ((required & format::kCpuMemory) != 0))
+        corrupt("kinds of memory and features contradict each other");
     return manifest;
 }
 
 std::vector<std::byte> pack(const Manifest& manifest) {
     const bool has_parent = manifest.parent_id != Id{};
     FieldWriter out = format::begin_block(
-        kManifest, has_parent ? format::kParent : std::uint64_t{0},
+        kManifest,
+        (has_parent ? format::kParent : std::uint64_t{0}) |
+            (manifest.requirements ? format::kRequirements : std::uint64_t{0}) |
+            (manifest.has(MemoryKind::cpu) ? format::kCpuMemory : std::uint64_t{0}),
         kFixedSize + format::kGpuSize * manifest.gpus.size() + kTaskSize * manifest.tasks.size() +
-            kTaskGpuSize * count_task_gpus(manifest) + kParentSize + format::kHashSize);
+            kTaskGpuSize * count_task_gpus(manifest) + kParentSize +
+            (manifest.requirements ? format::requirements_size(*manifest.requirements) : 0) +
+            format::kHashSize);
     out.append(manifest.checkpoint_id);
     out.number(manifest.driver_api_version);
     out.number(static_cast<std::uint32_t>(manifest.gpus.size()));
@@ -173,6 +199,7 @@ std::vector<std::byte> pack(const Manifest& manifest) {
         out.number(static_cast<std::uint32_t>(task.state_before));
         out.number(static_cast<std::uint8_t>(task.externalized));
         out.number(static_cast<std::uint8_t>(task.gpu_source));
+        out.number(static_cast<std::uint8_t>(task.kind));
         out.reserved(kTaskReserved);
         out.append(task.digest);
     }
@@ -187,13 +214,32 @@ std::vector<std::byte> pack(const Manifest& manifest) {
         out.number(manifest.chain_length);
         out.reserved(kParentReserved);
     }
+    if (manifest.requirements)
+        format::pack_requirements(*manifest.requirements, out);
     return format::seal(std::move(out));
 }
 
 } // namespace
 
-std::string image_name(std::uint32_t pid) {
-    return "gpustasis-" + std::to_string(pid) + ".img";
+std::string image_name(std::uint32_t pid, MemoryKind kind) {
+    const char* what = kind == MemoryKind::cpu ? "memory-" : "";
+    return std::string("gpustasis-") + what + std::to_string(pid) + ".img";
+}
+
+const ManifestTask* Manifest::find(std::uint32_t pid, MemoryKind kind) const noexcept {
+    const auto found = std::ranges::find_if(
+        tasks, [&](const ManifestTask& task) { return task.pid == pid && task.kind == kind; });
+    return found == tasks.end() ? nullptr : &*found;
+}
+
+bool Manifest::has(MemoryKind kind) const noexcept {
+    return std::ranges::find(tasks, kind, &ManifestTask::kind) != tasks.end();
+}
+
+void Manifest::add(ManifestTask task) {
+    tasks.push_back(std::move(task));
+    std::ranges::sort(tasks, {},
+                      [](const ManifestTask& one) { return std::pair{one.pid, one.kind}; });
 }
 
 void write_manifest(int dir_fd, const Manifest& manifest) {

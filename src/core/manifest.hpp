@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-/// The manifest: the one file of an image directory that says which GPU images belong to it.
+/// The manifest: the one file of an image directory that says which images belong to it.
 #pragma once
 
 #include "core/bytes.hpp"
 #include "core/image_info.hpp"
+#include "core/requirements.hpp"
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,8 +15,8 @@ namespace gpustasis {
 
 inline constexpr const char* kManifestName = "gpustasis-manifest.img";
 
-/// "gpustasis-<pid>.img"
-std::string image_name(std::uint32_t pid);
+/// "gpustasis-<pid>.img"; of CPU memory "gpustasis-memory-<pid>.img".
+std::string image_name(std::uint32_t pid, MemoryKind kind = MemoryKind::gpu);
 
 /// How it was found out which GPUs a task has.
 enum class GpuSource : std::uint8_t {
@@ -33,15 +35,18 @@ struct TaskGpu {
     bool operator==(const TaskGpu&) const = default;
 };
 
-/// One CUDA task of the tree.
+/// One CUDA task of the tree, or the CPU memory of one task with or without CUDA.
 struct ManifestTask {
     std::uint32_t pid = 0;     ///< in the innermost pid namespace of the task
-    bool externalized = false; ///< an image image_name(pid) holds its staged memory
+    bool externalized = false; ///< there is an image image_name(); always if of CPU memory
     Id digest{};               ///< ImageReader::digest of that image; all zero if not externalized
     ProcessState state_before = ProcessState::running;
     GpuSource gpu_source = GpuSource::unknown;
     std::vector<TaskGpu> gpus{}; ///< ascending by place; empty if, and only if, unknown
+    MemoryKind kind = MemoryKind::gpu;
 
+    /// The name of its image.
+    std::string image_name() const { return gpustasis::image_name(pid, kind); }
     bool operator==(const ManifestTask&) const = default;
 };
 
@@ -50,10 +55,16 @@ struct Manifest {
     std::uint32_t driver_api_version = 0;
     std::string driver_version;
     std::vector<GpuInfo> gpus;       ///< of the machine of the dump, in the driver's order
-    std::vector<ManifestTask> tasks; ///< ascending by pid, each pid once
+    std::vector<ManifestTask> tasks; ///< ascending by pid, then kind, each pair once
     Id parent_id{};                  ///< checkpoint_id of the parent; all zero: none
     std::uint32_t chain_length = 0;  ///< checkpoints this one is built on, 1..65535; 0: none
+    std::optional<Requirements> requirements{}; ///< nullopt: they were not recorded
 
+    /// The one of this pid and kind; nullptr: there is none.
+    const ManifestTask* find(std::uint32_t pid, MemoryKind kind) const noexcept;
+    bool has(MemoryKind kind) const noexcept;
+    /// Keeps the order.
+    void add(ManifestTask task);
     bool operator==(const Manifest&) const = default;
 };
 

@@ -36,7 +36,7 @@ ParentIndex ParentIndex::read(Lineage& lineage) {
         if (task.externalized)
             index.add_image(lineage, task);
     if (index.chunk_size_ == 0)
-        throw Error(Errc::bad_argument, lineage.path(1) + " holds no GPU memory to build on");
+        throw Error(Errc::bad_argument, lineage.path(1) + " holds no memory to build on");
     index.sort_sources();
     for (const Source& source : index.sources_)
         index.files_.push_back(lineage.file(source));
@@ -45,11 +45,11 @@ ParentIndex ParentIndex::read(Lineage& lineage) {
 }
 
 void ParentIndex::add_image(Lineage& lineage, const ManifestTask& task) {
-    const ImageReader image = ImageReader::open(lineage.directory(1), image_name(task.pid));
+    const ImageReader image = ImageReader::open(lineage.directory(1), task.image_name());
     const ImageInfo& info = image.info();
     if (image.digest() != task.digest || info.checkpoint_id != manifest_.checkpoint_id ||
-        info.pid != task.pid)
-        throw Error(Errc::corrupt_data, lineage.path(1) + "/" + image_name(task.pid) +
+        info.pid != task.pid || info.kind != task.kind)
+        throw Error(Errc::corrupt_data, lineage.path(1) + "/" + task.image_name() +
                                             " is not the image that its manifest lists");
     if (chunk_size_ != 0 && chunk_size_ != info.chunk_size)
         throw Error(Errc::corrupt_data, lineage.path(1) + " has images of different chunk sizes");
@@ -60,7 +60,8 @@ void ParentIndex::add_image(Lineage& lineage, const ManifestTask& task) {
                                   .digest = image.digest(),
                                   .file_size = image.file_size(),
                                   .pid = info.pid,
-                                  .depth = 1}));
+                                  .depth = 1,
+                                  .kind = info.kind}));
     for (Source source : info.sources) {
         ++source.depth;
         numbers.push_back(add_source(source));
@@ -82,7 +83,7 @@ void ParentIndex::add_image(Lineage& lineage, const ManifestTask& task) {
 // By a map: an image may name 65,535 of them, a checkpoint may have as many images, and a search
 // through a list for each would hold up a dump for hours.
 std::uint16_t ParentIndex::add_source(const Source& source) {
-    const std::pair place{source.depth, source.pid};
+    const std::tuple place{source.depth, source.pid, source.kind};
     if (const auto known = numbers_.find(place); known != numbers_.end()) {
         if (sources_[known->second] != source)
             throw Error(Errc::corrupt_data,
@@ -101,7 +102,7 @@ void ParentIndex::sort_sources() {
     std::vector<std::uint16_t> order(sources_.size());
     std::iota(order.begin(), order.end(), std::uint16_t{0});
     const auto place = [&](std::uint16_t i) {
-        return std::pair{sources_[i].depth, sources_[i].pid};
+        return std::tuple{sources_[i].depth, sources_[i].pid, sources_[i].kind};
     };
     std::ranges::sort(order, {}, place);
     std::vector<Source> sorted;

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -34,7 +35,7 @@ public:
     /// Of the checkpoint at depth 1 of `lineage`. Every file that it could refer to is opened in `lineage`
     /// and found to be there and right.
     /// Throws Error: io, corrupt_data, unsupported; bad_argument if that is a checkpoint without
-    /// GPU images.
+    /// images.
     static ParentIndex read(Lineage& lineage);
 
     const Manifest& manifest() const noexcept { return manifest_; }
@@ -42,7 +43,7 @@ public:
     std::uint32_t chunk_size() const noexcept { return chunk_size_; }
     std::size_t size() const noexcept { return places_.size(); }
 
-    /// As seen from the checkpoint to be made; ascending by depth, then pid.
+    /// As seen from the checkpoint to be made; ascending by depth, then pid, then kind.
     const std::vector<Source>& sources() const noexcept { return sources_; }
 
     /// The open file of sources()[source].
@@ -62,8 +63,8 @@ private:
     Manifest manifest_;
     std::uint32_t chunk_size_ = 0;
     std::vector<Source> sources_;
-    /// Of sources_ by depth and pid, while they are collected.
-    std::map<std::pair<std::uint32_t, std::uint32_t>, std::uint16_t> numbers_;
+    /// Of sources_ by depth, pid and kind, while they are collected.
+    std::map<std::tuple<std::uint32_t, std::uint32_t, MemoryKind>, std::uint16_t> numbers_;
     std::vector<std::shared_ptr<const UniqueFd>> files_; ///< of sources_
     std::vector<Place> places_;
     std::array<std::uint64_t, 2> multipliers_{};

@@ -16,11 +16,11 @@ Bytes bytes_of(std::string_view magic) noexcept {
     return std::as_bytes(std::span(magic));
 }
 
-// Throws Error: unsupported unless this build can read a file with these bits.
-void check_required_features(std::uint64_t bits) {
+// Throws Error: unsupported unless this build can read a file with these bits; `known` are such.
+void check_required_features(std::uint64_t bits, std::uint64_t known) {
     if ((bits & kEncryption) != 0)
         throw Error(Errc::unsupported, "is encrypted, which this version cannot read");
-    if ((bits & ~kParent) != 0)
+    if ((bits & ~known) != 0)
         throw Error(Errc::unsupported, "needs features this version does not know (bits " +
                                            std::to_string(bits) + ")");
 }
@@ -55,7 +55,7 @@ OpenBlock open_block(Bytes bytes, const BlockKind& kind) {
     if (block.fields.number<std::uint32_t>() != kind.header_size)
         throw Error(Errc::corrupt_data, "header has the wrong size");
     block.required_features = block.fields.number<std::uint64_t>();
-    check_required_features(block.required_features);
+    check_required_features(block.required_features, kind.features);
     block.fields.number<std::uint64_t>(); // optional_features
     return block;
 }

@@ -20,6 +20,8 @@ inline constexpr std::size_t kHashSize = sizeof(Id);
 /// Bits of required_features.
 inline constexpr std::uint64_t kParent = 1U << 0;
 inline constexpr std::uint64_t kEncryption = 1U << 1;
+inline constexpr std::uint64_t kRequirements = 1U << 2; ///< of manifests only
+inline constexpr std::uint64_t kCpuMemory = 1U << 3;    ///< something in it is of MemoryKind::cpu
 
 /// One kind of block, and the words for one that is none or is damaged.
 struct BlockKind {
@@ -27,6 +29,7 @@ struct BlockKind {
     std::uint32_t header_size = 0; ///< as the block says it: of its part that is always there
     const char* wrong_magic = nullptr;
     const char* wrong_hash = nullptr;
+    std::uint64_t features = kParent; ///< required ones that this build can read in it
 };
 
 /// Begins a block: the caller puts the other fields behind, and then calls seal(). `size`: of all

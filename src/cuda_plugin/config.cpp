@@ -67,6 +67,17 @@ IoMode io_mode(const std::string& path, std::string_view key, const toml::node& 
     reject(path, key, node, "\"auto\", \"buffered\" or \"direct\"");
 }
 
+CpuMemory cpu_memory(const std::string& path, std::string_view key, const toml::node& node) {
+    const std::string word = text(path, key, node);
+    if (word == "criu")
+        return CpuMemory::criu;
+    if (word == "ours")
+        return CpuMemory::ours;
+    if (word == "auto")
+        return CpuMemory::automatic;
+    reject(path, key, node, "\"criu\", \"ours\" or \"auto\"");
+}
+
 HugePages huge_pages(const std::string& path, std::string_view key, const toml::node& node) {
     if (node.value_exact<std::string>() == "auto")
         return HugePages::automatic;
@@ -158,6 +169,8 @@ void set_key(Config& config, const std::string& path, std::string_view key,
     constexpr std::int64_t kMaxMs = std::numeric_limits<std::int32_t>::max();
     if (key == "externalize") {
         config.externalize = on_or_off(path, key, node);
+    } else if (key == "cpu_memory") {
+        config.cpu_memory = cpu_memory(path, key, node);
     } else if (key == "compress") {
         const std::string word = text(path, key, node);
         if (word != "lz4" && word != "none")
@@ -202,6 +215,11 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.gpu_map = gpu_map(path, key, node);
     } else if (key == "risk") {
         config.risk = risks(path, key, node);
+    } else if (key == "requirements") {
+        const std::string word = text(path, key, node);
+        if (word != "check" && word != "ignore")
+            reject(path, key, node, "\"check\" or \"ignore\"");
+        config.ignore_requirements = word == "ignore";
     } else if (key == "driver") {
         config.driver = text(path, key, node);
     } else if (key == "nvml") {

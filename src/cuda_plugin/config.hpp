@@ -15,6 +15,10 @@ namespace gpustasis {
 /// Automatic: unless this is a machine where they are known to cost more (huge_pages.hpp).
 enum class HugePages : std::uint8_t { automatic, on, off };
 
+/// Who stores the memory of tasks that is not the GPU's. Automatic: this plugin, where there is much of it
+/// and this kernel and this criu allow it.
+enum class CpuMemory : std::uint8_t { criu, ours, automatic };
+
 /// One entry of gpu_map: what was on one GPU goes to another. Each is named by its UUID, or by its
 /// number in the checkpoint (from) or on this machine (to).
 struct GpuMapEntry {
@@ -31,11 +35,12 @@ inline constexpr const char* kMemory = "memory";
 } // namespace risk
 
 struct Config {
-    bool externalize = true;       ///< false: the staged memory stays in CRIU's own images
-    bool compress = true;          ///< key compress = "lz4" | "none"
-    unsigned threads = 0;          ///< 0: as many as processors; at most 1024
-    std::uint32_t chunk_size = 0;  ///< bytes; 0: the format's default
-    IoMode io = IoMode::automatic; ///< key io = "auto" | "buffered" | "direct"
+    bool externalize = true;                ///< false: the staged memory stays in CRIU's own images
+    CpuMemory cpu_memory = CpuMemory::criu; ///< of a dump
+    bool compress = true;                   ///< key compress = "lz4" | "none"
+    unsigned threads = 0;                   ///< 0: as many as processors; at most 1024
+    std::uint32_t chunk_size = 0;           ///< bytes; 0: the format's default
+    IoMode io = IoMode::automatic;          ///< key io = "auto" | "buffered" | "direct"
     HugePages huge_pages = HugePages::automatic; ///< asked for before staged memory is refilled
     std::string
         parent; ///< directory of the checkpoint to build on; relative to the image directory
@@ -48,6 +53,7 @@ struct Config {
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0
     std::vector<GpuMapEntry> gpu_map;          ///< of a restore
     std::vector<std::string> risk;             ///< of a dump: findings that do not stop it
+    bool ignore_requirements = false; ///< key requirements = "check" | "ignore"; of a restore
     std::string driver = "libcuda.so.1";
     std::string nvml = "libnvidia-ml.so.1";
     std::string source; ///< the files read, the one that wins last; or "defaults"

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <utility>
 
 namespace gpustasis {
@@ -53,18 +54,23 @@ struct Needs {
     explicit Needs(const Manifest& manifest, const std::map<std::uint32_t, std::uint64_t>& staged)
         : seen(manifest.gpus.size(), false), bytes(manifest.gpus.size(), 0) {
         for (const ManifestTask& task : manifest.tasks) {
+            if (task.kind != MemoryKind::gpu)
+                continue;
             bool sizes_known = task.gpu_source == GpuSource::nvml;
+            std::uint64_t placed = 0;
             if (task.gpu_source == GpuSource::unknown)
                 seen.assign(seen.size(), true);
             for (const TaskGpu& gpu : task.gpus) {
                 seen[gpu.gpu] = true;
                 if (gpu.memory_size == TaskGpu::kUnknownSize)
                     sizes_known = false;
-                else
+                else {
                     bytes[gpu.gpu] += gpu.memory_size;
+                    placed += gpu.memory_size;
+                }
             }
             if (const auto found = staged.find(task.pid); !sizes_known && found != staged.end())
-                anywhere += found->second;
+                anywhere += found->second - std::min(placed, found->second);
         }
     }
 };
@@ -138,7 +144,9 @@ public:
         }
     }
 
-    void require_memory() const {
+    /// What is lacking, in a sentence each.
+    std::vector<std::string> lacking_memory() const {
+        std::vector<std::string> lacking;
         std::uint64_t left = 0;
         bool left_is_known = true;
         for (std::size_t gpu = 0; gpu < old_.size(); ++gpu) {
@@ -151,14 +159,17 @@ public:
             if (!free)
                 continue;
             if (needs_.bytes[gpu] > *free)
-                refuse("the checkpoint holds " + mib(needs_.bytes[gpu]) + " of GPU memory for " +
-                       name_of(to.info) + ", which has " + mib(*free) +
-                       " free; end what uses it, or name another GPU in gpu_map");
-            left += *free - needs_.bytes[gpu];
+                lacking.push_back("the checkpoint holds " + mib(needs_.bytes[gpu]) +
+                                  " of GPU memory for " + name_of(to.info) + ", which has " +
+                                  mib(*free) +
+                                  " free; end what uses it, or name another GPU in gpu_map");
+            left += *free - std::min(*free, needs_.bytes[gpu]);
         }
         if (left_is_known && needs_.anywhere > left)
-            refuse("the checkpoint holds " + mib(needs_.anywhere) +
-                   " of GPU memory, this machine's GPUs have " + mib(left) + " free for it");
+            lacking.push_back("the checkpoint holds " + mib(needs_.anywhere) +
+                              " of GPU memory, this machine's GPUs have " + mib(left) +
+                              " free for it");
+        return lacking;
     }
 
     Placement result() const {
@@ -225,16 +236,20 @@ std::vector<GpuMove> Placement::moves_of(const Manifest& manifest, const Manifes
 }
 
 Placement place_gpus(const Manifest& manifest, const std::map<std::uint32_t, std::uint64_t>& staged,
-                     const std::vector<GpuMapEntry>& map, const DriverFacts& here) {
+                     const std::vector<GpuMapEntry>& map, const DriverFacts& here,
+                     bool ignore_lacking) {
+    std::vector<std::string> lacking;
     if (here.api_version < manifest.driver_api_version)
-        refuse("the checkpoint was taken with a driver for CUDA " +
-               version_name(manifest.driver_api_version) + ", this machine's is for " +
-               version_name(here.api_version));
+        lacking.push_back("the checkpoint was taken with a driver for CUDA " +
+                          version_name(manifest.driver_api_version) + ", this machine's is for " +
+                          version_name(here.api_version));
+    if (!lacking.empty() && !ignore_lacking)
+        refuse(lacking.front());
     if (!map.empty() && (!here.gpus || manifest.gpus.empty()))
         refuse(here.gpus ? "gpu_map: the checkpoint does not say which GPUs it needs"
                          : "gpu_map: without NVML it is not known which GPUs this machine has");
-    if (!here.gpus || manifest.gpus.empty() || manifest.tasks.empty())
-        return {};
+    if (!here.gpus || manifest.gpus.empty() || !manifest.has(MemoryKind::gpu))
+        return {.moves = {}, .ignored = lacking};
     const Needs needs(manifest, staged);
     const auto seen = static_cast<std::size_t>(std::ranges::count(needs.seen, true));
     if (here.gpus->size() < seen)
@@ -245,8 +260,11 @@ Placement place_gpus(const Manifest& manifest, const std::map<std::uint32_t, std
     placing.follow(map);
     placing.keep_those_that_are_here();
     placing.find_places_for_the_rest();
-    placing.require_memory();
+    std::ranges::move(placing.lacking_memory(), std::back_inserter(lacking));
+    if (!lacking.empty() && !ignore_lacking)
+        refuse(lacking.front());
     Placement placement = placing.result();
+    placement.ignored = std::move(lacking);
     const bool moved = std::ranges::any_of(
         placement.moves, [](const GpuMove& move) { return move.from != move.to; });
     if (moved && here.api_version < driver::kGpuPairsApiVersion)

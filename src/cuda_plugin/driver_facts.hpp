@@ -35,7 +35,8 @@ std::vector<TaskGpu> places_of(const ProcessGpus& seen, const std::vector<GpuInf
 
 /// Where the GPUs of a checkpoint's tasks go on this machine.
 struct Placement {
-    std::vector<GpuMove> moves; ///< of each GPU that a task can see; empty: not known
+    std::vector<GpuMove> moves;       ///< of each GPU that a task can see; empty: not known
+    std::vector<std::string> ignored; ///< what is lacking and was not to stop it, in sentences
 
     /// What Restore of `task` has to be told: nothing if each GPU stays where it was, else every GPU
     /// that the task can see and no other, as the driver demands.
@@ -45,9 +46,11 @@ struct Placement {
 /// Check that what `manifest` records can be restored here: a driver not older; for every GPU that a
 /// task can see the one that `map` names, or itself, or another of the same model; and on each as much
 /// free memory as the tasks had in use. `staged` has the bytes of GPU memory by task, for those of
-/// which nothing better is known. What NVML does not say is not checked.
+/// which nothing better is known. What NVML does not say is not checked. `ignore_lacking`: an older driver
+/// and too little memory are no reason to refuse.
 /// Throws Error: unsupported naming what is missing, bad_argument for a `map` that cannot hold.
 Placement place_gpus(const Manifest& manifest, const std::map<std::uint32_t, std::uint64_t>& staged,
-                     const std::vector<GpuMapEntry>& map, const DriverFacts& here);
+                     const std::vector<GpuMapEntry>& map, const DriverFacts& here,
+                     bool ignore_lacking = false);
 
 } // namespace gpustasis

@@ -2,7 +2,6 @@
 #include "cuda_plugin/dump_session.hpp"
 
 #include "core/error.hpp"
-#include "core/process_memory.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/staging.hpp"
@@ -12,7 +11,6 @@
 #include "cuda_plugin/worker_process.hpp"
 #include "tracee/thread_memory.hpp"
 
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,26 +21,17 @@
 namespace gpustasis {
 namespace {
 
-Id random_id() {
-    Id id{};
-    if (::getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size()))
-        throw io_error("getrandom", errno);
-    return id;
-}
-
 std::string name(const TaskRecord& record) {
     return "pid " + std::to_string(record.pid);
 }
 
 } // namespace
 
-std::string inventory_id_name(const Id& checkpoint_id) {
-    return "checkpoint-" + id_text(checkpoint_id);
-}
-
 DumpSession::DumpSession(const Config& config, PluginOptions options)
     : config_(config), options_(std::move(options)), image_dir_(host::open_image_dir()),
-      lineage_(image_dir_.get()), table_(OnOrphaned::undo), worker_(config_, table_, lineage_) {
+      lineage_(image_dir_.get()), table_(OnOrphaned::undo), worker_(config_, table_, lineage_),
+      images_(config_, image_dir_.get(), lineage_, statistics_),
+      cpu_memory_(config_, images_, statistics_) {
     statistics_.stage = "dump";
 }
 
@@ -57,52 +46,49 @@ TaskStatistics& DumpSession::statistics_of(const TaskRecord& record) {
     return added;
 }
 
-// While the tasks still run, and before the worker starts: it inherits the files of the chain.
+// A tree without CUDA, all of whose memory is CRIU's, needs no policy, and none of it can fail its dump.
+void DumpSession::settle_policy(bool cuda) {
+    if (policy_settled_)
+        return;
+    try {
+        container_.settle(root_, config_, options_); // the worker reads config_ as well
+        policy_settled_ = true;
+    } catch (const Error&) {
+        if (cuda || config_.cpu_memory == CpuMemory::ours)
+            throw;
+    }
+}
+
 void DumpSession::choose_parent_once() {
     if (parent_chosen_)
         return;
-    container_.settle(root_, config_, options_); // the worker reads config_ as well
+    settle_policy(true);
+    container_.open_store(root_, config_);
     statistics_.config_source = config_.source;
     statistics_.threads = config_.threads;
     host::info("configuration: " + config_.source);
-    parent_ = statistics_.phases.time(
-        "read_parent", [&] { return choose_parent(config_, lineage_, container_.store()); });
-    parent_chosen_ = true;
-    statistics_.parent_directory = parent_.directory;
-    statistics_.full_because = parent_.reason;
-    if (parent_.index) {
-        manifest_.parent_id = parent_.index->manifest().checkpoint_id;
-        manifest_.chain_length = parent_.index->manifest().chain_length + 1;
-        statistics_.parent_id = id_text(manifest_.parent_id);
-        statistics_.chain_length = manifest_.chain_length;
-        host::info("parent: " + parent_.directory + ", " + std::to_string(parent_.index->size()) +
-                   " chunks");
-    } else {
-        host::info("a full checkpoint: " + parent_.reason);
-    }
+    images_.choose_parent(container_.store());
+    parent_chosen_ = true; // what has failed, and was let pass, is tried anew
 }
 
 void DumpSession::begin() {
     if (begun_)
         return;
-    // What an earlier dump left in this directory must never be taken for this one's.
-    for (const char* old : {kManifestName, kUndoLogName})
-        if (::unlinkat(image_dir_.get(), old, 0) != 0 && errno != ENOENT)
-            throw io_error(std::string("cannot remove the old ") + old, errno);
+    images_.begin();
     statistics_.phases.time("driver_facts", [&] {
         const DriverFacts facts = read_driver_facts(worker_);
-        manifest_.checkpoint_id = random_id();
-        manifest_.driver_api_version = facts.api_version;
-        manifest_.driver_version = facts.version;
-        manifest_.gpus = facts.gpu_infos();
+        Manifest& manifest = images_.manifest();
+        manifest.driver_api_version = facts.api_version;
+        manifest.driver_version = facts.version;
+        manifest.gpus = facts.gpu_infos();
         statistics_.backend = facts.backend();
         statistics_.driver_api_version = facts.api_version;
         statistics_.driver_version = facts.version;
-        statistics_.gpus = manifest_.gpus;
+        statistics_.gpus = manifest.gpus;
     });
     host::info(
         "backend: " + statistics_.backend + ", driver " +
-        (manifest_.driver_version.empty() ? "of unknown version" : manifest_.driver_version));
+        (statistics_.driver_version.empty() ? "of unknown version" : statistics_.driver_version));
     begun_ = true;
 }
 
@@ -118,10 +104,18 @@ void DumpSession::refuse_same_inner_pid(pid_t pid, std::uint32_t inner_pid) {
 
 bool DumpSession::pause(pid_t pid) {
     const bool first = std::exchange(root_, root_ == 0 ? pid : root_) == 0;
+    files_.add_task(pid);
     bool asked = false;
     try {
-        if (first)
+        if (first) {
+            const host::PausedAlarm paused;
             refuse_missing_memory(pid, true);
+            settle_policy(false);
+            cpu_memory_.prepare();
+            // "auto" does so only where there is something to store.
+            if (config_.cpu_memory == CpuMemory::ours)
+                choose_parent_once();
+        }
         return pause_task(pid, asked);
     } catch (const Error& e) {
         // The tree still runs: a child may end while it is looked at, and CRIU goes on without it. Of
@@ -163,14 +157,15 @@ bool DumpSession::pause_task(pid_t pid, bool& asked) {
     record.image_pid = identity.inner_pid;
     record.start_time = identity.start_time;
     record.pid_namespace = identity.pid_namespace;
-    record.checkpoint_id = manifest_.checkpoint_id;
+    record.checkpoint_id = images_.manifest().checkpoint_id;
     record.restore_tid = *tid;
     record.state_before = before;
     TaskStatistics& statistics = statistics_of(record);
     if (before != ProcessState::checkpointed) {
         statistics.gpus = worker_.gpus_of(pid);
-        for (std::string& risk : take_risks(pid, manifest_.driver_api_version, table_->task_count,
-                                            statistics.gpus, staging_room_, config_))
+        for (std::string& risk :
+             take_risks(pid, images_.manifest().driver_api_version, table_->task_count,
+                        statistics.gpus, staging_room_, config_))
             statistics_.risks.push_back(std::move(risk));
     }
     if (before == ProcessState::running)
@@ -189,39 +184,44 @@ void DumpSession::lock(TaskRecord& record, TaskStatistics& statistics) {
 }
 
 bool DumpSession::checkpoint(pid_t pid) {
+    if (begun_)
+        statistics_.phases.time("mapped_files", [&] { files_.look_at_others(table_); });
     TaskRecord* record = table_.find(pid);
-    if (record == nullptr) {
-        if (!proc::may_use_cuda(pid) || !worker_.restore_thread(pid))
-            return false;
+    if (record == nullptr && proc::may_use_cuda(pid) && worker_.restore_thread(pid))
         throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
                               "try again");
-    }
-    TaskStatistics& statistics = statistics_of(*record);
-    if (record->state_before == ProcessState::checkpointed) {
-        refuse_missing_memory(pid, false); // another dump may have dropped it meanwhile
-        require_checkpointed(*record);
-        note_in_manifest(*record, false, {});
-        note_in_inventory(false);
-        return true;
+    std::vector<Region> staging;
+    if (record != nullptr)
+        staging = checkpoint_device(*record);
+    const bool taken = cpu_memory_.take(pid, staging, [this] { choose_parent_once(); });
+    return taken || record != nullptr;
+}
+
+// On return nothing of the task runs any more. Gives the memory that the driver staged.
+std::vector<Region> DumpSession::checkpoint_device(TaskRecord& record) {
+    TaskStatistics& statistics = statistics_of(record);
+    if (record.state_before == ProcessState::checkpointed) {
+        refuse_missing_memory(record.pid, false); // another dump may have dropped it meanwhile
+        require_checkpointed(record);
+        note(entry_of(record), record.pid);
+        return {};
     }
 
-    const std::vector<Mapping> before = read_maps(pid);
-    run_driver_checkpoint(*record, statistics);
+    const std::vector<Mapping> before = read_maps(record.pid);
+    run_driver_checkpoint(record, statistics);
     std::vector<Region> regions;
-    if (config_.externalize)
+    if (config_.externalize || cpu_memory_.is_on())
         regions = statistics.phases.time("find_staging", [&] {
-            return find_staging(before, read_maps(pid), addresses_in_use(pid));
+            return find_staging(before, read_maps(record.pid), addresses_in_use(record.pid));
         });
-    if (regions.empty()) {
-        note_in_manifest(*record, false, {});
-        note_in_inventory(false);
-    } else {
-        externalize(*record, regions, statistics);
-    }
-    host::info("checkpointed " + name(*record) + ": " +
+    if (regions.empty() || !config_.externalize)
+        note(entry_of(record), record.pid);
+    else
+        externalize(record, regions, statistics);
+    host::info("checkpointed " + name(record) + ": " +
                std::to_string(statistics.staged_bytes >> 20) + " MiB of GPU memory, " +
                std::to_string(statistics.file_bytes >> 20) + " MiB stored");
-    return true;
+    return regions;
 }
 
 // Whoever has left it so may have come back for it before it was frozen.
@@ -249,42 +249,18 @@ void DumpSession::run_driver_checkpoint(TaskRecord& record, TaskStatistics& stat
 
 void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& regions,
                               TaskStatistics& statistics) {
-    ImageInfo info;
-    info.checkpoint_id = manifest_.checkpoint_id;
-    info.pid = record.image_pid;
-    info.start_time = record.start_time;
-    info.boot_id = proc::boot_id();
-    info.comm = proc::comm(record.pid);
-    info.state_before = record.state_before;
-    info.driver_api_version = manifest_.driver_api_version;
-    info.driver_version = manifest_.driver_version;
-    info.gpus = manifest_.gpus;
-    info.chunk_size = config_.chunk_size;
-    info.regions = regions;
-    ProcessMemory memory(record.pid);
-    const WriteOptions options{.threads = config_.threads,
-                               .compress = config_.compress,
-                               .io = config_.io,
-                               .parent = parent_.index ? &*parent_.index : nullptr,
-                               .check_parent = config_.check_parent};
-    const WriteResult written = statistics.phases.time("write", [&] {
-        return write_image(image_dir_.get(), image_name(record.image_pid), info, memory, options);
-    });
+    ManifestTask task = entry_of(record);
+    const WriteResult written =
+        statistics.phases.time("write", [&] { return images_.write(record.pid, task, regions); });
     statistics.externalized = true;
     statistics.regions = regions.size();
     statistics.totals = written.totals;
     statistics.file_bytes = written.file_size;
     statistics.damaged_in_parent = written.damaged_in_parent;
-    if (written.damaged_in_parent != 0)
-        host::warn("the parent is damaged: " + std::to_string(written.damaged_in_parent) +
-                   " chunks of " + name(record) + " were stored anew, the first because of " +
-                   written.first_damage + "; gpustasis verify says what depends on it");
     for (const Region& region : regions)
         statistics.staged_bytes += region.length;
 
-    // Once the inventory has our name, stock criu will not restore a process without its memory.
-    note_in_inventory(true);
-    note_in_manifest(record, true, written.digest);
+    note(std::move(task), record.pid);
     record.digest = written.digest;
     Guard& guard = guards_[record.pid];
     statistics.phases.time("drop", [&] {
@@ -294,25 +270,20 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     statistics.not_guarded_because = guard.why_not;
 }
 
-void DumpSession::note_in_manifest(const TaskRecord& record, bool externalized, const Id& digest) {
+ManifestTask DumpSession::entry_of(const TaskRecord& record) {
     const ProcessGpus& seen = statistics_of(record).gpus;
-    ManifestTask task{record.image_pid, externalized, digest, record.state_before, {}, {}};
-    task.gpus = places_of(seen, manifest_.gpus);
+    ManifestTask task;
+    task.pid = record.image_pid;
+    task.state_before = record.state_before;
+    task.gpus = places_of(seen, images_.manifest().gpus);
     task.gpu_source = task.gpus.empty() ? GpuSource::unknown : seen.source;
-    manifest_.tasks.push_back(std::move(task));
-    std::ranges::sort(manifest_.tasks, {}, &ManifestTask::pid);
-    write_manifest(image_dir_.get(), manifest_);
+    return task;
 }
 
-void DumpSession::note_in_inventory(bool externalized) {
-    if (externalized && !named_ours_) {
-        host::add_inventory_plugin(inventory_id_name(manifest_.checkpoint_id));
-        host::add_inventory_plugin(kInventoryName);
-        named_ours_ = true;
-    } else if (!externalized && !named_stock_) {
-        host::add_inventory_plugin(kStockInventoryName);
-        named_stock_ = true;
-    }
+void DumpSession::note(ManifestTask task, pid_t pid) {
+    images_.manifest().requirements =
+        statistics_.phases.time("mapped_files", [&] { return files_.with(pid); });
+    images_.note(std::move(task));
 }
 
 void DumpSession::undo(TaskRecord& record) noexcept {
@@ -353,11 +324,11 @@ void DumpSession::undo(TaskRecord& record) noexcept {
 // The checkpoint is good without it, and the next can be built on what the store had before.
 void DumpSession::keep_in_store() {
     const ContainerStore* store = container_.store();
-    if (store == nullptr || !named_ours_)
+    if (store == nullptr || !images_.named_ours())
         return;
     try {
-        statistics_.phases.time("store",
-                                [&] { store->keep(image_dir_.get(), manifest_.checkpoint_id); });
+        statistics_.phases.time(
+            "store", [&] { store->keep(image_dir_.get(), images_.manifest().checkpoint_id); });
         host::info("kept in " + store->path() + " for the next checkpoint of the container");
     } catch (const Error& e) {
         host::warn("not kept for the next checkpoint of the container: " + std::string(e.what()));
@@ -367,7 +338,8 @@ void DumpSession::keep_in_store() {
 
 void DumpSession::finish(bool succeeded) noexcept {
     try {
-        if (!begun_) {
+        cpu_memory_.finish();
+        if (!begun_ && statistics_.cpu_memory.empty()) {
             worker_.stop();
             return;
         }
@@ -381,7 +353,7 @@ void DumpSession::finish(bool succeeded) noexcept {
                 settled = settled && table_->tasks[i].settled;
             }
         }
-        if (killed || !settled) {
+        if (begun_ && (killed || !settled)) {
             table_->left = true;
             worker_.leave();
         } else

@@ -11,19 +11,18 @@
 namespace gpustasis {
 
 void DumpedContainer::settle(pid_t root, Config& config, const PluginOptions& options) {
-    const std::vector<std::string> ids =
-        container_ids(proc::read_file("/proc/" + std::to_string(root) + "/cgroup"),
-                      proc::read_file("/proc/self/cgroup"));
-    Config settled =
-        find_config(options, [&](Config& below) { policy_ = PolicyDirectory().apply(below, ids); });
+    ids_ = container_ids(proc::read_file("/proc/" + std::to_string(root) + "/cgroup"),
+                         proc::read_file("/proc/self/cgroup"));
+    Config settled = find_config(
+        options, [&](Config& below) { policy_ = PolicyDirectory().apply(below, ids_); });
     if (!policy_.empty())
         config = std::move(settled);
-    if (config.incremental)
-        open_store(root, config, policy_.empty() ? ids : std::vector{policy_});
 }
 
-void DumpedContainer::open_store(pid_t root, const Config& config,
-                                 const std::vector<std::string>& ids) {
+void DumpedContainer::open_store(pid_t root, const Config& config) {
+    if (!config.incremental)
+        return;
+    const std::vector<std::string> ids = policy_.empty() ? ids_ : std::vector{policy_};
     if (!config.parent.empty())
         throw Error(Errc::bad_argument, "parent = \"" + config.parent +
                                             "\": not together with incremental, which chooses the "

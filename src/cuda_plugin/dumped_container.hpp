@@ -16,10 +16,13 @@ namespace gpustasis {
 class DumpedContainer {
 public:
     /// Of the tree whose first task is `root`. If its container has a policy, `config` is found anew,
-    /// with the policy at its place in the order (find_config). Opens the store if the result is
-    /// `incremental`. Throws Error: io; bad_argument if the policy cannot be used, or
-    /// `incremental` cannot be done.
+    /// with the policy at its place in the order (find_config). Throws Error: io; bad_argument if the
+    /// policy cannot be used.
     void settle(pid_t root, Config& config, const PluginOptions& options);
+
+    /// Open the store if `config`, which is settled, is `incremental`. Throws Error: io; bad_argument if that
+    /// cannot be done.
+    void open_store(pid_t root, const Config& config);
 
     /// Nullptr: checkpoints of this tree are not kept.
     const ContainerStore* store() const noexcept { return store_ ? &*store_ : nullptr; }
@@ -28,9 +31,8 @@ public:
     void mark_checkpointed() const;
 
 private:
-    void open_store(pid_t root, const Config& config, const std::vector<std::string>& ids);
-
-    std::string policy_; ///< id of the container whose policy was found, or empty
+    std::vector<std::string> ids_; ///< that the cgroups of the first task name
+    std::string policy_;           ///< id of the container whose policy was found, or empty
     std::optional<ContainerStore> store_;
 };
 

@@ -29,7 +29,7 @@ UniqueFd named_parent(const Config& config, int image_dir) {
         throw io_error("cannot open the parent " + config.parent, errno);
     if (!has_manifest(dir.get()))
         throw Error(Errc::bad_argument,
-                    "the parent " + config.parent + " is no checkpoint with GPU memory");
+                    "the parent " + config.parent + " is no checkpoint of this plugin");
     return dir;
 }
 
@@ -57,7 +57,7 @@ ParentChoice choose_parent(const Config& config, Lineage& lineage, const Contain
     const int image_dir = lineage.directory(0);
     if (::unlinkat(image_dir, kParentLink, 0) != 0 && errno != ENOENT)
         throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
-    if (!config.externalize) {
+    if (!config.externalize && config.cpu_memory == CpuMemory::criu) {
         if (!config.parent.empty())
             throw Error(Errc::bad_argument,
                         "parent = \"" + config.parent + "\": needs externalize, which is off");

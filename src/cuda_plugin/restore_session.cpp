@@ -2,11 +2,12 @@
 #include "cuda_plugin/restore_session.hpp"
 
 #include "core/error.hpp"
-#include "cuda_plugin/dump_session.hpp"
+#include "cuda_plugin/dump_images.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/huge_pages.hpp"
 #include "cuda_plugin/nvml.hpp"
 #include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/requirement_check.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
 #include "cuda_plugin/traced_thread.hpp"
 #include "dropped_memory/refill.hpp"
@@ -34,11 +35,6 @@ bool manifest_exists(int image_dir) {
     return ::faccessat(image_dir, kManifestName, F_OK, 0) == 0;
 }
 
-const ManifestTask* find_task(const Manifest& manifest, std::uint32_t pid) {
-    const auto found = std::ranges::find(manifest.tasks, pid, &ManifestTask::pid);
-    return found == manifest.tasks.end() ? nullptr : &*found;
-}
-
 // The first process of a pid namespace among `tasks`, if it is the tree's root: criu waits for its
 // end, without limit, when a restore has failed. 0: there is none.
 pid_t root_of_own_namespace(const std::vector<pid_t>& tasks) {
@@ -52,6 +48,14 @@ pid_t root_of_own_namespace(const std::vector<pid_t>& tasks) {
         }
     }
     return 0;
+}
+
+// The task that none of the others has made.
+pid_t root_of(const std::vector<pid_t>& tasks) {
+    for (const pid_t task : tasks)
+        if (std::ranges::find(tasks, proc::parent(task)) == tasks.end())
+            return task;
+    throw Error(Errc::io, "criu has made no task whose parent is none of its own");
 }
 
 // Tids other than of `root` that its end waits for. A task without threads here has ended.
@@ -108,9 +112,16 @@ bool RestoreSession::prepare() {
     try {
         if (!statistics_.phases.time("read_images", [&] { return read_images(); }))
             return false;
-        statistics_.phases.time("check_machine", [&] { check_machine(); });
-        // Slow on real machines, and only needed when the tasks stand: criu works meanwhile.
-        worker_.begin_initialize();
+        if (manifest_.requirements)
+            statistics_.phases.time("check_files", [&] {
+                require_unchanged([&] { return find_changed_files(*manifest_.requirements); },
+                                  config_.ignore_requirements);
+            });
+        if (uses_driver()) {
+            statistics_.phases.time("check_machine", [&] { check_machine(); });
+            // Slow on real machines, and only needed when the tasks stand: criu works meanwhile.
+            worker_.begin_initialize();
+        }
         prepared_ = true;
         return true;
     } catch (const std::exception& e) {
@@ -140,24 +151,35 @@ bool RestoreSession::read_images() {
     return true;
 }
 
+// A tree that has nothing but CPU memory in our images is restored where there is no driver, too.
+bool RestoreSession::uses_driver() const noexcept {
+    return !has_manifest_ || manifest_.has(MemoryKind::gpu);
+}
+
 void RestoreSession::open_images() {
     for (const ManifestTask& task : manifest_.tasks) {
         if (!task.externalized)
             continue;
-        const std::string name = image_name(task.pid);
+        const std::string name = task.image_name();
         if (!externalized_)
             throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " + name +
                                                 ", which CRIU's inventory knows nothing of");
         ImageReader image = ImageReader::open(image_dir_.get(), name, config_.io);
         if (image.digest() != task.digest || image.info().pid != task.pid ||
+            image.info().kind != task.kind ||
             image.info().checkpoint_id != manifest_.checkpoint_id ||
             image.info().parent_id != manifest_.parent_id)
             throw Error(Errc::corrupt_data, name + " is not the image that " + kManifestName +
                                                 " lists: it belongs to another checkpoint or "
                                                 "another process");
         image.attach_sources(lineage_);
-        images_.emplace(task.pid, std::move(image));
+        if (task.kind == MemoryKind::cpu)
+            cpu_memory_.add(task.pid, std::move(image));
+        else
+            images_.emplace(task.pid, std::move(image));
     }
+    if (!images_.empty() || !cpu_memory_.empty())
+        exit_kill_.emplace([this](pid_t tid) { refuse_detach(tid); });
 }
 
 void RestoreSession::check_machine() {
@@ -177,7 +199,9 @@ void RestoreSession::check_machine() {
     for (const auto& [pid, image] : images_)
         for (const Region& region : image.info().regions)
             staged[pid] += region.length;
-    placement_ = place_gpus(manifest_, staged, config_.gpu_map, facts);
+    placement_ = place_gpus(manifest_, staged, config_.gpu_map, facts, config_.ignore_requirements);
+    for (const std::string& lack : placement_.ignored)
+        host::warn("ignored, as requirements = \"ignore\" says: " + lack);
     for (const GpuMove& move : placement_.moves) {
         if (move.from == move.to)
             continue;
@@ -203,18 +227,32 @@ bool RestoreSession::resume(pid_t pid) {
             complete();
         return resumed;
     } catch (const std::exception& e) {
-        // First of all, and by what is known already: nothing here may fail.
-        ended_ = failed_ = true;
         ::kill(pid, SIGKILL);
-        for (const pid_t task : tree_)
-            ::kill(task, SIGKILL);
-        const std::string error = "pid " + std::to_string(pid) + ": " + e.what();
-        host::error("the restore failed and every restored task was killed: " + error);
-        write_failure(error);
-        worker_.stop();
-        await_deaths(tree_);
+        kill_all("pid " + std::to_string(pid) + ": " + e.what());
         throw;
     }
+}
+
+void RestoreSession::kill_all(const std::string& error) noexcept {
+    // First of all, and by what is known already: nothing here may fail.
+    ended_ = failed_ = true;
+    for (const pid_t task : tree_)
+        ::kill(task, SIGKILL);
+    host::error("the restore failed and every restored task was killed: " + error);
+    write_failure(error);
+    worker_.stop();
+    await_deaths(tree_);
+}
+
+// criu asks no plugin behind one that has answered, so this one may not have been asked at all.
+void RestoreSession::refuse_detach(pid_t tid) {
+    if (ended_) // all are killed
+        return;
+    ::kill(tid, SIGKILL);
+    if (tree_.empty())
+        tree_ = proc::traced_by_us();
+    kill_all("criu lets the tasks go before their memory is there: it has not asked this plugin "
+             "about all of them; does another plugin answer RESUME_DEVICES_LATE?");
 }
 
 // CRIU calls for one task after the other once all of them stand, stopped and traced by it.
@@ -225,15 +263,28 @@ void RestoreSession::begin_resuming() {
     tree_ = proc::traced_by_us();
     // Before anything is asked of the worker: criu may die while that is under way.
     expect_death_of(tree_);
+    if (manifest_.requirements)
+        statistics_.phases.time("check_mapped_files", [&] {
+            require_unchanged(
+                [&] {
+                    return find_changed_mappings(*manifest_.requirements, root_of(tree_), tree_);
+                },
+                config_.ignore_requirements);
+        });
     for (const pid_t pid : tree_)
         if (proc::may_use_cuda(pid) &&
-            (!externalized_ || find_task(manifest_, proc::innermost_pid(pid)) != nullptr))
+            (!externalized_ ||
+             manifest_.find(proc::innermost_pid(pid), MemoryKind::gpu) != nullptr))
             waiting_.insert(pid);
-    if (has_manifest_ && waiting_.size() < manifest_.tasks.size())
+    const auto cuda_tasks = static_cast<std::size_t>(
+        std::ranges::count(manifest_.tasks, MemoryKind::gpu, &ManifestTask::kind));
+    if (has_manifest_ && waiting_.size() < cuda_tasks)
         throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " +
-                                            std::to_string(manifest_.tasks.size()) +
+                                            std::to_string(cuda_tasks) +
                                             " CUDA processes, and criu made " +
                                             std::to_string(waiting_.size()) + " of them");
+    statistics_.phases.time("cpu_memory",
+                            [&] { cpu_memory_.fill(tree_, config_.threads, statistics_); });
 }
 
 bool RestoreSession::resume_task(pid_t pid) {
@@ -265,7 +316,7 @@ bool RestoreSession::resume_task(pid_t pid) {
         });
         statistics.phases.time("refill", [&] { refill(pid, image->second, config_.threads); });
     }
-    const ManifestTask* saved = find_task(manifest_, image_pid);
+    const ManifestTask* saved = manifest_.find(image_pid, MemoryKind::gpu);
     restore_device(record, statistics,
                    saved == nullptr ? std::vector<GpuMove>{}
                                     : placement_.moves_of(manifest_, *saved));
@@ -319,9 +370,14 @@ void RestoreSession::finish(bool succeeded) noexcept {
     const bool unreported = prepared_ && !ended_;
     if (unreported && !succeeded)
         write_failure("criu failed");
-    else if (unreported && (resuming_ ? !waiting_.empty() : has_manifest_))
-        host::error("criu ended without having had every CUDA process of the tree restored");
-    else if (unreported)
+    else if (unreported && (resuming_ ? !waiting_.empty() : has_manifest_)) {
+        const std::string error =
+            cpu_memory_.empty()
+                ? "criu ended without having had every CUDA process of the tree restored"
+                : "criu ended without having had the CPU memory of the tree filled";
+        host::error(error);
+        write_failure(error);
+    } else if (unreported)
         complete();
     worker_.stop();
 }
@@ -330,6 +386,8 @@ void RestoreSession::finish(bool succeeded) noexcept {
 // this criu be killed from now on, the job runs on.
 void RestoreSession::complete() noexcept {
     ended_ = true;
+    if (exit_kill_)
+        exit_kill_->end();
     table_->complete = true;
     worker_.stop();
     try {

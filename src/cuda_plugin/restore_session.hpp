@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/// One restore: check beforehand what can be checked, then give each CUDA task its staged memory
-/// back and have the driver restore it; kill everything that was made if that fails.
+/// One restore: check beforehand what can be checked, then give each task its CPU memory and each CUDA task
+/// its staged memory back, and have the driver restore it; kill everything that was made if that fails.
 #pragma once
 
 #include "core/image_reader.hpp"
@@ -8,7 +8,9 @@
 #include "core/manifest.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
+#include "cuda_plugin/cpu_memory_restore.hpp"
 #include "cuda_plugin/driver_facts.hpp"
+#include "cuda_plugin/exit_kill.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
 #include "cuda_plugin/worker.hpp"
@@ -16,7 +18,9 @@
 #include <sys/types.h>
 
 #include <map>
+#include <optional>
 #include <set>
+#include <string>
 #include <vector>
 
 namespace gpustasis {
@@ -26,7 +30,7 @@ public:
     explicit RestoreSession(const Config& config);
 
     /// Before anything is created: read and check the images, the driver and the GPUs. False: the
-    /// checkpoint has nothing to do with CUDA. Throws Error with the reason to refuse.
+    /// checkpoint is none of this plugin. Throws Error with the reason to refuse.
     bool prepare();
 
     /// The restored task is complete but for its GPU, and stopped. False: not a CUDA task. With the
@@ -43,12 +47,15 @@ private:
     bool read_images();
     void check_machine();
     void open_images();
+    bool uses_driver() const noexcept;
     bool resume_task(pid_t pid);
     void restore_device(TaskRecord& record, TaskStatistics& statistics,
                         const std::vector<GpuMove>& moves);
     void begin_resuming();
     void expect_death_of(const std::vector<pid_t>& tree);
     void complete() noexcept;
+    void kill_all(const std::string& error) noexcept;
+    void refuse_detach(pid_t tid);
     void write_failure(const std::string& error) noexcept;
 
     Config config_;
@@ -60,11 +67,13 @@ private:
     bool has_manifest_ = false; ///< false: the checkpoint is the stock plugin's
     bool externalized_ = false; ///< the inventory says: restorable by this plugin alone
     std::map<std::uint32_t, ImageReader> images_; ///< by pid in the innermost namespace
+    CpuMemoryRestore cpu_memory_;
+    std::optional<ExitKill> exit_kill_; ///< if an image of ours holds memory
     Placement placement_;
     Statistics statistics_;
     std::vector<pid_t> tree_; ///< every task that criu has made
     std::set<pid_t> waiting_; ///< tasks that use CUDA and have not been resumed
-    bool prepared_ = false;   ///< prepare() found a CUDA checkpoint and nothing against it
+    bool prepared_ = false;   ///< prepare() found a checkpoint of ours and nothing against it
     bool resuming_ = false;   ///< the tree stands; waiting_ is filled
     bool failed_ = false;     ///< all is killed, and what criu still calls for is too
     bool ended_ = false;      ///< all is restored, or all is killed; it has been told

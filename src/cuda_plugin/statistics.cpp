@@ -80,6 +80,23 @@ Json to_json(const TaskStatistics& task) {
             {"phases_ms", to_json(task.phases)}};
 }
 
+Json to_json(const CpuMemoryStatistics& task) {
+    return {{"pid", task.pid},
+            {"image_pid", task.image_pid},
+            {"left_because", task.left_because},
+            {"regions", task.regions},
+            {"bytes", task.bytes},
+            {"zero", to_json(task.totals.zero)},
+            {"lz4", to_json(task.totals.lz4)},
+            {"raw", to_json(task.totals.raw)},
+            {"ref", to_json(task.totals.ref)},
+            {"file_bytes", task.file_bytes},
+            {"damaged_in_parent", task.damaged_in_parent},
+            {"scans", task.scans},
+            {"stored_twice_bytes", task.stored_twice},
+            {"phases_ms", to_json(task.phases)}};
+}
+
 Json parent_json(const Statistics& statistics) {
     if (statistics.parent_directory.empty())
         return nullptr;
@@ -100,6 +117,9 @@ Json to_json(const Statistics& statistics) {
     Json tasks = Json::array();
     for (const TaskStatistics& task : statistics.tasks)
         tasks.push_back(to_json(task));
+    Json cpu_memory = Json::array();
+    for (const CpuMemoryStatistics& task : statistics.cpu_memory)
+        cpu_memory.push_back(to_json(task));
     return {{"version", kVersion},
             {"stage", statistics.stage},
             {"result", statistics.result},
@@ -116,6 +136,7 @@ Json to_json(const Statistics& statistics) {
             {"config", statistics.config_source},
             {"threads", statistics.threads},
             {"tasks", std::move(tasks)},
+            {"cpu_memory", std::move(cpu_memory)},
             {"phases_ms", to_json(statistics.phases)}};
 }
 

@@ -57,6 +57,21 @@ struct TaskStatistics {
     Phases phases;
 };
 
+/// The CPU memory of one task.
+struct CpuMemoryStatistics {
+    int pid = 0;                 ///< as criu sees it
+    std::uint32_t image_pid = 0; ///< in the task's innermost pid namespace
+    std::string left_because;    ///< why none of it was stored; empty: its image holds it
+    std::uint64_t regions = 0;
+    std::uint64_t bytes = 0;
+    EncodingTotals totals;
+    std::uint64_t file_bytes = 0;
+    std::uint64_t damaged_in_parent = 0; ///< chunks stored anew for that reason
+    std::uint64_t scans = 0;             ///< of a dump: criu's questions answered without it
+    std::uint64_t stored_twice = 0; ///< of a dump: bytes that criu did not ask about, and dumped
+    Phases phases;
+};
+
 struct Statistics {
     std::string stage;         ///< "dump" or "restore"
     std::string result = "ok"; ///< or "failed"
@@ -75,6 +90,7 @@ struct Statistics {
     std::string config_source;
     unsigned threads = 0;
     std::vector<TaskStatistics> tasks;
+    std::vector<CpuMemoryStatistics> cpu_memory; ///< by task; empty: all was left to CRIU
     Phases phases;
 };
 

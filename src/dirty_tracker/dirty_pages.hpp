@@ -2,6 +2,8 @@
 /// What a scan of a process's memory finds, and what every way of scanning can do.
 #pragma once
 
+#include "tracee/page_scan.hpp"
+
 #include <cstdint>
 #include <vector>
 
@@ -15,12 +17,6 @@ enum class DirtyBackend {
 
 /// "soft-dirty" or "write-protect".
 const char* name_of(DirtyBackend backend) noexcept;
-
-/// Whole pages of the process.
-struct PageRange {
-    std::uint64_t address = 0;
-    std::uint64_t length = 0; ///< bytes
-};
 
 /// Bytes are those of pages that hold something: in memory or in swap, and neither the kernel's
 /// zero page nor, in a private mapping of a file, a page of that file.

@@ -4,8 +4,8 @@
 
 #include "dirty_tracker/address_space.hpp"
 #include "dirty_tracker/dirty_pages.hpp"
-#include "dirty_tracker/page_scan.hpp"
 #include "dirty_tracker/userfault.hpp"
+#include "tracee/page_scan.hpp"
 
 #include <cstdint>
 #include <map>

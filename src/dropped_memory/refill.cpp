@@ -175,7 +175,7 @@ void refill(pid_t pid, const ImageReader& image, unsigned threads,
         const std::uint64_t end = region.address + region.length;
         if (const std::uint64_t at = mapped_until(maps, region); at != end)
             throw Error(Errc::corrupt_data, "the task does not map " + hex(region.address) + "-" +
-                                                hex(end) + " as its GPU image says (differs at " +
+                                                hex(end) + " as its image says (differs at " +
                                                 hex(at) + ")");
         // A shared page can be there without this task having touched it.
         fresh =

@@ -6,10 +6,13 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <charconv>
 
 namespace gpustasis {
 namespace {
+
+constexpr std::string_view kFlags = "VmFlags:";
 
 /// Takes fields off the front of one line of /proc/PID/maps.
 class Line {
@@ -98,6 +101,36 @@ std::vector<Mapping> parse_maps(std::string_view text) {
         text.remove_prefix(end + 1);
     }
     return mappings;
+}
+
+std::vector<Mapping> parse_smaps(std::string_view text) {
+    std::vector<Mapping> mappings;
+    while (!text.empty()) {
+        const std::size_t end = std::min(text.find('\n'), text.size());
+        std::string_view line = text.substr(0, end);
+        text.remove_prefix(std::min(end + 1, text.size()));
+        // What is said of a mapping begins with a capital, the mapping with its address.
+        if (line.empty() || line[0] < 'A' || line[0] > 'Z') {
+            mappings.push_back(parse_line(line));
+            continue;
+        }
+        if (mappings.empty() || !line.starts_with(kFlags))
+            continue;
+        line.remove_prefix(kFlags.size());
+        for (std::size_t at = 0; at + 2 <= line.size();) {
+            if (line[at] == ' ') {
+                ++at;
+                continue;
+            }
+            mappings.back().flags.emplace_back(line.substr(at, 2));
+            at += 2;
+        }
+    }
+    return mappings;
+}
+
+std::vector<Mapping> read_maps_with_flags(pid_t pid) {
+    return parse_smaps(proc::read_file("/proc/" + std::to_string(pid) + "/smaps"));
 }
 
 std::vector<Mapping> read_maps(pid_t pid) {

@@ -17,8 +17,9 @@ struct Mapping {
     std::uint32_t protection = 0; ///< PROT_*
     bool shared = false;
     std::uint64_t inode = 0;
-    std::uint64_t offset = 0; ///< of the first byte in the file
-    std::string name;         ///< path, "[heap]", "[anon:...]" or empty
+    std::uint64_t offset = 0;         ///< of the first byte in the file
+    std::string name;                 ///< path, "[heap]", "[anon:...]" or empty
+    std::vector<std::string> flags{}; ///< VmFlags, two letters each; of read_maps_with_flags() only
 
     /// Anonymous memory that only this task's address space refers to.
     bool is_private_anonymous() const noexcept;
@@ -29,7 +30,13 @@ struct Mapping {
 /// Throws Error: corrupt_data for a line that is no mapping.
 std::vector<Mapping> parse_maps(std::string_view text);
 
+/// As parse_maps, of /proc/PID/smaps, with the flags.
+std::vector<Mapping> parse_smaps(std::string_view text);
+
 /// Ascending by address. Throws Error: io.
 std::vector<Mapping> read_maps(pid_t pid);
+
+/// The same with the flags, for which the kernel goes through the page tables.
+std::vector<Mapping> read_maps_with_flags(pid_t pid);
 
 } // namespace gpustasis

@@ -30,6 +30,7 @@ std::vector<std::uint64_t> addresses_in_use(pid_t pid) {
         ptrace_call(PTRACE_GETREGS, "PTRACE_GETREGS", tid, nullptr, &registers);
         addresses.push_back(registers.rsp);
         addresses.push_back(registers.fs_base);
+        addresses.push_back(registers.rip);
         RseqConfiguration rseq{};
         // An older kernel has no such request: its rseq area lies by the thread pointer.
         if (::ptrace(kPtraceGetRseqConfiguration, tid, reinterpret_cast<void*>(sizeof(rseq)),

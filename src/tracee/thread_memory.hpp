@@ -10,8 +10,8 @@
 namespace gpustasis {
 
 /// Addresses in memory that the threads of process `pid` or the kernel in their name may touch at
-/// any instant: of each thread the stack pointer, the thread pointer (fs base), the rseq area and the
-/// head of the robust list. Every thread must be a stopped tracee of the caller.
+/// any instant: of each thread the stack pointer, the thread pointer (fs base), the next instruction,
+/// the rseq area and the head of the robust list. Every thread must be a stopped tracee of the caller.
 /// Throws Error: io.
 std::vector<std::uint64_t> addresses_in_use(pid_t pid);
 

@@ -64,6 +64,25 @@ void make_manifest(int dir_fd) {
                                       {.pid = 9}}});
 }
 
+void make_manifest_with_requirements(int dir_fd) {
+    Manifest manifest;
+    manifest.checkpoint_id = sample::id_of(1);
+    manifest.requirements = {.files = {{.path = "/lib/a",
+                                        .size = 5,
+                                        .identity = FileIdentity::build_id,
+                                        .id = sample::Buffer(20, std::byte{1})},
+                                       {.place = FilePlace::container,
+                                        .path = "/lib/b",
+                                        .size = 6,
+                                        .identity = FileIdentity::content,
+                                        .id = sample::Buffer(16, std::byte{2})},
+                                       {.place = FilePlace::inner, .path = "/data", .size = 7}},
+                             .unrecorded = 1};
+    const sample::TempDir dir;
+    write_manifest(dir.fd(), manifest);
+    sample::write_file(dir_fd, "requirements", sample::read_file(dir.fd(), kManifestName));
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -73,4 +92,5 @@ int main(int argc, char** argv) {
     make_images(dir_fd);
     make_child(dir_fd);
     make_manifest(dir_fd);
+    make_manifest_with_requirements(dir_fd);
 }

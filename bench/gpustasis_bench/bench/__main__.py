@@ -58,7 +58,7 @@ class _Names(click.ParamType[list[str]]):
     type=click.FloatRange(min=1 / 64),
     default=2.0,
     show_default=True,
-    help="GiB of GPU memory of each workload.",
+    help="GiB of GPU memory of each workload; of cpu, of CPU memory; of mixed, of both together.",
 )
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--tmpfs-dir", type=_FOLDER, default=Path(_TMPFS), show_default=True)
@@ -85,6 +85,7 @@ class _Names(click.ParamType[list[str]]):
 @click.option(
     "--running/--no-running", default=True, help="Dumps that leave the job running: its downtime."
 )
+@click.option("--trees/--no-trees", default=True, help="Trees of processes without CUDA (cpu).")
 @click.option("--limits/--no-limits", default=True, help="Bandwidths of the machine.")
 @click.option("--backend", type=click.Choice(["auto", "gpu", "emulator"]), default="auto")
 @click.option("--criu", "criu_program", help="A criu, or a root with one.  [default: the newest]")
@@ -102,6 +103,7 @@ def command(
     docs: Path | None,
     chains: bool,
     running: bool,
+    trees: bool,
     limits: bool,
     backend: str,
     criu_program: str | None,
@@ -122,6 +124,7 @@ def command(
         chains=chains,
         limits=limits,
         running=running,
+        trees=trees,
         work=work.absolute(),
         out=out,
     )

@@ -68,6 +68,8 @@ _SECOND_SKIPPED = 0.89
 _SECOND_DUMP = 5.0
 _CHAIN = 1.3
 _HOOK_US = 50.0
+_TREE = 1 / 1.05  # stock over ours: 5 % slower at most
+_RESIDENT = 1.05
 
 
 def evaluate(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -95,6 +97,17 @@ def evaluate(report: dict[str, Any]) -> list[dict[str, Any]]:
     found += [
         _of_memory(result, results, report) for result in results if _compared(result, results)
     ]
+    found += [_of_tree(tree, figure) for tree in report["trees"] for figure in ("dump", "restore")]
+    found += [
+        Bound(
+            name=f"memory of {one['workload']} after the restore, over before",
+            bound=f"<= {_RESIDENT}",
+            medium=one["medium"],
+            measured=one["contenders"][OURS]["rss_share"],
+            met=one["contenders"][OURS]["rss_share"] <= _RESIDENT,
+        )
+        for one in report["cpu_memory"]
+    ]
     found += [
         Bound(
             name=f"hooks, for a process of {_count(cost['threads'], 'thread')} without CUDA, us",
@@ -106,6 +119,21 @@ def evaluate(report: dict[str, Any]) -> list[dict[str, Any]]:
         for cost in report["hook_costs"]
     ]
     return [asdict(bound) for bound in found]
+
+
+def _of_tree(tree: dict[str, Any], figure: str) -> Bound:
+    ratio = tree["ratios"][f"{figure}_seconds"]
+    processes = tree["processes"]
+    name = f"tree of {processes:,} process{'' if processes == 1 else 'es'}, CPU memory ours"
+    return Bound(
+        name=f"{name}: {figure}, stock over ours",
+        bound=f">= {_TREE:.3f}",
+        medium=tree["medium"],
+        measured=ratio["mean"],
+        met=ratio["mean"] >= _TREE,
+        low=ratio["low"],
+        high=ratio["high"],
+    )
 
 
 def _count(number: int, what: str) -> str:

@@ -46,6 +46,11 @@ class Dumped:
     def staged_bytes(self) -> int:
         return sum(int(task["staged_bytes"]) for task in self.record["tasks"])
 
+    @property
+    def cpu_bytes(self) -> int:
+        """CPU memory that the plugin stored."""
+        return sum(int(task["bytes"]) for task in self.record.get("cpu_memory", []))
+
     def count(self, encoding: str) -> int:
         """Chunks stored as "zero", "lz4", "raw" or "ref"."""
         return sum(int(task[encoding]["chunks"]) for task in self.record["tasks"])
@@ -87,12 +92,12 @@ class Checkpointing:
         plugin = dict(self.settings) | contender.plugin
         if parent is not None:
             plugin["parent"] = str(parent.absolute())
-        config = self._config(plugin)
+        config = self._config(plugin) if contender.with_plugin else None
         request = run.Dump(
             pid=target.pid,
             images=images.absolute(),
             log=self.logs / "dump.log",
-            plugin_dir=plugin_directory(self.environ),
+            plugin_dir=self._plugin_dir(contender),
             config=config,
             extra=contender.dump_options,
             leave_running=leave_running,
@@ -100,7 +105,7 @@ class Checkpointing:
         ran = self._run(run.dump_arguments(request, self.criu.version), config, request.log)
         if not leave_running:
             target.await_killed()
-        record = _read_record(images, "dump", target.tasks)
+        record = _read_record(images, "dump", target.gpu_tasks)
         if parent is not None and record.get("parent") is None:
             raise BenchError(f"{images} is a full checkpoint: {record.get('full_because')}")
         driver = driver_seconds(record)
@@ -122,27 +127,36 @@ class Checkpointing:
         unpacked = None
         if contender.codec is not None:
             unpacked = contender.codec.unpack(images, self.logs / "codec.txt")
-        config = self._config(dict(self.settings) | contender.plugin)
+        config = None
+        if contender.with_plugin:
+            config = self._config(dict(self.settings) | contender.plugin)
         pidfile = self.logs / "pid"
         pidfile.unlink(missing_ok=True)
         request = run.Restore(
             images=images.absolute(),
             log=self.logs / "restore.log",
-            plugin_dir=plugin_directory(self.environ),
+            plugin_dir=self._plugin_dir(contender),
             config=config,
             extra=contender.restore_options,
             pidfile=pidfile,
         )
         ran = self._run(run.restore_arguments(request, self.criu.version), config, request.log)
         target.expect_restored(int(pidfile.read_text()))
-        driver = driver_seconds(_read_record(images, "restore", target.tasks))
+        driver = driver_seconds(_read_record(images, "restore", target.gpu_tasks))
         return Restored(
             seconds=ran.seconds - driver + (unpacked.seconds if unpacked else 0.0),
             driver_seconds=driver,
             peak_rss_bytes=max(ran.peak_rss_bytes, unpacked.peak_rss_bytes if unpacked else 0),
         )
 
-    def _config(self, plugin: Mapping[str, Scalar]) -> Path | None:
+    def _plugin_dir(self, contender: Contender) -> Path:
+        if contender.with_plugin:
+            return plugin_directory(self.environ)
+        empty = self.logs / "no-plugin"
+        empty.mkdir(exist_ok=True)
+        return empty
+
+    def _config(self, plugin: Mapping[str, Scalar]) -> Path:
         # Always a file of ours: what the machine has in /etc/gpustasis is not to be measured.
         path = self.logs / "config.toml"
         path.write_text(format_config(plugin), encoding="utf-8")
@@ -183,6 +197,8 @@ def stored_bytes(images: Path) -> int:
 
 def _read_record(images: Path, stage: Stage, tasks: int) -> dict[str, Any]:
     path = statistics_path(images, stage)
+    if tasks == 0 and not path.exists():  # nothing was for the plugin to do, or there was none
+        return {"tasks": [], "phases_ms": {}}
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:

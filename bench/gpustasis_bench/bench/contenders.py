@@ -76,12 +76,13 @@ ZSTD = Codec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """plugin: keys of the plugin's configuration. dump_options, restore_options: criu's.
-    codec: what follows the dump and goes before the restore. synced: the name under which the dump
-    counts again, with a sync after it."""
+    """plugin: keys of the plugin's configuration; with_plugin False: criu loads none.
+    dump_options, restore_options: criu's. codec: what follows the dump and goes before the restore.
+    synced: the name under which the dump counts again, with a sync after it."""
 
     name: str
     plugin: dict[str, Scalar] = field(default_factory=dict)
+    with_plugin: bool = True
     dump_options: tuple[str, ...] = ()
     restore_options: tuple[str, ...] = ()
     codec: Codec | None = None

@@ -16,15 +16,19 @@ from gpustasis_bench.errors import BenchError
 from gpustasis_bench.roots import command_in, require_root
 
 QLORA = "qlora"
+CPU, MIXED = "cpu", "mixed"
 TORCH_ROOT = "torch"  # ci/test-root makes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """computed: its contents come from PyTorch, so they are made in the root that has it."""
+    """computed: its contents come from PyTorch, so they are made in the root that has it.
+    cpu_memory: it has CPU memory, which its program makes; ours stores it as well (cpu_memory.py).
+    """
 
     name: str
     computed: bool = True
+    cpu_memory: bool = False
 
 
 WORKLOADS = {
@@ -35,6 +39,8 @@ WORKLOADS = {
         Workload(name=QLORA),
         Workload(name="random", computed=False),
         Workload(name="zeros", computed=False),
+        Workload(name=CPU, computed=False, cpu_memory=True),
+        Workload(name=MIXED, computed=False, cpu_memory=True),
     )
 }
 

@@ -64,10 +64,13 @@ class Course:
             yield target
 
     @contextmanager
-    def tree(self, tasks: int) -> Iterator[Target]:
-        """So many processes in a tree, which hold nothing yet; they end with the with statement."""
+    def tree(
+        self, tasks: int, arguments: Sequence[str] | None = None, *, gpu: bool = True
+    ) -> Iterator[Target]:
+        """So many processes in a tree, which hold nothing yet; they end with the with statement.
+        arguments, gpu: as of Target."""
         folder = self.work / f"target-{next(self._numbers)}"
-        target = Target(self.program, folder, self.environ, tasks)
+        target = Target(self.program, folder, self.environ, tasks, arguments, gpu=gpu)
         try:
             yield target
         finally:

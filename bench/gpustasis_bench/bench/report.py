@@ -50,6 +50,8 @@ class Report:
     limits: dict[str, Any] | None = None
     hook_costs: list[HookCost] = field(default_factory=list)
     running: list[dict[str, Any]] = field(default_factory=list)
+    cpu_memory: list[dict[str, Any]] = field(default_factory=list)
+    trees: list[dict[str, Any]] = field(default_factory=list)
     cooled: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     bit_exact: bool = True
@@ -79,6 +81,8 @@ class Report:
             "chains": self.chains,
             "limits": self.limits,
             "running": self.running,
+            "cpu_memory": self.cpu_memory,
+            "trees": self.trees,
             "hook_costs": [
                 asdict(cost) | {"process_us": round(cost.process_us, 2)} for cost in self.hook_costs
             ],

@@ -13,10 +13,17 @@ from pathlib import Path
 
 from gpustasis.criu.find import Criu
 from gpustasis.errors import CheckpointError
-from gpustasis_bench.bench import chain, limits, running
+from gpustasis_bench.bench import chain, cpu_memory, limits, running
 from gpustasis_bench.bench.checkpointing import Checkpointing
 from gpustasis_bench.bench.contenders import OURS, STOCK, Contender, why_absent
-from gpustasis_bench.bench.content import QLORA, Content, Workload, obtain_content, require_contents
+from gpustasis_bench.bench.content import (
+    CPU,
+    QLORA,
+    Content,
+    Workload,
+    obtain_content,
+    require_contents,
+)
 from gpustasis_bench.bench.course import Course, Say
 from gpustasis_bench.bench.medium import Medium, open_medium, remove_leftovers
 from gpustasis_bench.bench.programs import compile_program, measure_hooks
@@ -45,6 +52,7 @@ class Options:
     chains: bool
     limits: bool
     running: bool
+    trees: bool
     work: Path
     out: Path
 
@@ -144,6 +152,9 @@ class Suite:
         report: Report,
     ) -> None:
         options = self.options
+        if workload.cpu_memory:
+            self._measure_cpu_memory(workload, media, course, report)
+            return
         self.say(f"content of {workload.name}")
         content: Content | None = None
         with self._step(report, course, f"the content of {workload.name}"):
@@ -167,6 +178,20 @@ class Suite:
                 with self._step(report, course, f"{name}, chain"):
                     found = chain.measure_chain(course, content, medium, options.pairs)
                     report.chains.append(found)
+
+    def _measure_cpu_memory(
+        self, workload: Workload, media: Sequence[Medium], course: Course, report: Report
+    ) -> None:
+        options = self.options
+        for medium in media:
+            with self._step(report, course, f"{workload.name} on {medium.name}"):
+                found = cpu_memory.measure_workload(
+                    course, workload, medium, options.pairs, options.size, options.seed
+                )
+                report.cpu_memory.append(found)
+        if workload.name == CPU and options.trees:
+            with self._step(report, course, "trees"):
+                report.trees += cpu_memory.measure_trees(course, media[0], options.pairs)
 
     def _has_chain(self) -> bool:
         names = {each.name for each in self.options.contenders}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/* Holds GPU memory and little else: the process that the benchmark dumps and restores.
+/* Holds GPU memory and little else unless asked to: the process that the benchmark dumps and restores.
  *
  *     target            in a folder of its own, which is its working directory
  *
@@ -9,14 +9,14 @@
  *     load LAYOUT       allocate the layout's segments, if that was not done, and copy its bytes
  *     hash              answer with a hash of all segments, read back from the GPU
  *     spread GPUS BYTES  allocate so many bytes on each of the first GPUs, and fill them
+ *     hold BYTES        have CPU memory as well, of which half compresses; it is hashed too
  *     change PERCENT SEED  overwrite that share of the memory, always the same blocks, with noise
  *     watch             from now on, touch the GPU twice in a millisecond
  *     gap               answer with the longest time between two touches, in ns, and stop touching
  *
  * `target TASKS` is a tree of so many such processes; the second works in `task-1`, and so on.
  * It keeps no file open and no buffer between requests, so that nearly all it has is on the GPU.
- * Layouts: content.py. Needs libcuda.so.1 when it runs, nothing of CUDA to be
- * compiled.
+ * Layouts: content.py. Needs libcuda.so.1 when it runs, nothing of CUDA to be compiled.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -60,7 +60,8 @@ static struct {
     int gpu;
 } segments[kMaxSegments];
 static size_t segment_count;
-static char* buffer;
+static char *buffer, *held;
+static size_t held_size;
 
 static void answer(const char* format, ...) {
     FILE* file = fopen("answer.part", "w");
@@ -258,18 +259,14 @@ static int follow(FILE* layout) {
     return result;
 }
 
-static uint64_t rotate(uint64_t value, int bits) {
-    return value << bits | value >> (64 - bits);
-}
-
 /* The rounds of XXH64 over whole blocks of 32 bytes; segments are multiples of 2 MiB. */
 static void add_to_hash(uint64_t lanes[4], const char* bytes, size_t size) {
     for (size_t at = 0; at + 32 <= size; at += 32) {
         for (int lane = 0; lane < 4; ++lane) {
             uint64_t word;
             memcpy(&word, bytes + at + 8 * (size_t)lane, 8);
-            lanes[lane] =
-                rotate(lanes[lane] + word * 0xC2B2AE3D27D4EB4Fu, 31) * 0x9E3779B185EBCA87u;
+            word = lanes[lane] + word * 0xC2B2AE3D27D4EB4Fu;
+            lanes[lane] = (word << 31 | word >> 33) * 0x9E3779B185EBCA87u;
         }
     }
 }
@@ -291,9 +288,27 @@ static int hash(void) {
     }
     if (use_gpu(0) != 0)
         return -1;
+    add_to_hash(lanes, held, held_size);
+    total += held_size;
     answer("ok %016llx%016llx%016llx%016llx %zu\n", (unsigned long long)lanes[0],
            (unsigned long long)lanes[1], (unsigned long long)lanes[2], (unsigned long long)lanes[3],
            total);
+    return 0;
+}
+
+static int hold(size_t size) {
+    uint64_t state = (uint64_t)getpid();
+    held = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (held == MAP_FAILED || size % kBlockSize != 0)
+        FAIL("cannot hold %zu bytes\n", size);
+    held_size = size;
+    for (size_t done = 0; done < size; done += kBlockSize) {
+        make_noise(&state, kBlockSize);
+        if (done / kBlockSize % 2 == 1)
+            for (size_t at = 64; at < kBlockSize; ++at)
+                buffer[at] = buffer[at % 64];
+        memcpy(held + done, buffer, kBlockSize);
+    }
     return 0;
 }
 
@@ -321,6 +336,9 @@ static void serve(void) {
     } else if (sscanf(request, "spread %d %zu", &gpus, &size) == 2) {
         if (spread(gpus, size) == 0)
             answer("ok spread\n");
+    } else if (sscanf(request, "hold %zu", &size) == 1) {
+        if (hold(size) == 0)
+            answer("ok held\n");
     } else if (sscanf(request, "change %u %llu", &percent, &seed) == 2) {
         change(percent, seed);
     } else if (strcmp(request, "watch\n") == 0) {

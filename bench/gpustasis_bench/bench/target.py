@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpustasis_bench.errors import BenchError
@@ -20,23 +20,32 @@ class Target:
     the same pid; this process, a subreaper, is its parent then too."""
 
     def __init__(
-        self, program: Path, folder: Path, environ: Mapping[str, str], tasks: int = 1
+        self,
+        program: Path,
+        folder: Path,
+        environ: Mapping[str, str],
+        tasks: int = 1,
+        arguments: Sequence[str] | None = None,
+        *,
+        gpu: bool = True,
     ) -> None:
         """Start it in the new folder `folder`, as a tree of so many processes that all use the GPU.
 
-        Raises BenchError if it cannot use the GPU.
+        arguments: the program's; None: those of target.c for so many. gpu False: it is another
+        program, whose processes use none. Raises BenchError if it cannot use the GPU.
         """
         folder.mkdir(parents=True)
         self.tasks = tasks
+        self.gpu_tasks = tasks if gpu else 0
         self._folder = folder.absolute()
         self._dead = False
         output = str(self._folder / "output.txt")
         write = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         # posix_spawn has no working directory: the shell changes it and becomes the program.
-        words = ["/bin/sh", "-c", 'cd "$1" && exec "$2"', "sh", str(self._folder), str(program)]
-        if tasks > 1:
-            words[2] = words[2].replace('"$2"', '"$2" "$3"')
-            words.append(str(tasks))
+        if arguments is None:
+            arguments = (str(tasks),) if tasks > 1 else ()
+        shell = ["/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", str(self._folder)]
+        words = [*shell, str(program), *arguments]
         self.pid = os.posix_spawn(
             words[0],
             words,
@@ -71,6 +80,20 @@ class Target:
         for place in self._pids:
             self._ask(f"spread {gpus} {size}", place)
 
+    def hold(self, size: int) -> None:
+        """Have it hold `size` bytes of CPU memory as well, of which half compress."""
+        self._ask(f"hold {size}")
+
+    def resident_bytes(self) -> int:
+        """The anonymous memory that all its processes have. Pages of files come when they are
+        used, and say nothing."""
+        found = 0
+        for pid in self._pids.values():
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Anonymous:"):
+                    found += int(line.split()[1]) << 10
+        return found
+
     def change(self, percent: int, seed: int) -> int:
         """Overwrite that share of its GPU memory, always the same blocks, with noise that only this
         seed makes; how many bytes that is."""
@@ -88,6 +111,9 @@ class Target:
     def await_killed(self) -> None:
         """Reap it after a dump has killed it: its pid must be free when it comes back."""
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        for pid in self._pids.values():  # the others are our children now
+            if pid != self.pid:
+                os.waitpid(pid, 0)
         self._dead = True
         if status != -signal.SIGKILL:
             raise BenchError(f"the target was not killed by the dump, it ended with {status}")

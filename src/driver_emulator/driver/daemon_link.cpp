@@ -17,14 +17,20 @@ namespace {
 constexpr const char* kDevicesVariable = "GPUSTASIS_EMULATOR_DEV";
 constexpr const char* kDefaultPath = "/run/gpustasis-emulator/default/socket";
 
+constexpr unsigned kAskAttempts = 8;
+
+/// A task may be frozen, or dumped and restored, while it asks: the daemon has not waited for it,
+/// or its socket has nobody behind it any more. It then asks again.
 template <typename Request, typename Reply>
 bool ask(const Request& request, Reply& reply) noexcept {
-    const int socket = connect_daemon(daemon_path());
-    if (socket < 0) {
-        return false;
+    bool done = false;
+    for (unsigned attempt = 0; attempt < kAskAttempts && !done; ++attempt) {
+        const int socket = connect_daemon(daemon_path());
+        if (socket >= 0) {
+            done = send_struct(socket, request) && receive_struct(socket, reply);
+            close(socket);
+        }
     }
-    const bool done = send_struct(socket, request) && receive_struct(socket, reply);
-    close(socket);
     return done;
 }
 

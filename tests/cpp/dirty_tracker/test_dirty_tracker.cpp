@@ -3,8 +3,8 @@
 
 #include "dirty_tracker/address_space.hpp"
 #include "dirty_tracker/dirty_tracker.hpp"
-#include "dirty_tracker/page_scan.hpp"
 #include "dirty_tracker/userfault.hpp"
+#include "tracee/page_scan.hpp"
 
 #include <linux/filter.h>
 #include <linux/seccomp.h>

@@ -29,7 +29,7 @@ void every_key_is_taken() {
              "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\nguard = \"require\"\n"
              "parent_check = \"data\"\n"
              "gpu_map = [\"0=GPU-01234567-89ab-cdef-0123-456789abcdef\", \"1=3\"]\n"
-             "risk = [\"nccl\", \"memory\"]\n");
+             "risk = [\"nccl\", \"memory\"]\nrequirements = \"ignore\"\n");
     CHECK(config.gpu_map.size() == 2 && config.gpu_map[0].from == "0");
     CHECK(config.gpu_map[0].to == "GPU-01234567-89ab-cdef-0123-456789abcdef");
     CHECK(config.gpu_map[1].from == "1" && config.gpu_map[1].to == "3");
@@ -43,6 +43,9 @@ void every_key_is_taken() {
           config.dump_locked);
     CHECK(config.check_parent && !read("parent_check = \"index\"").check_parent);
     CHECK(config.require_guard);
+    CHECK(config.ignore_requirements);
+    CHECK(!read("requirements = \"check\"").ignore_requirements);
+    CHECK(!read("").ignore_requirements);
     CHECK(read("huge_pages = \"on\"").huge_pages == HugePages::on);
     CHECK(read("huge_pages = \"auto\"").huge_pages == HugePages::automatic);
     CHECK(read("io = \"auto\"").io == IoMode::automatic);
@@ -84,6 +87,8 @@ void bad_values_are_named() {
                              "gpu_map = 0",
                              "risk = [\"everything\"]",
                              "risk = true",
+                             "requirements = \"yes\"",
+                             "requirements = false",
                              "driver = \"\"",
                              "thread = 1",
                              "[threads]",

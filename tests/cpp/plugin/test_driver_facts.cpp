@@ -182,6 +182,27 @@ void what_cannot_be_restored_is_refused() {
     refused(Errc::unsupported, "580 or newer", old, no_moves);
 }
 
+// What the driver itself may still refuse is told; what it cannot be told to do is refused.
+void what_is_lacking_can_be_ignored() {
+    const Manifest what = manifest({gpu(1)}, {{.gpu = 0, .memory_size = 600}});
+    DriverFacts here = machine({gpu(1)});
+    here.api_version = 12090;
+    (*here.gpus)[0].free_size = 500;
+    const Placement placement = place_gpus(what, {{7, 600}}, {}, here, true);
+    CHECK(placement.moves.size() == 1 && placement.ignored.size() == 2);
+    CHECK(placement.ignored[0].find("CUDA 13.0") != std::string::npos);
+    CHECK(placement.ignored[1].find("GPU memory for " + uuid(1)) != std::string::npos);
+    CHECK(place_gpus(what, {{7, 600}}, {}, machine({gpu(1)}), true).ignored.empty());
+    here.gpus = std::nullopt;
+    CHECK(place_gpus(what, {{7, 600}}, {}, here, true).ignored.size() == 1);
+    try {
+        place_gpus(what, {{7, 600}}, {}, machine({gpu(2, "model B")}), true);
+        CHECK(false && "nothing was thrown");
+    } catch (const Error& e) {
+        CHECK(e.code() == Errc::unsupported);
+    }
+}
+
 void what_nvml_does_not_say_is_not_checked() {
     DriverFacts blind{false, 13000, "", std::nullopt};
     CHECK(moves(manifest({gpu(1)}), blind, {}, 1 << 30).empty());
@@ -206,6 +227,7 @@ int main() {
     a_map_is_followed();
     a_map_that_cannot_hold_is_refused();
     what_cannot_be_restored_is_refused();
+    what_is_lacking_can_be_ignored();
     what_nvml_does_not_say_is_not_checked();
     the_emulator_is_called_by_its_name();
 }

@@ -3,13 +3,45 @@
 /// of the machine that builds may be older than the kernel that runs.
 #pragma once
 
-#include "dirty_tracker/dirty_pages.hpp"
+#include <sys/ioctl.h>
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
 namespace gpustasis {
+
+/// struct pm_scan_arg
+struct PageScanArguments {
+    std::uint64_t size = sizeof(PageScanArguments);
+    std::uint64_t flags = 0;
+    std::uint64_t start = 0;
+    std::uint64_t end = 0;
+    std::uint64_t walk_end = 0;
+    std::uint64_t vec = 0;
+    std::uint64_t vec_len = 0;
+    std::uint64_t max_pages = 0;
+    std::uint64_t category_inverted = 0;
+    std::uint64_t category_mask = 0;
+    std::uint64_t category_anyof_mask = 0;
+    std::uint64_t return_mask = 0;
+};
+static_assert(sizeof(PageScanArguments) == 96);
+
+/// struct page_region
+struct ScannedRegion {
+    std::uint64_t start = 0;
+    std::uint64_t end = 0;
+    std::uint64_t categories = 0;
+};
+
+inline constexpr unsigned long kPagemapScan = _IOWR('f', 16, PageScanArguments);
+
+/// Whole pages of a process.
+struct PageRange {
+    std::uint64_t address = 0;
+    std::uint64_t length = 0; ///< bytes
+};
 
 /// Which pages a scan finds.
 struct PageQuery {
@@ -42,15 +74,8 @@ public:
               bool registered_only, std::vector<PageRange>& found);
 
 private:
-    /// struct page_region
-    struct Region {
-        std::uint64_t start;
-        std::uint64_t end;
-        std::uint64_t categories;
-    };
-
     int pagemap_;
-    std::vector<Region> regions_;
+    std::vector<ScannedRegion> regions_;
 };
 
 /// Empty if this kernel has PAGEMAP_SCAN, else why it cannot be used.

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "dirty_tracker/page_scan.hpp"
+#include "tracee/page_scan.hpp"
 
 #include "core/error.hpp"
 #include "core/unique_fd.hpp"
 
 #include <fcntl.h>
-#include <sys/ioctl.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -15,24 +14,6 @@
 namespace gpustasis {
 namespace {
 
-/// struct pm_scan_arg
-struct ScanArguments {
-    std::uint64_t size = sizeof(ScanArguments);
-    std::uint64_t flags = 0;
-    std::uint64_t start = 0;
-    std::uint64_t end = 0;
-    std::uint64_t walk_end = 0;
-    std::uint64_t vec = 0;
-    std::uint64_t vec_len = 0;
-    std::uint64_t max_pages = 0;
-    std::uint64_t category_inverted = 0;
-    std::uint64_t category_mask = 0;
-    std::uint64_t category_anyof_mask = 0;
-    std::uint64_t return_mask = 0;
-};
-static_assert(sizeof(ScanArguments) == 96);
-
-constexpr unsigned long kPagemapScan = _IOWR('f', 16, ScanArguments);
 constexpr std::uint64_t kScanProtect = 1U << 0;        // PM_SCAN_WP_MATCHING
 constexpr std::uint64_t kScanRegisteredOnly = 1U << 1; // PM_SCAN_CHECK_WPASYNC
 constexpr std::size_t kRegions = 4096;
@@ -43,7 +24,7 @@ PageScanner::PageScanner(int pagemap) : pagemap_(pagemap), regions_(kRegions) {}
 
 bool PageScanner::scan(std::uint64_t start, std::uint64_t end, const PageQuery& query,
                        ScanMode mode, bool registered_only, std::vector<PageRange>& found) {
-    ScanArguments arguments;
+    PageScanArguments arguments;
     arguments.flags = (mode == ScanMode::protect ? kScanProtect : 0) |
                       (registered_only ? kScanRegisteredOnly : 0);
     arguments.end = end;
@@ -80,7 +61,7 @@ std::string why_no_page_scan() {
     const UniqueFd pagemap(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
     if (!pagemap)
         return std::string("cannot open /proc/self/pagemap: ") + std::strerror(errno);
-    ScanArguments nothing;
+    PageScanArguments nothing;
     if (::ioctl(pagemap.get(), kPagemapScan, &nothing) >= 0)
         return {};
     if (errno == ENOTTY)
