@@ -2,13 +2,14 @@
 # Everything a newcomer needs: `make demo` and `make test` install, build and run. Both can be run
 # again at any time; what is done already is not done twice. The work is in ci/.
 
-.PHONY: help setup build lint format test test-kubernetes demo bench soak clean
+.PHONY: help setup build lint format test test-kubernetes packages demo bench soak clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    the main job: train, checkpoint, kill, restore, compare; build/demo.json'
 	@echo 'make test    build and run every test and check'
 	@echo 'make test-kubernetes  build a Kubernetes node, and run the tests that need one'
+	@echo 'make packages  a Debian package, and what an image for nodes of a cluster is made of'
 	@echo 'make build   build/venv with gpustasis in it, and the wheel in build/dist'
 	@echo 'make setup   system packages, and the roots with CRIU and the container engines'
 	@echo 'make lint    formatters, linters, types and the rules for the tree only'
@@ -36,6 +37,9 @@ test: setup build
 
 test-kubernetes: setup build
 	@ci/test-kubernetes
+
+packages: build
+	@ci/packages
 
 demo: # of what tests need, only what the demo needs: one CRIU, no linters, no tests
 	@ci/setup demo

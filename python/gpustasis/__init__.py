@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gpustasis.image.flatten import Flattened
     from gpustasis.image.inspection import Inspection
     from gpustasis.image.prune import Outcome as Pruned
+    from gpustasis.image.requirements import RequirementsView
     from gpustasis.image.verification import Verification
     from gpustasis.recovery import Recovery
 
@@ -51,6 +52,7 @@ __all__ = [
     "Inspection",
     "Pruned",
     "Recovery",
+    "RequirementsView",
     "RestoreOptions",
     "Run",
     "Statistics",
@@ -71,6 +73,7 @@ _HOMES = {
     "Inspection": "image.inspection",
     "Pruned": "image.prune",
     "Recovery": "recovery",
+    "RequirementsView": "image.requirements",
     "Run": "criu.run",
     "Statistics": "criu.statistics",
     "Verification": "image.verification",

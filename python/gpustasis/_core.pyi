@@ -5,9 +5,13 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from os import PathLike
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from typing_extensions import Buffer
+
+from gpustasis._core_requirements import *  # noqa: F403
+from gpustasis._core_requirements import Requirements
+from gpustasis._core_seal import *  # noqa: F403
 
 MIN_CHUNK_SIZE: int
 MAX_CHUNK_SIZE: int
@@ -28,6 +32,10 @@ class Encoding(Enum):
 class RegionKind(Enum):
     PRIVATE_ANONYMOUS = 0
     SHARED_ANONYMOUS = 1
+
+class MemoryKind(Enum):
+    GPU = 0
+    CPU = 1
 
 class ProcessState(Enum):
     RUNNING = 0
@@ -66,6 +74,10 @@ class GpuInfo:
 
 class Source:
     @property
+    def kind(self) -> MemoryKind: ...
+    @property
+    def image_name(self) -> str: ...
+    @property
     def checkpoint_id(self) -> bytes: ...
     @property
     def digest(self) -> bytes: ...
@@ -77,6 +89,10 @@ class Source:
     def depth(self) -> int: ...
 
 class ImageInfo:
+    @property
+    def kind(self) -> MemoryKind: ...
+    @property
+    def image_name(self) -> str: ...
     def __init__(
         self,
         *,
@@ -91,6 +107,7 @@ class ImageInfo:
         gpus: Sequence[GpuInfo] = ...,
         chunk_size: int = 0,
         regions: Sequence[Region] = ...,
+        kind: MemoryKind = ...,
     ) -> None: ...
     @property
     def checkpoint_id(self) -> bytes: ...
@@ -244,7 +261,7 @@ class FlatImageWriter:
         traceback: TracebackType | None,
     ) -> None: ...
 
-def image_name(pid: int) -> str: ...
+def image_name(pid: int, kind: MemoryKind = ...) -> str: ...
 
 class GpuSource(Enum):
     UNKNOWN = 0
@@ -269,19 +286,17 @@ class ManifestTask:
         state_before: ProcessState = ...,
         gpu_source: GpuSource = ...,
         gpus: Sequence[TaskGpu] = ...,
+        kind: MemoryKind = ...,
     ) -> None: ...
+    kind: Final[MemoryKind]
     @property
-    def pid(self) -> int: ...
-    @property
-    def externalized(self) -> bool: ...
-    @property
-    def digest(self) -> bytes: ...
-    @property
-    def state_before(self) -> ProcessState: ...
-    @property
-    def gpu_source(self) -> GpuSource: ...
-    @property
-    def gpus(self) -> list[TaskGpu]: ...
+    def image_name(self) -> str: ...
+    pid: Final[int]
+    externalized: Final[bool]
+    digest: Final[bytes]
+    state_before: Final[ProcessState]
+    gpu_source: Final[GpuSource]
+    gpus: Final[list[TaskGpu]]
 
 class Manifest:
     def __init__(
@@ -294,21 +309,16 @@ class Manifest:
         tasks: Sequence[ManifestTask] = ...,
         parent_id: bytes = ...,
         chain_length: int = 0,
+        requirements: Requirements | None = None,
     ) -> None: ...
-    @property
-    def checkpoint_id(self) -> bytes: ...
-    @property
-    def driver_api_version(self) -> int: ...
-    @property
-    def driver_version(self) -> str: ...
-    @property
-    def gpus(self) -> list[GpuInfo]: ...
-    @property
-    def tasks(self) -> list[ManifestTask]: ...
-    @property
-    def parent_id(self) -> bytes: ...
-    @property
-    def chain_length(self) -> int: ...
+    checkpoint_id: Final[bytes]
+    driver_api_version: Final[int]
+    driver_version: Final[str]
+    gpus: Final[list[GpuInfo]]
+    tasks: Final[list[ManifestTask]]
+    parent_id: Final[bytes]
+    chain_length: Final[int]
+    requirements: Final[Requirements | None]
 
 def read_manifest(dir: str | PathLike[str]) -> Manifest: ...
 def parse_manifest(data: Buffer, name: str) -> Manifest: ...

@@ -29,13 +29,14 @@ from gpustasis.criu.plugin import Setting, driver_libraries
 from gpustasis.criu.run import Run
 from gpustasis.driver import Driver
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image.checkpoint import find_manifest
+from gpustasis.image.checkpoint import find_manifest, require_not_sealed
 from gpustasis.image.difference import Difference, compare_files
 from gpustasis.image.flatten import Flattened, flatten
 from gpustasis.image.inspection import Inspection, inspect_files
 from gpustasis.image.prune import Outcome as Pruned
 from gpustasis.image.prune import Rules
 from gpustasis.image.prune import prune as prune_store
+from gpustasis.image.requirements import RequirementsView, find_requirements
 from gpustasis.image.verification import Verification, verify_directory
 from gpustasis.recovery import Recovery, find_images
 from gpustasis.recovery import recover as recover_task
@@ -70,12 +71,15 @@ class RestoreOptions(CriuOptions, total=False):
     leave_stopped: the tree is left stopped; not with detached=False, and not with GPU memory in it,
     which comes back through threads of its processes that run. pidfile: a file, not there yet, that
     the root's pid is written to. gpu_map: "OLD=NEW" each: what was on GPU OLD of the checkpoint
-    goes to GPU NEW of this machine, by UUID or number."""
+    goes to GPU NEW of this machine, by UUID or number. ignore_requirements: go on although files
+    that the tree had mapped have changed, the driver is older, or GPU memory is short; CRIU's own
+    checks remain."""
 
     detached: bool
     leave_stopped: bool
     pidfile: StrPath | None
     gpu_map: Sequence[str]
+    ignore_requirements: bool
 
 
 class Checkpoint:
@@ -116,17 +120,21 @@ class Checkpoint:
             raise CheckpointError(
                 "a tree that is left stopped cannot be waited for: detached=False"
             )
+        require_not_sealed(self.path)
         if leave_stopped and find_manifest(self.path) is not None:
             raise CheckpointError(
                 f"{self.path} holds GPU state, which the driver restores through threads of the "
                 "processes: it cannot be restored with --leave-stopped"
             )
         pidfile = options.pop("pidfile", None)
-        gpu_map = options.pop("gpu_map", ())
+        plugin: dict[str, Setting | None] = {
+            "gpu_map": tuple(options.pop("gpu_map", ())) or None,
+            "requirements": "ignore" if options.pop("ignore_requirements", False) else None,
+        }
         return run.restore(
             find(options.get("criu")),
             self.path,
-            _settings(options, {"gpu_map": tuple(gpu_map) or None}, {}),
+            _settings(options, plugin, {}),
             detached=detached,
             leave_stopped=leave_stopped,
             pidfile=None if pidfile is None else Path(pidfile),
@@ -152,6 +160,15 @@ class Checkpoint:
         """
         with open_files(self.path, self.parents) as files:
             return inspect_archive(files) if isinstance(files, Archive) else inspect_files(files)
+
+    def requirements(self) -> RequirementsView | None:
+        """What a restore needs: driver stack, GPUs and their memory, mapped files. None: it holds
+        no GPU state saved by gpustasis.
+
+        Raises ImageError if what is read is damaged.
+        """
+        with open_files(self.path, self.parents) as files:
+            return find_requirements(files, inspect_files(files))
 
     def flatten(
         self,
@@ -184,9 +201,11 @@ def checkpoint(
     directory: StrPath,
     *,
     parent: StrPath | None = None,
+    whole: bool = False,
     leave_running: bool = False,
     leave_stopped: bool = False,
     externalize: bool | None = None,
+    cpu_memory: str | None = None,
     compress: str | None = None,
     max_chain: int | None = None,
     ghost_limit: int | None = None,
@@ -197,25 +216,32 @@ def checkpoint(
     """Dump the process tree below `pid`, GPU memory included, into `directory`.
 
     directory: made if it is not there; holds no other checkpoint. parent: an earlier checkpoint of
-    the job, whose GPU memory is not stored again. leave_running, leave_stopped: the tree runs on,
+    the job, whose GPU memory is not stored again. whole: it is built on no earlier one, whatever a
+    configuration or policy says. leave_running, leave_stopped: the tree runs on,
     or is left stopped; else it ends. externalize: False: GPU memory goes into CRIU's own images.
-    compress: "lz4" or "none". max_chain: a chain of that many on top of a full checkpoint gets no
-    longer. ghost_limit: size of the largest file without a name that is dumped with its content.
-    skip_in_flight: leave out connections that are not accepted yet. link_remap: give files without
-    a name one for the time of the dump. Whatever is None is as the plugin's configuration says.
+    cpu_memory: who stores the processes' own memory: "criu", "ours" (this plugin, as it stores GPU
+    memory) or "auto". compress: "lz4" or "none". max_chain: a chain of that many on top of a full
+    checkpoint gets no longer. ghost_limit: size of the largest file without a name that is dumped
+    with its content. skip_in_flight: leave out connections that are not accepted yet. link_remap:
+    give files without a name one for the time of the dump. Whatever is None is as the plugin's
+    configuration says.
 
     Raises CriuError if CRIU or the plugin failed: the tree runs on then. CheckpointError for a
     directory or a parent that cannot be used.
     """
     if leave_running and leave_stopped:
         raise CheckpointError("a tree cannot be left both running and stopped")
+    if whole and parent is not None:
+        raise CheckpointError("a checkpoint with a parent is not whole")
     images = Path(directory)
     criu = find(options.get("criu"))
     plugin: dict[str, Setting | None] = {
         "externalize": externalize,
+        "cpu_memory": cpu_memory,
         "compress": compress,
         "max_chain": max_chain,
         "parent": None if parent is None else _parent(Path(parent), images),
+        "incremental": False if whole else None,
     }
     words: dict[str, bool | int | None] = {
         "ghost-limit": ghost_limit,
@@ -264,6 +290,8 @@ def recover(
     Raises ImageError if the images are damaged or another process's, DriverError if the driver
     refuses, CheckpointError if the process cannot be recovered.
     """
+    if directory is not None:
+        require_not_sealed(Path(directory))
     driver = Driver(driver_libraries(os.environ)[0])
     images = find_images(pid) if directory is None else Path(directory)
     return recover_task(pid, images, driver, threads=threads, on_progress=on_progress)

@@ -56,6 +56,12 @@ class ArchiveError(ImageError):
     exit_code = 13
 
 
+class SealError(ImageError):
+    """A checkpoint is sealed, or cannot be; or a key, or what was sealed, is not the right one."""
+
+    exit_code = 14
+
+
 class DriverError(CheckpointError):
     """The CUDA driver is missing or refused a call.
 
@@ -95,6 +101,12 @@ class PolicyError(CheckpointError):
     """What a container asks of its checkpoints cannot be done, or its policy cannot be used."""
 
     exit_code = 17
+
+
+class StreamError(CheckpointError):
+    """A stream of a checkpoint broke off, stalled, or is damaged."""
+
+    exit_code = 18
 
 
 class UnsupportedError(CheckpointError):

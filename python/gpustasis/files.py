@@ -38,7 +38,8 @@ def replace_file(
     killed writer has left there is removed. durable: on the disk when this returns, name included.
     prepare: is called with the descriptor of the new file once `data` is in it.
 
-    Raises OSError; the part is gone then, and what was at `name` is still there.
+    Raises OSError; the part is gone then, and what was at `name` is still there, but for an error
+    that says that the new file is in place.
     """
     part = part or f".{name}.part"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -58,7 +59,11 @@ def replace_file(
         remove(directory, part)
         raise
     if durable:
-        os.fsync(directory)
+        try:
+            os.fsync(directory)
+        except OSError as exc:
+            text = f"the new file is in place, but may not outlast a power failure: {exc.strerror}"
+            raise OSError(exc.errno, text, name) from exc
 
 
 def give_name(part: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:

@@ -64,6 +64,12 @@ def _compress(text: str) -> str:
     return text
 
 
+def _cpu_memory(text: str) -> str:
+    if text not in ("criu", "ours", "auto"):
+        raise ValueError
+    return text
+
+
 def _flag(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError
@@ -107,6 +113,12 @@ def _path(text: str) -> str:
 ANNOTATIONS: dict[str, Annotation] = {
     "compress": Annotation(
         "compress", '"lz4" or "none"', "whether chunks of GPU memory are compressed", _compress
+    ),
+    "cpu-memory": Annotation(
+        "cpu_memory",
+        '"criu", "ours" or "auto"',
+        "who stores the memory of processes that is not the GPU's",
+        _cpu_memory,
     ),
     "externalize": Annotation(
         "externalize",

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import logging
 import os
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, BinaryIO, cast
+from typing import IO, BinaryIO, Self, cast
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,32 @@ def _new_file(in_memory: bool) -> BinaryIO:
     return cast("BinaryIO", tempfile.TemporaryFile())
 
 
+class _Pipe:
+    """What a bounded program writes its errors to: it waits when nobody reads them, so it cannot
+    fill memory between two looks. Its end is not waited for: what it leaves running may hold it."""
+
+    def __enter__(self) -> Self:
+        self._reading, self.writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._reading, False)
+        with contextlib.suppress(OSError):  # more than this user may have: it waits more often
+            fcntl.fcntl(self.writing, fcntl.F_SETPIPE_SZ, OUTPUT_LIMIT)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._reading)
+        os.close(self.writing)
+
+    def read_into(self, errors: BinaryIO) -> None:
+        """Move what is there. Raises OSError if it is too much."""
+        while True:
+            if errors.tell() > OUTPUT_LIMIT:
+                raise OSError(errno.EFBIG, f"it wrote more than {OUTPUT_LIMIT} bytes of errors")
+            try:
+                errors.write(os.read(self._reading, OUTPUT_LIMIT))
+            except BlockingIOError:
+                return
+
+
 def run(
     argv: Sequence[str],
     *,
@@ -54,6 +84,9 @@ def run(
     shielded: bool = False,
     terminal: bool = False,
     apart: bool = False,
+    bounded: bool = False,
+    stdin: int | None = None,
+    stdout: int | None = None,
     timeout_s: float | None = None,
     on_tick: Callable[[], None] | None = None,
 ) -> Finished:
@@ -66,33 +99,52 @@ def run(
         stdin is empty.
     apart: stdout and stderr are kept apart, so that a warning is not taken for its answer, and in
         memory only: an answer may be a secret.
+    bounded: it has a session of its own, and so no terminal to ask on; where it would be killed,
+        all of its process group is. So it is if it writes more than OUTPUT_LIMIT bytes to stderr,
+        and it waits until these were read: only with `apart`.
+    stdin: a descriptor to read from instead of nothing. stdout: one to write to; `output` is empty
+        then.
     timeout_s: it is killed after that long.
     on_tick: called about every TICK_S seconds while it runs.
 
-    Raises OSError if it cannot be started, TimeoutError if it took too long.
+    Raises OSError if it cannot be started or wrote too much, TimeoutError if it took too long.
     """
     begin = time.monotonic()
     # A file, not a pipe: what outlives the program (a restored task) may hold it open for ever.
-    with _new_file(apart) as output, _new_file(apart) as errors:
-        stdin = None if terminal else subprocess.DEVNULL
-        stdout = None if terminal else output
+    with (
+        _new_file(apart) as output,
+        _new_file(apart) as errors,
+        _Pipe() if bounded else contextlib.nullcontext() as pipe,
+    ):
+        given = subprocess.DEVNULL if stdin is None else stdin
+        written: int | BinaryIO = output if stdout is None else stdout
         child = subprocess.Popen(
             list(argv),
             env=None if env is None else dict(env),
-            stdin=stdin,
-            stdout=stdout,
-            stderr=errors if apart else stdout,
-            process_group=0 if shielded else None,
+            stdin=None if terminal else given,
+            stdout=None if terminal else written,
+            stderr=pipe.writing if pipe else errors if apart else None if terminal else written,
+            process_group=0 if shielded and not bounded else None,
+            start_new_session=bounded,
         )
+
+        def tick() -> None:
+            if pipe is not None:
+                pipe.read_into(errors)
+            if on_tick is not None:
+                on_tick()
+
         try:
             status = _wait(
-                child, argv[0], shielded, None if timeout_s is None else begin + timeout_s, on_tick
+                child, argv[0], shielded, None if timeout_s is None else begin + timeout_s, tick
             )
         except BaseException as exc:
             if not shielded or isinstance(exc, TimeoutError):
-                child.kill()
+                _kill(child, bounded)
             child.wait()
             raise
+        if pipe is not None:
+            pipe.read_into(errors)
         return Finished(
             argv=tuple(argv),
             status=status,
@@ -100,6 +152,14 @@ def run(
             errors=_end_of(errors),
             seconds=time.monotonic() - begin,
         )
+
+
+def _kill(child: subprocess.Popen[bytes], group: bool) -> None:
+    """group: with all that is in its process group; it was not waited for yet, so it is its own."""
+    if group and child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
 
 
 def _end_of(file: IO[bytes]) -> str:
@@ -113,7 +173,7 @@ def _wait(
     name: str,
     shielded: bool,
     deadline: float | None,
-    on_tick: Callable[[], None] | None,
+    on_tick: Callable[[], None],
 ) -> int:
     while True:
         try:
@@ -121,8 +181,7 @@ def _wait(
                 return child.wait(TICK_S)
             except subprocess.TimeoutExpired:
                 pass
-            if on_tick is not None:
-                on_tick()
+            on_tick()
         except KeyboardInterrupt:
             if not shielded:
                 raise

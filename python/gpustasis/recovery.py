@@ -20,6 +20,8 @@ from gpustasis._core import (
     DropRecord,
     ImageReader,
     Manifest,
+    ManifestTask,
+    MemoryKind,
     find_drop_record,
     image_name,
     is_drop_over,
@@ -221,13 +223,18 @@ def _require_no_record(pid: int) -> None:
         )
 
 
+def _is_gpu_memory(entry: ManifestTask, task: Task) -> bool:
+    """CPU memory is never taken out of a process, and never put back."""
+    return entry.pid == task.inner_pid and entry.externalized and entry.kind == MemoryKind.GPU
+
+
 def _require_recorded(task: Task, images: Path, manifest: Manifest | None) -> None:
     """Memory that is missing, by its record, is that of the dump in `images`."""
     record = _find_record(task.pid)
     if record is None:
         return
     for entry in manifest.tasks if manifest else ():
-        if entry.pid == task.inner_pid and entry.externalized:
+        if _is_gpu_memory(entry, task):
             assert manifest is not None
             if (manifest.checkpoint_id, entry.digest) == (record.checkpoint_id, record.digest):
                 return
@@ -243,7 +250,7 @@ def _was_restored(task: Task, images: Path) -> bool:
     restore that ends there (criu and its worker were killed) has but left out the last call."""
     manifest = _find_manifest(images)
     for entry in manifest.tasks if manifest else ():
-        if entry.pid != task.inner_pid or not entry.externalized:
+        if not _is_gpu_memory(entry, task):
             continue
         path = images / image_name(entry.pid)
         try:
@@ -286,7 +293,7 @@ def _find_manifest(images: Path) -> Manifest | None:
 
 def _state_before(manifest: Manifest | None, task: Task) -> ProcessState:
     for entry in manifest.tasks if manifest else ():
-        if entry.pid == task.inner_pid:
+        if entry.pid == task.inner_pid and entry.kind == MemoryKind.GPU:
             return ProcessState[entry.state_before.name]
     return ProcessState.RUNNING
 
@@ -304,7 +311,7 @@ def _refill(
     no such entry all pages are where the driver put them.
     """
     for entry in manifest.tasks if manifest else ():
-        if entry.pid == task.inner_pid and entry.externalized:
+        if _is_gpu_memory(entry, task):
             break
     else:
         return 0

@@ -98,25 +98,61 @@ def find_users(directory: Path, *comms: str) -> list[int]:
     )
 
 
-def find_openers(part: str, comm: str) -> list[int]:
-    """Processes of that name and of this user that have a file open whose path holds `part`."""
-    return _find((comm,), lambda entry: any(part in name for name in _each(entry, os.readlink)))
+def find_openers(part: str, *comms: str) -> list[int]:
+    """Processes of these names and of this user, and in no container, that have a file open whose
+    path holds `part`."""
+    return _find(
+        comms,
+        lambda entry: _is_here(entry) and any(part in name for name in _each(entry, os.readlink)),
+    )
+
+
+def open_files(*comms: str) -> dict[str, dict[int, list[str]]]:
+    """Paths of what processes of these names and of this user, and in no container, have open; by
+    name and pid."""
+    found: dict[str, dict[int, list[str]]] = {comm: {} for comm in comms}
+
+    def note(entry: Path) -> bool:
+        if _is_here(entry):
+            name = _comm(entry.name)
+            if name in found:
+                found[name][int(entry.name)] = list(_each(entry, os.readlink))
+        return False
+
+    _find(comms, note)
+    return found
 
 
 def _find(comms: Collection[str], holds: Callable[[Path], bool]) -> list[int]:
     """Only processes of this user: what another names like that is not believed, and nothing that
     it has open, which may be on a file system of its own that never answers, is looked at."""
     found = []
-    for entry in PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid in filter(str.isdigit, os.listdir(PROC)):
         try:
-            name = (entry / "comm").read_text(errors="replace").rstrip("\n")
-            if name in comms and entry.stat().st_uid == os.geteuid() and holds(entry):
-                found.append(int(entry.name))
+            if _comm(pid) not in comms:
+                continue
+            entry = PROC / pid
+            if entry.stat().st_uid == os.geteuid() and holds(entry):
+                found.append(int(pid))
         except OSError:  # it has ended, or is not ours to look at
             continue
     return found
+
+
+def _comm(pid: str) -> str:
+    """The name of a process. A node has thousands, and is asked for all of them again and again, so
+    this is done in the shortest way."""
+    handle = os.open(f"{PROC}/{pid}/comm", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(handle, 64).decode(errors="replace").rstrip("\n")
+    finally:
+        os.close(handle)
+
+
+def _is_here(entry: Path) -> bool:
+    """Whether it is in the pid namespace of this process: any root of a container can name its
+    processes as it likes."""
+    return os.path.samestat((entry / "ns/pid").stat(), os.stat("/proc/self/ns/pid"))
 
 
 def _each(process: Path, look: Callable[[Path], Seen]) -> Iterator[Seen]:
@@ -125,5 +161,5 @@ def _each(process: Path, look: Callable[[Path], Seen]) -> Iterator[Seen]:
     for fd in (process / "fd").iterdir():
         try:
             yield look(fd)
-        except FileNotFoundError:
+        except OSError:  # closed, or of a name too long to be told
             continue

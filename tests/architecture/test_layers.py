@@ -24,7 +24,8 @@ CPP_ARROWS = {
     "tracee": {"tracee", "core"},
     "dirty_tracker": {"dirty_tracker", "tracee", "core"},
     "dropped_memory": {"dropped_memory", "tracee", "core"},
-    "bindings": {"bindings", "dirty_tracker", "dropped_memory", "core"},
+    "seal": {"seal", "core"},
+    "bindings": {"bindings", "dirty_tracker", "dropped_memory", "seal", "core"},
     "cuda_plugin": {"cuda_plugin", "dropped_memory", "tracee", "core"},
     "driver_emulator": {"driver_emulator"},
 }
@@ -45,9 +46,12 @@ PYTHON_ARROWS = {
     "driver": {"errors"},
     "nvml": {"errors"},
     "task": {"errors"},
+    "_core": {"_core_requirements", "_core_seal"},  # stubs only
     "watching": {"errors", "_core"},
     "image": {"errors", "_core", "criu", "files"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
+    "sealing": {"errors", "_core", "image", "criu", "process", "files"},
+    "streaming": {"errors", "_core", "image", "criu", "files", "task", "recovery"},
     "criu": {"errors", "process", "driver", "nvml", "files"},
     "runtimes": {"errors", "criu", "image", "archive", "_core", "task", "files", "process"},
     "files": set[str](),
@@ -62,8 +66,8 @@ PYTHON_ARROWS = {
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
-        *("recovery", "emulator", "diagnosis", "_core"),
-        *("watching", "archive", "install", "runtimes", "text"),
+        *("recovery", "emulator", "diagnosis", "_core", "files"),
+        *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of
@@ -82,7 +86,7 @@ BENCH_ARROWS = {
 }
 # Running a program to its end is process.run's alone. These keep one running beside them.
 PROGRAM_KEEPERS = {
-    *("process.py", "emulator/__init__.py", "demo/training.py"),
+    *("process.py", "streaming/ssh.py", "emulator/__init__.py", "demo/training.py"),
     *("gpucheck/caller.py", "gpucheck/mistakes.py", "gpucheck/target.py"),
 }
 

@@ -75,7 +75,8 @@ def test_verify_checks_its_own_and_says_what_is_elsewhere(archives: list[Path]) 
 
 
 def test_verify_with_parents_of_every_kind(chain: list[Path], archives: list[Path]) -> None:
-    for parents in (archives[:3], [chain[2]], [archives[2], chain[1]]):
+    (store := chain[0].parent).joinpath("no checkpoint").mkdir()
+    for parents in (archives[:3], [chain[2]], [archives[2], chain[1]], [store]):
         result = run("verify", archives[3], *with_parents(parents))
         assert result.exit_code == 0, result.output
         assert "of it in 3 earlier checkpoints" in result.output
@@ -96,6 +97,15 @@ def test_a_parent_that_is_missing_or_another_is_named(
     result = run("verify", chain[3], "--parent", archives[2])
     assert isinstance(result.exception, CheckpointError)
     assert "is a directory: its link says" in str(result.exception)
+
+
+def test_a_parent_that_is_a_directory_without_checkpoints_is_refused(
+    tmp_path: Path, archives: list[Path]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    result = run("verify", archives[3], "--parent", tmp_path / "empty")
+    assert isinstance(result.exception, CheckpointError)
+    assert "empty is no checkpoint with GPU memory, and no store of any" in str(result.exception)
 
 
 def test_flatten_is_the_same_memory_and_needs_nobody(
@@ -166,4 +176,4 @@ def test_a_fifo_in_a_parents_directory_is_not_waited_for(
     assert isinstance(result.exception, CheckpointError | ImageError)
     assert image_name(7) in str(result.exception)
     with pytest.raises(ImageError, match="is no ordinary file"):
-        run_with_deadline(lambda: list(DirectoryParent(chain[0]).image_streams([7])))
+        run_with_deadline(lambda: list(DirectoryParent(chain[0]).image_streams([image_name(7)])))

@@ -14,7 +14,7 @@ import pytest
 
 from gpustasis.criu.find import Criu
 from gpustasis.emulator import Emulator
-from gpustasis_bench.bench import running
+from gpustasis_bench.bench import cpu_memory, running
 from gpustasis_bench.bench.checkpointing import Checkpointing
 from gpustasis_bench.bench.contenders import CONTENDERS, OURS
 from gpustasis_bench.bench.content import Content, make_content, read_content
@@ -99,6 +99,45 @@ def test_a_short_run(emulator_environ: dict[str, str], tmp_path: Path, repositor
     assert "**emulator**" in text
     # The page in the tree has its place.
     assert (repository / "docs/performance.md").read_text().count("<!-- bench:begin -->") == 1
+
+
+def test_cpu_memory_is_stored_by_ours_and_comes_back(
+    emulator_environ: dict[str, str], tmp_path: Path
+) -> None:
+    whole = run_bench(
+        emulator_environ,
+        tmp_path,
+        *("--workloads", "cpu,mixed", "--media", "tmpfs"),
+        *("--no-running", "--no-limits", "--no-trees"),
+    )
+    assert (whole["failures"], whole["restored_bit_exact"]) == ([], True)
+    found = {each["workload"]: each for each in whole["cpu_memory"]}
+    for each in found.values():
+        for one in each["contenders"].values():
+            assert 0 < one["frozen_seconds"] < one["dump_seconds"]
+            assert one["restore_seconds"] > 0
+            assert one["downtime_seconds"] > 0  # it was held against the same dump's frozen time
+            assert 0.9 < one["rss_share"] < 1.1
+    size = 32 * MIB
+    for name, share in (("cpu", 0.5), ("mixed", 0.75)):  # of mixed, half is noise on the GPU
+        ours, stock = (
+            found[name]["contenders"][each]["stored_bytes"] for each in ("ours", "stock")
+        )
+        assert size * share < ours < size * share + 6 * MIB
+        assert size < stock < size + 10 * MIB
+    assert "memory of cpu after the restore, over before" in {
+        bound["name"] for bound in whole["bounds"]
+    }
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    write_page(whole, page, Path("plot.svg"))
+    assert page.read_text().count("| cpu | ours | tmpfs |") == 1
+
+
+def test_a_tree_without_cuda_is_dumped_by_both(course: Course, medium: Medium) -> None:
+    found = cpu_memory.measure_trees(course, medium, 1, (3,))
+    assert [each["processes"] for each in found] == [3]
+    assert all(one["restore_seconds"] > 0 for one in found[0]["contenders"].values())
 
 
 def test_a_page_without_a_place_is_left_alone(tmp_path: Path) -> None:

@@ -34,9 +34,10 @@ class Checkpoint:
     images: Path
 
 
-def take(rig: Rig, **options: int) -> Checkpoint:
+def take(rig: Rig, environ: Mapping[str, str] | None = None, **options: int) -> Checkpoint:
+    """environ: of the job; None: the rig's."""
     name = rig.images().name + "-job"
-    job = SteadyJob(rig.programs.job, rig.scratch / name, rig.environ, **options)
+    job = SteadyJob(rig.programs.job, rig.scratch / name, environ or rig.environ, **options)
     try:
         images = rig.images()
         dumped = rig.dump(job, images)

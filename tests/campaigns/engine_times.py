@@ -28,13 +28,8 @@ from support.containerd_node import ContainerdNode
 from support.crio_node import CrioNode
 from support.engine_gpu import SteadyContainer, write_config
 from support.engine_image import import_image
-from support.kubernetes_node import (
-    ADDRESS,
-    PLACE,
-    KubernetesNode,
-    crio_directory,
-    node_root,
-)
+from support.kubernetes_node import ADDRESS, KubernetesNode, crio_directory, node_root
+from support.kubernetes_objects import PLACE
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 BEGIN, END = "<!-- engines:begin -->", "<!-- engines:end -->"

@@ -26,7 +26,15 @@ from pathlib import Path
 from random import Random
 
 from campaigns import criu_code
-from campaigns.rig import CRIU_TIMEOUT_S, Jobs, Rig, criu_errors, log_path, workers
+from campaigns.rig import (
+    CRIU_TIMEOUT_S,
+    Jobs,
+    Rig,
+    criu_errors,
+    log_path,
+    with_config,
+    workers,
+)
 from campaigns.steady_job import SteadyJob, exit_status, is_alive, process_state
 from campaigns.tally import Tally
 
@@ -37,12 +45,16 @@ _PHASES = {
     "freeze": "Seized task",
     "checkpoint": "' hook 11 ",
     "drop": "cuda_plugin: dropping",
+    "store": "cuda_plugin: checkpointed pid",
     "collect": "Collecting netns",
     "dump tasks": "Dumping task (pid:",
     "finish": "Writing image inventory",
     "refill": "cuda_plugin: bringing back",
 }
 _DROPPED = "cuda_plugin: checkpointed pid"  # the drop of one task is over
+_STORED = " MiB of CPU memory of pid "  # and its CPU memory is in its image
+_STORE = "store"  # a phase only where the plugin stores CPU memory
+_OF_A_TASK = ("drop", _STORE)
 _REFILLED = "cuda_plugin: brought back pid"
 _STOCK = ("start", "freeze", "dump tasks", "finish")
 _CRIUS_SIGNALS = {"SIGTRAP", "SIGSEGV"}  # what stock CRIU's victims die of in this campaign
@@ -53,6 +65,9 @@ _LIMIT = 30  # trials for each hit that is asked for, in the phase that is harde
 _BUSY = {"children": 1, "pinned_kib": 64, "registered_kib": 64, "streams": 2}
 SMALL: Mapping[str, int] = {"mib": 8} | _BUSY
 LARGE: Mapping[str, int] = {"mib": 64} | _BUSY  # drop and refill take long enough to be hit
+# Beside what a CUDA process holds of its GPU memory in its own, to compare, a process without CUDA.
+_PLAIN = {"plain_children": 1, "plain_threads": 2}
+SMALL_CPU, LARGE_CPU = SMALL | _PLAIN, LARGE | _PLAIN
 _SHORT_S = 0.003  # a phase that is shorter is hit by counting calls only
 _WATCH_S = 0.0003  # how often a dump is looked at for its phase
 
@@ -67,6 +82,7 @@ def run(
     whole_bound: bool = True,
     each: int = 0,
     shape: Mapping[str, int] = SMALL,
+    cpu_memory: bool = False,
 ) -> Tally:
     """Kill criu at `count` points of dumps of one job, which must survive all of them.
 
@@ -76,13 +92,16 @@ def run(
     whole_bound False: a loss that is proved to be CRIU's own is counted and is no failure; what
     this leaves is what the plugin itself can break. each: go on until every phase of the plugin's
     dump was hit that often; one that cannot be hit is a failure. shape: of the job, with the
-    plugin.
+    plugin. cpu_memory: the plugin stores the job's CPU memory as well.
     """
     tally = Tally()
-    names = tuple(_PHASES) if plugin else _STOCK
+    phases = _phases(cpu_memory)
+    names = phases if plugin else _STOCK
+    if cpu_memory:
+        rig = with_config(rig, {"cpu_memory": "ours"})
     hits: Counter[str] = Counter()
     with Jobs(lambda: start_job(rig, plugin, random, shape)) as jobs:
-        lengths = _measure(rig, jobs.get(), plugin)
+        lengths = _measure(rig, jobs.get(), plugin, phases)
         calls = _count_calls(rig, jobs.get(), plugin, names)
         for index in itertools.count():
             fewest = min(names, key=lambda name: hits[name])
@@ -92,7 +111,7 @@ def run(
                 tally.failures.append(f"not every phase could be hit {each} times: {dict(hits)}")
                 break
             job, images = jobs.get(), rig.images()
-            kill = _Kill(rig, job, images, with_worker)
+            kill = _Kill(rig, job, images, with_worker, phases)
             words = _words(rig, job, images, plugin)
             if index % 2 == 0 or lengths[fewest] < _SHORT_S:
                 number = random.randint(1, max(1, calls[fewest]))
@@ -102,7 +121,7 @@ def run(
                 seconds = random.uniform(0, lengths[fewest])
                 point = f"{seconds * 1000:.1f} ms of {lengths[fewest] * 1000:.1f} of {fewest}"
                 proofs = kill.in_phase(words, fewest, seconds)
-            phase = _phase(images)
+            phase = _phase(images, phases)
             hits[phase] += 1
             tally.counts["trials"] += 1
             tally.counts[f"in {phase}"] += 1
@@ -133,7 +152,7 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
     these moments finds one alive, that is a failure."""
     tally = Tally()
     with Jobs(lambda: start_job(rig, True, random)) as jobs:
-        lengths = _measure(rig, jobs.get(), True)
+        lengths = _measure(rig, jobs.get(), True, _phases(False))
         seconds = sum(lengths.values())
         for _ in range(count):
             job, images = jobs.get(), rig.images()
@@ -219,7 +238,7 @@ def _words(rig: Rig, job: SteadyJob, images: Path, plugin: bool) -> list[str]:
     return rig.dump_words(job, images, ["--leave-running"], plugin=plugin)
 
 
-def _measure(rig: Rig, job: SteadyJob, plugin: bool) -> Counter[str]:
+def _measure(rig: Rig, job: SteadyJob, plugin: bool, phases: Sequence[str]) -> Counter[str]:
     """The seconds that each phase of an undisturbed dump lasts."""
     images = rig.images()
     criu = rig.start(_words(rig, job, images, plugin))
@@ -228,10 +247,13 @@ def _measure(rig: Rig, job: SteadyJob, plugin: bool) -> Counter[str]:
     while criu.poll() is None:
         now = time.monotonic()
         lengths[phase] += now - since
-        phase, since = _phase(images), now
+        phase, since = _phase(images, phases), now
         time.sleep(_WATCH_S)
     assert criu.returncode == 0, criu_errors(images, "dump")
     job.run_on()
+    if _STORE in phases:  # all of them have some
+        stored = len(list(images.glob("gpustasis-memory-*.img")))
+        assert stored == len(job.pids), f"the CPU memory of {stored} processes was stored"
     return lengths
 
 
@@ -240,16 +262,18 @@ def _count_calls(rig: Rig, job: SteadyJob, plugin: bool, names: Sequence[str]) -
     comes again with the next task, of the first time."""
     marks = [_PHASES[name] for name in names]
     left = {}
-    for mark in {*marks, _DROPPED, _REFILLED} if plugin else marks:
+    ends_of = {"drop": _DROPPED, "refill": _REFILLED} if plugin else {}
+    if _STORE in names:
+        ends_of[_STORE] = _STORED
+    for mark in {*marks, *ends_of.values()}:
         images = rig.images()
-        kill = _Kill(rig, job, images, False)
+        kill = _Kill(rig, job, images, False, names)
         kill.at_call(_words(rig, job, images, plugin), 0, mark)
         left[mark] = kill.calls
         job.run_on()
     ends = [*marks[1:], ""]
-    if plugin:
-        ends[names.index("drop")] = _DROPPED
-        ends[names.index("refill")] = _REFILLED
+    for name, end in ends_of.items():
+        ends[names.index(name)] = end
     return {
         name: left[mark] - (left[end] if end else 0)
         for name, mark, end in zip(names, marks, ends, strict=True)
@@ -264,6 +288,7 @@ class _Kill:
     job: SteadyJob
     images: Path
     with_worker: bool
+    phases: Sequence[str]
     calls: int = 0
 
     def at_call(self, words: list[str], number: int, mark: str) -> dict[int, str]:
@@ -286,10 +311,9 @@ class _Kill:
     def in_phase(self, words: list[str], phase: str, seconds: float) -> dict[int, str]:
         """That long after the phase, or one behind it, has begun. In which tasks CRIU's code
         stood."""
-        names = tuple(_PHASES)
-        begun = (*names[names.index(phase) :], "end")
+        begun = (*self.phases[self.phases.index(phase) :], "end")
         criu = self.rig.start(words)
-        while criu.poll() is None and _phase(self.images) not in begun:
+        while criu.poll() is None and _phase(self.images, self.phases) not in begun:
             time.sleep(_WATCH_S)
         time.sleep(seconds)
         proofs = {}
@@ -326,14 +350,25 @@ def _recover(rig: Rig, job: SteadyJob, images: Path) -> None:
         assert recovered.returncode == 0, f"recover: {recovered.stderr}"
 
 
-def _phase(images: Path) -> str:
-    """In which phase a dump is, or was killed, by criu's log."""
+def _phase(images: Path, phases: Sequence[str]) -> str:
+    """In which of these phases a dump is, or was killed, by criu's log."""
     log = log_path(images, "dump")
     text = log.read_text(errors="replace") if log.exists() else ""
-    phase = next(name for name, mark in reversed(_PHASES.items()) if mark in text)
-    # A task's drop is over when the next task's checkpoint begins; that of its refill likewise.
-    if phase == "drop" and text.count(_PHASES["drop"]) == text.count(_DROPPED):
-        return "checkpoint"
+    phase = next(name for name in reversed(phases) if _PHASES[name] in text)
+    if phase in _OF_A_TASK:  # the next one goes through them again: whatever began last
+        after_drop = _STORE if _STORE in phases else "checkpoint"
+        begun = {
+            _PHASES["checkpoint"]: "checkpoint",
+            _PHASES["drop"]: "drop",
+            _DROPPED: after_drop,
+            _STORED: "checkpoint",
+        }
+        return begun[max(begun, key=text.rfind)]
+    # A task's refill is over when the next task's begins.
     if phase == "refill" and text.count(_REFILLED) == text.count(_DROPPED):
         return "end"
     return phase
+
+
+def _phases(cpu_memory: bool) -> tuple[str, ...]:
+    return tuple(name for name in _PHASES if cpu_memory or name != _STORE)

@@ -254,6 +254,11 @@ class Rig:
         return f"{next(self._numbers)}-{kind}"
 
 
+def with_config(rig: Rig, config: Mapping[str, Scalar]) -> Rig:
+    """The same, and every criu that it starts without a configuration of its own has these keys."""
+    return replace(rig, environ=rig.environment(config))
+
+
 _IPC_IS_A_RISK = range(13010, 13030)  # API versions, as in findings.cpp
 
 

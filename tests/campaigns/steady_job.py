@@ -92,6 +92,14 @@ class SteadyJob(Job):
                 )
             time.sleep(POLL_S)
 
+    def run_on_elsewhere(self, steps: int = 3, timeout_s: float = 20.0) -> None:
+        """The same of one that was restored in another pid namespace, under the same pids."""
+        before = self.steps()
+        deadline = time.monotonic() + timeout_s
+        while any(self.steps()[pid] < before[pid] + steps for pid in self.pids):
+            assert time.monotonic() < deadline, "the job makes no steps where it was restored"
+            time.sleep(POLL_S)
+
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """As of a Job; the rest of the tree, which has come to us, is waited for as well."""
         status = super().wait(timeout_s)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.containerd_node import ContainerdNode
 from support.engine_root import EngineRoot
 
@@ -31,13 +30,11 @@ def job_program(compile_cuda: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def node(
-    tmp_path_factory: pytest.TempPathFactory, shared: Path, job_program: Path, repository: Path
+    tmp_path_factory: pytest.TempPathFactory, shared: Path, job_program: Path
 ) -> Iterator[ContainerdNode]:
-    archives = tmp_path_factory.mktemp("kubelet-checkpoints")
-    visible = {str(shared): shared, str(DIRECTORY): archives}
-    tests = {str(repository / "tests"): repository / "tests"}
+    place = tmp_path_factory.mktemp("node")
     with (
-        EngineRoot(tmp_path_factory.mktemp("node"), binds=tests, shared=visible) as root,
+        EngineRoot(place, shared={str(shared): shared}) as root,
         ContainerdNode(root, job_program) as node,
     ):
         yield node

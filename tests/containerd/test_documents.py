@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/operating.md for containerd and Kubernetes work as they stand there."""
+"""The commands of docs/operating.md for containerd work as they stand there."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.runtimes.kubelet_archives import DIRECTORY
-from support.certificates import Authority
-from support.containerd_node import (
-    JOB_IMAGE,
-    REGISTRY,
-    ContainerdNode,
-    Pod,
-    kubelet_on,
-    wait_for,
-)
+from support.containerd_node import JOB_IMAGE, REGISTRY, ContainerdNode, Pod, wait_for
 from support.engine_gpu import DEVICE
 from support.engine_root import EngineRoot
 
@@ -33,18 +24,10 @@ def blocks(document: Path, kind: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def fresh(
-    tmp_path_factory: pytest.TempPathFactory, job_program: Path, repository: Path
-) -> Iterator[ContainerdNode]:
+def fresh(tmp_path_factory: pytest.TempPathFactory, job_program: Path) -> Iterator[ContainerdNode]:
     """A node on which gpustasis is not installed, and which runs default/trainer/job."""
     place = tmp_path_factory.mktemp("fresh")
-    archives = tmp_path_factory.mktemp("fresh-checkpoints")
-    tests = {str(repository / "tests"): repository / "tests"}
-    shared = {str(DIRECTORY): archives}
-    with (
-        EngineRoot(place, binds=tests, shared=shared) as root,
-        ContainerdNode(root, job_program) as node,
-    ):
+    with EngineRoot(place) as root, ContainerdNode(root, job_program) as node:
         shutil.rmtree(root.path("/etc/criu"))
         root.path(HOME).mkdir(parents=True)
         # The registry speaks plain HTTP.
@@ -115,29 +98,3 @@ def busy_ticks(node: ContainerdNode) -> int:
     assert "trainer" in listed and "RUNNING" in listed, listed
     pid = listed[listed.index("trainer") + 1]
     return int(node.root.path(f"/proc/{pid}/stat").read_text().split()[13])  # proc(5): utime
-
-
-def test_kubernetes(
-    fresh: ContainerdNode, trainer: Pod, shell: Shell, repository: Path, tmp_path: Path
-) -> None:
-    checkpoint, listed = blocks(repository / "docs/operating.md", "kubelet")
-    shell("gpustasis install")
-    job = trainer.job("job", "--mib", "4")
-    authority = Authority(tmp_path)
-    admin, server = authority.client("admin"), authority.server("127.0.0.1")
-    pki = Path("/etc/kubernetes/pki")
-    for path, name in (
-        (authority.certificate, "kubelet-ca.crt"),
-        (admin.certificate, "apiserver-kubelet-client.crt"),
-        (admin.key, "apiserver-kubelet-client.key"),
-        (server.certificate, "kubelet.crt"),
-        (server.key, "kubelet.key"),
-    ):
-        fresh.root.write(pki / name, path.read_text(), mode=0o600)
-    files = [pki / name for name in ("kubelet.crt", "kubelet.key", "kubelet-ca.crt")]
-    with kubelet_on(fresh, repository / "tests", *files):
-        assert " done " in shell(checkpoint, node="127.0.0.1")
-    said = shell(listed)
-    assert "containerd" in said and "1 image whole" in said
-    job.run_on()
-    job.stop()

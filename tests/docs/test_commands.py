@@ -17,6 +17,7 @@ import pytest
 
 from gpustasis.criu.find import Criu
 from gpustasis_bench.roots import require_root
+from support.chains import make_link, memory_of
 
 _BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TIMEOUT_S = 120
@@ -24,7 +25,7 @@ _POLL_S = 0.02
 _LIBRARY_PATH = "LIBRARY_PATH_OF_THE_CALLER"
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 _ROOT = "/var/cache/gpustasis/roots/sid"  # in README.md
-_PREFIX = "/opt/gpustasis"  # there too
+_PREFIX = "/usr/local/lib/gpustasis"  # there too
 _CDI = "/etc/cdi"  # in docs/emulator.md
 _PROBLEMS_FOUND = 20  # doctor's exit status
 
@@ -221,7 +222,7 @@ def test_operating(newcomer: tuple[Path, dict[str, str]], repository: Path) -> N
     home, environ = newcomer
     start = shell_blocks(repository / "README.md")[:2]
     blocks = shell_blocks(repository / "docs" / "operating.md")
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     script = "set -eu\n" + "\n".join([*start, *blocks])
     try:
         status, output = run_shell(script, home, environ)
@@ -234,10 +235,25 @@ def test_operating(newcomer: tuple[Path, dict[str, str]], repository: Path) -> N
         assert "not in the archive but in checkpoint" in output
         assert "Writes per s: now, mean, peak" in output
         assert (home / "moved" / "inventory.img").exists()
+        assert (home / "job.gps").stat().st_mode & 0o777 == 0o600
         assert len(list((home / "jobs").iterdir())) == 2 + 1  # the last two, and their first
         assert (home / "vectors.log").read_text().splitlines()[-1].startswith("round ")
     finally:
         clean_up(home, environ)
+
+
+def test_sealing(checkout: tuple[Path, dict[str, str]], repository: Path) -> None:
+    home, environ = checkout
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    make_link(home / "alone", {7: memory_of(["a1", "0", "A2"])})
+    before = {path.name: path.read_bytes() for path in (home / "alone").iterdir()}
+    block = named_block(repository / "docs" / "operating.md", "sealing")
+    status, output = run_shell(f"set -eu\n{block}", home, environ)
+    assert status == 0, output
+    assert {path.name: path.read_bytes() for path in (home / "again").iterdir()} == before
+    assert {path.name: path.read_bytes() for path in (home / "alone").iterdir()} == before
+    names = {path.name for path in (home / "sealed").iterdir()}
+    assert before.keys() & names == {"inventory.img"}
 
 
 def test_emulator(checkout: tuple[Path, dict[str, str]], repository: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,31 @@ def test_without_a_daemon_there_is_no_device(
     assert job.wait() == 1
     assert "cuInit(0): 100 (no CUDA-capable device is detected)" in job.output()
     assert f"no emulator of this version answers at {tmp_path / 'nothing'}" in job.output()
+
+
+def test_a_question_that_breaks_off_is_asked_again(
+    launch: Callable[..., Job],
+    compile_cuda: Callable[..., Path],
+    emulator_environ: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """As of a task that was dumped in cuInit: what it asked on has nobody behind it."""
+    real = Path(emulator_environ["GPUSTASIS_EMULATOR"])
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
+        deaf.bind(str(path))
+        deaf.listen()
+        environ = emulator_environ | {
+            "GPUSTASIS_EMULATOR": str(path),
+            "GPUSTASIS_EMULATOR_DEV": str(real.parent / "dev"),
+        }
+        job = launch([compile_cuda(PROGRAMS / "plain_vectors.c"), "1", "1", "1"], environ)
+        deaf.settimeout(30)
+        asked, _ = deaf.accept()
+        (tmp_path / "next").symlink_to(real)
+        (tmp_path / "next").rename(path)
+        asked.close()
+        assert job.wait() == 0, job.output()
 
 
 def test_it_says_that_it_is_an_emulator(

@@ -79,3 +79,10 @@ def own_rig(newest_criu: Criu, programs: Programs, tmp_path: Path) -> Iterator[R
     rig.close()
     if emulator.is_running():
         emulator.stop()
+
+
+@pytest.fixture(scope="session")
+def memory_job(compile_c: Callable[..., Path]) -> Path:
+    return compile_c(
+        Path(__file__).resolve().parent.parent / "programs" / "memory_job.c", "-pthread"
+    )

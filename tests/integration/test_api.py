@@ -200,8 +200,12 @@ def criu_options(criu: Criu, action: str) -> set[str]:
     return set(re.findall(r"--([a-z][a-z-]+)", wanted))
 
 
-OURS = {"json", "criu", "threads", "no-shell-job", "parent", "max-chain", "compress", "externalize"}
-OF_RESTORE = {"detach", "foreground", "gpu-map"}
+OURS = {
+    *("json", "criu", "threads", "no-shell-job", "parent", "max-chain", "compress", "externalize"),
+    "cpu-memory",
+    *("output", "spool", "input", "source-may-run", "stall-timeout", "two-way", "one-way"),
+}
+OF_RESTORE = {"detach", "foreground", "gpu-map", "ignore-requirements"}
 
 
 @pytest.mark.parametrize("action", ["dump", "restore"])

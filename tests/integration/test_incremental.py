@@ -150,7 +150,7 @@ def test_a_parent_that_cannot_serve_fails_the_dump_and_not_the_job(
         assert dumped.status != 0
         reasons = {
             "missing": "cannot open the parent ../not-there: No such file or directory",
-            "empty": "is no checkpoint with GPU memory",
+            "empty": "is no checkpoint of this plugin",
             "itself": "a checkpoint cannot be its own parent",
             "chunk_size": "chunk_size = 65536: the parent",
             "externalize": "needs externalize, which is off",

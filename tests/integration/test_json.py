@@ -25,7 +25,7 @@ Gpustasis = Callable[..., CompletedProcess[str]]
 Generations = Callable[..., Job]
 
 HERE = Path(__file__).resolve()
-# Commands that need an engine, and the tests that check what they print.
+# Commands that need an engine or keys, and the tests that check what they print.
 ELSEWHERE = {
     "podman checkpoint": "runtimes/test_podman_service.py",
     "podman restore": "runtimes/test_podman_service.py",
@@ -36,8 +36,12 @@ ELSEWHERE = {
     "crio checkpoint": "containerd/test_checkpoint.py",
     "crio list": "containerd/test_checkpoint.py",
     "crio resume": "containerd/test_checkpoint.py",
-    "kubelet checkpoint": "containerd/test_kubelet.py",
+    "kubelet checkpoint": "kubernetes/test_checkpoint.py",
     "kubelet list": "python/test_kubelet_archives.py",
+    "migrate": "integration/test_streams.py",
+    "rewrap": "python/test_sealed_keys.py",
+    "seal": "python/test_seal.py",
+    "unseal": "python/test_seal.py",
 }
 
 

@@ -28,6 +28,17 @@ def test_the_plugin_loses_no_job_when_criu_is_killed_during_a_dump(rig: Rig) -> 
     require_kills(kill_points.run(rig, Random(SEED), 15, whole_bound=False))
 
 
+def test_the_plugin_loses_no_job_when_criu_is_killed_while_it_stores_cpu_memory(
+    newest_rig: Rig,
+) -> None:
+    shape = kill_points.SMALL_CPU
+    tally = kill_points.run(
+        newest_rig, Random(SEED), 15, whole_bound=False, shape=shape, cpu_memory=True
+    )
+    require_kills(tally)
+    assert tally.counts["in store"], tally.counts
+
+
 def test_recover_brings_back_what_is_left_when_the_worker_is_killed_too(newest_rig: Rig) -> None:
     tally = kill_points.run(newest_rig, Random(SEED), 15, with_worker=True, whole_bound=False)
     require_kills(tally)

@@ -22,6 +22,7 @@ from gpustasis.policy import (
 CONTAINER_ID = "0123456789abcdef" * 4
 RIGHT: dict[str, dict[str, object]] = {
     "compress": {"lz4": "lz4", "none": "none"},
+    "cpu-memory": {"criu": "criu", "ours": "ours", "auto": "auto"},
     "externalize": {"true": True, "false": False},
     "incremental": {"true": True, "false": False},
     "parent": {"/a": "/a", "/a b/ü\"\\'#": "/a b/ü\"\\'#", "/": "/"},
@@ -31,6 +32,7 @@ RIGHT: dict[str, dict[str, object]] = {
 }
 WRONG = {
     "compress": ["", "LZ4", "zstd", "lz4 "],
+    "cpu-memory": ["", "true", "Ours", "criu "],
     "externalize": ["", "yes", "1", "True", "off"],
     "incremental": ["", "on"],
     "parent": ["", "a", "../a", "/a/../b", "/..", "/a\n", "/a\0", "/\ud800", "/" + "a" * 4095],

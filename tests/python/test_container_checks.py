@@ -36,6 +36,28 @@ def test_nothing_hinders(launch: Callable[..., Job]) -> None:
     assert "config.json was not found" in found["mounts"].text
 
 
+MIB = 1 << 20
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+V2 = ("memory.max", "memory.current", "")
+
+
+@pytest.mark.parametrize(("place", "names"), [("memory", V1), (".", V2)], ids=["v1", "v2"])
+def test_room_in_a_pod(tmp_path: Path, place: str, names: tuple[str, str, str]) -> None:
+    """Two levels: a container without a limit in a pod with one. Cached files count as free."""
+    limit, usage, prefix = names
+    unlimited = "max" if prefix == "" else str((1 << 63) - 4096)
+    inner, outer = (64 * MIB, unlimited), (150 * MIB, 200 * MIB)
+    for group, (used, most) in (("pods/one/job", inner), ("pods/one", outer)):
+        directory = tmp_path / place / group
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / limit).write_text(f"{most}\n")
+        (directory / usage).write_text(f"{used}\n")
+        files = f"{prefix}inactive_file {20 * MIB}\n{prefix}active_file {10 * MIB}\n"
+        (directory / "memory.stat").write_text(f"inactive_file 1\nshmem {MIB}\n{files}")
+    free, where = container_checks.room("/pods/one/job", tmp_path)
+    assert (free // MIB, where) == (80, f"by {limit} of control group /pods/one")
+
+
 # argv: pids; prints name and text of each finding.
 CHECKER = """
 import json, sys

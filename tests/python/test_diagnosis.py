@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import resource
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from gpustasis.criu.find import Criu
-from gpustasis.diagnosis import Finding, Status, host
+from gpustasis.diagnosis import Finding, Status, host, kubernetes
 
 ALL_CAPABILITIES = (1 << 41) - 1
 SYS_PTRACE, SYS_ADMIN, SYS_RESOURCE, CHECKPOINT_RESTORE = 1 << 19, 1 << 21, 1 << 24, 1 << 40
@@ -156,3 +158,93 @@ def test_a_broken_configuration_is_a_problem(criu: Criu, tmp_path: Path) -> None
     config.write_text("threads = \n")
     findings = host.check_criu(environment(criu, GPUSTASIS_CONFIG=str(config)), None)
     assert statuses(findings)["configuration"] is Status.PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("level", "status", "text"),
+    [
+        ("checkpoint_restore", Status.OK, "checkpoints and restores"),
+        ("checkpoint_only", Status.NOTE, 'it restores nothing: container_level_enabled = "check'),
+        ("none", Status.PROBLEM, "it refuses checkpoints"),
+    ],
+)
+def test_what_cri_o_is_allowed(tmp_path: Path, level: str, status: Status, text: str) -> None:
+    """As releases since August 2026 answer; the one that tests run has no such key."""
+    body = "[crio.runtime]\nenable_criu_support = true\n"
+    body += f'[crio.checkpoint_restore]\ncontainer_level_enabled = "{level}"\n'
+    place = tmp_path / "crio.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(place))
+        server.listen()
+
+        def answer() -> None:
+            with server.accept()[0] as client:
+                assert client.recv(1000).startswith(b"GET /config HTTP/1.0\r\n")
+                client.sendall(f"HTTP/1.0 200 OK\r\nA: b\r\n\r\n{body}".encode())
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        config = kubernetes.crio_config(place)
+        thread.join()
+    (finding,) = kubernetes.check_crio(config, place)
+    assert finding.status is status
+    assert text in finding.text
+    assert kubernetes.crio_config(place) == {}  # nobody listens any more
+    (finding,) = kubernetes.check_crio({}, place)
+    assert finding.status is Status.NOTE
+
+
+@pytest.mark.parametrize(
+    ("version", "words", "config", "status"),
+    [
+        ("Kubernetes v1.36.3", "", "", Status.OK),
+        ("Kubernetes v1.29.9", "", "", Status.PROBLEM),
+        ("Kubernetes v1.29.9", "", "featureGates:\n  ContainerCheckpoint: true\n", Status.OK),
+        ("Kubernetes v1.30.0", "", '{"featureGates": {"ContainerCheckpoint": false}}', "problem"),
+        ("Kubernetes v1.30.0", "", "# ContainerCheckpoint: false\n", Status.OK),
+        ("Kubernetes v1.36.3", "--feature-gates A=true,ContainerCheckpoint=false", "", "problem"),
+        ("Kubernetes v1.36.3", "--feature-gates=ContainerCheckpoint=false", "", Status.PROBLEM),
+        ("nonsense", "", "", Status.OK),
+    ],
+)
+def test_kubelets(tmp_path: Path, version: str, words: str, config: str, status: Status) -> None:
+    """A made-up /proc, for no other versions are here; tests/kubernetes has the real one."""
+    process = kubelet(tmp_path, version, words, config)
+    (finding,) = kubernetes.check_kubelet(tmp_path)
+    assert (finding.name, finding.status) == ("kubelet", status)
+    assert (process / "run").exists()
+
+
+def kubelet(proc: Path, version: str, words: str, config: str) -> Path:
+    """Its directory there. It says when it is run, by a file `run`."""
+    process = proc / "1234"
+    (process / "root/etc").mkdir(parents=True)
+    (process / "comm").write_text("kubelet\n")
+    (process / "status").write_text("Name:\tkubelet\nUid:\t0\t0\t0\t0\n")
+    (process / "root/etc/kubelet.yaml").write_text(config)
+    cmdline = ["kubelet", "--config=/etc/kubelet.yaml", *words.split(" "), ""]
+    (process / "cmdline").write_text("\0".join(cmdline))
+    (process / "exe").write_text(f"#!/bin/sh\ntouch {process}/run\necho {version}\n")
+    (process / "exe").chmod(0o755)
+    for place in (process, proc / "1"):
+        (place / "ns").mkdir(parents=True)
+        for name in ("mnt", "user", "pid"):
+            (place / "ns" / name).symlink_to(f"{name}:[1]")
+    return process
+
+
+@pytest.mark.parametrize("what", ["mnt", "user", "pid", "owner", "setuid program", "writable"])
+def test_what_only_calls_itself_kubelet_is_not_run(tmp_path: Path, what: str) -> None:
+    """As a process in a container may, or one of an ordinary user."""
+    process = kubelet(tmp_path, "v1.36.3", "", "")
+    if what == "owner":
+        (process / "status").write_text("Uid:\t65534\t65534\t65534\t65534\n")
+    elif what == "setuid program":
+        (process / "status").write_text("Uid:\t65534\t0\t0\t0\n")
+    elif what == "writable":
+        (process / "exe").chmod(0o777)
+    else:
+        (process / "ns" / what).unlink()
+        (process / "ns" / what).symlink_to(f"{what}:[2]")
+    assert list(kubernetes.check_kubelet(tmp_path)) == []
+    assert not (process / "run").exists()

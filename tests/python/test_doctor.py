@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,6 +34,12 @@ def test_it_names_what_it_found(gpustasis: Gpustasis, criu: Criu, emulator: Emul
     uuids = [gpu["uuid"] for gpu in emulator.status()["gpus"]]
     assert uuids[0] in found["GPU 0"]["text"]
     assert uuids[1] in found["GPU 1"]["text"]
+
+
+def test_it_says_which_openssl_is_linked_in(gpustasis: Gpustasis) -> None:
+    found = findings(gpustasis("doctor", "--json"))["sealing"]
+    assert found["status"] == "ok"
+    assert re.fullmatch(r"OpenSSL 3\.\d+\.\d+ .*, linked in", found["text"])
 
 
 def test_it_says_emulator_when_the_driver_is_one(gpustasis: Gpustasis, emulator: Emulator) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,23 @@ def test_what_fails_leaves_the_file_that_was_there(tmp_path: Path, directory: in
         files.replace_file(directory, "file", b"after", 0o600, prepare=fail)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "before"
+
+
+def test_an_error_says_that_the_new_file_is_in_place(
+    tmp_path: Path, directory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if descriptor == directory:
+            raise OSError(errno.EIO, "Input/output error")
+        whole(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"is in place.*Input/output error") as caught:
+        files.replace_file(directory, "file", b"after", 0o600)
+    assert caught.value.errno == errno.EIO
+    assert (tmp_path / "file").read_text() == "after"
 
 
 def test_a_planted_part_is_not_followed(tmp_path: Path, directory: int) -> None:

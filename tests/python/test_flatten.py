@@ -26,7 +26,7 @@ from gpustasis._core import (
 )
 from gpustasis.cli import cli
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image.directory import try_exclude
+from gpustasis.image.directory import new_directory, try_exclude
 from gpustasis.image.flatten import flatten
 from gpustasis.image.verification import verify_directory
 from support.chains import contents, is_whole, make_chain, make_link, memory_of
@@ -346,8 +346,13 @@ class TestPlantedBesideIt:
     def test_what_a_killed_flatten_left_is_used_up(self, tmp_path: Path) -> None:
         make_link(tmp_path / "a", {7: memory_of(["A"])})
         part = tmp_path / ".flat.part"
-        part.mkdir(mode=0o700)
-        (part / "inventory.img").write_text("half")
+        child = os.fork()
+        if child == 0:
+            with new_directory(tmp_path / "flat") as place:
+                (place / "inventory.img").write_text("half")
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert (part / "inventory.img").exists()
         flatten(tmp_path / "a", tmp_path / "flat")
         assert is_whole(tmp_path / "flat")
-        assert not part.exists()
+        assert sorted(os.listdir(tmp_path)) == ["a", "flat"]

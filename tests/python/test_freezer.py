@@ -15,18 +15,14 @@ OTHER = "fedcba9876543210" * 4
 
 
 class Host:
-    """Processes and control groups, as files."""
+    """Control groups, as files."""
 
     def __init__(self, place: Path) -> None:
-        self.proc, self.groups = place / "proc", place / "cgroup"
-        self.proc.mkdir()
+        self.groups = place / "cgroup"
         self.groups.mkdir()
 
-    def task(self, pid: int, path: str, *frozen: str, version: int = 1) -> None:
-        """A task in the group `path`; frozen: groups on the way there that are frozen."""
-        line = f"3:freezer:{path}\n" if version == 1 else f"0::{path}\n"
-        (self.proc / str(pid)).mkdir()
-        (self.proc / str(pid) / "cgroup").write_text(line)
+    def group(self, path: str, *frozen: str, version: int = 1) -> None:
+        """frozen: groups on the way there that are frozen."""
         base = self.groups / "freezer" if version == 1 else self.groups
         asks, changes = (
             ("freezer.self_freezing", "freezer.state")
@@ -48,16 +44,17 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     made = Host(tmp_path)
-    monkeypatch.setattr(freezer, "PROC", made.proc)
     monkeypatch.setattr(freezer, "GROUPS", made.groups)
     return made
 
 
-@pytest.mark.parametrize("name", [f"crio-{ID}", f"crio-{ID}.scope", ID])
+@pytest.mark.parametrize(
+    "name", [f"crio-{ID}", f"crio-{ID}.scope", ID, f"cri-containerd-{ID}.scope"]
+)
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_paused_container(host: Host, name: str, version: int) -> None:
     path = f"/kubepods/pod1/{name}"
-    host.task(10, path, path, version=version)
+    host.group(path, path, version=version)
     (group,) = freezer.frozen_groups(ID)
     assert group.name == name
     freezer.thaw(group)
@@ -67,31 +64,43 @@ def test_a_paused_container(host: Host, name: str, version: int) -> None:
 
 def test_crun_puts_tasks_one_group_below(host: Host) -> None:
     path = f"/kubepods/crio-{ID}/container"
-    host.task(10, path, path)
+    host.group(path, path)
     assert host.frozen() == [f"freezer{path}"]
 
 
 def test_what_a_container_has_frozen_within_itself_stays(host: Host) -> None:
     path = f"/kubepods/crio-{ID}/nested"
-    host.task(10, path, path)
+    host.group(path, path)
     assert host.frozen() == []
 
 
 def test_a_group_that_another_container_has_made_is_not_meant(host: Host) -> None:
-    host.task(10, f"/kubepods/crio-{ID}")
+    host.group(f"/kubepods/crio-{ID}")
     hostile = f"/kubepods/crio-{OTHER}/crio-{ID}.scope"
-    host.task(11, hostile, hostile)
+    host.group(hostile, hostile)
     assert host.frozen() == []
 
 
 def test_the_monitor_of_a_container_is_not_it(host: Host) -> None:
-    host.task(10, f"/kubepods/crio-{ID}")
-    host.task(11, f"/crio-conmon-{ID}.scope", f"/crio-conmon-{ID}.scope")
+    host.group(f"/kubepods/crio-{ID}")
+    host.group(f"/crio-conmon-{ID}.scope", f"/crio-conmon-{ID}.scope")
     assert host.frozen() == []
 
 
+def test_all_containers_at_once(host: Host) -> None:
+    host.group(f"/kubepods/crio-{ID}")
+    host.group(f"/kubepods/crio-{OTHER}/container")
+    host.group(f"/kubepods/crio-{OTHER}/container/nested-{ID}")
+    host.group("/system.slice/crio.service")
+    below = host.groups / "freezer/kubepods"
+    assert freezer.groups_by_container() == {
+        ID: [below / f"crio-{ID}"],
+        OTHER: [below / f"crio-{OTHER}", below / f"crio-{OTHER}/container"],
+    }
+
+
 def test_a_container_that_is_not_seen_from_here_is_an_error(host: Host) -> None:
-    host.task(10, f"/kubepods/crio-{OTHER}", f"/kubepods/crio-{OTHER}")
+    host.group(f"/kubepods/crio-{OTHER}", f"/kubepods/crio-{OTHER}")
     with pytest.raises(EngineError, match="cannot be told from here"):
         freezer.frozen_groups(ID)
     with pytest.raises(EngineError, match="cannot be told"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubeconfig files as kubectl reads them, against a TLS server that lets in whom it knows."""
+"""Kubeconfig files as kubectl reads them: which server they mean, and how to be let in there. Real
+ones are asked in tests/kubernetes/test_kubeconfig.py."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,27 @@ import yaml
 
 from gpustasis.errors import EngineError
 from gpustasis.runtimes.kubeconfig import default_paths, open_access
-from gpustasis.runtimes.kubelet import check, checkpoint, parse_target
+from gpustasis.runtimes.kubelet import check
 from support.certificates import Authority, Pair
-from support.kubelet_server import ALLOWED, Kubelet, KubeletServer
 
-ARCHIVE = "/var/lib/kubelet/checkpoints/a.tar"
+SERVER = "https://127.0.0.1:6443/clusters/one"
 TARGET = "default/web/app@node-1"
 TOKEN = "s3cret.token"
 Config = dict[str, Any]
+Ask = Callable[..., "Shown"]
+Show = Callable[..., "Shown"]
 
 
-class Proxy(Kubelet):
-    """An API server, below a path of its own, that hands on to the node."""
+@dataclass(frozen=True)
+class Shown:
+    """What a server would be shown: a token, or the content of a certificate and a key."""
 
-    def answer(self, user: str | None, path: str) -> tuple[int, str, str]:
-        assert path.startswith("/clusters/one/api/v1/nodes/node-1/proxy/checkpoint/")
-        return super().answer(user, path.removeprefix("/clusters/one/api/v1/nodes/node-1/proxy"))
+    token: str | None = None
+    certificate: bytes | None = None
+    key: bytes | None = None
+
+
+BY_TOKEN = Shown(token=TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +49,12 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def admin(authority: Authority) -> Pair:
-    return authority.client(ALLOWED)
+    return authority.client("admin")
 
 
-@pytest.fixture(scope="module")
-def server(authority: Authority) -> Iterator[str]:
-    proxy = Proxy(
-        pods=lambda: {("default", "web"): {"app"}},
-        checkpoint=lambda *words: ARCHIVE,
-        tokens={TOKEN: ALLOWED},
-    )
-    pair = authority.server("127.0.0.1")
-    with ExitStack() as stack:
-        made = KubeletServer(proxy, pair.certificate, pair.key, authority.certificate)
-        yield f"https://127.0.0.1:{stack.enter_context(made).port}/clusters/one"
+@pytest.fixture
+def by_certificate(admin: Pair) -> Shown:
+    return Shown(None, admin.certificate.read_bytes(), admin.key.read_bytes())
 
 
 def encoded(path: Path) -> str:
@@ -64,9 +62,9 @@ def encoded(path: Path) -> str:
 
 
 @pytest.fixture
-def config(server: str, authority: Authority) -> Config:
+def config(authority: Authority) -> Config:
     """Everything but the user."""
-    cluster = {"server": server, "certificate-authority-data": encoded(authority.certificate)}
+    cluster = {"server": SERVER, "certificate-authority-data": encoded(authority.certificate)}
     return {
         "apiVersion": "v1",
         "kind": "Config",
@@ -82,47 +80,58 @@ def config(server: str, authority: Authority) -> Config:
 
 
 @pytest.fixture
-def ask(tmp_path: Path, config: Config) -> Callable[..., tuple[str, ...]]:
-    """ask(user, context=None) -> the archives that the server says it made."""
+def show(authority: Authority) -> Show:
+    """show(paths, context=None): what the server of these files would be shown. Fails if that is
+    not SERVER, or is known by another CA."""
 
-    def call(user: Config, context: str | None = None) -> tuple[str, ...]:
-        config["users"][0]["user"] = user
-        path = tmp_path / "config"
-        path.write_text(yaml.safe_dump(config))
-        with open_access([path], context) as access:
+    def call(paths: list[Path], context: str | None = None) -> Shown:
+        with open_access(paths, context) as access:
             check(access)
-            return checkpoint(access, parse_target(TARGET, None)).archives
+            assert access.api_server == SERVER
+            assert access.ca.read_bytes() == authority.certificate.read_bytes()
+            pair = (access.certificate, access.key)
+            return Shown(access.token, *(path.read_bytes() if path else None for path in pair))
 
     return call
 
 
-Ask = Callable[..., tuple[str, ...]]
+@pytest.fixture
+def ask(tmp_path: Path, config: Config, show: Show) -> Ask:
+    """ask(user, context=None): what its server would be shown."""
+
+    def call(user: Config, context: str | None = None) -> Shown:
+        config["users"][0]["user"] = user
+        path = tmp_path / "config"
+        path.write_text(yaml.safe_dump(config))
+        return show([path], context)
+
+    return call
 
 
-def test_certificates_in_the_file(ask: Ask, admin: Pair) -> None:
+def test_certificates_in_the_file(ask: Ask, admin: Pair, by_certificate: Shown) -> None:
     user = {
         "client-certificate-data": encoded(admin.certificate),
         "client-key-data": encoded(admin.key),
     }
-    assert ask(user) == (ARCHIVE,)
-    assert ask(user, "here") == (ARCHIVE,)
+    assert ask(user) == by_certificate
+    assert ask(user, "here") == by_certificate
 
 
-def test_certificates_beside_the_file(tmp_path: Path, ask: Ask, admin: Pair) -> None:
+def test_certificates_beside_the_file(
+    tmp_path: Path, ask: Ask, admin: Pair, by_certificate: Shown
+) -> None:
     (tmp_path / "me.crt").write_bytes(admin.certificate.read_bytes())
     (tmp_path / "me.key").write_bytes(admin.key.read_bytes())
-    assert ask({"client-certificate": "me.crt", "client-key": "me.key"}) == (ARCHIVE,)
+    assert ask({"client-certificate": "me.crt", "client-key": "me.key"}) == by_certificate
     # What stands in the file is taken first.
     data = {"client-certificate-data": encoded(admin.certificate), "client-certificate": "gone"}
-    assert ask(data | {"client-key": "me.key"}) == (ARCHIVE,)
+    assert ask(data | {"client-key": "me.key"}) == by_certificate
 
 
 def test_tokens(tmp_path: Path, ask: Ask) -> None:
-    assert ask({"token": TOKEN, "unknown-field": [1]}) == (ARCHIVE,)
+    assert ask({"token": TOKEN, "unknown-field": [1]}) == BY_TOKEN
     (tmp_path / "token").write_text(f"{TOKEN}\n")
-    assert ask({"tokenFile": "token", "token": "an older one"}) == (ARCHIVE,)
-    with pytest.raises(EngineError, match="the token is not accepted"):
-        ask({"token": "another"})
+    assert ask({"tokenFile": "token", "token": "an older one"}) == BY_TOKEN
 
 
 PLUGIN = """#!/bin/sh
@@ -147,21 +156,23 @@ def plugin(tmp_path: Path, status: Config, **fields: object) -> Config:
     return {"exec": {"apiVersion": version, "interactiveMode": "IfAvailable"} | words | fields}
 
 
-def test_an_exec_plugin_gives_a_token(tmp_path: Path, ask: Ask, server: str) -> None:
-    assert ask(plugin(tmp_path, {"token": TOKEN}, provideClusterInfo=True)) == (ARCHIVE,)
+def test_an_exec_plugin_gives_a_token(tmp_path: Path, ask: Ask) -> None:
+    assert ask(plugin(tmp_path, {"token": TOKEN}, provideClusterInfo=True)) == BY_TOKEN
     info, words = (tmp_path / "seen").read_text().splitlines()
     assert words == "get red"
     assert json.loads(info)["kind"] == "ExecCredential"
     assert json.loads(info)["spec"]["interactive"] is False
-    assert json.loads(info)["spec"]["cluster"]["server"] == server
+    assert json.loads(info)["spec"]["cluster"]["server"] == SERVER
 
 
-def test_an_exec_plugin_gives_a_certificate(tmp_path: Path, ask: Ask, admin: Pair) -> None:
+def test_an_exec_plugin_gives_a_certificate(
+    tmp_path: Path, ask: Ask, admin: Pair, by_certificate: Shown
+) -> None:
     status = {
         "clientCertificateData": admin.certificate.read_text(),
         "clientKeyData": admin.key.read_text(),
     }
-    assert ask(plugin(tmp_path, status)) == (ARCHIVE,)
+    assert ask(plugin(tmp_path, status)) == by_certificate
 
 
 @pytest.mark.parametrize(
@@ -305,37 +316,39 @@ class TestSeveralFiles:
             path.write_text(yaml.safe_dump(content))
         return paths
 
-    def archives(self, paths: list[Path], context: str | None = None) -> tuple[str, ...]:
-        with open_access(paths, context) as access:
-            return checkpoint(access, parse_target(TARGET, None)).archives
+    def test_each_part_comes_from_the_first_that_has_it(
+        self, split: list[Path], show: Show
+    ) -> None:
+        assert show(split) == BY_TOKEN
+        assert show(split, "here") == BY_TOKEN
 
-    def test_each_part_comes_from_the_first_that_has_it(self, split: list[Path]) -> None:
-        assert self.archives(split) == (ARCHIVE,)
-        assert self.archives(split, "here") == (ARCHIVE,)
-
-    def test_one_that_is_not_there_means_nothing(self, tmp_path: Path, split: list[Path]) -> None:
-        assert self.archives([tmp_path / "gone", *split]) == (ARCHIVE,)
+    def test_one_that_is_not_there_means_nothing(
+        self, tmp_path: Path, split: list[Path], show: Show
+    ) -> None:
+        assert show([tmp_path / "gone", *split]) == BY_TOKEN
         with pytest.raises(EngineError, match="cannot read"):
-            self.archives([tmp_path / "gone", tmp_path / "too"])
+            show([tmp_path / "gone", tmp_path / "too"])
 
     def test_one_whose_directory_is_a_file_is_an_error(
-        self, tmp_path: Path, split: list[Path]
+        self, tmp_path: Path, split: list[Path], show: Show
     ) -> None:
         """To kubectl too: only ENOENT means that a file is not there."""
         (tmp_path / "file").touch()
         with pytest.raises(EngineError, match=r"cannot read .*file/config: Not a directory"):
-            self.archives([tmp_path / "file" / "config", *split])
+            show([tmp_path / "file" / "config", *split])
 
     @pytest.mark.parametrize("content", ["", "# nothing yet\n", "---\n"])
     def test_one_that_is_empty_means_nothing(
-        self, tmp_path: Path, split: list[Path], content: str
+        self, tmp_path: Path, split: list[Path], show: Show, content: str
     ) -> None:
         (tmp_path / "empty").write_text(content)
-        assert self.archives([tmp_path / "empty", *split]) == (ARCHIVE,)
+        assert show([tmp_path / "empty", *split]) == BY_TOKEN
         with pytest.raises(EngineError, match="empty has no context 'x'"):
-            self.archives([tmp_path / "empty"], "x")
+            show([tmp_path / "empty"], "x")
 
-    def test_one_that_may_not_be_read_is_an_error(self, tmp_path: Path, split: list[Path]) -> None:
+    def test_one_that_may_not_be_read_is_an_error(
+        self, tmp_path: Path, split: list[Path], show: Show
+    ) -> None:
         """It may say what the others do not: which of them counts is not known then."""
         closed = tmp_path / "closed"
         closed.mkdir(mode=0)
@@ -344,7 +357,7 @@ class TestSeveralFiles:
             with pytest.raises(
                 EngineError, match=r"cannot read .*closed/config: Permission denied"
             ):
-                self.archives([closed / "config", *split])
+                show([closed / "config", *split])
         finally:
             os.seteuid(0)
 
@@ -360,34 +373,19 @@ class TestSeveralFiles:
         assert done.returncode == EngineError.exit_code, done.stderr
         assert f"gpustasis: cannot read {paths[0]}: " in done.stderr
 
-    def test_an_entry_of_the_first_is_taken_whole(self, split: list[Path]) -> None:
+    def test_an_entry_of_the_first_is_taken_whole(self, split: list[Path], show: Show) -> None:
         with pytest.raises(EngineError, match="have no cluster 'gone'"):
-            self.archives(split[::-1])
+            show(split[::-1])
 
-    def test_one_that_is_damaged_is_refused(self, split: list[Path]) -> None:
+    def test_one_that_is_damaged_is_refused(self, split: list[Path], show: Show) -> None:
         split[1].write_text("a: [")
         with pytest.raises(EngineError, match="two/config is no kubeconfig"):
-            self.archives(split)
-
-    def test_the_command_reads_them(
-        self, split: list[Path], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("KUBECONFIG", ":".join(map(str, split)))
-        words = ["kubelet", "checkpoint", TARGET, "--context", "here"]
-        argv = [sys.executable, "-m", "gpustasis", *words]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert ARCHIVE in done.stdout
+            show(split)
 
 
-def test_the_command(tmp_path: Path, ask: Ask) -> None:
+def test_the_command_wants_no_other_server_beside_it(tmp_path: Path, ask: Ask) -> None:
     ask({"token": TOKEN})
-    words = ["kubelet", "checkpoint", TARGET, "--kubeconfig", str(tmp_path / "config")]
-    argv = [sys.executable, "-m", "gpustasis", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert ARCHIVE in done.stdout
-    both = subprocess.run(
-        [*argv, "--ca", tmp_path / "config"], capture_output=True, text=True, check=False
-    )
+    words = ["kubelet", "checkpoint", TARGET, "--kubeconfig", tmp_path / "config"]
+    argv = [sys.executable, "-m", "gpustasis", *words, "--ca", tmp_path / "config"]
+    both = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert both.returncode == 2 and "leave out" in both.stderr

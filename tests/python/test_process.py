@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 
@@ -42,6 +43,29 @@ def test_does_not_wait_for_what_outlives_it() -> None:
 def test_too_long_is_killed() -> None:
     with pytest.raises(TimeoutError, match="did not end in time"):
         run(python("import time; time.sleep(60)"), timeout_s=0.3)
+
+
+def test_what_is_bounded_has_a_session_of_its_own() -> None:
+    """And so no controlling terminal: a key command could ask on ours for a password."""
+    code = "import os; print(os.getsid(0) == os.getpid() == os.getpgrp())"
+    assert run(python(code), apart=True, bounded=True).output == "True\n"
+    assert run(python(code), apart=True).output == "False\n"
+
+
+def test_errors_of_what_is_bounded_fill_no_memory() -> None:
+    """However fast it writes: it says on stdout how often it has written 64 KiB."""
+    code = "import os\nwhile True: os.write(2, bytes(65536)); os.write(1, b'x')"
+    with tempfile.TemporaryFile() as said:
+        with pytest.raises(OSError, match="bytes of errors"):
+            run(python(code), apart=True, bounded=True, stdout=said.fileno())
+        assert said.tell() * 65536 <= 4 * OUTPUT_LIMIT
+
+
+def test_all_errors_of_what_is_bounded_are_kept() -> None:
+    code = f"import os; os.write(2, b'x' * {OUTPUT_LIMIT - 7}); os.write(2, b'the end')"
+    ended = run(python(code), apart=True, bounded=True)
+    assert len(ended.errors) == OUTPUT_LIMIT
+    assert ended.errors.endswith("xthe end")
 
 
 def test_stdin_is_empty() -> None:

@@ -294,8 +294,8 @@ def test_a_checkpoint_of_crius_own_plugin_is_called_so(tmp_path: Path) -> None:
     def inventory(*plugins: str) -> bytes:
         entry = b"".join(b"\x62" + bytes([len(name)]) + name.encode() for name in plugins)
         message = b"\x08\x02\x62" + bytes([len(entry)]) + entry
-        magics = (0x54564319).to_bytes(4, "little") + (0x58313116).to_bytes(4, "little")
-        return magics + len(message).to_bytes(4, "little") + message
+        magic = (0x58313116).to_bytes(4, "little")  # CRIU's others begin with two words
+        return magic + len(message).to_bytes(4, "little") + message
 
     (problem,) = verify_directory(tmp_path).problems
     assert "never finished" in problem

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.task import find_openers, find_users
+from gpustasis.task import find_openers, find_users, open_files
 
 LOOKS = 200
 # Holds a directory as its last descriptor, and opens and closes what comes before it.
@@ -49,3 +49,21 @@ def test_a_user_that_closes_other_files_is_seen(busy: int, tmp_path: Path) -> No
     os.kill(busy, 9)
     os.waitid(os.P_PID, busy, os.WEXITED | os.WNOWAIT)
     assert find_users(tmp_path, comm) == []
+
+
+@pytest.mark.parametrize("container", [False, True])
+def test_only_a_criu_of_this_pid_namespace_is_believed(tmp_path: Path, container: bool) -> None:
+    """Root of a container can name its processes as it likes, and open what it likes."""
+    marked = tmp_path / "0123456789abcdef"
+    marked.touch()
+    words = ["unshare", "--pid", "--fork"] if container else []
+    script = f"exec 3<{marked}; printf criu >/proc/self/comm; echo; read line"
+    with subprocess.Popen(
+        [*words, "bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        opened = [name for names in open_files("criu")["criu"].values() for name in names]
+        assert (str(marked) in opened) == (not container)
+        assert bool(find_openers(marked.name, "criu")) == (not container)
+        process.communicate(b"\n")

@@ -4,17 +4,23 @@ rest."""
 
 from __future__ import annotations
 
+import io
 import re
 import zipfile
 from pathlib import Path
 
 import pytest
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
 
-_LIMIT = 3 << 20  # bytes of the product's wheel
+_LIMIT = 5 << 20  # bytes of the product's wheel; 1.7 MiB of it are OpenSSL's libcrypto
 # Every file of the product's wheel is of one of these kinds.
 _KINDS = {
     "Python modules of the product": re.compile(r"gpustasis/[a-z_/]+\.py"),
-    "types of the extension, and of the package": re.compile(r"gpustasis/(_core\.pyi|py\.typed)"),
+    "types of the extension, and of the package": re.compile(
+        r"gpustasis/(_core(_requirements|_seal)?\.pyi|py\.typed)"
+    ),
     "what --json prints": re.compile(r"gpustasis/cli/output\.schema\.json"),
     "man pages and completion": re.compile(
         r"gpustasis-[0-9.]+\.data/data/share/(man/man1/gpustasis[a-z-]*\.1"
@@ -71,6 +77,27 @@ def test_the_product_holds_what_a_node_needs(repository: Path) -> None:
 )
 def test_other_kinds_are_told(name: str) -> None:
     assert of_no_kind(["gpustasis/driver.py", name]) == [name]
+
+
+def test_openssl_is_within_and_nowhere_else(repository: Path, tmp_path: Path) -> None:
+    """A machine needs no libcrypto, and no other library meets the one that is linked in."""
+    with zipfile.ZipFile(wheel(repository, "gpustasis")) as archive:
+        (name,) = [n for n in archive.namelist() if _KINDS["the Python extension"].fullmatch(n)]
+        raw = archive.read(name)
+    found = ELFFile(io.BytesIO(raw))
+    dynamic, names = found.get_section_by_name(".dynamic"), found.get_section_by_name(".dynsym")
+    assert isinstance(dynamic, DynamicSection)
+    assert isinstance(names, SymbolTableSection)
+    needed = [str(vars(tag)["needed"]) for tag in dynamic.iter_tags("DT_NEEDED")]
+    assert needed
+    assert not [library for library in needed if "crypto" in library or "ssl" in library]
+    symbols = [
+        symbol.name
+        for symbol in names.iter_symbols()
+        if re.match(r"(EVP|CMS|OPENSSL|CRYPTO|X509|ossl)_", symbol.name)
+    ]
+    assert symbols == []
+    assert b"AES-256-GCM" in raw
 
 
 def test_the_bench_is_a_wheel_of_its_own(repository: Path) -> None:

@@ -22,13 +22,7 @@ from runtimes.test_engine_root import COUNT, wait_for_more
 from support.engine_image import IMAGE, import_image
 from support.engine_root import EngineRoot
 
-NEWER_PLUGIN = """\
-#include <stddef.h>
-int added_in_criu_9(void); /* as criu-plugin.h of criu 4.1 describes a plugin otherwise */
-static int init(int stage) { (void)stage; return added_in_criu_9(); }
-struct { const char* name; int (*init)(int); void (*exit)(int, int); unsigned version, max_hooks;
-    void* hooks[12]; } CR_PLUGIN_DESC = { "newer_plugin", init, NULL, 0x200, 12, { NULL } };
-"""
+PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 Findings = dict[str, list[dict[str, Any]]]
 
 
@@ -98,15 +92,11 @@ def test_before_and_after_install(host: EngineRoot) -> None:
         assert [item["status"] for item in found[name]] == ["ok"], found[name]
 
 
-def test_everything_that_can_be_wrong(
-    host: EngineRoot, compile_c: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_everything_that_can_be_wrong(host: EngineRoot, compile_c: Callable[..., Path]) -> None:
     set_up(host)
     assert checkpoint(host, "runc")[0] == 0
 
-    source = tmp_path / "newer_plugin.c"
-    source.write_text(NEWER_PLUGIN)
-    newer = compile_c(source, "-shared", "-fPIC")
+    newer = compile_c(PROGRAMS / "newer_plugin.c", "-shared", "-fPIC")
     stray = host.path(f"{layout.PLUGIN_DIRECTORY}/newer_plugin.so")
     stray.write_bytes(newer.read_bytes())
     host.path(layout.HOOK).unlink()
@@ -163,7 +153,7 @@ def test_a_plugin_directory_that_is_not_there(host: EngineRoot) -> None:
     host.path("/opt/empty").mkdir(exist_ok=True)
     host.write("/etc/criu/crun.conf", "libdir /opt/empty\n")
     found = doctor(host)
-    assert "libdir /opt/nothing is not there; criu then loads no" in problems(
+    assert "libdir /opt/nothing is not there: criu ends every dump" in problems(
         found, "plugin for runc"
     )
     assert "libdir /opt/empty holds no cuda_plugin.so" in problems(found, "plugin for crun")

@@ -5,6 +5,7 @@ container."""
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from support.engine_gpu import Steady
 from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
 
+PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 WAIT = ["/bin/sh", "-c", "mkfifo /tmp/f; exec 3<>/tmp/f; read x <&3"]
 HOOK = """#!{python}
 import json, os, sys
@@ -157,7 +159,7 @@ def test_a_mount_by_a_hook(engines: EngineRoot, idle: Callable[..., str]) -> Non
 def test_io_uring(engines: EngineRoot, idle: Callable[..., str]) -> None:
     name = idle(
         *["--security-opt", "seccomp=unconfined", "--volume", "/mnt/shared:/data"],
-        command=["/data/ring"],
+        command=["/data/undumpable", "ring"],
     )
     found = until(engines, name, lambda f: "open files" in f)
     said = problem(found, "open files")
@@ -166,24 +168,11 @@ def test_io_uring(engines: EngineRoot, idle: Callable[..., str]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def ring(shared: Path, compile_c: Callable[..., Path], tmp_path: Path) -> None:
-    """A program with an io_uring, as /mnt/shared/ring; where the kernel forbids that, with a perf
-    event, which CRIU cannot dump either."""
-    source = tmp_path / "ring.c"
-    source.write_text(
-        "#include <linux/io_uring.h>\n#include <linux/perf_event.h>\n"
-        "#include <sys/syscall.h>\n#include <unistd.h>\n"
-        "int main(void) {\n"
-        "    struct io_uring_params p = {0};\n"
-        "    struct perf_event_attr a = {.type = PERF_TYPE_SOFTWARE, .size = sizeof a,\n"
-        "        .config = PERF_COUNT_SW_DUMMY, .exclude_kernel = 1, .exclude_hv = 1};\n"
-        "    if (syscall(SYS_io_uring_setup, 4, &p) < 0 &&\n"
-        "        syscall(SYS_perf_event_open, &a, 0, -1, -1, 0L) < 0) return 1;\n"
-        "    return pause();\n}\n"
-    )
-    if not (shared / "ring").exists():
-        (shared / "ring").write_bytes(compile_c(source, "-static").read_bytes())
-        (shared / "ring").chmod(0o755)
+def undumpable(shared: Path, compile_c: Callable[..., Path]) -> None:
+    """tests/programs/undumpable.c as /mnt/shared/undumpable."""
+    if not (shared / "undumpable").exists():
+        program = compile_c(PROGRAMS / "undumpable.c", "-static")
+        shutil.copy(program, shared / "undumpable")
 
 
 def test_a_forked_worker_with_gpu_files(engines: EngineRoot, idle: Callable[..., str]) -> None:

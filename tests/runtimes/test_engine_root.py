@@ -70,3 +70,29 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     assert groups(root.name) == []
     assert not os.path.exists(f"/proc/{init}")
     assert str(place) not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_a_reboot(tmp_path: Path) -> None:
+    """What is on the disk stays, and nothing else does: no process, frozen ones among them, no
+    mount, no group."""
+    place = tmp_path / "root"
+    place.mkdir()
+    with EngineRoot(place) as root:
+        version_1 = root.path("/sys/fs/cgroup/freezer").exists()
+        group = "/sys/fs/cgroup/freezer/frozen" if version_1 else "/sys/fs/cgroup/frozen"
+        freeze = "echo FROZEN >$0/freezer.state" if version_1 else "echo 1 >$0/cgroup.freeze"
+        stands = "mkdir $0; sleep 1000 & echo $! >$0/cgroup.procs && " + freeze
+        root.run("sh", "-c", stands, group)
+        root.run("mount", "--bind", "/etc", "/mnt")
+        root.write("/run/volatile", "")
+        root.write("/var/lib/kept", "kept")
+        init = root.init
+        root.reboot()
+        assert not os.path.exists(f"/proc/{init}")
+        assert root.run("pgrep", "-x", "sleep", check=False).returncode == 1
+        assert root.path("/var/lib/kept").read_text() == "kept"
+        assert not root.path("/run/volatile").exists()
+        assert not (root.path("/mnt") / "passwd").exists()
+        assert not root.path(group).exists()
+        assert __version__ in root.run("gpustasis", "--version").stdout
+    assert groups(root.name) == []

@@ -22,6 +22,7 @@ from campaigns import (
     kill_restore,
     repetition,
     space,
+    streams,
     tar_readers,
 )
 from campaigns.rig import Rig, with_driver
@@ -47,6 +48,7 @@ STORE_ROUNDS = 150
 FUZZ_INPUTS = 1_000_000
 ARCHIVES_CHANGED = 10_000
 TARS_COMPARED = 100_000
+STREAMS_BROKEN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,23 @@ def _kill_points(bench: Bench) -> Iterator[tuple[str, Tally]]:
         with with_driver(bench.newest, driver) as rig:
             part = f"criu {rig.criu.version_text}, driver {driver}"
             yield part, _aimed_kills(rig, bench.random(f"kill-points {part}"))
+
+
+def _kill_cpu_memory(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for rig in bench.rigs:
+        version = f"criu {rig.criu.version_text}"
+        random = bench.random(f"kill-cpu-memory {version}")
+        yield (
+            version,
+            kill_points.run(
+                rig,
+                random,
+                KILLS,
+                each=KILLS_EACH_PHASE,
+                shape=kill_points.LARGE_CPU,
+                cpu_memory=True,
+            ),
+        )
 
 
 def _aimed_kills(rig: Rig, random: Random) -> Tally:
@@ -206,6 +225,15 @@ def _tar_readers(bench: Bench) -> Iterator[tuple[str, Tally]]:
     yield "ours, GNU tar and Go's", tally
 
 
+def _streams(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for rig in bench.rigs:
+        version = f"criu {rig.criu.version_text}"
+        yield version, streams.run(rig, bench.random(f"streams {version}"), STREAMS_BROKEN)
+    rig = bench.newest
+    part = f"criu {rig.criu.version_text}, with GPU memory"
+    yield part, streams.run(rig, bench.random(f"streams {part}"), STREAMS_BROKEN, mib=8, children=1)
+
+
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kill-points": (
         (
@@ -213,6 +241,13 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             f"at least {KILLS_EACH_PHASE} times in each phase; no job may be lost"
         ),
         _kill_points,
+    ),
+    "kill-cpu-memory": (
+        (
+            "criu is killed with SIGKILL during a dump that stores CPU memory as well, "
+            f"at least {KILLS_EACH_PHASE} times in each phase; no job may be lost"
+        ),
+        _kill_cpu_memory,
     ),
     "kill-with-worker": (
         "criu and the plugin's worker are killed at once; `gpustasis recover` brings the job back",
@@ -251,6 +286,13 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
         _kill_store,
     ),
     "archives": ("checkpoint archives are changed at random; read or refused", _archives),
+    "streams": (
+        (
+            "streams to another machine are cut, damaged and stopped, and either end is killed; "
+            "the job runs at one end, or its checkpoint is named"
+        ),
+        _streams,
+    ),
     "tar-readers": (
         "tar archives with odd headers; what our reader accepts, others read in the same way",
         _tar_readers,

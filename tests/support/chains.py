@@ -12,6 +12,7 @@ from gpustasis._core import (
     ImageReader,
     Manifest,
     ManifestTask,
+    MemoryKind,
     ParentIndex,
     Region,
     image_name,
@@ -48,6 +49,7 @@ def make_link(
     directory: Path,
     images: dict[int, Memory],
     *,
+    cpu_memory: dict[int, Memory] | None = None,
     parent: Path | None = None,
     taken: float | None = None,
     chunk_size: int = PAGE,
@@ -64,9 +66,12 @@ def make_link(
     if parent is not None:
         link_parent(directory, parent)
     tasks = []
-    for pid, memory in sorted(images.items()):
+    places = [(pid, MemoryKind.GPU, memory) for pid, memory in images.items()]
+    places += [(pid, MemoryKind.CPU, memory) for pid, memory in (cpu_memory or {}).items()]
+    for pid, kind, memory in sorted(places, key=lambda place: (place[0], place[1].value)):
         info = ImageInfo(
             pid=pid,
+            kind=kind,
             checkpoint_id=checkpoint_id(directory.name),
             boot_id=BOOT_ID,
             comm="train",
@@ -75,14 +80,14 @@ def make_link(
             regions=[Region(address, len(content)) for address, content in memory],
         )
         written = write_image(
-            directory / image_name(pid),
+            directory / image_name(pid, kind),
             info,
             memory,
             alignment=64,
             threads=1,
             parent=index,
         )
-        tasks.append(ManifestTask(pid=pid, externalized=True, digest=written.digest))
+        tasks.append(ManifestTask(pid=pid, externalized=True, digest=written.digest, kind=kind))
     manifest = Manifest(
         checkpoint_id=checkpoint_id(directory.name),
         driver_api_version=13000,
@@ -100,11 +105,13 @@ def make_link(
     return manifest
 
 
-def contents(directory: Path) -> dict[int, bytes]:
-    """All memory in a checkpoint by pid, read through its chain."""
+def contents(directory: Path, kind: MemoryKind = MemoryKind.GPU) -> dict[int, bytes]:
+    """All memory of that kind in a checkpoint by pid, read through its chain."""
     found = {}
     for task in read_manifest(directory).tasks:
-        image = ImageReader.open(directory / image_name(task.pid))
+        if task.kind != kind:
+            continue
+        image = ImageReader.open(directory / task.image_name)
         image.attach_sources()
         found[task.pid] = b"".join(image.read_chunk(index) for index in range(len(image)))
     return found

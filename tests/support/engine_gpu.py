@@ -27,11 +27,16 @@ def add_gpus(root: EngineRoot, gpus: int = 2, memory: str = "512MiB") -> None:
     for program in ("runc", "crun", "default"):
         root.write(f"/etc/criu/{program}.conf", f"libdir {plugin_directory()}\n")
     write_config(root)
+    start_emulator(root, gpus, memory)
+    root.run("gpustasis", "emulator", "cdi", "--output", "/etc/cdi/gpustasis-emulator.json")
+
+
+def start_emulator(root: EngineRoot, gpus: int = 2, memory: str = "512MiB") -> None:
+    """The GPUs themselves, at each start of the system."""
     root.run(
         *["gpustasis", "emulator", "start", "--gpus", str(gpus), "--memory", memory],
         *["--driver", DRIVER, "--rates", "0"],
     )
-    root.run("gpustasis", "emulator", "cdi", "--output", "/etc/cdi/gpustasis-emulator.json")
 
 
 def install(root: EngineRoot) -> None:

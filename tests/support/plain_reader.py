@@ -16,6 +16,8 @@ import xxhash
 
 from gpustasis.errors import ImageError
 from support.plain_manifest import (
+    CPU_MEMORY,
+    FEATURE_CPU_MEMORY,
     FEATURE_PARENT,
     GPU,
     MAX_GPUS,
@@ -35,10 +37,10 @@ ZERO, LZ4, RAW = range(3)
 _IMAGE_MAGIC = b"\x93GPUSIM\n"
 TRAILER_MAGIC = b"GPUSEND\n"
 
-_HEADER = struct.Struct("<16s16sIII164s")
+_HEADER = struct.Struct("<16s16sIIIB163s")
 METADATA = struct.Struct("<Q16sIIII16s32sI4s")
 REGION = struct.Struct("<QQIB3s")
-_SOURCE = struct.Struct("<16s16sQIH2s")
+_SOURCE = struct.Struct("<16s16sQIHBB")
 INDEX_ENTRY = struct.Struct("<16sQQIBHB")
 TRAILER = struct.Struct("<QQ16sQQ16s16sQ16s8s")
 
@@ -67,6 +69,11 @@ class PlainSource:
     file_size: int
     pid: int
     depth: int
+    kind: int
+
+    @property
+    def name(self) -> str:
+        return f"gpustasis-{'memory-' if self.kind == CPU_MEMORY else ''}{self.pid}.img"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +152,7 @@ class PlainImage:
             same = len(file) == source.file_size and file[-16:] == source.digest
             require(
                 same,
-                f"gpustasis-{source.pid}.img of checkpoint "
+                f"{source.name} of checkpoint "
                 f"{source.checkpoint_id.hex()}, {source.depth} links away, is another file",
             )
             self._source_files[number] = file
@@ -153,17 +160,27 @@ class PlainImage:
 
     def _parse_header(self) -> None:
         header = self._file[:HEADER_SIZE]
-        required = check_start(header, _IMAGE_MAGIC, HEADER_SIZE, header[240:], header[:240])
+        required = check_start(
+            header,
+            _IMAGE_MAGIC,
+            HEADER_SIZE,
+            header[240:],
+            header[:240],
+            FEATURE_PARENT | FEATURE_CPU_MEMORY,
+        )
         self.has_parent = bool(required & FEATURE_PARENT)
+        self.has_cpu_memory = bool(required & FEATURE_CPU_MEMORY)
         (
             self.checkpoint_id,
             self.parent_id,
             self.pid,
             self.chunk_size,
             self.alignment,
+            self.kind,
             reserved,
         ) = _HEADER.unpack_from(header, START.size)
         require(not any(reserved), "a reserved byte is not zero")
+        require(self.kind <= CPU_MEMORY, "unknown kind of memory")
         require((self.parent_id != NO_ID) == self.has_parent, "parent and feature disagree")
         require(1 <= self.pid < 1 << 31, "pid out of range")
         require(_is_power(self.chunk_size, 4096, 4 << 20), "chunk size out of range")
@@ -223,6 +240,10 @@ class PlainImage:
         self.regions = _parse_regions(raw[regions_offset:sources_offset])
         self.sources = _parse_sources(raw[sources_offset:])
         require(self.has_parent or not self.sources, "sources without a parent")
+        kinds = {self.kind, *(source.kind for source in self.sources)}
+        require((CPU_MEMORY in kinds) == self.has_cpu_memory, "kinds and features")
+        private = all(region.kind == 0 for region in self.regions)
+        require(self.kind != CPU_MEMORY or private, "CPU memory that is shared")
 
     def _parse_index(self) -> tuple[PlainChunk, ...]:
         raw = self._file[self._index_offset : -TRAILER_SIZE]
@@ -300,11 +321,11 @@ def _parse_regions(raw: bytes) -> tuple[PlainRegion, ...]:
 
 def _parse_sources(raw: bytes) -> tuple[PlainSource, ...]:
     sources = []
-    lowest = (1, 1)
-    for checkpoint_id, digest, file_size, pid, depth, reserved in _SOURCE.iter_unpack(raw):
-        require((depth, pid) >= lowest, "sources do not ascend")
-        require(1 <= pid < 1 << 31 and not any(reserved), "source malformed")
-        lowest = (depth, pid + 1)
+    lowest = (1, 1, 0)
+    for checkpoint_id, digest, file_size, pid, depth, kind, reserved in _SOURCE.iter_unpack(raw):
+        require((depth, pid, kind) >= lowest, "sources do not ascend")
+        require(1 <= pid < 1 << 31 and kind <= CPU_MEMORY and reserved == 0, "source malformed")
+        lowest = (depth, pid, kind + 1)
         sources.append(
             PlainSource(
                 checkpoint_id=checkpoint_id,
@@ -312,6 +333,7 @@ def _parse_sources(raw: bytes) -> tuple[PlainSource, ...]:
                 file_size=file_size,
                 pid=pid,
                 depth=depth,
+                kind=kind,
             )
         )
     return tuple(sources)

@@ -27,7 +27,6 @@ from gpustasis._core import (
     ImageReader,
     Manifest,
     Source,
-    image_name,
 )
 from gpustasis.archive.stream import ByteStream, FileStream
 from gpustasis.errors import ImageError, UnsupportedError
@@ -241,8 +240,8 @@ class Parent(Protocol):
     def holds(self, source: Source) -> bool:
         """Whether the image that is meant is in it, told by size and digest."""
 
-    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
-        """The images of these processes, each from its beginning."""
+    def image_streams(self, names: Collection[str]) -> Iterator[tuple[str, ByteStream]]:
+        """The images of these names, each from its beginning."""
 
 
 class Parents:
@@ -291,7 +290,7 @@ class DirectoryParent:
 
     def holds(self, source: Source) -> bool:
         try:
-            with open_regular(self.path / image_name(source.pid)) as file:
+            with open_regular(self.path / source.image_name) as file:
                 if file.seek(0, os.SEEK_END) != source.file_size:
                     return False
                 file.seek(source.file_size - _DIGEST_SIZE)
@@ -299,11 +298,11 @@ class DirectoryParent:
         except OSError:
             return False
 
-    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
-        for pid in sorted(pids):
-            path = self.path / image_name(pid)
+    def image_streams(self, names: Collection[str]) -> Iterator[tuple[str, ByteStream]]:
+        for name in sorted(names):
+            path = self.path / name
             try:
                 with open_regular(path) as file:
-                    yield pid, FileStream(file, str(path))
+                    yield name, FileStream(file, str(path))
             except OSError as exc:
                 raise ImageError(f"cannot read {path}: {exc.strerror}") from exc

@@ -19,12 +19,11 @@ from gpustasis._core import (
     FlatImageWriter,
     Manifest,
     ManifestTask,
-    image_name,
     write_manifest,
 )
 from gpustasis.archive.chunks import StoredImage, checked, own_chunks
 from gpustasis.archive.layout import CHECKPOINT
-from gpustasis.archive.opened import Archive, member_pid
+from gpustasis.archive.opened import Archive, member_image
 from gpustasis.archive.tar import Kind, Member, TarReader
 from gpustasis.archive.verification import Wanted, collect, earlier_chunks
 from gpustasis.criu.images import INVENTORY_NAME, count_parent_pages, is_pagemap
@@ -56,7 +55,7 @@ def flatten_archive(
     if manifest is None:
         raise ImageError(f"{archive.name}: no manifest: it holds no GPU state saved by gpustasis")
     images = {
-        task.pid: archive.stored_image(manifest, task)
+        task.image_name: archive.stored_image(manifest, task)
         for task in manifest.tasks
         if task.externalized
     }
@@ -77,7 +76,7 @@ class _Copy:
         self,
         archive: Archive,
         manifest: Manifest,
-        images: dict[int, StoredImage],
+        images: dict[str, StoredImage],
         place: Path,
         tell: OnFile,
     ) -> None:
@@ -92,23 +91,22 @@ class _Copy:
     def run(self, wanted: Wanted, threads: int) -> Flattened:
         with ExitStack() as stack:
             flat = {
-                image: stack.enter_context(
-                    FlatImageWriter(image.reader, self._place / image_name(pid))
-                )
-                for pid, image in self._images.items()
+                image: stack.enter_context(FlatImageWriter(image.reader, self._place / name))
+                for name, image in self._images.items()
             }
             self._read_archive(flat, threads)
             for chunk in earlier_chunks(wanted, threads):
                 flat[chunk.image].put(chunk.number, chunk.stored)
-            written = {pid: flat[image].finish() for pid, image in self._images.items()}
+            written = {name: flat[image].finish() for name, image in self._images.items()}
         tasks = [
             ManifestTask(
                 pid=task.pid,
                 externalized=task.externalized,
-                digest=written[task.pid].digest if task.externalized else task.digest,
+                digest=written[task.image_name].digest if task.externalized else task.digest,
                 state_before=task.state_before,
                 gpu_source=task.gpu_source,
                 gpus=task.gpus,
+                kind=task.kind,
             )
             for task in self._manifest.tasks
         ]
@@ -125,9 +123,9 @@ class _Copy:
             name = member.name.removeprefix(CHECKPOINT)
             if not _is_copied(member):
                 continue
-            pid = member_pid(member)
-            if pid is not None:
-                self._read_image(pid, reader, flat, threads)
+            image = member_image(member)
+            if image is not None:
+                self._read_image(image, reader, flat, threads)
             elif name == INVENTORY_NAME:
                 self._inventory = member, self._read_whole(member, reader)
             elif name != MANIFEST_NAME:
@@ -135,13 +133,13 @@ class _Copy:
                 self._copy(name, member, reader)
 
     def _read_image(
-        self, pid: int, reader: TarReader, flat: dict[StoredImage, FlatImageWriter], threads: int
+        self, name: str, reader: TarReader, flat: dict[StoredImage, FlatImageWriter], threads: int
     ) -> None:
         """What does not belong to the checkpoint is left out."""
-        image = self._images.get(pid)
+        image = self._images.get(name)
         if image is None:
             return
-        self._tell(image_name(pid))
+        self._tell(name)
         for chunk in checked(own_chunks(image, reader), threads):
             if chunk.info.encoding != Encoding.ZERO:
                 flat[image].put(chunk.number, chunk.stored)
@@ -186,7 +184,6 @@ class _Copy:
         if self._inventory is not None:
             member, content = self._inventory
             self._write(INVENTORY_NAME, member, [content])
-        sync_directory(self._place)
 
 
 def _is_copied(member: Member) -> bool:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from gpustasis._core import (
     MANIFEST_NAME,
+    SEALED_NAME,
     ImageReader,
     Manifest,
     ManifestTask,
     Source,
-    image_name,
     parse_manifest,
 )
 from gpustasis.archive.chunks import (
@@ -51,6 +51,7 @@ from gpustasis.archive.stream import (
 )
 from gpustasis.archive.tar import Kind, Member, TarReader
 from gpustasis.errors import ArchiveError, CheckpointError, ImageError, UnsupportedError
+from gpustasis.image.archive_view import ArchiveView
 from gpustasis.image.checkpoint import (
     MAX_DEPTH,
     DirectoryFiles,
@@ -58,18 +59,20 @@ from gpustasis.image.checkpoint import (
     State,
     chain_directories,
     image_errors,
-    image_pid,
+    is_image_name,
     require_meant,
+    sealed_error,
 )
-from gpustasis.image.directory import shared
-from gpustasis.image.inspection import ArchiveView, Inspection, inspect_files
+from gpustasis.image.directory import is_there, shared
+from gpustasis.image.inspection import Inspection, inspect_files
+from gpustasis.image.store import read_store
 
 
 class Archive:
     """One archive. Make it with open_archive. Implements
     gpustasis.image.checkpoint.CheckpointFiles, and gpustasis.archive.chunks.Parent.
 
-    members: by name. images: by pid. damaged_images: those that could not be opened, and why.
+    members: by name. images: by name. damaged_images: those that could not be opened, and why.
     file_bytes, unpacked_bytes: of all.
     """
 
@@ -77,8 +80,8 @@ class Archive:
         self.path = path
         self.name = str(path)
         self.members: dict[str, Member] = {}
-        self.images: dict[int, StoredImage] = {}
-        self.damaged_images: dict[int, ImageError | UnsupportedError] = {}
+        self.images: dict[str, StoredImage] = {}
+        self.damaged_images: dict[str, ImageError | UnsupportedError] = {}
         self.unpacked_bytes = 0
         self.file_bytes = os.fstat(fd).st_size
         self.compression = Compression.NONE
@@ -109,12 +112,12 @@ class Archive:
         if seen < len(self.members):
             raise ArchiveError(f"{self.name}: was changed while it was read: it ends earlier")
 
-    def image_streams(self, pids: Collection[int]) -> Iterator[tuple[int, ByteStream]]:
-        """The images of these processes, each from its beginning. Raises as again."""
+    def image_streams(self, names: Collection[str]) -> Iterator[tuple[str, ByteStream]]:
+        """The images of these names, each from its beginning. Raises as again."""
         for member, reader in self.again():
-            pid = member_pid(member)
-            if pid is not None and pid in pids:
-                yield pid, reader
+            name = member_image(member)
+            if name is not None and name in names:
+                yield name, reader
 
     def checkpoint_id(self) -> bytes | None:
         """Of its manifest; None: it has none."""
@@ -123,7 +126,7 @@ class Archive:
 
     def holds(self, source: Source) -> bool:
         """As a parent: whether the image that is meant is in it, told by size and digest."""
-        image = self.images.get(source.pid)
+        image = self.images.get(source.image_name)
         return image is not None and (image.size, image.reader.digest) == (
             source.file_size,
             source.digest,
@@ -155,12 +158,12 @@ class Archive:
     def stored_image(self, manifest: Manifest, task: ManifestTask) -> StoredImage:
         """The image of `task`, found to be the one that the manifest means. Raises ImageError,
         UnsupportedError if there is none, or it is damaged."""
-        if task.pid in self.damaged_images:
-            raise self.damaged_images[task.pid]
-        image = self.images.get(task.pid)
+        if task.image_name in self.damaged_images:
+            raise self.damaged_images[task.image_name]
+        image = self.images.get(task.image_name)
         if image is None:
-            self.read(image_name(task.pid))
-            raise ImageError(f"{self.place(image_name(task.pid))}: is not in the archive")
+            self.read(task.image_name)
+            raise ImageError(f"{self.place(task.image_name)}: is not in the archive")
         require_meant(image.reader, manifest, task, image.place)
         return image
 
@@ -192,36 +195,38 @@ class Archive:
 
     def survey(self) -> None:
         """The first pass, and a second one if an index is too long for the first."""
-        long_tails: dict[int, int] = {}
+        long_tails: dict[str, int] = {}
         for member, reader in self.walk():
             self.members[member.name] = member
-            pid = member_pid(member)
-            if pid is not None:
-                self._note_image(pid, member, reader, long_tails)
+            if member.name == CHECKPOINT + SEALED_NAME:
+                raise sealed_error(self.name)
+            name = member_image(member)
+            if name is not None:
+                self._note_image(name, member, reader, long_tails)
             elif member.kind is Kind.FILE and is_small(member.name):
                 self._small[member.name] = self._read_small(member, reader)
         require_container(self.members.keys(), self.name)
         if not long_tails:
             return
         for member, reader in self.again():
-            pid = member_pid(member)
-            if pid is not None and pid in long_tails:
-                self._keep(pid, reader, member.size, long_tails[pid])
+            name = member_image(member)
+            if name is not None and name in long_tails:
+                self._keep(name, reader, member.size, long_tails[name])
 
     def _note_image(
-        self, pid: int, member: Member, reader: TarReader, long_tails: dict[int, int]
+        self, name: str, member: Member, reader: TarReader, long_tails: dict[str, int]
     ) -> None:
         if len(self.images) + len(self.damaged_images) + len(long_tails) >= self._limits.images:
             raise ArchiveError(f"{self.name}: has more than {self._limits.images} images")
-        length = self._keep(pid, reader, member.size)
+        length = self._keep(name, reader, member.size)
         if length:
-            long_tails[pid] = length
+            long_tails[name] = length
             self._index_bytes += length
 
-    def _keep(self, pid: int, reader: TarReader, size: int, length: int = 0) -> int:
+    def _keep(self, name: str, reader: TarReader, size: int, length: int = 0) -> int:
         """Open an image. length: of its metadata and index, where they are known to be long; where
         they turn out to be, that is returned, else 0."""
-        place = self.place(image_name(pid))
+        place = self.place(name)
         left = self._limits.index_bytes - self._index_bytes
         try:
             if length:
@@ -231,11 +236,11 @@ class Archive:
         except ArchiveError:
             raise
         except (ImageError, UnsupportedError) as exc:
-            self.damaged_images[pid] = exc
+            self.damaged_images[name] = exc
             return 0
         if isinstance(found, int):
             return found
-        self.images[pid] = found
+        self.images[name] = found
         if not length:
             self._index_bytes += size - found.tail_offset
         return 0
@@ -284,9 +289,11 @@ def open_files(
     """The checkpoint at `path`, told by what it is: a directory, else an archive.
 
     parents: directories and archives that hold earlier checkpoints of an archive's chain; of a
-    directory, all that the links from it lead to are looked through too.
+    directory, all that the links from it lead to are looked through too, and of a store all its
+    checkpoints.
 
-    Raises ArchiveError, ImageError; CheckpointError if parents are named for a directory.
+    Raises ArchiveError, ImageError; CheckpointError if parents are named for a directory, or a
+    parent is a directory that holds no checkpoint.
     """
     if path.is_dir():
         if parents:
@@ -299,12 +306,23 @@ def open_files(
         named: list[Parent] = []
         for parent in parents:
             if parent.is_dir():
-                directories = chain_directories(parent, MAX_DEPTH)
+                directories = _parent_directories(parent)
                 stack.enter_context(shared(dict.fromkeys(directories)))
                 named += [DirectoryParent(directory) for directory in directories]
             else:
                 named.append(stack.enter_context(open_archive(parent, limits=limits)))
         yield stack.enter_context(open_archive(path, Parents(named), limits))
+
+
+def _parent_directories(parent: Path) -> list[Path]:
+    heads = [parent]
+    if not is_there(parent / MANIFEST_NAME):
+        entries = read_store(parent).values()
+        heads = [one.directory for one in entries if one.manifest is not None]
+        if not heads:
+            raise CheckpointError(f"{parent} is no checkpoint with GPU memory, and no store of any")
+    chains = (chain_directories(head, MAX_DEPTH) for head in heads)
+    return list(dict.fromkeys(directory for chain in chains for directory in chain))
 
 
 def inspect_archive(archive: Archive) -> Inspection:
@@ -324,11 +342,12 @@ def inspect_archive(archive: Archive) -> Inspection:
     return replace(inspect_files(archive), archive=view)
 
 
-def member_pid(member: Member) -> int | None:
-    """Of the process whose image a member is; None: it is no image."""
+def member_image(member: Member) -> str | None:
+    """The name of the image that a member is; None: it is none."""
     if member.kind is not Kind.FILE or not member.name.startswith(CHECKPOINT):
         return None
-    return image_pid(member.name.removeprefix(CHECKPOINT))
+    name = member.name.removeprefix(CHECKPOINT)
+    return name if is_image_name(name) else None
 
 
 def _size_below(archive: Archive, prefix: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpustasis._core import MANIFEST_NAME, Manifest, image_name
+from gpustasis._core import MANIFEST_NAME, Manifest
 from gpustasis.archive.chunks import (
     Parent,
     Places,
@@ -20,8 +20,8 @@ from gpustasis.archive.opened import Archive
 from gpustasis.errors import ArchiveError, ImageError, UnsupportedError
 from gpustasis.image.verification import OnProgress, Verification
 
-# Places of chunks, by the pid of the image in the parent that has their bytes.
-Wanted = dict[Parent, dict[int, list[Places]]]
+# Places of chunks, by the name of the image in the parent that has their bytes.
+Wanted = dict[Parent, dict[str, list[Places]]]
 
 
 def verify_archive(
@@ -53,21 +53,21 @@ def verify_archive(
         found.problems.append(str(exc))
     found.images = len(images)
     found.plain_bytes = sum(image.plain_bytes() for image in images.values())
-    wanted = {task.pid for task in manifest.tasks if task.externalized}
+    wanted = {task.image_name for task in manifest.tasks if task.externalized}
     found.problems += [
-        f"{archive.place(image_name(pid))}: not named by the manifest"
-        for pid in sorted({*archive.images, *archive.damaged_images} - wanted)
+        f"{archive.place(name)}: not named by the manifest"
+        for name in sorted({*archive.images, *archive.damaged_images} - wanted)
     ]
     return found
 
 
-def _images(archive: Archive, manifest: Manifest, found: Verification) -> dict[int, StoredImage]:
+def _images(archive: Archive, manifest: Manifest, found: Verification) -> dict[str, StoredImage]:
     images = {}
     for task in manifest.tasks:
         if not task.externalized:
             continue
         try:
-            images[task.pid] = archive.stored_image(manifest, task)
+            images[task.image_name] = archive.stored_image(manifest, task)
         except (ImageError, UnsupportedError) as exc:
             found.problems.append(str(exc))
     return images
@@ -75,34 +75,34 @@ def _images(archive: Archive, manifest: Manifest, found: Verification) -> dict[i
 
 def _check_own(
     archive: Archive,
-    images: dict[int, StoredImage],
+    images: dict[str, StoredImage],
     threads: int,
     on_progress: OnProgress | None,
     found: Verification,
 ) -> None:
     """What is in the archive itself; a damaged image is taken out of `images`."""
-    tell = on_progress or (lambda name, done, total: None)
-    for pid, stream in archive.image_streams(dict(images)):
-        done, total = 0, images[pid].plain_bytes()
+    tell = on_progress or (lambda _, done, total: None)
+    for name, stream in archive.image_streams(dict(images)):
+        done, total = 0, images[name].plain_bytes()
         try:
-            for chunk in checked(own_chunks(images[pid], stream), threads):
+            for chunk in checked(own_chunks(images[name], stream), threads):
                 done += chunk.info.plain_size
-                tell(image_name(pid), done, total)
-            tell(image_name(pid), total, total)
+                tell(name, done, total)
+            tell(name, total, total)
         except ArchiveError:
             raise
         except ImageError as exc:
             found.problems.append(str(exc))
-            del images[pid]
+            del images[name]
 
 
 def _check_earlier(
-    archive: Archive, images: dict[int, StoredImage], threads: int, found: Verification
+    archive: Archive, images: dict[str, StoredImage], threads: int, found: Verification
 ) -> None:
     """What earlier checkpoints hold, if they were named."""
     earlier, outside = set(), set()
     wanted: Wanted = {}
-    for pid, image in list(images.items()):
+    for name, image in list(images.items()):
         referred = image.reader.totals.ref.plain
         sources = {source.checkpoint_id for source in image.reader.info.sources}
         if not archive.parents:
@@ -113,21 +113,21 @@ def _check_earlier(
             collect(archive, image, wanted)
         except ImageError as exc:
             found.problems.append(str(exc))
-            del images[pid]
+            del images[name]
             continue
         found.earlier_bytes += referred
         earlier |= sources
     found.outside_checkpoints = sorted(source.hex() for source in outside)
     found.earlier_checkpoints = len(earlier)
-    for parent, by_pid in wanted.items():
-        for pid, stream in parent.image_streams(by_pid):
+    for parent, by_name in wanted.items():
+        for name, stream in parent.image_streams(by_name):
             try:
-                for _ in checked(placed_chunks(by_pid[pid], stream), threads):
+                for _ in checked(placed_chunks(by_name[name], stream), threads):
                     pass
             except ArchiveError:
                 raise
             except ImageError as exc:
-                found.problems.append(f"{exc} (in {image_name(pid)} of {parent.path})")
+                found.problems.append(f"{exc} (in {name} of {parent.path})")
 
 
 def collect(archive: Archive, image: StoredImage, wanted: Wanted) -> None:
@@ -141,18 +141,18 @@ def collect(archive: Archive, image: StoredImage, wanted: Wanted) -> None:
         parent = archive.parents.find(source)
         if parent is None:
             raise ImageError(
-                f"{image.place}: needs {image_name(source.pid)} of checkpoint "
+                f"{image.place}: needs {source.image_name} of checkpoint "
                 f"{source.checkpoint_id.hex()}, {source.depth} before this one, which is not in "
                 f"{archive.name} and no --parent holds"
             )
         parents.append(parent)
     for number, places in places_by_source(image).items():
-        by_pid = wanted.setdefault(parents[number - 1], {})
-        by_pid.setdefault(sources[number - 1].pid, []).append(places)
+        by_name = wanted.setdefault(parents[number - 1], {})
+        by_name.setdefault(sources[number - 1].image_name, []).append(places)
 
 
 def earlier_chunks(wanted: Wanted, threads: int) -> Iterator[StoredChunk]:
     """All that was collected, checked. Raises ImageError."""
-    for parent, by_pid in wanted.items():
-        for pid, stream in parent.image_streams(by_pid):
-            yield from checked(placed_chunks(by_pid[pid], stream), threads)
+    for parent, by_name in wanted.items():
+        for name, stream in parent.image_streams(by_name):
+            yield from checked(placed_chunks(by_name[name], stream), threads)

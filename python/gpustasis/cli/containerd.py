@@ -4,6 +4,7 @@ its container runtime."""
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Group
-from gpustasis.runtimes import containerd
+from gpustasis.runtimes import containerd, left_paused
 from gpustasis.runtimes.cri import Cri
 from gpustasis.text import mib
 
@@ -89,11 +90,27 @@ def checkpoint(address: str, container: str, export: Path, timeout_s: int) -> No
 
 
 @command.command("resume")
-@click.argument("container")
-@click.pass_obj
-def resume(address: str, container: str) -> None:
-    """Let CONTAINER run on if a checkpoint that was cut off has left it paused."""
-    with Cri(address) as cri:
+@click.argument("container", required=False)
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Watch the runtime, until SIGTERM or SIGINT, and resume every container that it leaves "
+    "paused when it ends in the middle of a checkpoint.",
+)
+@click.pass_context
+def resume(ctx: click.Context, container: str | None, watch: bool) -> None:
+    """Let CONTAINER run on if a checkpoint that was cut off has left it paused.
+
+    CONTAINER is the beginning of its id, or NAMESPACE/POD/CONTAINER. With --watch none is named:
+    containers that were paused otherwise stay paused. --json then prints one object a line, one for
+    each thing that happened.
+    """
+    if watch == (container is not None):
+        raise click.UsageError("name one CONTAINER, or give --watch")
+    if container is None:
+        _watch(ctx)
+        return
+    with Cri(ctx.obj) as cri:
         found = containerd.find(cri, container, containerd.PERHAPS_PAUSED)
         resumed = containerd.resume(cri, found)
     state = "was paused and runs on" if resumed else "is not paused"
@@ -101,6 +118,23 @@ def resume(address: str, container: str) -> None:
         {"container": asdict(found), "resumed": resumed},
         lambda: output.say(f"container {found} {state}"),
     )
+
+
+def _watch(ctx: click.Context) -> None:
+    def say(event: left_paused.Event) -> None:
+        output.stream({"event": asdict(event)})
+        if event.what == "failed":
+            output.warn(event.text)
+        else:
+            output.say(event.text)
+
+    group = ctx.parent
+    assert group is not None
+    stop, ended = os.pipe()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: os.write(ended, b"."))
+    watch = left_paused.Watch(ctx.obj, f"gpustasis {group.command.name}", say)
+    watch.run(stop)
 
 
 @command.command("list")

@@ -61,9 +61,10 @@ def _show(a: Path, b: Path, found: Difference) -> None:
 
 
 def _task_text(task: TaskDifference) -> str:
+    what = ", CPU memory" if task.kind == "cpu" else ""
     if task.in_a and task.in_b:
-        return f"task {task.pid}"
-    return f"task {task.pid}, only in {'A' if task.in_a else 'B'}"
+        return f"task {task.pid}{what}"
+    return f"task {task.pid}{what}, only in {'A' if task.in_a else 'B'}"
 
 
 def _cells(amounts: Amounts) -> list[str]:
@@ -93,6 +94,7 @@ def _to_json(a: Path, b: Path, found: Difference) -> dict[str, Any]:
         "tasks": [
             {
                 "pid": task.pid,
+                "memory": task.kind,
                 "in_a": task.in_a,
                 "in_b": task.in_b,
                 **_amounts(task.amounts),

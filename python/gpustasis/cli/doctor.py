@@ -30,7 +30,8 @@ from gpustasis.runtimes import containerd
 from gpustasis.runtimes.cri import Cri
 from gpustasis.text import plural
 
-_CRI_SOCKETS = (containerd.DEFAULT_ADDRESS, containerd.CRIO_ADDRESS)
+# Command of a runtime -> its socket.
+_CRI_SOCKETS = {"containerd": containerd.DEFAULT_ADDRESS, "crio": containerd.CRIO_ADDRESS}
 _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
 
 
@@ -54,7 +55,19 @@ _COLOURS = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "red"}
     metavar="FILE",
     help="Look at this checkpoint, an archive or a directory: can this host restore it?",
 )
-def command(criu_program: str | None, container_name: str | None, archive: Path | None) -> None:
+@click.option(
+    "--rootfs",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    metavar="DIR",
+    help="With --archive: compare the files that a container's processes had mapped with those in "
+    "this copy of its root file system.",
+)
+def command(
+    criu_program: str | None,
+    container_name: str | None,
+    archive: Path | None,
+    rootfs: Path | None,
+) -> None:
     """Look at driver, kernel, privileges, CRIU, plugin, installation and container runtimes; or at
     one container, or at one checkpoint.
 
@@ -63,10 +76,14 @@ def command(criu_program: str | None, container_name: str | None, archive: Path 
     """
     if container_name is not None and archive is not None:
         raise click.UsageError("--container and --archive exclude each other")
+    if rootfs is not None and archive is None:
+        raise click.UsageError("--rootfs needs --archive")
     if container_name is not None:
         findings = container_checks.check(_container(container_name), *_libraries())
     elif archive is not None:
-        findings = restorability.check(archive, os.environ, criu_program, *_libraries())
+        findings = restorability.check(
+            archive, os.environ, criu_program, *_libraries(), rootfs=rootfs
+        )
     else:
         findings = diagnose(criu_program)
     output.answer({"findings": [asdict(finding) for finding in findings]}, lambda: _show(findings))
@@ -79,22 +96,25 @@ def _container(name: str) -> Container:
     """By any of the names that people have for it."""
     if "/" not in name:
         return find_container(name, os.environ)
-    return replace(find_container(_kubernetes_id(name), os.environ), name=name)
+    command, identity = _of_kubernetes(name)
+    resume = f"gpustasis {command} resume {name}"
+    return replace(find_container(identity, os.environ), name=name, resume=resume)
 
 
-def _kubernetes_id(name: str) -> str:
-    """The id that this node's container runtime has for NAMESPACE/POD/CONTAINER."""
-    sockets = [path for path in _CRI_SOCKETS if os.path.exists(path)]
+def _of_kubernetes(name: str) -> tuple[str, str]:
+    """The command for the runtime that has NAMESPACE/POD/CONTAINER on this node, and its id
+    there."""
+    sockets = {c: path for c, path in _CRI_SOCKETS.items() if os.path.exists(path)}
     if not sockets:
         raise CheckpointError(
             f"no container {name!r} was found: this host has no container runtime of Kubernetes at "
-            f"{' or '.join(_CRI_SOCKETS)}"
+            f"{' or '.join(_CRI_SOCKETS.values())}"
         )
     errors = []
-    for path in sockets:
+    for command, path in sockets.items():
         try:
             with Cri(path) as cri:
-                return containerd.find(cri, name).id
+                return command, containerd.find(cri, name, containerd.PERHAPS_PAUSED).id
         except EngineError as exc:
             errors.append(str(exc))
     raise CheckpointError("; ".join(errors))
@@ -118,6 +138,7 @@ def diagnose(criu_program: str | None) -> list[Finding]:
         *host.check_privileges(),
         *host.check_criu(os.environ, criu_program),
         *host.check_dropped_memory(),
+        *host.check_sealing(),
         *installation.check(_program(criu_program), sys.executable),
         *runtimes.check(os.environ, version if isinstance(version, str) else None),
     ]

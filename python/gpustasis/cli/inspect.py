@@ -8,16 +8,16 @@ from pathlib import Path
 import click
 
 import gpustasis
-from gpustasis._core import image_name
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.options import checkpoint_argument, parent_option
 from gpustasis.cli.output import Node
+from gpustasis.cli.requirement_rows import driver_text, requirements_rows
 from gpustasis.criu.statistics import EMULATOR
+from gpustasis.image.archive_view import ArchiveView
 from gpustasis.image.checkpoint import State
 from gpustasis.image.directory import allow_many_files
 from gpustasis.image.inspection import (
-    ArchiveView,
     ImageView,
     Inspection,
     ParentView,
@@ -34,14 +34,29 @@ _REGIONS_SHOWN = 8  # of a task; --json has them all
 @click.command("inspect", cls=Command)
 @checkpoint_argument("checkpoint")
 @parent_option
-def command(checkpoint: Path, parents: tuple[Path, ...]) -> None:
+@click.option(
+    "--requirements",
+    "wants_requirements",
+    is_flag=True,
+    help="Say what a restore needs instead: driver stack, memory of each GPU, mapped files.",
+)
+def command(checkpoint: Path, parents: tuple[Path, ...], *, wants_requirements: bool) -> None:
     """Say what CHECKPOINT, an image directory or an archive of a container engine, holds:
     processes, GPU memory, sizes and times.
 
     GPU memory itself is not checked; `gpustasis verify` does that.
     """
     allow_many_files()
-    found = gpustasis.open(checkpoint, parents).inspect()
+    opened = gpustasis.open(checkpoint, parents)
+    found = opened.inspect()
+    if wants_requirements:
+        needed = opened.requirements()
+        document = {"requirements": None if needed is None else needed.to_json()}
+        output.answer(
+            found.to_json() | document,
+            lambda: output.facts(found.directory, requirements_rows(found, needed)),
+        )
+        return
 
     def show() -> None:
         output.facts(found.directory, _summary(found))
@@ -61,7 +76,7 @@ def _summary(found: Inspection) -> list[tuple[str, str]]:
     elif found.backend is not None:
         rows.append(("Backend", found.backend))
     if found.checkpoint_id is not None:
-        rows.append(("Driver", _driver_text(found)))
+        rows.append(("Driver", driver_text(found.driver_api_version, found.driver_version)))
         rows += [
             (f"GPU {number}", f"{gpu.name}, {mib(gpu.memory_bytes)}, {gpu.uuid}")
             for number, gpu in enumerate(found.gpus)
@@ -119,12 +134,13 @@ def _process_tree(processes: tuple[ProcessView, ...]) -> Node:
     for process in processes:  # parents come before their children
         node = nodes.get(process.ppid, tree).add(_process_text(process))
         nodes[process.pid] = node
-        if process.cuda is None:
-            continue
-        for gpu in process.cuda.gpus:
-            node.add(f"GPU {gpu.number}, {gpu.uuid}{_use_text(gpu)}")
-        if process.cuda.image is not None:
-            _add_image(node, process.cuda.image)
+        if process.cuda is not None:
+            for gpu in process.cuda.gpus:
+                node.add(f"GPU {gpu.number}, {gpu.uuid}{_use_text(gpu)}")
+            if process.cuda.image is not None:
+                _add_image(node, process.cuda.image)
+        if process.cpu_memory is not None:
+            _add_image(node, process.cpu_memory)
     return tree
 
 
@@ -150,7 +166,7 @@ def _add_image(node: Node, image: ImageView) -> None:
         outside = source.state == State.OUTSIDE
         nowhere = f"checkpoint {source.checkpoint_id}" if outside else "no link leads to it"
         where = source.directory or nowhere
-        text = f"from {where}/{image_name(source.pid)}, depth {source.depth}"
+        text = f"from {where}/{source.file}, depth {source.depth}"
         branch.add(text + _state_text(source.state))
     if len(image.sources) > _SOURCES_SHOWN:
         branch.add(f"and from {len(image.sources) - _SOURCES_SHOWN} more")
@@ -170,12 +186,6 @@ def _use_text(gpu: TaskGpuView) -> str:
 def _region_text(region: RegionView) -> str:
     end = region.address + region.length
     return f"{region.address:x}-{end:x} {region.protection} {region.kind} {mib(region.length)}"
-
-
-def _driver_text(found: Inspection) -> str:
-    major, minor = divmod(found.driver_api_version, 1000)
-    api = f"CUDA {major}.{minor // 10}" if found.driver_api_version else "unknown"
-    return f"{found.driver_version}, {api}" if found.driver_version else api
 
 
 def _images(found: Inspection) -> list[ImageView]:

@@ -17,8 +17,9 @@ from gpustasis.cli.framework import Command
 from gpustasis.criu.plugin import plugin_directory
 from gpustasis.errors import UnsupportedError
 from gpustasis.install import installation
+from gpustasis.install.bundle import own
 from gpustasis.install.change import Action, Change
-from gpustasis.install.layout import advice
+from gpustasis.install.layout import advice, restart_advice
 from gpustasis.install.root import Root
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
@@ -61,8 +62,9 @@ def command(directory: Path, dry_run: bool, python: str) -> None:
     require_rights(directory, dry_run)
     changes: list[Change] = []
     with Root(directory, alone=not dry_run) as root:
-        installation.install(root, __version__, python, _told(changes), dry_run)
-        notes = list(advice(root, python))
+        told = _told(changes)
+        made = installation.install(root, __version__, python, told, dry_run, own(root))
+        notes = [*advice(root, python), *restart_advice(root, made)]
 
     def show() -> None:
         for text in notes:

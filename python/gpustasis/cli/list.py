@@ -39,7 +39,9 @@ def _fields(one: Listed) -> dict[str, Any]:
         "checkpoint_id": entry.checkpoint_id,
         "parent_id": entry.parent_id,
         "taken": entry.taken,
-        "tasks": None if entry.manifest is None else len(entry.manifest.tasks),
+        "tasks": None
+        if entry.manifest is None
+        else len({task.pid for task in entry.manifest.tasks}),
         "memory_bytes": one.memory_bytes,
         "stored_bytes": entry.size,
         "complete": not one.problem,
@@ -54,7 +56,7 @@ def _row(one: Listed) -> tuple[object, ...]:
         "-" if entry.taken is None else f"{entry.taken:%Y-%m-%d %H:%M:%S}",
         _short(entry.checkpoint_id),
         _short(entry.parent_id),
-        "-" if entry.manifest is None else len(entry.manifest.tasks),
+        "-" if entry.manifest is None else len({task.pid for task in entry.manifest.tasks}),
         "-" if one.memory_bytes is None else mib(one.memory_bytes),
         mib(entry.size),
         one.problem or "complete",

@@ -33,7 +33,8 @@ def parent_option(function: Decorated) -> Decorated:
         metavar="DIR|ARCHIVE",
         type=click.Path(exists=True, path_type=Path),
         help="Of an archive: where an earlier checkpoint is that it is built on. Several times, "
-        "for each archive of the chain; a directory is followed to its own parents.",
+        "for each archive of the chain; a directory is followed to its own parents, and a store "
+        "stands for all its checkpoints.",
     )(function)
 
 
@@ -64,11 +65,52 @@ class Size(click.ParamType[int]):
         return int(match[1]) * self._UNITS[match[2].upper()]
 
 
-def criu_options(function: Decorated) -> Decorated:
-    """Options of dump and restore, most of them CRIU's own, and the arguments for criu after --."""
+def dump_options(function: Decorated) -> Decorated:
+    """What is dumped, and how."""
     for option in reversed(
         (
-            click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- CRIU-ARGS...]"),
+            click.option(
+                "--compress", type=click.Choice(["lz4", "none"]), help="How GPU memory is stored."
+            ),
+            click.option(
+                "--cpu-memory",
+                type=click.Choice(["criu", "ours", "auto"]),
+                help="Who stores the processes' own memory: CRIU, or this plugin as it stores GPU "
+                "memory; auto: the plugin, where there is much of it and this system allows it.",
+            ),
+            click.option(
+                "--externalize",
+                type=click.Choice(["on", "off"]),
+                help="off: GPU memory goes into CRIU's own images, as with the stock plugin.",
+            ),
+            click.option(
+                "--ghost-limit",
+                type=Size(),
+                metavar="SIZE",
+                help="The largest file without a name that is dumped with its content.",
+            ),
+            click.option(
+                "--skip-in-flight", is_flag=True, help="Leave out connections not accepted yet."
+            ),
+            click.option(
+                "--link-remap", is_flag=True, help="Give files without a name one for the dump."
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def criu_options(function: Decorated) -> Decorated:
+    """Options of dump and restore, most of them CRIU's own, and the arguments for criu after --."""
+    extra = click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- CRIU-ARGS...]")
+    return extra(criu_switches(function))
+
+
+def criu_switches(function: Decorated) -> Decorated:
+    """Those options."""
+    for option in reversed(
+        (
             click.option(
                 "--criu",
                 "criu_program",
@@ -101,8 +143,19 @@ def criu_options(function: Decorated) -> Decorated:
 
 
 def describe(statistics: Statistics | None) -> str:
-    """What became of GPU memory, in a clause for the end of a line."""
-    if statistics is None or not statistics.tasks:
+    """What became of memory, in a clause for the end of a line."""
+    if statistics is None:
+        return "no CUDA process in it"
+    own = [task for task in statistics.cpu_memory if not task.left_because]
+    text = _describe_cuda(statistics)
+    if own:
+        plain, stored = (sum(getattr(t, n) for t in own) for n in ("plain_bytes", "file_bytes"))
+        text += f", {mib(plain)} of CPU memory stored in {mib(stored)}"
+    return text
+
+
+def _describe_cuda(statistics: Statistics) -> str:
+    if not statistics.tasks:
         return "no CUDA process in it"
     count = len(statistics.tasks)
     text = f"{plural(count, 'CUDA process', 'es')}, {mib(statistics.staged_bytes)} of GPU memory"

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 import gpustasis
-from gpustasis.cli import output
+from gpustasis.cli import output, streams
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import Size, criu_options, describe, threads_option
+from gpustasis.cli.options import criu_options, describe, dump_options, threads_option
 from gpustasis.text import mib
 
 _PHASE_WIDTH = 70  # characters
@@ -24,7 +24,6 @@ _PHASE_WIDTH = 70  # characters
 @click.argument("pid", type=click.IntRange(2))
 @click.option(
     *("-D", "--images-dir", "images"),
-    required=True,
     type=click.Path(file_okay=False, path_type=Path),
     help="Where the checkpoint goes; made if it is not there.",
 )
@@ -41,48 +40,60 @@ _PHASE_WIDTH = 70  # characters
     metavar="N",
     help="A chain of N on top of a full checkpoint gets no longer: the next one is full again.",
 )
-@click.option("--compress", type=click.Choice(["lz4", "none"]), help="How GPU memory is stored.")
-@click.option(
-    "--externalize",
-    type=click.Choice(["on", "off"]),
-    help="off: GPU memory goes into CRIU's own images, as with the stock plugin.",
-)
-@click.option(
-    "--ghost-limit",
-    type=Size(),
-    metavar="SIZE",
-    help="The largest file without a name that is dumped with its content.",
-)
-@click.option("--skip-in-flight", is_flag=True, help="Leave out connections not accepted yet.")
-@click.option("--link-remap", is_flag=True, help="Give files without a name one for the dump.")
+@streams.output_options
+@dump_options
 @criu_options
 def checkpoint(
     pid: int,
-    images: Path,
+    images: Path | None,
     leave_running: bool,
     leave_stopped: bool,
     externalize: str | None,
     parent: Path | None,
+    max_chain: int | None,
     criu_program: str | None,
     extra: tuple[str, ...],
+    output_to: str | None,
+    spool: Path | None,
+    timeout: float,
+    one_way: bool,
     **options: Any,
 ) -> None:
-    """Dump the process tree below PID. It ends then, unless told otherwise.
+    """Dump the process tree below PID into a directory (-D), or as a stream to a file, pipe or
+    socket (-o). It ends then, unless told otherwise.
+
+    A stream goes out while the dump is still at work. Into a socket it goes only when a `restore
+    -i` at the other end has answered, and the tree ends only when that has everything, checked and
+    on its disk. Through a pipe nobody answers: then the spool is kept, and named. With -o - what
+    is said goes to stderr, JSON too.
 
     Options that CRIU has too mean what they mean there; what follows -- goes to criu.
     """
     if leave_running and leave_stopped:
         raise click.UsageError("--leave-running and --leave-stopped exclude each other")
+    options["externalize"] = None if externalize is None else externalize == "on"
+    options |= {"criu": criu_program, "criu_args": extra}
+    if (images is None) == (output_to is None):
+        raise click.UsageError("name one place for the checkpoint: -D DIR or -o FILE")
+    if output_to is not None:
+        if parent is not None or max_chain is not None:
+            raise click.UsageError("a stream holds a whole checkpoint: no --parent, no --max-chain")
+        if leave_stopped:
+            raise click.UsageError("--leave-stopped: a stream is of a tree that ends or runs on")
+        place = streams.Place(spool=spool, timeout_s=timeout)
+        streams.checkpoint_to(pid, output_to, place, one_way, leave_running, options)
+        return
+    assert images is not None
+    if spool is not None or one_way:
+        raise click.UsageError("--spool and --one-way belong to a stream: -o")
     with _criu_progress(f"checkpointing process {pid}", images) as on_line:
         made = gpustasis.checkpoint(
             pid,
             images,
             parent=parent,
+            max_chain=max_chain,
             leave_running=leave_running,
             leave_stopped=leave_stopped,
-            externalize=None if externalize is None else externalize == "on",
-            criu=criu_program,
-            criu_args=extra,
             on_line=on_line,
             **options,
         )
@@ -103,10 +114,10 @@ def checkpoint(
 @click.command("restore", cls=Command)
 @click.option(
     *("-D", "--images-dir", "images"),
-    required=True,
-    type=click.Path(file_okay=False, exists=True, path_type=Path),
-    help="The checkpoint.",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The checkpoint; with -i where it is put, and stays.",
 )
+@streams.input_options
 @click.option(
     *("-d/-f", "--detach/--foreground", "detached"),
     default=True,
@@ -131,19 +142,45 @@ def checkpoint(
     "of the same model: by UUID, or by number (as `inspect` and `nvidia-smi` list them). Once for "
     "each GPU; GPUs that are not named stay where they were, or go to a free one of their model.",
 )
+@click.option(
+    "--ignore-requirements",
+    is_flag=True,
+    help="Restore although mapped files have changed, the driver is older or GPU memory is short: "
+    "see `inspect --requirements`.",
+)
 @criu_options
-def restore(images: Path, criu_program: str | None, extra: tuple[str, ...], **options: Any) -> None:
-    """Restore the process tree in a checkpoint and let it run on.
+def restore(
+    images: Path | None,
+    criu_program: str | None,
+    extra: tuple[str, ...],
+    input_from: str | None,
+    timeout: float,
+    two_way: bool | None,
+    source_may_run: bool,
+    **options: Any,
+) -> None:
+    """Restore the process tree in a checkpoint, or in a stream (-i), and let it run on.
 
     A restore that cannot be proved right ends in an error, and nothing of the tree is left running.
-    Options that CRIU has too mean what they mean there; what follows -- goes to criu.
+    Of a stream nothing is restored before all of it is there, checked and on the disk, and its
+    sender has said that the tree has ended. Options that CRIU has too mean what they mean there;
+    what follows -- goes to criu.
     """
     if options["leave_stopped"] and not options["detached"]:
         raise click.UsageError("--leave-stopped and --foreground exclude each other")
+    options |= {"criu": criu_program, "criu_args": extra}
+    if input_from is not None:
+        place = streams.Place(spool=images, timeout_s=timeout)
+        streams.restore_from(input_from, place, two_way, source_may_run, options)
+        return
+    if images is None:
+        raise click.UsageError("name a checkpoint: -D DIR, or a stream: -i FILE")
+    if two_way is not None or source_may_run:
+        raise click.UsageError("--two-way, --one-way and --source-may-run belong to a stream: -i")
+    if not images.is_dir():
+        raise click.UsageError(f"{images} is no directory")
     with _criu_progress(f"restoring {images}", images) as on_line:
-        done = gpustasis.restore(
-            images, criu=criu_program, criu_args=extra, on_line=on_line, **options
-        )
+        done = gpustasis.restore(images, on_line=on_line, **options)
     state = "runs" if options["detached"] else "has ended"
     if options["leave_stopped"]:
         state = "is stopped"

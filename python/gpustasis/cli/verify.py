@@ -12,7 +12,8 @@ import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.options import Size, checkpoint_argument, parent_option, threads_option
-from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.errors import CheckpointError, ImageError, SealError
+from gpustasis.image.checkpoint import is_sealed
 from gpustasis.image.directory import allow_many_files
 from gpustasis.image.store_verification import is_store, verify_store
 from gpustasis.image.verification import Verification
@@ -74,6 +75,7 @@ def command(
 def _verify_store(store: Path, state: Path | None, rate: int | None, threads: int) -> None:
     found = verify_store(store, state=state, rate=rate, threads=threads)
     count = len(found.verdicts)
+    sealed = [name for name in found.ignored if is_sealed(store / name)]
 
     def show() -> None:
         for verdict in found.verdicts:
@@ -81,7 +83,7 @@ def _verify_store(store: Path, state: Path | None, rate: int | None, threads: in
                 output.say(problem)
         for name, reason in found.ignored.items():
             output.say(f"{name}: not checked: {reason}")
-        if not found.damaged:
+        if not found.damaged and (count or not sealed):
             plural = "" if count == 1 else "s"
             output.say(f"{store}: {count} checkpoint{plural} whole, {mib(found.read_bytes)} read")
 
@@ -100,6 +102,11 @@ def _verify_store(store: Path, state: Path | None, rate: int | None, threads: in
         "checkpoints": checkpoints,
     }
     output.answer(answer, show)
+    if sealed and not count:
+        raise SealError(
+            f"{store}: nothing was checked, every checkpoint in it is sealed "
+            f"({', '.join(sealed)}): open them with `gpustasis unseal DIR --key KEY -o OUT`"
+        )
     if found.damaged:
         names = ", ".join(verdict.name for verdict in found.damaged)
         raise ImageError(

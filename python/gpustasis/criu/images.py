@@ -9,6 +9,7 @@ a 32-bit length and one protobuf message; all numbers little-endian.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from gpustasis.files import open_regular
 PSTREE_NAME = "pstree.img"
 INVENTORY_NAME = "inventory.img"  # CRIU writes it last: without it a checkpoint is not complete
 STATISTICS_NAME = "stats-dump"
+_TERMINALS_NAME = "tty-info.img"  # only if there are any
 PARENT_LINK = "parent"  # CRIU's own, to the directory of --prev-images-dir
 
 _COMMON_MAGIC = 0x54564319  # "1.1 images"
@@ -27,6 +29,7 @@ _SERVICE_MAGIC = 0x55105940
 _CORE_MAGIC, _PSTREE_MAGIC, _PAGEMAP_MAGIC = 0x55053847, 0x50273030, 0x56084025
 _STATISTICS_MAGIC = 0x57093306
 _INVENTORY_MAGIC = 0x58313116
+_FILE_LIMIT = 16 << 20  # bytes of a process tree, or an inventory: a million processes
 _RECORD_LIMIT = 1 << 20  # bytes; a task with 100,000 threads stays below it
 _VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5  # wire types of protobuf
 _FIXED_SIZES = {_FIXED_64: 8, _FIXED_32: 4}
@@ -67,7 +70,7 @@ class Task:
 def read_pstree(images: Path) -> tuple[Task, ...]:
     """The processes in `images`, the root first. Raises ImageError if the file is no such image."""
     path = images / PSTREE_NAME
-    return parse_pstree(_read(path), str(path))
+    return parse_pstree(_read(path, _FILE_LIMIT), str(path))
 
 
 def parse_pstree(raw: bytes, path: str) -> tuple[Task, ...]:
@@ -82,10 +85,22 @@ def parse_pstree(raw: bytes, path: str) -> tuple[Task, ...]:
     return tasks
 
 
+def has_open_terminal(images: Path) -> bool:
+    """Whether the tree has a terminal open and belongs to another's session: then a restore gives
+    it the terminal that criu has. Raises ImageError."""
+    if not (images / _TERMINALS_NAME).exists():
+        return False
+    root = read_pstree(images)[0]
+    return root.sid != root.pid
+
+
 def inventory_plugins(images: Path) -> tuple[str, ...]:
     """Names of the plugins that a restore of `images` needs. Raises ImageError."""
     path = images / INVENTORY_NAME
-    messages = _messages(_read(path), _INVENTORY_MAGIC, str(path), "an inventory")
+    raw = _read(path, _FILE_LIMIT)
+    if _word(raw, 0) != _INVENTORY_MAGIC:
+        raise ImageError(f"{path} is not an inventory of CRIU")
+    messages = _records(raw, 4)  # the one image with a single magic word
     try:
         return tuple(
             name.decode("utf-8", "replace")
@@ -191,9 +206,12 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
             raise ValueError(f"field {number} has wire type {kind}")
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, limit: int | None = None) -> bytes:
+    """Raises ImageError also if there are more bytes than `limit`."""
     try:
         with open_regular(path) as file:
+            if limit is not None and os.fstat(file.fileno()).st_size > limit:
+                raise ImageError(f"{path} is larger than the {limit} bytes that it may have")
             return file.read()
     except OSError as exc:
         raise ImageError(f"cannot read {path}: {exc.strerror}") from exc
@@ -207,8 +225,7 @@ def _messages(raw: bytes, magic: int, path: str, what: str) -> Iterator[bytes]:
     return _records(raw)
 
 
-def _records(raw: bytes) -> Iterator[bytes]:
-    offset = 8
+def _records(raw: bytes, offset: int = 8) -> Iterator[bytes]:
     while offset < len(raw):
         size = _word(raw, offset)
         record = raw[offset + 4 : offset + 4 + size]

@@ -29,6 +29,7 @@ _OWN_LONG = (
     "--leave-stopped",  # a restore of GPU memory cannot do it, and says so before it begins
 )
 _OWN_SHORT = "tDLoWs"
+_SHORT_FLAGS = "dsRjlVh"  # criu's own that take no value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +103,22 @@ def plugin_environment(config: Path | None, version: Version) -> dict[str, str]:
     return {"GPUSTASIS_CONFIG": str(config)}
 
 
-def own_option(extra: Sequence[str]) -> str | None:
-    """The first of a user's arguments for criu that sets what this package sets; None: none does.
+def own_option(
+    extra: Sequence[str], long: Sequence[str] = _OWN_LONG, short: str = _OWN_SHORT
+) -> str | None:
+    """The first of a user's arguments for criu that sets what this package sets, or what else is
+    named; None: none does.
 
-    criu takes a long option by any beginning of its name that fits no other.
+    criu takes a long option by any beginning of its name, and several short ones in one word.
     """
     for word in extra:
         name = word.partition("=")[0]
-        if len(name) > 2 and any(own.startswith(name) for own in _OWN_LONG):
+        if len(name) > 2 and any(own.startswith(name) for own in long):
             return word
-        if len(word) > 1 and word[0] == "-" and word[1] in _OWN_SHORT:
-            return word
+        if word.startswith("-") and not word.startswith("--"):
+            flags = word[1:].lstrip(_SHORT_FLAGS.translate({ord(letter): None for letter in short}))
+            if flags[:1] and flags[0] in short:
+                return word
     return None
 
 
@@ -192,8 +198,8 @@ def dump(
 ) -> Run:
     """Dump the tree below `pid` into the existing directory `images`; the log is dump.log there.
 
-    Ctrl-C does not stop it half-way. Raises CriuError if criu or the plugin failed (the tree then
-    runs on), UnsupportedError without the plugin, CheckpointError for a bad configuration.
+    Ctrl-C does not stop it. Raises CriuError if criu or the plugin failed (the tree then runs on),
+    UnsupportedError without the plugin, CheckpointError for a bad configuration.
     """
     use = _checked(settings)
     shell_job = _is_shell_job(pid) if use.shell_job is None else use.shell_job
@@ -232,9 +238,8 @@ def restore(
     """Restore the tree in `images`; the log is restore.log there.
 
     detached: return when the tree runs; else when its root has ended. leave_stopped: it is left
-    stopped in place of running. pidfile: a file, not there
-    yet, that criu writes the root's pid to. Raises as dump; on an error of the plugin nothing of
-    the tree is left running.
+    stopped in place of running. pidfile: a file, not there yet, that criu writes the root's pid
+    to. Raises as dump; nothing of the tree runs on then.
     """
     use = _checked(settings)
     if pidfile is not None and pidfile.exists():
@@ -256,8 +261,9 @@ def restore(
             leave_stopped=leave_stopped,
         )
         arguments = restore_arguments(request, criu.version)
-        # A job of a shell takes the terminal that criu has for its own, and its signals.
-        seconds = space.run(criu, arguments, terminal=shell_job or not detached)
+        # A job of a shell takes criu's terminal for its own, and its signals; a stream it must not.
+        terminal = not detached or (shell_job and os.isatty(0))
+        seconds = space.run(criu, arguments, terminal=terminal)
         pid = int(written.read_text())
     return Run(
         pid=pid,
@@ -309,6 +315,8 @@ class _Workspace:
         found = read_config(Path(named)) if named else {}
         if "parent" in told:  # the later answer to the same question
             found.pop("incremental", None)
+        if "incremental" in told:
+            found.pop("parent", None)
         return found | dict(told)
 
     def run(self, criu: Criu, arguments: list[str], *, terminal: bool = False) -> float:

@@ -32,6 +32,21 @@ class TaskStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CpuMemoryStatistics:
+    """The CPU memory of one process. Sizes in bytes. left_because: why all of it was left to CRIU;
+    "" if an image of ours holds it. stored_twice_bytes: what CRIU has dumped as well."""
+
+    pid: int
+    image_pid: int
+    left_because: str
+    plain_bytes: int
+    same_bytes: int
+    file_bytes: int
+    stored_twice_bytes: int
+    phases_ms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """The whole dump or restore. backend: "driver", or "emulator" when no GPU took part.
 
@@ -43,6 +58,7 @@ class Statistics:
     backend: str
     full_because: str
     tasks: tuple[TaskStatistics, ...]
+    cpu_memory: tuple[CpuMemoryStatistics, ...]
     phases_ms: dict[str, float]
 
     @property
@@ -100,6 +116,7 @@ def parse_statistics(file: bytes, path: str) -> Statistics:
             backend=str(raw["backend"]),
             full_because=str(raw.get("full_because", "")),
             tasks=tuple(_task(task) for task in raw["tasks"]),
+            cpu_memory=tuple(_cpu_memory(task) for task in raw.get("cpu_memory", ())),
             phases_ms=_phases(raw["phases_ms"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as exc:
@@ -114,6 +131,19 @@ def _task(raw: dict[str, Any]) -> TaskStatistics:
         staged_bytes=int(raw["staged_bytes"]),
         same_bytes=int(raw["ref"]["plain_bytes"]) if "ref" in raw else 0,
         file_bytes=int(raw["file_bytes"]),
+        phases_ms=_phases(raw["phases_ms"]),
+    )
+
+
+def _cpu_memory(raw: dict[str, Any]) -> CpuMemoryStatistics:
+    return CpuMemoryStatistics(
+        pid=int(raw["pid"]),
+        image_pid=int(raw["image_pid"]),
+        left_because=str(raw["left_because"]),
+        plain_bytes=int(raw["bytes"]),
+        same_bytes=int(raw["ref"]["plain_bytes"]),
+        file_bytes=int(raw["file_bytes"]),
+        stored_twice_bytes=int(raw["stored_twice_bytes"]),
         phases_ms=_phases(raw["phases_ms"]),
     )
 

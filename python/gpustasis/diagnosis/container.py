@@ -31,13 +31,15 @@ _BUNDLES = (  # of containers that are found by their control group: containerd'
 class Container:
     """init: its first process. tasks: all its processes, in the order of their pids. group: its
     path in the control group hierarchy that its runtime freezes. config: config.json, as it was
-    made from; None: it was not found."""
+    made from; None: it was not found. resume: of one of a Kubernetes pod, the command that lets it
+    run on if its runtime has left it paused."""
 
     name: str
     init: int
     tasks: tuple[int, ...]
     group: str
     config: dict[str, Any] | None
+    resume: str = ""
 
 
 def find_container(name: str, environ: Mapping[str, str]) -> Container:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from gpustasis import nvml
+from gpustasis.criu.plugin import RUNC_FILE, parse_options
 from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.diagnosis.container import PROC, Container, read_mounts, unknown
 from gpustasis.driver import (
@@ -21,7 +22,7 @@ from gpustasis.driver import (
     answer_within,
     list_devices_within,
 )
-from gpustasis.errors import CheckpointError, DriverError
+from gpustasis.errors import CheckpointError, CriuError, DriverError
 from gpustasis.task import misleading_thread, read_task
 from gpustasis.text import mib, plural
 
@@ -32,6 +33,8 @@ _UNDUMPABLE = {  # what /proc/PID/fd says, as far as CRIU knows no way to dump i
     "anon_inode:[perf_event]": "perf events",
     "anon_inode:[userfaultfd]": "a userfaultfd",
 }
+_TAKE_ALONG = "tcp-established"
+_MARGIN = 64 << 20  # bytes that have to stay free, as the plugin has it
 _SHOWN = 5
 _MISLED = "end that process: it would have the driver, asked by root, write to that file"
 
@@ -90,6 +93,9 @@ def _stand_ins(driver: Driver | DriverError, users: list[int]) -> list[int]:
 def _container(container: Container, frozen: bool) -> Finding:
     count = len(container.tasks)
     text = f"{container.name}: {plural(count, 'process', 'es')}, first {container.init}"
+    if frozen and container.resume:
+        text += "; it is paused, as a checkpoint that was cut off leaves it"
+        return problem("container", text, container.resume)
     if frozen:
         return note("container", f"{text}; it is paused, criu >= 4.1 thaws it for the GPU")
     return ok("container", text)
@@ -180,13 +186,25 @@ def _connections(container: Container) -> Iterator[Finding]:
             continue
         rows = [line.split() for line in lines]
         count += sum(len(r) > 9 and r[3] == _ESTABLISHED and r[9] in sockets for r in rows)
-    if count:
+    name, line = "TCP connections", f"the line {_TAKE_ALONG} in {RUNC_FILE}"
+    if count and _takes_connections():
+        yield ok(name, f"{count} open; {RUNC_FILE} has them taken along")
+    elif count and container.resume:
+        yield problem(name, f"{count} open: the checkpoint fails without {line}", f"add {line}")
+    elif count:
         yield note(
-            "TCP connections",
+            name,
             f"{count} open: the checkpoint fails unless it is told to take them along",
-            "podman container checkpoint --tcp-established; for CRI-O and containerd: the line "
-            "tcp-established in /etc/criu/runc.conf",
+            f"podman container checkpoint --{_TAKE_ALONG}, or {line}",
         )
+
+
+def _takes_connections() -> bool:
+    try:
+        options = parse_options(Path(RUNC_FILE).read_text(errors="replace"), RUNC_FILE)
+    except (OSError, CriuError):  # the finding on CRIU's configuration says what is wrong with it
+        return False
+    return any(option.name == _TAKE_ALONG for option in options)
 
 
 def _gpu_files(
@@ -251,9 +269,10 @@ def _memory(container: Container, nvml_library: str) -> Finding:
         used = answer_within(ANSWER_S, "NVML", partial(nvml.memory_used, nvml_library))
     except DriverError as exc:
         return note(name, f"how much GPU memory is in use is not known: {exc}")
-    room, where = _room(container)
-    text = f"{mib(used)} of GPU memory are in use on this host, {mib(room)} free {where}"
-    if used > room:
+    free, where = room(container.group)
+    text = f"{mib(used)} of GPU memory are in use on this host, {mib(free)} free {where}"
+    text += f", of which {mib(_MARGIN)} are to stay so"
+    if used + _MARGIN > free:
         return problem(
             name,
             f"{text}: staging it there for a dump may not fit, and the job be killed",
@@ -262,24 +281,32 @@ def _memory(container: Container, nvml_library: str) -> Finding:
     return ok(name, text)
 
 
-def _room(container: Container) -> tuple[int, str]:
-    """Bytes that the container may still take, and by whose limit."""
-    path = container.group.lstrip("/")
+def room(group: str, groups: Path = _GROUPS) -> tuple[int, str]:
+    """Bytes that a control group may still take, and by whose limit: each one above it may have one
+    too, as a pod's has. Cached files are given up first. groups: where hierarchies are mounted."""
     meminfo = (PROC / "meminfo").read_text()
     match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
-    room, where = (int(match[1]) * 1024 if match else 0), "on the host"
-    for base, limit, usage in (
-        (_GROUPS / path, "memory.max", "memory.current"),
-        (_GROUPS / "memory" / path, "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            text = (base / limit).read_text().strip()
-            left = int(text) - int((base / usage).read_text()) if text != "max" else room
-        except (OSError, ValueError):
-            continue
-        if left < room:
-            room, where = max(0, left), f"by {limit} of its control group"
-    return room, where
+    free, where = (int(match[1]) * 1024 if match else 0), "on the host"
+    path = Path(group.lstrip("/"))
+    for level in (path, *path.parents):
+        for base, limit, usage, cached in (
+            (groups, "memory.max", "memory.current", "(?:in)?active_file"),
+            (
+                groups / "memory",
+                *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_(?:in)?active_file"),
+            ),
+        ):
+            try:
+                text = (base / level / limit).read_text().strip()
+                used = int((base / level / usage).read_text())
+                stat = (base / level / "memory.stat").read_text()
+                files = map(int, re.findall(rf"^{cached} (\d+)$", stat, re.MULTILINE))
+                left = int(text) - max(0, used - sum(files)) if text != "max" else free
+            except (OSError, ValueError):
+                continue
+            if left < free:
+                free, where = max(0, left), f"by {limit} of control group /{level}"
+    return free, where
 
 
 def _holds_gpu_files(pid: int) -> bool:

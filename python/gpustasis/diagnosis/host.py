@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from gpustasis import nvml, process
-from gpustasis._core import is_userfaultfd_setting_left, list_drop_records
+from gpustasis._core import is_userfaultfd_setting_left, list_drop_records, openssl_version
 from gpustasis.criu import run
 from gpustasis.criu.find import Criu, choose, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, find_config, plugin_directory, read_config
@@ -305,6 +305,11 @@ def _configuration(environ: Mapping[str, str]) -> Finding:
     except CheckpointError as exc:
         return problem(name, str(exc), "mend the file; docs/operating.md explains every key")
     return ok(name, str(path))
+
+
+def check_sealing() -> list[Finding]:
+    """The OpenSSL that is linked in: that of the machine is not used."""
+    return [ok("sealing", f"{openssl_version()}, linked in")]
 
 
 def check_dropped_memory(setting: Path = _USERFAULTFD_SETTING) -> list[Finding]:

@@ -88,15 +88,15 @@ class _Files:
             except (CriuError, InstallError, OSError) as exc:
                 remedy = "mend that line: criu ends at it, and so does every checkpoint"
                 self.findings.append(problem("CRIU configuration", str(exc), remedy))
-        if CRUN_FILE not in self._options and RUNC_FILE in self._options:
-            self._options[CRUN_FILE] = self._options[RUNC_FILE]  # as crun does
 
     def option(self, name: str, files: tuple[str, ...]) -> _Set | None:
         """The one that counts where these files are read, the winning one first."""
         for file in files:
-            for option in reversed(self._options.get(file, [])):
+            instead = file == CRUN_FILE and file not in self._options  # as crun does
+            read = RUNC_FILE if instead else file
+            for option in reversed(self._options.get(read, [])):
                 if option.name == name:
-                    return _Set(file, option)
+                    return _Set(read, option)
         return None
 
     def each(self, name: str) -> list[_Set]:
@@ -167,9 +167,7 @@ def _libdir(root: Root, program: str, found: _Set | None, installed: bool) -> li
         return [problem(name, f"no libdir is set: criu looks into {_STOCK}", _AGAIN)]
     place, where = found.option.value, f"{found.file}, line {found.option.line}"
     if not root.exists(place):
-        text = (
-            f"{where}: libdir {place} is not there; criu then loads no plugin and does not say so"
-        )
+        text = f"{where}: libdir {place} is not there: criu ends every dump and restore at that"
         return [problem(name, text, _AGAIN)]
     if not root.exists(f"{place}/{PLUGIN_NAME}"):
         text = f"{where}: libdir {place} holds no {PLUGIN_NAME}: GPU files cannot be dumped"

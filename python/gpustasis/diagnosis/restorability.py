@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,21 +17,41 @@ from shutil import which
 from typing import Any
 
 from gpustasis import nvml
+from gpustasis._core import Manifest
 from gpustasis.archive.layout import SPEC
 from gpustasis.archive.opened import Archive, inspect_archive, open_files
 from gpustasis.criu.find import choose, find_all
 from gpustasis.criu.images import core_name, parse_machine
-from gpustasis.diagnosis import Finding, Status, host, note, ok, problem
+from gpustasis.diagnosis import (
+    Finding,
+    Status,
+    host,
+    kubernetes,
+    mapped_files,
+    note,
+    ok,
+    problem,
+)
 from gpustasis.driver import ANSWER_S, Device, Driver, answer_within, list_devices_within
-from gpustasis.errors import CheckpointError, CriuError, DriverError
+from gpustasis.errors import CheckpointError, CriuError, DriverError, SealError
 from gpustasis.image.checkpoint import STORE_ROOT, State, find_checkpoint
 from gpustasis.image.inspection import Inspection, inspect_files
 from gpustasis.text import mib, plural
 
 _OTHER_GPUS = 13000  # CUDA version of the first driver (R580) that restores on other GPUs
 # What engines make anew for each container, and mount from there.
-_MADE_ANEW = ("/var/lib/containers/", "/run/", "/var/run/", "/var/lib/kubelet/", "/var/lib/crio/")
+_MADE_ANEW = (
+    *("/run/", "/var/run/", "/var/lib/kubelet/"),
+    *("/var/lib/containers/", "/var/lib/containerd/", "/var/lib/crio/"),
+)
+_SHIM = r"^io\.containerd\.(\w+)\.(v\d+)$"  # how containerd names a runtime, after its program
 _MACHINES = {"x86_64": "X86_64", "aarch64": "AARCH64"}
+
+
+def _remedy(exc: CheckpointError) -> str:
+    if isinstance(exc, SealError):
+        return "open it with gpustasis unseal, and look at what that writes"
+    return "make a new one; gpustasis verify looks at every byte"
 
 
 def check(
@@ -39,8 +60,10 @@ def check(
     criu_program: str | None,
     driver_library: str,
     nvml_library: str,
+    rootfs: Path | None = None,
 ) -> list[Finding]:
-    """checkpoint: an archive or a directory. criu_program: as for find_all."""
+    """checkpoint: an archive or a directory. criu_program: as for find_all. rootfs: a copy of the
+    container's root file system; None: there is none at hand."""
     name = "checkpoint"
     try:
         with open_files(checkpoint) as files:
@@ -48,8 +71,9 @@ def check(
             found = inspect_archive(files) if isinstance(files, Archive) else inspect_files(files)
             machine = _machine(files, found)
             spec = files.small(SPEC) if isinstance(files, Archive) else None
+            manifest = files.manifest()
     except CheckpointError as exc:
-        return [problem(name, str(exc), "make a new one; gpustasis verify looks at every byte")]
+        return [problem(name, str(exc), _remedy(exc))]
     count = len(found.processes)
     text = f"{checkpoint}: {plural(count, 'process', 'es')}, {len(found.needed_gpus())} GPU(s)"
     return [
@@ -62,7 +86,22 @@ def check(
         *_gpus(found, driver_library, nvml_library),
         *_host_memory(found),
         *_mounts(spec),
+        *([] if manifest is None else _mapped_files(manifest, found, spec, rootfs)),
     ]
+
+
+def _mapped_files(
+    manifest: Manifest, found: Inspection, spec: bytes | None, rootfs: Path | None
+) -> Iterator[Finding]:
+    try:
+        mounts = {
+            place: None if source is not None and source.startswith(_MADE_ANEW) else source
+            for place, source in mapped_files.mounts_of(spec).items()
+        }
+    except ValueError:  # the finding on mounts says it
+        return
+    changes = found.archive is not None and found.archive.rootfs_diff_bytes > 0
+    yield from mapped_files.check(manifest.requirements, mounts, rootfs, has_changes=changes)
 
 
 def _machine(files: Any, found: Inspection) -> str:
@@ -98,7 +137,9 @@ def _runtime(found: Inspection, environ: Mapping[str, str]) -> Iterator[Finding]
     if found.archive is None or not found.archive.runtime:
         return
     runtime = Path(found.archive.runtime).name
-    if which(runtime, path=environ.get("PATH")) is None:
+    handlers = kubernetes.crio_handlers(kubernetes.crio_config())  # CRI-O's archives name one
+    program = re.sub(_SHIM, r"containerd-shim-\1-\2", handlers.get(runtime, runtime))
+    if which(program, path=environ.get("PATH")) is None:
         text = f"the checkpoint was made by {runtime}, which is not here"
         yield problem("runtime", text, f"install {runtime}: only it can restore this")
     else:
@@ -190,7 +231,25 @@ def _gpu_memory(found: Inspection, devices: tuple[Device, ...], nvml_library: st
     text += f" on {len(devices)} GPU(s){unknown}"
     if needed > free:
         return problem(name, text, "end what uses the GPUs, or take a host with more memory")
+    for need, size, model in _by_gpu(found, devices):
+        if need > size:
+            text = f"{mib(need)} needed on one {model}, which has {mib(size)} here"
+            return problem(name, text, "take a host whose GPUs have as much memory")
     return note(name, text) if unknown else ok(name, text)
+
+
+def _by_gpu(found: Inspection, devices: tuple[Device, ...]) -> Iterator[tuple[int, int, str]]:
+    """What the processes used on each GPU, the memory of one of its model here, and the model:
+    the largest need first, with the largest memory."""
+    used: Counter[str] = Counter()
+    for process in found.processes:
+        for gpu in () if process.cuda is None else process.cuda.gpus:
+            used[gpu.uuid] += gpu.memory_bytes or 0
+    for model in sorted({gpu.name for gpu in found.needed_gpus()}):
+        needs = sorted((used[g.uuid] for g in found.needed_gpus() if g.name == model), reverse=True)
+        sizes = sorted((d.memory_size for d in devices if d.name == model), reverse=True)
+        for need, size in zip(needs, sizes, strict=False):
+            yield need, size, model
 
 
 def _host_memory(found: Inspection) -> Iterator[Finding]:

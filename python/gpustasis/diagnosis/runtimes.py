@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 from gpustasis import process
 from gpustasis.criu.plugin import CRUN_FILE
-from gpustasis.diagnosis import Finding, note, ok, problem
+from gpustasis.diagnosis import Finding, kubernetes, note, ok, problem
 from gpustasis.install.layout import HOOK_DEFINITION, crun_advice
 
 _TIMEOUT_S = 30.0
@@ -21,6 +23,8 @@ _CONTAINERS_CONF = ("/usr/share/containers/containers.conf", "/etc/containers/co
 _NVIDIA_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")
 _NVIDIA_RUNTIME = "/etc/nvidia-container-runtime/config.toml"
 _LARGEST = 1 << 22  # bytes of a file that is looked at
+# Of its error, where it is built with that tag; neither its help nor `runc features` tells.
+_LEFT_OUT_OF_RUNC = b"(runc_nocriu)"
 _USE_CDI = (
     "give containers their GPUs by CDI (nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; "
     "podman run --device nvidia.com/gpu=all), and remove the hook"
@@ -30,31 +34,37 @@ _USE_CDI = (
 def check(environ: Mapping[str, str], driver_version: str | None) -> list[Finding]:
     """environ: its PATH is searched. driver_version: of this host's driver, None: not known."""
     path = environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+    crio = kubernetes.crio_config()
     return [
-        *_runc(path),
-        *_crun(path),
+        *(found for program in _programs("runc", path, crio) for found in _runc(program)),
+        *(found for program in _programs("crun", path, crio) for found in _crun(program)),
         *_podman(path),
         *_containerd(path),
+        *kubernetes.check_crio(crio),
+        *kubernetes.check_kubelet(),
         *_legacy_hooks(),
         *_cdi(driver_version),
     ]
 
 
-def _runc(path: str) -> Iterator[Finding]:
-    program = which("runc", path=path)
-    if program is None:
-        return
-    if _run(program, "checkpoint", "--help") is None:
-        text = f"{program} has no checkpoint command"
+def _programs(name: str, path: str, crio: Mapping[str, Any]) -> list[str]:
+    """Those of that name that are run here: the one in PATH, and CRI-O's own, each once."""
+    handlers = kubernetes.crio_handlers(crio).values()
+    named = [name, *(program for program in handlers if Path(program).name == name)]
+    found = [program for one in named if (program := which(one, path=path)) is not None]
+    return list({os.path.realpath(program): program for program in reversed(found)}.values())[::-1]
+
+
+def _runc(program: str) -> Iterator[Finding]:
+    left_out = _LEFT_OUT_OF_RUNC in Path(program).read_bytes()
+    if left_out or _run(program, "checkpoint", "--help") is None:
+        text = f"{program} is built without checkpoints"
         yield problem("runc", text, "install runc >= 1.1, built as its distributors do")
         return
     yield ok("runc", f"{_version(program)}, {program}")
 
 
-def _crun(path: str) -> Iterator[Finding]:
-    program = which("crun", path=path)
-    if program is None:
-        return
+def _crun(program: str) -> Iterator[Finding]:
     said = _run(program, "--version") or ""
     version = _version(program)
     content = Path(program).read_bytes()

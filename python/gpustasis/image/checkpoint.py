@@ -18,20 +18,20 @@ from uuid import UUID
 from gpustasis._core import (
     MANIFEST_NAME,
     PARENT_LINK,
+    SEALED_NAME,
     CorruptDataError,
     ImageReader,
     Manifest,
     ManifestTask,
     Source,
     UnsupportedDataError,
-    image_name,
     read_manifest,
 )
-from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.errors import ImageError, SealError, UnsupportedError
 from gpustasis.files import open_regular
 from gpustasis.image.directory import is_directory, is_there
 
-_IMAGE_NAME = re.compile(r"gpustasis-([1-9][0-9]{0,9})\.img")
+_IMAGE_NAME = re.compile(r"gpustasis-(memory-)?[1-9][0-9]{0,9}\.img")
 
 NO_PARENT = bytes(16)
 MAX_DEPTH = 65535  # docs/format.md, "Limits"
@@ -55,8 +55,29 @@ def image_errors(rename: tuple[str, str] = ("", "")) -> Iterator[None]:
         raise UnsupportedError(str(exc).replace(*rename)) from exc
 
 
+def is_sealed(directory: Path) -> bool:
+    """Whether the checkpoint there is sealed. Raises ImageError."""
+    return is_there(directory / SEALED_NAME)
+
+
+def require_not_sealed(directory: Path) -> None:
+    """Raise SealError, which says what to do, if the checkpoint there is sealed."""
+    if is_sealed(directory):
+        raise sealed_error(str(directory))
+
+
+def sealed_error(place: str) -> SealError:
+    """What to say of a sealed checkpoint where an open one is needed."""
+    return SealError(
+        f"{place} is sealed: its files are encrypted; open it with `gpustasis unseal DIR --key KEY "
+        "-o OUT`"
+    )
+
+
 def find_manifest(directory: Path) -> Manifest | None:
-    """The manifest in `directory`; None if there is none. Raises ImageError, UnsupportedError."""
+    """The manifest in `directory`; None if there is none. Raises ImageError, UnsupportedError, and
+    SealError of a sealed checkpoint."""
+    require_not_sealed(directory)
     if not is_there(directory / MANIFEST_NAME):
         return None
     with image_errors():
@@ -68,7 +89,7 @@ def open_image(directory: Path, manifest: Manifest, task: ManifestTask) -> Image
 
     Raises ImageError, UnsupportedError; each names the file.
     """
-    path = directory / image_name(task.pid)
+    path = directory / task.image_name
     with image_errors():
         image = ImageReader.open(path)
     require_meant(image, manifest, task, str(path))
@@ -79,6 +100,8 @@ def require_meant(image: ImageReader, manifest: Manifest, task: ManifestTask, pa
     """Raise ImageError if `image`, which lies at `path`, is not what the manifest means."""
     if image.info.pid != task.pid:
         raise ImageError(f"{path}: is the image of pid {image.info.pid}")
+    if image.info.kind != task.kind:
+        raise ImageError(f"{path}: is an image of {image.info.kind.name} memory")
     if image.info.checkpoint_id != manifest.checkpoint_id:
         raise ImageError(f"{path}: belongs to another checkpoint")
     if image.digest != task.digest:
@@ -93,13 +116,12 @@ def plain_size(image: ImageReader) -> int:
 def image_names(directory: Path) -> list[str]:
     """Names in `directory` that are those of images, sorted. Raises ImageError."""
     with image_errors():
-        return sorted(p.name for p in directory.iterdir() if image_pid(p.name) is not None)
+        return sorted(p.name for p in directory.iterdir() if is_image_name(p.name))
 
 
-def image_pid(name: str) -> int | None:
-    """The pid that the name of an image says; None if it is none's."""
-    match = _IMAGE_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+def is_image_name(name: str) -> bool:
+    """Whether it is the name of an image."""
+    return _IMAGE_NAME.fullmatch(name) is not None
 
 
 def gpu_uuid(raw: bytes) -> str:
@@ -216,7 +238,7 @@ def _find(source: Source, directories: list[Path]) -> FoundSource:
     return FoundSource(
         source=source,
         directory=directory,
-        state=_state(directory / image_name(source.pid), source),
+        state=_state(directory / source.image_name, source),
     )
 
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
-from gpustasis._core import ImageReader, Manifest, hash128
+from gpustasis._core import ImageReader, Manifest, MemoryKind, hash128
 from gpustasis.errors import ImageError
 from gpustasis.image.checkpoint import CheckpointFiles, DirectoryFiles
 
 # Content of a chunk: plain size and hash.
 _Content = tuple[int, bytes]
+# Of an image: the pid, and the value of its MemoryKind.
+_Place = tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,9 +62,11 @@ class RegionDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDifference:
-    """A task by its pid; a side that does not have it counts as empty."""
+    """The memory of a task, by its pid and kind ("gpu" or "cpu"); a side that does not have it
+    counts as empty."""
 
     pid: int
+    kind: str
     in_a: bool
     in_b: bool
     regions: tuple[RegionDifference, ...]
@@ -82,7 +86,7 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class _Side:
     name: str
-    images: dict[int, ImageReader]
+    images: dict[_Place, ImageReader]
 
 
 def compare(a: Path, b: Path) -> Difference:
@@ -106,8 +110,10 @@ def compare_files(a: CheckpointFiles, b: CheckpointFiles) -> Difference:
     }
     zeros = _Zeros()
     tasks = tuple(
-        _compare_task(pid, before.images.get(pid), after.images.get(pid), contents, later, zeros)
-        for pid in sorted({*before.images, *after.images})
+        _compare_task(
+            place, before.images.get(place), after.images.get(place), contents, later, zeros
+        )
+        for place in sorted({*before.images, *after.images})
     )
     return Difference(
         chunk_size=chunk_size,
@@ -129,9 +135,11 @@ def _open(files: CheckpointFiles) -> _Side:
     return _Side(files.name, images)
 
 
-def _images(files: CheckpointFiles, manifest: Manifest) -> dict[int, ImageReader]:
+def _images(files: CheckpointFiles, manifest: Manifest) -> dict[_Place, ImageReader]:
     return {
-        task.pid: files.open_image(manifest, task) for task in manifest.tasks if task.externalized
+        (task.pid, task.kind.value): files.open_image(manifest, task)
+        for task in manifest.tasks
+        if task.externalized
     }
 
 
@@ -168,7 +176,7 @@ class _Zeros:
 
 
 def _compare_task(
-    pid: int,
+    place: _Place,
     before: ImageReader | None,
     after: ImageReader | None,
     contents: set[_Content],
@@ -206,7 +214,8 @@ def _compare_task(
             regions.append(RegionDifference(address=begin, length=length, amounts=amounts))
     regions.sort(key=lambda region: region.address)
     return TaskDifference(
-        pid=pid,
+        pid=place[0],
+        kind=MemoryKind(place[1]).name.lower(),
         in_a=before is not None,
         in_b=after is not None,
         regions=tuple(regions),

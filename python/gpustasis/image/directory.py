@@ -21,10 +21,11 @@ from typing import Self
 
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.files import sync_directory
+from gpustasis.files import open_new, open_regular, sync_directory
 
 PATIENCE_S = 10.0  # waited for who holds a directory for itself
 _POLL_S = 0.02
+_MARKER_LIMIT = 32  # bytes
 # A link that leads nowhere, through a file, in a circle, or to what can be no name.
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
@@ -168,9 +169,17 @@ def _still_there(lock: DirectoryLock) -> bool:
 
 
 def require_free(out: Path) -> None:
-    """Raise CheckpointError unless `out` is not there, or an empty directory."""
+    """Raise CheckpointError unless `out` is not there, or an empty directory that another can take
+    the place of."""
     if not os.path.lexists(out):
         return
+    if out.name in ("", "..") or os.path.realpath(out) == os.path.realpath("."):
+        raise CheckpointError(f"{out} is where you are, or above that; name another directory")
+    if _is_mount_point(out):
+        raise CheckpointError(
+            f"{out} is a mount point, which a new directory cannot take the place of; name one "
+            "below it"
+        )
     try:
         free = not os.path.islink(out) and next(out.iterdir(), None) is None
     except OSError:  # no directory, or one that cannot be looked into
@@ -179,13 +188,33 @@ def require_free(out: Path) -> None:
         raise CheckpointError(f"{out} is there already and no empty directory; name another one")
 
 
+def _is_mount_point(path: Path) -> bool:
+    """Also if the same file system is mounted there as around it, unlike os.path.ismount."""
+    place = os.fsencode(os.path.realpath(path))
+    for byte in b"\\ \t\n":
+        place = place.replace(bytes((byte,)), b"\\%03o" % byte)
+    with suppress(OSError), open("/proc/self/mountinfo", "rb") as table:
+        return any(line.split(b" ")[4] == place for line in table)
+    return os.path.ismount(path)
+
+
+def require_outside(out: Path, directory: Path) -> None:
+    """Raise CheckpointError if `out` would be in `directory`, which is read to make it."""
+    above = os.path.realpath(out.absolute().parent)
+    inner = os.path.realpath(directory)
+    if os.path.commonpath((above, inner)) == inner:
+        raise CheckpointError(f"{out} would be in {directory}: name a place outside of it")
+
+
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """An empty directory to fill; it gets the name `out` when the block ends, and is removed if
-    the block raises. Until then it is .NAME.part beside `out`, locked, mode 0700.
+    """An empty directory to fill; it gets the name `out` when the block ends, with all names in it
+    on the disk, and is removed if the block raises. Until then it is .NAME.part beside `out`,
+    locked, mode 0700.
 
     The path that is given leads through a descriptor: whoever else may write beside `out` cannot
-    put another directory in its place. What a process that was killed has left is used up.
+    put another directory in its place. What a process that was killed has left is used up, if a
+    file .NAME.part.gpustasis says that it is that; anything else of that name is left alone.
 
     Raises CheckpointError, for an OSError in the block as well.
     """
@@ -196,14 +225,19 @@ def new_directory(out: Path) -> Iterator[Path]:
         try:
             _empty(fd)
             yield Path(inside)
+            os.fsync(fd)
             _require_same(fd, part, part, out)
             os.rename(part, out)
             _require_same(fd, out, part, out)
+            with suppress(OSError):  # one that is left says nothing of another directory
+                _marker(part).unlink()
             sync_directory(out.absolute().parent)
         except BaseException as exc:
             with suppress(OSError):
                 _empty(fd)
                 part.rmdir()
+            with suppress(OSError):
+                _marker(part).unlink()
             if isinstance(exc, OSError):
                 text = str(exc).replace(inside, str(part))
                 raise CheckpointError(f"cannot write {out}: {text}") from exc
@@ -228,7 +262,7 @@ def _make(part: Path, out: Path) -> int:
     except OSError as exc:
         if os.path.islink(part):
             raise CheckpointError(
-                f"{part} is a link, and flatten makes no links: look who made it, and remove it"
+                f"{part} is a link, which gpustasis does not make: look who made it, and remove it"
             ) from exc
         raise CheckpointError(f"cannot make {part}: {exc.strerror}") from exc
     try:
@@ -244,11 +278,44 @@ def _make(part: Path, out: Path) -> int:
                 raise busy
         except (BlockingIOError, FileNotFoundError):
             raise busy from None
+        if os.listdir(fd) and not _is_marked(part, found.st_ino):
+            raise CheckpointError(
+                f"{part} is there already, and {_marker(part).name} beside it does not say that "
+                "gpustasis made it: look what is in it, and remove it"
+            )
         os.fchmod(fd, 0o700)
+        _mark(part, found.st_ino, out)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _marker(part: Path) -> Path:
+    """The file that says which directory was made as `part`. Beside it: in it, it would get the
+    final name with the rest, or be gone a moment before that."""
+    return part.with_name(f"{part.name}.gpustasis")
+
+
+def _mark(part: Path, inode: int, out: Path) -> None:
+    marker = _marker(part)
+    try:
+        with suppress(FileNotFoundError):
+            marker.unlink()
+        with open_new(marker) as file:
+            file.write(b"%d\n" % inode)
+    except OSError as exc:
+        raise CheckpointError(f"cannot write {out}: cannot make {marker}: {exc.strerror}") from exc
+
+
+def _is_marked(part: Path, inode: int) -> bool:
+    """Only this user's word is taken."""
+    try:
+        with open_regular(_marker(part), os.O_NOFOLLOW) as file:
+            own = os.fstat(file.fileno()).st_uid == os.geteuid()
+            return own and file.read(_MARKER_LIMIT) == b"%d\n" % inode
+    except OSError:
+        return False
 
 
 def _require_same(fd: int, path: Path, part: Path, out: Path) -> None:

@@ -22,7 +22,6 @@ from gpustasis._core import (
     Manifest,
     ManifestTask,
     flatten_image,
-    image_name,
     write_manifest,
 )
 from gpustasis.criu.images import INVENTORY_NAME, parent_pages
@@ -91,11 +90,11 @@ def _write(
         if not task.externalized:
             tasks.append(task)
             continue
-        tell(image_name(task.pid))
+        tell(task.image_name)
         image = open_image(directory, manifest, task)
         with image_errors():
             image.attach_sources()
-            written = flatten_image(image, place / image_name(task.pid), threads)
+            written = flatten_image(image, place / task.image_name, threads)
         image_bytes += written.file_size
         earlier_bytes += image.totals.ref.plain
         tasks.append(
@@ -106,6 +105,7 @@ def _write(
                 state_before=task.state_before,
                 gpu_source=task.gpu_source,
                 gpus=task.gpus,
+                kind=task.kind,
             )
         )
     other_bytes = 0
@@ -121,7 +121,6 @@ def _write(
         other_bytes += _copy(directory / INVENTORY_NAME, place / INVENTORY_NAME)
     found = directory.stat()  # its mode is not copied: the copy is its owner's alone
     os.utime(place, ns=(found.st_atime_ns, found.st_mtime_ns))
-    sync_directory(place)
     return Flattened(
         images=sum(task.externalized for task in tasks),
         image_bytes=image_bytes,
@@ -137,6 +136,7 @@ def without_parent(manifest: Manifest, tasks: list[ManifestTask]) -> Manifest:
         driver_api_version=manifest.driver_api_version,
         driver_version=manifest.driver_version,
         gpus=manifest.gpus,
+        requirements=manifest.requirements,
         tasks=tasks,
     )
 

@@ -13,13 +13,14 @@ from gpustasis._core import (
     ImageReader,
     Manifest,
     ManifestTask,
+    MemoryKind,
     RegionKind,
     TaskGpu,
-    image_name,
 )
 from gpustasis.criu.images import PSTREE_NAME, core_name, parse_comm, parse_pstree
 from gpustasis.criu.statistics import Stage, Statistics, parse_statistics, statistics_name
 from gpustasis.errors import ImageError
+from gpustasis.image.archive_view import ArchiveView
 from gpustasis.image.checkpoint import (
     NO_PARENT,
     CheckpointFiles,
@@ -77,6 +78,7 @@ class SourceView:
 
     checkpoint_id: str
     pid: int
+    file: str
     depth: int
     file_bytes: int
     digest: str
@@ -141,42 +143,15 @@ class CudaView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessView:
-    """One process. ppid 0: the root, or not in CRIU's process tree. comm "": not known."""
+    """One process. ppid 0: the root, or not in CRIU's process tree. comm "": not known. cpu_memory:
+    None if all of it is in CRIU's own images."""
 
     pid: int
     ppid: int
     comm: str
     threads: int
     cuda: CudaView | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArchiveView:
-    """What an archive says of the container, and how large its parts are, in bytes.
-
-    engine: "podman", "cri-o", "containerd" or "unknown". image: by its full name; image_requested:
-    as the user named it. created, checkpointed: RFC 3339. "": it does not say. file_bytes: of the
-    archive; unpacked_bytes: of all in it; checkpoint_bytes: of CRIU's image directory.
-    """
-
-    engine: str
-    compression: str
-    container_name: str
-    container_id: str
-    pod: str
-    namespace: str
-    image: str
-    image_requested: str
-    image_id: str
-    runtime: str
-    created: str
-    checkpointed: str
-    members: int
-    file_bytes: int
-    unpacked_bytes: int
-    checkpoint_bytes: int
-    rootfs_diff_bytes: int
-    volumes_bytes: int
+    cpu_memory: ImageView | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +171,7 @@ class Inspection:
     driver_version: str
     gpus: tuple[GpuView, ...]
     gpu_image_bytes: int
+    cpu_image_bytes: int
     other_bytes: int
     processes: tuple[ProcessView, ...]
     timings_ms: dict[str, dict[str, float]]
@@ -227,7 +203,8 @@ def inspect_files(files: CheckpointFiles) -> Inspection:
     """
     manifest = files.manifest()
     cuda = {} if manifest is None else _cuda_views(files, manifest)
-    processes = _processes(files, cuda)
+    memory = {} if manifest is None else _memory_views(files, manifest)
+    processes = _processes(files, cuda, memory)
     if manifest is None and not processes:
         raise ImageError(f"{files.name}: not a checkpoint: neither {PSTREE_NAME} nor a manifest")
     images = [view.image for view in cuda.values() if view.image is not None]
@@ -242,7 +219,9 @@ def inspect_files(files: CheckpointFiles) -> Inspection:
         driver_version="" if manifest is None else manifest.driver_version,
         gpus=() if manifest is None else tuple(_gpu_view(gpu) for gpu in manifest.gpus),
         gpu_image_bytes=sum(image.file_bytes for image in images),
-        other_bytes=sum(sizes.values()) - sum(image.file_bytes for image in images),
+        cpu_image_bytes=sum(image.file_bytes for image in memory.values()),
+        other_bytes=sum(sizes.values())
+        - sum(image.file_bytes for image in (*images, *memory.values())),
         processes=processes,
         timings_ms={stage: found.phases_ms for stage, found in statistics.items()},
     )
@@ -269,8 +248,10 @@ def _comm(files: CheckpointFiles, pid: int) -> str:
     return parse_comm(raw, files.place(name))
 
 
-def _processes(files: CheckpointFiles, cuda: dict[int, CudaView]) -> tuple[ProcessView, ...]:
-    """CRIU's tree, then CUDA tasks that are not in it (of a pid namespace within)."""
+def _processes(
+    files: CheckpointFiles, cuda: dict[int, CudaView], memory: dict[int, ImageView]
+) -> tuple[ProcessView, ...]:
+    """CRIU's tree, then tasks with images that are not in it (of a pid namespace within)."""
     raw = files.read(PSTREE_NAME)
     tree = () if raw is None else parse_pstree(raw, files.place(PSTREE_NAME))
     known = tuple(
@@ -280,25 +261,44 @@ def _processes(files: CheckpointFiles, cuda: dict[int, CudaView]) -> tuple[Proce
             comm=_comm(files, task.pid),
             threads=len(task.threads),
             cuda=cuda.get(task.pid),
+            cpu_memory=memory.get(task.pid),
         )
         for task in tree
     )
     pids = {process.pid for process in known}
     return known + tuple(
-        ProcessView(pid=pid, ppid=0, comm="", threads=0, cuda=view)
-        for pid, view in cuda.items()
-        if pid not in pids
+        ProcessView(
+            pid=pid,
+            ppid=0,
+            comm="",
+            threads=0,
+            cuda=cuda.get(pid),
+            cpu_memory=memory.get(pid),
+        )
+        for pid in sorted({*cuda, *memory} - pids)
     )
 
 
 def _cuda_views(files: CheckpointFiles, manifest: Manifest) -> dict[int, CudaView]:
-    return {task.pid: _cuda_view(files, manifest, task) for task in manifest.tasks}
+    return {
+        task.pid: _cuda_view(files, manifest, task)
+        for task in manifest.tasks
+        if task.kind == MemoryKind.GPU
+    }
+
+
+def _memory_views(files: CheckpointFiles, manifest: Manifest) -> dict[int, ImageView]:
+    return {
+        task.pid: _image_view(files, files.open_image(manifest, task))
+        for task in manifest.tasks
+        if task.kind == MemoryKind.CPU
+    }
 
 
 def _cuda_view(files: CheckpointFiles, manifest: Manifest, task: ManifestTask) -> CudaView:
     image = None
     if task.externalized:
-        image = _image_view(files, files.open_image(manifest, task), task.pid)
+        image = _image_view(files, files.open_image(manifest, task))
     return CudaView(
         state_before=task.state_before.name.lower(),
         externalized=task.externalized,
@@ -327,7 +327,7 @@ def _parent_view(files: CheckpointFiles, manifest: Manifest) -> ParentView | Non
     )
 
 
-def _image_view(files: CheckpointFiles, image: ImageReader, pid: int) -> ImageView:
+def _image_view(files: CheckpointFiles, image: ImageReader) -> ImageView:
     info = image.info
     regions = tuple(
         RegionView(
@@ -339,7 +339,7 @@ def _image_view(files: CheckpointFiles, image: ImageReader, pid: int) -> ImageVi
         for region in info.regions
     )
     return ImageView(
-        file=image_name(pid),
+        file=info.image_name,
         file_bytes=image.file_size,
         plain_bytes=sum(region.length for region in regions),
         digest=image.digest.hex(),
@@ -357,6 +357,7 @@ def _source_view(found: FoundSource) -> SourceView:
     return SourceView(
         checkpoint_id=found.source.checkpoint_id.hex(),
         pid=found.source.pid,
+        file=found.source.image_name,
         depth=found.source.depth,
         file_bytes=found.source.file_size,
         digest=found.source.digest.hex(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest, image_name
+from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
@@ -153,7 +153,7 @@ def _what_is_missing_below(directory: Path, images: list[ImageReader]) -> str:
             if found.state is not State.RIGHT:
                 source = found.source
                 return (
-                    f"{image_name(source.pid)} of checkpoint {source.checkpoint_id.hex()}, "
+                    f"{source.image_name} of checkpoint {source.checkpoint_id.hex()}, "
                     f"{source.depth} before this one, is {found.state}"
                 )
     return ""
@@ -261,8 +261,8 @@ def _what_is_missing(directory: Path, manifest: Manifest | None) -> str:
     if not is_file(directory / INVENTORY_NAME):
         return f"no {INVENTORY_NAME}: a dump that is not done or was broken off"
     for task in manifest.tasks:
-        if task.externalized and not is_file(directory / image_name(task.pid)):
-            return f"{image_name(task.pid)} is missing"
+        if task.externalized and not is_file(directory / task.image_name):
+            return f"{task.image_name} is missing"
     with os.scandir(directory) as items:
         below = next((item.name for item in items if item.is_dir(follow_symlinks=False)), None)
     return "" if below is None else f"holds a directory, {below}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, Encoding, ImageReader, Manifest, image_name
+from gpustasis._core import MANIFEST_NAME, SEALED_NAME, Encoding, ImageReader, Manifest
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import FoundSource, State, find_sources, image_errors, open_image
@@ -61,7 +61,11 @@ def is_store(directory: Path) -> bool:
     if any(os.path.lexists(directory / name) for name in (MANIFEST_NAME, INVENTORY_NAME)):
         return False
     try:
-        return any(os.path.isfile(below / MANIFEST_NAME) for below in directory.iterdir())
+        return any(
+            os.path.isfile(below / name)
+            for below in directory.iterdir()
+            for name in (MANIFEST_NAME, SEALED_NAME)
+        )
     except OSError as exc:
         raise ImageError(f"cannot list {directory}: {exc.strerror}") from exc
 
@@ -188,7 +192,7 @@ class _Run:
         for task in manifest.tasks:
             if not task.externalized:
                 continue
-            path = directory / image_name(task.pid)
+            path = directory / task.image_name
             try:
                 image = open_image(directory, manifest, task)
                 own = self._own_damage(verdict.name, image, path)
@@ -205,10 +209,10 @@ class _Run:
     ) -> None:
         """Chunks of `image` that an earlier checkpoint holds."""
         source = found.source
-        name = image_name(source.pid)
+        name = source.image_name
         if found.state is not State.RIGHT or found.directory is None:
             verdict.problems.append(
-                f"{directory / image_name(image.info.pid)}: {name} of checkpoint "
+                f"{directory / image.info.image_name}: {name} of checkpoint "
                 f"{source.checkpoint_id.hex()}, {source.depth} before this one, is {found.state}"
             )
             return
@@ -223,7 +227,7 @@ class _Run:
             return
         verdict.damaged_elsewhere += len(references)
         what = [f"{text}, {path}" for _, text in references[:SHOWN]]
-        _add(verdict, directory / image_name(image.info.pid), len(references), what)
+        _add(verdict, directory / image.info.image_name, len(references), what)
 
     def _own_damage(self, name: str, image: ImageReader, path: Path) -> Damage:
         """Of the chunks that the file of `image`, at `path`, holds; read once in a run. Raises

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest, image_name
+from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest
 from gpustasis.criu.images import INVENTORY_NAME, inventory_plugins
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import (
@@ -17,6 +17,7 @@ from gpustasis.image.checkpoint import (
     image_names,
     open_image,
     plain_size,
+    require_not_sealed,
 )
 
 STOCK_PLUGIN = "cuda_plugin"  # as inventory.img names CRIU's own
@@ -50,8 +51,9 @@ def verify_directory(
 
     Chunks that an earlier checkpoint holds are read and checked there.
     threads: 0 for as many as there are processors. Nothing is raised for what is found; a
-    directory that cannot be listed raises ImageError.
+    directory that cannot be listed, or is sealed, raises ImageError.
     """
+    require_not_sealed(directory)
     found = Verification()
     names = image_names(directory)
     try:
@@ -63,7 +65,7 @@ def verify_directory(
         found.problems.append(_why_no_manifest(directory))
         return found
     _check_images(directory, manifest, threads, on_progress, found)
-    wanted = {image_name(task.pid) for task in manifest.tasks if task.externalized}
+    wanted = {task.image_name for task in manifest.tasks if task.externalized}
     found.problems += [
         f"{directory / name}: not named by the manifest" for name in names if name not in wanted
     ]
@@ -103,7 +105,7 @@ def _check_images(
             found.problems.append(str(exc))
             continue
         try:
-            _check_content(image, image_name(task.pid), threads, on_progress)
+            _check_content(image, task.image_name, threads, on_progress)
         except (ImageError, UnsupportedError) as exc:
             found.problems.append(str(exc))
             continue
