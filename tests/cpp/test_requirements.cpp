@@ -88,7 +88,7 @@ void forged(std::size_t offset, T value, Errc code = Errc::corrupt_data) {
 void forged_values_are_refused() {
     const std::size_t section = 96;
     const std::size_t files = section + 16;
-    forged(16, std::uint64_t{0}); // a section that no feature bit announces
+    forged(16, std::uint64_t{0});      // a section that no feature bit announces
     forged(16, std::uint64_t{1} << 3); // CPU memory, and no task has any
     forged(16, std::uint64_t{1} << 4, Errc::unsupported);
     for (const std::uint32_t count : {0U, 2U, 4U, 16384U, 16385U, 0xffffffffU})
