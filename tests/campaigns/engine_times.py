@@ -111,8 +111,9 @@ def by_kubelet(cluster: KubernetesNode, mib: int) -> Way:
         cluster.root.run("sh", "-c", "rm -f /var/lib/kubelet/checkpoints/*")
         return timed(
             cluster,
-            *("curl", "--silent", "--fail", "--request", "POST", "--cacert", PLACE / "ca.pem"),
-            *("--cert", PLACE / "admin-client.pem", "--key", PLACE / "admin-client.key"),
+            *("curl", "--silent", "--fail-with-body", "--request", "POST"),
+            *("--cacert", PLACE / "ca.pem", "--cert", PLACE / "admin-client.pem"),
+            *("--key", PLACE / "admin-client.key"),
             f"https://{ADDRESS}:10250/checkpoint/{pod.path}",
         )
 
