@@ -149,7 +149,7 @@ def test_to_a_file_and_back(newest_rig: Rig, environ: dict[str, str], tmp_path: 
         assert (found["pid"], found["directory"]) == (job.pid, str(tmp_path / "in"))
         job.run_on()
     nothing = run("verify", tmp_path / "in", environ=environ)
-    assert "with no GPU state in it: nothing to verify" in nothing.stdout
+    assert "with nothing of gpustasis's to verify" in nothing.stdout
 
 
 def test_memory_of_both_ends_does_not_grow_with_the_job(
