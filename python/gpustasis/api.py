@@ -38,7 +38,7 @@ from gpustasis.image.prune import Rules
 from gpustasis.image.prune import prune as prune_store
 from gpustasis.image.requirements import RequirementsView, find_requirements
 from gpustasis.image.verification import Verification, verify_directory
-from gpustasis.recovery import Recovery, find_images
+from gpustasis.recovery import Recovery, find_images, find_unharmed
 from gpustasis.recovery import recover as recover_task
 
 StrPath = str | os.PathLike[str]
@@ -294,6 +294,8 @@ def recover(
     """
     if directory is not None:
         require_not_sealed(Path(directory))
+        if unharmed := find_unharmed(pid, Path(directory)):
+            return unharmed
     driver = Driver(driver_libraries(os.environ)[0])
     images = find_images(pid) if directory is None else Path(directory)
     return recover_task(pid, images, driver, threads=threads, on_progress=on_progress)
