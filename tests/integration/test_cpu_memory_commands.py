@@ -137,6 +137,40 @@ def test_a_restored_tree_without_gpu_state_can_be_left_stopped(
         job.run_on()
 
 
+def test_a_stream_where_there_is_no_driver(
+    newest_rig: Rig, memory_job: Path, tmp_path: Path
+) -> None:
+    """Of a job without CUDA it carries CPU memory all the same, and neither end asks a driver."""
+    no_driver = newest_rig.environment({"driver": "libno-such-driver.so.1", "cpu_memory": "ours"})
+    criu = str(newest_rig.criu.root or newest_rig.criu.program)
+
+    def run(job: SteadyJob, *words: str | Path) -> str:
+        argv = [sys.executable, "-m", "gpustasis", *map(str, words), "--criu", criu]
+        with subprocess.Popen(
+            argv, env=no_driver, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as child:
+            deadline = time.monotonic() + TIMEOUT_S
+            while child.poll() is None:
+                job.reap()  # a sender waits for the end of each of its processes
+                if time.monotonic() > deadline:
+                    child.kill()
+                time.sleep(0.01)
+            assert child.stdout is not None and child.stderr is not None
+            assert child.returncode == 0, child.stderr.read()
+            return child.stdout.read()
+
+    with running(newest_rig, memory_job, mib=MIB) as job:
+        said = run(
+            job, "checkpoint", str(job.pid), "-o", tmp_path / "stream", "--spool", tmp_path / "s"
+        )
+        assert " of CPU memory stored in " in said
+        assert (tmp_path / "stream").stat().st_size > MIB << 17
+        kept = tmp_path / "kept"
+        said = run(job, "restore", "-i", tmp_path / "stream", "-D", kept)
+        assert " of CPU memory" in said and image_of(kept, job).is_file()
+        job.run_on()
+
+
 @contextmanager
 def stopped_before_the_end(
     rig: Rig, job: SteadyJob, images: Path, config: Mapping[str, str]
