@@ -265,8 +265,7 @@ def judge(rig: Rig, elsewhere: Elsewhere, fault: Fault, found: Outcome, tally: T
             assert found.sender != 0, "the sender says that it was sent"
             if fault.kind not in {"kill", "unreleased"} and not found.was_ready:
                 _require_nothing_left(found)
-            # A receiver that was ready, and was told nothing more, must keep what it has; of one
-            # that was killed the sender says it.
+            # A receiver that was ready, and is told no more, keeps what it has; an end says it.
             left = (found.place / "in").exists()
             told = found.named or f"in {found.place / 'in'}: remove that" in found.said
             assert not left or told, "a directory is left at the receiver's, and not named"

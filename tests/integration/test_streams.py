@@ -353,7 +353,7 @@ def test_a_receiver_whose_standard_error_is_blocked_holds_up_no_sender(
                 [*PROGRAM, "checkpoint", str(job.pid), "-o", "-", *timeout],
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                stdout=link,
+                stdout=link.fileno(),
                 stderr=subprocess.PIPE,
                 text=True,
             ) as sender,
