@@ -29,7 +29,7 @@ from gpustasis.criu.plugin import Setting, driver_libraries
 from gpustasis.criu.run import Run
 from gpustasis.driver import Driver
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image.checkpoint import find_manifest, require_not_sealed
+from gpustasis.image.checkpoint import find_manifest, has_gpu_state, require_not_sealed
 from gpustasis.image.difference import Difference, compare_files
 from gpustasis.image.flatten import Flattened, flatten
 from gpustasis.image.inspection import Inspection, inspect_files
@@ -38,7 +38,7 @@ from gpustasis.image.prune import Rules
 from gpustasis.image.prune import prune as prune_store
 from gpustasis.image.requirements import RequirementsView, find_requirements
 from gpustasis.image.verification import Verification, verify_directory
-from gpustasis.recovery import Recovery, find_images
+from gpustasis.recovery import Recovery, find_images, find_unharmed
 from gpustasis.recovery import recover as recover_task
 
 StrPath = str | os.PathLike[str]
@@ -49,7 +49,7 @@ class CriuOptions(TypedDict, total=False):
 
     shell_job: the root is not the leader of its session; found out unless given. tcp_established:
     keep open TCP connections. tcp_close: they are closed at the restore. file_locks: keep file
-    locks. threads: that move GPU memory; 0: one for each processor. criu: the program, or a root
+    locks. threads: that move memory; 0: one for each processor. criu: the program, or a root
     directory that holds one. work_dir: where CRIU puts log and statistics; else the image
     directory. criu_args: further arguments for CRIU. on_line: is told each line of CRIU's log as it
     comes.
@@ -121,7 +121,8 @@ class Checkpoint:
                 "a tree that is left stopped cannot be waited for: detached=False"
             )
         require_not_sealed(self.path)
-        if leave_stopped and find_manifest(self.path) is not None:
+        manifest = find_manifest(self.path) if leave_stopped else None
+        if manifest is not None and has_gpu_state(manifest):
             raise CheckpointError(
                 f"{self.path} holds GPU state, which the driver restores through threads of the "
                 "processes: it cannot be restored with --leave-stopped"
@@ -143,7 +144,7 @@ class Checkpoint:
     def verify(
         self, *, threads: int = 0, on_progress: Callable[[str, int, int], object] | None = None
     ) -> Verification:
-        """Check every byte of the GPU images and the manifest; what is wrong is in `problems`.
+        """Check every byte of our images and the manifest; what is wrong is in `problems`.
 
         threads: 0: one for each processor. on_progress: told a file's name, the bytes of memory
         that are done of it, and how many it has. Raises ImageError if nothing can be read.
@@ -154,7 +155,7 @@ class Checkpoint:
             return verify_directory(files.directory, threads, on_progress)
 
     def inspect(self) -> Inspection:
-        """What it holds: processes, GPU memory, sizes and times. GPU memory is not checked.
+        """What it holds: processes, memory, sizes and times. Memory is not checked.
 
         Raises ImageError if what is read is damaged.
         """
@@ -163,7 +164,7 @@ class Checkpoint:
 
     def requirements(self) -> RequirementsView | None:
         """What a restore needs: driver stack, GPUs and their memory, mapped files. None: it holds
-        no GPU state saved by gpustasis.
+        nothing that gpustasis saved.
 
         Raises ImageError if what is read is damaged.
         """
@@ -188,7 +189,8 @@ class Checkpoint:
             return flatten(files.directory, Path(out), on_file, threads=threads)
 
     def diff(self, other: StrPath) -> Difference:
-        """What changed in GPU memory from this checkpoint to `other`; only indexes are read.
+        """What changed in GPU memory, and in CPU memory that is in images of ours, from this
+        checkpoint to `other`; only indexes are read.
 
         Raises ImageError if one is damaged or they have chunks of different sizes.
         """
@@ -216,7 +218,7 @@ def checkpoint(
     """Dump the process tree below `pid`, GPU memory included, into `directory`.
 
     directory: made if it is not there; holds no other checkpoint. parent: an earlier checkpoint of
-    the job, whose GPU memory is not stored again. whole: it is built on no earlier one, whatever a
+    the job, whose memory is not stored again. whole: it is built on no earlier one, whatever a
     configuration or policy says. leave_running, leave_stopped: the tree runs on,
     or is left stopped; else it ends. externalize: False: GPU memory goes into CRIU's own images.
     cpu_memory: who stores the processes' own memory: "criu", "ours" (this plugin, as it stores GPU
@@ -292,6 +294,8 @@ def recover(
     """
     if directory is not None:
         require_not_sealed(Path(directory))
+        if unharmed := find_unharmed(pid, Path(directory)):
+            return unharmed
     driver = Driver(driver_libraries(os.environ)[0])
     images = find_images(pid) if directory is None else Path(directory)
     return recover_task(pid, images, driver, threads=threads, on_progress=on_progress)
@@ -348,7 +352,7 @@ def _parent(parent: Path, images: Path) -> str:
     """The parent's directory without links, as the plugin is to be told."""
     directory = parent.resolve()
     if find_manifest(directory) is None:
-        raise CheckpointError(f"{parent} is no parent: it holds no GPU state saved by gpustasis")
+        raise CheckpointError(f"{parent} is no parent: it holds nothing that gpustasis saved")
     if directory == images.resolve():
         raise CheckpointError(f"{parent} cannot be its own parent; name another directory")
     return str(directory)

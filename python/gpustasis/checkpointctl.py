@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from gpustasis.errors import DESCRIBED
 
-DESCRIPTION = "Show the GPU memory in a checkpoint (gpustasis)"
+DESCRIPTION = "Show the GPU and CPU memory in a checkpoint (gpustasis)"
 
 
 def main() -> NoReturn:

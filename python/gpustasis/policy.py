@@ -112,7 +112,7 @@ def _path(text: str) -> str:
 
 ANNOTATIONS: dict[str, Annotation] = {
     "compress": Annotation(
-        "compress", '"lz4" or "none"', "whether chunks of GPU memory are compressed", _compress
+        "compress", '"lz4" or "none"', "whether chunks of memory are compressed", _compress
     ),
     "cpu-memory": Annotation(
         "cpu_memory",
@@ -196,7 +196,9 @@ def parse_annotations(annotations: Mapping[str, object]) -> Policy | None:
 def _check_together(settings: Mapping[str, Value], ours: Mapping[str, str]) -> None:
     """What each is right, but not all of it at once."""
     for name in ("incremental", "parent"):
-        if settings.get(name) and settings.get("externalize") is False:
+        if not settings.get(name) or settings.get("externalize") is not False:
+            continue
+        if settings.get("cpu_memory") not in ("ours", "auto"):
             raise _wrong(
                 PREFIX + name, ours[PREFIX + name], f'needs {PREFIX}externalize, which is "false"'
             )

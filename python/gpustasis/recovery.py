@@ -18,6 +18,7 @@ from pathlib import Path
 from gpustasis._core import (
     MANIFEST_NAME,
     DropRecord,
+    ImageInfo,
     ImageReader,
     Manifest,
     ManifestTask,
@@ -86,6 +87,24 @@ def find_images(pid: int) -> Path | None:
             "name that one with -D"
         )
     return images
+
+
+def find_unharmed(pid: int, images: Path) -> Recovery | None:
+    """What there is to do for a process of which the dump into `images` stored CPU memory alone:
+    nothing, for it was not changed, and no driver has to be asked. None: another process.
+
+    Raises CheckpointError if a living criu still holds it; ImageError.
+    """
+    task = read_task(pid)
+    manifest = _find_manifest(images)
+    kinds = {e.kind for e in manifest.tasks if e.pid == task.inner_pid} if manifest else set()
+    if kinds != {MemoryKind.CPU} or _find_record(pid) is not None:
+        return None
+    info = _image_info(images / image_name(task.inner_pid, MemoryKind.CPU))
+    if (info.boot_id, info.start_time) != (boot_id(), task.start_time):
+        return None
+    _require_untraced(task)
+    return Recovery(outcome=Outcome.RUNS, refilled_bytes=0)
 
 
 def recover(
@@ -159,15 +178,19 @@ def _settled_task(pid: int, images: Path | None) -> Task:
             raise CheckpointError(_why_busy(pid, images, busy[0]))
         time.sleep(_POLL_S)
     task = read_task(pid)
-    if task.tracer:
-        raise CheckpointError(
-            f"process {pid} is traced by process {task.tracer}; end that one first"
-        )
+    _require_untraced(task)
     if task.state in ("T", "t"):
         raise CheckpointError(
             f"process {pid} is stopped, and the driver cannot reach it; kill -CONT {pid} first"
         )
     return task
+
+
+def _require_untraced(task: Task) -> None:
+    if task.tracer:
+        raise CheckpointError(
+            f"process {task.pid} is traced by process {task.tracer}; end that one first"
+        )
 
 
 def _why_busy(pid: int, images: Path, busy: int) -> str:
@@ -252,15 +275,18 @@ def _was_restored(task: Task, images: Path) -> bool:
     for entry in manifest.tasks if manifest else ():
         if not _is_gpu_memory(entry, task):
             continue
-        path = images / image_name(entry.pid)
-        try:
-            info = ImageReader.open(path).info
-        except (ValueError, OSError, NotImplementedError) as exc:
-            raise ImageError(f"cannot read {path}: {exc}") from exc
+        info = _image_info(images / image_name(entry.pid))
         comm = Path(f"/proc/{task.pid}/comm").read_text(errors="surrogateescape").rstrip("\n")
         other = (info.boot_id, info.start_time) != (boot_id(), task.start_time)
         return other and info.comm == comm
     return False
+
+
+def _image_info(path: Path) -> ImageInfo:
+    try:
+        return ImageReader.open(path).info
+    except (ValueError, OSError, NotImplementedError) as exc:
+        raise ImageError(f"cannot read {path}: {exc}") from exc
 
 
 def _require_unfinished(images: Path) -> None:

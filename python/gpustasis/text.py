@@ -43,6 +43,14 @@ def mib(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
+def memory_text(plain_bytes: int, cpu_bytes: int) -> str:
+    """How much memory of which kind: "12.0 MiB of GPU memory". cpu_bytes: those of plain_bytes that
+    are CPU memory."""
+    gpu_bytes = plain_bytes - cpu_bytes
+    parts = [(gpu_bytes, "GPU memory"), (cpu_bytes, "CPU memory")]
+    return " and ".join(f"{mib(size)} of {name}" for size, name in parts if size) or "no memory"
+
+
 def extra(name: str) -> str:
     """How to install an extra of this package, which is in no index."""
     return (

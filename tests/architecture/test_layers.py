@@ -62,7 +62,7 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "files", "process"},
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
-        *("archive", "image", "_core"),
+        *("archive", "image", "_core", "policy"),
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),

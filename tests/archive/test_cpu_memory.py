@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,23 @@ from click.testing import CliRunner, Result
 from gpustasis._core import (
     MANIFEST_NAME,
     CorruptDataError,
+    GpuSource,
     ImageReader,
+    Manifest,
+    ManifestTask,
     MemoryKind,
+    TaskGpu,
     UnsupportedDataError,
     image_name,
     read_manifest,
+    write_manifest,
 )
 from gpustasis.cli import cli
 from gpustasis.errors import ImageError, UnsupportedError
+from gpustasis.text import mib
 from support.archives import pack
 from support.chains import contents, make_link, memory_of
+from support.image_samples import PAGE
 from support.plain_manifest import parse_manifest
 from support.plain_reader import PlainImage, PlainSource
 
@@ -143,6 +151,87 @@ def test_verify_and_flatten(tmp_path: Path, chain: tuple[Path, Path], packed: bo
     for kind in KINDS:
         assert contents(flat, kind) == contents(chain[1], kind)
     assert run("verify", flat).exit_code == 0
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["directory", "archive"])
+def test_verify_says_which_memory_is_whole(
+    tmp_path: Path, chain: tuple[Path, Path], packed: bool
+) -> None:
+    def verified(checkpoint: Path) -> tuple[str, int, int]:
+        place = pack(checkpoint, tmp_path / f"{checkpoint.name}.tar") if packed else checkpoint
+        found = json.loads(run("verify", "--json", place).stdout)
+        said = run("verify", place).output
+        return said.partition(" whole, ")[2].strip(), found["plain_bytes"], found["cpu_bytes"]
+
+    gpu, cpu = (sum(map(len, contents(chain[0], kind).values())) for kind in KINDS)
+    said = f"{mib(gpu)} of GPU memory and {mib(cpu)} of CPU memory"
+    assert verified(chain[0]) == (said, gpu + cpu, cpu)
+    for name, images, memory in (
+        ("GPU", {7: memory_of(["A"] * 300)}, {}),
+        ("CPU", {}, {7: memory_of(["A"] * 300)}),
+    ):
+        make_link(tmp_path / name, images, cpu_memory=memory)
+        size = 300 * PAGE
+        said = f"{mib(size)} of {name} memory"
+        assert verified(tmp_path / name) == (said, size, size if name == "CPU" else 0)
+
+
+def test_what_a_restore_needs_is_of_gpu_memory_alone(chain: tuple[Path, Path]) -> None:
+    """The sizes on GPUs of a process are those of its GPU memory's entry, not of the other."""
+    manifest = read_manifest(chain[0])
+    use = [TaskGpu(0, 9 << 20)]
+    tasks = [
+        ManifestTask(
+            pid=task.pid,
+            externalized=True,
+            digest=task.digest,
+            gpu_source=GpuSource.NVML if task.kind == MemoryKind.GPU else GpuSource.UNKNOWN,
+            gpus=use if task.kind == MemoryKind.GPU else [],
+            kind=task.kind,
+        )
+        for task in manifest.tasks
+    ]
+    write_manifest(
+        chain[0],
+        Manifest(
+            checkpoint_id=manifest.checkpoint_id,
+            driver_api_version=13000,
+            gpus=manifest.gpus,
+            tasks=tasks,
+        ),
+    )
+    found = json.loads(run("inspect", "--requirements", "--json", chain[0]).stdout)["requirements"]
+    assert found["unplaced_bytes"] == 0
+    assert [gpu["memory_bytes"] for gpu in found["gpus"]] == [9 << 20]
+
+
+def test_of_cpu_memory_alone_no_driver_is_shown(tmp_path: Path, chain: tuple[Path, Path]) -> None:
+    alone = tmp_path / "alone"
+    make_link(alone, {}, cpu_memory={8: memory_of(["A"] * 300)})
+    statistics = {"version": 1, "result": "ok", "error": "", "backend": "", "tasks": []}
+    (alone / "gpustasis-dump.json").write_text(json.dumps(statistics | {"phases_ms": {}}))
+    found = json.loads(run("inspect", "--json", alone).stdout)
+    assert found["backend"] is None and found["driver_version"] == ""
+    shown = run("inspect", alone).output
+    assert re.search(rf"CPU memory +│ {mib(300 * PAGE)} in ", shown), shown
+    for absent in ("Driver", "Backend", "GPU"):
+        assert absent not in shown
+    needed = run("inspect", "--requirements", alone).output
+    assert "Driver" not in needed and found["checkpoint_id"] in needed
+    both = run("inspect", chain[0]).output
+    assert all(re.search(f"{row} +│ [0-9]", both) for row in ("Driver", "GPU memory", "CPU memory"))
+
+
+def test_memory_is_not_called_the_gpu_s_where_it_is_both(
+    tmp_path: Path, chain: tuple[Path, Path]
+) -> None:
+    one, two = chain
+    flat = run("flatten", two, "-o", tmp_path / "flat").output
+    assert "of memory were in earlier checkpoints" in flat and "GPU" not in flat
+    assert "task 7, GPU memory" in run("diff", one, two).output
+    assert "task 7, CPU memory" in run("diff", one, two).output
+    heads = run("list", tmp_path).output.splitlines()[0].split()
+    assert heads[4:7] == ["TASKS", "MEMORY", "STORED"]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["directory", "archive"])

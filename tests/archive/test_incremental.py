@@ -105,7 +105,7 @@ def test_a_parent_that_is_a_directory_without_checkpoints_is_refused(
     (tmp_path / "empty").mkdir()
     result = run("verify", archives[3], "--parent", tmp_path / "empty")
     assert isinstance(result.exception, CheckpointError)
-    assert "empty is no checkpoint with GPU memory, and no store of any" in str(result.exception)
+    assert "empty is no checkpoint of gpustasis's, and no store of any" in str(result.exception)
 
 
 def test_flatten_is_the_same_memory_and_needs_nobody(

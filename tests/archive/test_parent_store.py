@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis._core import MANIFEST_NAME, PARENT_LINK, image_name, read_manifest
+from gpustasis._core import MANIFEST_NAME, PARENT_LINK, MemoryKind, image_name, read_manifest
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.image import checkpoint as chain
 from gpustasis.image import directory
@@ -20,7 +20,7 @@ from gpustasis.image.flatten import flatten
 from gpustasis.image.store import is_trash
 from gpustasis.runtimes import parent_store
 from support.archives import COMPRESSIONS, pack
-from support.chains import is_whole, make_chain
+from support.chains import is_whole, make_chain, make_link, memory_of
 
 
 @pytest.fixture
@@ -228,3 +228,30 @@ def test_a_store_that_others_can_write_to_is_refused(
     store.chmod(0o777)
     with pytest.raises(CheckpointError, match="others could write there"):
         parent_store.keep_parents([pack(links[0], tmp_path / "a.tar")])
+
+
+@pytest.mark.parametrize("pid", [7, 8])
+def test_cpu_memory_is_kept_and_mended(tmp_path: Path, store: Path, pid: int) -> None:
+    """Of a process with GPU memory (7), and of one without (8)."""
+    whole, memory = tmp_path / "whole", memory_of(["A", "b"])
+    make_link(whole, {7: memory}, cpu_memory={7: memory_of(["C"]), 8: memory})
+    archive = pack(whole, tmp_path / "whole.tar")
+    parent_store.keep_parents([archive])
+    kept = store / "checkpoints" / read_manifest(whole).checkpoint_id.hex()
+    wanted = {path.name: path.read_bytes() for path in whole.glob("gpustasis-*")}
+    assert len(wanted) == 4
+
+    def found() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in kept.iterdir()}
+
+    assert found() == wanted
+    name = image_name(pid, MemoryKind.CPU)
+    raw = bytearray(wanted[name])
+    raw[4096] ^= 1
+    (kept / name).write_bytes(raw)
+    parent_store.keep_parents([archive])
+    assert found() == wanted
+    (whole / name).write_bytes(raw)
+    (kept / name).unlink()
+    with pytest.raises(ImageError, match=rf"{name}: .*checksum"):
+        parent_store.keep_parents([pack(whole, tmp_path / "damaged.tar")])

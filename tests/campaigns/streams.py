@@ -105,6 +105,10 @@ class _Relay:
             while data := bytearray(source.recv(_PIECE)):
                 if self.fault.slow_s and not back:
                     time.sleep(self.fault.slow_s)
+                if back and b'"digest"' in data:  # it has said so, whatever becomes of that
+                    self.ready.set()
+                    if self.fault.held:
+                        self.killed.wait(_WAIT_S)
                 hit = fault.kind in ("cut", "flip", "stall") and done + len(data) > fault.after
                 if hit and fault.kind == "flip":
                     data[max(0, fault.after - done)] ^= 0x10
@@ -118,10 +122,6 @@ class _Relay:
                 if fault.kind == "unreleased" and _is_release(data):
                     fault.kind = "cut"
                     break
-                if back and b'"digest"' in data:
-                    self.ready.set()
-                    if self.fault.held:
-                        self.killed.wait(_WAIT_S)
                 target.sendall(data)
                 done += len(data)
                 if back:
@@ -265,10 +265,10 @@ def judge(rig: Rig, elsewhere: Elsewhere, fault: Fault, found: Outcome, tally: T
             assert found.sender != 0, "the sender says that it was sent"
             if fault.kind not in {"kill", "unreleased"} and not found.was_ready:
                 _require_nothing_left(found)
-            # A receiver that was ready, and was told nothing more, must keep what it has; one that
-            # was killed cannot say so.
-            left = fault.victim != "receiver" and (found.place / "in").exists()
-            assert not left or found.named, "a directory is left at the receiver's, and not named"
+            # A receiver that was ready, and is told no more, keeps what it has; an end says it.
+            left = (found.place / "in").exists()
+            told = found.named or f"in {found.place / 'in'}: remove that" in found.said
+            assert not left or told, "a directory is left at the receiver's, and not named"
         elif ran == (0, processes):
             tally.counts["runs there"] += 1
             found.job.run_on_elsewhere()

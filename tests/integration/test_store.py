@@ -243,7 +243,7 @@ def test_no_parent_is_a_clear_error(newest_rig: Rig, gpustasis: Gpustasis) -> No
         words = ["checkpoint", str(job.pid), "-D", images, "--leave-running", "--parent"]
         done = gpustasis(*words, empty)
         assert done.returncode == 3
-        assert "is no parent: it holds no GPU state" in done.stderr
+        assert "is no parent: it holds nothing that gpustasis saved" in done.stderr
         full = full_dump(rig, job)
         done = gpustasis(*words[:3], full, *words[4:], full)
         assert done.returncode == 3

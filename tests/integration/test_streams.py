@@ -149,7 +149,7 @@ def test_to_a_file_and_back(newest_rig: Rig, environ: dict[str, str], tmp_path: 
         assert (found["pid"], found["directory"]) == (job.pid, str(tmp_path / "in"))
         job.run_on()
     nothing = run("verify", tmp_path / "in", environ=environ)
-    assert "with no GPU state in it: nothing to verify" in nothing.stdout
+    assert "with nothing of gpustasis's to verify" in nothing.stdout
 
 
 def test_memory_of_both_ends_does_not_grow_with_the_job(
@@ -308,21 +308,71 @@ def test_a_signal_while_the_tasks_stand(
         assert list((tmp_path / "spool").iterdir()) == []
 
 
+def full_pipe() -> tuple[int, int]:
+    """Both ends; a write would wait for somebody to read."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writing, bytes(4096))
+    os.set_blocking(writing, True)
+    return reading, writing
+
+
 def test_a_standard_error_that_is_closed_or_blocked(
     newest_rig: Rig, nobody: Callable[..., int]
 ) -> None:
     with newest_rig.job(**PLAIN) as job:
         assert nobody(job, signal.SIGINT, preexec_fn=lambda: os.close(2)) == 18
         job.run_on()
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        with pytest.raises(BlockingIOError):
-            while True:
-                os.write(writing, bytes(4096))
-        os.set_blocking(writing, True)
+        reading, writing = full_pipe()
         waiting = threading.Timer(3, os.close, (reading,))  # it ends, and the sender's last word
         waiting.start()
         nobody(job, signal.SIGINT, stderr=writing)
         job.run_on()
         waiting.join()
         os.close(writing)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_receiver_whose_standard_error_is_blocked_holds_up_no_sender(
+    newest_rig: Rig, elsewhere: Elsewhere, environ: dict[str, str], tmp_path: Path, silent: bool
+) -> None:
+    """One that has nothing to say before the job runs there, and one in which a library says
+    something (the emulated driver, of a job with CUDA) and waits for ever: that is a stall."""
+    timeout = ["--stall-timeout", "5"]
+    reading, writing = full_pipe()
+    with newest_rig.job(**(PLAIN if silent else {"mib": 4})) as job:
+        words = [*PROGRAM, "restore", "-i", "-", "-D", str(tmp_path / "in"), *timeout]
+        with os.fdopen(writing, "wb") as stderr:
+            receiver, link = elsewhere.connect(words, environ, stderr)
+        begin = time.monotonic()
+        with (
+            link,
+            subprocess.Popen(
+                [*PROGRAM, "checkpoint", str(job.pid), "-o", "-", *timeout],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=link.fileno(),
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as sender,
+        ):
+            while sender.poll() is None:
+                if time.monotonic() > begin + 60:
+                    sender.kill()
+                job.reap()
+                time.sleep(0.01)
+            assert sender.stderr is not None
+            said = sender.stderr.read()
+        assert silent or receiver.poll() is None, "the receiver had nothing to say"
+        if silent:
+            assert sender.returncode == 0, said
+            job.run_on_elsewhere()
+            elsewhere.end_jobs(JOB)
+        else:
+            assert sender.returncode == 18 and "shows no progress for 5 s: it stalls" in said
+            job.run_on()
+        with os.fdopen(reading, "rb") as unread:
+            threading.Thread(target=unread.read, daemon=True).start()
+            assert receiver.wait(30) == (0 if silent else 18)

@@ -113,6 +113,7 @@ def test_a_value_must_be_text(value: object) -> None:
     [
         ({"incremental": "true", "externalize": "false"}, "incremental"),
         ({"parent": "/a", "externalize": "false"}, "parent"),
+        ({"parent": "/a", "externalize": "false", "cpu-memory": "criu"}, "parent"),
         ({"parent": "/a", "incremental": "true"}, "parent"),
     ],
 )
@@ -124,6 +125,9 @@ def test_what_does_not_go_together_is_refused(words: dict[str, str], named: str)
 def test_what_only_seems_to_clash_is_taken() -> None:
     assert parse_annotations(ours(incremental="false", externalize="false")) is not None
     assert parse_annotations(ours(parent="/a", incremental="false")) is not None
+    for who in ("ours", "auto"):  # there is CPU memory to build on a parent
+        words = {"incremental": "true", "externalize": "false", "cpu-memory": who}
+        assert parse_annotations(ours(**words)) is not None
 
 
 @given(st.dictionaries(st.text(), st.text()))

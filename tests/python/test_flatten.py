@@ -276,7 +276,7 @@ class TestCommand:
         result = CliRunner().invoke(cli, words)
         assert result.exit_code == 0, result.output
         assert "1 image, " in result.output
-        assert "1.0 MiB of GPU memory were in earlier checkpoints" in result.output
+        assert "1.0 MiB of memory were in earlier checkpoints" in result.output
 
     def test_an_error_is_one(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()

@@ -11,14 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis._core import MANIFEST_NAME, PARENT_LINK, SEALED_NAME, SealedReader, image_name
+from gpustasis._core import (
+    MANIFEST_NAME,
+    PARENT_LINK,
+    SEALED_NAME,
+    MemoryKind,
+    SealedReader,
+    image_name,
+)
 from gpustasis.errors import CheckpointError, SealError
 from gpustasis.sealing.keys import KeyFile
 from gpustasis.sealing.recipients import read_recipients
 from gpustasis.sealing.seal import seal
 from gpustasis.sealing.unseal import unseal
 from support.certificates import Pair
-from support.chains import make_link, memory_of
+from support.chains import contents, is_whole, make_link, memory_of
 from support.command import call
 from support.recipients import make_recipient
 
@@ -235,3 +242,20 @@ def test_no_file_is_blamed_for_memory(
     assert "cannot lock memory for" in done.stderr
     assert str(tmp_path) not in done.stderr
     assert str(me.certificate) not in done.stderr
+
+
+def test_cpu_memory_goes_with_it(me: Pair, tmp_path: Path) -> None:
+    """Beside GPU memory of the same process, and of a process that has none."""
+    checkpoint, sealed, opened = (tmp_path / name for name in ("one", "sealed", "opened"))
+    memory = memory_of(["a1", "B2"])
+    make_link(checkpoint, {7: memory}, cpu_memory={7: memory_of(["C3"]), 8: memory})
+    seal(checkpoint, read_recipients([me.certificate]), sealed)
+    unseal(sealed, KeyFile(me.key), opened)
+    assert is_whole(opened)
+    for kind in (MemoryKind.GPU, MemoryKind.CPU):
+        assert contents(opened, kind) == contents(checkpoint, kind)
+    for name in (image_name(7, MemoryKind.CPU), image_name(8, MemoryKind.CPU)):
+        kept = (checkpoint / name).rename(tmp_path / name)
+        with pytest.raises(SealError, match=f"holds no whole checkpoint: {name} is missing"):
+            seal(checkpoint, read_recipients([me.certificate]), tmp_path / "other")
+        kept.rename(checkpoint / name)

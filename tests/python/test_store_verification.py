@@ -304,7 +304,7 @@ def test_a_checkpoint_of_crius_own_plugin_is_called_so(tmp_path: Path) -> None:
     assert "CRIU's own CUDA plugin" in problem
     (tmp_path / "inventory.img").write_bytes(inventory())
     (problem,) = verify_directory(tmp_path).problems
-    assert "no GPU state" in problem
+    assert "nothing of gpustasis's to verify" in problem
     (tmp_path / "inventory.img").write_bytes(b"nonsense")
     (problem,) = verify_directory(tmp_path).problems
     assert "is not an inventory of CRIU" in problem

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gpustasis._core import MemoryKind, image_name
 from gpustasis.policy import POLICY_DIRECTORY, STORE_DIRECTORY
 from support.engine_gpu import Steady, SteadyContainer, write_config
 from support.engine_image import IMAGE
@@ -105,6 +106,26 @@ def test_a_chain_across_stops_and_hosts(
     checkpoint(container, "--export", f"/mnt/shared/{container.name}.tar")
     write_config(engines)
     assert_restores_with_its_chain_only(container, elsewhere, runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_cpu_memory_is_stored_and_built_upon(steady: Steady, runtime: str) -> None:
+    """As its annotation asks, whatever the host's configuration says; in the container's store."""
+    words = {"incremental": "true", "cpu-memory": "ours"}
+    container = steady(f"cpu-{runtime}", runtime, *annotations(**words), mib=16)
+    checkpoint(container, "--leave-running")
+    assert dumped(container)["cpu_memory"][0]["left_because"] == ""
+    container.run_on()
+    checkpoint(container)
+    found = dumped(container)
+    (task,) = found["cpu_memory"]
+    assert found["parent"]["chain_length"] == 1
+    assert task["ref"]["plain_bytes"] > 0 and task["stored_twice_bytes"] == 0
+    name = image_name(task["image_pid"], MemoryKind.CPU)
+    kept = [path for path in store(container).iterdir() if is_checkpoint(path)]
+    assert len(kept) == 2 and all((path / name).is_file() for path in kept)
+    container.root.run("podman", "container", "restore", container.name)
+    container.run_on()
 
 
 def is_checkpoint(path: Path) -> bool:

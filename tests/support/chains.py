@@ -75,7 +75,7 @@ def make_link(
             checkpoint_id=checkpoint_id(directory.name),
             boot_id=BOOT_ID,
             comm="train",
-            gpus=[GPU],
+            gpus=[GPU] if kind == MemoryKind.GPU else [],
             chunk_size=chunk_size,
             regions=[Region(address, len(content)) for address, content in memory],
         )
@@ -90,9 +90,9 @@ def make_link(
         tasks.append(ManifestTask(pid=pid, externalized=True, digest=written.digest, kind=kind))
     manifest = Manifest(
         checkpoint_id=checkpoint_id(directory.name),
-        driver_api_version=13000,
-        driver_version="580.95.05",
-        gpus=[GPU],
+        driver_api_version=13000 if images else 0,
+        driver_version="580.95.05" if images else "",
+        gpus=[GPU] if images else [],
         tasks=tasks,
         parent_id=bytes(16) if below is None else below.checkpoint_id,
         chain_length=0 if below is None else below.chain_length + 1,

@@ -20,6 +20,8 @@ from typing import IO, Self
 from campaigns.steady_job import is_alive
 
 _NUMBERS = itertools.count()
+_LIMIT_S = 60.0  # for whatever is waited for: it takes a moment
+_POLL_S = 0.01
 # Waits for whatever is left to it, as init does.
 _INIT = """
 import os, time
@@ -48,8 +50,13 @@ class Elsewhere:
         words = ["unshare", "--pid", "--mount", "--net", "--fork", "--kill-child", "--mount-proc"]
         self._unshare = subprocess.Popen([*words, sys.executable, "-c", _INIT])
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
+        deadline = time.monotonic() + _LIMIT_S
         while not (found := children.read_text().split()):
             assert self._unshare.poll() is None, "no namespaces"
+            if time.monotonic() > deadline:
+                self._end()
+                raise TimeoutError("no process in the new namespaces")
+            time.sleep(_POLL_S)
         self.init = int(found[0])
         self._listening: socket.socket | None = None
 
@@ -66,8 +73,9 @@ class Elsewhere:
             (*self.words(("ip", "link", "set", peer, "up")),),
             (*self.words(("ip", "link", "set", "lo", "up")),),
         ):
-            subprocess.run(words, check=True, timeout=30)
+            subprocess.run(words, check=True, timeout=_LIMIT_S)
         self._listening = socket.create_server((self._here, 0))
+        self._listening.settimeout(_LIMIT_S)
         return self
 
     def __exit__(
@@ -78,9 +86,13 @@ class Elsewhere:
     ) -> None:
         if self._listening is not None:
             self._listening.close()
+        self._end()
+        words = ("ip", "link", "del", self._name)
+        subprocess.run(words, capture_output=True, check=False, timeout=_LIMIT_S)
+
+    def _end(self) -> None:
         self._unshare.kill()
-        self._unshare.wait()
-        subprocess.run(["ip", "link", "del", self._name], capture_output=True, check=False)
+        self._unshare.wait(_LIMIT_S)
 
     def words(self, argv: Sequence[str]) -> list[str]:
         """That start a program there."""
@@ -89,14 +101,21 @@ class Elsewhere:
     def connect(
         self, argv: Sequence[str], environ: Mapping[str, str], stderr: IO[bytes]
     ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Start a program there whose standard input is a connection; with its end here."""
+        """Start a program there whose standard input is a connection; with its end here. Raises
+        TimeoutError if it makes none."""
         assert self._listening is not None
         port = str(self._listening.getsockname()[1])
         start = [sys.executable, "-c", _CONNECT, self._here, port, *argv]
         child = subprocess.Popen(
             self.words(start), env=dict(environ), stdout=subprocess.DEVNULL, stderr=stderr
         )
-        link, _ = self._listening.accept()
+        try:
+            link, _ = self._listening.accept()
+        except TimeoutError:
+            child.kill()
+            child.wait(_LIMIT_S)
+            raise
+        link.settimeout(None)  # a stream stands for longer, and has limits of its own
         return child, link
 
     def jobs(self, name: str) -> list[int]:
@@ -104,12 +123,15 @@ class Elsewhere:
         return jobs_in(self.init, name)
 
     def end_jobs(self, name: str) -> None:
-        """Kill these."""
+        """Kill these. Raises TimeoutError if one of them stays."""
         for pid in self.jobs(name):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        while self.jobs(name):
-            time.sleep(0.01)
+        deadline = time.monotonic() + _LIMIT_S
+        while left := self.jobs(name):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} does not end: {left}")
+            time.sleep(_POLL_S)
 
 
 def jobs_in(pid: int, name: str) -> list[int]:

@@ -53,7 +53,7 @@ def flatten_archive(
     require_free(out)
     manifest = archive.manifest()
     if manifest is None:
-        raise ImageError(f"{archive.name}: no manifest: it holds no GPU state saved by gpustasis")
+        raise ImageError(f"{archive.name}: no manifest: it holds nothing that gpustasis saved")
     images = {
         task.image_name: archive.stored_image(manifest, task)
         for task in manifest.tasks

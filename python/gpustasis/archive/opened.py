@@ -320,13 +320,13 @@ def _parent_directories(parent: Path) -> list[Path]:
         entries = read_store(parent).values()
         heads = [one.directory for one in entries if one.manifest is not None]
         if not heads:
-            raise CheckpointError(f"{parent} is no checkpoint with GPU memory, and no store of any")
+            raise CheckpointError(f"{parent} is no checkpoint of gpustasis's, and no store of any")
     chains = (chain_directories(head, MAX_DEPTH) for head in heads)
     return list(dict.fromkeys(directory for chain in chains for directory in chain))
 
 
 def inspect_archive(archive: Archive) -> Inspection:
-    """Look into it without checking GPU memory: what is in its checkpoint, as of a directory, and
+    """Look into it without checking memory: what is in its checkpoint, as of a directory, and
     what it says of the container. Raises as inspect_files."""
     rootfs_diff = archive.members.get(ROOTFS_DIFF)
     view = ArchiveView(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpustasis._core import MANIFEST_NAME, Manifest
+from gpustasis._core import MANIFEST_NAME, Manifest, MemoryKind
 from gpustasis.archive.chunks import (
     Parent,
     Places,
@@ -42,7 +42,7 @@ def verify_archive(
     if manifest is None:
         found.problems.append(
             f"{archive.place(MANIFEST_NAME)}: missing: the checkpoint was never finished, or has "
-            "no GPU state saved by gpustasis"
+            "nothing of gpustasis's in it"
         )
         return found
     images = _images(archive, manifest, found)
@@ -53,6 +53,9 @@ def verify_archive(
         found.problems.append(str(exc))
     found.images = len(images)
     found.plain_bytes = sum(image.plain_bytes() for image in images.values())
+    found.cpu_bytes = sum(
+        image.plain_bytes() for image in images.values() if image.reader.info.kind == MemoryKind.CPU
+    )
     wanted = {task.image_name for task in manifest.tasks if task.externalized}
     found.problems += [
         f"{archive.place(name)}: not named by the manifest"

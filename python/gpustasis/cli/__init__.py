@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("tasks.checkpoint", "dump a process tree, GPU memory included"),
     "containerd": ("containerd.command", "checkpoint a container of containerd's, through CRI"),
     "crio": ("containerd.crio", "checkpoint a container of CRI-O's, through CRI"),
-    "diff": ("diff.command", "say what changed in GPU memory between two checkpoints"),
+    "diff": ("diff.command", "say what changed in memory between two checkpoints"),
     "doctor": ("doctor.command", "say what this machine lacks and what to do about it"),
     "emulator": ("emulator.command", "run programs on emulated GPUs, for tests and trials"),
     "flatten": ("flatten.command", "copy a checkpoint so that it needs no other"),

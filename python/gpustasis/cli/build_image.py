@@ -29,8 +29,8 @@ _SHOWN, _LONGEST = 32, 200  # mounts in a note, characters of each
 def command(archive: Path, name: str, tool: str | None) -> None:
     """Make the OCI image NAME of ARCHIVE, which Podman and CRI-O restore the container from.
 
-    The archive is looked through as by `gpustasis inspect` first; what is in its GPU images is
-    not checked: `gpustasis verify` does that. Needs buildah or podman.
+    The archive is looked through as by `gpustasis inspect` first; memory in it is not checked:
+    `gpustasis verify` does that. Needs buildah or podman.
     """
     allow_many_files()
     with open_archive(archive) as opened:

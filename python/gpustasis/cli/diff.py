@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gpustasis diff A B`: what changed in GPU memory from one checkpoint to another."""
+"""`gpustasis diff A B`: what changed in memory from one checkpoint to another."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gpustasis.image.difference import Amounts, Difference, TaskDifference
 from gpustasis.image.directory import allow_many_files
 from gpustasis.text import mib
 
+_MEMORY = {"gpu": "GPU memory", "cpu": "CPU memory"}
 _COLUMNS = (
     ("same", "same"),
     ("changed", "changed"),
@@ -30,8 +31,9 @@ _COLUMNS = (
 @checkpoint_argument("a")
 @checkpoint_argument("b")
 def command(a: Path, b: Path) -> None:
-    """Say what changed in GPU memory from checkpoint A to checkpoint B, by task and region.
-    Each is an image directory or an archive of a container engine.
+    """Say what changed in GPU memory, and in CPU memory that gpustasis stored, from checkpoint A to
+    checkpoint B, by task and region. Each is an image directory or an archive of a container
+    engine.
 
     Chunks are compared by their hashes, at the same address: only the indexes are read. "moved" is
     what is not as in A at its address but elsewhere in A. Shares are of B's memory.
@@ -61,10 +63,10 @@ def _show(a: Path, b: Path, found: Difference) -> None:
 
 
 def _task_text(task: TaskDifference) -> str:
-    what = ", CPU memory" if task.kind == "cpu" else ""
+    what = f"task {task.pid}, {_MEMORY[task.kind]}"
     if task.in_a and task.in_b:
-        return f"task {task.pid}{what}"
-    return f"task {task.pid}{what}, only in {'A' if task.in_a else 'B'}"
+        return what
+    return f"{what}, only in {'A' if task.in_a else 'B'}"
 
 
 def _cells(amounts: Amounts) -> list[str]:

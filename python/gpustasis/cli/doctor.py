@@ -13,12 +13,13 @@ import click
 from gpustasis import driver, nvml
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.criu.find import choose, find_all
+from gpustasis.criu.find import Criu, choose, find_all
 from gpustasis.criu.plugin import driver_libraries
 from gpustasis.diagnosis import (
     Finding,
     Status,
     container_checks,
+    cpu_memory,
     host,
     installation,
     restorability,
@@ -79,7 +80,10 @@ def command(
     if rootfs is not None and archive is None:
         raise click.UsageError("--rootfs needs --archive")
     if container_name is not None:
-        findings = container_checks.check(_container(container_name), *_libraries())
+        container = _container(container_name)
+        findings = container_checks.check(container, *_libraries())
+        criu = _criu(criu_program)
+        findings.append(cpu_memory.check_container(container, os.environ, criu))
     elif archive is not None:
         findings = restorability.check(
             archive, os.environ, criu_program, *_libraries(), rootfs=rootfs
@@ -132,21 +136,23 @@ def diagnose(criu_program: str | None) -> list[Finding]:
     """All findings on this machine, in the order in which things are needed."""
     driver_library, nvml_library = _libraries()
     version = host.find_driver_version(nvml_library)
+    criu = _criu(criu_program)
     return [
         *host.check_gpus(driver_library, version),
         *host.check_kernel(),
         *host.check_privileges(),
         *host.check_criu(os.environ, criu_program),
+        cpu_memory.check(os.environ, criu),
         *host.check_dropped_memory(),
         *host.check_sealing(),
-        *installation.check(_program(criu_program), sys.executable),
+        *installation.check(None if criu is None else criu.program, sys.executable),
         *runtimes.check(os.environ, version if isinstance(version, str) else None),
     ]
 
 
-def _program(criu_program: str | None) -> Path | None:
+def _criu(criu_program: str | None) -> Criu | None:
     try:
-        return choose(find_all(os.environ, criu_program)).program
+        return choose(find_all(os.environ, criu_program))
     except CriuError:
         return None
 

@@ -44,6 +44,6 @@ def command(checkpoint: Path, out: Path, parents: tuple[Path, ...], threads: int
         lambda: output.say(
             f"{out}: {done.images} image{'' if done.images == 1 else 's'}, "
             f"{mib(done.image_bytes)}, and {mib(done.other_bytes)} of other files; "
-            f"{mib(done.earlier_bytes)} of GPU memory were in earlier checkpoints"
+            f"{mib(done.earlier_bytes)} of memory were in earlier checkpoints"
         ),
     )

@@ -12,7 +12,7 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.options import checkpoint_argument, parent_option
 from gpustasis.cli.output import Node
-from gpustasis.cli.requirement_rows import driver_text, requirements_rows
+from gpustasis.cli.requirement_rows import NOTHING_SAVED, driver_text, requirements_rows
 from gpustasis.criu.statistics import EMULATOR
 from gpustasis.image.archive_view import ArchiveView
 from gpustasis.image.checkpoint import State
@@ -42,9 +42,9 @@ _REGIONS_SHOWN = 8  # of a task; --json has them all
 )
 def command(checkpoint: Path, parents: tuple[Path, ...], *, wants_requirements: bool) -> None:
     """Say what CHECKPOINT, an image directory or an archive of a container engine, holds:
-    processes, GPU memory, sizes and times.
+    processes, GPU memory, CPU memory that gpustasis stored, sizes and times.
 
-    GPU memory itself is not checked; `gpustasis verify` does that.
+    Memory itself is not checked; `gpustasis verify` does that.
     """
     allow_many_files()
     opened = gpustasis.open(checkpoint, parents)
@@ -66,22 +66,23 @@ def command(checkpoint: Path, parents: tuple[Path, ...], *, wants_requirements: 
 
 
 def _summary(found: Inspection) -> list[tuple[str, str]]:
-    gpu_bytes = sum(image.plain_bytes for image in _images(found))
     rows = [
-        ("Checkpoint", found.checkpoint_id or "no GPU state saved by gpustasis"),
+        ("Checkpoint", found.checkpoint_id or NOTHING_SAVED),
         ("Processes", str(len(found.processes))),
     ]
     if found.backend == EMULATOR:
         rows.append(("Backend", "emulator: no real GPU"))
     elif found.backend is not None:
         rows.append(("Backend", found.backend))
-    if found.checkpoint_id is not None:
+    if found.uses_cuda():
         rows.append(("Driver", driver_text(found.driver_api_version, found.driver_version)))
         rows += [
             (f"GPU {number}", f"{gpu.name}, {mib(gpu.memory_bytes)}, {gpu.uuid}")
             for number, gpu in enumerate(found.gpus)
         ]
-        rows.append(("GPU memory", f"{mib(gpu_bytes)} in {mib(found.gpu_image_bytes)} of images"))
+        rows.append(("GPU memory", _memory_text(_gpu_images(found))))
+    if cpu_images := [one.cpu_memory for one in found.processes if one.cpu_memory is not None]:
+        rows.append(("CPU memory", _memory_text(cpu_images)))
     if found.parent is not None:
         rows += _parent_rows(found.parent, found.archive is not None)
     if found.archive is not None:
@@ -170,7 +171,7 @@ def _add_image(node: Node, image: ImageView) -> None:
         branch.add(text + _state_text(source.state))
     if len(image.sources) > _SOURCES_SHOWN:
         branch.add(f"and from {len(image.sources) - _SOURCES_SHOWN} more")
-    regions = branch.add(f"{len(image.regions)} regions")
+    regions = branch.add(plural(len(image.regions), "region"))
     for region in image.regions[:_REGIONS_SHOWN]:
         regions.add(_region_text(region))
     if len(image.regions) > _REGIONS_SHOWN:
@@ -188,6 +189,13 @@ def _region_text(region: RegionView) -> str:
     return f"{region.address:x}-{end:x} {region.protection} {region.kind} {mib(region.length)}"
 
 
-def _images(found: Inspection) -> list[ImageView]:
+def _memory_text(images: list[ImageView]) -> str:
+    plain, stored = (
+        sum(getattr(i, name) for i in images) for name in ("plain_bytes", "file_bytes")
+    )
+    return f"{mib(plain)} in {mib(stored)} of images"
+
+
+def _gpu_images(found: Inspection) -> list[ImageView]:
     views = [process.cuda for process in found.processes if process.cuda is not None]
     return [view.image for view in views if view.image is not None]

@@ -14,7 +14,7 @@ from gpustasis.image.store import Listed, list_store
 from gpustasis.text import mib
 
 _ID_SHOWN = 12  # digits
-_TITLES = ("NAME", "TAKEN", "ID", "PARENT", "TASKS", "GPU MEMORY", "STORED", "STATE")
+_TITLES = ("NAME", "TAKEN", "ID", "PARENT", "TASKS", "MEMORY", "STORED", "STATE")
 
 
 @click.command("list", cls=Command)
@@ -22,8 +22,9 @@ _TITLES = ("NAME", "TAKEN", "ID", "PARENT", "TASKS", "GPU MEMORY", "STORED", "ST
 def command(store: Path) -> None:
     """List the checkpoints in STORE, oldest first.
 
-    STORE is a directory whose subdirectories are checkpoints. Indexes are read, GPU memory is not:
-    `gpustasis verify STORE` does that.
+    STORE is a directory whose subdirectories are checkpoints. TASKS and MEMORY count what
+    gpustasis stored, GPU memory and CPU memory; what CRIU's own images hold is in STORED only.
+    Indexes are read, memory is not: `gpustasis verify STORE` does that.
     """
     found = list_store(store)
     output.answer(

@@ -45,8 +45,8 @@ def threads_option(function: Decorated) -> Decorated:
         type=click.IntRange(0, 1024),
         default=0,
         show_default=True,
-        help="Threads that read, check and write GPU memory; 0: as many as the processors and the "
-        "disk can use.",
+        help="Threads that read, check and write memory; 0: as many as the processors and the disk "
+        "can use.",
     )(function)
 
 
@@ -70,7 +70,9 @@ def dump_options(function: Decorated) -> Decorated:
     for option in reversed(
         (
             click.option(
-                "--compress", type=click.Choice(["lz4", "none"]), help="How GPU memory is stored."
+                "--compress",
+                type=click.Choice(["lz4", "none"]),
+                help="How this plugin stores memory.",
             ),
             click.option(
                 "--cpu-memory",
@@ -133,8 +135,7 @@ def criu_switches(function: Decorated) -> Decorated:
             click.option(
                 "--threads",
                 type=click.IntRange(0, 1024),
-                help="Threads that move GPU memory; 0: as many as the processors and the disk can "
-                "use.",
+                help="Threads that move memory; 0: as many as the processors and the disk can use.",
             ),
         )
     ):
@@ -150,7 +151,10 @@ def describe(statistics: Statistics | None) -> str:
     text = _describe_cuda(statistics)
     if own:
         plain, stored = (sum(getattr(t, n) for t in own) for n in ("plain_bytes", "file_bytes"))
-        text += f", {mib(plain)} of CPU memory stored in {mib(stored)}"
+        text += f", {mib(plain)} of CPU memory"
+        if same := sum(task.same_bytes for task in own):
+            text += f", {mib(same)} of it in earlier checkpoints already"
+        text += f" stored in {mib(stored)}"
     return text
 
 

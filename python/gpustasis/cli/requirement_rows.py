@@ -7,13 +7,17 @@ from gpustasis.image.inspection import Inspection
 from gpustasis.image.requirements import MappedFile, NeededGpu, RequirementsView
 from gpustasis.text import mib, plural
 
+NOTHING_SAVED = "nothing in it was saved by gpustasis"
+
 
 def requirements_rows(found: Inspection, needed: RequirementsView | None) -> list[tuple[str, str]]:
     """Name and text of each requirement."""
     if needed is None:
-        return [("Checkpoint", "no GPU state saved by gpustasis")]
-    driver = driver_text(needed.driver_api_version, needed.driver_version)
-    rows = [("Checkpoint", found.checkpoint_id or ""), ("Driver", f"{driver}, or newer")]
+        return [("Checkpoint", NOTHING_SAVED)]
+    rows = [("Checkpoint", found.checkpoint_id or "")]
+    if found.uses_cuda():
+        driver = driver_text(needed.driver_api_version, needed.driver_version)
+        rows.append(("Driver", f"{driver}, or newer"))
     rows += [("", f"{file.path}: {file.text}") for file in needed.driver_libraries]
     rows += [(f"GPU {number}", _gpu_text(gpu)) for number, gpu in enumerate(needed.gpus)]
     if needed.unplaced_bytes:

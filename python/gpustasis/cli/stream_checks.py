@@ -13,7 +13,7 @@ from gpustasis.criu.images import has_open_terminal
 from gpustasis.criu.plugin import driver_libraries
 from gpustasis.criu.run import own_option
 from gpustasis.errors import CheckpointError, StreamError
-from gpustasis.image.checkpoint import find_manifest
+from gpustasis.image.checkpoint import find_manifest, has_gpu_state
 
 # Of criu: the job would run on, or the images would not hold all of it.
 _NOT_STREAMED = (
@@ -52,10 +52,10 @@ def require_restorable(options: dict[str, Any], has_terminal: bool, directory: P
             "the job has a terminal, and there is none here to give it: restore it from a "
             "directory or a file, at a terminal"
         )
-    has_state = find_manifest(directory) is not None
-    if options["leave_stopped"] and has_state:
+    manifest = find_manifest(directory)
+    if options["leave_stopped"] and manifest is not None and has_gpu_state(manifest):
         raise StreamError("the job has GPU state, which cannot be restored with --leave-stopped")
-    if not has_state or options["ignore_requirements"]:
+    if manifest is None or options["ignore_requirements"]:
         return
     from gpustasis.diagnosis import Status, restorability  # much, and few streams need it
 

@@ -32,7 +32,7 @@ _PHASE_WIDTH = 70  # characters
 @click.option(
     "--parent",
     type=click.Path(file_okay=False, exists=True, path_type=Path),
-    help="An earlier checkpoint of the job: GPU memory that it holds is not stored again.",
+    help="An earlier checkpoint of the job: memory that its images hold is not stored again.",
 )
 @click.option(
     "--max-chain",

@@ -17,7 +17,7 @@ from gpustasis.image.checkpoint import is_sealed
 from gpustasis.image.directory import allow_many_files
 from gpustasis.image.store_verification import is_store, verify_store
 from gpustasis.image.verification import Verification
-from gpustasis.text import mib, plural
+from gpustasis.text import memory_text, mib, plural
 
 
 @click.command("verify", cls=Command)
@@ -37,9 +37,10 @@ from gpustasis.text import mib, plural
 def command(
     checkpoint: Path, parents: tuple[Path, ...], threads: int, state: Path | None, rate: int | None
 ) -> None:
-    """Check every hash of the GPU images in CHECKPOINT, an image directory or an archive, and of
-    their manifest. Or give a store, a directory of checkpoints: all of them are checked, each
-    image once, and every checkpoint that depends on a damaged chunk is named.
+    """Check every hash of the images in CHECKPOINT, an image directory or an archive, that hold GPU
+    memory or CPU memory, and of their manifest. Or give a store, a directory of checkpoints: all of
+    them are checked, each image once, and every checkpoint that depends on a damaged chunk is
+    named.
 
     What an earlier checkpoint holds for this one is read and checked there; of an archive, where
     --parent says. Exits 0 if all is whole, 10 if anything is not; each problem is a line. CRIU's
@@ -63,7 +64,7 @@ def command(
             images = f"{found.images} image{'' if found.images == 1 else 's'}"
             output.say(
                 f"{checkpoint}: manifest and {images} whole, "
-                f"{mib(found.plain_bytes)} of GPU memory{_earlier_text(found)}"
+                f"{memory_text(found.plain_bytes, found.cpu_bytes)}{_earlier_text(found)}"
             )
 
     output.answer({"checkpoint": checkpoint, **asdict(found)}, show)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether this host can restore a checkpoint, as far as that can be said without trying.
 
-GPU memory itself is not checked: `gpustasis verify` does that.
+Memory itself is not checked: `gpustasis verify` does that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gpustasis.criu.images import core_name, parse_machine
 from gpustasis.diagnosis import (
     Finding,
     Status,
+    cpu_memory,
     host,
     kubernetes,
     mapped_files,
@@ -80,10 +81,11 @@ def check(
         ok(name, text),
         *_architecture(machine),
         *[f for f in host.check_kernel() if f.status is Status.PROBLEM],
-        *_criu(environ, criu_program),
+        *_criu(found, environ, criu_program),
         *_runtime(found, environ),
         *_parent(found, is_archive),
         *_gpus(found, driver_library, nvml_library),
+        *_cpu_memory(found),
         *_host_memory(found),
         *_mounts(spec),
         *([] if manifest is None else _mapped_files(manifest, found, spec, rootfs)),
@@ -123,11 +125,16 @@ def _architecture(machine: str) -> Iterator[Finding]:
         yield problem(name, f"it is of {machine}, this host is {here}", "restore it on its like")
 
 
-def _criu(environ: Mapping[str, str], explicit: str | None) -> Iterator[Finding]:
+def _criu(found: Inspection, environ: Mapping[str, str], explicit: str | None) -> Iterator[Finding]:
     try:
         chosen = choose(find_all(environ, explicit))
     except CriuError as exc:
         yield problem("CRIU", str(exc), "install criu >= 4.1")
+        return
+    # Processes that lack memory are not to outlive criu: the plugin sees to that in its ptrace().
+    why = cpu_memory.why_not_led(chosen.program, "ptrace") if _plain_bytes(found) else ""
+    if why:
+        yield problem("CRIU", f"{why}, so the plugin refuses the restore", "take another criu")
     else:
         yield ok("CRIU", f"{chosen.version_text}, {chosen.program}")
 
@@ -218,7 +225,7 @@ def _models(found: Inspection, devices: tuple[Device, ...], version: int) -> Ite
 
 def _gpu_memory(found: Inspection, devices: tuple[Device, ...], nvml_library: str) -> Finding:
     name = "GPU memory"
-    needed = _plain_bytes(found)
+    needed = _gpu_bytes(found)
     total = sum(device.memory_size for device in devices)
     try:
         used = answer_within(ANSWER_S, "NVML", partial(nvml.memory_used, nvml_library))
@@ -252,8 +259,20 @@ def _by_gpu(found: Inspection, devices: tuple[Device, ...]) -> Iterator[tuple[in
             yield need, size, model
 
 
+def _cpu_memory(found: Inspection) -> Iterator[Finding]:
+    """Whatever the configuration here says of dumps: what a checkpoint is, it says itself."""
+    count = sum(process.cpu_memory is not None for process in found.processes)
+    if count:
+        text = (
+            f"{mib(_cpu_bytes(found))} of {plural(count, 'process', 'es')} in images of gpustasis"
+        )
+        yield ok(cpu_memory.NAME, f"{text}; our plugin fills it at a restore")
+    else:
+        yield ok(cpu_memory.NAME, "in CRIU's own images")
+
+
 def _host_memory(found: Inspection) -> Iterator[Finding]:
-    """The driver takes GPU memory from host memory of the task."""
+    """The driver takes GPU memory from host memory of the task; CPU memory is filled at once."""
     needed = _plain_bytes(found)
     if not needed:
         return
@@ -261,7 +280,12 @@ def _host_memory(found: Inspection) -> Iterator[Finding]:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    text = f"{mib(needed)} needed to stage GPU memory, {mib(free)} free"
+    purposes = [
+        (_gpu_bytes(found), "to stage GPU memory"),
+        (_cpu_bytes(found), "for CPU memory"),
+    ]
+    text = ", ".join(f"{mib(size)} needed {purpose}" for size, purpose in purposes if size)
+    text += f", {mib(free)} free"
     if needed > free:
         yield problem("host memory", text, "free memory, or take a host with more of it")
     else:
@@ -304,11 +328,20 @@ def _mounts(spec: bytes | None) -> Iterator[Finding]:
 
 
 def _plain_bytes(found: Inspection) -> int:
+    return _gpu_bytes(found) + _cpu_bytes(found)
+
+
+def _gpu_bytes(found: Inspection) -> int:
     return sum(
         process.cuda.image.plain_bytes
         for process in found.processes
         if process.cuda is not None and process.cuda.image is not None
     )
+
+
+def _cpu_bytes(found: Inspection) -> int:
+    images = [process.cpu_memory for process in found.processes]
+    return sum(image.plain_bytes for image in images if image is not None)
 
 
 def _cuda(version: int) -> str:

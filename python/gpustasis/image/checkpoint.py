@@ -23,6 +23,7 @@ from gpustasis._core import (
     ImageReader,
     Manifest,
     ManifestTask,
+    MemoryKind,
     Source,
     UnsupportedDataError,
     read_manifest,
@@ -111,6 +112,11 @@ def require_meant(image: ImageReader, manifest: Manifest, task: ManifestTask, pa
 def plain_size(image: ImageReader) -> int:
     """Bytes of memory that an image holds."""
     return sum(region.length for region in image.info.regions)
+
+
+def has_gpu_state(manifest: Manifest) -> bool:
+    """Whether a process of the checkpoint used CUDA; else it holds CPU memory only."""
+    return any(task.kind == MemoryKind.GPU for task in manifest.tasks)
 
 
 def image_names(directory: Path) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed in GPU memory from one checkpoint to another, by the hashes in their indexes.
+"""What changed in memory from one checkpoint to another, by the hashes in their indexes.
 
 No chunk is read, and no earlier checkpoint is needed.
 """
@@ -97,7 +97,7 @@ def compare(a: Path, b: Path) -> Difference:
 def compare_files(a: CheckpointFiles, b: CheckpointFiles) -> Difference:
     """What changed from checkpoint `a` to `b`, chunk by chunk.
 
-    Raises ImageError if one is damaged, holds no GPU memory of its own, or has chunks of another
+    Raises ImageError if one is damaged, has no images of ours, or has chunks of another
     size; UnsupportedError.
     """
     before, after = _open(a), _open(b)
@@ -126,12 +126,10 @@ def compare_files(a: CheckpointFiles, b: CheckpointFiles) -> Difference:
 def _open(files: CheckpointFiles) -> _Side:
     manifest = files.manifest()
     if manifest is None:
-        raise ImageError(f"{files.name}: no manifest: it holds no GPU state saved by gpustasis")
+        raise ImageError(f"{files.name}: no manifest: it holds nothing that gpustasis saved")
     images = _images(files, manifest)
     if not images:
-        raise ImageError(
-            f"{files.name}: its GPU memory is in CRIU's own images: nothing to compare"
-        )
+        raise ImageError(f"{files.name}: its memory is in CRIU's own images: nothing to compare")
     return _Side(files.name, images)
 
 

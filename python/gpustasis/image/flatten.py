@@ -148,7 +148,7 @@ def _chain_length(directory: Path) -> int:
 def _manifest(directory: Path) -> Manifest:
     manifest = find_manifest(directory)
     if manifest is None:
-        raise ImageError(f"{directory}: no manifest: it holds no GPU state saved by gpustasis")
+        raise ImageError(f"{directory}: no manifest: it holds nothing that gpustasis saved")
     return manifest
 
 

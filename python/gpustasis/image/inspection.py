@@ -40,7 +40,7 @@ INSPECTION_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionView:
-    """A run of staged GPU memory. protection: as in /proc/PID/maps, "rw-"."""
+    """A run of memory, of the GPU (staged) or the CPU. protection: as in /proc/PID/maps, "rw-"."""
 
     address: int
     length: int
@@ -158,9 +158,9 @@ class ProcessView:
 class Inspection:
     """A whole checkpoint. Sizes in bytes, times by phase in milliseconds.
 
-    checkpoint_id is None, and the driver unknown, if we saved nothing in it. parent is None for a
-    checkpoint that needs no other. backend is None where
-    no statistics say it, else "driver" or "emulator". archive: None of a directory.
+    checkpoint_id is None, and the driver unknown, if we saved nothing in it; the driver is unknown
+    too if no process used CUDA. parent is None for a checkpoint that needs no other. backend is
+    None where no statistics say it, else "driver" or "emulator". archive: None of a directory.
     """
 
     directory: str
@@ -176,6 +176,10 @@ class Inspection:
     processes: tuple[ProcessView, ...]
     timings_ms: dict[str, dict[str, float]]
     archive: ArchiveView | None = None
+
+    def uses_cuda(self) -> bool:
+        """Whether one of its processes used CUDA, as far as we saved it."""
+        return any(process.cuda is not None for process in self.processes)
 
     def needed_gpus(self) -> tuple[GpuView, ...]:
         """Those that a process of the checkpoint could see; all, if that is not known of one."""
@@ -196,7 +200,7 @@ def inspect_directory(directory: Path) -> Inspection:
 
 
 def inspect_files(files: CheckpointFiles) -> Inspection:
-    """Look into a checkpoint without reading GPU memory; earlier checkpoints may be missing.
+    """Look into a checkpoint without reading memory; earlier checkpoints may be missing.
 
     Raises ImageError if it is no checkpoint or something in it is damaged, UnsupportedError if it
     needs a newer version of this package.
@@ -228,7 +232,8 @@ def inspect_files(files: CheckpointFiles) -> Inspection:
 
 
 def _backend(statistics: dict[str, Statistics]) -> str | None:
-    return next((found.backend for found in statistics.values()), None)
+    """Those of a dump of CPU memory alone name none."""
+    return next((found.backend for found in statistics.values() if found.backend), None)
 
 
 def _statistics(files: CheckpointFiles) -> dict[str, Statistics]:

@@ -67,8 +67,8 @@ class RequirementsView:
 
 
 def find_requirements(files: CheckpointFiles, found: Inspection) -> RequirementsView | None:
-    """What `files`, which were inspected as `found`, need; None: no GPU state was saved by
-    gpustasis. Raises ImageError, UnsupportedError."""
+    """What `files`, which were inspected as `found`, need; None: gpustasis saved nothing in it.
+    Raises ImageError, UnsupportedError."""
     manifest = files.manifest()
     if manifest is None:
         return None
@@ -125,7 +125,7 @@ def _needed_gpus(manifest: Manifest, found: Inspection) -> tuple[NeededGpu, ...]
 def _unplaced_bytes(manifest: Manifest, found: Inspection) -> int:
     """As the plugin counts at a restore: of a process of which one size is not known, what the
     other sizes do not make up for."""
-    tasks = {task.pid: task.gpus for task in manifest.tasks}
+    tasks = {task.pid: task.gpus for task in manifest.tasks if task.kind == MemoryKind.GPU}
     unplaced = 0
     for process in found.processes:
         if process.cuda is None or process.cuda.image is None:

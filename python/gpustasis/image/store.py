@@ -110,9 +110,9 @@ def _belongs(item: os.DirEntry[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """An entry, and what its images say. memory_bytes: of GPU memory that is in our images; None:
-    they cannot be read. problem: why it is no whole checkpoint; "": it is one, as far as can be
-    told without reading chunks."""
+    """An entry, and what its images say. memory_bytes: of memory, the GPU's and the CPU's, that is
+    in our images; None: they cannot be read. problem: why it is no whole checkpoint; "": it is one,
+    as far as can be told without reading chunks."""
 
     entry: Entry
     memory_bytes: int | None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest
+from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest, MemoryKind
 from gpustasis.criu.images import INVENTORY_NAME, inventory_plugins
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import (
@@ -30,6 +30,7 @@ OnProgress = Callable[[str, int, int], object]
 class Verification:
     """What was found. problems: a sentence each, with file and, of a chunk, number and address.
 
+    cpu_bytes: those of plain_bytes that are CPU memory; the others are GPU memory.
     earlier_bytes: those of plain_bytes that were read from earlier_checkpoints others.
     outside_bytes: those that lie in outside_checkpoints others (their ids, in hexadecimal), which
     are not in the archive, and were not checked: no parent was named.
@@ -37,6 +38,7 @@ class Verification:
 
     images: int = 0
     plain_bytes: int = 0
+    cpu_bytes: int = 0
     earlier_bytes: int = 0
     earlier_checkpoints: int = 0
     outside_bytes: int = 0
@@ -85,7 +87,7 @@ def _why_no_manifest(directory: Path) -> str:
             f"{directory}: was made with CRIU's own CUDA plugin: its GPU memory is in CRIU's "
             "images, which have no checksums, so it cannot be verified"
         )
-    return f"{directory}: is a checkpoint of CRIU with no GPU state in it: nothing to verify"
+    return f"{directory}: is a checkpoint of CRIU alone, with nothing of gpustasis's to verify"
 
 
 def _check_images(
@@ -111,6 +113,8 @@ def _check_images(
             continue
         found.images += 1
         found.plain_bytes += plain_size(image)
+        if task.kind == MemoryKind.CPU:
+            found.cpu_bytes += plain_size(image)
         found.earlier_bytes += image.totals.ref.plain
         earlier |= {source.checkpoint_id for source in image.info.sources}
     found.earlier_checkpoints = len(earlier)

@@ -39,11 +39,11 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # of a rename: somethin
 
 
 def keep_parents(archives: Sequence[Path]) -> None:
-    """Unpack the GPU images of these archives to STORE_ROOT/checkpoints/ID, unless they are on this
+    """Unpack our images of these archives to STORE_ROOT/checkpoints/ID, unless they are on this
     machine already, and sound: every byte is read. What is there and damaged is replaced.
 
     Raises ImageError for a bad archive, one whose images are damaged, or if what is there is
-    locked; CheckpointError for one without GPU images, or if they cannot be written; what is there
+    locked; CheckpointError for one without such images, or if they cannot be written; what is there
     then is whole, checked, and on the disk.
     """
     for path in archives:
@@ -69,7 +69,7 @@ def require_parent(archive: Archive) -> None:
 def _keep(archive: Archive) -> None:
     manifest = archive.manifest()
     if manifest is None:
-        raise CheckpointError(f"{archive.name} is no parent: it holds no GPU state of gpustasis's")
+        raise CheckpointError(f"{archive.name} is no parent: it holds nothing that gpustasis saved")
     checkpoint_id = manifest.checkpoint_id
     found = find_checkpoint(checkpoint_id)
     if found is not None and not _damage(found):

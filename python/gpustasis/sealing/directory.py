@@ -17,7 +17,6 @@ from gpustasis._core import (
     SEALED_NAME,
     DataKey,
     SealedReader,
-    image_name,
 )
 from gpustasis.criu.images import INVENTORY_NAME, parent_pages
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
@@ -117,9 +116,9 @@ def require_whole(directory: Path, names: Container[str]) -> None:
         if manifest.parent_id != NO_PARENT:
             raise _needs_earlier(directory, MANIFEST_NAME)
         for task in manifest.tasks:
-            if task.externalized and image_name(task.pid) not in names:
+            if task.externalized and task.image_name not in names:
                 raise SealError(
-                    f"{directory} holds no whole checkpoint: {image_name(task.pid)} is missing"
+                    f"{directory} holds no whole checkpoint: {task.image_name} is missing"
                 )
     for name in parent_pages(directory):
         raise _needs_earlier_dump(directory, name)

@@ -17,6 +17,7 @@ from gpustasis.streaming.records import ANSWER_MAGIC, Decoder, Encoder, Header, 
 _FOREVER = 1e9  # seconds
 _STEP_S = 1.0
 _LOOK_S = 0.05
+_LONGEST_PATH = 4096  # characters
 _MOST = 8  # answers that were not looked at yet
 _GRACE_S = 3.0  # for what a receiver that gave up has still to say
 
@@ -28,10 +29,12 @@ class _Closed(Exception):
 
 
 class Answers:
-    """The sender's view of the receiver. place: who that is, for messages."""
+    """The sender's view of the receiver. place: who that is, for messages. received: where it has
+    put what it received, once it is all there; "": it has not said so."""
 
     def __init__(self, source: Descriptor, timeout_s: float) -> None:
         self.place = source.place
+        self.received = ""
         self._source = source
         self._timeout_s = timeout_s
         self._closed = threading.Event()
@@ -116,7 +119,10 @@ class Answers:
         if item[0] is Kind.STEP:
             if item[1] != self._step:
                 self._step, self._changed = item[1], time.monotonic()
-        elif self._queue.qsize() < _MOST:
+            return
+        if item[0] is Kind.READY:
+            self.received = str(item[1].get("directory", ""))[:_LONGEST_PATH]
+        if self._queue.qsize() < _MOST:
             self._queue.put(item)
         else:
             raise StreamError(f"{self.place} answers more than it is asked")

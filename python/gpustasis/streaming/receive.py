@@ -126,7 +126,9 @@ class _Receiver:
             with self._source.replies.steps("syncing", lambda: self._count):
                 self._sync(part)
         try:
-            self._source.replies.tell(Kind.READY, self._signals.check, digest=digest.hex())
+            self._source.replies.tell(
+                Kind.READY, self._signals.check, digest=digest.hex(), directory=str(self._out)
+            )
             self._await_outcome()
         except BaseException as exc:
             self._after_ready(exc)

@@ -303,7 +303,7 @@ class _Sender:
             self.target.discard()
         if not wrong:
             self._abandon()
-            return f"the job runs on: {fate.runs}"
+            return f"the job runs on: {fate.runs}{self._left_there()}"
         self._keep = True
         if (self.images / INVENTORY_NAME).exists():
             return (
@@ -312,11 +312,29 @@ class _Sender:
             )
         return f"it cannot be said that the job runs on: {wrong}; what was dumped: {self.images}"
 
-    def _has_ended(self) -> str:
+    def _left_there(self) -> str:
+        """A receiver removes what it has when it is told that the job runs on; one that was killed
+        cannot."""
+        answers = self.target.answers
+        if answers is None or not answers.received:
+            return ""
         return (
+            f". If {answers.place} was killed, what it received is still there, in "
+            f"{answers.received}: remove that, the job must not run twice"
+        )
+
+    def _has_ended(self) -> str:
+        text = (
             f"the job has ended here. Its checkpoint is in {self.images}: `gpustasis restore -D "
             f"{self.images}` restores it, if it does not run at the receiver's"
         )
+        answers = self.target.answers
+        if answers is not None and answers.received:
+            text += (
+                f". If it does not, {answers.place} has it as well, in {answers.received}: restore "
+                "one of the two"
+            )
+        return text
 
     def _abandon(self) -> None:
         """Only once the job was seen alive: what was received is removed then. Before its end the

@@ -50,6 +50,10 @@ void every_key_is_taken() {
     CHECK(read("huge_pages = \"auto\"").huge_pages == HugePages::automatic);
     CHECK(read("io = \"auto\"").io == IoMode::automatic);
     CHECK(read("io = \"buffered\"").io == IoMode::buffered);
+    CHECK(read("").cpu_memory == CpuMemory::criu);
+    CHECK(read("cpu_memory = \"criu\"").cpu_memory == CpuMemory::criu);
+    CHECK(read("cpu_memory = \"ours\"").cpu_memory == CpuMemory::ours);
+    CHECK(read("cpu_memory = \"auto\"").cpu_memory == CpuMemory::automatic);
 }
 
 void an_empty_file_is_the_defaults() {
@@ -67,6 +71,9 @@ void bad_values_are_named() {
                              "externalize = 1",
                              "externalize = \"yes\"",
                              "compress = \"zstd\"",
+                             "cpu_memory = \"Ours\"",
+                             "cpu_memory = \"\"",
+                             "cpu_memory = true",
                              "io = \"mmap\"",
                              "io = 1",
                              "huge_pages = \"maybe\"",
@@ -122,6 +129,8 @@ void of_parent_and_incremental_the_later_holds() {
     CHECK(!config.incremental && config.parent == "/b");
     set_options(config, {{"incremental", "true"}});
     CHECK(config.incremental && config.parent.empty());
+    set_options(config, {{"cpu_memory", "ours"}});
+    CHECK(config.cpu_memory == CpuMemory::ours);
 }
 
 void a_policy_has_its_place_in_the_order() {

@@ -120,6 +120,10 @@ void keys_are_set_on_top_of_the_hosts() {
     run.write(policy("parent = \"/other\"\nexternalize = true"));
     CHECK(run.apply(config) == kA);
     CHECK(config.parent == "/other" && !config.incremental);
+    CHECK(config.cpu_memory == CpuMemory::criu);
+    run.write(policy("cpu_memory = \"auto\""));
+    CHECK(run.apply(config) == kA);
+    CHECK(config.cpu_memory == CpuMemory::automatic);
 }
 
 void no_policy_is_none() {
@@ -142,7 +146,7 @@ void a_bad_policy_is_named() {
          {std::string(), std::string("threads = 3"), policy("threads = -1"), policy("thread = 3"),
           policy("driver = \"/tmp/libcuda.so\""), policy("nvml = \"/x\""),
           policy("io = \"direct\""), policy("max_chain = 1"), policy("threads = 3", kB),
-          policy("threads ="), policy("compress = \"zstd\""),
+          policy("threads ="), policy("compress = \"zstd\""), policy("cpu_memory = \"ours \""),
           policy("# " + std::string(70'000, 'x')), std::string(1, '\0'),
           std::string("container = 1"), std::string("[container]\nid = 1"),
           "x = " + std::string(60'000, '[')}) {
