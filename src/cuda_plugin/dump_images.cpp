@@ -88,6 +88,7 @@ void DumpImages::note(ManifestTask task) {
 void DumpImages::note_in_inventory(bool externalized) {
     if (externalized && !named_ours_) {
         host::add_inventory_plugin(inventory_id_name(manifest_.checkpoint_id));
+        host::add_inventory_plugin(kInventoryNamesImages);
         host::add_inventory_plugin(kInventoryName);
         named_ours_ = true;
     } else if (!externalized && !named_stock_) {

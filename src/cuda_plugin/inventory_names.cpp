@@ -10,7 +10,7 @@ std::string inventory_id_name(const Id& checkpoint_id) {
 }
 
 std::string inventory_images_name(const Id& digest) {
-    return kInventoryImagesPrefix + id_text(digest);
+    return "images-" + id_text(digest);
 }
 
 } // namespace gpustasis

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// What CRIU's inventory.img says of a checkpoint of ours, as names of plugins that the restore
-/// needs. None of them may begin with another: CRIU compares only as many bytes as it is asked for.
+/// needs. None of them may begin with another: CRIU before 4.3 compares only as many bytes as it is
+/// asked for, and later ones cannot be asked for the beginning of a name.
 #pragma once
 
 #include "core/image_info.hpp"
@@ -13,8 +14,8 @@ namespace gpustasis {
 inline constexpr const char* kInventoryName = "gpustasis";
 /// Of one that the stock CUDA plugin can restore too.
 inline constexpr const char* kStockInventoryName = "cuda_plugin";
-/// With what all names of inventory_images_name() begin.
-inline constexpr const char* kInventoryImagesPrefix = "images-";
+/// Of one that has a name by inventory_images_name() too.
+inline constexpr const char* kInventoryNamesImages = "names-images";
 
 /// Ties CRIU's images to one manifest: "checkpoint-<checkpoint id in hex>".
 std::string inventory_id_name(const Id& checkpoint_id);

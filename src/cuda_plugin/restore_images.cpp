@@ -75,10 +75,11 @@ void RestoreImages::require_all() const {
         stored.add(task,
                    image == images.end() ? std::vector<Region>{} : image->second.info().regions);
     }
-    if (host::take_inventory_plugin(inventory_images_name(stored.digest())))
+    const bool is_named = host::take_inventory_plugin(kInventoryNamesImages);
+    const bool is_same = host::take_inventory_plugin(inventory_images_name(stored.digest()));
+    if (is_named && is_same)
         return;
-    const bool is_older = !host::take_inventory_plugin(kInventoryImagesPrefix);
-    if (!is_older || (of_gpu_.empty() && of_cpu_.empty()))
+    if (is_named || (of_gpu_.empty() && of_cpu_.empty()))
         throw Error(Errc::corrupt_data, std::string(kManifestName) +
                                             " does not list the memory that the dump has "
                                             "left out of CRIU's images: a process would run "

@@ -35,6 +35,7 @@ from gpustasis.image.flatten import flatten
 from gpustasis.image.inspection import inspect_directory
 from gpustasis.image.verification import verify_directory
 from support.cpu_memory import FIRST_CHECKPOINT, OURS, pages_bytes, refused, running
+from support.inventory import images_name, rename_images
 
 CRIU = {"cpu_memory": "criu"}
 KINDS = (MemoryKind.GPU, MemoryKind.CPU)
@@ -328,6 +329,7 @@ def test_an_image_that_does_not_fit_the_processes_kills_all(
     task = ManifestTask(pid=pid, externalized=True, digest=digest, kind=MemoryKind.CPU)
     tasks = [*(one for one in manifest.tasks if one.pid != pid), task]
     write_manifest(forged, Manifest(checkpoint_id=manifest.checkpoint_id, tasks=tasks))
+    rename_images(forged, images_name(forged))  # else it is refused for that
     log = refused(newest_rig.restore(forged))
     why = "is of a process that criu has not made" if other else "the task does not map 0x40000000"
     assert path.name in log and why in log
