@@ -200,6 +200,19 @@ def test_a_failed_dump_leaves_the_job_exact(newest_rig: Rig, memory_job: Path) -
         job.run_on()
 
 
+def test_a_failed_dump_says_nothing_of_what_criu_has_not_asked(
+    newest_rig: Rig, memory_job: Path
+) -> None:
+    with running(newest_rig, memory_job, mib=20, children=1) as job:
+        images = newest_rig.images()
+        (images / image_name(job.pids[-1], MemoryKind.CPU)).mkdir()
+        log = refused(newest_rig.dump(job, images, config=OURS))
+        assert f"MiB of CPU memory of pid {job.pid} in" in log  # stored, and hidden
+        assert "criu did not ask this plugin about" not in log
+        assert [task["stored_twice_bytes"] for task in told(images, "dump")] == [0, 0]
+        job.run_on()
+
+
 def test_criu_killed_in_the_dump_leaves_the_job_exact(rig: Rig, memory_job: Path) -> None:
     """While the plugin stores memory, and when all is dumped. In between CRIU's own code stands in
     the tasks: one that it stands in when criu dies is lost, with stock CRIU too."""
