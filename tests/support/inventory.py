@@ -16,6 +16,7 @@ from gpustasis.criu.images import INVENTORY_NAME, inventory_plugins
 from support.plain_manifest import parse_manifest
 from support.plain_reader import PlainImage
 
+_MAGIC = struct.pack("<I", 0x58313116)
 _KEY = b"\x62"  # protobuf: field 12, which has a length; of the list, and of each name in it
 NAMES_IMAGES = "names-images"  # says that there is another, which begins with:
 _IMAGES = "images-"
@@ -34,6 +35,15 @@ def images_name(directory: Path) -> str:
             regions = xxhash.xxh3_128_digest(b"".join(places))
         entries += struct.pack("<IBBxx", task.pid, task.kind, task.externalized) + regions
     return _IMAGES + xxhash.xxh3_128_hexdigest(entries)
+
+
+def write_inventory(directory: Path, *plugins: str, mark: str = "") -> None:
+    """A small one. mark: tells it from others, in a field that nothing reads."""
+    message = b"\x08\x02" + _packed(plugins)  # its version
+    if mark:
+        message += b"\x7a" + bytes([len(mark)]) + mark.encode()  # field 15
+    path = directory / INVENTORY_NAME
+    path.write_bytes(_MAGIC + struct.pack("<I", len(message)) + message)
 
 
 def rename_images(directory: Path, name: str | None) -> None:
