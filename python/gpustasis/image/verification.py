@@ -75,10 +75,9 @@ def verify_directory(
         found.problems.append(_why_no_manifest(directory))
         return found
     stored = _check_images(directory, manifest, threads, on_progress, found)
-    if not found.problems and is_there(directory / INVENTORY_NAME):
+    if not found.problems:
         try:
-            names_found = inventory_plugins(directory)
-            require_all_listed(names_found, stored, str(directory / MANIFEST_NAME))
+            require_all_in(directory, stored)
         except ImageError as exc:
             found.problems.append(str(exc))
     wanted = {task.image_name for task in manifest.tasks if task.externalized}
@@ -86,6 +85,14 @@ def verify_directory(
         f"{directory / name}: not named by the manifest" for name in names if name not in wanted
     ]
     return found
+
+
+def require_all_in(directory: Path, stored: Stored) -> None:
+    """Raise ImageError if CRIU's inventory in `directory` cannot be read, or as
+    require_all_listed."""
+    if is_there(directory / INVENTORY_NAME):
+        plugins = inventory_plugins(directory)
+        require_all_listed(plugins, stored, str(directory / MANIFEST_NAME))
 
 
 def require_all_listed(plugins: Collection[str], stored: Stored, manifest: str, /) -> None:
