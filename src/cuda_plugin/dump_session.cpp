@@ -191,9 +191,9 @@ bool DumpSession::checkpoint(pid_t pid) {
     std::vector<Region> staging;
     if (record != nullptr)
         staging = checkpoint_device(*record);
-    auto stored = cpu_memory_.take(pid, staging, [this] { choose_parent_once(); });
+    const auto stored = cpu_memory_.take(pid, staging, [this] { choose_parent_once(); });
     if (stored)
-        note(*std::move(stored), pid);
+        note(*stored, pid);
     return stored || record != nullptr;
 }
 
