@@ -22,9 +22,9 @@ void TreeFiles::guarded(const Body& body) noexcept {
 }
 
 // Files that cannot be looked at are counted, each time: so once.
-void TreeFiles::look_at(pid_t task) {
+void TreeFiles::look_at(MappedFiles& files, pid_t task) {
     if (done_.insert(task).second)
-        files_->add(task);
+        files.add(task);
 }
 
 void TreeFiles::look_at_others(SharedTaskTable& cuda_tasks) noexcept {
@@ -34,14 +34,14 @@ void TreeFiles::look_at_others(SharedTaskTable& cuda_tasks) noexcept {
         files_.emplace(tasks_.front());
         for (const pid_t task : tasks_)
             if (cuda_tasks.find(task) == nullptr)
-                look_at(task);
+                look_at(*files_, task);
     });
 }
 
 std::optional<Requirements> TreeFiles::with(pid_t task) noexcept {
     std::optional<Requirements> found;
     guarded([&] {
-        look_at(task);
+        look_at(*files_, task);
         found = files_->result();
         format::check_requirements(*found, Errc::bad_argument);
     });

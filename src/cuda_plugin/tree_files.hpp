@@ -28,7 +28,7 @@ public:
     std::optional<Requirements> with(pid_t task) noexcept;
 
 private:
-    void look_at(pid_t task);
+    void look_at(MappedFiles& files, pid_t task);
     template <class Body>
     void guarded(const Body& body) noexcept;
 
