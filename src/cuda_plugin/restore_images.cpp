@@ -9,9 +9,9 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace gpustasis {
 namespace {
