@@ -3,6 +3,7 @@
 #include "bindings/buffers.hpp"
 #include "bindings/convert.hpp"
 #include "core/manifest.hpp"
+#include "core/stored_memory.hpp"
 
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -10,6 +11,7 @@
 #include <filesystem>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -105,6 +107,16 @@ void bind_manifest(py::module_& m) {
         py::arg("data"), py::arg("name"),
         "The manifest in a buffer; `name` is for messages.\n"
         "Raises CorruptDataError, UnsupportedDataError.");
+    m.def(
+        "stored_memory_digest",
+        [](const std::vector<std::pair<ManifestTask, std::vector<Region>>>& entries) {
+            StoredMemory stored;
+            for (const auto& [task, regions] : entries)
+                stored.add(task, regions);
+            return to_python(stored.digest());
+        },
+        py::arg("entries"),
+        "What CRIU's inventory holds of tasks of a manifest, each with the regions of its image.");
     m.def(
         "write_manifest",
         [](const std::filesystem::path& dir, const Manifest& manifest) {

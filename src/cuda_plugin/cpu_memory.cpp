@@ -232,11 +232,14 @@ std::string why_written_by_device(pid_t pid, const std::vector<Mapping>& mapping
     const std::filesystem::path directory = "/proc/" + std::to_string(pid) + "/fd";
     for (const auto& link : std::filesystem::directory_iterator(directory)) {
         const std::filesystem::path target = std::filesystem::read_symlink(link.path(), error);
-        struct stat status {};
-        if (error || ::stat(link.path().c_str(), &status) != 0)
+        struct statx status {};
+        // As the kernel has it: what serves the file's file system may be frozen with the tree.
+        if (error ||
+            ::statx(AT_FDCWD, link.path().c_str(), AT_STATX_DONT_SYNC, STATX_TYPE, &status) != 0)
             continue; // closed by a thread that shares the table; there is none in a frozen task
+        const dev_t number = makedev(status.stx_rdev_major, status.stx_rdev_minor);
         if (names_device(target.native()) ||
-            (S_ISCHR(status.st_mode) && !is_harmless_device(status.st_rdev, target.native())))
+            (S_ISCHR(status.stx_mode) && !is_harmless_device(number, target.native())))
             return "it has " + target.string() + " open";
     }
     return {};

@@ -58,10 +58,10 @@ bool CpuMemoryDump::may_store(CpuMemoryStatistics& told,
     }
 }
 
-bool CpuMemoryDump::take(pid_t pid, const std::vector<Region>& staging,
-                         const std::function<void()>& choose_parent) {
+std::optional<ManifestTask> CpuMemoryDump::take(pid_t pid, const std::vector<Region>& staging,
+                                                const std::function<void()>& choose_parent) {
     if (!hidden_)
-        return false;
+        return std::nullopt;
     CpuMemoryStatistics& told = statistics_.cpu_memory.emplace_back();
     told.pid = pid;
     told.image_pid = proc::innermost_pid(pid);
@@ -72,7 +72,7 @@ bool CpuMemoryDump::take(pid_t pid, const std::vector<Region>& staging,
     if (!told.left_because.empty()) {
         host::warn("the CPU memory of " + name +
                    " is left to CRIU, for a device may write to it: " + told.left_because);
-        return false;
+        return std::nullopt;
     }
     std::vector<Region> regions =
         told.phases.time("find", [&] { return find_cpu_memory(pid, mappings, staging); });
@@ -82,11 +82,11 @@ bool CpuMemoryDump::take(pid_t pid, const std::vector<Region>& staging,
         (config_.cpu_memory == CpuMemory::automatic && told.bytes < kWorthwhile)) {
         told.left_because = "there is little of it";
         told.bytes = 0;
-        return false;
+        return std::nullopt;
     }
     if (!may_store(told, choose_parent)) {
         told.bytes = 0;
-        return false;
+        return std::nullopt;
     }
     images_.begin();
     ManifestTask task;
@@ -98,21 +98,20 @@ bool CpuMemoryDump::take(pid_t pid, const std::vector<Region>& staging,
     told.totals = written.totals;
     told.file_bytes = written.file_size;
     told.damaged_in_parent = written.damaged_in_parent;
-    images_.note(std::move(task));
     hidden_->hide(pid, regions);
     host::info("stored " + std::to_string(told.bytes >> 20) + " MiB of CPU memory of " + name +
                " in " + std::to_string(told.regions) + " regions, as " +
                std::to_string(told.file_bytes >> 20) + " MiB");
-    return true;
+    return task;
 }
 
-void CpuMemoryDump::finish() noexcept {
+void CpuMemoryDump::finish(bool succeeded) noexcept {
     if (!hidden_)
         return;
     for (CpuMemoryStatistics& told : statistics_.cpu_memory) {
         const HiddenPages::Answered answered = hidden_->answered(told.pid);
         told.scans = answered.scans;
-        if (answered.hidden < answered.wanted)
+        if (succeeded && answered.hidden < answered.wanted)
             told.stored_twice = answered.wanted - answered.hidden;
         if (told.stored_twice != 0)
             host::warn("criu did not ask this plugin about " +

@@ -2,6 +2,7 @@
 /// The CPU memory of a tree in one dump: into images of ours, and out of criu's sight.
 #pragma once
 
+#include "core/manifest.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/dump_images.hpp"
 #include "cuda_plugin/hidden_pages.hpp"
@@ -31,13 +32,15 @@ public:
     bool is_on() const noexcept { return hidden_.has_value(); }
 
     /// Store what is to be stored of the frozen task `pid`, in which nothing runs any more, and hide it
-    /// from criu. `staging` is GPU memory; `choose_parent` is called before anything is stored. False: all is
-    /// left to CRIU. Throws Error: the dump must fail.
-    bool take(pid_t pid, const std::vector<Region>& staging,
-              const std::function<void()>& choose_parent);
+    /// from criu. `staging` is GPU memory; `choose_parent` is called before anything is stored. Gives
+    /// the entry of the manifest, which is to be noted; nullopt: all is left to CRIU. Throws Error: the
+    /// dump must fail.
+    std::optional<ManifestTask> take(pid_t pid, const std::vector<Region>& staging,
+                                     const std::function<void()>& choose_parent);
 
-    /// The dump is over: how criu's questions were answered. Warns of what was stored twice.
-    void finish() noexcept;
+    /// The dump is over: how criu's questions were answered. If it has `succeeded`, warns of what
+    /// was stored twice; else criu may not have asked yet.
+    void finish(bool succeeded) noexcept;
 
 private:
     bool may_store(CpuMemoryStatistics& told, const std::function<void()>& choose_parent);

@@ -9,21 +9,16 @@
 
 #include <set>
 #include <string>
-#include <utility>
 
 namespace gpustasis {
 
-void CpuMemoryRestore::add(std::uint32_t pid, ImageReader image) {
-    images_.emplace(pid, std::move(image));
-}
-
-void CpuMemoryRestore::fill(const std::vector<pid_t>& tree, unsigned threads,
-                            Statistics& statistics) {
+void fill_cpu_memory(const RestoreImages::ByPid& images, const std::vector<pid_t>& tree,
+                     unsigned threads, Statistics& statistics) {
     std::set<std::uint32_t> filled;
     for (const pid_t task : tree) {
         const std::uint32_t pid = proc::innermost_pid(task);
-        const auto image = images_.find(pid);
-        if (image == images_.end())
+        const auto image = images.find(pid);
+        if (image == images.end())
             continue;
         const std::string name = image_name(pid, MemoryKind::cpu);
         if (!filled.insert(pid).second)
@@ -46,7 +41,7 @@ void CpuMemoryRestore::fill(const std::vector<pid_t>& tree, unsigned threads,
         host::info("filled " + std::to_string(told.bytes >> 20) + " MiB of CPU memory of pid " +
                    std::to_string(task));
     }
-    for (const auto& [pid, image] : images_)
+    for (const auto& [pid, image] : images)
         if (!filled.contains(pid))
             throw Error(Errc::corrupt_data, image_name(pid, MemoryKind::cpu) +
                                                 " is of a process that criu has not made");

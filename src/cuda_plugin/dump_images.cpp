@@ -5,6 +5,7 @@
 #include "core/process_memory.hpp"
 #include "core/random_id.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/inventory_names.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/worker_process.hpp"
 
@@ -14,10 +15,6 @@
 #include <utility>
 
 namespace gpustasis {
-
-std::string inventory_id_name(const Id& checkpoint_id) {
-    return "checkpoint-" + id_text(checkpoint_id);
-}
 
 void DumpImages::choose_parent(const ContainerStore* store) {
     parent_ = statistics_.phases.time(
@@ -75,10 +72,13 @@ WriteResult DumpImages::write(pid_t pid, ManifestTask& task, std::vector<Region>
                    "; gpustasis verify says what depends on it");
     task.externalized = true;
     task.digest = written.digest;
+    stored_.add(task, info.regions);
     return written;
 }
 
 void DumpImages::note(ManifestTask task) {
+    if (!task.externalized)
+        stored_.add(task, {});
     // Once the inventory has our name, stock criu will not restore a process without its memory.
     note_in_inventory(task.externalized);
     manifest_.add(std::move(task));
@@ -88,12 +88,23 @@ void DumpImages::note(ManifestTask task) {
 void DumpImages::note_in_inventory(bool externalized) {
     if (externalized && !named_ours_) {
         host::add_inventory_plugin(inventory_id_name(manifest_.checkpoint_id));
+        host::add_inventory_plugin(kInventoryNamesImages);
         host::add_inventory_plugin(kInventoryName);
         named_ours_ = true;
     } else if (!externalized && !named_stock_) {
         host::add_inventory_plugin(kStockInventoryName);
         named_stock_ = true;
     }
+    if (named_ours_)
+        name_images();
+}
+
+// criu writes the names when all is dumped; until then each replaces the one before.
+void DumpImages::name_images() {
+    if (!images_name_.empty() && !host::take_inventory_plugin(images_name_))
+        throw Error(Errc::io, "criu's list of plugins lacks \"" + images_name_ + "\"");
+    images_name_ = inventory_images_name(stored_.digest());
+    host::add_inventory_plugin(images_name_);
 }
 
 } // namespace gpustasis

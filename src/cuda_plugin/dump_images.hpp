@@ -5,6 +5,7 @@
 #include "core/image_writer.hpp"
 #include "core/lineage.hpp"
 #include "core/manifest.hpp"
+#include "core/stored_memory.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/parent_choice.hpp"
 #include "cuda_plugin/statistics.hpp"
@@ -33,7 +34,7 @@ public:
     /// Write the image of frozen task `pid`, whose regions are `regions`. Throws as write_image.
     WriteResult write(pid_t pid, ManifestTask& task, std::vector<Region> regions);
 
-    /// Put `task` into the manifest, which is written anew, after its name is in CRIU's inventory.
+    /// Put `task` into the manifest, which is written anew, after CRIU's inventory names what it has.
     void note(ManifestTask task);
 
     Manifest& manifest() noexcept { return manifest_; }
@@ -42,6 +43,7 @@ public:
 
 private:
     void note_in_inventory(bool externalized);
+    void name_images();
 
     const Config& config_;
     int image_dir_;
@@ -49,17 +51,11 @@ private:
     Statistics& statistics_;
     ParentChoice parent_;
     Manifest manifest_;
+    StoredMemory stored_;     ///< what the manifest has, and the image that it has next
+    std::string images_name_; ///< that the inventory has; empty: none yet
     bool begun_ = false;
     bool named_ours_ = false;
     bool named_stock_ = false;
 };
-
-/// The name in inventory.img of a checkpoint that only this plugin can restore.
-inline constexpr const char* kInventoryName = "gpustasis";
-/// The name of one that the stock CUDA plugin can restore too.
-inline constexpr const char* kStockInventoryName = "cuda_plugin";
-/// Ties CRIU's images to one manifest: "checkpoint-<checkpoint id in hex>". None of the three may
-/// begin with another: CRIU compares only as many bytes as it is asked for.
-std::string inventory_id_name(const Id& checkpoint_id);
 
 } // namespace gpustasis

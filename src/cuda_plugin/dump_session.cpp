@@ -184,8 +184,6 @@ void DumpSession::lock(TaskRecord& record, TaskStatistics& statistics) {
 }
 
 bool DumpSession::checkpoint(pid_t pid) {
-    if (begun_)
-        statistics_.phases.time("mapped_files", [&] { files_.look_at_others(table_); });
     TaskRecord* record = table_.find(pid);
     if (record == nullptr && proc::may_use_cuda(pid) && worker_.restore_thread(pid))
         throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
@@ -193,8 +191,10 @@ bool DumpSession::checkpoint(pid_t pid) {
     std::vector<Region> staging;
     if (record != nullptr)
         staging = checkpoint_device(*record);
-    const bool taken = cpu_memory_.take(pid, staging, [this] { choose_parent_once(); });
-    return taken || record != nullptr;
+    const auto stored = cpu_memory_.take(pid, staging, [this] { choose_parent_once(); });
+    if (stored)
+        note(*stored, pid);
+    return stored || record != nullptr;
 }
 
 // On return nothing of the task runs any more. Gives the memory that the driver staged.
@@ -281,8 +281,10 @@ ManifestTask DumpSession::entry_of(const TaskRecord& record) {
 }
 
 void DumpSession::note(ManifestTask task, pid_t pid) {
-    images_.manifest().requirements =
-        statistics_.phases.time("mapped_files", [&] { return files_.with(pid); });
+    images_.manifest().requirements = statistics_.phases.time("mapped_files", [&] {
+        files_.look_at_others(table_);
+        return files_.with(pid);
+    });
     images_.note(std::move(task));
 }
 
@@ -338,7 +340,7 @@ void DumpSession::keep_in_store() {
 
 void DumpSession::finish(bool succeeded) noexcept {
     try {
-        cpu_memory_.finish();
+        cpu_memory_.finish(succeeded);
         if (!begun_ && statistics_.cpu_memory.empty()) {
             worker_.stop();
             return;

@@ -2,7 +2,7 @@
 #include "cuda_plugin/restore_session.hpp"
 
 #include "core/error.hpp"
-#include "cuda_plugin/dump_images.hpp"
+#include "cuda_plugin/cpu_memory_restore.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/huge_pages.hpp"
 #include "cuda_plugin/nvml.hpp"
@@ -25,15 +25,8 @@
 namespace gpustasis {
 namespace {
 
-// No inventory names this; an image from before CRIU recorded plugins answers yes to anything.
-constexpr const char* kNobody = "no-such-plugin";
-
 // A task that the driver holds in the kernel, or that has much memory, may take long to die.
 constexpr std::chrono::seconds kTellDeaths{10};
-
-bool manifest_exists(int image_dir) {
-    return ::faccessat(image_dir, kManifestName, F_OK, 0) == 0;
-}
 
 // The first process of a pid namespace among `tasks`, if it is the tree's root: criu waits for its
 // end, without limit, when a restore has failed. 0: there is none.
@@ -102,7 +95,8 @@ void await_deaths(const std::vector<pid_t>& tasks) {
 
 RestoreSession::RestoreSession(const Config& config)
     : config_(config), image_dir_(host::open_image_dir()), lineage_(image_dir_.get()),
-      table_(OnOrphaned::kill), worker_(config_, table_, lineage_) {
+      table_(OnOrphaned::kill), worker_(config_, table_, lineage_),
+      images_(config_, image_dir_.get(), lineage_) {
     statistics_.stage = "restore";
     statistics_.config_source = config_.source;
     statistics_.threads = config_.threads;
@@ -110,12 +104,15 @@ RestoreSession::RestoreSession(const Config& config)
 
 bool RestoreSession::prepare() {
     try {
-        if (!statistics_.phases.time("read_images", [&] { return read_images(); }))
+        if (!statistics_.phases.time("read_images", [&] { return images_.read(); }))
             return false;
-        if (manifest_.requirements)
+        if (!images_.of_gpu().empty() || !images_.of_cpu().empty())
+            exit_kill_.emplace([this](pid_t tid) { refuse_detach(tid); });
+        if (images_.manifest().requirements)
             statistics_.phases.time("check_files", [&] {
-                require_unchanged([&] { return find_changed_files(*manifest_.requirements); },
-                                  config_.ignore_requirements);
+                require_unchanged(
+                    [&] { return find_changed_files(*images_.manifest().requirements); },
+                    config_.ignore_requirements);
             });
         if (uses_driver()) {
             statistics_.phases.time("check_machine", [&] { check_machine(); });
@@ -131,55 +128,9 @@ bool RestoreSession::prepare() {
     }
 }
 
-bool RestoreSession::read_images() {
-    const bool before_plugin_lists = host::take_inventory_plugin(kNobody);
-    const bool ours = host::take_inventory_plugin(kInventoryName);
-    const bool stock = host::take_inventory_plugin(kStockInventoryName);
-    if (!ours && !stock)
-        return false;
-    has_manifest_ = manifest_exists(image_dir_.get());
-    externalized_ = ours && (!before_plugin_lists || has_manifest_);
-    if (!externalized_ && !has_manifest_)
-        return true;
-
-    manifest_ = read_manifest(image_dir_.get());
-    if (externalized_ && !host::take_inventory_plugin(inventory_id_name(manifest_.checkpoint_id)))
-        throw Error(Errc::corrupt_data, std::string(kManifestName) +
-                                            " is not the one that CRIU's images in this "
-                                            "directory were made with");
-    open_images();
-    return true;
-}
-
 // A tree that has nothing but CPU memory in our images is restored where there is no driver, too.
 bool RestoreSession::uses_driver() const noexcept {
-    return !has_manifest_ || manifest_.has(MemoryKind::gpu);
-}
-
-void RestoreSession::open_images() {
-    for (const ManifestTask& task : manifest_.tasks) {
-        if (!task.externalized)
-            continue;
-        const std::string name = task.image_name();
-        if (!externalized_)
-            throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " + name +
-                                                ", which CRIU's inventory knows nothing of");
-        ImageReader image = ImageReader::open(image_dir_.get(), name, config_.io);
-        if (image.digest() != task.digest || image.info().pid != task.pid ||
-            image.info().kind != task.kind ||
-            image.info().checkpoint_id != manifest_.checkpoint_id ||
-            image.info().parent_id != manifest_.parent_id)
-            throw Error(Errc::corrupt_data, name + " is not the image that " + kManifestName +
-                                                " lists: it belongs to another checkpoint or "
-                                                "another process");
-        image.attach_sources(lineage_);
-        if (task.kind == MemoryKind::cpu)
-            cpu_memory_.add(task.pid, std::move(image));
-        else
-            images_.emplace(task.pid, std::move(image));
-    }
-    if (!images_.empty() || !cpu_memory_.empty())
-        exit_kill_.emplace([this](pid_t tid) { refuse_detach(tid); });
+    return !images_.has_manifest() || images_.manifest().has(MemoryKind::gpu);
 }
 
 void RestoreSession::check_machine() {
@@ -191,15 +142,16 @@ void RestoreSession::check_machine() {
     host::info("backend: " + statistics_.backend + ", CUDA " +
                std::to_string(facts.api_version / 1000) + "." +
                std::to_string(facts.api_version % 1000 / 10));
-    if (!has_manifest_ && !config_.gpu_map.empty())
+    if (!images_.has_manifest() && !config_.gpu_map.empty())
         throw Error(Errc::unsupported, "gpu_map: the checkpoint does not say which GPUs it needs");
-    if (!has_manifest_)
+    if (!images_.has_manifest())
         return;
     std::map<std::uint32_t, std::uint64_t> staged;
-    for (const auto& [pid, image] : images_)
+    for (const auto& [pid, image] : images_.of_gpu())
         for (const Region& region : image.info().regions)
             staged[pid] += region.length;
-    placement_ = place_gpus(manifest_, staged, config_.gpu_map, facts, config_.ignore_requirements);
+    placement_ =
+        place_gpus(images_.manifest(), staged, config_.gpu_map, facts, config_.ignore_requirements);
     for (const std::string& lack : placement_.ignored)
         host::warn("ignored, as requirements = \"ignore\" says: " + lack);
     for (const GpuMove& move : placement_.moves) {
@@ -261,37 +213,39 @@ void RestoreSession::begin_resuming() {
         return;
     resuming_ = true;
     tree_ = proc::traced_by_us();
+    const Manifest& manifest = images_.manifest();
     // Before anything is asked of the worker: criu may die while that is under way.
     expect_death_of(tree_);
-    if (manifest_.requirements)
+    if (manifest.requirements)
         statistics_.phases.time("check_mapped_files", [&] {
             require_unchanged(
                 [&] {
-                    return find_changed_mappings(*manifest_.requirements, root_of(tree_), tree_);
+                    return find_changed_mappings(*manifest.requirements, root_of(tree_), tree_);
                 },
                 config_.ignore_requirements);
         });
     for (const pid_t pid : tree_)
         if (proc::may_use_cuda(pid) &&
-            (!externalized_ ||
-             manifest_.find(proc::innermost_pid(pid), MemoryKind::gpu) != nullptr))
+            (!images_.externalized() ||
+             manifest.find(proc::innermost_pid(pid), MemoryKind::gpu) != nullptr))
             waiting_.insert(pid);
     const auto cuda_tasks = static_cast<std::size_t>(
-        std::ranges::count(manifest_.tasks, MemoryKind::gpu, &ManifestTask::kind));
-    if (has_manifest_ && waiting_.size() < cuda_tasks)
+        std::ranges::count(manifest.tasks, MemoryKind::gpu, &ManifestTask::kind));
+    if (images_.has_manifest() && waiting_.size() < cuda_tasks)
         throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " +
                                             std::to_string(cuda_tasks) +
                                             " CUDA processes, and criu made " +
                                             std::to_string(waiting_.size()) + " of them");
-    statistics_.phases.time("cpu_memory",
-                            [&] { cpu_memory_.fill(tree_, config_.threads, statistics_); });
+    statistics_.phases.time("cpu_memory", [&] {
+        fill_cpu_memory(images_.of_cpu(), tree_, config_.threads, statistics_);
+    });
 }
 
 bool RestoreSession::resume_task(pid_t pid) {
     const std::uint32_t image_pid = proc::innermost_pid(pid);
     const auto tid = worker_.restore_thread(pid);
     if (!tid) {
-        if (externalized_)
+        if (images_.externalized())
             throw Error(Errc::corrupt_data, "the restored process has no CUDA restore thread");
         return false;
     }
@@ -303,7 +257,7 @@ bool RestoreSession::resume_task(pid_t pid) {
     TaskStatistics& statistics = statistics_.tasks.emplace_back();
     statistics.pid = pid;
     statistics.image_pid = image_pid;
-    if (const auto image = images_.find(image_pid); image != images_.end()) {
+    if (const auto image = images_.of_gpu().find(image_pid); image != images_.of_gpu().end()) {
         statistics.externalized = true;
         statistics.totals = image->second.totals();
         statistics.file_bytes = image->second.file_size();
@@ -316,10 +270,10 @@ bool RestoreSession::resume_task(pid_t pid) {
         });
         statistics.phases.time("refill", [&] { refill(pid, image->second, config_.threads); });
     }
-    const ManifestTask* saved = manifest_.find(image_pid, MemoryKind::gpu);
+    const ManifestTask* saved = images_.manifest().find(image_pid, MemoryKind::gpu);
     restore_device(record, statistics,
                    saved == nullptr ? std::vector<GpuMove>{}
-                                    : placement_.moves_of(manifest_, *saved));
+                                    : placement_.moves_of(images_.manifest(), *saved));
     host::info("restored pid " + std::to_string(pid));
     return true;
 }
@@ -370,9 +324,9 @@ void RestoreSession::finish(bool succeeded) noexcept {
     const bool unreported = prepared_ && !ended_;
     if (unreported && !succeeded)
         write_failure("criu failed");
-    else if (unreported && (resuming_ ? !waiting_.empty() : has_manifest_)) {
+    else if (unreported && (resuming_ ? !waiting_.empty() : images_.has_manifest())) {
         const std::string error =
-            cpu_memory_.empty()
+            images_.of_cpu().empty()
                 ? "criu ended without having had every CUDA process of the tree restored"
                 : "criu ended without having had the CPU memory of the tree filled";
         host::error(error);

@@ -3,21 +3,18 @@
 /// its staged memory back, and have the driver restore it; kill everything that was made if that fails.
 #pragma once
 
-#include "core/image_reader.hpp"
 #include "core/lineage.hpp"
-#include "core/manifest.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
-#include "cuda_plugin/cpu_memory_restore.hpp"
 #include "cuda_plugin/driver_facts.hpp"
 #include "cuda_plugin/exit_kill.hpp"
+#include "cuda_plugin/restore_images.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
 #include "cuda_plugin/worker.hpp"
 
 #include <sys/types.h>
 
-#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -44,9 +41,7 @@ public:
     void finish(bool succeeded) noexcept;
 
 private:
-    bool read_images();
     void check_machine();
-    void open_images();
     bool uses_driver() const noexcept;
     bool resume_task(pid_t pid);
     void restore_device(TaskRecord& record, TaskStatistics& statistics,
@@ -63,11 +58,7 @@ private:
     Lineage lineage_;
     SharedTaskTable table_;
     Worker worker_;
-    Manifest manifest_;
-    bool has_manifest_ = false; ///< false: the checkpoint is the stock plugin's
-    bool externalized_ = false; ///< the inventory says: restorable by this plugin alone
-    std::map<std::uint32_t, ImageReader> images_; ///< by pid in the innermost namespace
-    CpuMemoryRestore cpu_memory_;
+    RestoreImages images_;
     std::optional<ExitKill> exit_kill_; ///< if an image of ours holds memory
     Placement placement_;
     Statistics statistics_;

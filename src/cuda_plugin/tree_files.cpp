@@ -21,6 +21,12 @@ void TreeFiles::guarded(const Body& body) noexcept {
     }
 }
 
+// Files that cannot be looked at are counted, each time: so once.
+void TreeFiles::look_at(MappedFiles& files, pid_t task) {
+    if (done_.insert(task).second)
+        files.add(task);
+}
+
 void TreeFiles::look_at_others(SharedTaskTable& cuda_tasks) noexcept {
     if (std::exchange(looked_, true))
         return;
@@ -28,14 +34,14 @@ void TreeFiles::look_at_others(SharedTaskTable& cuda_tasks) noexcept {
         files_.emplace(tasks_.front());
         for (const pid_t task : tasks_)
             if (cuda_tasks.find(task) == nullptr)
-                files_->add(task);
+                look_at(*files_, task);
     });
 }
 
-std::optional<Requirements> TreeFiles::with(pid_t cuda_task) noexcept {
+std::optional<Requirements> TreeFiles::with(pid_t task) noexcept {
     std::optional<Requirements> found;
     guarded([&] {
-        files_->add(cuda_task);
+        look_at(*files_, task);
         found = files_->result();
         format::check_requirements(*found, Errc::bad_argument);
     });

@@ -9,6 +9,7 @@
 #include <sys/types.h>
 
 #include <optional>
+#include <set>
 #include <vector>
 
 namespace gpustasis {
@@ -21,17 +22,19 @@ public:
     /// All tasks are frozen: look at those that are not in `cuda_tasks`. Once; later calls do nothing.
     void look_at_others(SharedTaskTable& cuda_tasks) noexcept;
 
-    /// With what `cuda_task` has mapped. The driver has checkpointed it: until then it has device memory
-    /// mapped, which is gone in the dump. nullopt, with a warning in criu's log: this cannot be recorded,
-    /// for which no dump fails.
-    std::optional<Requirements> with(pid_t cuda_task) noexcept;
+    /// With what `task` has mapped, if it was not looked at before. One of `cuda_tasks` the driver
+    /// has checkpointed: until then it has device memory mapped, which is gone in the dump. nullopt,
+    /// with a warning in criu's log: this cannot be recorded, for which no dump fails.
+    std::optional<Requirements> with(pid_t task) noexcept;
 
 private:
+    void look_at(MappedFiles& files, pid_t task);
     template <class Body>
     void guarded(const Body& body) noexcept;
 
     std::vector<pid_t> tasks_;
     std::optional<MappedFiles> files_;
+    std::set<pid_t> done_; ///< are in files_
     bool looked_ = false;
     bool failed_ = false;
 };

@@ -154,6 +154,9 @@ ImageReader open_dropped(const DroppedTask& task, Lineage& lineage) {
         proc::start_time(task.pid) != task.start_time)
         throw Error(Errc::corrupt_data, path + " is of another process than " +
                                             std::to_string(task.pid) + "; nothing was changed");
+    if (info.kind != MemoryKind::gpu) // memory that no dump drops
+        throw Error(Errc::corrupt_data, path + " holds CPU memory, which is missing in no process; "
+                                               "nothing was changed");
     if (info.checkpoint_id != task.checkpoint_id || image.digest() != task.digest)
         throw Error(Errc::corrupt_data, path + " is not the image that the dump of process " +
                                             std::to_string(task.pid) +

@@ -20,6 +20,7 @@ from gpustasis.image.inspection import inspect_directory
 from support.archives import COMPRESSIONS, CONTAINER, CREATED, ENGINES, Raw, pack, side_files, tar
 from support.chains import make_link, memory_of
 from support.image_samples import make_checkpoint, mixture
+from support.inventory import NAMES_IMAGES, images_name, write_inventory
 
 
 @pytest.fixture
@@ -27,12 +28,23 @@ def images(tmp_path: Path) -> Path:
     directory = tmp_path / "images"
     directory.mkdir()
     make_checkpoint(directory, {7: mixture(), 9: []}, staged_in_criu=(8,), alignment=4096)
-    (directory / "inventory.img").write_bytes(b"inventory")
+    write_inventory(directory)
     (directory / "pages-1.img").write_bytes(b"p" * 5000)
     (directory / "gpustasis-dump.json").write_text(
         '{"version":1,"result":"ok","error":"","backend":"emulator","tasks":[],"phases_ms":{}}'
     )
     return directory
+
+
+def test_memory_that_the_manifest_does_not_list_is_found(tmp_path: Path, images: Path) -> None:
+    write_inventory(images, "gpustasis", NAMES_IMAGES, images_name(images))
+    with open_files(pack(images, tmp_path / "whole.tar")) as whole:
+        assert verify_archive(whole).problems == []
+    (images / image_name(9)).unlink()
+    make_checkpoint(images, {7: mixture()}, staged_in_criu=(8,), alignment=4096)
+    with open_files(pack(images, tmp_path / "cut.tar")) as cut:
+        (problem,) = verify_archive(cut).problems
+    assert "checkpoint/gpustasis-manifest.img: does not list the memory that" in problem
 
 
 def inspected(path: Path, *words: str) -> dict[str, object]:

@@ -3,11 +3,14 @@
 #include "check.hpp"
 #include "sample.hpp"
 
+#include "core/file.hpp"
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
+#include "core/image_frame.hpp"
 #include "core/image_metadata.hpp"
 #include "core/image_reader.hpp"
 #include "core/image_writer.hpp"
+#include "core/sealed_block.hpp"
 
 #include <cstring>
 #include <functional>
@@ -175,7 +178,8 @@ void values_out_of_range_are_refused() {
         [](Forgery& f) { f.header(72, 4096U); }, // other places
         [](Forgery& f) { f.header(64, 0U); },    // pid
         [](Forgery& f) { f.header(64, 0x80000000U); },
-        [](Forgery& f) { f.header(76, std::uint8_t{1}); }, // reserved
+        [](Forgery& f) { f.header(76, std::uint8_t{1}); }, // kind, which no feature announces
+        [](Forgery& f) { f.header(77, std::uint8_t{1}); }, // reserved
         [](Forgery& f) { f.header(239, std::uint8_t{1}); },
         [=](Forgery& f) { f.trailer(0, huge); }, // metadata_offset
         [=](Forgery& f) { f.trailer(8, huge); }, // metadata_size
@@ -235,6 +239,74 @@ void values_out_of_range_are_refused() {
             std::fprintf(stderr, "forgery %zu was accepted\n", i);
         CHECK(!accepted);
     }
+}
+
+/// An image of CPU memory: 4 KiB at 0x10000 and, with a parent, a source of either kind.
+Buffer cpu_image(const sample::TempDir& dir, bool has_parent) {
+    Memory memory;
+    memory.map(0x10000, Buffer(4096));
+    ImageInfo info = info_of(memory);
+    info.kind = MemoryKind::cpu;
+    info.gpus.clear();
+    info.driver_version.clear();
+    info.driver_api_version = 0;
+    if (!has_parent) {
+        write_image(dir.fd(), kName, info, memory, {.threads = 1, .alignment = 64});
+        return sample::read_file(dir.fd(), kName);
+    }
+    info.parent_id = sample::id_of(0x55);
+    for (const MemoryKind kind : {MemoryKind::gpu, MemoryKind::cpu})
+        info.sources.push_back({.checkpoint_id = info.parent_id,
+                                .digest = sample::id_of(0x66),
+                                .file_size = 4096,
+                                .pid = 4242,
+                                .depth = 1,
+                                .kind = kind});
+    format::check_info(info, Errc::bad_argument);
+    info.regions.clear();
+    PartFile file(dir.fd(), kName);
+    write_frame(file.fd(), info, 1, format::kHeaderSize, {});
+    file.commit();
+    return sample::read_file(dir.fd(), kName);
+}
+
+/// Opens `image` with a change made, and every checksum made right.
+void open_forged(const sample::TempDir& dir, const Buffer& image,
+                 const std::function<void(Forgery&)>& change) {
+    Forgery forgery(image);
+    change(forgery);
+    sample::write_file(dir.fd(), kName, forgery.sealed());
+    ImageReader::open(dir.fd(), kName);
+}
+
+void the_kind_of_memory_is_checked() {
+    const sample::TempDir dir;
+    const Buffer image = cpu_image(dir, false);
+    constexpr std::uint64_t kNoFeature = 0;
+    const auto nothing = [](Forgery&) {};
+    open_forged(dir, image, nothing);
+    const auto refused = [&](const Buffer& whole, const std::function<void(Forgery&)>& change) {
+        CHECK_THROWS(Errc::corrupt_data, open_forged(dir, whole, change));
+    };
+    refused(image, [](Forgery& f) { f.header(76, std::uint8_t{2}); });
+    refused(image, [](Forgery& f) { f.header(76, std::uint8_t{255}); });
+    refused(image, [](Forgery& f) { f.header(76, std::uint8_t{0}); }); // and the feature says CPU
+    refused(image, [=](Forgery& f) { f.header(16, kNoFeature); });     // and the kind says CPU
+    refused(image, [](Forgery& f) { f.metadata(96 + 20, std::uint8_t{1}); }); // shared
+    // Both together are GPU memory, which is what they say.
+    open_forged(dir, image,
+                [=](Forgery& f) { f.header(16, kNoFeature).header(76, std::uint8_t{0}); });
+
+    const Buffer child = cpu_image(dir, true);
+    open_forged(dir, child, nothing);
+    constexpr std::size_t kSecondKind = 96 + 48 + 46;
+    refused(child, [](Forgery& f) { f.metadata(96 + 46, std::uint8_t{1}); }); // each twice
+    refused(child, [=](Forgery& f) { f.metadata(kSecondKind, std::uint8_t{0}); });
+    refused(child, [=](Forgery& f) { f.metadata(kSecondKind, std::uint8_t{2}); });
+    refused(child, [=](Forgery& f) { f.metadata(kSecondKind + 1, std::uint8_t{1}); }); // reserved
+    refused(child, [](Forgery& f) { // of GPU memory, with a source of CPU memory and no feature
+        f.header(16, format::kParent).header(76, std::uint8_t{0});
+    });
 }
 
 void features_and_versions_are_told_apart() {
@@ -304,6 +376,7 @@ int main() {
     every_truncation_and_extension_is_found();
     two_halves_of_different_images_are_found();
     values_out_of_range_are_refused();
+    the_kind_of_memory_is_checked();
     features_and_versions_are_told_apart();
     what_is_not_a_file_is_refused();
     nothing_unchecked_is_restored();

@@ -54,9 +54,9 @@ void damage_is_found() {
 }
 
 template <class T>
-void forged(std::size_t offset, T value, Errc code) {
+void forged(std::size_t offset, T value, Errc code, const Manifest& manifest = example()) {
     const sample::TempDir dir;
-    write_manifest(dir.fd(), example());
+    write_manifest(dir.fd(), manifest);
     Buffer bytes = sample::read_file(dir.fd(), kManifestName);
     std::memcpy(&bytes[offset], &value, sizeof value);
     const std::size_t body = bytes.size() - 16;
@@ -94,6 +94,38 @@ void values_out_of_range_are_refused() {
     forged(task_gpu + 4, 1U, Errc::corrupt_data);
 }
 
+/// CPU memory of the first task too, and of one without CUDA.
+Manifest with_cpu_memory() {
+    Manifest manifest = example();
+    for (const std::uint32_t pid : {7U, 8U})
+        manifest.add({.pid = pid,
+                      .externalized = true,
+                      .digest = sample::id_of(0x55),
+                      .kind = MemoryKind::cpu});
+    return manifest;
+}
+
+void entries_of_cpu_memory_are_checked() {
+    const sample::TempDir dir;
+    write_manifest(dir.fd(), with_cpu_memory());
+    CHECK(read_manifest(dir.fd()) == with_cpu_memory());
+    const auto refused = [](std::size_t offset, auto value) {
+        forged(offset, value, Errc::corrupt_data, with_cpu_memory());
+    };
+    constexpr std::size_t kFirst = 96 + 280; // GPU and CPU memory of pid 7, CPU of 8, GPU of 9
+    constexpr std::size_t kSecond = kFirst + 32;
+    constexpr std::size_t kThird = kSecond + 32;
+    refused(16, std::uint64_t{0});          // required features
+    refused(kFirst + 10, std::uint8_t{1});  // each of pid 7 once
+    refused(kSecond + 10, std::uint8_t{0}); // the same
+    refused(kThird + 10, std::uint8_t{2});  // an unknown kind
+    refused(kThird + 11, std::uint8_t{1});  // reserved
+    refused(kThird + 4, 1U);                // state_before: nobody has locked it
+    refused(kThird + 8, std::uint8_t{0});   // no image
+    refused(kThird + 9, std::uint8_t{1});   // source of GPUs that it has not
+    refused(kThird + 64, 8U);               // a GPU of what is no GPU memory
+}
+
 void what_cannot_be_stored_is_refused() {
     const sample::TempDir dir;
     const auto refused = [&](auto change) {
@@ -126,7 +158,9 @@ int main() {
     what_was_written_is_read();
     damage_is_found();
     values_out_of_range_are_refused();
+    entries_of_cpu_memory_are_checked();
     what_cannot_be_stored_is_refused();
     a_missing_manifest_is_an_io_error();
     CHECK(image_name(42) == "gpustasis-42.img");
+    CHECK(image_name(42, MemoryKind::cpu) == "gpustasis-memory-42.img");
 }

@@ -35,6 +35,7 @@ from gpustasis.image.flatten import flatten
 from gpustasis.image.inspection import inspect_directory
 from gpustasis.image.verification import verify_directory
 from support.cpu_memory import FIRST_CHECKPOINT, OURS, pages_bytes, refused, running
+from support.inventory import images_name, rename_images
 
 CRIU = {"cpu_memory": "criu"}
 KINDS = (MemoryKind.GPU, MemoryKind.CPU)
@@ -199,6 +200,19 @@ def test_a_failed_dump_leaves_the_job_exact(newest_rig: Rig, memory_job: Path) -
         job.run_on()
 
 
+def test_a_failed_dump_says_nothing_of_what_criu_has_not_asked(
+    newest_rig: Rig, memory_job: Path
+) -> None:
+    with running(newest_rig, memory_job, mib=20, children=1) as job:
+        images = newest_rig.images()
+        (images / image_name(job.pids[-1], MemoryKind.CPU)).mkdir()
+        log = refused(newest_rig.dump(job, images, config=OURS))
+        assert f"MiB of CPU memory of pid {job.pid} in" in log  # stored, and hidden
+        assert "criu did not ask this plugin about" not in log
+        assert [task["stored_twice_bytes"] for task in told(images, "dump")] == [0, 0]
+        job.run_on()
+
+
 def test_criu_killed_in_the_dump_leaves_the_job_exact(rig: Rig, memory_job: Path) -> None:
     """While the plugin stores memory, and when all is dumped. In between CRIU's own code stands in
     the tasks: one that it stands in when criu dies is lost, with stock CRIU too."""
@@ -328,6 +342,7 @@ def test_an_image_that_does_not_fit_the_processes_kills_all(
     task = ManifestTask(pid=pid, externalized=True, digest=digest, kind=MemoryKind.CPU)
     tasks = [*(one for one in manifest.tasks if one.pid != pid), task]
     write_manifest(forged, Manifest(checkpoint_id=manifest.checkpoint_id, tasks=tasks))
+    rename_images(forged, images_name(forged))  # else it is refused for that
     log = refused(newest_rig.restore(forged))
     why = "is of a process that criu has not made" if other else "the task does not map 0x40000000"
     assert path.name in log and why in log

@@ -14,7 +14,7 @@ import pytest
 
 from campaigns.rig import Rig, Run
 from gpustasis.criu.plugin import PLUGIN_NAME, Scalar, plugin_directory
-from support.cpu_memory import FIRST_CHECKPOINT, OURS, pages_bytes, refused, running
+from support.cpu_memory import FIRST_CHECKPOINT, OURS, pages_bytes, refused, require_dead, running
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 
@@ -50,7 +50,7 @@ def test_a_process_that_would_run_without_its_memory_is_killed(
         output = job.log.read_bytes()
         log = refused(restore_behind(rig, answering_plugin, images))
         assert "criu lets the tasks go before their memory is there" in log
-        assert not job.alive_pids()
+        require_dead(job)
         assert job.log.read_bytes() == output  # none has run
         told_failure = json.loads((images / "gpustasis-restore.json").read_text())
         assert told_failure["result"] == "failed" and "before their memory" in told_failure["error"]
@@ -68,7 +68,7 @@ def test_a_process_that_would_run_without_its_gpu_memory_is_killed(
         job.wait()
         log = refused(restore_behind(newest_rig, answering_plugin, images))
         assert "criu lets the tasks go before their memory is there" in log
-        assert not job.alive_pids()
+        require_dead(job)
         job.reap()
         assert newest_rig.restore(images).status == 0
         job.run_on()

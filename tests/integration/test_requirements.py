@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace as replaced
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -15,6 +16,7 @@ from campaigns.damage import Checkpoint
 from campaigns.rig import Rig
 from gpustasis._core import FileIdentity, Manifest, RequiredFile, read_manifest, write_manifest
 from gpustasis.emulator import RATES_OFF, Options
+from support.cpu_memory import OURS, running
 from support.json_output import check_document
 from support.library import CompileC, changed, library, replace
 
@@ -138,6 +140,32 @@ def forget_record(images: Path) -> None:
             tasks=old.tasks,
         ),
     )
+
+
+def test_a_tree_without_cuda_whose_memory_we_store_has_a_record(
+    gpustasis: Callable[..., CompletedProcess[str]],
+    newest_rig: Rig,
+    memory_job: Path,
+    compile_c: CompileC,
+) -> None:
+    mapped = newest_rig.scratch / "library.so"
+    replace(mapped, library(compile_c, newest_rig.scratch, "0x1111111111111111"))
+    environ = {**newest_rig.environ, "LD_PRELOAD": str(mapped)}
+    with running(replaced(newest_rig, environ=environ), memory_job, mib=20, children=1) as job:
+        images = newest_rig.images()
+        dumped = newest_rig.dump(job, images, config=OURS)
+        assert dumped.status == 0, dumped.errors
+        job.wait()
+        assert recorded(images, mapped).identity == FileIdentity.BUILD_ID
+        assert recorded(images, memory_job).size == memory_job.stat().st_size
+        assert finding(gpustasis("doctor", "--archive", images, "--json"))["status"] == "ok"
+
+        old = library(compile_c, newest_rig.scratch, "0x1111111111111111")
+        replace(mapped, library(compile_c, newest_rig.scratch, "0x2222222222222222"))
+        require_refused(newest_rig, Checkpoint(job, images), f"{mapped} has build id 22222222")
+        replace(mapped, old)
+        assert newest_rig.restore(images).status == 0
+        job.run_on()
 
 
 def test_what_the_record_costs(newest_rig: Rig, compile_c: CompileC) -> None:

@@ -22,7 +22,7 @@ STOP_TIMEOUT_S = 30.0
 def inventory_plugins(images: Path) -> list[bytes]:
     """Names of plugins that CRIU noted, as they stand in inventory.img."""
     content = (images / "inventory.img").read_bytes()
-    names = (b"cuda_plugin", b"gpustasis", b"checkpoint-")
+    names = (b"cuda_plugin", b"gpustasis", b"checkpoint-", b"images-")
     return [name for name in names if name in content]
 
 
@@ -53,7 +53,7 @@ def test_twice_there_and_back(rig: Rig) -> None:
             assert cpu_pages(images) < 22 * MIB
             stored = (images / f"gpustasis-{job.pid}.img").stat().st_size
             assert 4 * MIB < stored < 8 * MIB  # a quarter of it is random, and does not compress
-            assert inventory_plugins(images) == [b"gpustasis", b"checkpoint-"]
+            assert inventory_plugins(images) == [b"gpustasis", b"checkpoint-", b"images-"]
 
             restored = rig.restore(images)
             assert restored.status == 0, restored.errors

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Callable
@@ -16,15 +17,26 @@ from hypothesis import strategies as st
 from gpustasis._core import (
     CorruptDataError,
     ImageReader,
+    MemoryKind,
     UnsupportedDataError,
+    image_name,
     read_manifest,
     write_image,
 )
 from gpustasis.errors import ImageError, UnsupportedError
-from support.golden import MIXTURE, SMALLEST, smallest_info, write_golden
-from support.image_samples import Sample, info_of, make_checkpoint, mixture, samples
+from support.golden import (
+    CPU_FIRST,
+    CPU_SECOND,
+    GPU_MEMORY,
+    MIXTURE,
+    SMALLEST,
+    smallest_info,
+    write_golden,
+    write_golden_memory,
+)
+from support.image_samples import Memory, Sample, info_of, make_checkpoint, mixture, samples
 from support.image_seal import sealed
-from support.plain_manifest import parse_manifest
+from support.plain_manifest import FEATURE_CPU_MEMORY, FEATURE_PARENT, parse_manifest
 from support.plain_reader import PlainImage
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
@@ -39,6 +51,7 @@ def assert_same(image: ImageReader, plain: PlainImage) -> None:
     info = image.info
     assert (plain.checkpoint_id, plain.parent_id) == (info.checkpoint_id, info.parent_id)
     assert (plain.pid, plain.chunk_size, plain.digest) == (info.pid, info.chunk_size, image.digest)
+    assert plain.kind == info.kind.value
     assert (plain.start_time, plain.boot_id) == (info.start_time, info.boot_id)
     assert (plain.comm, plain.driver_version) == (
         os_bytes(info.comm),
@@ -109,6 +122,29 @@ def test_both_readers_refuse_the_same(tmp_path: Path, at: int, value: int) -> No
     file[at if at < 256 else ends + at - 256] = value
     path.write_bytes(sealed(file))
     assert verdict_of_core(path) == verdict_of_plain(bytes(file))
+
+
+@pytest.mark.parametrize("directory", ["first", "second"])
+def test_both_readers_refuse_the_same_of_cpu_memory(tmp_path: Path, directory: str) -> None:
+    """With any kind, and any features, that the fields can hold."""
+    whole = (GOLDEN / "v1-memory" / directory / image_name(4242, MemoryKind.CPU)).read_bytes()
+    path = tmp_path / "a.img"
+    ends = int.from_bytes(whole[-128:-120], "little")
+    regions = int.from_bytes(whole[ends + 32 : ends + 36], "little")
+    places = [16, 76, *(ends + 96 + 24 * region + 20 for region in range(regions))]
+    if directory == "second":
+        places += [ends + 96 + 24 * regions + at for at in (46, 47)]
+    verdicts = set()
+    for at in places:
+        for value in range(256):
+            file = bytearray(whole)
+            file[at] = value
+            path.write_bytes(sealed(file))
+            core = verdict(lambda: ImageReader.open(path))
+            assert core == verdict(lambda now=bytes(file): PlainImage(now)), (at, value)
+            verdicts.add((at, core))
+    assert {verdict for _, verdict in verdicts} == {"whole", "corrupt", "unsupported"}
+    assert {at for at, verdict in verdicts if verdict == "corrupt"} == set(places)
 
 
 def test_the_check_above_sees_all_three_verdicts(tmp_path: Path) -> None:
@@ -223,3 +259,60 @@ class TestGoldenFiles:
             shown[int(offset, 16) : int(offset, 16) + 16] = bytes.fromhex(row)
         assert len(rows) > 10
         assert shown == file
+
+
+class TestGoldenMemory:
+    """Two checkpoints of format version 1 with CPU memory, the second built on the first."""
+
+    V1 = GOLDEN / "v1-memory"
+    IMAGES = (
+        ("first", MemoryKind.CPU, CPU_FIRST, FEATURE_CPU_MEMORY),
+        ("second", MemoryKind.CPU, CPU_SECOND, FEATURE_PARENT | FEATURE_CPU_MEMORY),
+        ("second", MemoryKind.GPU, GPU_MEMORY, FEATURE_PARENT),
+    )
+
+    @pytest.mark.parametrize(("directory", "kind", "memory", "features"), IMAGES)
+    def test_both_readers_read_them(
+        self, directory: str, kind: MemoryKind, memory: Memory, features: int
+    ) -> None:
+        path = self.V1 / directory / image_name(4242, kind)
+        image = ImageReader.open(path)
+        image.attach_sources()
+        image.verify()
+        file = path.read_bytes()
+        plain = PlainImage(file, lambda source: (self.V1 / "first" / source.name).read_bytes())
+        plain.verify()
+        assert_same(image, plain)
+        content = b"".join(image.read_chunk(index) for index in range(len(image)))
+        assert content == b"".join(part for _, part in memory)
+        assert (image.info.kind, plain.kind) == (kind, kind.value)
+        assert int.from_bytes(file[16:24], "little") == features
+        refers = directory == "second" and kind == MemoryKind.CPU
+        assert [source.kind for source in image.info.sources] == [MemoryKind.CPU] * refers
+        assert [source.kind for source in plain.sources] == [1] * refers
+
+    def test_both_readers_read_the_manifests(self) -> None:
+        for directory, kinds, features in (
+            ("first", [1], FEATURE_CPU_MEMORY),
+            ("second", [0, 1], FEATURE_PARENT | FEATURE_CPU_MEMORY),
+        ):
+            manifest = read_manifest(self.V1 / directory)
+            file = (self.V1 / directory / "gpustasis-manifest.img").read_bytes()
+            plain = parse_manifest(file)
+            assert [task.kind.value for task in manifest.tasks] == kinds
+            assert [task.kind for task in plain.tasks] == kinds
+            assert int.from_bytes(file[16:24], "little") == features
+            for task in manifest.tasks:
+                image = ImageReader.open(self.V1 / directory / task.image_name)
+                assert image.digest == task.digest
+
+    def test_the_writer_makes_them_byte_for_byte(self, tmp_path: Path) -> None:
+        write_golden_memory(tmp_path)
+        names = sorted(path.relative_to(self.V1) for path in self.V1.glob("*/*"))
+        assert names == sorted(path.relative_to(tmp_path) for path in tmp_path.glob("*/*"))
+        assert len(names) == 6
+        for name in names:
+            one, other = tmp_path / name, self.V1 / name
+            assert one.is_symlink() == other.is_symlink(), name
+            same = os.readlink if one.is_symlink() else Path.read_bytes
+            assert same(one) == same(other), name

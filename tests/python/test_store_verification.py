@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gpustasis._core import Encoding, ImageReader, ParentIndex, image_name, write_image
+from gpustasis._core import (
+    Encoding,
+    ImageReader,
+    Manifest,
+    ParentIndex,
+    image_name,
+    write_image,
+    write_manifest,
+)
 from gpustasis.cli import cli
 from gpustasis.errors import ImageError
 from gpustasis.image import directory
@@ -21,6 +29,7 @@ from gpustasis.image.verification import verify_directory
 from support.chains import checkpoint_id, make_chain, make_link, memory_of
 from support.deadlines import run_with_deadline
 from support.image_samples import PAGE, info_of, noise
+from support.inventory import NAMES_IMAGES, images_name, write_inventory
 from support.json_output import check_document
 
 IMAGE = image_name(7)
@@ -288,6 +297,17 @@ def test_a_parent_that_is_sound_is_referred_to_after_its_check(tmp_path: Path) -
     assert results[0].digest == results[1].digest
     assert results[1].totals.ref.chunks > 0
     assert results[1].damaged_in_parent == 0
+
+
+def test_memory_that_a_manifest_does_not_list_is_found(tmp_path: Path) -> None:
+    manifest = make_link(tmp_path / "one", {7: memory_of(["A"]), 9: memory_of(["B"])})
+    write_inventory(tmp_path / "one", "gpustasis", NAMES_IMAGES, images_name(tmp_path / "one"))
+    assert verify_store(tmp_path).damaged == []
+    cut = Manifest(checkpoint_id=manifest.checkpoint_id, tasks=manifest.tasks[:1])
+    write_manifest(tmp_path / "one", cut)
+    (found,) = verify_store(tmp_path).damaged
+    (problem,) = found.problems
+    assert problem.startswith(f"{tmp_path / 'one'}/gpustasis-manifest.img: does not list the mem")
 
 
 def test_a_checkpoint_of_crius_own_plugin_is_called_so(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gpustasis._core import ImageReader, image_name, write_image
+from gpustasis._core import ImageReader, Manifest, image_name, write_image, write_manifest
 from gpustasis.cli import cli
 from gpustasis.errors import ImageError
 from gpustasis.image.verification import verify_directory
 from support.image_samples import info_of, make_checkpoint, mixture
+from support.inventory import NAMES_IMAGES, images_name, write_inventory
 
 SEED = 20260801
 
@@ -29,6 +30,25 @@ def test_a_whole_checkpoint_passes(tmp_path: Path) -> None:
     assert found.problems == []
     assert (found.images, found.plain_bytes) == (2, 7 * 4096)
     assert told[-1] == ("gpustasis-7.img", 7 * 4096, 7 * 4096)
+
+
+def test_memory_that_the_manifest_does_not_list_is_found(tmp_path: Path) -> None:
+    manifest = make_checkpoint(tmp_path, {7: mixture(), 9: mixture()}, staged_in_criu=(8,))
+    names = ("gpustasis", NAMES_IMAGES, images_name(tmp_path))
+    write_inventory(tmp_path, *names)
+    assert problems(tmp_path) == []
+    for pid in (7, 8, 9):
+        tasks = [task for task in manifest.tasks if task.pid != pid]
+        (tmp_path / image_name(pid)).unlink(missing_ok=True)
+        write_manifest(
+            tmp_path,
+            Manifest(checkpoint_id=manifest.checkpoint_id, gpus=manifest.gpus, tasks=tasks),
+        )
+        (problem,) = problems(tmp_path)
+        assert "does not list the memory that the dump has left out of CRIU's images" in problem
+        make_checkpoint(tmp_path, {7: mixture(), 9: mixture()}, staged_in_criu=(8,))
+    write_inventory(tmp_path, "gpustasis")  # of the first versions: nothing says so
+    assert problems(tmp_path) == []
 
 
 def test_1000_of_1000_random_bit_flips_are_found(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from gpustasis._core import (
 )
 from gpustasis.image.verification import verify_directory
 from support.image_samples import BOOT_ID, GPU, PAGE, Memory, noise
+from support.inventory import write_inventory
 
 BASE = 0x7F0000000000
 
@@ -101,7 +102,7 @@ def make_link(
     if taken is not None:
         os.utime(directory / MANIFEST_NAME, (taken, taken))
     if finished:
-        (directory / "inventory.img").write_bytes(b"inventory of " + directory.name.encode())
+        write_inventory(directory, mark=f"inventory of {directory.name}")
     return manifest
 
 

@@ -2,7 +2,7 @@
 """What the golden files under tests/data/golden hold. They are made once for each version of the
 format and never again: a change of one is a change of the format.
 
-`python -m support.golden DIR` (with tests/ on PYTHONPATH) writes them.
+`python -m support.golden DIR MEMORY_DIR` (with tests/ on PYTHONPATH) writes them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from gpustasis._core import (
     ImageInfo,
     Manifest,
     ManifestTask,
+    MemoryKind,
+    ParentIndex,
     ProcessState,
     Region,
     TaskGpu,
+    image_name,
+    link_parent,
     write_image,
     write_manifest,
 )
@@ -29,6 +33,14 @@ MIXTURE: Memory = [
     (0x7F0000000000, b"\x07" * (2 * PAGE) + noise(3 * PAGE) + bytes(2 * PAGE)),
     (0x7F0000007000, b"\xff" * PAGE),
 ]
+# Of one process: its CPU memory at a first and at a second checkpoint, and its GPU memory.
+CPU_FIRST: Memory = [(0x55D000000000, noise(2 * PAGE, "heap")), (0x7F2000000000, b"\x05" * PAGE)]
+CPU_SECOND: Memory = [
+    (0x55D000000000, noise(2 * PAGE, "heap") + bytes(PAGE)),
+    (0x7F2000000000, b"\x06" * PAGE),
+]
+GPU_MEMORY: Memory = [(0x7F0000000000, noise(PAGE, "staged"))]
+FIRST_ID, SECOND_ID = noise(16, "first"), noise(16, "second")
 
 
 def smallest_info() -> ImageInfo:
@@ -62,5 +74,45 @@ def write_golden(directory: Path) -> None:
     write_manifest(directory, manifest)
 
 
+def write_golden_memory(directory: Path) -> None:
+    """Write two checkpoints with images of CPU memory, the second built on the first."""
+    first, second = directory / "first", directory / "second"
+    first.mkdir()
+    second.mkdir()
+    _write_checkpoint(first, FIRST_ID, {MemoryKind.CPU: CPU_FIRST})
+    link_parent(second, first)
+    both = {MemoryKind.GPU: GPU_MEMORY, MemoryKind.CPU: CPU_SECOND}
+    _write_checkpoint(second, SECOND_ID, both, ParentIndex.read(first))
+
+
+def _write_checkpoint(
+    directory: Path,
+    checkpoint_id: bytes,
+    memory: dict[MemoryKind, Memory],
+    parent: ParentIndex | None = None,
+) -> None:
+    tasks = []
+    for kind, runs in memory.items():
+        info = ImageInfo(
+            pid=4242,
+            checkpoint_id=checkpoint_id,
+            kind=kind,
+            comm="train",
+            chunk_size=PAGE,
+            regions=[Region(address, len(content)) for address, content in runs],
+        )
+        path = directory / image_name(4242, kind)
+        digest = write_image(path, info, runs, alignment=64, parent=parent).digest
+        tasks.append(ManifestTask(pid=4242, externalized=True, digest=digest, kind=kind))
+    manifest = Manifest(
+        checkpoint_id=checkpoint_id,
+        tasks=tasks,
+        parent_id=bytes(16) if parent is None else FIRST_ID,
+        chain_length=0 if parent is None else 1,
+    )
+    write_manifest(directory, manifest)
+
+
 if __name__ == "__main__":
     write_golden(Path(sys.argv[1]))
+    write_golden_memory(Path(sys.argv[2]))

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from gpustasis._core import MANIFEST_NAME
-from gpustasis.criu.images import PSTREE_NAME
+from gpustasis.criu.images import INVENTORY_NAME, PSTREE_NAME
 from gpustasis.criu.statistics import statistics_name
 from gpustasis.errors import ArchiveError
 
@@ -27,7 +27,10 @@ _BIND_MOUNTS = "bind.mounts"  # CRI-O only
 _POD = "pod.options"
 _PRE_CHECKPOINT = "pre-checkpoint/"
 _OCI_LAYOUT = "oci-layout"
-_SMALL = {MANIFEST_NAME, PSTREE_NAME, statistics_name("dump"), statistics_name("restore")}
+_SMALL = {
+    *(MANIFEST_NAME, PSTREE_NAME, INVENTORY_NAME),
+    *(statistics_name("dump"), statistics_name("restore")),
+}
 _MANAGER = "io.container.manager"
 _CRI = "io.kubernetes.cri."
 _CRIO = "io.kubernetes.cri-o."

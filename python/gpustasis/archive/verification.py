@@ -17,8 +17,9 @@ from gpustasis.archive.chunks import (
     places_by_source,
 )
 from gpustasis.archive.opened import Archive
+from gpustasis.criu.images import INVENTORY_NAME, parse_inventory_plugins
 from gpustasis.errors import ArchiveError, ImageError, UnsupportedError
-from gpustasis.image.verification import OnProgress, Verification
+from gpustasis.image.verification import OnProgress, Stored, Verification, require_all_listed
 
 # Places of chunks, by the name of the image in the parent that has their bytes.
 Wanted = dict[Parent, dict[str, list[Places]]]
@@ -46,6 +47,8 @@ def verify_archive(
         )
         return found
     images = _images(archive, manifest, found)
+    if not found.problems:
+        _check_inventory(archive, manifest, images, found)
     try:
         _check_own(archive, images, threads, on_progress, found)
         _check_earlier(archive, images, threads, found)
@@ -74,6 +77,23 @@ def _images(archive: Archive, manifest: Manifest, found: Verification) -> dict[s
         except (ImageError, UnsupportedError) as exc:
             found.problems.append(str(exc))
     return images
+
+
+def _check_inventory(
+    archive: Archive, manifest: Manifest, images: dict[str, StoredImage], found: Verification
+) -> None:
+    try:
+        inventory = archive.read(INVENTORY_NAME)
+        if inventory is None:
+            return
+        plugins = parse_inventory_plugins(inventory, archive.place(INVENTORY_NAME))
+        stored: Stored = [
+            (task, images[task.image_name].reader.info.regions if task.externalized else [])
+            for task in manifest.tasks
+        ]
+        require_all_listed(plugins, stored, archive.place(MANIFEST_NAME))
+    except ImageError as exc:
+        found.problems.append(str(exc))
 
 
 def _check_own(

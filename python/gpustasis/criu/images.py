@@ -97,7 +97,11 @@ def has_open_terminal(images: Path) -> bool:
 def inventory_plugins(images: Path) -> tuple[str, ...]:
     """Names of the plugins that a restore of `images` needs. Raises ImageError."""
     path = images / INVENTORY_NAME
-    raw = _read(path, _FILE_LIMIT)
+    return parse_inventory_plugins(_read(path, _FILE_LIMIT), str(path))
+
+
+def parse_inventory_plugins(raw: bytes, path: str) -> tuple[str, ...]:
+    """The same from the content of the file; `path` is for messages. Raises ImageError."""
     if _word(raw, 0) != _INVENTORY_MAGIC:
         raise ImageError(f"{path} is not an inventory of CRIU")
     messages = _records(raw, 4)  # the one image with a single magic word

@@ -19,6 +19,7 @@ from gpustasis.image.checkpoint import FoundSource, State, find_sources, image_e
 from gpustasis.image.directory import is_file, is_there, share
 from gpustasis.image.found_damage import SHOWN, Damage, Progress
 from gpustasis.image.store import Entry, read_store
+from gpustasis.image.verification import Stored, require_all_in
 
 _SLICE_BYTES = 64 << 20  # read between two looks at the clock; less where a rate is set
 _SLICES_PER_SECOND = 4  # of a rate
@@ -189,8 +190,10 @@ class _Run:
         return verdict
 
     def _check_images(self, directory: Path, manifest: Manifest, verdict: Verdict) -> None:
+        stored: Stored = []
         for task in manifest.tasks:
             if not task.externalized:
+                stored.append((task, []))
                 continue
             path = directory / task.image_name
             try:
@@ -200,9 +203,15 @@ class _Run:
             except (ImageError, UnsupportedError) as exc:
                 verdict.problems.append(str(exc))
                 continue
+            stored.append((task, image.info.regions))
             _add(verdict, path, own.count(), own.texts)
             for number, source in enumerate(found, 1):
                 self._check_source(image, number, source, directory, verdict)
+        if len(stored) == len(manifest.tasks):  # else it was told what is missing
+            try:
+                require_all_in(directory, stored)
+            except ImageError as exc:
+                verdict.problems.append(str(exc))
 
     def _check_source(
         self, image: ImageReader, number: int, found: FoundSource, directory: Path, verdict: Verdict

@@ -4,11 +4,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest, MemoryKind
+from gpustasis._core import (
+    MANIFEST_NAME,
+    ImageReader,
+    Manifest,
+    ManifestTask,
+    MemoryKind,
+    Region,
+    stored_memory_digest,
+)
 from gpustasis.criu.images import INVENTORY_NAME, inventory_plugins
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import (
@@ -19,11 +27,14 @@ from gpustasis.image.checkpoint import (
     plain_size,
     require_not_sealed,
 )
+from gpustasis.image.directory import is_there
 
 STOCK_PLUGIN = "cuda_plugin"  # as inventory.img names CRIU's own
+_NAMES_IMAGES = "names-images"  # docs/format.md, "What CRIU's inventory says"
 
 # Name of a file, bytes of memory done, bytes of memory in all.
 OnProgress = Callable[[str, int, int], object]
+Stored = list[tuple[ManifestTask, list[Region]]]
 
 
 @dataclass(slots=True)
@@ -66,12 +77,35 @@ def verify_directory(
     if manifest is None:
         found.problems.append(_why_no_manifest(directory))
         return found
-    _check_images(directory, manifest, threads, on_progress, found)
+    stored = _check_images(directory, manifest, threads, on_progress, found)
+    if not found.problems:
+        try:
+            require_all_in(directory, stored)
+        except ImageError as exc:
+            found.problems.append(str(exc))
     wanted = {task.image_name for task in manifest.tasks if task.externalized}
     found.problems += [
         f"{directory / name}: not named by the manifest" for name in names if name not in wanted
     ]
     return found
+
+
+def require_all_in(directory: Path, stored: Stored) -> None:
+    """Raise ImageError if CRIU's inventory in `directory` cannot be read, or as
+    require_all_listed."""
+    if is_there(directory / INVENTORY_NAME):
+        plugins = inventory_plugins(directory)
+        require_all_listed(plugins, stored, str(directory / MANIFEST_NAME))
+
+
+def require_all_listed(plugins: Collection[str], stored: Stored, manifest: str, /) -> None:
+    """Raise ImageError if, as `plugins` of CRIU's inventory say, the dump has put other memory into
+    images of ours than `stored`. manifest: its path, for the message."""
+    if _NAMES_IMAGES in plugins and f"images-{stored_memory_digest(stored).hex()}" not in plugins:
+        raise ImageError(
+            f"{manifest}: does not list the memory that the dump has left out of CRIU's images: a "
+            "process would run without it"
+        )
 
 
 def _why_no_manifest(directory: Path) -> str:
@@ -96,10 +130,13 @@ def _check_images(
     threads: int,
     on_progress: OnProgress | None,
     found: Verification,
-) -> None:
+) -> Stored:
+    """Every task, with the regions of its image if that is there."""
     earlier: set[bytes] = set()
+    stored: Stored = []
     for task in manifest.tasks:
         if not task.externalized:
+            stored.append((task, []))
             continue
         try:
             image = open_image(directory, manifest, task)
@@ -111,6 +148,7 @@ def _check_images(
         except (ImageError, UnsupportedError) as exc:
             found.problems.append(str(exc))
             continue
+        stored.append((task, image.info.regions))
         found.images += 1
         found.plain_bytes += plain_size(image)
         if task.kind == MemoryKind.CPU:
@@ -118,6 +156,7 @@ def _check_images(
         found.earlier_bytes += image.totals.ref.plain
         earlier |= {source.checkpoint_id for source in image.info.sources}
     found.earlier_checkpoints = len(earlier)
+    return stored
 
 
 def _check_content(

@@ -5,6 +5,7 @@
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
 #include "dropped_memory/refill.hpp"
+#include "tracee/proc.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -108,10 +109,36 @@ void an_empty_page_is_unfilled_only_where_data_is_missing() {
     CHECK_THROWS(Errc::corrupt_data, dropped.refill());
 }
 
+// A record of dropped memory that is damaged, or forged, may name any image.
+void only_an_image_of_gpu_memory_is_of_what_a_dump_drops() {
+    const pid_t self = ::getpid();
+    const sample::TempDir dir;
+    sample::Memory memory;
+    memory.map(0x10000, sample::Buffer(kPage, std::byte{7}));
+    ImageInfo info = sample::info_of(memory);
+    info.start_time = proc::start_time(self);
+    info.boot_id = proc::boot_id();
+    for (const MemoryKind kind : {MemoryKind::gpu, MemoryKind::cpu}) {
+        info.kind = kind;
+        const Id digest = write_image(dir.fd(), "x.img", info, memory, {.threads = 1}).digest;
+        Lineage lineage(dir.fd());
+        const DroppedTask task{.pid = self,
+                               .start_time = info.start_time,
+                               .checkpoint_id = info.checkpoint_id,
+                               .digest = digest,
+                               .image = "x.img"};
+        if (kind == MemoryKind::gpu)
+            CHECK(open_dropped(task, lineage).digest() == digest);
+        else
+            CHECK_THROWS(Errc::corrupt_data, open_dropped(task, lineage));
+    }
+}
+
 } // namespace
 
 int main() {
     refill_wants_the_mapping_that_was_there();
     pages_of_a_later_time_are_not_overwritten();
     an_empty_page_is_unfilled_only_where_data_is_missing();
+    only_an_image_of_gpu_memory_is_of_what_a_dump_drops();
 }

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program is its own criu: its calls of ioctl and ptrace are those that the plugin changes.
+// This program is its own criu: its calls of ioctl are those that the plugin changes.
 #include "check.hpp"
 #include "sample.hpp"
 
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/cpu_memory_dump.hpp"
-#include "cuda_plugin/exit_kill.hpp"
 #include "cuda_plugin/hidden_pages.hpp"
 
 #include <fcntl.h>
@@ -13,14 +12,12 @@
 #include <linux/seccomp.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
-#include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
 #include <cerrno>
 #include <cstddef>
 #include <iterator>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -219,10 +216,6 @@ void an_error_of_the_kernel_is_the_answer(const Child& child) {
     CHECK(::ioctl(child.pagemap(), kPagemapScan, &asked) == -1 && errno == EFAULT);
 }
 
-void a_function_that_is_not_imported_is_refused() {
-    CHECK_THROWS(Errc::unsupported, ImportSlot("no_such_function", nullptr));
-}
-
 /// In a child whose kernel, as far as it can see, is older than Linux 6.7.
 template <class Body>
 void without_page_scan(const Body& body) {
@@ -266,66 +259,6 @@ void what_cannot_be_done_is_refused_if_asked_for_by_name() {
     });
 }
 
-/// Whether a child of this one's child, which attaches to it and dies, is killed by that.
-bool dies_with_its_tracer(bool bound, bool ended) {
-    const pid_t task = fork_child();
-    if (task == 0)
-        for (;;)
-            ::pause();
-    const pid_t tracer = fork_child();
-    if (tracer == 0) {
-        std::optional<ExitKill> bind;
-        if (bound)
-            bind.emplace([](pid_t) {});
-        int status = 0;
-        if (::ptrace(PTRACE_SEIZE, task, nullptr, nullptr) != 0 ||
-            ::ptrace(PTRACE_INTERRUPT, task, nullptr, nullptr) != 0 ||
-            ::waitpid(task, &status, __WALL) != task ||
-            ::ptrace(PTRACE_SETOPTIONS, task, nullptr, PTRACE_O_TRACESYSGOOD) != 0)
-            ::_exit(1);
-        if (ended)
-            bind->end();
-        ::raise(SIGKILL);
-    }
-    int status = 0;
-    CHECK(::waitpid(tracer, &status, 0) == tracer && WIFSIGNALED(status));
-    ::usleep(200'000);
-    const bool dead = ::waitpid(task, &status, WNOHANG) == task;
-    if (!dead) {
-        ::kill(task, SIGKILL);
-        ::waitpid(task, &status, 0);
-    }
-    return dead;
-}
-
-void criu_does_not_let_go_early() {
-    const pid_t task = fork_child();
-    if (task == 0)
-        for (;;)
-            ::pause();
-    std::vector<pid_t> told;
-    ExitKill bind([&](pid_t tid) {
-        told.push_back(tid);
-        ::kill(tid, SIGKILL);
-    });
-    int status = 0;
-    CHECK(::ptrace(PTRACE_SEIZE, task, nullptr, nullptr) == 0 &&
-          ::ptrace(PTRACE_INTERRUPT, task, nullptr, nullptr) == 0 &&
-          ::waitpid(task, &status, __WALL) == task);
-    const pid_t child = fork_child();
-    if (child == 0) { // detaches from nothing
-        ::ptrace(PTRACE_DETACH, task, nullptr, nullptr);
-        ::_exit(told.empty() ? 0 : 1);
-    }
-    CHECK(::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    CHECK(::ptrace(PTRACE_DETACH, task, nullptr, nullptr) == -1 && errno == ESRCH);
-    CHECK(told == std::vector{task});
-    CHECK(::waitpid(task, &status, 0) == task && WIFSIGNALED(status));
-    bind.end();
-    CHECK(::ptrace(PTRACE_DETACH, task, nullptr, nullptr) == -1);
-    CHECK(told.size() == 1);
-}
-
 } // namespace
 
 int main() {
@@ -339,10 +272,5 @@ int main() {
     what_is_asked_twice_counts_once(child);
     other_tasks_and_other_questions_are_answered_by_the_kernel(child);
     an_error_of_the_kernel_is_the_answer(child);
-    a_function_that_is_not_imported_is_refused();
     what_cannot_be_done_is_refused_if_asked_for_by_name();
-    CHECK(!dies_with_its_tracer(false, false));
-    CHECK(dies_with_its_tracer(true, false));
-    CHECK(!dies_with_its_tracer(true, true));
-    criu_does_not_let_go_early();
 }
