@@ -92,9 +92,16 @@ static void add_mapped(size_t bytes, int advice, int protection, const char* nam
     protect(area, protection);
 }
 
+// A kernel that gives huge pages to all would fill the holes.
+static void ask_small_pages(void* at, size_t bytes) {
+    if (madvise(at, bytes, MADV_NOHUGEPAGE) != 0)
+        fail("madvise", at);
+}
+
 static void make_holes(size_t mib) {
     holes = map(mib * MIB);
     holes_mib = mib;
+    ask_small_pages(holes, mib * MIB);
     for (size_t i = 0; i < mib; i += 2)
         add(holes + i * MIB, MIB, "beside a hole");
 }
@@ -117,6 +124,7 @@ static void check_holes(void) {
 // Small pages with holes, for which huge ones are asked from now on.
 static void add_sparse(size_t mib) {
     uint8_t* at = map(mib * MIB);
+    ask_small_pages(at, mib * MIB);
     for (size_t i = 0; i < mib; i += 2)
         add(at + i * MIB, 128 << 10, "in holes advised: huge pages");
     if (madvise(at, mib * MIB, MADV_HUGEPAGE) != 0)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from campaigns.rig import Rig, Run
@@ -13,6 +15,8 @@ from gpustasis.criu.plugin import Scalar
 
 OURS: dict[str, Scalar] = {"cpu_memory": "ours"}
 FIRST_CHECKPOINT = "' hook 11 "  # in criu's log
+_MAPPING = re.compile(r"([0-9a-f]+-[0-9a-f]+) rw-p \S+ 00:00 0 .*")
+_HUGE_PAGE_KB = 2048
 
 
 @contextmanager
@@ -22,6 +26,46 @@ def running(rig: Rig, program: Path, **options: int) -> Iterator[SteadyJob]:
         yield job
     finally:
         job.end()
+
+
+def huge_pages_for_all() -> bool:
+    """Whether this kernel gives huge pages to whatever has not refused them. CRIU's restore fills
+    holes then, also in what has refused them: it repeats that only when the memory is there."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[always]" in setting.read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """kB of each private anonymous mapping of a process that are in memory: those into which the
+    kernel may put huge pages, and the others. huge_kb: what the kernel has put into any process of
+    this machine's since it runs, filling holes."""
+
+    exact: dict[str, int]
+    may_grow: dict[str, int]
+    huge_kb: int
+
+
+def resident(pid: int) -> Resident:
+    for_all = huge_pages_for_all()
+    exact, may_grow = {}, {}
+    mapping, size = "", 0
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if " " in key:
+            found = _MAPPING.fullmatch(line)
+            mapping = found[1] if found else ""
+        elif mapping and key == "Rss":
+            size = int(value.split()[0])
+        elif mapping and key == "VmFlags":
+            grows = for_all or "hg" in value.split()
+            (may_grow if grows else exact)[mapping] = size
+    counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    # By khugepaged, at any moment; and where all get them, whenever a page is touched.
+    made = int(counts.get("thp_collapse_alloc", 0))
+    if for_all:
+        made += int(counts.get("thp_fault_alloc", 0))
+    return Resident(exact, may_grow, made * _HUGE_PAGE_KB)
 
 
 def pages_bytes(images: Path) -> int:
