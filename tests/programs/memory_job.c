@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tree without CUDA whose processes check all of their memory at every step, and say so.
 //
-//   memory_job [--mib N] [--threads N] [--children N]
+//   memory_job [--mib N] [--threads N] [--children N] [--holes MIB]
 //
 // Each process prints "PID step N ok" for a step in which every byte was right, and ends with 1, saying
 // what was wrong, after one in which it was not. Half of the memory is the heap, half mapped; there are
@@ -99,6 +99,8 @@ static void ask_small_pages(void* at, size_t bytes) {
 }
 
 static void make_holes(size_t mib) {
+    if (mib == 0)
+        return;
     holes = map(mib * MIB);
     holes_mib = mib;
     ask_small_pages(holes, mib * MIB);
@@ -191,7 +193,7 @@ int main(int argc, char** argv) {
         add(malloc(100 << 10), 100 << 10, "the heap");
     for (size_t i = 0; i < mib / 2 / 10; ++i)
         add_mapped(10 * MIB, -1, PROT_READ | PROT_WRITE, "mapped");
-    make_holes(16);
+    make_holes(number(argc, argv, "--holes", 16));
     add_mapped(4 * MIB, -1, PROT_READ, "read-only");
     add_mapped(4 * MIB, -1, PROT_NONE, "protected");
     add_mapped(4 * MIB, MADV_NOHUGEPAGE, PROT_READ | PROT_WRITE, "advised: small pages");

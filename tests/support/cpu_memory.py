@@ -20,7 +20,14 @@ _HUGE_PAGE_KB = 2048
 
 
 @contextmanager
-def running(rig: Rig, program: Path, **options: int) -> Iterator[SteadyJob]:
+def running(
+    rig: Rig, program: Path, *, criu_restores: bool = False, **options: int
+) -> Iterator[SteadyJob]:
+    """criu_restores: some of its memory is left to CRIU, as what a child shares is. Where all get
+    huge pages CRIU fills holes, also in what has refused them: it repeats that to the kernel only
+    when the memory is there."""
+    if huge_pages_for_all() and (criu_restores or options.get("children")):
+        options["holes"] = 0
     job = SteadyJob(program, rig.scratch / "memory.log", rig.environ, **options)
     try:
         yield job
@@ -29,8 +36,7 @@ def running(rig: Rig, program: Path, **options: int) -> Iterator[SteadyJob]:
 
 
 def huge_pages_for_all() -> bool:
-    """Whether this kernel gives huge pages to whatever has not refused them. CRIU's restore fills
-    holes then, also in what has refused them: it repeats that only when the memory is there."""
+    """Whether this kernel gives huge pages to whatever has not refused them."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return setting.exists() and "[always]" in setting.read_text()
 
