@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from gpustasis._core import (
 from gpustasis.image.flatten import flatten
 from gpustasis.image.inspection import inspect_directory
 from gpustasis.image.verification import verify_directory
-from support.cpu_memory import OURS, pages_bytes, refused, resident, running
+from support.cpu_memory import OURS, go_on, pages_bytes, refused, resident, running, stop
 
 CRIU = {"cpu_memory": "criu"}
 KINDS = (MemoryKind.GPU, MemoryKind.CPU)
@@ -46,16 +45,9 @@ def told(images: Path, stage: str) -> list[dict[str, Any]]:
     return found
 
 
-def rollup(pid: int) -> dict[str, int]:
-    """kB, of /proc/PID/smaps_rollup."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return {line.split(":")[0]: int(line.split()[1]) for line in lines}
-
-
 def test_a_tree_comes_back_exactly(rig: Rig, memory_job: Path) -> None:
     with running(rig, memory_job, mib=MIB) as job:
-        os.kill(job.pid, signal.SIGSTOP)  # as it is measured, so it is dumped and restored
-        job.await_stopped()
+        stop(job)  # as it is measured, so it is dumped and restored
         before = resident(job.pid)
         images = rig.images()
         dumped = rig.dump(job, images, config=OURS)
@@ -68,7 +60,7 @@ def test_a_tree_comes_back_exactly(rig: Rig, memory_job: Path) -> None:
         restored = rig.restore(images, config=CRIU)  # what the checkpoint is, it says itself
         assert restored.status == 0, restored.errors
         after = resident(job.pid)
-        os.kill(job.pid, signal.SIGCONT)
+        go_on(job)
         job.run_on()
         assert after.exact == before.exact
         grown = sum(after.may_grow.values()) - sum(before.may_grow.values())
@@ -89,11 +81,13 @@ def test_criu_dumps_what_it_is_told_of_without_the_key(newest_rig: Rig, memory_j
 
 
 def test_what_a_child_shares_stays_shared(rig: Rig, memory_job: Path) -> None:
-    with running(rig, memory_job, mib=100, children=1) as job:
-        signal_all(job, signal.SIGSTOP)  # as it is measured, so it is dumped and restored
-        job.await_stopped()
-        shared = [rollup(pid)["Shared_Dirty"] for pid in job.pids]
-        assert min(shared) > 20 << 10  # kB
+    # Criu lets go of one thread of a stopped process before the other: those run on for a moment.
+    with running(rig, memory_job, mib=100, children=1, threads=0) as job:
+        stop(job)  # as it is measured, so it is dumped and restored
+        before = [resident(pid) for pid in job.pids]
+        # CRIU shares what both have from the same beginning to the same end, so maybe not the heap.
+        common = set.intersection(*(set(one.shared) for one in before))
+        assert all(sum(one.shared[place] for place in common) > 20 << 10 for one in before)  # kB
         images = rig.images()
         dumped = rig.dump(job, images, config=OURS)
         assert dumped.status == 0, dumped.errors
@@ -101,15 +95,14 @@ def test_what_a_child_shares_stays_shared(rig: Rig, memory_job: Path) -> None:
         assert len(told(images, "dump")) == len(job.pids)
         restored = rig.restore(images)
         assert restored.status == 0, restored.errors
-        after = [rollup(pid)["Shared_Dirty"] for pid in job.pids]
-        signal_all(job, signal.SIGCONT)
+        after = [resident(pid) for pid in job.pids]
+        go_on(job)
         job.run_on()
-        assert all(now > before * 0.95 for now, before in zip(after, shared, strict=True))
-
-
-def signal_all(job: SteadyJob, number: signal.Signals) -> None:
-    for pid in job.pids:
-        os.kill(pid, number)
+        for was, now in zip(before, after, strict=True):
+            losses = {place: was.shared[place] - now.shared[place] for place in common}
+            lost = {place: kb for place, kb in losses.items() if kb > 0}
+            assert sum(lost.values()) <= now.huge_kb - was.huge_kb, lost
+            assert now.exact == was.exact
 
 
 def test_a_job_that_is_left_running_runs_on_at_once_and_its_dumps_chain(
@@ -120,8 +113,7 @@ def test_a_job_that_is_left_running_runs_on_at_once_and_its_dumps_chain(
         first, second, third = (newest_rig.images() for _ in range(3))
         assert newest_rig.dump(job, first, "--leave-running", config=OURS).status == 0
         job.run_on()
-        os.kill(job.pid, signal.SIGSTOP)  # from now on nothing changes
-        job.await_stopped()
+        stop(job)  # from now on nothing changes
         for parent, images, extra in ((first, second, ["--leave-running"]), (second, third, [])):
             config = OURS | {"parent": str(parent)}
             dumped = newest_rig.dump(job, images, *extra, config=config)
@@ -141,7 +133,7 @@ def test_a_job_that_is_left_running_runs_on_at_once_and_its_dumps_chain(
         flatten(third, flat)
         assert not verify_directory(flat).problems
         assert newest_rig.restore(flat).status == 0
-        os.kill(job.pid, signal.SIGCONT)
+        go_on(job)
         job.run_on()
 
 

@@ -204,12 +204,10 @@ class RestoreKills:
 
     @staticmethod
     def _may_run(pid: int, held: bool) -> bool:
-        if not is_alive(pid):
-            return False
-        return held or any(
-            task.joinpath("syscall").read_text().split()[0] != FUTEX
-            for task in Path(f"/proc/{pid}/task").iterdir()
-        )
+        try:
+            return is_alive(pid) and (held or any(call != FUTEX for call in calls_of(pid)))
+        except (FileNotFoundError, ProcessLookupError):
+            return True  # it ends just now: to be looked at again
 
     def _require_exact(self) -> None:
         """All have their memory: whoever lives runs on."""
@@ -228,6 +226,12 @@ class RestoreKills:
 
     def _count(self) -> int:
         return int(self._counted.read_text())
+
+
+def calls_of(pid: int) -> list[str]:
+    """The number of the system call in which each thread waits."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [task.joinpath("syscall").read_text().split()[0] for task in tasks]
 
 
 def end(job: SteadyJob) -> None:

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from campaigns.rig import Rig, Run
-from campaigns.steady_job import SteadyJob
+from campaigns.steady_job import SteadyJob, process_state
 from gpustasis.criu.plugin import Scalar
+from support.job import POLL_S, TIMEOUT_S
 
 OURS: dict[str, Scalar] = {"cpu_memory": "ours"}
 FIRST_CHECKPOINT = "' hook 11 "  # in criu's log
@@ -35,6 +39,25 @@ def running(
         job.end()
 
 
+def stop(job: SteadyJob) -> None:
+    """All of it: nothing of its memory changes until go_on()."""
+    for pid in job.pids:
+        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(process_state(tid) != "T" for pid in job.pids for tid in _threads(pid)):
+        assert time.monotonic() < deadline, "the job does not stop"
+        time.sleep(POLL_S)
+
+
+def go_on(job: SteadyJob) -> None:
+    for pid in job.pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _threads(pid: int) -> list[int]:
+    return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+
+
 def huge_pages_for_all() -> bool:
     """Whether this kernel gives huge pages to whatever has not refused them."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -44,17 +67,19 @@ def huge_pages_for_all() -> bool:
 @dataclass(frozen=True, slots=True)
 class Resident:
     """kB of each private anonymous mapping of a process that are in memory: those into which the
-    kernel may put huge pages, and the others. huge_kb: what the kernel has put into any process of
-    this machine's since it runs, filling holes."""
+    kernel may put huge pages, and the others. shared: of each of them, what other processes have
+    as well. huge_kb: what the kernel has put into any process of this machine's since it runs; it
+    fills holes, and is shared with nobody."""
 
     exact: dict[str, int]
     may_grow: dict[str, int]
+    shared: dict[str, int]
     huge_kb: int
 
 
 def resident(pid: int) -> Resident:
     for_all = huge_pages_for_all()
-    exact, may_grow = {}, {}
+    exact, may_grow, shared = {}, {}, {}
     mapping, size = "", 0
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         key, _, value = line.partition(":")
@@ -63,6 +88,8 @@ def resident(pid: int) -> Resident:
             mapping = found[1] if found else ""
         elif mapping and key == "Rss":
             size = int(value.split()[0])
+        elif mapping and key == "Shared_Dirty":
+            shared[mapping] = int(value.split()[0])
         elif mapping and key == "VmFlags":
             grows = for_all or "hg" in value.split()
             (may_grow if grows else exact)[mapping] = size
@@ -71,7 +98,7 @@ def resident(pid: int) -> Resident:
     made = int(counts.get("thp_collapse_alloc", 0))
     if for_all:
         made += int(counts.get("thp_fault_alloc", 0))
-    return Resident(exact, may_grow, made * _HUGE_PAGE_KB)
+    return Resident(exact, may_grow, shared, made * _HUGE_PAGE_KB)
 
 
 def pages_bytes(images: Path) -> int:
