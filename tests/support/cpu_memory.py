@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,16 @@ def resident(pid: int) -> Resident:
     if for_all:
         made += int(counts.get("thp_fault_alloc", 0))
     return Resident(exact, may_grow, shared, made * _HUGE_PAGE_KB)
+
+
+def shared_places(pids: Sequence[int]) -> set[str]:
+    """Mappings that all have, each behind one that all have: CRIU's restore shares none that lies
+    directly behind mappings of which one ends elsewhere, or is protected otherwise."""
+    found = []
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        found.append(set(itertools.pairwise(" ".join(line.split()[:2]) for line in lines)))
+    return {place.split()[0] for _, place in set.intersection(*found)}
 
 
 def pages_bytes(images: Path) -> int:
