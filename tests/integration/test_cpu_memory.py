@@ -62,7 +62,6 @@ def test_a_tree_comes_back_exactly(rig: Rig, memory_job: Path) -> None:
         dumped = rig.dump(job, images, config=OURS)
         assert dumped.status == 0, dumped.errors
         job.wait()
-        assert pages_bytes(images) < LEFT_TO_CRIU
         (task,) = told(images, "dump")
         assert task["bytes"] > MIB << 20
         assert task["scans"] > 0 and task["stored_twice_bytes"] == 0
@@ -73,7 +72,10 @@ def test_a_tree_comes_back_exactly(rig: Rig, memory_job: Path) -> None:
         job.run_on()
         assert after.exact == before.exact
         grown = sum(after.may_grow.values()) - sum(before.may_grow.values())
-        assert 0 <= grown <= after.huge_kb - before.huge_kb
+        made = after.huge_kb - before.huge_kb
+        assert 0 <= grown <= made
+        # What the kernel makes once the plugin has looked, CRIU finds.
+        assert pages_bytes(images) < LEFT_TO_CRIU + (made << 10)
         (again,) = told(images, "restore")
         assert again["bytes"] == task["bytes"]
 
