@@ -11,9 +11,7 @@
 #include "core/process_memory.hpp"
 
 #include <sys/mman.h>
-#include <sys/wait.h>
 
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <memory>

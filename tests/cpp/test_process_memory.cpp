@@ -8,9 +8,7 @@
 #include "core/process_memory.hpp"
 
 #include <sys/mman.h>
-#include <sys/wait.h>
 
-#include <csignal>
 #include <cstring>
 
 using namespace gpustasis;
