@@ -251,12 +251,13 @@ def test_a_restored_process_that_differs_is_told(
 ) -> None:
     ours = CONTENDERS[OURS]
     with course.target(content) as target, course.images(medium) as images:
-        wanted = target.digest()
+        wanted = target.digests()
         dumped = course.checkpointing.dump(target, images, ours)
         assert dumped.staged_bytes >= content.gpu_bytes
-        wrong = ("1" if wanted[0] == "0" else "0") + wanted[1:]
-        with pytest.raises(WrongMemoryError, match="restored GPU memory"):
-            course.restore(target, wrong, medium, [images], ours)
+        (whole,) = wanted
+        wrong = ("1" if whole[0] == "0" else "0") + whole[1:]
+        with pytest.raises(WrongMemoryError, match="ours: restored, the memory is"):
+            course.restore(target, [wrong], medium, [images], ours)
         target.kill()
         course.restore(target, wanted, medium, [images], ours)
 
@@ -272,7 +273,7 @@ def test_a_second_checkpoint_refers_to_the_first(
     ):
         course.checkpointing.dump(target, first, ours, leave_running=True)
         target.load(content.layout(1))
-        wanted = target.digest()
+        wanted = target.digests()
         dumped = course.checkpointing.dump(target, second, ours, first)
         assert dumped.count("ref") >= 12
         assert dumped.count("raw") + dumped.count("lz4") == 1

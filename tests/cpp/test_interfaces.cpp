@@ -2,6 +2,7 @@
 // One suite for every implementation of an interface of core: what is written against the interface
 // may rely on it, whichever there is.
 #include "check.hpp"
+#include "child.hpp"
 #include "sample.hpp"
 
 #include "core/chunk_io.hpp"
@@ -10,9 +11,7 @@
 #include "core/process_memory.hpp"
 
 #include <sys/mman.h>
-#include <sys/wait.h>
 
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -45,24 +44,14 @@ struct OwnProcess {
 };
 
 struct OtherProcess {
-    explicit OtherProcess(const Buffer& content) : there(content), pid(fork_child()) {
-        if (pid == 0)
-            for (;;)
-                ::pause();
-        CHECK(pid > 0);
+    explicit OtherProcess(const Buffer& content) : there(content) {
         std::memset(there.bytes, 0xee, kSize); // ours is another's from now on
-    }
-    OtherProcess(const OtherProcess&) = delete;
-    OtherProcess& operator=(const OtherProcess&) = delete;
-    ~OtherProcess() {
-        ::kill(pid, SIGKILL);
-        ::waitpid(pid, nullptr, 0);
     }
     std::uint64_t address() const { return there.address(); }
 
     OwnProcess there;
-    pid_t pid;
-    ProcessMemory port{pid};
+    Child child; // made once `there` is filled
+    ProcessMemory port{child.pid()};
 };
 
 /// What other tests write images of in place of a task.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "child.hpp"
 #include "sample.hpp"
 
 #include "core/image_reader.hpp"
@@ -7,9 +8,7 @@
 #include "core/process_memory.hpp"
 
 #include <sys/mman.h>
-#include <sys/wait.h>
 
-#include <csignal>
 #include <cstring>
 
 using namespace gpustasis;
@@ -18,31 +17,6 @@ using sample::Buffer;
 namespace {
 
 constexpr std::size_t kSize = 64 * 4096;
-
-/// A child that does nothing, with the same memory as this process when it was made.
-class Child {
-public:
-    Child() : pid_(fork_child()) {
-        if (pid_ == 0)
-            for (;;)
-                ::pause();
-        CHECK(pid_ > 0);
-    }
-    Child(const Child&) = delete;
-    Child& operator=(const Child&) = delete;
-    ~Child() { end(); }
-    pid_t pid() const { return pid_; }
-    void end() {
-        if (pid_ > 0) {
-            ::kill(pid_, SIGKILL);
-            ::waitpid(pid_, nullptr, 0);
-            pid_ = 0;
-        }
-    }
-
-private:
-    pid_t pid_;
-};
 
 class Mapping {
 public:

@@ -79,7 +79,7 @@ def test_auto_leaves_to_criu_what_has_no_usable_parent(
     newest_rig: Rig, memory_job: Path, config: dict[str, Scalar]
 ) -> None:
     """Asked for by name, it is an error before anything is frozen."""
-    with running(newest_rig, memory_job, mib=100) as job:
+    with running(newest_rig, memory_job, mib=100, criu_restores=True) as job:
         log = refused(newest_rig.dump(job, newest_rig.images(), config={**OURS, **config}))
         assert next(iter(config)) in log and FIRST_CHECKPOINT not in log
         job.run_on(1)

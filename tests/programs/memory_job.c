@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tree without CUDA whose processes check all of their memory at every step, and say so.
 //
-//   memory_job [--mib N] [--threads N] [--children N]
+//   memory_job [--mib N] [--threads N] [--children N] [--holes MIB]
 //
 // Each process prints "PID step N ok" for a step in which every byte was right, and ends with 1, saying
 // what was wrong, after one in which it was not. Half of the memory is the heap, half mapped; there are
@@ -92,9 +92,18 @@ static void add_mapped(size_t bytes, int advice, int protection, const char* nam
     protect(area, protection);
 }
 
+// A kernel that gives huge pages to all would fill the holes.
+static void ask_small_pages(void* at, size_t bytes) {
+    if (madvise(at, bytes, MADV_NOHUGEPAGE) != 0)
+        fail("madvise", at);
+}
+
 static void make_holes(size_t mib) {
+    if (mib == 0)
+        return;
     holes = map(mib * MIB);
     holes_mib = mib;
+    ask_small_pages(holes, mib * MIB);
     for (size_t i = 0; i < mib; i += 2)
         add(holes + i * MIB, MIB, "beside a hole");
 }
@@ -117,6 +126,7 @@ static void check_holes(void) {
 // Small pages with holes, for which huge ones are asked from now on.
 static void add_sparse(size_t mib) {
     uint8_t* at = map(mib * MIB);
+    ask_small_pages(at, mib * MIB);
     for (size_t i = 0; i < mib; i += 2)
         add(at + i * MIB, 128 << 10, "in holes advised: huge pages");
     if (madvise(at, mib * MIB, MADV_HUGEPAGE) != 0)
@@ -183,7 +193,7 @@ int main(int argc, char** argv) {
         add(malloc(100 << 10), 100 << 10, "the heap");
     for (size_t i = 0; i < mib / 2 / 10; ++i)
         add_mapped(10 * MIB, -1, PROT_READ | PROT_WRITE, "mapped");
-    make_holes(16);
+    make_holes(number(argc, argv, "--holes", 16));
     add_mapped(4 * MIB, -1, PROT_READ, "read-only");
     add_mapped(4 * MIB, -1, PROT_NONE, "protected");
     add_mapped(4 * MIB, MADV_NOHUGEPAGE, PROT_READ | PROT_WRITE, "advised: small pages");

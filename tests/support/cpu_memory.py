@@ -3,27 +3,114 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from campaigns.rig import Rig, Run
-from campaigns.steady_job import SteadyJob
+from campaigns.steady_job import SteadyJob, process_state
 from gpustasis.criu.plugin import Scalar
+from support.job import POLL_S, TIMEOUT_S
 
 OURS: dict[str, Scalar] = {"cpu_memory": "ours"}
 _DEATH_S = 2.0
 FIRST_CHECKPOINT = "' hook 11 "  # in criu's log
+_MAPPING = re.compile(r"([0-9a-f]+-[0-9a-f]+) rw-p \S+ 00:00 0 .*")
+_HUGE_PAGE_KB = 2048
 
 
 @contextmanager
-def running(rig: Rig, program: Path, **options: int) -> Iterator[SteadyJob]:
+def running(
+    rig: Rig, program: Path, *, criu_restores: bool = False, **options: int
+) -> Iterator[SteadyJob]:
+    """criu_restores: some of its memory is left to CRIU, as what a child shares is. Where all get
+    huge pages CRIU fills holes, also in what has refused them: it repeats that to the kernel only
+    when the memory is there."""
+    if huge_pages_for_all() and (criu_restores or options.get("children")):
+        options["holes"] = 0
     job = SteadyJob(program, rig.scratch / "memory.log", rig.environ, **options)
     try:
         yield job
     finally:
         job.end()
+
+
+def stop(job: SteadyJob) -> None:
+    """All of it: nothing of its memory changes until go_on()."""
+    for pid in job.pids:
+        os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(process_state(tid) != "T" for pid in job.pids for tid in _threads(pid)):
+        assert time.monotonic() < deadline, "the job does not stop"
+        time.sleep(POLL_S)
+
+
+def go_on(job: SteadyJob) -> None:
+    for pid in job.pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _threads(pid: int) -> list[int]:
+    return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+
+
+def huge_pages_for_all() -> bool:
+    """Whether this kernel gives huge pages to whatever has not refused them."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[always]" in setting.read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """kB of each private anonymous mapping of a process that are in memory: those into which the
+    kernel may put huge pages, and the others. shared: of each of them, what other processes have
+    as well. huge_kb: what the kernel has put into any process of this machine's since it runs; it
+    fills holes, and is shared with nobody."""
+
+    exact: dict[str, int]
+    may_grow: dict[str, int]
+    shared: dict[str, int]
+    huge_kb: int
+
+
+def resident(pid: int) -> Resident:
+    for_all = huge_pages_for_all()
+    exact, may_grow, shared = {}, {}, {}
+    mapping, size = "", 0
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if " " in key:
+            found = _MAPPING.fullmatch(line)
+            mapping = found[1] if found else ""
+        elif mapping and key == "Rss":
+            size = int(value.split()[0])
+        elif mapping and key == "Shared_Dirty":
+            shared[mapping] = int(value.split()[0])
+        elif mapping and key == "VmFlags":
+            grows = for_all or "hg" in value.split()
+            (may_grow if grows else exact)[mapping] = size
+    counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    # By khugepaged, at any moment; and where all get them, whenever a page is touched.
+    made = int(counts.get("thp_collapse_alloc", 0))
+    if for_all:
+        made += int(counts.get("thp_fault_alloc", 0))
+    return Resident(exact, may_grow, shared, made * _HUGE_PAGE_KB)
+
+
+def shared_places(pids: Sequence[int]) -> set[str]:
+    """Mappings that all have, each behind one that all have: CRIU's restore shares none that lies
+    directly behind mappings of which one ends elsewhere, or is protected otherwise."""
+    found = []
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        found.append(set(itertools.pairwise(" ".join(line.split()[:2]) for line in lines)))
+    return {place.split()[0] for _, place in set.intersection(*found)}
 
 
 def pages_bytes(images: Path) -> int:

@@ -30,11 +30,11 @@ def measure_second(course: Course, content: Content, medium: Medium, pairs: int)
             with ExitStack() as stack:
                 first, second, full = (stack.enter_context(course.images(medium)) for _ in range(3))
                 target.load(content.layout(0))
-                before = target.digest()
+                before = target.digests()
                 course.checkpointing.dump(target, first, _OURS)
                 course.restore(target, before, medium, [first], _OURS)
                 target.load(content.layout(1))
-                wanted = target.digest()
+                wanted = target.digests()
                 for is_ours in (True, False) if pair % 2 == 0 else (False, True):
                     medium.settle()
                     if is_ours:
@@ -86,7 +86,7 @@ def measure_chain(course: Course, content: Content, medium: Medium, pairs: int) 
             dumps.append(
                 course.checkpointing.dump(target, images, _OURS, parent, leave_running=True)
             )
-        wanted = target.digest()
+        wanted = target.digests()
         whole = course.checkpointing.dump(target, full, _OURS)
         through: list[float] = []
         direct: list[float] = []

@@ -47,13 +47,11 @@ class Course:
         """
         rounds: list[Round] = []
         with self.target(content) as target:
-            wanted = target.digest()
-            by_name = {each.name: each for each in contenders}
-            for pair, order in enumerate(turns(list(by_name), pairs)):
-                for contender in (by_name[name] for name in order):
-                    made = self._round(target, wanted, content.workload, medium, contender, pair)
-                    rounds += made
-                    self.say(describe(made[0]))
+            wanted = target.digests()
+            for pair, contender in by_turns(contenders, pairs):
+                made = self._round(target, wanted, content.workload, medium, contender, pair)
+                rounds += made
+                self.say(describe(made[0]))
         return rounds
 
     @contextmanager
@@ -88,7 +86,7 @@ class Course:
     def restore(
         self,
         target: Target,
-        wanted: str,
+        wanted: list[str],
         medium: Medium,
         images: Sequence[Path],
         contender: Contender,
@@ -99,17 +97,35 @@ class Course:
         """
         self.cooled[medium.name] = medium.cool(images)
         restored = self.checkpointing.restore(target, images[-1], contender)
-        found = target.digest()
-        if found != wanted:
-            raise WrongMemoryError(
-                f"{contender.name}: the restored GPU memory is {found}, it was {wanted}"
-            )
+        self._require_memory(target, wanted, f"{contender.name}: restored")
         return restored
+
+    def leave_running(
+        self, target: Target, wanted: list[str], medium: Medium, contender: Contender
+    ) -> tuple[Dumped, float]:
+        """Dump `target`, which runs on, and check its memory. How many seconds it stood still, as
+        it says itself.
+
+        Raises WrongMemoryError if it differs from `wanted`.
+        """
+        with self.images(medium) as images:
+            medium.settle()
+            target.watch()
+            dumped = self.checkpointing.dump(target, images, contender, leave_running=True)
+            gap = target.gap_seconds()
+        self._require_memory(target, wanted, f"{contender.name}: left running")
+        return dumped, gap
+
+    @staticmethod
+    def _require_memory(target: Target, wanted: list[str], what: str) -> None:
+        found = target.digests()
+        if found != wanted:
+            raise WrongMemoryError(f"{what}, the memory is {found}, it was {wanted}")
 
     def _round(
         self,
         target: Target,
-        wanted: str,
+        wanted: list[str],
         workload: str,
         medium: Medium,
         contender: Contender,
@@ -130,6 +146,15 @@ class Course:
         if contender.name == OURS and dumped.staged_bytes == 0:
             raise BenchError("the plugin stored no GPU memory of its own")
         return made
+
+
+def by_turns(contenders: Sequence[Contender], pairs: int) -> Iterator[tuple[int, Contender]]:
+    """Each of them in each of so many rounds, in the order of statistics.turns, with the number of
+    the round."""
+    by_name = {each.name: each for each in contenders}
+    for pair, order in enumerate(turns(list(by_name), pairs)):
+        for name in order:
+            yield pair, by_name[name]
 
 
 def describe(measured: Round) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 
 from gpustasis_bench.bench.contenders import CONTENDERS, OURS, STOCK, Contender
 from gpustasis_bench.bench.content import CPU, Workload
-from gpustasis_bench.bench.course import Course
+from gpustasis_bench.bench.course import Course, by_turns
 from gpustasis_bench.bench.medium import Medium
-from gpustasis_bench.bench.statistics import paired_ratio, turns
+from gpustasis_bench.bench.statistics import paired_ratio
 from gpustasis_bench.bench.target import Target
-from gpustasis_bench.errors import BenchError, WrongMemoryError
+from gpustasis_bench.errors import BenchError
 
 TREES = (1, 50, 200)  # processes
 FIGURES = ("dump_seconds", "frozen_seconds", "restore_seconds", "stored_bytes", "rss_share")
@@ -30,6 +30,7 @@ _OURS = Contender(name=OURS, plugin={"cpu_memory": "ours"})
 _WITHOUT_CUDA = (_OURS, Contender(name=STOCK, with_plugin=False))
 _WITH_CUDA = (_OURS, CONTENDERS[STOCK])
 
+_Pair = tuple[Contender, Contender]
 _Values = Mapping[str, Mapping[str, list[float]]]  # contender -> figure -> one for each round
 
 
@@ -46,9 +47,9 @@ def measure_workload(
     contenders = _WITHOUT_CUDA if cpu_only else _WITH_CUDA
     least = size if cpu_only else size // 2
     with _target(course, cpu_only, size, seed) as target:
-        label = f"{workload.name}, {medium.name}"
-        values = _rounds(course, target, medium, contenders, pairs, label, least)
-        gaps = _gaps(course, target, medium, contenders, pairs, label)
+        course.say(workload.name)
+        values = _rounds(course, target, medium, contenders, pairs, least)
+        gaps = _gaps(course, target, medium, contenders, pairs)
     for name in (OURS, STOCK):
         values[name]["downtime_seconds"] = gaps[name]
     shape = {"workload": workload.name, "bytes": size}
@@ -62,8 +63,8 @@ def measure_trees(
     found = []
     for processes in trees:
         with _heap_target(course, 0, 0, processes, 0) as target:
-            label = f"tree of {processes}, {medium.name}"
-            values = _rounds(course, target, medium, _WITHOUT_CUDA, pairs, label, 0)
+            course.say(f"tree of {processes}")
+            values = _rounds(course, target, medium, _WITHOUT_CUDA, pairs, 0)
         found.append(_described({"processes": processes}, medium, pairs, values, FIGURES))
     return found
 
@@ -91,77 +92,52 @@ def _heap_target(
 
 
 def _rounds(
-    course: Course,
-    target: Target,
-    medium: Medium,
-    contenders: tuple[Contender, ...],
-    pairs: int,
-    label: str,
-    least: int,
+    course: Course, target: Target, medium: Medium, contenders: _Pair, pairs: int, least: int
 ) -> dict[str, dict[str, list[float]]]:
     values: dict[str, dict[str, list[float]]] = {
         each.name: defaultdict(list) for each in contenders
     }
-    by_name = {each.name: each for each in contenders}
     wanted = target.digests()
-    for order in turns(list(by_name), pairs):
-        for name in order:
-            before = target.resident_bytes()
-            with course.images(medium) as images:
-                medium.settle()
-                dumped = course.checkpointing.dump(target, images, by_name[name])
-                if name == OURS and dumped.cpu_bytes < least * _STORED_SHARE:
-                    raise BenchError(
-                        f"of {least >> 20} MiB of CPU memory the plugin stored "
-                        f"{dumped.cpu_bytes >> 20}"
-                    )
-                course.cooled[medium.name] = medium.cool([images])
-                restored = course.checkpointing.restore(target, images, by_name[name])
-            after = target.resident_bytes()
-            if target.digests() != wanted:
-                raise WrongMemoryError(f"{label}: {name}: the restored memory is not what it was")
-            row = (
-                *(dumped.seconds, dumped.frozen_seconds, restored.seconds),
-                *(float(dumped.stored_bytes), after / before),
-            )
-            for figure, value in zip(FIGURES, row, strict=True):
-                values[name][figure].append(value)
-            course.say(
-                f"{label}, {name}: dump {row[0]:.2f} s, restore {row[2]:.2f} s, "
-                f"{row[3] / 2**20:.0f} MiB, resident {row[4]:.3f} of before"
-            )
+    for _, contender in by_turns(contenders, pairs):
+        name = contender.name
+        before = target.resident_bytes()
+        with course.images(medium) as images:
+            medium.settle()
+            dumped = course.checkpointing.dump(target, images, contender)
+            if name == OURS and dumped.cpu_bytes < least * _STORED_SHARE:
+                raise BenchError(
+                    f"of {least >> 20} MiB of CPU memory the plugin stored {dumped.cpu_bytes >> 20}"
+                )
+            restored = course.restore(target, wanted, medium, [images], contender)
+        after = target.resident_bytes()
+        row = (
+            *(dumped.seconds, dumped.frozen_seconds, restored.seconds),
+            *(float(dumped.stored_bytes), after / before),
+        )
+        for figure, value in zip(FIGURES, row, strict=True):
+            values[name][figure].append(value)
+        course.say(
+            f"{medium.name}, {name}: dump {row[0]:.2f} s, restore {row[2]:.2f} s, "
+            f"{row[3] / 2**20:.0f} MiB, resident {row[4]:.3f} of before"
+        )
     return values
 
 
 def _gaps(
-    course: Course,
-    target: Target,
-    medium: Medium,
-    contenders: tuple[Contender, ...],
-    pairs: int,
-    label: str,
+    course: Course, target: Target, medium: Medium, contenders: _Pair, pairs: int
 ) -> dict[str, list[float]]:
     gaps: dict[str, list[float]] = defaultdict(list)
-    by_name = {each.name: each for each in contenders}
     wanted = target.digests()
-    for order in turns(list(by_name), pairs):
-        for name in order:
-            with course.images(medium) as images:
-                medium.settle()
-                target.watch()
-                dumped = course.checkpointing.dump(
-                    target, images, by_name[name], leave_running=True
-                )
-                gap = target.gap_seconds()
-            if gap < dumped.frozen_seconds / 2:
-                raise BenchError(
-                    f"{label}: {name}: the job saw a gap of {gap:.3f} s of "
-                    f"{dumped.frozen_seconds:.3f}; it did not watch"
-                )
-            gaps[name].append(gap)
-            if target.digests() != wanted:
-                raise WrongMemoryError(f"{label}: {name}: what was left running has other memory")
-            course.say(f"{label}, left running, {name}: stood still {gaps[name][-1]:.3f} s")
+    for _, contender in by_turns(contenders, pairs):
+        name = contender.name
+        dumped, gap = course.leave_running(target, wanted, medium, contender)
+        if gap < dumped.frozen_seconds / 2:
+            raise BenchError(
+                f"{name}: the job saw a gap of {gap:.3f} s of {dumped.frozen_seconds:.3f}; "
+                "it did not watch"
+            )
+        gaps[name].append(gap)
+        course.say(f"{medium.name}, left running, {name}: stood still {gap:.3f} s")
     return gaps
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from gpustasis.emulator import RATES_OFF, Emulator, Options, Rates, api_version_of
 from gpustasis_bench.bench.contenders import CONTENDERS, OURS, STOCK
 from gpustasis_bench.bench.content import Content
-from gpustasis_bench.bench.course import Course
+from gpustasis_bench.bench.course import Course, by_turns
 from gpustasis_bench.bench.medium import Medium
-from gpustasis_bench.bench.statistics import paired_ratio, turns
+from gpustasis_bench.bench.statistics import paired_ratio
 from gpustasis_bench.bench.target import Target
-from gpustasis_bench.errors import BenchError, WrongMemoryError
+from gpustasis_bench.errors import BenchError
 
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4))  # GPUs of each task, tasks
 _DRIVER = "580.95.05"
@@ -66,23 +66,15 @@ def _measure(course: Course, target: Target, medium: Medium, pairs: int) -> dict
     driver: dict[str, list[float]] = {OURS: [], STOCK: []}
     hooks: dict[str, list[float]] = {OURS: [], STOCK: []}
     wanted = target.digests()
-    for order in turns((OURS, STOCK), pairs):
-        for name in order:
-            with course.images(medium) as images:
-                medium.settle()
-                target.watch()
-                dumped = course.checkpointing.dump(
-                    target, images, CONTENDERS[name], leave_running=True
-                )
-                gap = target.gap_seconds()
-            if target.digests() != wanted:
-                raise WrongMemoryError(f"{name}: a job that was left running has other GPU memory")
-            if gap < dumped.driver_seconds / target.tasks / 2:
-                raise BenchError(f"{name}: the job saw a gap of {gap:.3f} s only; it did not watch")
-            downtime[name].append(gap)
-            driver[name].append(dumped.driver_seconds)
-            hooks[name].append(hook_seconds(dumped.record))
-            course.say(f"left running, {medium.name}, {name}: the job stood still {gap:.3f} s")
+    for _, contender in by_turns((CONTENDERS[OURS], CONTENDERS[STOCK]), pairs):
+        name = contender.name
+        dumped, gap = course.leave_running(target, wanted, medium, contender)
+        if gap < dumped.driver_seconds / target.tasks / 2:
+            raise BenchError(f"{name}: the job saw a gap of {gap:.3f} s only; it did not watch")
+        downtime[name].append(gap)
+        driver[name].append(dumped.driver_seconds)
+        hooks[name].append(hook_seconds(dumped.record))
+        course.say(f"left running, {medium.name}, {name}: the job stood still {gap:.3f} s")
     return {
         "medium": medium.name,
         "pairs": pairs,

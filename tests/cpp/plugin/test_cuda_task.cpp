@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "child.hpp"
 #include "sample.hpp"
 
 #include "cuda_plugin/proc.hpp"
@@ -18,41 +19,6 @@
 using namespace gpustasis;
 
 namespace {
-
-/// A child that has done `prepare` and then waits.
-class Child {
-public:
-    template <class Prepare>
-    explicit Child(const Prepare& prepare) {
-        int ready[2];
-        CHECK(::pipe(ready) == 0);
-        pid_ = fork_child();
-        if (pid_ == 0) {
-            prepare();
-            CHECK(::write(ready[1], "r", 1) == 1);
-            for (;;)
-                ::pause();
-        }
-        char byte = 0;
-        CHECK(::read(ready[0], &byte, 1) == 1);
-        ::close(ready[0]);
-        ::close(ready[1]);
-    }
-    Child(const Child&) = delete;
-    Child& operator=(const Child&) = delete;
-    ~Child() { end(); }
-    void end() {
-        if (pid_ == 0)
-            return;
-        ::kill(pid_, SIGKILL);
-        ::waitpid(pid_, nullptr, 0);
-        pid_ = 0;
-    }
-    pid_t pid() const { return pid_; }
-
-private:
-    pid_t pid_ = 0;
-};
 
 void call_it(const char* name) {
     CHECK(::prctl(PR_SET_NAME, name, 0, 0, 0) == 0);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // This program is its own criu: its calls of ioctl are those that the plugin changes.
 #include "check.hpp"
+#include "child.hpp"
 #include "sample.hpp"
 
 #include "core/unique_fd.hpp"
@@ -34,45 +35,28 @@ const std::uint64_t kBase = reinterpret_cast<std::uint64_t>(
 using Pages = std::vector<std::uint64_t>; ///< numbers, from kBase on
 
 /// A process with kPages pages at kBase, every eighth of them absent.
-class Child {
+class Task {
 public:
-    Child() {
-        int ends[2];
-        CHECK(::pipe(ends) == 0);
-        pid_ = fork_child();
-        if (pid_ == 0) {
-            volatile char* at = reinterpret_cast<char*>(kBase);
-            if (::madvise(reinterpret_cast<void*>(kBase), kPages * kPage, MADV_NOHUGEPAGE) != 0)
-                ::_exit(1);
-            for (std::uint64_t page = 0; page < kPages; ++page)
-                if (is_there(page))
-                    at[page * kPage] = 1;
-            if (::write(ends[1], "x", 1) != 1)
-                ::_exit(1);
-            for (;;)
-                ::pause();
-        }
-        char byte;
-        CHECK(::read(ends[0], &byte, 1) == 1);
-        ::close(ends[0]);
-        ::close(ends[1]);
-        pagemap_ = UniqueFd(
-            ::open(("/proc/" + std::to_string(pid_) + "/pagemap").c_str(), O_RDONLY | O_CLOEXEC));
+    Task() {
+        const std::string path = "/proc/" + std::to_string(child_.pid()) + "/pagemap";
+        pagemap_ = UniqueFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
         CHECK(bool(pagemap_));
-    }
-    Child(const Child&) = delete;
-    Child& operator=(const Child&) = delete;
-    ~Child() {
-        ::kill(pid_, SIGKILL);
-        ::waitpid(pid_, nullptr, 0);
     }
 
     static bool is_there(std::uint64_t page) { return page % 8 != 7; }
-    pid_t pid() const { return pid_; }
+    pid_t pid() const { return child_.pid(); }
     int pagemap() const { return pagemap_.get(); }
 
 private:
-    pid_t pid_ = 0;
+    static void touch() {
+        volatile char* at = reinterpret_cast<char*>(kBase);
+        CHECK(::madvise(reinterpret_cast<void*>(kBase), kPages * kPage, MADV_NOHUGEPAGE) == 0);
+        for (std::uint64_t page = 0; page < kPages; ++page)
+            if (is_there(page))
+                at[page * kPage] = 1;
+    }
+
+    const Child child_{touch};
     UniqueFd pagemap_;
 };
 
@@ -126,13 +110,13 @@ Pages expected(std::uint64_t first, std::uint64_t last, const std::vector<Region
         bool is_hidden = false;
         for (const Region& region : hidden)
             is_hidden = is_hidden || (region.address <= at && at < region.address + region.length);
-        if (Child::is_there(page) && !is_hidden)
+        if (Task::is_there(page) && !is_hidden)
             found.push_back(page);
     }
     return found;
 }
 
-void hidden_pages_are_not_found(const Child& child) {
+void hidden_pages_are_not_found(const Task& task) {
     const std::vector<std::vector<Region>> choices = {
         {pages(0, 5)},      {pages(59, 5)},
         {pages(0, kPages)}, {pages(5, 1), pages(6, 10), pages(20, 4), pages(33, 30)},
@@ -140,7 +124,7 @@ void hidden_pages_are_not_found(const Child& child) {
     };
     for (const std::vector<Region>& hidden : choices) {
         HiddenPages hiding;
-        hiding.hide(child.pid(), hidden);
+        hiding.hide(task.pid(), hidden);
         for (const std::size_t room : {std::size_t{1}, std::size_t{2}, std::size_t{100}})
             for (const std::uint64_t most : {0U, 1U, 3U, 1000U})
                 for (const auto& [first, last] :
@@ -149,54 +133,54 @@ void hidden_pages_are_not_found(const Child& child) {
                       {6, 7},
                       {15, 34},
                       {63, 64}})
-                    CHECK(scan(child.pagemap(), first, last, room, most) ==
+                    CHECK(scan(task.pagemap(), first, last, room, most) ==
                           expected(first, last, hidden));
-        CHECK(hiding.answered(child.pid()).scans > 0);
+        CHECK(hiding.answered(task.pid()).scans > 0);
     }
-    CHECK(scan(child.pagemap(), 0, kPages, 1) == expected(0, kPages, {})); // and now they are
+    CHECK(scan(task.pagemap(), 0, kPages, 1) == expected(0, kPages, {})); // and now they are
 }
 
-void an_answer_counts_what_it_lacks(const Child& child) {
+void an_answer_counts_what_it_lacks(const Task& task) {
     HiddenPages hiding;
-    hiding.hide(child.pid(), {pages(8, 4), pages(16, 4)});
-    CHECK(hiding.answered(child.pid()).wanted == 8 * kPage);
-    scan(child.pagemap(), 0, 10, 100);
-    CHECK(hiding.answered(child.pid()).hidden == 2 * kPage);
-    scan(child.pagemap(), 10, 64, 100);
-    CHECK(hiding.answered(child.pid()).hidden == 8 * kPage);
-    scan(child.pagemap(), 30, 64, 100); // nothing of it is hidden
-    CHECK(hiding.answered(child.pid()).scans == 2);
-    scan(child.pagemap(), 0, 64, 100); // again
-    CHECK(hiding.answered(child.pid()).hidden == 8 * kPage);
+    hiding.hide(task.pid(), {pages(8, 4), pages(16, 4)});
+    CHECK(hiding.answered(task.pid()).wanted == 8 * kPage);
+    scan(task.pagemap(), 0, 10, 100);
+    CHECK(hiding.answered(task.pid()).hidden == 2 * kPage);
+    scan(task.pagemap(), 10, 64, 100);
+    CHECK(hiding.answered(task.pid()).hidden == 8 * kPage);
+    scan(task.pagemap(), 30, 64, 100); // nothing of it is hidden
+    CHECK(hiding.answered(task.pid()).scans == 2);
+    scan(task.pagemap(), 0, 64, 100); // again
+    CHECK(hiding.answered(task.pid()).hidden == 8 * kPage);
 }
 
-void what_is_asked_twice_counts_once(const Child& child) {
+void what_is_asked_twice_counts_once(const Task& task) {
     HiddenPages hiding;
-    hiding.hide(child.pid(), {pages(8, 4), pages(16, 4)});
+    hiding.hide(task.pid(), {pages(8, 4), pages(16, 4)});
     for (int i = 0; i < 2; ++i)
-        scan(child.pagemap(), 0, 10, 100);
-    CHECK(hiding.answered(child.pid()).hidden == 2 * kPage);
-    scan(child.pagemap(), 9, 12, 100);
-    CHECK(hiding.answered(child.pid()).hidden == 4 * kPage);
+        scan(task.pagemap(), 0, 10, 100);
+    CHECK(hiding.answered(task.pid()).hidden == 2 * kPage);
+    scan(task.pagemap(), 9, 12, 100);
+    CHECK(hiding.answered(task.pid()).hidden == 4 * kPage);
 }
 
-void other_tasks_and_other_questions_are_answered_by_the_kernel(const Child& child) {
-    const Child other;
+void other_tasks_and_other_questions_are_answered_by_the_kernel(const Task& task) {
+    const Task other;
     HiddenPages hiding;
-    hiding.hide(child.pid(), {pages(0, kPages)});
+    hiding.hide(task.pid(), {pages(0, kPages)});
     CHECK(scan(other.pagemap(), 0, kPages, 1) == expected(0, kPages, {}));
     std::vector<ScannedRegion> answer(4);
     PageScanArguments asked = question(0, kPages, answer);
     asked.start += 1; // not at a page
     errno = 0;
-    CHECK(::ioctl(child.pagemap(), kPagemapScan, &asked) == -1 && errno == EINVAL);
+    CHECK(::ioctl(task.pagemap(), kPagemapScan, &asked) == -1 && errno == EINVAL);
     asked = question(0, kPages, answer);
     asked.category_inverted = asked.category_mask = asked.category_anyof_mask = 0; // every page
-    CHECK(::ioctl(child.pagemap(), kPagemapScan, &asked) > 0);
-    CHECK(hiding.answered(child.pid()).scans == 0);
+    CHECK(::ioctl(task.pagemap(), kPagemapScan, &asked) > 0);
+    CHECK(hiding.answered(task.pid()).scans == 0);
     asked = question(0, kPages, answer);
     asked.size = 8;
-    CHECK(::ioctl(child.pagemap(), kPagemapScan, &asked) == -1 && errno == EINVAL);
+    CHECK(::ioctl(task.pagemap(), kPagemapScan, &asked) == -1 && errno == EINVAL);
     CHECK(::ioctl(-1, kPagemapScan, &asked) == -1 && errno == EBADF);
     int ends[2];
     CHECK(::pipe(ends) == 0 && ::write(ends[1], "four", 4) == 4);
@@ -206,14 +190,14 @@ void other_tasks_and_other_questions_are_answered_by_the_kernel(const Child& chi
     ::close(ends[1]);
 }
 
-void an_error_of_the_kernel_is_the_answer(const Child& child) {
+void an_error_of_the_kernel_is_the_answer(const Task& task) {
     HiddenPages hiding;
-    hiding.hide(child.pid(), {pages(0, 8)});
+    hiding.hide(task.pid(), {pages(0, 8)});
     std::vector<ScannedRegion> answer(4);
     PageScanArguments asked = question(0, kPages, answer);
     asked.vec = 8; // no memory of ours
     errno = 0;
-    CHECK(::ioctl(child.pagemap(), kPagemapScan, &asked) == -1 && errno == EFAULT);
+    CHECK(::ioctl(task.pagemap(), kPagemapScan, &asked) == -1 && errno == EFAULT);
 }
 
 /// In a child whose kernel, as far as it can see, is older than Linux 6.7.
@@ -266,11 +250,11 @@ int main() {
         std::fprintf(stderr, "not run: %s\n", why_not.c_str());
         return 0;
     }
-    const Child child;
-    hidden_pages_are_not_found(child);
-    an_answer_counts_what_it_lacks(child);
-    what_is_asked_twice_counts_once(child);
-    other_tasks_and_other_questions_are_answered_by_the_kernel(child);
-    an_error_of_the_kernel_is_the_answer(child);
+    const Task task;
+    hidden_pages_are_not_found(task);
+    an_answer_counts_what_it_lacks(task);
+    what_is_asked_twice_counts_once(task);
+    other_tasks_and_other_questions_are_answered_by_the_kernel(task);
+    an_error_of_the_kernel_is_the_answer(task);
     what_cannot_be_done_is_refused_if_asked_for_by_name();
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "child.hpp"
 #include "sample.hpp"
 
 #include "cuda_plugin/proc.hpp"
@@ -111,33 +112,19 @@ private:
 };
 
 /// A process that does nothing until it is killed.
-class Bystander {
+class Bystander : public Child {
 public:
-    Bystander() : pid_(fork_child()) {
-        if (pid_ == 0)
-            for (;;)
-                ::pause();
-    }
-    Bystander(const Bystander&) = delete;
-    Bystander& operator=(const Bystander&) = delete;
-    ~Bystander() {
-        ::kill(pid_, SIGKILL);
-        ::waitpid(pid_, nullptr, 0);
-    }
-    pid_t pid() const { return pid_; }
     bool dies_within(int milliseconds) const {
         for (int waited = 0; waited <= milliseconds; ++waited) {
             siginfo_t info{};
-            if (::waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
-                info.si_pid == pid_)
+            if (::waitid(P_PID, static_cast<id_t>(pid()), &info, WEXITED | WNOHANG | WNOWAIT) ==
+                    0 &&
+                info.si_pid == pid())
                 return true;
             ::poll(nullptr, 0, 1);
         }
         return false;
     }
-
-private:
-    pid_t pid_;
 };
 
 // What a worker does with a driver is tested with the emulator; here it has none.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "child.hpp"
 #include "sample.hpp"
 
 #include "core/file_identity.hpp"
@@ -9,10 +10,8 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
-#include <sys/wait.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <string>
 #include <vector>
@@ -23,42 +22,6 @@ using sample::Buffer;
 namespace {
 
 constexpr std::size_t kSize = 8192;
-
-/// A child that has mapped what `map` maps, and stands still.
-class Child {
-public:
-    template <class Map>
-    explicit Child(const Map& map) {
-        std::array<int, 2> ready{};
-        CHECK(::pipe(ready.data()) == 0);
-        pid_ = fork_child();
-        if (pid_ == 0) {
-            map();
-            if (::write(ready[1], "r", 1) == 1)
-                for (;;)
-                    ::pause();
-            ::_exit(1);
-        }
-        char byte = 0;
-        CHECK(::read(ready[0], &byte, 1) == 1);
-        ::close(ready[0]);
-        ::close(ready[1]);
-    }
-    Child(const Child&) = delete;
-    Child& operator=(const Child&) = delete;
-    ~Child() { end(); }
-    void end() {
-        if (pid_ == 0)
-            return;
-        ::kill(pid_, SIGKILL);
-        ::waitpid(pid_, nullptr, 0);
-        pid_ = 0;
-    }
-    pid_t pid() const { return pid_; }
-
-private:
-    pid_t pid_ = 0;
-};
 
 void map_file(const std::string& path, int protection, int flags = MAP_PRIVATE) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
