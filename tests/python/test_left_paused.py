@@ -29,22 +29,22 @@ TIMEOUT_S = 30.0
 
 
 class Node:
-    """containerd with one container. answers: whether it lists it."""
+    """A runtime with one container. answers: whether it lists any; listed: whether that one."""
 
     def __init__(self) -> None:
         self.runtime: subprocess.Popen[bytes] | None = None
         self.frozen = self.dumping = False
-        self.answers = True
+        self.answers = self.listed = True
         self.events: list[Event] = []
 
     def start(self) -> None:
         self.runtime = subprocess.Popen(["sleep", "1000"])
 
     def kill(self) -> None:
-        assert self.runtime is not None
-        self.runtime.kill()
-        self.runtime.wait()
-        self.runtime = None
+        ended, self.runtime = self.runtime, None
+        assert ended is not None
+        ended.kill()
+        ended.wait()
 
     def find_instance(self, path: str) -> Instance | str:
         if self.runtime is None:
@@ -55,7 +55,7 @@ class Node:
     def containers(self, *_: object) -> list[Container]:
         if not self.answers:
             raise EngineError("server is not initialized yet")
-        return [JOB]
+        return [JOB] if self.listed else []
 
     def open_files(self, *comms: str) -> dict[str, dict[int, list[str]]]:
         here = {os.getpid(): [f"/run/{ID}/pages-1.img"]} if self.dumping else {}
@@ -78,6 +78,8 @@ class Node:
 
 
 class Answering:
+    name = ""
+
     def __init__(self, path: str) -> None:
         pass
 
@@ -88,7 +90,7 @@ class Answering:
         pass
 
     def runtime(self, *_: object) -> str:
-        return "containerd v2.1"
+        return self.name
 
 
 @contextmanager
@@ -96,9 +98,10 @@ def alone(container: Container) -> Iterator[None]:
     yield
 
 
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+@pytest.fixture(params=["containerd"])
+def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     made = Node()
+    monkeypatch.setattr(Answering, "name", f"{request.param} 2.1")
     for name, value in {
         "find_instance": made.find_instance,
         "Cri": Answering,
@@ -107,6 +110,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         "groups_by_container": lambda: {ID: [Path("group")]},
         "is_frozen": lambda group: made.frozen,
         "find_shim": lambda *words: made,
+        "container_names": lambda state, one: ("tests", "pod", "job") if one == ID else None,
+        "resume_task": lambda *words: made.resume(),
         "alone": alone,
     }.items():
         monkeypatch.setattr(left_paused, name, value)
@@ -140,6 +145,43 @@ def test_a_runtime_that_is_back_and_does_not_answer(node: Node) -> None:
     assert node.said() == ["watching", "ended", "waiting", "failed", "resumed"] or (
         node.said() == ["watching", "ended", "failed", "resumed"]
     )
+
+
+BOTH = pytest.mark.parametrize("node", ["containerd", "cri-o"], indirect=True)
+
+
+@BOTH
+def test_a_container_that_no_list_had_yet(node: Node, request: pytest.FixtureRequest) -> None:
+    """It was started, and its checkpoint begun, since the last list."""
+    node.frozen = True
+    node.listed = False
+    time.sleep(1.5)
+    node.kill()
+    node.wait_for("ended")
+    if "containerd" in request.node.name:  # which kills it if it is paused still when that is back
+        node.wait_for("resumed")
+    node.listed = True
+    node.start()
+    node.wait_for("resumed")
+    assert not node.frozen
+    (resumed,) = [event for event in node.events if event.what == "resumed"]
+    assert resumed.container is not None and resumed.container.path == "tests/pod/job"
+
+
+@BOTH
+def test_a_dump_of_a_container_that_no_list_had_yet(node: Node) -> None:
+    """The next runtime is there before the dump ends, and before the watch has looked."""
+    node.listed = False
+    time.sleep(1.5)
+    node.dumping = True
+    node.kill()
+    node.start()
+    node.listed = True
+    node.wait_for("ended")
+    time.sleep(2)
+    node.dumping, node.frozen = False, True
+    node.wait_for("resumed")
+    assert not node.frozen
 
 
 def test_what_it_does_not_list_is_said_once(node: Node) -> None:

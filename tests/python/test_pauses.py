@@ -210,3 +210,11 @@ def test_a_resumed_container_is_soon_like_any_other() -> None:
 def test_two_runtimes_end_before_the_dump_does() -> None:
     node = Node().stay(5).stay(3, "dump 1500").kill(back_after_s=1).stay(1).kill().stay(1)
     assert node.stay(2, "paused").resumed == 1
+
+
+def test_a_dump_at_a_later_look_that_is_older_than_the_runtime() -> None:
+    """Of a container that the last runtime had started since its last list."""
+    node = Node().stay(2).kill()
+    node.runtime = SECOND
+    node.stay(IN_FLIGHT_S + 1, "running").stay(3, "dump 1990").stay(SETTLE_S + 1, "paused")
+    assert (node.state, node.resumed) == ("running", 1)

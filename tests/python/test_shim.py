@@ -18,7 +18,7 @@ import pytest
 
 from gpustasis.errors import EngineError
 from gpustasis.runtimes.cri import message_classes
-from gpustasis.runtimes.shim import _MESSAGES, Shim, find_shim
+from gpustasis.runtimes.shim import _MESSAGES, Shim, container_names, find_shim
 
 ID = "0123456789abcdef" * 4
 HASH = "ab" * 8
@@ -151,3 +151,24 @@ def test_answers_that_are_none(state: Path, answer: bytes, said: str) -> None:
 def test_nobody_listens(state: Path) -> None:
     with pytest.raises(EngineError, match=r"does not answer State: .*No such file"):
         Shim(ID, state / "s" / HASH, 3).is_paused()
+
+
+def test_names_of_a_container(state: Path) -> None:
+    names = {
+        "io.kubernetes.cri.sandbox-namespace": "tests",
+        "io.kubernetes.cri.sandbox-name": "pod",
+        "io.kubernetes.cri.container-name": "job\x1b",
+    }
+    config = bundle(state) / "config.json"
+    assert container_names(state, ID) is None
+    config.write_text(json.dumps({"annotations": names, "process": {"env": ["A" * (1 << 20)]}}))
+    found = container_names(state, ID)
+    assert found is not None and found[:2] == ("tests", "pod")
+    assert found[2].startswith("job") and "\x1b" not in found[2]
+    for wrong in (
+        json.dumps({"annotations": {key: names[key] for key in list(names)[:2]}}),  # a sandbox
+        json.dumps({"annotations": names | {"io.kubernetes.cri.sandbox-name": 7}}),
+        *("", "[]", "{", "{}", "[" * 100_000, '{"annotations": []}'),
+    ):
+        config.write_text(wrong)
+        assert container_names(state, ID) is None

@@ -31,7 +31,7 @@ from gpustasis.runtimes.cri import Cri, socket_path
 from gpustasis.runtimes.freezer import groups_by_container, is_frozen, thaw
 from gpustasis.runtimes.instance import Instance, find_instance, wait
 from gpustasis.runtimes.pauses import Look, Pauses
-from gpustasis.runtimes.shim import find_shim
+from gpustasis.runtimes.shim import container_names, find_shim
 from gpustasis.task import open_files, read_task
 
 POLL_S = 1.0
@@ -72,6 +72,7 @@ class Watch:
         self._last = Look(frozen=set(), dumping={}, busy=set())  # while the runtime ran
         self._looked_at = 0.0
         self._resumed: set[str] = set()  # since when it is to be seen in which state they are
+        self._unlisted: set[str] = set()  # paused by a runtime that ended before it listed them
 
     def run(self, stop: int) -> None:
         """Until the descriptor `stop` is readable.
@@ -118,6 +119,8 @@ class Watch:
         self._say("watching", f"watching {self._runtime} (process {instance.pid})")
         while True:
             self._note_containers(listed)
+            self._pauses.leave(self._unlisted & self._known.keys())
+            self._unlisted.clear()
             look = self._last = self._look()
             self._looked_at = time.monotonic()
             for one in sorted(self._pauses.note(look, instance.start_time, time.monotonic())):
@@ -131,16 +134,23 @@ class Watch:
         """Before a runtime is looked for: what begins to stand still now, it has not paused."""
         now = time.monotonic()
         if self._pauses.is_in_flight(now):
+            self._note_unlisted()
             self._pauses.note_late(self._look(), now)
 
     def _note_end(self, instance: Instance) -> None:
         """What stands still now is its doing if it was seen to stand still before, or if the end is
-        seen at once: later, it may be the next one's."""
+        seen at once: later, it may be the next one's, if there is one."""
+        self._note_unlisted()
         look, before = self._look(), self._last
         if time.monotonic() - self._looked_at > _LATE_S:
-            seen = before.frozen | before.dumping.keys()
-            dumping = {one: start for one, start in look.dumping.items() if one in seen}
-            look = Look(frozen=look.frozen & seen, dumping=dumping, busy=look.busy)
+            found = find_instance(self._path)
+            if not isinstance(found, str):
+                found.close()
+                seen = before.frozen | before.dumping.keys()
+                start = found.start_time
+                dumping = {one: begun for one, begun in look.dumping.items() if begun < start}
+                look = Look(frozen=look.frozen & seen, dumping=dumping, busy=look.busy)
+                self._unlisted.clear()
         stay = self._pauses.runtime_ended(look, time.monotonic())
         self._said.clear()
         self._say("ended", f"{self._runtime} (process {instance.pid}) has ended")
@@ -170,6 +180,28 @@ class Watch:
             if self._known[one].state == _UNKNOWN:
                 self._say("unknown", self._why_replaced(self._known[one]), self._known[one])
         self._resumed.clear()
+
+    def _note_unlisted(self) -> None:
+        """Containers that the runtime has started since its last list, and that stand still. Those
+        of containerd are found without it; others are known when the next runtime lists them."""
+        if not self._runtime:
+            return  # none was watched
+        groups = groups_by_container()
+        names = (name for each in open_files(CRIU)[CRIU].values() for name in each)
+        found = {one for name in names for one in _ID.findall(name)} & groups.keys()
+        for one in groups.keys() - found - self._known.keys():
+            with suppress(EngineError):  # it has gone, or is said when it is listed
+                if any(is_frozen(group) for group in groups[one]):
+                    found.add(one)
+        for one in found - self._known.keys():
+            if not self._runtime.startswith(_CONTAINERD):
+                self._unlisted.add(one)
+            elif (named := container_names(Path(self._path).parent, one)) is not None:
+                namespace, pod, name = named
+                self._known[one] = Container(
+                    id=one, namespace=namespace, pod=pod, name=name, image="", state="running"
+                )
+                self._groups[one] = groups[one]
 
     def _look(self) -> Look:
         """Dumps first: Look says why."""

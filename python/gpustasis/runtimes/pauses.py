@@ -63,7 +63,8 @@ class Pauses:
             self._first = False
             self._unsaid = look.frozen - look.dumping.keys()
             self._wanted |= self._unsaid
-            self._leave(look.dumping.keys() - own)
+        # A dump that is older than the runtime of now is its predecessor's.
+        self.leave(look.dumping.keys() - own - self._wanted - self._left.keys())
         for one in self._known() - look.frozen - look.dumping.keys():
             self._forget(one)
         for one in look.frozen - look.dumping.keys() - self._left.keys():
@@ -81,7 +82,7 @@ class Pauses:
         """A look just after the runtime has ended. What is returned stays paused: somebody else
         than the runtime wants it so."""
         self._ended_at = now
-        self._leave((look.frozen | look.dumping.keys()) - self._wanted)
+        self.leave((look.frozen | look.dumping.keys()) - self._wanted)
         return look.frozen & self._wanted
 
     def note_late(self, look: Look, now: float) -> None:
@@ -89,7 +90,7 @@ class Pauses:
         for may begin only now."""
         if self.is_in_flight(now):
             late = look.frozen | look.dumping.keys()
-            self._leave(late - self._wanted - self._left.keys())
+            self.leave(late - self._wanted - self._left.keys())
 
     def due(self, look: Look, runtime_start: int | None, now: float) -> set[str]:
         """Those to resume now."""
@@ -127,7 +128,8 @@ class Pauses:
         """Whether a pause that begins now may be one that the last runtime has asked for."""
         return self._ended_at is not None and now - self._ended_at < IN_FLIGHT_S
 
-    def _leave(self, containers: set[str]) -> None:
+    def leave(self, containers: set[str]) -> None:
+        """Their runtime has ended, and has left them paused, or in a dump."""
         for one in containers:
             self._forget(one)
             self._left[one] = None

@@ -40,6 +40,10 @@ _HEADER = struct.Struct(">IIBB")  # length, stream, kind, flags
 _REQUEST, _RESPONSE = 1, 2
 _ANSWER_LIMIT = 4 << 20  # bytes; ttrpc's own
 _FILE_LIMIT = 64 << 10
+_CONFIG_LIMIT = 16 << 20
+# Annotations that containerd's CRI gives a container, pkg/cri: annotations.go.
+_NAMES = tuple(f"io.kubernetes.cri.{one}" for one in ("sandbox-namespace", "sandbox-name"))
+_NAME = "io.kubernetes.cri.container-name"
 _TIMEOUT_S = 10.0
 
 
@@ -121,10 +125,22 @@ def find_shim(state: Path, container_id: str) -> Shim | None:
     return None
 
 
-def _read(path: Path) -> str:
+def container_names(state: Path, container_id: str) -> tuple[str, str, str] | None:
+    """Namespace, pod and name of a container in Kubernetes's namespace, without containerd; None:
+    there is none of this id, or it is a pod's sandbox. state: as for find_shim."""
+    try:
+        text = _read(state / _BUNDLES / container_id / "config.json", _CONFIG_LIMIT)
+        annotations = json.loads(text)["annotations"]
+        namespace, pod, name = (printable(annotations[key]) for key in (*_NAMES, _NAME))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return namespace, pod, name
+
+
+def _read(path: Path, limit: int = _FILE_LIMIT) -> str:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, encoding="utf-8", errors="replace") as file:
-        return file.read(_FILE_LIMIT)
+        return file.read(limit)
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
