@@ -5,9 +5,17 @@
 #include "cuda_plugin/cpu_memory.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
+#include "tracee/proc.hpp"
+#include "tracee/thread_memory.hpp"
 
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <exception>
+#include <iterator>
 #include <string>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -22,7 +30,9 @@ void CpuMemoryDump::prepare() {
         return;
     try {
         hidden_.emplace();
+        hidden_data_.emplace();
     } catch (const Error& e) {
+        hidden_.reset();
         if (config_.cpu_memory == CpuMemory::ours)
             throw Error(e, std::string("cpu_memory = \"ours\": ") + e.what());
         host::warn(std::string("cpu_memory = \"auto\": CPU memory is left to CRIU: ") + e.what());
@@ -58,67 +68,147 @@ bool CpuMemoryDump::may_store(CpuMemoryStatistics& told,
     }
 }
 
-bool CpuMemoryDump::take(pid_t pid, const std::vector<Region>& staging,
-                         const std::function<void()>& choose_parent) {
+void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
     if (!hidden_)
-        return false;
-    CpuMemoryStatistics& told = statistics_.cpu_memory.emplace_back();
-    told.pid = pid;
-    told.image_pid = proc::innermost_pid(pid);
-    const std::string name = "pid " + std::to_string(pid);
-    const std::vector<Mapping> mappings =
-        told.phases.time("read_mappings", [&] { return read_maps_with_flags(pid); });
-    told.left_because = why_written_by_device(pid, mappings);
-    if (!told.left_because.empty()) {
-        host::warn("the CPU memory of " + name +
-                   " is left to CRIU, for a device may write to it: " + told.left_because);
-        return false;
+        return;
+    if (!awaited_) {
+        awaited_.emplace();
+        for (const pid_t task : proc::traced_by_us())
+            if (proc::state(task) != 'Z') // CRIU asks for none of those
+                awaited_->insert(task);
     }
-    std::vector<Region> regions =
-        told.phases.time("find", [&] { return find_cpu_memory(pid, mappings, staging); });
+    awaited_->erase(pid);
+    added_.push_back({.pid = pid, .mappings = {}, .in_use = {}, .staging = staging});
+}
+
+bool CpuMemoryDump::take(const std::function<void()>& choose_parent) {
+    const std::vector<SharingTask> tasks = look_at_tasks();
+    const std::vector<SharedPart> shared = find_shared(tasks);
+    bool taken = false;
+    for (std::size_t i = 0; i < tasks.size(); ++i) {
+        std::vector<SharedPart> of_task;
+        std::ranges::copy_if(shared, std::back_inserter(of_task),
+                             [&](const SharedPart& part) { return part.pid == tasks[i].pid; });
+        try {
+            taken = store(tasks[i], std::move(of_task), statistics_.cpu_memory[i], choose_parent) ||
+                    taken;
+        } catch (const Error& e) {
+            throw Error(e, "CPU memory of pid " + std::to_string(tasks[i].pid) + ": " + e.what());
+        }
+    }
+    files_.clear();
+    return taken;
+}
+
+// Their statistics get the same places.
+std::vector<SharingTask> CpuMemoryDump::look_at_tasks() {
+    std::vector<SharingTask> tasks = std::move(added_);
+    added_.clear();
+    for (SharingTask& task : tasks) {
+        CpuMemoryStatistics& told = statistics_.cpu_memory.emplace_back();
+        told.pid = task.pid;
+        told.image_pid = proc::innermost_pid(task.pid);
+        told.phases.time("read_mappings", [&] {
+            task.mappings = read_maps_with_flags(task.pid);
+            task.in_use = addresses_in_use(task.pid);
+        });
+        told.left_because = why_written_by_device(task.pid, task.mappings);
+        if (!told.left_because.empty())
+            host::warn("the CPU memory of pid " + std::to_string(task.pid) +
+                       " is left to CRIU, for a device may write to it: " + told.left_because);
+    }
+    return tasks;
+}
+
+// A device that writes to memory of one task may write to what others share with it.
+std::vector<SharedPart> CpuMemoryDump::find_shared(const std::vector<SharingTask>& tasks) {
+    for (const CpuMemoryStatistics& told : statistics_.cpu_memory)
+        if (!told.left_because.empty())
+            return {};
+    return statistics_.phases.time("find_shared_memory", [&] {
+        files_ = open_shared_files(tasks, [](const std::string& why) {
+            host::info("shared memory is left to CRIU: " + why);
+        });
+        return choose_shared_memory(tasks, files_);
+    });
+}
+
+bool CpuMemoryDump::store(const SharingTask& task, std::vector<SharedPart> shared,
+                          CpuMemoryStatistics& told, const std::function<void()>& choose_parent) {
+    if (!told.left_because.empty())
+        return false;
+    const std::vector<Region> own = told.phases.time("find", [&] {
+        return find_cpu_memory(task.pid, task.mappings, task.in_use, task.staging);
+    });
+    std::vector<Region> regions = own;
+    for (const SharedPart& part : shared) {
+        regions.push_back(part.region);
+        told.shared_bytes += part.region.length;
+    }
+    std::ranges::sort(regions, {}, &Region::address);
     for (const Region& region : regions)
         told.bytes += region.length;
-    if (regions.empty() ||
-        (config_.cpu_memory == CpuMemory::automatic && told.bytes < kWorthwhile)) {
+    const bool little =
+        regions.empty() || (config_.cpu_memory == CpuMemory::automatic && told.bytes < kWorthwhile);
+    if (little)
         told.left_because = "there is little of it";
-        told.bytes = 0;
-        return false;
-    }
-    if (!may_store(told, choose_parent)) {
-        told.bytes = 0;
+    if (little || !may_store(told, choose_parent)) {
+        told.bytes = told.shared_bytes = 0;
         return false;
     }
     images_.begin();
-    ManifestTask task;
-    task.pid = told.image_pid;
-    task.kind = MemoryKind::cpu;
+    ManifestTask entry;
+    entry.pid = told.image_pid;
+    entry.kind = MemoryKind::cpu;
     told.regions = regions.size();
     const WriteResult written =
-        told.phases.time("write", [&] { return images_.write(pid, task, regions); });
+        told.phases.time("write", [&] { return images_.write(task.pid, entry, regions); });
     told.totals = written.totals;
     told.file_bytes = written.file_size;
     told.damaged_in_parent = written.damaged_in_parent;
-    images_.note(std::move(task));
-    hidden_->hide(pid, regions);
-    host::info("stored " + std::to_string(told.bytes >> 20) + " MiB of CPU memory of " + name +
-               " in " + std::to_string(told.regions) + " regions, as " +
+    images_.note(std::move(entry));
+    hide(task.pid, own, shared);
+    host::info("stored " + std::to_string(told.bytes >> 20) + " MiB of CPU memory of pid " +
+               std::to_string(task.pid) + " in " + std::to_string(told.regions) + " regions, " +
+               std::to_string(told.shared_bytes >> 20) + " MiB of it shared, as " +
                std::to_string(told.file_bytes >> 20) + " MiB");
     return true;
+}
+
+void CpuMemoryDump::hide(pid_t pid, const std::vector<Region>& own,
+                         const std::vector<SharedPart>& shared) {
+    if (!own.empty())
+        hidden_->hide(pid, own);
+    std::map<std::uint64_t, std::vector<AddressRange>> ranges;
+    for (const SharedPart& part : shared)
+        ranges[part.inode].push_back({part.offset, part.offset + part.region.length});
+    for (auto& [inode, of_file] : ranges) {
+        const int fd = ::fcntl(files_.at(inode).fd.get(), F_DUPFD_CLOEXEC, 0);
+        if (fd < 0)
+            throw io_error("cannot hold shared memory", errno);
+        hidden_data_->hide(UniqueFd(fd), std::move(of_file));
+    }
 }
 
 void CpuMemoryDump::finish() noexcept {
     if (!hidden_)
         return;
+    const auto tell_stored_twice = [](std::uint64_t bytes, const std::string& of) {
+        if (bytes != 0)
+            host::warn("criu did not ask this plugin about " + std::to_string(bytes >> 20) +
+                       " MiB of " + of + ": its images hold them as well");
+    };
     for (CpuMemoryStatistics& told : statistics_.cpu_memory) {
         const HiddenPages::Answered answered = hidden_->answered(told.pid);
         told.scans = answered.scans;
         if (answered.hidden < answered.wanted)
             told.stored_twice = answered.wanted - answered.hidden;
-        if (told.stored_twice != 0)
-            host::warn("criu did not ask this plugin about " +
-                       std::to_string(told.stored_twice >> 20) + " MiB of pid " +
-                       std::to_string(told.pid) + ": its images hold them as well");
+        tell_stored_twice(told.stored_twice, "pid " + std::to_string(told.pid));
     }
+    const HiddenData::Answered shared = hidden_data_->answered();
+    statistics_.shared_stored_twice = shared.wanted - shared.hidden;
+    tell_stored_twice(statistics_.shared_stored_twice, "shared memory");
+    hidden_data_.reset();
     hidden_.reset();
 }
 

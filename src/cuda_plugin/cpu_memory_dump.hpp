@@ -4,7 +4,9 @@
 
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/dump_images.hpp"
+#include "cuda_plugin/hidden_data.hpp"
 #include "cuda_plugin/hidden_pages.hpp"
+#include "cuda_plugin/shared_memory.hpp"
 #include "cuda_plugin/statistics.hpp"
 
 #include <sys/types.h>
@@ -13,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <vector>
 
 namespace gpustasis {
@@ -30,16 +33,26 @@ public:
     /// Whether memory is taken at all.
     bool is_on() const noexcept { return hidden_.has_value(); }
 
-    /// Store what is to be stored of the frozen task `pid`, in which nothing runs any more, and hide it
-    /// from criu. `staging` is GPU memory; `choose_parent` is called before anything is stored. False: all is
-    /// left to CRIU. Throws Error: the dump must fail.
-    bool take(pid_t pid, const std::vector<Region>& staging,
-              const std::function<void()>& choose_parent);
+    /// The frozen task `pid`: no driver works in it any more. `staging` is its GPU memory. Its memory is looked
+    /// at when no driver works in any other task either: what tasks share may be written by each.
+    void add(pid_t pid, const std::vector<Region>& staging);
+
+    /// Whether every task of the tree was added.
+    bool is_complete() const noexcept { return awaited_ && awaited_->empty(); }
+
+    /// Of all tasks that were added, store what is to be stored, and hide it from criu. `choose_parent` is
+    /// called before anything is stored. False: all is left to CRIU. Throws Error: the dump must fail.
+    bool take(const std::function<void()>& choose_parent);
 
     /// The dump is over: how criu's questions were answered. Warns of what was stored twice.
     void finish() noexcept;
 
 private:
+    std::vector<SharingTask> look_at_tasks();
+    std::vector<SharedPart> find_shared(const std::vector<SharingTask>& tasks);
+    bool store(const SharingTask& task, std::vector<SharedPart> shared, CpuMemoryStatistics& told,
+               const std::function<void()>& choose_parent);
+    void hide(pid_t pid, const std::vector<Region>& own, const std::vector<SharedPart>& shared);
     bool may_store(CpuMemoryStatistics& told, const std::function<void()>& choose_parent);
     void refuse_same_inner_pid(std::uint32_t inner_pid);
 
@@ -47,6 +60,10 @@ private:
     DumpImages& images_;
     Statistics& statistics_;
     std::optional<HiddenPages> hidden_;
+    std::optional<HiddenData> hidden_data_;
+    std::optional<std::set<pid_t>> awaited_;    ///< tasks that were not added yet
+    std::vector<SharingTask> added_;            ///< pids and staging
+    std::map<std::uint64_t, SharedFile> files_; ///< shared memory that images are to hold
     std::map<std::uint32_t, unsigned>
         tasks_with_pid_; ///< of the tree, by pid in the innermost namespace
 };

@@ -193,7 +193,9 @@ bool DumpSession::checkpoint(pid_t pid) {
     std::vector<Region> staging;
     if (record != nullptr)
         staging = checkpoint_device(*record);
-    const bool taken = cpu_memory_.take(pid, staging, [this] { choose_parent_once(); });
+    cpu_memory_.add(pid, staging);
+    const bool taken =
+        cpu_memory_.is_complete() && cpu_memory_.take([this] { choose_parent_once(); });
     return taken || record != nullptr;
 }
 
