@@ -124,16 +124,20 @@ public:
     const std::map<std::uint64_t, pid_t>& users() const noexcept { return users_; }
 
 private:
-    // One that ends meanwhile uses nothing any more.
+    // One that ends meanwhile uses nothing any more. One that has more rights than criu keeps what it uses to
+    // itself: that cannot be told from here, and CRIU does not ask.
     void look_at(pid_t pid) {
+        const auto is_expected = [](int why) {
+            return why == ENOENT || why == ESRCH || why == EACCES || why == EPERM;
+        };
         try {
             look_at_mappings(pid);
             look_at_descriptors(pid);
         } catch (const Error& e) {
-            if (e.error_number() != ENOENT && e.error_number() != ESRCH)
+            if (!is_expected(e.error_number()))
                 throw;
         } catch (const std::filesystem::filesystem_error& e) {
-            if (e.code().value() != ENOENT && e.code().value() != ESRCH)
+            if (!is_expected(e.code().value()))
                 throw Error(Errc::io, e.what());
         }
     }
