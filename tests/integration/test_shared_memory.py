@@ -218,6 +218,30 @@ def test_a_memfd_of_which_only_mappings_are_left(newest_rig: Rig, shared_job: Pa
         job.run_on()
 
 
+@pytest.mark.parametrize("externalize", [True, False])
+@pytest.mark.parametrize("kind", [2, 3], ids=["shared", "memfd"])
+def test_staging_in_shared_memory_is_not_stored_twice(
+    newest_rig: Rig, kind: int, externalize: bool
+) -> None:
+    """What the driver stages in a memfd is no staging to us, and CPU memory as any other."""
+    before = newest_rig.emulator.status()["settings"]["staging"]
+    newest_rig.emulator.set("staging", str(kind))
+    try:
+        with newest_rig.job(mib=16, children=1) as job:
+            images = newest_rig.images()
+            config = OURS | {"externalize": externalize}
+            dumped = newest_rig.dump(job, images, config=config)
+            assert dumped.status == 0, dumped.errors
+            job.wait()
+            newest_rig.settle(images)
+            assert (shared_bytes(images, "dump") >= 16 << 20) == (kind == 3)
+            restored = newest_rig.restore(images)
+            assert restored.status == 0, restored.errors
+            job.run_on()
+    finally:
+        newest_rig.emulator.set("staging", str(before))
+
+
 def test_auto_takes_what_is_large(newest_rig: Rig, shared_job: Path) -> None:
     for mib, taken in ((8, False), (80, True)):
         with running(newest_rig, shared_job, mib=mib, children=1) as job:
