@@ -190,9 +190,12 @@ void CpuMemoryDump::hide(pid_t pid, const std::vector<Region>& own,
     }
 }
 
-void CpuMemoryDump::finish() noexcept {
+void CpuMemoryDump::finish(bool succeeded) noexcept {
     if (!hidden_)
         return;
+    if (succeeded && awaited_ && !awaited_->empty())
+        host::warn("criu did not ask this plugin about pid " + std::to_string(*awaited_->begin()) +
+                   ": the CPU memory of all processes was left to CRIU");
     const auto tell_stored_twice = [](std::uint64_t bytes, const std::string& of) {
         if (bytes != 0)
             host::warn("criu did not ask this plugin about " + std::to_string(bytes >> 20) +

@@ -44,8 +44,9 @@ public:
     /// called before anything is stored. False: all is left to CRIU. Throws Error: the dump must fail.
     bool take(const std::function<void()>& choose_parent);
 
-    /// The dump is over: how criu's questions were answered. Warns of what was stored twice.
-    void finish() noexcept;
+    /// The dump is over: how criu's questions were answered. Warns of what was stored twice, and if it
+    /// succeeded and nothing could be stored, because criu did not ask about every task.
+    void finish(bool succeeded) noexcept;
 
 private:
     std::vector<SharingTask> look_at_tasks();

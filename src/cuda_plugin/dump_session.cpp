@@ -340,7 +340,7 @@ void DumpSession::keep_in_store() {
 
 void DumpSession::finish(bool succeeded) noexcept {
     try {
-        cpu_memory_.finish();
+        cpu_memory_.finish(succeeded);
         if (!begun_ && statistics_.cpu_memory.empty()) {
             worker_.stop();
             return;

@@ -62,9 +62,9 @@ std::map<std::uint64_t, Limits> limits_of(const std::vector<SharingTask>& tasks)
 
 void append_parts(const SharingTask& task, const Mapping& mapping, const SharedFile& file,
                   Limits& limits, std::vector<SharedPart>& parts) {
-    const AddressRange mapped{
-        mapping.offset, std::min(mapping.offset + (mapping.end - mapping.start),
-                                 file.size / kPage * kPage)}; // CRIU has the end of a last page
+    // Of a last page that the file has a part of nothing is taken: it is no whole block.
+    const AddressRange mapped{mapping.offset,
+                              std::min(mapping.offset + mapping.end - mapping.start, file.size)};
     std::vector<AddressRange> taken;
     for (const AddressRange& data : file.data) {
         const AddressRange run{std::max(data.start, mapped.start), std::min(data.end, mapped.end)};

@@ -19,6 +19,7 @@ import pytest
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import ImageReader, MemoryKind, RegionKind, image_name
+from gpustasis.image.flatten import flatten
 from gpustasis.image.verification import verify_directory
 from support.cpu_memory import OURS, pages_bytes, refused, running
 
@@ -90,7 +91,10 @@ def test_dumps_that_leave_the_job_running_chain(newest_rig: Rig, shared_job: Pat
         job.wait()
         tasks = told(second, "dump")["cpu_memory"]
         assert sum(task["ref"]["plain_bytes"] for task in tasks) > DATA // 2
-        assert newest_rig.restore(second).status == 0
+        flat = newest_rig.scratch / "flat"
+        flatten(second, flat)
+        shutil.rmtree(first)
+        assert newest_rig.restore(flat).status == 0
         job.run_on()
 
 

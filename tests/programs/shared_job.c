@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tree without CUDA whose processes share memory, check all of it at every step, and say so.
 //
-//   shared_job [--mib N] [--children N] [--sealed 1] [--fds 1] [--sysv 1]
+//   shared_job [--mib N] [--children N] [--sealed 1] [--fds 0]
 //
 // Each process prints "PID step N ok" for a step in which every byte was right and every other process was
 // seen to write. There are N MiB of shared anonymous memory and N MiB of a memfd, both with holes that no page
 // fills, a memfd that only the children map, and one that ends within a page. --sealed: the memfd is sealed
-// against new writers. --fds: no descriptor of the memfd is kept. --sysv: so much more of System V memory.
+// against new writers. --fds 0: no descriptor of the memfd is kept.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <signal.h>
@@ -17,7 +17,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/shm.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -147,17 +146,10 @@ int main(int argc, char** argv) {
     const size_t children = number(argc, argv, "--children", 1);
     processes = children + 1;
     common = (struct common*)map(-1, PAGE, 0);
-    struct area areas[4] = {{map(-1, mib * MIB, 0), mib * MIB, 1}};
+    struct area areas[2] = {{map(-1, mib * MIB, 0), mib * MIB, 1}};
     size_t count = 1;
     const int memfd = make_memfd("of all", mib * MIB);
     areas[count++] = (struct area){map(memfd, mib * MIB, 0), mib * MIB, 1001};
-    if (number(argc, argv, "--sysv", 0) != 0) {
-        const int id = shmget(IPC_PRIVATE, mib * MIB, IPC_CREAT | 0600);
-        uint8_t* at = shmat(id, NULL, 0);
-        if (id < 0 || at == (void*)-1 || shmctl(id, IPC_RMID, NULL) != 0)
-            fail("no System V memory", at);
-        areas[count++] = (struct area){at, mib * MIB, 2001};
-    }
     const size_t odd = 3 * MIB + 1000;
     const int ends_within_page = make_memfd("odd", odd);
     uint8_t* at_odd = map(ends_within_page, odd, 0);
