@@ -5,6 +5,7 @@
 #include "cuda_plugin/cpu_memory.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/shared_source.hpp"
 #include "tracee/proc.hpp"
 #include "tracee/thread_memory.hpp"
 
@@ -161,8 +162,9 @@ bool CpuMemoryDump::store(const SharingTask& task, std::vector<SharedPart> share
     entry.pid = told.image_pid;
     entry.kind = MemoryKind::cpu;
     told.regions = regions.size();
+    SharedSource memory(task.pid, shared, files_);
     const WriteResult written =
-        told.phases.time("write", [&] { return images_.write(task.pid, entry, regions); });
+        told.phases.time("write", [&] { return images_.write(task.pid, entry, regions, memory); });
     told.totals = written.totals;
     told.file_bytes = written.file_size;
     told.damaged_in_parent = written.damaged_in_parent;

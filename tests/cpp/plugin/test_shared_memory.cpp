@@ -4,6 +4,7 @@
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/cpu_memory.hpp"
 #include "cuda_plugin/shared_memory.hpp"
+#include "cuda_plugin/shared_source.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -11,7 +12,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -202,6 +205,36 @@ void files_are_opened_with_their_data() {
     CHECK(choose_shared_memory(own_tree(), files).size() == 1);
 }
 
+/// Whether the page is in the page table of this process.
+bool is_touched(const void* address) {
+    const UniqueFd pagemap(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+    std::uint64_t entry = 0;
+    const auto page = reinterpret_cast<std::uint64_t>(address) / 4096;
+    CHECK(::pread(pagemap.get(), &entry, sizeof entry, static_cast<off_t>(page * sizeof entry)) ==
+          sizeof entry);
+    return entry >> 63 != 0;
+}
+
+void what_a_task_has_not_touched_is_read_without_it() {
+    const Mapped mapped;
+    std::vector<std::byte> content(kMiB);
+    for (std::size_t i = 0; i < content.size(); ++i)
+        content[i] = static_cast<std::byte>(i / 7);
+    CHECK(::pwrite(mapped.fd.get(), content.data(), kMiB, 0) == static_cast<ssize_t>(kMiB));
+    CHECK(::madvise(mapped.at, kMiB, MADV_DONTNEED) == 0); // of this process, not of the file
+    const auto files = open_own();
+    const std::vector<SharedPart> parts = choose_shared_memory(own_tree(), files);
+    CHECK(parts.size() == 1 && !is_touched(mapped.at));
+    SharedSource source(::getpid(), parts, files);
+    std::vector<std::byte> found(kMiB - 8192);
+    source.read(parts[0].region.address + 8192, found);
+    CHECK(std::ranges::equal(found, std::span(content).subspan(8192)));
+    CHECK(!is_touched(static_cast<char*>(mapped.at) + 8192));
+    std::vector<std::byte> own(4096); // in no part
+    source.read(reinterpret_cast<std::uint64_t>(content.data()), own);
+    CHECK(std::ranges::equal(own, std::span(content).first(4096)));
+}
+
 void sealed_files_are_left() {
     for (const int seal : {0x2, 0x10}) { // F_SEAL_SHRINK, F_SEAL_FUTURE_WRITE
         const Mapped mapped;
@@ -249,6 +282,7 @@ int main() {
     a_window_around_what_any_task_uses_is_left();
     of_memory_for_huge_pages_only_whole_ones_are_stored();
     files_are_opened_with_their_data();
+    what_a_task_has_not_touched_is_read_without_it();
     sealed_files_are_left();
     what_another_process_uses_is_left();
 }
