@@ -144,9 +144,7 @@ def test_a_damaged_image_of_shared_memory_kills_all(
     job.run_on()
 
 
-def test_a_missing_image_is_refused(
-    newest_rig: Rig, checkpoint: tuple[SteadyJob, Path]
-) -> None:
+def test_a_missing_image_is_refused(newest_rig: Rig, checkpoint: tuple[SteadyJob, Path]) -> None:
     job, images = checkpoint
     lacking = newest_rig.copy(images)
     path = lacking / image_name(job.pid, MemoryKind.CPU)
@@ -161,7 +159,9 @@ def held_outside(pid: int, name: str, code: str) -> Iterator[None]:
     """Another process, outside of the tree, runs `code` on /proc/PID/fd/N, the memfd `name`."""
     links = Path(f"/proc/{pid}/fd").iterdir()
     path = next(link for link in links if os.readlink(link).startswith(f"/memfd:{name} "))
-    words = f"import mmap, sys\nfile = open({str(path)!r}, 'r+b')\n{code}\nprint(flush=True)\ninput()"
+    words = (
+        f"import mmap, sys\nfile = open({str(path)!r}, 'r+b')\n{code}\nprint(flush=True)\ninput()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -198,9 +198,7 @@ def test_what_a_process_outside_uses_is_left_to_criu(
         job.run_on()
 
 
-def test_what_is_sealed_against_writing_is_left_to_criu(
-    newest_rig: Rig, shared_job: Path
-) -> None:
+def test_what_is_sealed_against_writing_is_left_to_criu(newest_rig: Rig, shared_job: Path) -> None:
     with running(newest_rig, shared_job, mib=MIB, children=1, sealed=1) as job:
         images = newest_rig.images()
         dumped = newest_rig.dump(job, images, config=OURS)
