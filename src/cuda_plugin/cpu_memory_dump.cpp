@@ -31,9 +31,7 @@ void CpuMemoryDump::prepare() {
         return;
     try {
         hidden_.emplace();
-        hidden_data_.emplace();
     } catch (const Error& e) {
-        hidden_.reset();
         if (config_.cpu_memory == CpuMemory::ours)
             throw Error(e, std::string("cpu_memory = \"ours\": ") + e.what());
         host::warn(std::string("cpu_memory = \"auto\": CPU memory is left to CRIU: ") + e.what());
@@ -83,6 +81,8 @@ void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
 }
 
 bool CpuMemoryDump::take(const std::function<void()>& choose_parent) {
+    if (!hidden_)
+        return false;
     const std::vector<SharingTask> tasks = look_at_tasks();
     const std::vector<SharedPart> shared = find_shared(tasks);
     bool taken = false;
@@ -91,8 +91,9 @@ bool CpuMemoryDump::take(const std::function<void()>& choose_parent) {
         std::ranges::copy_if(shared, std::back_inserter(of_task),
                              [&](const SharedPart& part) { return part.pid == tasks[i].pid; });
         try {
-            taken = store(tasks[i], std::move(of_task), statistics_.cpu_memory[i], choose_parent) ||
-                    taken;
+            const bool stored =
+                store(tasks[i], of_task, statistics_.cpu_memory[i], choose_parent, *hidden_);
+            taken = taken || stored;
         } catch (const Error& e) {
             throw Error(e, "CPU memory of pid " + std::to_string(tasks[i].pid) + ": " + e.what());
         }
@@ -134,8 +135,9 @@ std::vector<SharedPart> CpuMemoryDump::find_shared(const std::vector<SharingTask
     });
 }
 
-bool CpuMemoryDump::store(const SharingTask& task, std::vector<SharedPart> shared,
-                          CpuMemoryStatistics& told, const std::function<void()>& choose_parent) {
+bool CpuMemoryDump::store(const SharingTask& task, const std::vector<SharedPart>& shared,
+                          CpuMemoryStatistics& told, const std::function<void()>& choose_parent,
+                          Hidden& hidden) {
     if (!told.left_because.empty())
         return false;
     const std::vector<Region> own = told.phases.time("find", [&] {
@@ -169,7 +171,7 @@ bool CpuMemoryDump::store(const SharingTask& task, std::vector<SharedPart> share
     told.file_bytes = written.file_size;
     told.damaged_in_parent = written.damaged_in_parent;
     images_.note(std::move(entry));
-    hide(task.pid, own, shared);
+    hide(task.pid, own, shared, hidden);
     host::info("stored " + std::to_string(told.bytes >> 20) + " MiB of CPU memory of pid " +
                std::to_string(task.pid) + " in " + std::to_string(told.regions) + " regions, " +
                std::to_string(told.shared_bytes >> 20) + " MiB of it shared, as " +
@@ -178,9 +180,9 @@ bool CpuMemoryDump::store(const SharingTask& task, std::vector<SharedPart> share
 }
 
 void CpuMemoryDump::hide(pid_t pid, const std::vector<Region>& own,
-                         const std::vector<SharedPart>& shared) {
+                         const std::vector<SharedPart>& shared, Hidden& hidden) {
     if (!own.empty())
-        hidden_->hide(pid, own);
+        hidden.own.hide(pid, own);
     std::map<std::uint64_t, std::vector<AddressRange>> ranges;
     for (const SharedPart& part : shared)
         ranges[part.inode].push_back({part.offset, part.offset + part.region.length});
@@ -188,7 +190,7 @@ void CpuMemoryDump::hide(pid_t pid, const std::vector<Region>& own,
         const int fd = ::fcntl(files_.at(inode).fd.get(), F_DUPFD_CLOEXEC, 0);
         if (fd < 0)
             throw io_error("cannot hold shared memory", errno);
-        hidden_data_->hide(UniqueFd(fd), std::move(of_file));
+        hidden.shared.hide(UniqueFd(fd), std::move(of_file));
     }
 }
 
@@ -204,16 +206,15 @@ void CpuMemoryDump::finish(bool succeeded) noexcept {
                        " MiB of " + of + ": its images hold them as well");
     };
     for (CpuMemoryStatistics& told : statistics_.cpu_memory) {
-        const HiddenPages::Answered answered = hidden_->answered(told.pid);
+        const HiddenPages::Answered answered = hidden_->own.answered(told.pid);
         told.scans = answered.scans;
         if (answered.hidden < answered.wanted)
             told.stored_twice = answered.wanted - answered.hidden;
         tell_stored_twice(told.stored_twice, "pid " + std::to_string(told.pid));
     }
-    const HiddenData::Answered shared = hidden_data_->answered();
+    const HiddenData::Answered shared = hidden_->shared.answered();
     statistics_.shared_stored_twice = shared.wanted - shared.hidden;
     tell_stored_twice(statistics_.shared_stored_twice, "shared memory");
-    hidden_data_.reset();
     hidden_.reset();
 }
 

@@ -49,19 +49,24 @@ public:
     void finish(bool succeeded) noexcept;
 
 private:
+    struct Hidden {
+        HiddenPages own;
+        HiddenData shared;
+    };
     std::vector<SharingTask> look_at_tasks();
     std::vector<SharedPart> find_shared(const std::vector<SharingTask>& tasks);
-    bool store(const SharingTask& task, std::vector<SharedPart> shared, CpuMemoryStatistics& told,
-               const std::function<void()>& choose_parent);
-    void hide(pid_t pid, const std::vector<Region>& own, const std::vector<SharedPart>& shared);
+    bool store(const SharingTask& task, const std::vector<SharedPart>& shared,
+               CpuMemoryStatistics& told, const std::function<void()>& choose_parent,
+               Hidden& hidden);
+    void hide(pid_t pid, const std::vector<Region>& own, const std::vector<SharedPart>& shared,
+              Hidden& hidden);
     bool may_store(CpuMemoryStatistics& told, const std::function<void()>& choose_parent);
     void refuse_same_inner_pid(std::uint32_t inner_pid);
 
     const Config& config_;
     DumpImages& images_;
     Statistics& statistics_;
-    std::optional<HiddenPages> hidden_;
-    std::optional<HiddenData> hidden_data_;
+    std::optional<Hidden> hidden_;
     std::optional<std::set<pid_t>> awaited_;    ///< tasks that were not added yet
     std::vector<SharingTask> added_;            ///< pids and staging
     std::map<std::uint64_t, SharedFile> files_; ///< shared memory that images are to hold

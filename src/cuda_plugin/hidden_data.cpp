@@ -109,8 +109,9 @@ off_t HiddenData::seek(int fd, off_t offset, int whence) noexcept {
                 "dump, from " +
                 std::to_string(file->size) + " to " + std::to_string(status.st_size) +
                 " bytes: try again");
-        } catch (const std::exception&) {
-            // It fails all the same.
+        } catch (const std::exception&) { // it fails all the same
+            errno = ENOMEM;
+            return -1;
         }
         errno = EIO;
         return -1;

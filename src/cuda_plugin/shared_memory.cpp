@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 namespace gpustasis {
@@ -123,8 +124,9 @@ std::vector<SharedPart> choose_shared_memory(const std::vector<SharingTask>& tas
             append_parts(task, mapping, file->second, limits[mapping.inode], parts);
         }
     if (parts.size() > kMaxCpuRegions) {
-        std::ranges::stable_sort(parts, [](const SharedPart& a, const SharedPart& b) {
-            return a.region.length > b.region.length;
+        std::ranges::sort(parts, [](const SharedPart& a, const SharedPart& b) {
+            return std::tuple(b.region.length, a.pid, a.region.address) <
+                   std::tuple(a.region.length, b.pid, b.region.address);
         });
         parts.resize(kMaxCpuRegions);
     }
