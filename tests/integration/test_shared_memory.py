@@ -7,17 +7,19 @@ import json
 import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from campaigns.rig import Rig
-from campaigns.steady_job import SteadyJob
+from campaigns.steady_job import SteadyJob, process_state
 from gpustasis._core import ImageReader, MemoryKind, RegionKind, image_name
 from gpustasis.image.flatten import flatten
 from gpustasis.image.verification import verify_directory
@@ -25,6 +27,8 @@ from support.cpu_memory import OURS, pages_bytes, refused, running
 
 MIB = 40
 AUTO = {"cpu_memory": "auto"}
+RESTORE_KILLS = 8
+BEFORE_ATTACHING = "Unlock network"  # in criu's log
 # Private memory of the processes, windows around what is in use, and what is small.
 LEFT_TO_CRIU = 8 << 20
 # Of every four MiB one is a hole, of anonymous memory and of a memfd; 4 MiB are of children.
@@ -152,6 +156,48 @@ def test_a_missing_image_is_refused(newest_rig: Rig, checkpoint: tuple[SteadyJob
     assert path.name in refused(newest_rig.restore(lacking))
     assert not job.alive_pids()
     assert newest_rig.restore(images, plugin=False).status != 0
+
+
+def test_criu_killed_in_the_restore_leaves_no_process_that_lacks_shared_memory(
+    newest_rig: Rig, checkpoint: tuple[SteadyJob, Path]
+) -> None:
+    job, images = checkpoint
+    count = newest_rig.scratch / "system-calls"
+    output = job.log.read_bytes()
+
+    def restore(number: int) -> int:
+        """Killing criu at that system call behind the mark; how many it made."""
+        job.log.write_bytes(output)  # CRIU wants a file to have the size that it had
+        killer = [str(newest_rig.programs.killer), str(count), str(number), "-", BEFORE_ATTACHING]
+        copy = newest_rig.copy(images)
+        ended = newest_rig.run([*killer, *newest_rig.restore_words(copy)], copy, "restore")
+        assert ended.status in (0, 137), ended.errors
+        shutil.rmtree(copy, ignore_errors=True)
+        return int(count.read_text())
+
+    def end() -> None:
+        for pid in job.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while any(process_state(pid) for pid in job.pids):
+            assert time.monotonic() < deadline
+            job.reap()
+            time.sleep(0.01)
+
+    calls = restore(0)
+    job.run_on()
+    for point in range(RESTORE_KILLS):
+        end()
+        restore(1 + point * calls // RESTORE_KILLS)
+        time.sleep(0.2)
+        job.reap()
+        job.steps()  # that some may have made: each was right
+        if job.alive_pids() and job.log.read_bytes() != output:
+            job.run_on()  # all of it, and exact
+    end()
+    restore(0)
+    job.run_on()
 
 
 @contextmanager
