@@ -20,7 +20,8 @@ enum class MemoryKind : std::uint8_t {
     cpu = 1, ///< the task's own, which a dump leaves as it is
 };
 
-/// How a region is mapped in the task; decides how its pages are dropped.
+/// How a region is mapped in the task; decides how its pages are dropped. Of CPU memory, a memfd is shared
+/// anonymous memory too.
 enum class RegionKind : std::uint8_t { private_anonymous = 0, shared_anonymous = 1 };
 
 /// One run of staged memory: [address, address + length) in the task, both page multiples.

@@ -41,9 +41,6 @@ void check_regions(const ImageInfo& info, Errc blame) {
     std::uint64_t chunks = 0; // cannot overflow: regions do not overlap
     for (const Region& region : info.regions) {
         check_region(region, lowest, blame);
-        if (info.kind == MemoryKind::cpu && region.kind != RegionKind::private_anonymous)
-            throw Error(blame, "region at " + std::to_string(region.address) +
-                                   ": of an image of CPU memory, and not private");
         lowest = region.address + region.length;
         chunks += (region.length + info.chunk_size - 1) / info.chunk_size;
     }

@@ -4,9 +4,9 @@
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/unique_fd.hpp"
+#include "cuda_plugin/address_ranges.hpp"
 #include "tracee/page_scan.hpp"
 #include "tracee/proc.hpp"
-#include "tracee/thread_memory.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -41,44 +41,6 @@ constexpr std::size_t kEntries = 32768;
 constexpr std::array<std::string_view, 4> kDevices = {"[io_uring]", "[vfio", "/[aio]", "/dmabuf"};
 constexpr std::string_view kNvidia =
     "/dev/nvidia"; // quiet once the driver has checkpointed the task
-
-struct Range {
-    std::uint64_t start = 0;
-    std::uint64_t end = 0;
-};
-
-/// What must not be taken: ascending, no two of them touch.
-std::vector<Range> join(std::vector<Range> ranges) {
-    std::ranges::sort(ranges, {}, &Range::start);
-    std::vector<Range> joined;
-    for (const Range& range : ranges) {
-        if (!joined.empty() && range.start <= joined.back().end)
-            joined.back().end = std::max(joined.back().end, range.end);
-        else
-            joined.push_back(range);
-    }
-    return joined;
-}
-
-/// The parts of `run` outside of `left` that are large enough, in whole blocks of `block` bytes.
-void append_parts(const Region& run, const std::vector<Range>& left, std::uint64_t block,
-                  std::vector<Region>& parts) {
-    std::uint64_t at = run.address;
-    const std::uint64_t end = run.address + run.length;
-    const auto append = [&](std::uint64_t until) {
-        const std::uint64_t first = (at + block - 1) / block * block;
-        const std::uint64_t last = until / block * block;
-        if (last > first && last - first >= kMinCpuRun)
-            parts.push_back(
-                {first, last - first, PROT_READ | PROT_WRITE, RegionKind::private_anonymous});
-    };
-    for (auto range = std::ranges::upper_bound(left, at, {}, &Range::end);
-         range != left.end() && range->start < end; ++range) {
-        append(range->start);
-        at = std::max(at, range->end);
-    }
-    append(end);
-}
 
 /// Private pages of a frozen task that are in memory and no other task's.
 class OwnPages {
@@ -171,7 +133,7 @@ bool leaves_to_criu(const Mapping& mapping) noexcept {
 std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
                                       const std::vector<std::uint64_t>& in_use,
                                       const std::vector<Region>& staging, const FindPages& find) {
-    std::vector<Range> left;
+    std::vector<AddressRange> left;
     for (const std::uint64_t address : in_use) {
         const std::uint64_t page = address / kPage * kPage;
         left.push_back({page - std::min(page, kCpuWindow), page + kCpuWindow});
@@ -186,7 +148,10 @@ std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
             continue;
         const std::uint64_t block = has_flag(mapping, "hg") ? kHugePage : kPage;
         for (const Region& run : find(mapping.start, mapping.end))
-            append_parts(run, left, block, chosen);
+            for (const AddressRange& part :
+                 parts_outside({run.address, run.address + run.length}, left, block, kMinCpuRun))
+                chosen.push_back({part.start, part.end - part.start, PROT_READ | PROT_WRITE,
+                                  RegionKind::private_anonymous});
     }
     if (chosen.size() > kMaxCpuRegions) {
         std::ranges::sort(chosen, [](const Region& a, const Region& b) {
@@ -199,10 +164,11 @@ std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
 }
 
 std::vector<Region> find_cpu_memory(pid_t pid, const std::vector<Mapping>& mappings,
+                                    const std::vector<std::uint64_t>& in_use,
                                     const std::vector<Region>& staging) {
     OwnPages pages(pid);
     return choose_cpu_memory(
-        mappings, addresses_in_use(pid), staging,
+        mappings, in_use, staging,
         [&](std::uint64_t start, std::uint64_t end) { return pages.find(start, end); });
 }
 

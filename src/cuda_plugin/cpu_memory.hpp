@@ -39,8 +39,9 @@ std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
 /// Locked, huge, a device's, watched by a userfaultfd, a stack, or not to be inherited: by VmFlags.
 bool leaves_to_criu(const Mapping& mapping) noexcept;
 
-/// The same for task `pid`, whose `mappings` have their flags, and every thread of which is a stopped tracee. Throws Error: io.
+/// The same for the frozen task `pid`. Throws Error: io.
 std::vector<Region> find_cpu_memory(pid_t pid, const std::vector<Mapping>& mappings,
+                                    const std::vector<std::uint64_t>& in_use,
                                     const std::vector<Region>& staging);
 
 /// Whether a character device of that number, to which `link` leads from /proc/PID/fd, is known not to write

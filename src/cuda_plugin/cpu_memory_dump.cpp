@@ -5,9 +5,18 @@
 #include "cuda_plugin/cpu_memory.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/shared_source.hpp"
+#include "tracee/proc.hpp"
+#include "tracee/thread_memory.hpp"
 
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <exception>
+#include <iterator>
 #include <string>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -58,66 +67,155 @@ bool CpuMemoryDump::may_store(CpuMemoryStatistics& told,
     }
 }
 
-std::optional<ManifestTask> CpuMemoryDump::take(pid_t pid, const std::vector<Region>& staging,
-                                                const std::function<void()>& choose_parent) {
+void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
     if (!hidden_)
-        return std::nullopt;
-    CpuMemoryStatistics& told = statistics_.cpu_memory.emplace_back();
-    told.pid = pid;
-    told.image_pid = proc::innermost_pid(pid);
-    const std::string name = "pid " + std::to_string(pid);
-    const std::vector<Mapping> mappings =
-        told.phases.time("read_mappings", [&] { return read_maps_with_flags(pid); });
-    told.left_because = why_written_by_device(pid, mappings);
-    if (!told.left_because.empty()) {
-        host::warn("the CPU memory of " + name +
-                   " is left to CRIU, for a device may write to it: " + told.left_because);
-        return std::nullopt;
+        return;
+    if (!awaited_) {
+        awaited_.emplace();
+        for (const pid_t task : proc::traced_by_us())
+            if (proc::state(task) != 'Z') // CRIU asks for none of those
+                awaited_->insert(task);
     }
-    std::vector<Region> regions =
-        told.phases.time("find", [&] { return find_cpu_memory(pid, mappings, staging); });
+    awaited_->erase(pid);
+    added_.push_back({.pid = pid, .mappings = {}, .in_use = {}, .staging = staging});
+}
+
+bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note& note) {
+    if (!hidden_)
+        return false;
+    const std::vector<SharingTask> tasks = look_at_tasks();
+    const std::vector<SharedPart> shared = find_shared(tasks);
+    bool taken = false;
+    for (std::size_t i = 0; i < tasks.size(); ++i) {
+        std::vector<SharedPart> of_task;
+        std::ranges::copy_if(shared, std::back_inserter(of_task),
+                             [&](const SharedPart& part) { return part.pid == tasks[i].pid; });
+        try {
+            const bool stored =
+                store(tasks[i], of_task, statistics_.cpu_memory[i], choose_parent, note, *hidden_);
+            taken = taken || stored;
+        } catch (const Error& e) {
+            throw Error(e, "CPU memory of pid " + std::to_string(tasks[i].pid) + ": " + e.what());
+        }
+    }
+    files_.clear();
+    return taken;
+}
+
+// Their statistics get the same places.
+std::vector<SharingTask> CpuMemoryDump::look_at_tasks() {
+    std::vector<SharingTask> tasks = std::move(added_);
+    added_.clear();
+    for (SharingTask& task : tasks) {
+        CpuMemoryStatistics& told = statistics_.cpu_memory.emplace_back();
+        told.pid = task.pid;
+        told.image_pid = proc::innermost_pid(task.pid);
+        told.phases.time("read_mappings", [&] {
+            task.mappings = read_maps_with_flags(task.pid);
+            task.in_use = addresses_in_use(task.pid);
+        });
+        told.left_because = why_written_by_device(task.pid, task.mappings);
+        if (!told.left_because.empty())
+            host::warn("the CPU memory of pid " + std::to_string(task.pid) +
+                       " is left to CRIU, for a device may write to it: " + told.left_because);
+    }
+    return tasks;
+}
+
+// A device that writes to memory of one task may write to what others share with it.
+std::vector<SharedPart> CpuMemoryDump::find_shared(const std::vector<SharingTask>& tasks) {
+    for (const CpuMemoryStatistics& told : statistics_.cpu_memory)
+        if (!told.left_because.empty())
+            return {};
+    return statistics_.phases.time("find_shared_memory", [&] {
+        files_ = open_shared_files(tasks, [](const std::string& why) {
+            host::info("shared memory is left to CRIU: " + why);
+        });
+        return choose_shared_memory(tasks, files_);
+    });
+}
+
+bool CpuMemoryDump::store(const SharingTask& task, const std::vector<SharedPart>& shared,
+                          CpuMemoryStatistics& told, const std::function<void()>& choose_parent,
+                          const Note& note, Hidden& hidden) {
+    if (!told.left_because.empty())
+        return false;
+    const std::vector<Region> own = told.phases.time("find", [&] {
+        return find_cpu_memory(task.pid, task.mappings, task.in_use, task.staging);
+    });
+    std::vector<Region> regions = own;
+    for (const SharedPart& part : shared) {
+        regions.push_back(part.region);
+        told.shared_bytes += part.region.length;
+    }
+    std::ranges::sort(regions, {}, &Region::address);
     for (const Region& region : regions)
         told.bytes += region.length;
-    if (regions.empty() ||
-        (config_.cpu_memory == CpuMemory::automatic && told.bytes < kWorthwhile)) {
+    const bool little =
+        regions.empty() || (config_.cpu_memory == CpuMemory::automatic && told.bytes < kWorthwhile);
+    if (little)
         told.left_because = "there is little of it";
-        told.bytes = 0;
-        return std::nullopt;
-    }
-    if (!may_store(told, choose_parent)) {
-        told.bytes = 0;
-        return std::nullopt;
+    if (little || !may_store(told, choose_parent)) {
+        told.bytes = told.shared_bytes = 0;
+        return false;
     }
     images_.begin();
-    ManifestTask task;
-    task.pid = told.image_pid;
-    task.kind = MemoryKind::cpu;
+    ManifestTask entry;
+    entry.pid = told.image_pid;
+    entry.kind = MemoryKind::cpu;
     told.regions = regions.size();
+    SharedSource memory(task.pid, shared, files_);
     const WriteResult written =
-        told.phases.time("write", [&] { return images_.write(pid, task, regions); });
+        told.phases.time("write", [&] { return images_.write(task.pid, entry, regions, memory); });
     told.totals = written.totals;
     told.file_bytes = written.file_size;
     told.damaged_in_parent = written.damaged_in_parent;
-    hidden_->hide(pid, regions);
-    host::info("stored " + std::to_string(told.bytes >> 20) + " MiB of CPU memory of " + name +
-               " in " + std::to_string(told.regions) + " regions, as " +
+    note(std::move(entry), task.pid);
+    hide(task.pid, own, shared, hidden);
+    host::info("stored " + std::to_string(told.bytes >> 20) + " MiB of CPU memory of pid " +
+               std::to_string(task.pid) + " in " + std::to_string(told.regions) + " regions, " +
+               std::to_string(told.shared_bytes >> 20) + " MiB of it shared, as " +
                std::to_string(told.file_bytes >> 20) + " MiB");
-    return task;
+    return true;
+}
+
+void CpuMemoryDump::hide(pid_t pid, const std::vector<Region>& own,
+                         const std::vector<SharedPart>& shared, Hidden& hidden) {
+    if (!own.empty())
+        hidden.own.hide(pid, own);
+    std::map<std::uint64_t, std::vector<AddressRange>> ranges;
+    for (const SharedPart& part : shared)
+        ranges[part.inode].push_back({part.offset, part.offset + part.region.length});
+    for (auto& [inode, of_file] : ranges) {
+        const int fd = ::fcntl(files_.at(inode).fd.get(), F_DUPFD_CLOEXEC, 0);
+        if (fd < 0)
+            throw io_error("cannot hold shared memory", errno);
+        hidden.shared.hide(UniqueFd(fd), std::move(of_file));
+    }
 }
 
 void CpuMemoryDump::finish(bool succeeded) noexcept {
     if (!hidden_)
         return;
+    if (succeeded && awaited_ && !awaited_->empty())
+        host::warn("criu did not ask this plugin about pid " + std::to_string(*awaited_->begin()) +
+                   ": the CPU memory of all processes was left to CRIU");
+    const auto tell_stored_twice = [](std::uint64_t bytes, const std::string& of) {
+        if (bytes != 0)
+            host::warn("criu did not ask this plugin about " + std::to_string(bytes >> 20) +
+                       " MiB of " + of + ": its images hold them as well");
+    };
     for (CpuMemoryStatistics& told : statistics_.cpu_memory) {
-        const HiddenPages::Answered answered = hidden_->answered(told.pid);
+        const HiddenPages::Answered answered = hidden_->own.answered(told.pid);
         told.scans = answered.scans;
         if (succeeded && answered.hidden < answered.wanted)
             told.stored_twice = answered.wanted - answered.hidden;
-        if (told.stored_twice != 0)
-            host::warn("criu did not ask this plugin about " +
-                       std::to_string(told.stored_twice >> 20) + " MiB of pid " +
-                       std::to_string(told.pid) + ": its images hold them as well");
+        tell_stored_twice(told.stored_twice, "pid " + std::to_string(told.pid));
     }
+    const HiddenData::Answered shared = hidden_->shared.answered();
+    if (succeeded)
+        statistics_.shared_stored_twice = shared.wanted - shared.hidden;
+    tell_stored_twice(statistics_.shared_stored_twice, "shared memory");
     hidden_.reset();
 }
 

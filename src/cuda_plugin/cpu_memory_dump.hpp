@@ -5,7 +5,9 @@
 #include "core/manifest.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/dump_images.hpp"
+#include "cuda_plugin/hidden_data.hpp"
 #include "cuda_plugin/hidden_pages.hpp"
+#include "cuda_plugin/shared_memory.hpp"
 #include "cuda_plugin/statistics.hpp"
 
 #include <sys/types.h>
@@ -14,6 +16,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <vector>
 
 namespace gpustasis {
@@ -31,25 +34,48 @@ public:
     /// Whether memory is taken at all.
     bool is_on() const noexcept { return hidden_.has_value(); }
 
-    /// Store what is to be stored of the frozen task `pid`, in which nothing runs any more, and hide it
-    /// from criu. `staging` is GPU memory; `choose_parent` is called before anything is stored. Gives
-    /// the entry of the manifest, which is to be noted; nullopt: all is left to CRIU. Throws Error: the
-    /// dump must fail.
-    std::optional<ManifestTask> take(pid_t pid, const std::vector<Region>& staging,
-                                     const std::function<void()>& choose_parent);
+    /// The frozen task `pid`: no driver works in it any more. `staging` is its GPU memory. Its memory is looked
+    /// at when no driver works in any other task either: what tasks share may be written by each.
+    void add(pid_t pid, const std::vector<Region>& staging);
 
-    /// The dump is over: how criu's questions were answered. If it has `succeeded`, warns of what
-    /// was stored twice; else criu may not have asked yet.
+    /// Whether every task of the tree was added.
+    bool is_complete() const noexcept { return awaited_ && awaited_->empty(); }
+
+    /// Puts an entry into the manifest: that of the task with this pid.
+    using Note = std::function<void(ManifestTask, pid_t)>;
+
+    /// Of all tasks that were added, store what is to be stored, `note` it, and hide it from criu.
+    /// `choose_parent` is called before anything is stored. False: all is left to CRIU. Throws
+    /// Error: the dump must fail.
+    bool take(const std::function<void()>& choose_parent, const Note& note);
+
+    /// The dump is over: how criu's questions were answered. If it has `succeeded`, warns of what was
+    /// stored twice, and if nothing could be stored because criu did not ask about every task; else
+    /// criu may not have asked yet.
     void finish(bool succeeded) noexcept;
 
 private:
+    struct Hidden {
+        HiddenPages own;
+        HiddenData shared;
+    };
+    std::vector<SharingTask> look_at_tasks();
+    std::vector<SharedPart> find_shared(const std::vector<SharingTask>& tasks);
+    bool store(const SharingTask& task, const std::vector<SharedPart>& shared,
+               CpuMemoryStatistics& told, const std::function<void()>& choose_parent,
+               const Note& note, Hidden& hidden);
+    void hide(pid_t pid, const std::vector<Region>& own, const std::vector<SharedPart>& shared,
+              Hidden& hidden);
     bool may_store(CpuMemoryStatistics& told, const std::function<void()>& choose_parent);
     void refuse_same_inner_pid(std::uint32_t inner_pid);
 
     const Config& config_;
     DumpImages& images_;
     Statistics& statistics_;
-    std::optional<HiddenPages> hidden_;
+    std::optional<Hidden> hidden_;
+    std::optional<std::set<pid_t>> awaited_;    ///< tasks that were not added yet
+    std::vector<SharingTask> added_;            ///< pids and staging
+    std::map<std::uint64_t, SharedFile> files_; ///< shared memory that images are to hold
     std::map<std::uint32_t, unsigned>
         tasks_with_pid_; ///< of the tree, by pid in the innermost namespace
 };

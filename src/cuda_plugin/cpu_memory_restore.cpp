@@ -31,8 +31,11 @@ void fill_cpu_memory(const RestoreImages::ByPid& images, const std::vector<pid_t
         told.totals = image->second.totals();
         told.file_bytes = image->second.file_size();
         told.regions = image->second.info().regions.size();
-        for (const Region& region : image->second.info().regions)
+        for (const Region& region : image->second.info().regions) {
             told.bytes += region.length;
+            if (region.kind == RegionKind::shared_anonymous)
+                told.shared_bytes += region.length;
+        }
         try {
             told.phases.time("refill", [&] { refill(task, image->second, threads); });
         } catch (const Error& e) {

@@ -43,6 +43,12 @@ void DumpImages::begin() {
 }
 
 WriteResult DumpImages::write(pid_t pid, ManifestTask& task, std::vector<Region> regions) {
+    ProcessMemory memory(pid);
+    return write(pid, task, std::move(regions), memory);
+}
+
+WriteResult DumpImages::write(pid_t pid, ManifestTask& task, std::vector<Region> regions,
+                              MemorySource& memory) {
     ImageInfo info;
     info.checkpoint_id = manifest_.checkpoint_id;
     info.pid = task.pid;
@@ -58,7 +64,6 @@ WriteResult DumpImages::write(pid_t pid, ManifestTask& task, std::vector<Region>
     }
     info.chunk_size = config_.chunk_size;
     info.regions = std::move(regions);
-    ProcessMemory memory(pid);
     const WriteOptions options{.threads = config_.threads,
                                .compress = config_.compress,
                                .io = config_.io,

@@ -31,7 +31,11 @@ public:
     /// this one's. Throws Error: io.
     void begin();
 
-    /// Write the image of frozen task `pid`, whose regions are `regions`. Throws as write_image.
+    /// Write the image of frozen task `pid`, whose regions are `regions`, read from `memory`. Throws as
+    /// write_image.
+    WriteResult write(pid_t pid, ManifestTask& task, std::vector<Region> regions,
+                      MemorySource& memory);
+    /// The same, read from the task.
     WriteResult write(pid_t pid, ManifestTask& task, std::vector<Region> regions);
 
     /// Put `task` into the manifest, which is written anew, after CRIU's inventory names what it has.

@@ -191,10 +191,12 @@ bool DumpSession::checkpoint(pid_t pid) {
     std::vector<Region> staging;
     if (record != nullptr)
         staging = checkpoint_device(*record);
-    const auto stored = cpu_memory_.take(pid, staging, [this] { choose_parent_once(); });
-    if (stored)
-        note(*stored, pid);
-    return stored || record != nullptr;
+    cpu_memory_.add(pid, staging);
+    const bool taken =
+        cpu_memory_.is_complete() &&
+        cpu_memory_.take([this] { choose_parent_once(); },
+                         [this](ManifestTask task, pid_t of) { note(std::move(task), of); });
+    return taken || record != nullptr;
 }
 
 // On return nothing of the task runs any more. Gives the memory that the driver staged.

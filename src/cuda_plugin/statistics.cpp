@@ -86,6 +86,7 @@ Json to_json(const CpuMemoryStatistics& task) {
             {"left_because", task.left_because},
             {"regions", task.regions},
             {"bytes", task.bytes},
+            {"shared_bytes", task.shared_bytes},
             {"zero", to_json(task.totals.zero)},
             {"lz4", to_json(task.totals.lz4)},
             {"raw", to_json(task.totals.raw)},
@@ -137,6 +138,7 @@ Json to_json(const Statistics& statistics) {
             {"threads", statistics.threads},
             {"tasks", std::move(tasks)},
             {"cpu_memory", std::move(cpu_memory)},
+            {"shared_stored_twice_bytes", statistics.shared_stored_twice},
             {"phases_ms", to_json(statistics.phases)}};
 }
 

@@ -64,6 +64,7 @@ struct CpuMemoryStatistics {
     std::string left_because;    ///< why none of it was stored; empty: its image holds it
     std::uint64_t regions = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t shared_bytes = 0; ///< of these, those that tasks share: in the image of one
     EncodingTotals totals;
     std::uint64_t file_bytes = 0;
     std::uint64_t damaged_in_parent = 0; ///< chunks stored anew for that reason
@@ -91,6 +92,7 @@ struct Statistics {
     unsigned threads = 0;
     std::vector<TaskStatistics> tasks;
     std::vector<CpuMemoryStatistics> cpu_memory; ///< by task; empty: all was left to CRIU
+    std::uint64_t shared_stored_twice = 0;       ///< of a dump: bytes that criu did not ask about
     Phases phases;
 };
 

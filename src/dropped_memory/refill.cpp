@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <iterator>
 #include <optional>
 #include <span>
 #include <vector>
@@ -36,20 +37,27 @@ Error other_memory(pid_t pid, std::uint64_t address) {
                 " than the image: it was checkpointed again since; nothing was changed"};
 }
 
-bool is_mapped_as(const Mapping& mapping, const Region& region) noexcept {
+bool is_memfd(const Mapping& mapping) noexcept {
+    return mapping.shared && mapping.name.starts_with("/memfd:") &&
+           mapping.name.ends_with(" (deleted)");
+}
+
+bool is_mapped_as(const Mapping& mapping, const Region& region, MemoryKind kind) noexcept {
     const bool shared = region.kind == RegionKind::shared_anonymous;
     return mapping.protection == region.protection && (mapping.protection & PROT_READ) != 0 &&
-           (shared ? mapping.is_shared_anonymous() : mapping.is_private_anonymous());
+           (shared ? mapping.is_shared_anonymous() || (kind == MemoryKind::cpu && is_memfd(mapping))
+                   : mapping.is_private_anonymous());
 }
 
 /// The first address of `region` that the task does not map as it says; its end if there is none.
-std::uint64_t mapped_until(const std::vector<Mapping>& maps, const Region& region) {
+std::uint64_t mapped_until(const std::vector<Mapping>& maps, const Region& region,
+                           MemoryKind kind) {
     const std::uint64_t end = region.address + region.length;
     std::uint64_t at = region.address;
     for (const Mapping& mapping : maps) {
         if (mapping.end <= at)
             continue;
-        if (mapping.start > at || !is_mapped_as(mapping, region))
+        if (mapping.start > at || !is_mapped_as(mapping, region, kind))
             break;
         at = std::min(end, mapping.end);
         if (at == end)
@@ -101,6 +109,24 @@ bool is_untouched(PresentPages& pages, const Region& region) {
     }
     return true;
 }
+
+/// A shared page can be there without this task having touched it: each is written to.
+class RefilledMemory : public ProcessMemory {
+public:
+    /// `fresh`: no page of the private regions is there.
+    RefilledMemory(pid_t pid, const std::vector<Region>& regions, bool fresh)
+        : ProcessMemory(pid), regions_(regions), fresh_(fresh) {}
+
+    void write_zeros(std::uint64_t address, std::uint64_t length) override {
+        const auto behind = std::ranges::upper_bound(regions_, address, {}, &Region::address);
+        if (!fresh_ || std::prev(behind)->kind == RegionKind::shared_anonymous)
+            ProcessMemory::write_zeros(address, length);
+    }
+
+private:
+    const std::vector<Region>& regions_;
+    bool fresh_;
+};
 
 bool is_empty(Bytes bytes) noexcept {
     return std::ranges::all_of(bytes, [](std::byte byte) { return byte == std::byte{0}; });
@@ -173,26 +199,25 @@ void refill(pid_t pid, const ImageReader& image, unsigned threads,
             const ImageReader::Progress& progress) {
     const std::vector<Mapping> maps = read_maps(pid);
     PresentPages pages(pid);
-    bool fresh = true;
+    bool fresh = true; // the private regions
     for (const Region& region : image.info().regions) {
         const std::uint64_t end = region.address + region.length;
-        if (const std::uint64_t at = mapped_until(maps, region); at != end)
+        if (const std::uint64_t at = mapped_until(maps, region, image.info().kind); at != end)
             throw Error(Errc::corrupt_data, "the task does not map " + hex(region.address) + "-" +
                                                 hex(end) + " as its image says (differs at " +
                                                 hex(at) + ")");
-        // A shared page can be there without this task having touched it.
         fresh =
-            fresh && region.kind == RegionKind::private_anonymous && is_untouched(pages, region);
+            fresh && (region.kind == RegionKind::shared_anonymous || is_untouched(pages, region));
     }
-    ProcessMemory memory(pid);
-    image.restore(memory, threads, fresh, progress);
+    RefilledMemory memory(pid, image.info().regions, fresh);
+    image.restore(memory, threads, false, progress);
 }
 
 void refill_dropped(pid_t pid, const ImageReader& image, unsigned threads,
                     const ImageReader::Progress& progress) {
     const std::vector<Mapping> maps = read_maps(pid);
     for (const Region& region : image.info().regions)
-        if (const std::uint64_t at = mapped_until(maps, region);
+        if (const std::uint64_t at = mapped_until(maps, region, image.info().kind);
             at != region.address + region.length)
             throw other_memory(pid, at);
     require_same_pages(pid, image);

@@ -82,6 +82,11 @@ def own_rig(newest_criu: Criu, programs: Programs, tmp_path: Path) -> Iterator[R
 
 
 @pytest.fixture(scope="session")
+def shared_job(compile_c: Callable[..., Path]) -> Path:
+    return compile_c(Path(__file__).resolve().parent.parent / "programs" / "shared_job.c")
+
+
+@pytest.fixture(scope="session")
 def memory_job(compile_c: Callable[..., Path]) -> Path:
     return compile_c(
         Path(__file__).resolve().parent.parent / "programs" / "memory_job.c", "-pthread"

@@ -16,6 +16,7 @@ from gpustasis._core import (
     ImageInfo,
     Manifest,
     ManifestTask,
+    MemoryKind,
     ProcessState,
     Region,
     RegionKind,
@@ -154,5 +155,6 @@ def samples(draw: st.DrawFn) -> Sample:
         gpus=draw(st.lists(_gpus, max_size=3)),
         chunk_size=draw(st.sampled_from([4096, 8192, 16384])),
         regions=regions,
+        kind=draw(st.sampled_from(list(MemoryKind.__members__.values()))),
     )
     return Sample(info, memory, 2 ** draw(st.integers(0, 12)), draw(st.booleans()))

@@ -242,8 +242,6 @@ class PlainImage:
         require(self.has_parent or not self.sources, "sources without a parent")
         kinds = {self.kind, *(source.kind for source in self.sources)}
         require((CPU_MEMORY in kinds) == self.has_cpu_memory, "kinds and features")
-        private = all(region.kind == 0 for region in self.regions)
-        require(self.kind != CPU_MEMORY or private, "CPU memory that is shared")
 
     def _parse_index(self) -> tuple[PlainChunk, ...]:
         raw = self._file[self._index_offset : -TRAILER_SIZE]

@@ -4,6 +4,7 @@
 
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
+#include "core/unique_fd.hpp"
 #include "dropped_memory/refill.hpp"
 #include "tracee/proc.hpp"
 
@@ -49,6 +50,50 @@ void refill_wants_the_mapping_that_was_there() {
     CHECK_THROWS(Errc::corrupt_data, refill(::getpid(), image, 2));
     CHECK(::munmap(memory, kSize) == 0);
     CHECK_THROWS(Errc::corrupt_data, refill(::getpid(), image, 2));
+}
+
+/// Two chunks of private memory and two of a memfd, of each the second one zeros.
+void refill_fills_shared_memory_too() {
+    constexpr std::size_t kChunk = std::size_t{256} << 10;
+    constexpr std::size_t kSize = 2 * kChunk;
+    const UniqueFd memfd(::memfd_create("test", MFD_CLOEXEC));
+    CHECK(bool(memfd) && ::ftruncate(memfd.get(), kSize) == 0);
+    auto* own = static_cast<std::byte*>(
+        ::mmap(nullptr, 2 * kSize, kReadWrite, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    auto* shared = static_cast<std::byte*>(
+        ::mmap(own + kSize, kSize, kReadWrite, MAP_SHARED | MAP_FIXED, memfd.get(), 0));
+    CHECK(shared == own + kSize && ::madvise(own, kSize, MADV_NOHUGEPAGE) == 0);
+    std::memset(own, 7, kChunk);
+    std::memset(shared, 8, kChunk);
+    ImageInfo info;
+    info.pid = 1;
+    info.regions = {
+        {reinterpret_cast<std::uint64_t>(own), kSize, kReadWrite, RegionKind::private_anonymous},
+        {reinterpret_cast<std::uint64_t>(shared), kSize, kReadWrite, RegionKind::shared_anonymous}};
+    ProcessMemory self(::getpid());
+    const sample::TempDir dir;
+    write_image(dir.fd(), "gpu.img", info, self, {.threads = 1});
+    info.kind = MemoryKind::cpu;
+    write_image(dir.fd(), "cpu.img", info, self, {.threads = 1});
+    const ImageReader image = ImageReader::open(dir.fd(), "cpu.img");
+
+    CHECK(::madvise(own, kSize, MADV_DONTNEED) == 0);
+    std::memset(shared, 9, kSize);
+    refill(::getpid(), image, 1);
+    unsigned char present[kChunk / kPage];
+    CHECK(::mincore(own + kChunk, kChunk, present) == 0);
+    for (const unsigned char page : present)
+        CHECK(page == 0); // no page of zeros was made
+    for (std::size_t i = 0; i < kSize; ++i) {
+        CHECK(own[i] == std::byte(i < kChunk ? 7 : 0));
+        CHECK(shared[i] == std::byte(i < kChunk ? 8 : 0)); // and nothing was there before
+    }
+    // Staging is never in a memfd; and private memory is no shared memory.
+    CHECK_THROWS(Errc::corrupt_data, refill(::getpid(), ImageReader::open(dir.fd(), "gpu.img"), 1));
+    CHECK(::mmap(shared, kSize, kReadWrite, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
+          shared);
+    CHECK_THROWS(Errc::corrupt_data, refill(::getpid(), image, 1));
+    CHECK(::munmap(own, 2 * kSize) == 0);
 }
 
 /// Memory of this process and its image: 256 KiB of data, as much of zeros, as much of data.
@@ -138,6 +183,7 @@ void only_an_image_of_gpu_memory_is_of_what_a_dump_drops() {
 
 int main() {
     refill_wants_the_mapping_that_was_there();
+    refill_fills_shared_memory_too();
     pages_of_a_later_time_are_not_overwritten();
     an_empty_page_is_unfilled_only_where_data_is_missing();
     only_an_image_of_gpu_memory_is_of_what_a_dump_drops();
