@@ -110,12 +110,11 @@ std::vector<SharingTask> CpuMemoryDump::look_at_tasks() {
         CpuMemoryStatistics& told = statistics_.cpu_memory.emplace_back();
         told.pid = task.pid;
         told.image_pid = proc::innermost_pid(task.pid);
-        told.phases.time("read_mappings", [&] {
-            task.mappings = read_maps_with_flags(task.pid);
-            task.in_use = addresses_in_use(task.pid);
-        });
+        told.phases.time("read_mappings", [&] { task.mappings = read_maps_with_flags(task.pid); });
         told.left_because = why_written_by_device(task.pid, task.mappings);
-        if (!told.left_because.empty())
+        if (told.left_because.empty())
+            task.in_use = addresses_in_use(task.pid);
+        else
             host::warn("the CPU memory of pid " + std::to_string(task.pid) +
                        " is left to CRIU, for a device may write to it: " + told.left_because);
     }

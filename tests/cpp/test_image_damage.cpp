@@ -292,7 +292,8 @@ void the_kind_of_memory_is_checked() {
     refused(image, [](Forgery& f) { f.header(76, std::uint8_t{255}); });
     refused(image, [](Forgery& f) { f.header(76, std::uint8_t{0}); }); // and the feature says CPU
     refused(image, [=](Forgery& f) { f.header(16, kNoFeature); });     // and the kind says CPU
-    refused(image, [](Forgery& f) { f.metadata(96 + 20, std::uint8_t{1}); }); // shared
+    refused(image, [](Forgery& f) { f.metadata(96 + 20, std::uint8_t{2}); }); // no kind of region
+    open_forged(dir, image, [](Forgery& f) { f.metadata(96 + 20, std::uint8_t{1}); }); // shared
     // Both together are GPU memory, which is what they say.
     open_forged(dir, image,
                 [=](Forgery& f) { f.header(16, kNoFeature).header(76, std::uint8_t{0}); });

@@ -96,7 +96,9 @@ void memory_that_a_ring_has_pinned_is_left() {
     DumpImages images(config, dir.fd(), lineage, statistics);
     CpuMemoryDump dump(config, images, statistics);
     dump.prepare();
-    CHECK(!dump.take(task.pid(), {}, [] { CHECK(false && "nothing is stored"); }));
+    dump.add(task.pid(), {});
+    CHECK(!dump.take([] { CHECK(false && "nothing is stored"); },
+                     [](ManifestTask, pid_t) { CHECK(false && "nothing is noted"); }));
     CHECK(statistics.cpu_memory.at(0).left_because == task.why());
     CHECK(statistics.cpu_memory.at(0).bytes == 0);
     dump.finish(true);
