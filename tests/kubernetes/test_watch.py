@@ -23,6 +23,7 @@ from support.kubernetes_node import TIMEOUT_S, KubernetesNode
 pytestmark = pytest.mark.usefixtures("tidy")
 
 END_S = 15.0  # after a SIGTERM
+SYNC_S = 3.0  # for what a kubelet does when a container has started
 
 
 class Watch:
@@ -105,12 +106,17 @@ def test_a_runtime_that_comes_back_after_the_dump(cluster: KubernetesNode, watch
 
 
 def test_a_runtime_that_comes_back_during_the_dump(cluster: KubernetesNode, watch: Watch) -> None:
+    """A kubelet that is cut off in the middle of a sync tries it again within the dump, and then
+    replaces a container that containerd does not know the state of."""
     pod = cluster.job("back-sooner", "--mib", "4")
+    time.sleep(SYNC_S)
+    container = pod.container_id()
     with dump_of(cluster, pod, 15_000):
         cluster.runtime.kill()
         cluster.runtime.restart()
         watch.wait_for("ended", "watching")
     pod.run_on()
+    assert pod.container_id() == container, pod.story()
     late = [f"unknown {pod.path}"] if cluster.runtime.name == "containerd" else []
     watch.wait_for("watching", f"resumed {pod.path}", *late)
     pod.delete()
