@@ -19,6 +19,7 @@
 #include <cerrno>
 #include <charconv>
 #include <filesystem>
+#include <limits>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -136,7 +137,10 @@ std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
     std::vector<AddressRange> left;
     for (const std::uint64_t address : in_use) {
         const std::uint64_t page = address / kPage * kPage;
-        left.push_back({page - std::min(page, kCpuWindow), page + kCpuWindow});
+        // It can be any number, as a register can.
+        constexpr std::uint64_t kLast = std::numeric_limits<std::uint64_t>::max();
+        left.push_back(
+            {page - std::min(page, kCpuWindow), page + std::min(kLast - page, kCpuWindow)});
     }
     for (const Region& region : staging)
         left.push_back({region.address, region.address + region.length});

@@ -68,7 +68,7 @@ bool CpuMemoryDump::may_store(CpuMemoryStatistics& told,
 }
 
 void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
-    if (!hidden_)
+    if (!hidden_ || taken_)
         return;
     if (!awaited_) {
         awaited_.emplace();
@@ -83,6 +83,7 @@ void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
 bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note& note) {
     if (!hidden_)
         return false;
+    taken_ = true;
     const std::vector<SharingTask> tasks = look_at_tasks();
     const std::vector<SharedPart> shared = find_shared(tasks);
     bool taken = false;

@@ -38,8 +38,8 @@ public:
     /// at when no driver works in any other task either: what tasks share may be written by each.
     void add(pid_t pid, const std::vector<Region>& staging);
 
-    /// Whether every task of the tree was added.
-    bool is_complete() const noexcept { return awaited_ && awaited_->empty(); }
+    /// Whether every task of the tree was added, and nothing was taken yet.
+    bool is_complete() const noexcept { return awaited_ && awaited_->empty() && !taken_; }
 
     /// Puts an entry into the manifest: that of the task with this pid.
     using Note = std::function<void(ManifestTask, pid_t)>;
@@ -75,6 +75,7 @@ private:
     std::optional<Hidden> hidden_;
     std::optional<std::set<pid_t>> awaited_;    ///< tasks that were not added yet
     std::vector<SharingTask> added_;            ///< pids and staging
+    bool taken_ = false;                        ///< once: a task that comes later is left to CRIU
     std::map<std::uint64_t, SharedFile> files_; ///< shared memory that images are to hold
     std::map<std::uint32_t, unsigned>
         tasks_with_pid_; ///< of the tree, by pid in the innermost namespace

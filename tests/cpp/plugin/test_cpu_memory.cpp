@@ -72,6 +72,9 @@ void a_window_around_what_is_in_use_is_left() {
     CHECK((choose(mapping(), {kStart, kStart + kMiB, kStart - kMiB / 2, 5}) ==
            std::vector{run(kStart + 2 * kMiB, 14 * kMiB)}));
     CHECK((choose(mapping(), {kStart + 16 * kMiB}) == std::vector{run(kStart, 15 * kMiB)}));
+    // Whatever a register holds that is no address, the other windows stay.
+    for (const std::uint64_t last : {~std::uint64_t{0}, ~std::uint64_t{0} - kMiB})
+        CHECK((choose(mapping(), {last, kStart}) == std::vector{run(kStart + kMiB, 15 * kMiB)}));
 }
 
 void staging_is_left() {
