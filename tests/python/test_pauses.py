@@ -49,7 +49,7 @@ class Node:
                 if self.works:
                     self.resumed += 1
                     self.state = "running"
-                self.pauses.tried("c", self.now)
+                self.pauses.tried("c", self.now, resumed=self.works)
             self.now += TICK_S
         return self
 

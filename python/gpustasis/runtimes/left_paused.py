@@ -100,6 +100,8 @@ class Watch:
                 with Cri(self._path) as cri:
                     self._serve(cri, instance, stop)
             except EngineError as exc:
+                if self._looked_at:
+                    self._note_look(instance)
                 self._mend(None, instance)  # a runtime that starts does not answer at once
                 if not wait(self._interval(), stop, instance.handle):  # it may be about to end
                     self._say("failed", str(exc))
@@ -121,42 +123,63 @@ class Watch:
             self._note_containers(listed)
             self._pauses.leave(self._unlisted & self._known.keys())
             self._unlisted.clear()
-            look = self._last = self._look()
-            self._looked_at = time.monotonic()
-            for one in sorted(self._pauses.note(look, instance.start_time, time.monotonic())):
-                self._say("kept", self._why_kept(self._known[one]), self._known[one])
+            if not self._note_look(instance):
+                return
             self._mend(cri, instance)
             if wait(self._interval(), stop, instance.handle):
                 return
             listed = containers(cri, over)
 
+    def _note_look(self, instance: Instance) -> bool:
+        """False: the runtime has ended, and what was seen may be the next one's."""
+        look = self._look()
+        if instance.has_ended():
+            return False
+        self._last, self._looked_at = look, time.monotonic()
+        for one in sorted(self._pauses.note(look, instance.start_time, self._looked_at)):
+            self._say("kept", self._why_kept(self._known[one]), self._known[one])
+        return True
+
     def _note_late(self) -> None:
         """Before a runtime is looked for: what begins to stand still now, it has not paused."""
         now = time.monotonic()
         if self._pauses.is_in_flight(now):
-            self._note_unlisted()
+            self._unlisted |= self._find_unlisted()
             self._pauses.note_late(self._look(), now)
 
     def _note_end(self, instance: Instance) -> None:
         """What stands still now is its doing if it was seen to stand still before, or if the end is
         seen at once: later, it may be the next one's, if there is one."""
-        self._note_unlisted()
+        unlisted = self._find_unlisted()
         look, before = self._look(), self._last
-        if time.monotonic() - self._looked_at > _LATE_S:
-            found = find_instance(self._path)
-            if not isinstance(found, str):
-                found.close()
-                seen = before.frozen | before.dumping.keys()
-                start = found.start_time
-                dumping = {one: begun for one, begun in look.dumping.items() if begun < start}
-                look = Look(frozen=look.frozen & seen, dumping=dumping, busy=look.busy)
-                self._unlisted.clear()
-        stay = self._pauses.runtime_ended(look, time.monotonic())
+        successor = self._successor_since(self._looked_at)
+        if successor is None:
+            self._unlisted |= unlisted
+        else:
+            seen = before.frozen | before.dumping.keys()
+            dumping = {one: start for one, start in look.dumping.items() if start < successor}
+            look = Look(frozen=look.frozen & seen, dumping=dumping, busy=look.busy)
+        now = time.monotonic()
+        stay = self._pauses.runtime_ended(look, now, in_flight=successor is None)
         self._said.clear()
         self._say("ended", f"{self._runtime} (process {instance.pid}) has ended")
         for one in sorted(stay):
             text = f"{self._known[one]} stays paused: not for a checkpoint, as far as was seen"
             self._say("kept", text, self._known[one])
+
+    def _successor_since(self, looked_at: float) -> int | None:
+        """When the next runtime was started, in clock ticks from boot, if something that was seen
+        just now may be its doing. looked_at: when the last one was seen to run."""
+        if time.monotonic() - looked_at <= _LATE_S:
+            return None
+        try:
+            found = find_instance(self._path)
+        except EngineError:
+            return 0  # there may be one
+        if isinstance(found, str):
+            return None
+        found.close()
+        return found.start_time
 
     def _interval(self) -> float:
         return HURRY_S if self._pauses.is_restless(time.monotonic()) else POLL_S
@@ -181,11 +204,12 @@ class Watch:
                 self._say("unknown", self._why_replaced(self._known[one]), self._known[one])
         self._resumed.clear()
 
-    def _note_unlisted(self) -> None:
+    def _find_unlisted(self) -> set[str]:
         """Containers that the runtime has started since its last list, and that stand still. Those
-        of containerd are found without it; others are known when the next runtime lists them."""
-        if not self._runtime:
-            return  # none was watched
+        of containerd are known from now on; others are when the next runtime lists them: these are
+        returned."""
+        if not self._looked_at:
+            return set()  # nothing was ever listed
         groups = groups_by_container()
         names = (name for each in open_files(CRIU)[CRIU].values() for name in each)
         found = {one for name in names for one in _ID.findall(name)} & groups.keys()
@@ -193,15 +217,20 @@ class Watch:
             with suppress(EngineError):  # it has gone, or is said when it is listed
                 if any(is_frozen(group) for group in groups[one]):
                     found.add(one)
+        unlisted = set()
         for one in found - self._known.keys():
-            if not self._runtime.startswith(_CONTAINERD):
-                self._unlisted.add(one)
-            elif (named := container_names(Path(self._path).parent, one)) is not None:
-                namespace, pod, name = named
-                self._known[one] = Container(
-                    id=one, namespace=namespace, pod=pod, name=name, image="", state="running"
-                )
-                self._groups[one] = groups[one]
+            named = None
+            if self._runtime.startswith(_CONTAINERD):
+                named = container_names(Path(self._path).parent, one)
+            if named is None:
+                unlisted.add(one)
+                continue
+            namespace, pod, name = named
+            self._known[one] = Container(
+                id=one, namespace=namespace, pod=pod, name=name, image="", state="running"
+            )
+            self._groups[one] = groups[one]
+        return unlisted
 
     def _look(self) -> Look:
         """Dumps first: Look says why."""
@@ -231,16 +260,20 @@ class Watch:
         if not self._pauses.is_restless(time.monotonic()):
             return
         start = None if instance is None else instance.start_time
-        for one in sorted(self._pauses.due(self._look(), start, time.monotonic())):
+        begin = time.monotonic()
+        for one in sorted(self._pauses.due(self._look(), start, begin)):
             container = self._known[one]
+            resumed = False
             try:
-                if self._resume(cri, instance, container):
+                if resumed := self._resume(cri, instance, container):
                     text = f"{container} was left paused by a runtime that has ended, and runs on"
                     self._say("resumed", text, container)
                     self._resumed.add(one)
             except EngineError as exc:
                 self._say("failed", f"{container} was not resumed: {exc}", container)
-            self._pauses.tried(one, time.monotonic())
+            self._pauses.tried(one, time.monotonic(), resumed=resumed)
+            if time.monotonic() - begin > POLL_S:
+                return  # much may have happened since the look; the others are due again soon
 
     def _resume(self, cri: Cri | None, instance: Instance | None, container: Container) -> bool:
         """False: it cannot be done yet. Raises EngineError."""

@@ -49,6 +49,7 @@ class Pauses:
         self._dumped: set[str] = set()  # by the runtime of now, since they were last seen to run
         self._wanted: set[str] = set()  # by somebody, as far as is known
         self._left: dict[str, float | None] = {}  # by their runtime; since when without a dump
+        self._resumed: set[str] = set()  # of these, and not dumped since
         self._ended_at: float | None = None  # when the last runtime was
 
     def is_restless(self, now: float) -> bool:
@@ -78,10 +79,11 @@ class Pauses:
         self._unsaid -= old
         return old
 
-    def runtime_ended(self, look: Look, now: float) -> set[str]:
+    def runtime_ended(self, look: Look, now: float, *, in_flight: bool = True) -> set[str]:
         """A look just after the runtime has ended. What is returned stays paused: somebody else
-        than the runtime wants it so."""
-        self._ended_at = now
+        than the runtime wants it so. in_flight: no other runtime is there yet, so a pause that
+        begins soon is one that this one has asked for."""
+        self._ended_at = now if in_flight else None
         self.leave((look.frozen | look.dumping.keys()) - self._wanted)
         return look.frozen & self._wanted
 
@@ -100,7 +102,7 @@ class Pauses:
             if runtime_start is not None and start >= runtime_start
         }
         for one in own & self._left.keys():  # it runs: the runtime of now is at its checkpoint
-            del self._left[one]
+            self._forget_left(one)
         if runtime_start is None:
             self.note_late(look, now)
         else:
@@ -109,20 +111,25 @@ class Pauses:
         for one, clear_since in list(self._left.items()):
             if one in look.dumping or one in look.busy:
                 self._left[one] = None
+                self._resumed -= look.dumping.keys()
                 continue
             clear_s = 0.0 if clear_since is None else now - clear_since
             self._left[one] = now - clear_s
             if one in look.frozen:
-                if clear_s >= SETTLE_S:
+                if one in self._resumed and runtime_start is not None:
+                    self._forget_left(one)  # for a checkpoint by the runtime of now
+                elif clear_s >= SETTLE_S:
                     found.add(one)
             elif clear_s >= RETAIN_S:
-                del self._left[one]
+                self._forget_left(one)
         return found
 
-    def tried(self, container: str, now: float) -> None:
+    def tried(self, container: str, now: float, *, resumed: bool) -> None:
         """It was resumed, or that has failed: look at it again, after a while."""
         if container in self._left:
             self._left[container] = now
+            if resumed:
+                self._resumed.add(container)
 
     def is_in_flight(self, now: float) -> bool:
         """Whether a pause that begins now may be one that the last runtime has asked for."""
@@ -133,6 +140,11 @@ class Pauses:
         for one in containers:
             self._forget(one)
             self._left[one] = None
+            self._resumed.discard(one)
+
+    def _forget_left(self, container: str) -> None:
+        del self._left[container]
+        self._resumed.discard(container)
 
     def _known(self) -> set[str]:
         return {*self._at_rest, *self._dumped, *self._wanted}

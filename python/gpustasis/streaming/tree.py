@@ -144,15 +144,17 @@ class Tree:
             try:
                 task = read_task(pid)
                 killed = _is_being_killed(pid)
-            except (CheckpointError, OSError) as exc:
+                frozen = _frozen_cgroup(pid)
+                is_dropped = find_drop_record(pid) is not None
+            except (CheckpointError, OSError, ValueError) as exc:
                 return str(exc)
             if killed:
                 return f"process {pid} is being killed"
-            if frozen := _frozen_cgroup(pid):
+            if frozen:
                 return f"process {pid} is frozen by its cgroup {frozen}"
             if task.tracer or task.state == "t":
                 return f"process {pid} is still traced by process {task.tracer}"
-            if find_drop_record(pid) is not None:
+            if is_dropped:
                 return (
                     f"memory of process {pid} is only in {images}: `gpustasis recover {pid} "
                     f"-D {images}` puts it back"
