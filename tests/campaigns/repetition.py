@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from campaigns.rig import Rig, workers
+from campaigns.rig import Rig, lasting_workers
 from campaigns.tally import Tally
 
 _WARM_UP = 3  # dumps after which sizes must stand still
@@ -26,7 +26,7 @@ def run(rig: Rig, dumps: int) -> Tally:
             tally.counts["trials"] += 1
             assert dumped.status == 0, dumped.errors
             job.run_on()
-            assert workers(images) == [], "a worker is left behind"
+            assert lasting_workers(images) == [], "a worker is left behind"
             shutil.rmtree(images)
             if job.threads() != threads:
                 tally.failures.append(f"dump {number}: the threads have changed")

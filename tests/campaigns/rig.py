@@ -26,6 +26,7 @@ from support.job import children_named, reap_workers
 
 CRIU_TIMEOUT_S = 120.0
 GPU_MEMORY = 256 << 20  # bytes of each emulated GPU
+END_S = 2.0
 SETTLE_S = 20.0  # a worker left behind has done its work by then
 CONFIG_NAME = "config.toml"
 _DISK_SIZE = 64 << 20
@@ -284,6 +285,15 @@ def with_driver(rig: Rig, driver: str) -> Iterator[Rig]:
 def workers(images: Path) -> list[int]:
     """Live workers and guardians of the plugin that hold `images` open."""
     return find_users(images, WORKER_COMM, GUARDIAN_COMM)
+
+
+def lasting_workers(images: Path) -> list[int]:
+    """Those that are there some moments later still: one with nothing left to do may outlive criu
+    by the time that its end takes."""
+    deadline = time.monotonic() + END_S
+    while (found := workers(images)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 def end_strays() -> None:

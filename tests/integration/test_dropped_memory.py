@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ WITHOUT_SETTING = [
     f'mount --bind {SETTING} {SETTING}; mount -o remount,bind,ro {SETTING}; exec "$@"',
     "sh",
 ]
+# What it writes to is opened anew, by a mount that this namespace has.
+REOPENED = ["sh", "-c", 'exec "$@" </dev/null >>"$(readlink /proc/$$/fd/1)" 2>&1', "sh"]
 TIMEOUT_S = 30.0
 SYS_MADVISE = 28
 # process_vm_readv waits for a missing page as a thread of the process does; /proc/PID/mem does not,
@@ -328,10 +331,12 @@ def test_a_job_that_may_not_make_a_userfaultfd_is_guarded_as_well(
 def test_what_cannot_be_guarded_is_said_or_refused(
     newest_rig: Rig, compile_c: Callable[..., Path], guard: str
 ) -> None:
-    with restricted_job(newest_rig, compile_c) as job:
+    with restricted_job(newest_rig, compile_c, [*WITHOUT_SETTING, *REOPENED]) as job:
         images = newest_rig.images()
+        # In a mount namespace of its own, criu would dump the job's, and all that is on its tmpfs.
+        inside = ["nsenter", "--target", str(job.pid), "--mount", "--"]
         dumped = newest_rig.run(
-            [*WITHOUT_SETTING, *newest_rig.dump_words(job, images, ["--leave-running"])],
+            [*inside, *newest_rig.dump_words(job, images, ["--leave-running"])],
             images,
             "dump",
             {"guard": guard},
@@ -350,11 +355,14 @@ def test_what_cannot_be_guarded_is_said_or_refused(
 
 
 @contextmanager
-def restricted_job(rig: Rig, compile_c: Callable[..., Path]) -> Iterator[SteadyJob]:
+def restricted_job(
+    rig: Rig, compile_c: Callable[..., Path], prefix: Sequence[str] = ()
+) -> Iterator[SteadyJob]:
     """A steady_job without capabilities and userfaultfd."""
     launcher = compile_c(PROGRAMS / "without_userfaultfd.c")
     starter = rig.scratch / "start"
-    starter.write_text(f'#!/bin/sh\nexec {launcher} {rig.programs.job} "$@"\n')
+    words = shlex.join([*prefix, str(launcher), str(rig.programs.job)])
+    starter.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     starter.chmod(0o755)
     with replace(rig, programs=replace(rig.programs, job=starter)).job(mib=8) as job:
         yield job

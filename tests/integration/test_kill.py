@@ -9,7 +9,7 @@ import time
 from random import Random
 
 from campaigns import kill_points, kill_restore
-from campaigns.rig import Rig, workers
+from campaigns.rig import Rig, lasting_workers
 from campaigns.steady_job import process_state
 from campaigns.tally import Tally
 
@@ -59,7 +59,7 @@ def test_the_job_dies_during_its_dump(rig: Rig) -> None:
                 os.kill(pid, signal.SIGKILL)
             assert criu.wait(30) != 0, "criu says it dumped a dead tree"
             rig.settle(images)
-            assert workers(images) == []
+            assert lasting_workers(images) == []
             if job.alive():
                 job.pids = (job.pid,)
                 job.run_on()  # the one that is left

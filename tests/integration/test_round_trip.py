@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from campaigns.rig import Rig, workers
+from campaigns.rig import Rig, lasting_workers
 from campaigns.steady_job import process_state
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def test_twice_there_and_back(rig: Rig) -> None:
             assert restored.status == 0, restored.errors
             job.run_on()
             assert job.steps() > steps
-            assert workers(images) == []
+            assert lasting_workers(images) == []
 
 
 def test_huge_pages_are_asked_for_before_the_refill(rig: Rig) -> None:
@@ -135,7 +135,7 @@ def test_left_alive_it_is_what_it_was(rig: Rig, final: str) -> None:
             images = rig.images()
             dumped = rig.dump(job, images, final)
             assert dumped.status == 0, dumped.errors
-            assert workers(images) == []
+            assert lasting_workers(images) == []
             if final == "--leave-stopped":
                 await_stopped(job.pids)
                 for pid in job.pids:
@@ -180,4 +180,4 @@ def test_pre_dump_does_no_harm(rig: Rig) -> None:
         rig.run(words, images, "dump")  # refused or not: CRIU knows nothing of GPU descriptors
         job.run_on()
         assert job.threads() == threads
-        assert workers(images) == []
+        assert lasting_workers(images) == []

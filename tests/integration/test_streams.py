@@ -265,7 +265,9 @@ def test_ssh_that_cannot_connect(newest_rig: Rig, environ: dict[str, str]) -> No
 
 
 @pytest.fixture
-def nobody(newest_rig: Rig, environ: dict[str, str], tmp_path: Path) -> Callable[..., int]:
+def nobody(
+    newest_rig: Rig, environ: dict[str, str], tmp_path: Path
+) -> Iterator[Callable[..., int]]:
     """nobody(job, number, **options) -> exit status of a sender whose receiver reads nothing, and
     that is sent the signal once the tasks stand."""
 
@@ -289,7 +291,10 @@ def nobody(newest_rig: Rig, environ: dict[str, str], tmp_path: Path) -> Callable
             os.killpg(sender.pid, number)
             return int(sender.wait(30))
 
-    return send
+    # A background job of a shell ignores it, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield send
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGTSTP])

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from campaigns.rig import Rig, workers
+from campaigns.rig import Rig, lasting_workers
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import ImageReader, image_name, read_manifest
 from gpustasis.image.verification import verify_directory
@@ -88,7 +88,7 @@ def test_three_rounds(rig: Rig, parents: str) -> None:
             assert all(len(after[pid]) > len(before[pid]) for pid in job.pids)
             require_every_step_once(job)
             rig.settle(images)
-            assert workers(images) == []
+            assert lasting_workers(images) == []
             assert job.threads() == threads, f"round {turn} left or changed a thread"
     for pid in job.pids:
         hashes = [hashes_of(images, pid) for images in chain]
