@@ -85,15 +85,15 @@ void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain) {
                 "cannot decode encoding " + std::to_string(static_cast<int>(encoding)));
 }
 
-void EncodingTotals::add(Encoding encoding, bool reference, std::uint64_t plain_size,
+void EncodingTotals::add(Encoding encoding, Holder holder, std::uint64_t plain_size,
                          std::uint64_t stored_size) noexcept {
     const auto count = [&](Count& of) {
         ++of.chunks;
         of.plain += plain_size;
-        of.stored += reference ? 0 : stored_size;
+        of.stored += holder == Holder::own ? stored_size : 0;
     };
-    if (reference)
-        return count(ref);
+    if (holder != Holder::own)
+        return count(holder == Holder::alike ? alike : ref);
     switch (encoding) {
     case Encoding::zero: return count(zero);
     case Encoding::lz4: return count(lz4);
@@ -111,6 +111,7 @@ EncodingTotals& EncodingTotals::operator+=(const EncodingTotals& other) noexcept
     sum(lz4, other.lz4);
     sum(raw, other.raw);
     sum(ref, other.ref);
+    sum(alike, other.alike);
     return *this;
 }
 

@@ -54,6 +54,13 @@ EncodedChunk encode_chunk(Bytes plain, bool compress, int lz4_acceleration, MutB
 /// `encoding` is unknown.
 void decode_chunk(Encoding encoding, Bytes stored, MutBytes plain);
 
+/// Which image has the stored bytes of a chunk.
+enum class Holder : std::uint8_t {
+    own,     ///< the one that the chunk is of
+    alike,   ///< another one of the same checkpoint
+    earlier, ///< one of an earlier checkpoint
+};
+
 /// Chunks and bytes by how they are stored. `plain` counts memory, `stored` the bytes of the file
 /// that hold it.
 struct EncodingTotals {
@@ -65,10 +72,11 @@ struct EncodingTotals {
         bool operator==(const Count&) const = default;
     };
     Count zero, lz4, raw;
-    Count ref; ///< in the image of an earlier checkpoint, however it is stored there
+    Count ref;   ///< in the image of an earlier checkpoint, however it is stored there
+    Count alike; ///< the same of another image of the checkpoint
 
-    /// Count one chunk more. `reference`: this image stores nothing of it.
-    void add(Encoding encoding, bool reference, std::uint64_t plain_size,
+    /// Count one chunk more. `stored_size` counts only if the image itself holds it.
+    void add(Encoding encoding, Holder holder, std::uint64_t plain_size,
              std::uint64_t stored_size) noexcept;
     EncodingTotals& operator+=(const EncodingTotals& other) noexcept;
     bool operator==(const EncodingTotals&) const = default;

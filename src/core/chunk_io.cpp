@@ -65,7 +65,7 @@ std::size_t write_direct(int fd, std::uint64_t offset, Bytes bytes) {
 
 ChunkInput::ChunkInput(std::shared_ptr<const UniqueFd> file, std::uint64_t begin,
                        std::uint64_t size, IoMode mode)
-    : file_(std::move(file)), begin_(begin), mode_(mode) {
+    : file_(std::move(file)), begin_(begin), size_(size), mode_(mode) {
     direct_ = open_direct(file_->get(), O_RDONLY, mode);
     if (direct_ && mode == IoMode::automatic && is_mostly_cached(file_->get(), begin + size))
         direct_.reset();

@@ -4,6 +4,7 @@
 
 #include "core/bytes.hpp"
 #include "core/direct_io.hpp"
+#include "core/image_input.hpp"
 #include "core/unique_fd.hpp"
 
 #include <atomic>
@@ -13,25 +14,23 @@
 
 namespace gpustasis {
 
-/// One image whose chunks are read, by several threads at once.
-class ChunkInput {
+/// An image in the clear: a file, or a part of one.
+class ChunkInput final : public ImageInput {
 public:
     /// The image is the `size` bytes of `file` from `begin`. Throws Error: unsupported if `mode` is
     /// direct and that is not to be had, io.
     ChunkInput(std::shared_ptr<const UniqueFd> file, std::uint64_t begin, std::uint64_t size,
                IoMode mode);
 
-    /// The `size` bytes at `offset` of the image, in the front of `buffer`, which holds that many at least. If it is aligned,
-    /// more of it may be written: what follows in the file, up to a multiple of kDirectAlignment.
-    /// Throws Error: io, corrupt_data if the file ends before, unsupported if direct I/O was asked
-    /// for by name and these bytes cannot be read so.
-    Bytes read(std::uint64_t offset, std::size_t size, MutBytes buffer) const;
-
-    bool is_direct() const noexcept { return static_cast<bool>(direct_); }
+    std::uint64_t size() const noexcept override { return size_; }
+    /// More that is written to `buffer` is what follows in the file.
+    Bytes read(std::uint64_t offset, std::size_t size, MutBytes buffer) const override;
+    bool is_direct() const noexcept override { return static_cast<bool>(direct_); }
 
 private:
     std::shared_ptr<const UniqueFd> file_;
     std::uint64_t begin_;
+    std::uint64_t size_;
     IoMode mode_;
     UniqueFd direct_; ///< none: buffered
 };

@@ -2,9 +2,9 @@
 #include "core/image_flatten.hpp"
 
 #include "core/error.hpp"
-#include "core/file.hpp"
 #include "core/image_format.hpp"
 #include "core/image_frame.hpp"
+#include "core/image_output.hpp"
 
 #include <atomic>
 #include <vector>
@@ -15,7 +15,7 @@ struct FlatImageWriter::State {
     State(const ImageReader& image, int dir, const std::string& name);
 
     std::string name;
-    PartFile file;
+    FileOutput file;
     ImageInfo info;
     std::uint32_t alignment;
     std::vector<std::byte> index;
@@ -30,7 +30,8 @@ struct FlatImageWriter::State {
 };
 
 FlatImageWriter::State::State(const ImageReader& image, int dir, const std::string& file_name)
-    : name(file_name), file(dir, file_name), info(image.info()), alignment(image.alignment()),
+    : name(file_name), file(dir, file_name, IoMode::buffered, image.alignment()),
+      info(image.info()), alignment(image.alignment()),
       index(image.chunk_count() * format::kIndexEntrySize), places(image.chunk_count()),
       end(format::align_up(format::kHeaderSize, alignment)) {
     info.parent_id = {};
@@ -48,7 +49,7 @@ FlatImageWriter::State::State(const ImageReader& image, int dir, const std::stri
             end = format::align_up(end + chunk.stored_size, alignment);
             ++missing;
         }
-        totals.add(entry.encoding, false, chunk.plain_size, entry.stored_size);
+        totals.add(entry.encoding, Holder::own, chunk.plain_size, entry.stored_size);
         format::pack_index_entry(entry, MutBytes(index).subspan(number * format::kIndexEntrySize,
                                                                 format::kIndexEntrySize));
     }
@@ -71,7 +72,7 @@ void FlatImageWriter::put(std::uint64_t number, Bytes stored) {
         refuse("was put before, or is one of zeros");
     if (place.size != stored.size())
         refuse("has another number of stored bytes");
-    write_at(state_->file.fd(), place.offset, stored);
+    state_->file.put(place.offset, stored);
     place.offset = 0;
     --state_->missing;
 }
@@ -81,8 +82,8 @@ WriteResult FlatImageWriter::finish() {
         throw Error(Errc::bad_argument, state_->name + ": " + std::to_string(state_->missing) +
                                             " of its chunks were not put");
     const FrameResult frame =
-        write_frame(state_->file.fd(), state_->info, state_->alignment, state_->end, state_->index);
-    state_->file.commit();
+        write_frame(state_->file, state_->info, state_->alignment, state_->end, state_->index);
+    state_->file.commit(frame.file_size);
     WriteResult result;
     result.totals = state_->totals;
     result.file_size = frame.file_size;

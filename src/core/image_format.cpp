@@ -26,7 +26,7 @@ constexpr BlockKind kHeader{.magic = std::string_view("\x93"
                             .header_size = kHeaderSize,
                             .wrong_magic = "not an image: wrong magic",
                             .wrong_hash = "header does not match its checksum",
-                            .features = kParent | kCpuMemory};
+                            .features = kParent | kCpuMemory | kAlike | kFiles};
 
 Bytes trailer_magic() noexcept {
     return std::as_bytes(std::span("GPUSEND\n", 8));
@@ -48,10 +48,13 @@ void check_source(const IndexEntry& entry, const std::vector<Source>& sources) {
 } // namespace
 
 std::vector<std::byte> pack_header(const Header& header) {
-    FieldWriter out = begin_block(kHeader,
-                                  (header.parent_id == Id{} ? std::uint64_t{0} : kParent) |
-                                      (header.has_cpu_memory ? kCpuMemory : std::uint64_t{0}),
-                                  kHeaderSize);
+    FieldWriter out =
+        begin_block(kHeader,
+                    (header.parent_id == Id{} ? std::uint64_t{0} : kParent) |
+                        (header.has_cpu_memory ? kCpuMemory : std::uint64_t{0}) |
+                        (header.has_alike ? kAlike : std::uint64_t{0}) |
+                        (header.kind == MemoryKind::files ? kFiles : std::uint64_t{0}),
+                    kHeaderSize);
     out.append(header.checkpoint_id);
     out.append(header.parent_id);
     out.number(header.pid);
@@ -73,8 +76,11 @@ Header unpack_header(Bytes bytes) {
     header.pid = in.number<std::uint32_t>();
     header.chunk_size = in.number<std::uint32_t>();
     header.alignment = in.number<std::uint32_t>();
-    header.kind = unpack_kind(in);
+    header.kind = unpack_image_kind(in);
+    if ((header.kind == MemoryKind::files) != ((required & kFiles) != 0))
+        corrupt("kind and features contradict each other");
     header.has_cpu_memory = (required & kCpuMemory) != 0;
+    header.has_alike = (required & kAlike) != 0;
     in.reserved(kHeaderReserved);
     if (!std::has_single_bit(header.alignment) || header.alignment > kMaxAlignment)
         corrupt("alignment out of range: " + std::to_string(header.alignment));

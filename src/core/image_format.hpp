@@ -33,6 +33,7 @@ struct Header {
     std::uint32_t alignment = 0;
     MemoryKind kind = MemoryKind::gpu;
     bool has_cpu_memory = false; ///< it, or one of its sources, is of MemoryKind::cpu
+    bool has_alike = false;      ///< one of its sources is of the same checkpoint
     Id hash{};                   ///< set by unpack_header
 };
 

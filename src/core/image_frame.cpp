@@ -45,8 +45,8 @@ void check_index(ImageFrame& frame) {
     for (std::uint64_t number = 0; number < frame.map.count(); ++number) {
         try {
             const format::IndexEntry chunk = frame.entry(number);
-            frame.totals.add(chunk.encoding, chunk.source != 0, frame.map.at(number).size,
-                             chunk.stored_size);
+            frame.totals.add(chunk.encoding, format::holder_of(chunk.source, frame.info.sources),
+                             frame.map.at(number).size, chunk.stored_size);
             if (chunk.encoding == Encoding::zero || chunk.source != 0)
                 continue;
             if (chunk.offset != end)
@@ -81,7 +81,7 @@ ChunkPlace ChunkMap::at(std::uint64_t index) const noexcept {
             static_cast<std::uint32_t>(std::min<std::uint64_t>(left, chunk_size_))};
 }
 
-FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
+FrameResult write_frame(ImageOutput& output, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index) {
     const std::vector<std::byte> header =
         format::pack_header({.checkpoint_id = info.checkpoint_id,
@@ -91,6 +91,7 @@ FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
                              .alignment = alignment,
                              .kind = info.kind,
                              .has_cpu_memory = format::has_cpu_memory(info),
+                             .has_alike = format::has_alike(info),
                              .hash = {}});
     const std::vector<std::byte> metadata = format::pack_metadata(info);
     format::Trailer trailer;
@@ -105,10 +106,10 @@ FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
     trailer.file_size = trailer_offset + format::kTrailerSize;
     const std::vector<std::byte> packed_trailer = format::pack_trailer(trailer);
 
-    write_at(fd, 0, header);
-    write_at(fd, trailer.metadata_offset, metadata);
-    write_at(fd, trailer.index_offset, index);
-    write_at(fd, trailer_offset, packed_trailer);
+    output.put(0, header);
+    output.put(trailer.metadata_offset, metadata);
+    output.put(trailer.index_offset, index);
+    output.put(trailer_offset, packed_trailer);
     return {.file_size = trailer.file_size, .digest = format::hash_at_end(packed_trailer)};
 }
 
@@ -160,6 +161,8 @@ ImageFrame read_frame(std::uint64_t size, const ReadPart& read) {
     format::check_info(frame.info, Errc::corrupt_data);
     if (format::has_cpu_memory(frame.info) != header.has_cpu_memory)
         corrupt("kinds of memory and features contradict each other");
+    if (format::has_alike(frame.info) != header.has_alike)
+        corrupt("sources and features contradict each other");
 
     frame.map = ChunkMap(frame.info.regions, frame.info.chunk_size);
     if (frame.trailer.chunk_count != frame.map.count())

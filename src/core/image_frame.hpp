@@ -7,6 +7,7 @@
 #include "core/error.hpp"
 #include "core/image_format.hpp"
 #include "core/image_info.hpp"
+#include "core/image_output.hpp"
 
 #include <cstdint>
 #include <functional>
@@ -50,10 +51,10 @@ struct FrameResult {
     Id digest{};
 };
 
-/// Write the frame around the chunk data in `fd`, which ends at `data_end`, padding included. `info` has
-/// passed format::check_info(); `index` holds a packed entry for each chunk. Padding is never
-/// written: it is what the file has where nothing was put. Throws Error: io.
-FrameResult write_frame(int fd, const ImageInfo& info, std::uint32_t alignment,
+/// Write the frame around the chunk data in `output`, which ends at `data_end`, padding included. `info`
+/// has passed format::check_info(); `index` holds a packed entry for each chunk. Padding is never
+/// written: it is what the image has where nothing was put. Throws Error: io.
+FrameResult write_frame(ImageOutput& output, const ImageInfo& info, std::uint32_t alignment,
                         std::uint64_t data_end, Bytes index);
 
 /// Gives the bytes [offset, offset + size) of an image. Throws Error: io, corrupt_data.

@@ -16,12 +16,13 @@ using Id = std::array<std::byte, 16>;
 
 /// Which memory of a task an image holds.
 enum class MemoryKind : std::uint8_t {
-    gpu = 0, ///< what the driver staged: gone from the task once it is stored
-    cpu = 1, ///< the task's own, which a dump leaves as it is
+    gpu = 0,   ///< what the driver staged: gone from the task once it is stored
+    cpu = 1,   ///< the task's own, which a dump leaves as it is
+    files = 2, ///< none: files of a checkpoint (file_pack.hpp)
 };
 
-/// How a region is mapped in the task; decides how its pages are dropped. Of CPU memory, a memfd is shared
-/// anonymous memory too.
+/// How a region is mapped in the task; decides how its pages are dropped. Of CPU memory, a memfd and a file
+/// that was removed from a tmpfs are shared anonymous memory too.
 enum class RegionKind : std::uint8_t { private_anonymous = 0, shared_anonymous = 1 };
 
 /// One run of staged memory: [address, address + length) in the task, both page multiples.
@@ -46,13 +47,14 @@ struct GpuInfo {
 /// The driver's view of a process; values of CUprocessState (cuda.h).
 enum class ProcessState : std::uint32_t { running = 0, locked = 1, checkpointed = 2, failed = 3 };
 
-/// An image of an earlier checkpoint that holds chunks of a later one.
+/// Another image that holds chunks of one: of an earlier checkpoint, or of another task, or other kind
+/// of memory, of the same.
 struct Source {
     Id checkpoint_id{};
     Id digest{};                 ///< of that file
     std::uint64_t file_size = 0; ///< of that file, in bytes
     std::uint32_t pid = 0;       ///< the file is image_name(pid, kind)
-    std::uint32_t depth = 0;     ///< parent links from here to its directory; 1: the parent's
+    std::uint32_t depth = 0;     ///< parent links to its directory; 0: the own, 1: the parent's
     MemoryKind kind = MemoryKind::gpu;
 
     bool operator==(const Source&) const = default;

@@ -52,8 +52,6 @@ void check_regions(const ImageInfo& info, Errc blame) {
 void check_sources(const ImageInfo& info, Errc blame) {
     if (info.sources.size() > kMaxSources)
         throw Error(blame, "too many sources: " + std::to_string(info.sources.size()));
-    if (!info.sources.empty() && info.parent_id == Id{})
-        throw Error(blame, "has sources, and no parent");
     std::tuple<std::uint32_t, std::uint32_t, MemoryKind> last{};
     for (const Source& source : info.sources) {
         const auto refuse = [&](const char* why) {
@@ -62,8 +60,14 @@ void check_sources(const ImageInfo& info, Errc blame) {
         };
         if (source.pid == 0 || source.pid > kMaxPid)
             refuse("pid out of range");
-        if (source.depth == 0 || source.depth > kMaxDepth)
+        if (source.depth > kMaxDepth)
             refuse("depth out of range");
+        if (source.depth != 0 && info.parent_id == Id{})
+            refuse("there is no parent");
+        if (source.depth == 0 && source.checkpoint_id != info.checkpoint_id)
+            refuse("is of another checkpoint");
+        if (source.depth == 0 && source.pid == info.pid && source.kind == info.kind)
+            refuse("is the image itself");
         if (source.file_size > kMaxFileSize)
             refuse("file size out of range");
         const std::tuple place{source.depth, source.pid, source.kind};
@@ -75,16 +79,33 @@ void check_sources(const ImageInfo& info, Errc blame) {
 
 } // namespace
 
-MemoryKind unpack_kind(FieldReader& in) {
+MemoryKind unpack_image_kind(FieldReader& in) {
     const auto kind = in.number<std::uint8_t>();
-    if (kind > static_cast<std::uint8_t>(MemoryKind::cpu))
+    if (kind > static_cast<std::uint8_t>(MemoryKind::files))
         throw Error(Errc::corrupt_data, "unknown kind of memory: " + std::to_string(kind));
     return static_cast<MemoryKind>(kind);
+}
+
+MemoryKind unpack_kind(FieldReader& in) {
+    const MemoryKind kind = unpack_image_kind(in);
+    if (kind == MemoryKind::files)
+        throw Error(Errc::corrupt_data, "files where there can only be memory");
+    return kind;
 }
 
 bool has_cpu_memory(const ImageInfo& info) noexcept {
     return info.kind == MemoryKind::cpu ||
            std::ranges::find(info.sources, MemoryKind::cpu, &Source::kind) != info.sources.end();
+}
+
+bool has_alike(const ImageInfo& info) noexcept {
+    return !info.sources.empty() && info.sources.front().depth == 0; // they ascend
+}
+
+Holder holder_of(std::uint16_t source, const std::vector<Source>& sources) noexcept {
+    if (source == 0)
+        return Holder::own;
+    return sources[source - 1U].depth == 0 ? Holder::alike : Holder::earlier;
 }
 
 void check_machine(const std::string& driver_version, const std::vector<GpuInfo>& gpus,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/bytes.hpp"
+#include "core/chunk_codec.hpp"
 #include "core/error.hpp"
 #include "core/fields.hpp"
 #include "core/image_info.hpp"
@@ -51,11 +52,19 @@ std::vector<std::byte> pack_metadata(const ImageInfo& info);
 /// and check_info() after. Throws Error: corrupt_data.
 void unpack_metadata(Bytes bytes, ImageInfo& info);
 
-/// A number that is one. Throws Error: corrupt_data.
+/// A number that is one, of memory. Throws Error: corrupt_data.
 MemoryKind unpack_kind(FieldReader& in);
+/// The same, of an image, which may hold files.
+MemoryKind unpack_image_kind(FieldReader& in);
 
 /// Whether `info`, or one of its sources, is of MemoryKind::cpu: its header must say so.
 bool has_cpu_memory(const ImageInfo& info) noexcept;
+
+/// Whether a source of `info` is an image of the same checkpoint: its header must say so.
+bool has_alike(const ImageInfo& info) noexcept;
+
+/// Which image has the bytes of a chunk whose index entry names `source`: 0, or one of `sources`.
+Holder holder_of(std::uint16_t source, const std::vector<Source>& sources) noexcept;
 
 void pack_gpus(const std::vector<GpuInfo>& gpus, FieldWriter& out);
 std::vector<GpuInfo> unpack_gpus(std::uint32_t count, FieldReader& in);

@@ -57,10 +57,11 @@ struct ImageReader::State : ImageFrame {
 
     std::string name;
     IoMode io;
-    std::vector<ChunkInput> inputs; ///< this file; none if only its ends are at hand
+    std::vector<std::shared_ptr<const ImageInput>>
+        inputs; ///< this file; none if only its ends are at hand
     /// info.sources, the first of them first. Written once, and read by nobody before `attached` is
     /// set.
-    std::vector<ChunkInput> others;
+    std::vector<std::shared_ptr<const ImageInput>> others;
     std::atomic<bool> attached = false;
     std::mutex attaching;
     Id zero_hash{}; ///< of a whole chunk of zeros, if there is a zero chunk
@@ -74,7 +75,7 @@ struct ImageReader::State : ImageFrame {
     };
 
     std::uint32_t padded_size(const format::IndexEntry& entry) const;
-    const ChunkInput& input_of(const format::IndexEntry& entry) const;
+    const ImageInput& input_of(const format::IndexEntry& entry) const;
     void decode(const format::IndexEntry& entry, MutBytes stored, MutBytes plain) const;
     static void check_stored(const format::IndexEntry& entry, Bytes stored, MutBytes plain);
     static void check_plain(const format::IndexEntry& entry, Bytes plain);
@@ -92,15 +93,15 @@ std::uint32_t ImageReader::State::padded_size(const format::IndexEntry& chunk) c
                              : static_cast<std::uint32_t>(align_up(chunk.stored_size, alignment));
 }
 
-const ChunkInput& ImageReader::State::input_of(const format::IndexEntry& chunk) const {
+const ImageInput& ImageReader::State::input_of(const format::IndexEntry& chunk) const {
     if (chunk.source < inputs.size())
-        return inputs[chunk.source];
+        return *inputs[chunk.source];
     if (chunk.source == 0)
         throw Error(Errc::bad_argument,
                     "its bytes are not at hand: only the ends of the image are");
     if (!attached)
         throw Error(Errc::bad_argument, "lies in another image, and sources are not attached");
-    return others[chunk.source - 1];
+    return *others[chunk.source - 1];
 }
 
 // Read and decode into `plain`, which is exactly the chunk's size, and check every hash.
@@ -155,8 +156,9 @@ void ImageReader::State::for_each_chunk(unsigned threads, const Progress& progre
     FirstFailure failure;
     ProgressMeter meter(progress);
     std::atomic<std::uint64_t> next = 0;
-    const bool direct = std::ranges::any_of(inputs, &ChunkInput::is_direct) ||
-                        (attached && std::ranges::any_of(others, &ChunkInput::is_direct));
+    const auto is_direct = [](const auto& input) { return input->is_direct(); };
+    const bool direct = std::ranges::any_of(inputs, is_direct) ||
+                        (attached && std::ranges::any_of(others, is_direct));
     const Waits waits = direct ? Waits::device : Waits::processor;
     run_workers(worker_count(threads, map.count(), waits), failure, [&] {
         Scratch scratch(*this);
@@ -185,7 +187,8 @@ ImageReader ImageReader::open(int dir_fd, const std::string& name, IoMode io) {
                                                [&](std::uint64_t offset, std::uint64_t size) {
                                                    return read_part(fd->get(), offset, size);
                                                }));
-        state->inputs.emplace_back(fd, 0, state->trailer.file_size, io);
+        state->inputs.push_back(
+            std::make_shared<const ChunkInput>(fd, 0, state->trailer.file_size, io));
         return ImageReader(std::move(state));
     });
 }
@@ -202,7 +205,23 @@ ImageReader ImageReader::open_part(int fd, std::uint64_t offset, std::uint64_t l
             name, IoMode::buffered, read_frame(length, [&](std::uint64_t at, std::uint64_t size) {
                 return read_part(fd, offset + at, size);
             }));
-        state->inputs.emplace_back(copy, offset, length, state->io);
+        state->inputs.push_back(
+            std::make_shared<const ChunkInput>(copy, offset, length, state->io));
+        return ImageReader(std::move(state));
+    });
+}
+
+ImageReader ImageReader::from_input(std::shared_ptr<const ImageInput> input,
+                                    const std::string& name) {
+    return named(name, [&] {
+        const auto part = [&](std::uint64_t offset, std::uint64_t size) {
+            std::vector<std::byte> bytes(size);
+            input->read(offset, bytes.size(), bytes);
+            return bytes;
+        };
+        auto state =
+            std::make_unique<State>(name, IoMode::buffered, read_frame(input->size(), part));
+        state->inputs.push_back(std::move(input));
         return ImageReader(std::move(state));
     });
 }
@@ -274,9 +293,9 @@ void ImageReader::attach_sources(Lineage& lineage) {
         const std::scoped_lock turn(state_->attaching);
         if (state_->attached)
             return;
-        std::vector<ChunkInput> others;
+        std::vector<std::shared_ptr<const ImageInput>> others;
         for (const Source& source : state_->info.sources)
-            others.emplace_back(lineage.file(source), 0, source.file_size, state_->io);
+            others.push_back(lineage.input(source, state_->io));
         state_->others = std::move(others);
         state_->attached = true;
     });

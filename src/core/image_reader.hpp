@@ -6,6 +6,7 @@
 #include "core/chunk_codec.hpp"
 #include "core/direct_io.hpp"
 #include "core/image_info.hpp"
+#include "core/image_input.hpp"
 #include "core/lineage.hpp"
 #include "core/memory_port.hpp"
 
@@ -45,6 +46,9 @@ public:
     /// tar archive. `fd` is copied. `name` is for messages. Throws as open().
     static ImageReader open_part(int fd, std::uint64_t offset, std::uint64_t length,
                                  const std::string& name);
+
+    /// An image that is the bytes of `input`. `name` is for messages. Throws as open().
+    static ImageReader from_input(std::shared_ptr<const ImageInput> input, const std::string& name);
 
     /// An image of which only the ends are at hand: its first kHeaderSize bytes, and its last ones
     /// from the metadata on (tail_size()); `size` is that of all. It is checked as open() does. Its

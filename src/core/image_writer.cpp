@@ -5,7 +5,6 @@
 #include "core/chunk_io.hpp"
 #include "core/direct_io.hpp"
 #include "core/error.hpp"
-#include "core/file.hpp"
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_frame.hpp"
@@ -19,9 +18,11 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace gpustasis {
@@ -82,7 +83,7 @@ struct ParentScratch {
 // One image being written: what the workers share.
 class Pipeline {
 public:
-    Pipeline(ChunkOutput& output, const ImageInfo& info, MemorySource& source,
+    Pipeline(ImageOutput& output, const ImageInfo& info, MemorySource& source,
              const WriteOptions& options)
         : output_(output),
           places_(align_up(format::kHeaderSize, options.alignment), options.alignment),
@@ -96,8 +97,7 @@ public:
             return;
         const std::vector<Source>& sources = options.parent->sources();
         for (std::size_t i = 0; i < sources.size(); ++i)
-            parent_inputs_.emplace_back(options.parent->file(i), 0, sources[i].file_size,
-                                        options.io);
+            parent_inputs_.push_back(options.parent->input(i, options.io));
     }
 
     void run() {
@@ -119,8 +119,8 @@ public:
     std::uint64_t damaged_in_parent() const noexcept { return damaged_; }
     const std::string& first_damage() const noexcept { return first_damage_; }
 
-    // Of the parent's sources, those that are referred to, which entries then count by: the file
-    // names no image that it does not need.
+    // Of the known sources, those that are referred to, in their order, which entries then count by: the
+    // file names no image that it does not need.
     std::vector<Source> keep_used_sources() {
         if (options_.parent == nullptr)
             return {};
@@ -128,7 +128,7 @@ public:
         std::vector<std::uint16_t> numbers(all.size());
         for_each_reference([&](std::uint16_t source) { numbers[source - 1] = 1; });
         std::vector<Source> used;
-        for (std::size_t i = 0; i < all.size(); ++i) {
+        for (const std::uint16_t i : options_.parent->order()) {
             if (numbers[i] == 0)
                 continue;
             used.push_back(all[i]);
@@ -215,11 +215,16 @@ private:
             entry.offset = *offset;
         format::pack_index_entry(entry, MutBytes(index_).subspan(index * format::kIndexEntrySize,
                                                                  format::kIndexEntrySize));
-        totals.add(entry.encoding, entry.source != 0, plain_size, stored.size());
+        totals.add(entry.encoding, holder_of(entry), plain_size, stored.size());
         buffer.offset = *offset;
         buffer.size = stored.size();
         buffer.is_packed = is_packed(entry.encoding);
         return true;
+    }
+
+    Holder holder_of(const format::IndexEntry& entry) const noexcept {
+        return entry.source == 0 ? Holder::own
+                                 : format::holder_of(entry.source, options_.parent->sources());
     }
 
     void write(WriteQueue::Buffer& made) {
@@ -247,7 +252,7 @@ private:
         return entry;
     }
 
-    // Whether the parent has that content.
+    // Whether an image that is there already has that content.
     bool refer(Bytes plain, format::IndexEntry& entry, ParentScratch& scratch) {
         const ParentIndex::Place* place =
             options_.parent->find(entry.plain_hash, static_cast<std::uint32_t>(plain.size()));
@@ -264,8 +269,8 @@ private:
     // Whether every reader will find `plain` where the parent has it.
     bool is_sound(const ParentIndex::Place& place, Bytes plain, ParentScratch& scratch) {
         try {
-            const Bytes stored = parent_inputs_[place.source].read(place.offset, place.stored_size,
-                                                                   scratch.stored.bytes());
+            const Bytes stored = parent_inputs_[place.source]->read(place.offset, place.stored_size,
+                                                                    scratch.stored.bytes());
             if (is_packed(place.encoding) && hash64(stored) != place.stored_hash)
                 throw Error(Errc::corrupt_data, "stored bytes do not match their checksum");
             const MutBytes decoded = scratch.plain.bytes().first(plain.size());
@@ -285,15 +290,16 @@ private:
         }
     }
 
-    ChunkOutput& output_;
+    ImageOutput& output_;
     PlaceInOrder places_;
     MemorySource& source_;
     const WriteOptions& options_;
     const std::uint32_t chunk_size_;
     const ChunkMap map_;
     std::vector<std::byte> index_;
-    const Id zero_hash_;                    // of a whole chunk of zeros: most zero chunks are whole
-    std::vector<ChunkInput> parent_inputs_; ///< by source of the parent, if it is to be checked
+    const Id zero_hash_; // of a whole chunk of zeros: most zero chunks are whole
+    /// By source of the parent, if it is to be checked.
+    std::vector<std::shared_ptr<const ImageInput>> parent_inputs_;
     std::mutex damage_mutex_;
     std::uint64_t damaged_ = 0;
     std::string first_damage_;
@@ -319,37 +325,49 @@ void check_options(const ImageInfo& info, const WriteOptions& options) {
                     "alignment out of range: " + std::to_string(options.alignment));
 }
 
+// What is left out of `info` follows from the options. Throws if it breaks a bound.
+ImageInfo check(ImageInfo info, const WriteOptions& options) {
+    info.sources.clear();
+    info.parent_id = options.parent != nullptr ? options.parent->manifest().checkpoint_id : Id{};
+    if (info.chunk_size == 0)
+        info.chunk_size =
+            options.parent != nullptr ? options.parent->chunk_size() : kDefaultChunkSize;
+    format::check_info(info, Errc::bad_argument);
+    check_options(info, options);
+    return info;
+}
+
+WriteResult write_checked(ImageOutput& output, ImageInfo info, MemorySource& source,
+                          const WriteOptions& options) {
+    Pipeline pipeline(output, info, source, options);
+    pipeline.run();
+    info.sources = pipeline.keep_used_sources();
+    const FrameResult frame =
+        write_frame(output, info, options.alignment, pipeline.data_end(), pipeline.index());
+    output.commit(frame.file_size);
+    return {.totals = pipeline.totals(),
+            .file_size = frame.file_size,
+            .damaged_in_parent = pipeline.damaged_in_parent(),
+            .first_damage = pipeline.first_damage(),
+            .digest = frame.digest};
+}
+
 } // namespace
 
 WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& info,
                         MemorySource& source, const WriteOptions& options) {
-    ImageInfo checked = info;
-    checked.sources.clear();
-    checked.parent_id = options.parent != nullptr ? options.parent->manifest().checkpoint_id : Id{};
-    if (checked.chunk_size == 0)
-        checked.chunk_size =
-            options.parent != nullptr ? options.parent->chunk_size() : kDefaultChunkSize;
-    format::check_info(checked, Errc::bad_argument);
-    check_options(checked, options);
-
+    ImageInfo checked = check(info, options);
     try {
-        PartFile file(dir_fd, name);
-        ChunkOutput output(file.fd(), options.io, options.alignment);
-        Pipeline pipeline(output, checked, source, options);
-        pipeline.run();
-        checked.sources = pipeline.keep_used_sources();
-        const FrameResult frame = write_frame(file.fd(), checked, options.alignment,
-                                              pipeline.data_end(), pipeline.index());
-        output.finish(frame.file_size);
-        file.commit();
-        return {.totals = pipeline.totals(),
-                .file_size = frame.file_size,
-                .damaged_in_parent = pipeline.damaged_in_parent(),
-                .first_damage = pipeline.first_damage(),
-                .digest = frame.digest};
+        FileOutput output(dir_fd, name, options.io, options.alignment);
+        return write_checked(output, std::move(checked), source, options);
     } catch (const Error& e) {
         throw Error(e, name + ": " + e.what());
     }
+}
+
+WriteResult write_image(ImageOutput& output, const ImageInfo& info, MemorySource& source,
+                        const WriteOptions& options) {
+    return write_checked(output, check(info, options), source, options);
 }
 
 } // namespace gpustasis

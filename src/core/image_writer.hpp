@@ -5,6 +5,7 @@
 #include "core/chunk_codec.hpp"
 #include "core/direct_io.hpp"
 #include "core/image_info.hpp"
+#include "core/image_output.hpp"
 #include "core/memory_port.hpp"
 #include "core/parent_index.hpp"
 
@@ -19,18 +20,19 @@ struct WriteOptions {
     int lz4_acceleration = 1;       ///< 1..65537, as LZ4_compress_fast
     std::uint32_t alignment = 4096; ///< of chunks in the file; a power of two, 1..4096
     IoMode io = IoMode::automatic;
-    /// Chunks that the parent has become references to it; nullptr: no parent.
+    /// Chunks that it has, of the parent or of images that this dump wrote before, become references;
+    /// nullptr: there is neither.
     const ParentIndex* parent = nullptr;
-    /// Read each chunk of the parent before it is referred to, and compare it with the memory. What
-    /// cannot be read or is not the same is stored anew, and counted.
+    /// Read each such chunk before it is referred to, and compare it with the memory. What cannot be
+    /// read or is not the same is stored anew, and counted.
     bool check_parent = false;
 };
 
 struct WriteResult {
     EncodingTotals totals;
     std::uint64_t file_size = 0;
-    std::uint64_t damaged_in_parent = 0; ///< chunks stored anew because the parent's are damaged
-    std::string first_damage;            ///< which file of the parent, where, and what is wrong
+    std::uint64_t damaged_in_parent = 0; ///< chunks stored anew because those known are damaged
+    std::string first_damage;            ///< in which file, where, and what is wrong
     Id digest{}; ///< of all of the file, by way of its index and metadata; the manifest holds it
 };
 
@@ -46,5 +48,10 @@ struct WriteResult {
 /// source or writing the file fails (ENOSPC among them).
 WriteResult write_image(int dir_fd, const std::string& name, const ImageInfo& info,
                         MemorySource& source, const WriteOptions& options);
+
+/// The same, to `output`, which was made for `options.alignment` and of which nothing is left on an
+/// exception once it is gone. `options.io` is that one's business.
+WriteResult write_image(ImageOutput& output, const ImageInfo& info, MemorySource& source,
+                        const WriteOptions& options);
 
 } // namespace gpustasis

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/lineage.hpp"
 
+#include "core/chunk_io.hpp"
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "core/image_format.hpp"
@@ -24,17 +25,18 @@
 namespace gpustasis {
 namespace {
 
-bool is_checkpoint(int directory, const Id& id) noexcept {
+bool is_checkpoint(int directory, const Id& id, const ReadManifest& read) noexcept {
     try {
-        return read_manifest(directory).checkpoint_id == id;
+        return read(directory).checkpoint_id == id;
     } catch (const std::exception&) {
         return false;
     }
 }
 
-UniqueFd open_if_right(const std::filesystem::path& place, const Id& id) {
+UniqueFd open_if_right(const std::filesystem::path& place, const Id& id, const ReadManifest& read) {
     UniqueFd directory(::open(place.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-    return directory && is_checkpoint(directory.get(), id) ? std::move(directory) : UniqueFd();
+    return directory && is_checkpoint(directory.get(), id, read) ? std::move(directory)
+                                                                 : UniqueFd();
 }
 
 constexpr const char* kNewLink = ".gpustasis-parent.part";
@@ -76,15 +78,6 @@ void lock_shared(int fd, const std::string& path) {
     }
 }
 
-/// Zero also where there is no manifest: in the directory of a dump that has not come so far.
-Id parent_of(int dir_fd) noexcept {
-    try {
-        return read_manifest(dir_fd).parent_id;
-    } catch (const std::exception&) {
-        return {};
-    }
-}
-
 /// What the link in `child_fd` says, fit for a message; empty if it cannot be read.
 std::string link_target(int child_fd) {
     char text[PATH_MAX];
@@ -96,9 +89,17 @@ std::string link_target(int child_fd) {
     return target;
 }
 
-/// By the link in `child_fd`; where that leads nowhere, as in a checkpoint that came from another
+[[noreturn]] void refuse_replaced(const std::string& path, const char* how) {
+    throw Error(Errc::corrupt_data, path + " is another image: " + how);
+}
+
+} // namespace
+
+/// By the link in the directory at `depth`; where that leads nowhere, as in a checkpoint that came from another
 /// host, by the id that its manifest gives.
-UniqueFd open_link_or_search(int child_fd, const std::string& child) {
+UniqueFd Lineage::open_link_or_search(std::uint32_t depth) {
+    const int child_fd = directories_[depth].fd.get();
+    const std::string& child = directories_[depth].path;
     UniqueFd fd(::openat(child_fd, kParentLink, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (fd)
         return fd;
@@ -107,27 +108,31 @@ UniqueFd open_link_or_search(int child_fd, const std::string& child) {
     const Error why = io_error("cannot follow " + child + "/" + kParentLink +
                                    (target.empty() ? "" : " to " + target),
                                error);
-    const Id parent = parent_of(child_fd);
+    Id parent{}; // also where there is no manifest: in the directory of a dump that has not come so far
+    try {
+        parent = read_manifest_in(depth, child_fd).parent_id;
+    } catch (const std::exception&) {
+        throw why;
+    }
     if (parent == Id{})
         throw why;
-    fd = find_checkpoint(parent);
+    fd = find_checkpoint(parent, kStoreRoot,
+                         [&](int directory) { return read_manifest_in(depth + 1, directory); });
     if (fd)
         return fd;
     throw Error(why, std::string(why.what()) + "; and the parent, checkpoint " + id_text(parent) +
                          ", is not in " + searched_places());
 }
 
-} // namespace
-
-UniqueFd find_checkpoint(const Id& id, const std::string& root) {
+UniqueFd find_checkpoint(const Id& id, const std::string& root, const ReadManifest& read) {
     const std::filesystem::path top = root;
     const std::string name = id_text(id);
-    if (UniqueFd found = open_if_right(top / "checkpoints" / name, id))
+    if (UniqueFd found = open_if_right(top / "checkpoints" / name, id, read))
         return found;
     std::error_code error;
     for (std::filesystem::directory_iterator at(top / "containers", error), end;
          !error && at != end; at.increment(error))
-        if (UniqueFd found = open_if_right(at->path() / name, id))
+        if (UniqueFd found = open_if_right(at->path() / name, id, read))
             return found;
     return {};
 }
@@ -185,12 +190,15 @@ Lineage Lineage::above(int parent_fd) {
     return lineage;
 }
 
-Lineage::Directory Lineage::open_parent(const Directory& child) {
-    Directory parent{open_link_or_search(child.fd.get(), child.path), {}};
+void Lineage::open_by(std::shared_ptr<ChainFiles> files) {
+    opener_ = std::move(files);
+}
+
+Lineage::Directory Lineage::open_parent(std::uint32_t depth) {
+    Directory parent{open_link_or_search(depth), {}};
     parent.path = directory_path(parent.fd.get());
     lock_shared(parent.fd.get(), parent.path);
-    if (!same_file(status_of(parent.fd.get()),
-                   status_of(open_link_or_search(child.fd.get(), child.path).get())))
+    if (!same_file(status_of(parent.fd.get()), status_of(open_link_or_search(depth).get())))
         throw Error(Errc::io, parent.path + " was removed or replaced meanwhile");
     return parent;
 }
@@ -199,7 +207,7 @@ int Lineage::directory(std::uint32_t depth) {
     if (depth > format::kMaxDepth)
         throw Error(Errc::bad_argument, "depth out of range: " + std::to_string(depth));
     while (directories_.size() <= depth)
-        directories_.push_back(open_parent(directories_.back()));
+        directories_.push_back(open_parent(static_cast<std::uint32_t>(directories_.size() - 1)));
     return directories_[depth].fd.get();
 }
 
@@ -214,27 +222,74 @@ std::shared_ptr<const UniqueFd> Lineage::file(const Source& source) {
     if (known != files_.end() && known->second.first == source.digest)
         return known->second.second;
     const std::string name = image_name(source.pid, source.kind);
-    const std::string whose =
-        name + " of checkpoint " + id_text(source.checkpoint_id) + ", which this one is built on";
+    const std::string whose = name + " of checkpoint " + id_text(source.checkpoint_id) +
+                              (source.depth == 0 ? ", this one" : ", which this one is built on");
     try {
         const int dir = directory(source.depth);
-        const auto replaced = [&](const char* how) {
-            throw Error(Errc::corrupt_data,
-                        path(source.depth) + "/" + name + " is another image: " + how);
-        };
+        const std::string place_name = path(source.depth) + "/" + name;
         auto file = std::make_shared<UniqueFd>(open_regular(dir, name));
         if (const std::uint64_t size = file_size(file->get());
             size != source.file_size || size < sizeof(Id))
-            replaced("it has another size");
+            refuse_replaced(place_name, "it has another size");
         Id digest;
         read_at(file->get(), source.file_size - sizeof(Id), digest);
         if (digest != source.digest)
-            replaced("it has another digest");
+            refuse_replaced(place_name, "it has another digest");
         files_[place] = {source.digest, file};
         return file;
     } catch (const Error& e) {
         throw Error(e, whose + ", is missing or was replaced: " + e.what());
     }
+}
+
+std::shared_ptr<const ImageInput> Lineage::input(const Source& source, IoMode io) {
+    const std::string name = image_name(source.pid, source.kind);
+    try {
+        std::shared_ptr<const ImageInput> found = opened(source.depth, name);
+        if (!found)
+            return std::make_shared<const ChunkInput>(file(source), 0, source.file_size, io);
+        const std::string place = path(source.depth) + "/" + name;
+        if (manifest(source.depth).checkpoint_id != source.checkpoint_id)
+            refuse_replaced(place, "it is of another checkpoint");
+        if (found->size() != source.file_size || found->size() < sizeof(Id))
+            refuse_replaced(place, "it has another size");
+        Id digest;
+        if (!std::ranges::equal(found->read(source.file_size - sizeof(Id), sizeof(Id), digest),
+                                source.digest))
+            refuse_replaced(place, "it has another digest");
+        return found;
+    } catch (const Error& e) {
+        if (!opener_)
+            throw;
+        throw Error(e, name + " of checkpoint " + id_text(source.checkpoint_id) +
+                           ", which this one is built on, is missing or was replaced: " + e.what());
+    }
+}
+
+std::shared_ptr<const ImageInput> Lineage::opened(std::uint32_t depth, const std::string& name) {
+    if (!opener_)
+        return nullptr;
+    const int at = directory(depth);
+    try {
+        return opener_->open(depth, at, name);
+    } catch (const Error& e) {
+        throw Error(e, path(depth) + ": " + e.what());
+    }
+}
+
+Manifest Lineage::manifest(std::uint32_t depth) {
+    return read_manifest_in(depth, directory(depth));
+}
+
+Manifest Lineage::read_manifest_in(std::uint32_t depth, int directory) {
+    if (!opener_)
+        return read_manifest(directory);
+    const std::shared_ptr<const ImageInput> found = opener_->open(depth, directory, kManifestName);
+    if (found->size() > max_manifest_size())
+        throw Error(Errc::corrupt_data, std::string(kManifestName) + " is too long");
+    std::vector<std::byte> bytes(found->size());
+    found->read(0, bytes.size(), bytes);
+    return parse_manifest(bytes, kManifestName);
 }
 
 std::vector<int> Lineage::descriptors() const {

@@ -3,10 +3,15 @@
 /// links of docs/format.md and believed by nothing but their digests.
 #pragma once
 
+#include "core/chain_files.hpp"
+#include "core/direct_io.hpp"
 #include "core/image_info.hpp"
+#include "core/image_input.hpp"
+#include "core/manifest.hpp"
 #include "core/unique_fd.hpp"
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -41,6 +46,10 @@ public:
     /// is depth 1, and there is no depth 0.
     static Lineage above(int parent_fd);
 
+    /// From now on all files of the chain are opened by `files`, and none that lies in the clear is taken for one.
+    void open_by(std::shared_ptr<ChainFiles> files);
+    bool is_sealed() const noexcept { return opener_ != nullptr; }
+
     /// The directory `depth` links away; 0: the checkpoint's own. Where a link leads nowhere, the
     /// parent is looked for by its id (find_checkpoint()). Throws Error: io, naming the link
     /// and the parent if it is nowhere, and if somebody is about to remove it.
@@ -53,6 +62,14 @@ public:
     /// checkpoint and the path.
     std::shared_ptr<const UniqueFd> file(const Source& source);
 
+    /// The same, to be read. Throws as file(), and as ChainFiles::open().
+    std::shared_ptr<const ImageInput> input(const Source& source, IoMode io);
+    /// The file `name` of the checkpoint `depth` links away, by open_by(); nullptr: it is in the clear.
+    /// Throws as directory(), and as ChainFiles::open().
+    std::shared_ptr<const ImageInput> opened(std::uint32_t depth, const std::string& name);
+    /// Of the checkpoint `depth` links away. Throws as read_manifest() and opened().
+    Manifest manifest(std::uint32_t depth);
+
     /// Every descriptor it holds; they stay its own.
     std::vector<int> descriptors() const;
 
@@ -62,9 +79,12 @@ private:
         std::string path;
     };
     Lineage() = default;
-    static Directory open_parent(const Directory& child);
+    Directory open_parent(std::uint32_t depth);
+    UniqueFd open_link_or_search(std::uint32_t depth);
+    Manifest read_manifest_in(std::uint32_t depth, int directory);
 
-    std::vector<Directory> directories_;                                    ///< by depth
+    std::shared_ptr<ChainFiles> opener_; ///< none: all is in the clear
+    std::vector<Directory> directories_; ///< by depth
     using Place = std::tuple<std::uint32_t, std::uint32_t, MemoryKind>;     ///< depth, pid, kind
     std::map<Place, std::pair<Id, std::shared_ptr<const UniqueFd>>> files_; ///< digest, file
 };
@@ -74,8 +94,10 @@ inline constexpr const char* kStoreRoot = "/var/lib/gpustasis";
 
 /// The directory with the checkpoint `id`, by its manifest: `root`/checkpoints/<id in hex>, else
 /// `root`/containers/<any>/<id in hex>; no descriptor if there is none. What cannot be read is not
-/// it. That its images are the right ones, their digests tell.
-UniqueFd find_checkpoint(const Id& id, const std::string& root = kStoreRoot);
+/// it. That its images are the right ones, their digests tell. `read` gives the manifest in a directory.
+using ReadManifest = std::function<Manifest(int directory)>;
+UniqueFd find_checkpoint(const Id& id, const std::string& root = kStoreRoot,
+                         const ReadManifest& read = read_manifest);
 
 /// For a message: where that looks.
 std::string searched_places(const std::string& root = kStoreRoot);

@@ -18,14 +18,16 @@ constexpr std::size_t kFixedSize = 96;
 constexpr std::size_t kTaskSize = 32;
 constexpr std::size_t kTaskGpuSize = 16;
 constexpr std::size_t kParentSize = 32;
+constexpr std::size_t kPackSize = 32;
 constexpr std::uint32_t kMaxTasks = 65536;
 constexpr std::uint32_t kMaxTaskGpus = 1U << 20;
 constexpr std::size_t kTaskReserved = 5;
 constexpr std::size_t kParentReserved = 12;
+constexpr std::size_t kPackReserved = 16;
 constexpr std::size_t kMaxSize = kFixedSize + format::kGpuSize * format::kMaxGpus +
                                  kTaskSize * std::size_t{kMaxTasks} +
                                  kTaskGpuSize * std::size_t{kMaxTaskGpus} + kParentSize +
-                                 format::kMaxRequirementsSize + format::kHashSize;
+                                 kPackSize + format::kMaxRequirementsSize + format::kHashSize;
 
 constexpr format::BlockKind kManifest{
     .magic = std::string_view("\x93"
@@ -34,7 +36,7 @@ constexpr format::BlockKind kManifest{
     .header_size = kFixedSize,
     .wrong_magic = "not a manifest: wrong magic",
     .wrong_hash = "does not match its checksum: damaged, or cut short",
-    .features = format::kParent | format::kRequirements | format::kCpuMemory};
+    .features = format::kParent | format::kRequirements | format::kCpuMemory | format::kFiles};
 
 [[noreturn]] void corrupt(const std::string& what) {
     throw Error(Errc::corrupt_data, what);
@@ -98,6 +100,8 @@ void check(const Manifest& manifest, Errc blame) {
             (!task.externalized || task.state_before != ProcessState::running ||
              task.gpu_source != GpuSource::unknown))
             refuse("CPU memory without an image, or with what only GPU memory has");
+        if (task.kind > MemoryKind::cpu)
+            refuse("its kind is none of memory");
         last = place;
     }
 }
@@ -138,6 +142,7 @@ Manifest unpack(Bytes bytes) {
     auto [in, required, hash] = format::open_block(bytes, kManifest);
     const bool has_parent = (required & format::kParent) != 0;
     const bool has_requirements = (required & format::kRequirements) != 0;
+    const bool has_pack = (required & format::kFiles) != 0;
 
     Manifest manifest;
     manifest.checkpoint_id = in.id();
@@ -145,10 +150,11 @@ Manifest unpack(Bytes bytes) {
     const auto gpu_count = in.number<std::uint32_t>();
     const auto task_count = in.number<std::uint32_t>();
     const auto task_gpu_count = in.number<std::uint32_t>();
-    const std::size_t least_size =
-        kFixedSize + format::kGpuSize * gpu_count + kTaskSize * task_count +
-        kTaskGpuSize * task_gpu_count + (has_parent ? kParentSize : 0) +
-        (has_requirements ? format::kRequirementsFixedSize : 0) + format::kHashSize;
+    const std::size_t least_size = kFixedSize + format::kGpuSize * gpu_count +
+                                   kTaskSize * task_count + kTaskGpuSize * task_gpu_count +
+                                   (has_parent ? kParentSize : 0) + (has_pack ? kPackSize : 0) +
+                                   (has_requirements ? format::kRequirementsFixedSize : 0) +
+                                   format::kHashSize;
     if (gpu_count > format::kMaxGpus || task_count > kMaxTasks || task_gpu_count > kMaxTaskGpus ||
         bytes.size() < least_size || (!has_requirements && bytes.size() != least_size))
         corrupt("has the wrong size");
@@ -164,6 +170,10 @@ Manifest unpack(Bytes bytes) {
         in.reserved(kParentReserved);
         if (manifest.parent_id == Id{})
             corrupt("parent section without a parent");
+    }
+    if (has_pack) {
+        manifest.pack = in.id();
+        in.reserved(kPackReserved);
     }
     if (has_requirements)
         manifest.requirements = format::unpack_requirements(in);
@@ -182,9 +192,10 @@ std::vector<std::byte> pack(const Manifest& manifest) {
         kManifest,
         (has_parent ? format::kParent : std::uint64_t{0}) |
             (manifest.requirements ? format::kRequirements : std::uint64_t{0}) |
-            (manifest.has(MemoryKind::cpu) ? format::kCpuMemory : std::uint64_t{0}),
+            (manifest.has(MemoryKind::cpu) ? format::kCpuMemory : std::uint64_t{0}) |
+            (manifest.pack ? format::kFiles : std::uint64_t{0}),
         kFixedSize + format::kGpuSize * manifest.gpus.size() + kTaskSize * manifest.tasks.size() +
-            kTaskGpuSize * count_task_gpus(manifest) + kParentSize +
+            kTaskGpuSize * count_task_gpus(manifest) + kParentSize + kPackSize +
             (manifest.requirements ? format::requirements_size(*manifest.requirements) : 0) +
             format::kHashSize);
     out.append(manifest.checkpoint_id);
@@ -214,6 +225,10 @@ std::vector<std::byte> pack(const Manifest& manifest) {
         out.number(manifest.chain_length);
         out.reserved(kParentReserved);
     }
+    if (manifest.pack) {
+        out.append(*manifest.pack);
+        out.reserved(kPackReserved);
+    }
     if (manifest.requirements)
         format::pack_requirements(*manifest.requirements, out);
     return format::seal(std::move(out));
@@ -242,11 +257,20 @@ void Manifest::add(ManifestTask task) {
                       [](const ManifestTask& one) { return std::pair{one.pid, one.kind}; });
 }
 
+std::vector<std::byte> pack_manifest(const Manifest& manifest) {
+    check(manifest, Errc::bad_argument);
+    return pack(manifest);
+}
+
+std::uint64_t max_manifest_size() noexcept {
+    return kMaxSize;
+}
+
 void write_manifest(int dir_fd, const Manifest& manifest) {
     try {
-        check(manifest, Errc::bad_argument);
+        const std::vector<std::byte> bytes = pack_manifest(manifest);
         PartFile file(dir_fd, kManifestName);
-        write_at(file.fd(), 0, pack(manifest));
+        write_at(file.fd(), 0, bytes);
         file.commit();
     } catch (const Error& e) {
         throw Error(e, std::string(kManifestName) + ": " + e.what());

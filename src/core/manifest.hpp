@@ -59,6 +59,8 @@ struct Manifest {
     Id parent_id{};                  ///< checkpoint_id of the parent; all zero: none
     std::uint32_t chain_length = 0;  ///< checkpoints this one is built on, 1..65535; 0: none
     std::optional<Requirements> requirements{}; ///< nullopt: they were not recorded
+    std::optional<Id>
+        pack{}; ///< digest of the pack that holds CRIU's images; nullopt: there is none
 
     /// The one of this pid and kind; nullptr: there is none.
     const ManifestTask* find(std::uint32_t pid, MemoryKind kind) const noexcept;
@@ -74,6 +76,12 @@ void write_manifest(int dir_fd, const Manifest& manifest);
 
 /// Throws Error: io (also if there is none), corrupt_data, unsupported.
 Manifest read_manifest(int dir_fd);
+
+/// The bytes of its file. Throws Error: bad_argument.
+std::vector<std::byte> pack_manifest(const Manifest& manifest);
+
+/// A file of more bytes is none.
+std::uint64_t max_manifest_size() noexcept;
 
 /// The manifest that is in `bytes`; `name` is for messages. Throws Error: corrupt_data, unsupported.
 Manifest parse_manifest(Bytes bytes, const std::string& name);

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/parent_index.hpp"
 
+#include "core/chunk_io.hpp"
 #include "core/error.hpp"
 #include "core/image_metadata.hpp"
 #include "core/image_reader.hpp"
 
 #include <sys/random.h>
 
-#include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <cstring>
-#include <numeric>
 #include <string>
 #include <utility>
 
@@ -27,57 +26,136 @@ std::array<std::uint64_t, 2> random_multipliers() {
     return {values[0] | 1, values[1] | 1};
 }
 
+// What the index needs of a chunk, whose stored bytes are in source number `source`.
+ParentIndex::Place place_of(const ChunkInfo& chunk, std::uint16_t source) {
+    return {.plain_hash = chunk.hash,
+            .offset = chunk.offset,
+            .stored_hash = chunk.stored_hash,
+            .stored_size = chunk.stored_size,
+            .plain_size = chunk.plain_size,
+            .source = source,
+            .encoding = chunk.encoding};
+}
+
+/// The image of `task` in the directory at `depth`.
+ImageReader open_image(Lineage& lineage, std::uint32_t depth, const Id& checkpoint_id,
+                       const ManifestTask& task) {
+    const auto opened = lineage.opened(depth, task.image_name());
+    ImageReader image = opened ? ImageReader::from_input(opened, task.image_name())
+                               : ImageReader::open(lineage.directory(depth), task.image_name());
+    const ImageInfo& info = image.info();
+    if (image.digest() != task.digest || info.checkpoint_id != checkpoint_id ||
+        info.pid != task.pid || info.kind != task.kind)
+        throw Error(Errc::corrupt_data, lineage.path(depth) + "/" + task.image_name() +
+                                            " is not the image that its manifest lists");
+    return image;
+}
+
+Source source_of(const ImageReader& image, std::uint32_t depth) {
+    const ImageInfo& info = image.info();
+    return {.checkpoint_id = info.checkpoint_id,
+            .digest = image.digest(),
+            .file_size = image.file_size(),
+            .pid = info.pid,
+            .depth = depth,
+            .kind = info.kind};
+}
+
 } // namespace
+
+ParentIndex::ParentIndex(std::uint32_t chunk_size)
+    : chunk_size_(chunk_size == 0 ? kDefaultChunkSize : chunk_size) {
+    build_table();
+}
 
 ParentIndex ParentIndex::read(Lineage& lineage) {
     ParentIndex index;
-    index.manifest_ = read_manifest(lineage.directory(1));
+    index.chunk_size_ = 0; // not known yet
+    index.manifest_ = lineage.manifest(1);
     for (const ManifestTask& task : index.manifest_.tasks)
         if (task.externalized)
             index.add_image(lineage, task);
     if (index.chunk_size_ == 0)
         throw Error(Errc::bad_argument, lineage.path(1) + " holds no memory to build on");
-    index.sort_sources();
-    for (const Source& source : index.sources_)
-        index.files_.push_back(lineage.file(source));
+    index.files_.resize(index.sources_.size());
+    for (const std::uint16_t number : index.order())
+        index.files_[number] = index.find_file(lineage, number);
     index.build_table();
     return index;
 }
 
 void ParentIndex::add_image(Lineage& lineage, const ManifestTask& task) {
-    const ImageReader image = ImageReader::open(lineage.directory(1), task.image_name());
+    const ImageReader image = open_image(lineage, 1, manifest_.checkpoint_id, task);
     const ImageInfo& info = image.info();
-    if (image.digest() != task.digest || info.checkpoint_id != manifest_.checkpoint_id ||
-        info.pid != task.pid || info.kind != task.kind)
-        throw Error(Errc::corrupt_data, lineage.path(1) + "/" + task.image_name() +
-                                            " is not the image that its manifest lists");
     if (chunk_size_ != 0 && chunk_size_ != info.chunk_size)
         throw Error(Errc::corrupt_data, lineage.path(1) + " has images of different chunk sizes");
     chunk_size_ = info.chunk_size;
 
     std::vector<std::uint16_t> numbers; // by the image's own numbers of sources
-    numbers.push_back(add_source({.checkpoint_id = info.checkpoint_id,
-                                  .digest = image.digest(),
-                                  .file_size = image.file_size(),
-                                  .pid = info.pid,
-                                  .depth = 1,
-                                  .kind = info.kind}));
+    numbers.push_back(add_source(source_of(image, 1)));
     for (Source source : info.sources) {
         ++source.depth;
         numbers.push_back(add_source(source));
     }
-    for (std::uint64_t number = 0; number < image.chunk_count(); ++number) {
-        const ChunkInfo chunk = image.chunk(number);
-        if (chunk.encoding == Encoding::zero)
-            continue;
-        places_.push_back({.plain_hash = chunk.hash,
-                           .offset = chunk.offset,
-                           .stored_hash = chunk.stored_hash,
-                           .stored_size = chunk.stored_size,
-                           .plain_size = chunk.plain_size,
-                           .source = numbers[chunk.source],
-                           .encoding = chunk.encoding});
+    for (std::uint64_t number = 0; number < image.chunk_count(); ++number)
+        if (const ChunkInfo chunk = image.chunk(number); chunk.encoding != Encoding::zero)
+            places_.push_back(place_of(chunk, numbers[chunk.source]));
+}
+
+void ParentIndex::add(Lineage& lineage, const Id& checkpoint_id, const ManifestTask& task,
+                      const std::string& owner) {
+    if (sources_.size() == format::kMaxSources)
+        return;
+    const ImageReader image = open_image(lineage, 0, checkpoint_id, task);
+    if (image.info().chunk_size != chunk_size_)
+        throw Error(Errc::bad_argument, task.image_name() + " has another chunk size");
+    const Source own = source_of(image, 0);
+    if (numbers_.contains({own.depth, own.pid, own.kind}))
+        throw Error(Errc::bad_argument, task.image_name() + " is known already");
+    files_.push_back({.file = lineage.file(own), .input = nullptr});
+    const std::uint16_t source = add_source(own);
+    owners_.resize(sources_.size());
+    owners_[source] = owner;
+    for (std::uint64_t number = 0; number < image.chunk_count(); ++number)
+        if (const ChunkInfo chunk = image.chunk(number);
+            chunk.encoding != Encoding::zero && chunk.source == 0)
+            add_place(place_of(chunk, source));
+}
+
+// What is in the clear is opened for a reader's own way to read; it is held from now on.
+ParentIndex::SourceFile ParentIndex::find_file(Lineage& lineage, std::size_t source) const {
+    if (lineage.is_sealed())
+        return {.file = nullptr, .input = lineage.input(sources_[source], IoMode::buffered)};
+    return {.file = lineage.file(sources_[source]), .input = nullptr};
+}
+
+std::shared_ptr<const ImageInput> ParentIndex::input(std::size_t source, IoMode io) const {
+    const SourceFile& found = files_[source];
+    if (found.input)
+        return found.input;
+    return std::make_shared<const ChunkInput>(found.file, 0, sources_[source].file_size, io);
+}
+
+std::vector<std::uint16_t> ParentIndex::order() const {
+    std::vector<std::uint16_t> numbers;
+    numbers.reserve(numbers_.size());
+    for (const auto& [place, number] : numbers_)
+        numbers.push_back(number);
+    return numbers;
+}
+
+// What was stored although it was known is known from there: the place before was found damaged, or is
+// another owner's.
+void ParentIndex::add_place(const Place& place) {
+    std::uint32_t& slot = table_[slot_number(place.plain_hash, place.plain_size)];
+    if (slot != 0) {
+        places_[slot - 1] = place;
+        return;
     }
+    places_.push_back(place);
+    slot = static_cast<std::uint32_t>(places_.size());
+    if (places_.size() * 2 >= table_.size())
+        build_table();
 }
 
 // By a map: an image may name 65,535 of them, a checkpoint may have as many images, and a search
@@ -96,25 +174,6 @@ std::uint16_t ParentIndex::add_source(const Source& source) {
     sources_.push_back(source);
     numbers_.emplace(place, number);
     return number;
-}
-
-void ParentIndex::sort_sources() {
-    std::vector<std::uint16_t> order(sources_.size());
-    std::iota(order.begin(), order.end(), std::uint16_t{0});
-    const auto place = [&](std::uint16_t i) {
-        return std::tuple{sources_[i].depth, sources_[i].pid, sources_[i].kind};
-    };
-    std::ranges::sort(order, {}, place);
-    std::vector<Source> sorted;
-    std::vector<std::uint16_t> moved(order.size());
-    for (const std::uint16_t old : order) {
-        moved[old] = static_cast<std::uint16_t>(sorted.size());
-        sorted.push_back(sources_[old]);
-    }
-    sources_ = std::move(sorted);
-    for (Place& known : places_)
-        known.source = moved[known.source];
-    numbers_.clear();
 }
 
 void ParentIndex::build_table() {
@@ -149,7 +208,11 @@ std::size_t ParentIndex::slot_number(const Id& plain_hash,
 const ParentIndex::Place* ParentIndex::find(const Id& plain_hash,
                                             std::uint32_t plain_size) const noexcept {
     const std::uint32_t slot = table_[slot_number(plain_hash, plain_size)];
-    return slot == 0 ? nullptr : &places_[slot - 1];
+    if (slot == 0)
+        return nullptr;
+    const Place& place = places_[slot - 1];
+    const bool of_other = sources_[place.source].depth == 0 && owners_[place.source] != owner_;
+    return of_other ? nullptr : &place;
 }
 
 } // namespace gpustasis

@@ -8,15 +8,16 @@
 
 namespace gpustasis::seal {
 
-ContentMap::ContentMap(std::vector<SealedEntry> entries) : entries_(std::move(entries)) {
+ContentMap::ContentMap(std::vector<SealedEntry> entries, bool is_single)
+    : entries_(std::move(entries)), is_single_(is_single) {
     starts_.reserve(entries_.size() + 1);
     starts_.push_back(0);
     for (const SealedEntry& entry : entries_) {
         // Neither sum can overflow: an entry is below 2^53, and the sum so far below 2^52.
         if (entry.size > kMaxContentSize ||
-            starts_.back() + entry_size(entry) + entry.size > kMaxContentSize)
+            starts_.back() + size_of_entry(entry) + entry.size > kMaxContentSize)
             throw Error(Errc::bad_argument, "files with more bytes than a sealed file can hold");
-        starts_.push_back(starts_.back() + entry_size(entry) + entry.size);
+        starts_.push_back(starts_.back() + size_of_entry(entry) + entry.size);
     }
 }
 

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,8 @@ namespace gpustasis::seal {
 namespace {
 
 constexpr std::string_view kRecordMagic = "GPUSKEY\n";
-constexpr std::uint32_t kRecordVersion = 1;
+constexpr std::uint32_t kWithoutAncestors = 1; // versions of a record
+constexpr std::uint32_t kWithAncestors = 2;
 constexpr std::string_view kFrames = "gpustasis frames";
 
 void fill_random(MutBytes out) {
@@ -26,26 +28,91 @@ void fill_random(MutBytes out) {
         throw crypto_error(Errc::io, "cannot make a random key");
 }
 
+Id id_of(Bytes ancestor) {
+    Id id{};
+    std::ranges::copy(ancestor.first(id.size()), id.begin());
+    return id;
+}
+
+Secret copy_of(Bytes bytes) {
+    Secret copy(bytes.size());
+    std::ranges::copy(bytes, copy.bytes().begin());
+    return copy;
+}
+
+// A checkpoint that came twice would be a chain without an end.
+void require_each_once(const Id& own, Bytes ancestors) {
+    std::set<Id> seen{own};
+    for (std::size_t at = 0; at < ancestors.size(); at += DataKey::kAncestorSize)
+        if (!seen.insert(id_of(ancestors.subspan(at))).second)
+            throw Error(Errc::corrupt_data, "a key record names a checkpoint twice");
+}
+
 } // namespace
 
 DataKey DataKey::from_record(Bytes record) {
     start_openssl();
-    if (record.size() != kRecordSize)
+    if (record.size() < kRecordSize || record.size() > kMaxRecordSize ||
+        (record.size() - kRecordSize) % kAncestorSize != 0)
         throw Error(Errc::corrupt_data, "a key record has " + std::to_string(kRecordSize) +
-                                            " bytes, not " + std::to_string(record.size()));
+                                            " bytes, not " + std::to_string(record.size()) +
+                                            "; and " + std::to_string(kAncestorSize) +
+                                            " more for each earlier checkpoint");
     FieldReader fields(record);
     if (!std::ranges::equal(fields.take(kRecordMagic.size()),
                             std::as_bytes(std::span(kRecordMagic))))
         throw Error(Errc::corrupt_data, "is no key record of gpustasis");
     const auto version = fields.number<std::uint32_t>();
-    if (version != kRecordVersion)
+    if (version != kWithoutAncestors && version != kWithAncestors)
         throw Error(Errc::unsupported, "key record of version " + std::to_string(version) +
-                                           "; this build reads " + std::to_string(kRecordVersion));
-    fields.reserved(sizeof(std::uint32_t));
+                                           "; this build reads up to " +
+                                           std::to_string(kWithAncestors));
+    const auto count = fields.number<std::uint32_t>();
+    if (count != (record.size() - kRecordSize) / kAncestorSize ||
+        (count != 0) != (version == kWithAncestors))
+        throw Error(Errc::corrupt_data, "a key record of version " + std::to_string(version) +
+                                            " with " + std::to_string(record.size()) +
+                                            " bytes says that it holds the keys of " +
+                                            std::to_string(count) + " earlier checkpoints");
     const Id sealed_id = fields.id();
-    Secret key(kSize);
-    std::ranges::copy(fields.take(kSize), key.bytes().begin());
-    return {sealed_id, std::move(key)};
+    DataKey read(sealed_id, copy_of(fields.take(kSize)));
+    if (count != 0) {
+        read.ancestors_ = copy_of(fields.take(count * kAncestorSize));
+        require_each_once(sealed_id, read.ancestors_->bytes());
+    }
+    return read;
+}
+
+DataKey DataKey::at_depth(std::size_t depth) const {
+    if (depth > ancestor_count())
+        throw Error(Errc::corrupt_data, "the key record holds the keys of " +
+                                            std::to_string(ancestor_count()) +
+                                            " earlier checkpoints, and not of one " +
+                                            std::to_string(depth) + " links away");
+    const Bytes all = ancestors_ ? ancestors_->bytes() : Bytes();
+    const Bytes own =
+        depth == 0 ? Bytes() : all.subspan((depth - 1) * kAncestorSize, kAncestorSize);
+    DataKey found = depth == 0 ? DataKey(sealed_id_, copy_of(key_.bytes()))
+                               : DataKey(id_of(own), copy_of(own.subspan(sizeof(Id))));
+    if (const Bytes above = all.subspan(depth * kAncestorSize); !above.empty())
+        found.ancestors_ = copy_of(above);
+    return found;
+}
+
+DataKey DataKey::built_on(const DataKey& parent) const {
+    const std::size_t count = parent.ancestor_count() + 1;
+    if (count > kMaxAncestors)
+        throw Error(Errc::bad_argument, "a sealed checkpoint is built on " +
+                                            std::to_string(kMaxAncestors) + " others at most");
+    Secret all(count * kAncestorSize);
+    auto at = std::ranges::copy(parent.sealed_id_, all.bytes().begin()).out;
+    at = std::ranges::copy(parent.key_.bytes(), at).out;
+    if (parent.ancestors_)
+        std::ranges::copy(parent.ancestors_->bytes(), at);
+    require_each_once(sealed_id_, all.bytes());
+    DataKey built(sealed_id_, copy_of(key_.bytes()));
+    built.ancestors_ = std::move(all);
+    return built;
 }
 
 DataKey DataKey::random() {
@@ -60,12 +127,14 @@ DataKey DataKey::random() {
 Secret DataKey::record() const {
     FieldWriter head(kRecordSize - kSize); // what is secret goes into locked memory only
     head.append(std::as_bytes(std::span(kRecordMagic)));
-    head.number(kRecordVersion);
-    head.reserved(sizeof(std::uint32_t));
+    head.number(ancestors_ ? kWithAncestors : kWithoutAncestors);
+    head.number(static_cast<std::uint32_t>(ancestor_count()));
     head.append(sealed_id_);
-    Secret out(kRecordSize);
-    const auto rest = std::ranges::copy(head.bytes(), out.bytes().begin()).out;
-    std::ranges::copy(key_.bytes(), rest);
+    Secret out(kRecordSize + ancestor_count() * kAncestorSize);
+    auto rest = std::ranges::copy(head.bytes(), out.bytes().begin()).out;
+    rest = std::ranges::copy(key_.bytes(), rest).out;
+    if (ancestors_)
+        std::ranges::copy(ancestors_->bytes(), rest);
     return out;
 }
 

@@ -8,16 +8,22 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string_view>
+#include <utility>
 
 namespace gpustasis::seal {
 
 /// 256 bits that belong to one sealed_id. What was read from an envelope opens frames and cannot
-/// seal any: only a FreshKey (frame_sealer.hpp) can.
+/// seal any: only a FreshKey (frame_cipher.hpp) can.
 class DataKey {
 public:
     static constexpr std::size_t kSize = 32;
-    static constexpr std::size_t kRecordSize = 64; ///< docs/format.md, "Key record"
+    static constexpr std::size_t kRecordSize =
+        64; ///< docs/format.md, "Key record"; without ancestors
+    static constexpr std::size_t kAncestorSize = 48;
+    static constexpr std::size_t kMaxAncestors = 1023; ///< a pipe holds such a record at once
+    static constexpr std::size_t kMaxRecordSize = kRecordSize + kMaxAncestors * kAncestorSize;
 
     /// The key of a key record. Throws Error: corrupt_data if it is none; unsupported if it is newer.
     static DataKey from_record(Bytes record);
@@ -25,6 +31,19 @@ public:
     static DataKey random();
 
     const Id& sealed_id() const noexcept { return sealed_id_; }
+    /// How many earlier checkpoints this one is built on, whose keys this holds as well.
+    std::size_t ancestor_count() const noexcept {
+        return ancestors_ ? ancestors_->size() / kAncestorSize : 0;
+    }
+    /// The key of the checkpoint `depth` parent links away, with those of its own ancestors; 0: this one.
+    /// Throws Error: corrupt_data if this has no key of that one.
+    DataKey at_depth(std::size_t depth) const;
+    /// This key, of a checkpoint that is built on the one of `parent`: with that key, and those of all
+    /// that it is built on itself. What ancestors this had are forgotten. Throws Error: bad_argument if they are
+    /// more than kMaxAncestors; corrupt_data if this is one of them; io.
+    DataKey built_on(const DataKey& parent) const;
+    /// As if it were built on nothing.
+    void forget_ancestors() noexcept { ancestors_.reset(); }
     /// What an envelope holds. Throws Error: io.
     Secret record() const;
 
@@ -37,6 +56,8 @@ private:
 
     Id sealed_id_;
     Secret key_;
+    std::optional<Secret>
+        ancestors_{}; ///< sealed_id and key of each, the parent first; none: there are none
 };
 
 /// Frames of the file with this number within a checkpoint, whose header is `header`.

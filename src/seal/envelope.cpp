@@ -136,10 +136,9 @@ void encrypt_record(CMS_ContentInfo* cms, Bytes record) {
     require(CMS_dataFinal(cms, content.get()), "cannot wrap the data key");
 }
 
-/// The record, and one byte that was room for more.
-Secret decrypt_record(CMS_ContentInfo* cms) {
+DataKey decrypt_record(CMS_ContentInfo* cms, Bytes envelope) {
     const Bio content = content_of(cms);
-    Secret record(DataKey::kRecordSize + 1);
+    Secret record(room_for_record(envelope));
     std::size_t size = 0;
     int got = 1;
     while (size < record.size() && got > 0) {
@@ -150,9 +149,9 @@ Secret decrypt_record(CMS_ContentInfo* cms) {
     // At the end only, the tag was checked.
     if (got != 0 || BIO_get_cipher_status(content.get()) != 1)
         throw crypto_error(Errc::corrupt_data, "envelope is damaged, or for another key");
-    if (size != DataKey::kRecordSize)
+    if (size < DataKey::kRecordSize)
         throw Error(Errc::corrupt_data, "envelope holds no key record");
-    return record;
+    return open_record(envelope, record.bytes().first(size));
 }
 
 } // namespace
@@ -203,6 +202,10 @@ std::string openssl_version() {
     return OpenSSL_version(OPENSSL_VERSION);
 }
 
+std::size_t room_for_record(Bytes envelope) noexcept {
+    return std::clamp(envelope.size(), DataKey::kRecordSize, DataKey::kMaxRecordSize) + 1;
+}
+
 DataKey open_record(Bytes envelope, Bytes record) {
     DataKey key = DataKey::from_record(record);
     const Code code = code_of(key, before_code(envelope));
@@ -220,8 +223,7 @@ DataKey unwrap(Bytes envelope, const PrivateKey& key) {
     if (!open_any(cms.get(), key.get()))
         throw crypto_error(Errc::corrupt_data,
                            "envelope is for another key than this of " + key.kind());
-    const Secret record = decrypt_record(cms.get());
-    return open_record(envelope, record.bytes().first(DataKey::kRecordSize));
+    return decrypt_record(cms.get(), envelope);
 }
 
 void check_envelope(const DataKey& key, Bytes envelope) {

@@ -42,6 +42,10 @@ Bytes cms_part(Bytes envelope);
 /// Of the libcrypto that is linked in: "OpenSSL 3.0.19 27 Jan 2026".
 std::string openssl_version();
 
+/// Bytes to read a key record of `envelope` into, so that a longer one is none: an envelope is longer than what it
+/// holds.
+std::size_t room_for_record(Bytes envelope) noexcept;
+
 /// The key in a key record that another program took out of `envelope`. Throws Error as unwrap().
 DataKey open_record(Bytes envelope, Bytes record);
 

@@ -78,6 +78,11 @@ public:
     FreshKey() : key_(DataKey::random()) {}
 
     const DataKey& key() const noexcept { return key_; }
+    /// The checkpoint is built on that of `parent`, whose key only opens. Before the key is wrapped; seals as
+    /// before. Throws Error: bad_argument, io.
+    void build_on(const DataKey& parent) { key_ = key_.built_on(parent); }
+    /// It is built on none after all.
+    void build_on_nothing() noexcept { key_.forget_ancestors(); }
     /// For the file `file_id` with this header; once for each file. Throws Error: bad_argument, io.
     FrameSealer sealer(std::uint32_t file_id, Bytes header);
 

@@ -10,14 +10,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace gpustasis::seal {
 
-inline constexpr const char* kSealedName = "gpustasis-sealed.img";
+inline constexpr const char* kSealedName = "gpustasis-sealed.img"; ///< of file 1
 inline constexpr const char* kEnvelopeName = "gpustasis-sealed.cms";
 
 inline constexpr std::uint32_t kSealedFile = 1; ///< its number among the files of a checkpoint
+inline constexpr std::uint32_t kFirstOther = 2;
+inline constexpr std::uint32_t kMaxFileId = 1U << 18;
 inline constexpr std::size_t kSealedHeaderSize = 128;
 inline constexpr std::size_t kFrameHeaderSize = 16;
 inline constexpr std::size_t kFrameOverhead = kFrameHeaderSize + kTagSize;
@@ -36,6 +39,9 @@ struct SealedHeader {
     Id sealed_id{};
     std::uint32_t frame_size =
         kDefaultSealedFrame; ///< plain bytes of all frames but the last of a kind
+    std::uint32_t file_id = kSealedFile;
+    bool is_single = false;    ///< the content is the bytes of one file, without its entry
+    bool lists_others = false; ///< the index lists the other sealed files; of kSealedFile only
 };
 
 enum class FrameKind : std::uint8_t { content = 0, index = 1, end = 2 };
@@ -57,12 +63,24 @@ struct SealedEntry {
     friend bool operator==(const SealedEntry&, const SealedEntry&) = default;
 };
 
-/// What the end frame holds. All follows from the first three and the frame size.
+using Tag = std::array<std::byte, kTagSize>;
+
+/// Another sealed file of the same checkpoint.
+struct OtherFile {
+    std::uint32_t file_id = 0;
+    Tag end_tag{}; ///< its last bytes
+
+    friend bool operator==(const OtherFile&, const OtherFile&) = default;
+};
+
+/// What the end frame holds. The size follows from the others, the number of other files apart, and
+/// the frame size.
 struct SealedEnd {
     std::uint64_t content_size = 0;
     std::uint64_t index_size = 0;
     std::uint64_t file_count = 0;
     std::uint64_t file_size = 0; ///< of the sealed file
+    std::uint64_t other_count = 0;
 };
 
 /// How many frames `size` bytes take.
@@ -74,6 +92,11 @@ constexpr std::uint64_t end_of_frames(std::uint64_t offset, std::uint64_t size,
                                       std::uint32_t frame_size) noexcept {
     return offset + size + frames_for(size, frame_size) * kFrameOverhead;
 }
+
+/// kSealedName, or "gpustasis-sealed-<file_id>.img".
+std::string sealed_name(std::uint32_t file_id);
+/// The number of the sealed file of that name; 0: it is none.
+std::uint32_t sealed_file_id(std::string_view name) noexcept;
 
 /// False for what could lead out of a directory, or is a name of ours for sealed files.
 bool can_be_sealed(const std::string& name);
@@ -88,12 +111,17 @@ std::array<std::byte, kFrameHeaderSize> encode_frame_header(const FrameHeader& h
 std::vector<std::byte> encode_entry(const SealedEntry& entry);
 std::size_t entry_size(const SealedEntry& entry) noexcept;
 
-/// All of the index. Throws Error: corrupt_data unless there are `count` entries with names in ascending
-/// order that can be sealed.
-std::vector<SealedEntry> decode_index(Bytes bytes, std::uint64_t count);
+struct SealedIndex {
+    std::vector<SealedEntry> entries; ///< ascending by name
+    std::vector<OtherFile> others;    ///< ascending by number
+};
+std::vector<std::byte> encode_index(const SealedIndex& index);
+/// All of the index. Throws Error: corrupt_data unless it has as many entries as `end` says, with names
+/// in ascending order that can be sealed, then as many other files, in ascending order, and nothing else.
+SealedIndex decode_index(Bytes bytes, const SealedEnd& end);
 
 std::vector<std::byte> encode_end(const SealedEnd& end);
 /// Throws Error: corrupt_data for sizes that do not give `file_size`, or are past a limit.
-SealedEnd decode_end(Bytes bytes, std::uint32_t frame_size, std::uint64_t file_size);
+SealedEnd decode_end(Bytes bytes, const SealedHeader& header, std::uint64_t file_size);
 
 } // namespace gpustasis::seal

@@ -24,18 +24,23 @@ std::vector<std::byte> read_header(int fd) {
     return read_part(fd, 0, kSealedHeaderSize);
 }
 
-SealedHeader header_for(Bytes bytes, const DataKey& key) {
+SealedHeader header_for(Bytes bytes, const DataKey& key, std::uint32_t file_id) {
     const SealedHeader header = decode_header(bytes);
     if (header.sealed_id != key.sealed_id())
         throw Error(Errc::corrupt_data, "the key is that of another sealed checkpoint");
+    if (header.file_id != file_id)
+        throw Error(Errc::corrupt_data, "is file " + std::to_string(header.file_id) +
+                                            " of its checkpoint, and not file " +
+                                            std::to_string(file_id));
     return header;
 }
 
 } // namespace
 
-SealedReader::SealedReader(int dir, const std::string& name, const DataKey& key)
+SealedReader::SealedReader(int dir, const std::string& name, const DataKey& key,
+                           std::uint32_t file_id)
     : fd_(open_regular(dir, name)), header_bytes_(read_header(fd_.get())),
-      header_(header_for(header_bytes_, key)), opener_(key, kSealedFile, header_bytes_) {
+      header_(header_for(header_bytes_, key, file_id)), opener_(key, file_id, header_bytes_) {
     const std::uint64_t size = gpustasis::file_size(fd_.get());
     const std::uint64_t end_at = size - kFrameOverhead - kEndSize;
     const std::vector<std::byte> end_header = read_part(fd_.get(), end_at, kFrameHeaderSize);
@@ -43,7 +48,8 @@ SealedReader::SealedReader(int dir, const std::string& name, const DataKey& key)
     std::memcpy(&number, end_header.data(), sizeof number);
     std::vector<std::byte> end(kEndSize);
     open_frame(number, FrameKind::end, end_at, end);
-    end_ = decode_end(end, header_.frame_size, size);
+    end_ = decode_end(end, header_, size);
+    read_at(fd_.get(), size - end_tag_.size(), end_tag_);
     const std::uint64_t content_frames = frames_for(end_.content_size, header_.frame_size);
     const std::uint64_t index_frames = frames_for(end_.index_size, header_.frame_size);
     if (number != content_frames + index_frames)
@@ -59,17 +65,18 @@ SealedReader::SealedReader(int dir, const std::string& name, const DataKey& key)
                    MutBytes(index).subspan(offset, plain));
         at += plain + kFrameOverhead;
     }
-    std::vector<SealedEntry> entries = decode_index(index, end_.file_count);
+    auto [entries, others] = decode_index(index, end_);
     std::uint64_t content_size = 0; // cannot overflow: 2^18 entries of less than 2^53 bytes would
     for (const SealedEntry& entry : entries) {
-        content_size += entry_size(entry) + entry.size;
+        content_size += (header_.is_single ? 0 : entry_size(entry)) + entry.size;
         if (content_size > end_.content_size)
             break;
     }
     if (content_size != end_.content_size)
         throw Error(Errc::corrupt_data,
                     "the files of the index are not what the sealed file holds");
-    map_ = ContentMap(std::move(entries));
+    map_ = ContentMap(std::move(entries), header_.is_single);
+    others_ = std::move(others);
 }
 
 void SealedReader::open_frame(std::uint64_t number, FrameKind kind, std::uint64_t at,

@@ -20,11 +20,16 @@ namespace gpustasis::seal {
 class SealedReader {
 public:
     /// Throws Error: io; corrupt_data, also if `key` is that of another checkpoint; unsupported.
-    SealedReader(int dir, const std::string& name, const DataKey& key);
+    SealedReader(int dir, const std::string& name, const DataKey& key,
+                 std::uint32_t file_id = kSealedFile);
 
     const std::vector<SealedEntry>& entries() const noexcept { return map_.entries(); }
     std::uint64_t file_size() const noexcept { return end_.file_size; }
     std::uint32_t frame_size() const noexcept { return header_.frame_size; }
+    std::uint32_t file_id() const noexcept { return header_.file_id; }
+    /// The other sealed files of the checkpoint, as kSealedFile lists them.
+    const std::vector<OtherFile>& others() const noexcept { return others_; }
+    const Tag& end_tag() const noexcept { return end_tag_; }
 
     /// Which entry has this name; none: nullopt.
     std::optional<std::size_t> find(const std::string& name) const;
@@ -50,6 +55,8 @@ private:
     SealedHeader header_;
     FrameOpener opener_;
     SealedEnd end_;
+    Tag end_tag_{};
+    std::vector<OtherFile> others_;
     ContentMap map_{{}};
 };
 

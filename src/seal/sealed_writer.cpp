@@ -59,18 +59,16 @@ public:
     Writer(FreshKey& key, int source, const std::vector<std::string>& names, int target,
            const SealOptions& options)
         : source_(source), options_(options),
-          header_(encode_header({key.key().sealed_id(), options.frame_size})),
+          header_(encode_header({.sealed_id = key.key().sealed_id(),
+                                 .frame_size = options.frame_size,
+                                 .lists_others = !options.others.empty()})),
           sealer_(key.sealer(kSealedFile, header_)), map_(look_at(names)),
           part_(writing([&] { return std::make_unique<PartFile>(target, kSealedName); })) {}
 
     SealedSizes write(const SealProgress& tell) {
         writing([&] { write_at(part_->fd(), 0, header_); });
         write_content(tell);
-        std::vector<std::byte> index;
-        for (const SealedEntry& entry : map_.entries()) {
-            const std::vector<std::byte> bytes = encode_entry(entry);
-            index.insert(index.end(), bytes.begin(), bytes.end());
-        }
+        const std::vector<std::byte> index = encode_index({map_.entries(), options_.others});
         if (map_.entries().size() > kMaxSealedFiles || index.size() > kMaxIndexSize)
             throw Error(Errc::bad_argument, "more files than a sealed file can hold");
         const std::uint32_t step = options_.frame_size;
@@ -81,7 +79,7 @@ public:
                      piece.first(std::min<std::size_t>(piece.size(), step)), at);
         }
         const SealedEnd end{map_.size(), index.size(), map_.entries().size(),
-                            at + kFrameOverhead + kEndSize};
+                            at + kFrameOverhead + kEndSize, options_.others.size()};
         put(sealer_.take(), FrameKind::end, encode_end(end), at);
         writing([&] { part_->commit(); });
         SealedSizes sizes{map_.entries().size(), 0, end.file_size};

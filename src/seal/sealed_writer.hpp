@@ -14,8 +14,9 @@ namespace gpustasis::seal {
 
 struct SealOptions {
     std::uint32_t frame_size =
-        kDefaultSealedFrame; ///< a power of two, kMinSealedFrame…kMaxSealedFrame
-    unsigned threads = 0;    ///< 0: as many as there are processors
+        kDefaultSealedFrame;         ///< a power of two, kMinSealedFrame…kMaxSealedFrame
+    unsigned threads = 0;            ///< 0: as many as there are processors
+    std::vector<OtherFile> others{}; ///< sealed under the same key before, ascending by number
 };
 
 struct SealedSizes {

@@ -93,6 +93,9 @@ inline Buffer pattern_bytes(std::size_t size) {
 /// Memory by address, as a task would have it. Reading or writing elsewhere is EFAULT.
 class Memory : public gpustasis::MemorySource, public gpustasis::MemorySink {
 public:
+    Memory() = default;
+    Memory(const Memory& other) : MemorySource(), MemorySink(), runs_(other.runs_) {}
+
     void map(std::uint64_t address, Buffer bytes) { runs_[address] = std::move(bytes); }
 
     void read(std::uint64_t address, gpustasis::MutBytes out) override {

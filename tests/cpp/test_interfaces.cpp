@@ -6,6 +6,8 @@
 #include "sample.hpp"
 
 #include "core/chunk_io.hpp"
+#include "core/image_format.hpp"
+#include "core/image_output.hpp"
 #include "core/image_reader.hpp"
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
@@ -14,7 +16,10 @@
 
 #include <cstdio>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <thread>
 
 using namespace gpustasis;
@@ -232,12 +237,75 @@ void chunk_io(const Way& way) {
     chunks_come_back(way, [](std::size_t size) { return PlainBuffer(size); });
 }
 
+/// What a writer puts into it is what a reader gets, and nobody needs a file.
+class MemoryImage final : public ImageOutput, public ImageInput {
+public:
+    MemoryImage(Buffer& bytes, std::uint32_t alignment) : bytes_(bytes), alignment_(alignment) {}
+
+    void write(std::uint64_t offset, MutBytes buffer, std::size_t size) override {
+        take(offset, buffer.first(size), format::align_up(size, alignment_));
+    }
+    void put(std::uint64_t offset, Bytes bytes) override { take(offset, bytes, bytes.size()); }
+    void commit(std::uint64_t size) override { bytes_.resize(size); }
+    std::uint64_t size() const noexcept override { return bytes_.size(); }
+    Bytes read(std::uint64_t offset, std::size_t size, MutBytes buffer) const override {
+        std::ranges::copy(Bytes(bytes_).subspan(offset, size), buffer.begin());
+        return buffer.first(size);
+    }
+    bool is_direct() const noexcept override { return false; }
+
+private:
+    void take(std::uint64_t offset, Bytes bytes, std::uint64_t size) {
+        const std::lock_guard lock(mutex_);
+        const std::uint64_t end = offset + size;
+        const auto after = taken_.lower_bound(offset);
+        CHECK(after == taken_.end() || after->first >= end); // each byte once at most
+        CHECK(after == taken_.begin() || std::prev(after)->second <= offset);
+        taken_[offset] = end;
+        bytes_.resize(std::max<std::size_t>(bytes_.size(), end));
+        std::ranges::copy(bytes, bytes_.begin() + static_cast<std::ptrdiff_t>(offset));
+    }
+
+    Buffer& bytes_;
+    std::uint32_t alignment_;
+    std::mutex mutex_;
+    std::map<std::uint64_t, std::uint64_t> taken_; ///< begin and end of what was put
+};
+
+// The same bytes as in a file, for any number of threads.
+void images_need_no_file() {
+    sample::Memory memory;
+    sample::map_mixture(memory);
+    for (unsigned seed = 0; seed < 40; ++seed)
+        memory.map(0x7f2000000000 + seed * 0x10000, sample::random_bytes(4096, seed));
+    const ImageInfo info = sample::info_of(memory, 8192);
+    for (const std::uint32_t alignment : {1U, 64U, 4096U})
+        for (const unsigned threads : {1U, 4U}) {
+            const WriteOptions options{.threads = threads, .alignment = alignment};
+            const sample::TempDir dir;
+            const WriteResult plain = write_image(dir.fd(), "x.img", info, memory, options);
+            Buffer bytes;
+            MemoryImage output(bytes, alignment);
+            CHECK(write_image(output, info, memory, options).digest == plain.digest);
+            CHECK(bytes == sample::read_file(dir.fd(), "x.img"));
+
+            const ImageReader image =
+                ImageReader::from_input(std::make_shared<MemoryImage>(bytes, alignment), "x.img");
+            CHECK(image.digest() == plain.digest && image.file_size() == bytes.size());
+            sample::Memory restored;
+            restored.map_like(memory, std::byte{0x5a});
+            image.restore(restored, threads, false);
+            CHECK(restored == memory);
+        }
+}
+
 } // namespace
 
 int main(int, char** argv) {
     memory_port<OwnProcess>();
     memory_port<OtherProcess>();
     memory_port<SampleMemory>();
+    images_need_no_file();
     const std::string built(argv[0]); // on the disk that this is built on
     const std::string disk = built.substr(0, built.rfind('/'));
     for (const char* place : {disk.c_str(), "/dev/shm"})

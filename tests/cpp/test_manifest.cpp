@@ -27,7 +27,9 @@ Manifest example() {
 
 void what_was_written_is_read() {
     const sample::TempDir dir;
-    for (const Manifest& manifest : {example(), Manifest{}}) {
+    Manifest packed = example();
+    packed.pack = sample::id_of(0x55);
+    for (const Manifest& manifest : {example(), Manifest{}, packed}) {
         write_manifest(dir.fd(), manifest);
         CHECK(read_manifest(dir.fd()) == manifest);
     }
@@ -126,6 +128,15 @@ void entries_of_cpu_memory_are_checked() {
     refused(kThird + 64, 8U);               // a GPU of what is no GPU memory
 }
 
+void a_pack_is_checked() {
+    Manifest manifest = example();
+    manifest.pack = sample::id_of(0x55);
+    constexpr std::size_t kSection = 96 + 280 + 2 * 32 + 16;
+    forged(kSection + 16, std::uint8_t{1}, Errc::corrupt_data, manifest); // reserved
+    forged(16, std::uint64_t{0}, Errc::corrupt_data, manifest);           // no feature
+    forged(16, std::uint64_t{1} << 5, Errc::corrupt_data);                // no section
+}
+
 void what_cannot_be_stored_is_refused() {
     const sample::TempDir dir;
     const auto refused = [&](auto change) {
@@ -159,6 +170,7 @@ int main() {
     damage_is_found();
     values_out_of_range_are_refused();
     entries_of_cpu_memory_are_checked();
+    a_pack_is_checked();
     what_cannot_be_stored_is_refused();
     a_missing_manifest_is_an_io_error();
     CHECK(image_name(42) == "gpustasis-42.img");

@@ -3,10 +3,10 @@
 #include "check.hpp"
 #include "sample.hpp"
 
-#include "core/file.hpp"
 #include "core/image_format.hpp"
 #include "core/image_frame.hpp"
 #include "core/image_metadata.hpp"
+#include "core/image_output.hpp"
 #include "core/lineage.hpp"
 #include "core/manifest.hpp"
 #include "core/parent_index.hpp"
@@ -34,9 +34,9 @@ ManifestTask make_image(const sample::TempDir& dir, std::uint32_t pid, std::uint
                                 .pid = source,
                                 .depth = 1});
     format::check_info(info, Errc::bad_argument);
-    PartFile file(dir.fd(), image_name(pid));
-    const FrameResult frame = write_frame(file.fd(), info, 1, format::kHeaderSize, {});
-    file.commit();
+    FileOutput file(dir.fd(), image_name(pid), IoMode::buffered, 1);
+    const FrameResult frame = write_frame(file, info, 1, format::kHeaderSize, {});
+    file.commit(frame.file_size);
     return {.pid = pid, .externalized = true, .digest = frame.digest};
 }
 

@@ -90,7 +90,8 @@ void forged_values_are_refused() {
     const std::size_t files = section + 16;
     forged(16, std::uint64_t{0});      // a section that no feature bit announces
     forged(16, std::uint64_t{1} << 3); // CPU memory, and no task has any
-    forged(16, std::uint64_t{1} << 4, Errc::unsupported);
+    forged(16, std::uint64_t{1} << 5); // a pack, and no section of it
+    forged(16, std::uint64_t{1} << 6, Errc::unsupported);
     for (const std::uint32_t count : {0U, 2U, 4U, 16384U, 16385U, 0xffffffffU})
         forged(section, count);
     for (const std::uint32_t size : {0U, 1U, 2U << 20, 0xffffffffU})

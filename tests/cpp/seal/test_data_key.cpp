@@ -76,14 +76,80 @@ void records_that_are_none_are_refused() {
     std::vector<std::byte> changed(record.bytes().begin(), record.bytes().end());
     for (const std::size_t size : {0U, 1U, 63U})
         CHECK_THROWS(Errc::corrupt_data, DataKey::from_record(Bytes(changed).first(size)));
-    changed[8] = std::byte{2};
+    changed[8] = std::byte{3};
     CHECK_THROWS(Errc::unsupported, DataKey::from_record(changed));
+    changed[8] = std::byte{2}; // with the keys of earlier checkpoints, and there are none
+    CHECK_THROWS(Errc::corrupt_data, DataKey::from_record(changed));
     changed[8] = std::byte{1};
     changed[12] = std::byte{1};
     CHECK_THROWS(Errc::corrupt_data, DataKey::from_record(changed));
     changed[12] = std::byte{0};
     changed[0] ^= std::byte{1};
     CHECK_THROWS(Errc::corrupt_data, DataKey::from_record(changed));
+}
+
+// A checkpoint that is built on another, which is built on a third.
+void a_record_holds_the_keys_of_the_whole_chain() {
+    const DataKey first = DataKey::random();
+    const DataKey second = DataKey::random().built_on(first);
+    const DataKey third = DataKey::random().built_on(second);
+    const Secret record = third.record();
+    CHECK(record.size() == DataKey::kRecordSize + 2 * DataKey::kAncestorSize);
+    const DataKey read = DataKey::from_record(record.bytes());
+    CHECK(same(read.record().bytes(), record.bytes()));
+    CHECK(read.ancestor_count() == 2 && read.sealed_id() == third.sealed_id());
+    CHECK(same(read.at_depth(0).record().bytes(), record.bytes()));
+    CHECK(same(read.at_depth(1).record().bytes(), second.record().bytes()));
+    CHECK(same(read.at_depth(2).record().bytes(), first.record().bytes()));
+    CHECK_THROWS(Errc::corrupt_data, read.at_depth(3));
+    CHECK(same(read.subkey("a", {}).bytes(), third.subkey("a", {}).bytes()));
+    CHECK(DataKey::random().built_on(third).built_on(first).ancestor_count() == 1); // anew
+    CHECK_THROWS(Errc::corrupt_data, first.built_on(third));                        // a circle
+}
+
+void records_of_a_chain_that_are_none_are_refused() {
+    const DataKey first = DataKey::random();
+    const DataKey third = DataKey::random().built_on(DataKey::random().built_on(first));
+    const Secret record = third.record();
+    const std::vector<std::byte> whole(record.bytes().begin(), record.bytes().end());
+    for (std::size_t size = 0; size < whole.size(); ++size)
+        CHECK_THROWS(Errc::corrupt_data, DataKey::from_record(Bytes(whole).first(size)));
+    std::vector<std::byte> changed = whole;
+    changed[8] = std::byte{1};
+    CHECK_THROWS(Errc::corrupt_data, DataKey::from_record(changed));
+    changed = whole;
+    changed[12] = std::byte{1};
+    CHECK_THROWS(Errc::corrupt_data, DataKey::from_record(changed));
+    changed = whole; // the parent's parent is the parent
+    std::copy_n(whole.begin() + DataKey::kRecordSize, sizeof(Id),
+                changed.begin() + DataKey::kRecordSize + DataKey::kAncestorSize);
+    CHECK_THROWS(Errc::corrupt_data, DataKey::from_record(changed));
+}
+
+void a_chain_of_keys_has_an_end() {
+    DataKey last = DataKey::random();
+    for (std::size_t i = 0; i < DataKey::kMaxAncestors; ++i)
+        last = DataKey::random().built_on(last);
+    CHECK(last.ancestor_count() == DataKey::kMaxAncestors);
+    const Secret record = last.record();
+    CHECK(record.size() == DataKey::kMaxRecordSize);
+    CHECK(same(DataKey::from_record(record.bytes()).record().bytes(), record.bytes()));
+    CHECK_THROWS(Errc::bad_argument, DataKey::random().built_on(last));
+}
+
+// What a dump does when its parent cannot be used after all.
+void a_fresh_key_is_built_on_what_is_said_last() {
+    seal::FreshKey key;
+    const Secret frames = seal::frame_key(key.key(), 1, {});
+    const DataKey one = DataKey::random();
+    const DataKey other = DataKey::random();
+    key.build_on(one);
+    key.build_on(other);
+    CHECK(key.key().ancestor_count() == 1);
+    CHECK(key.key().at_depth(1).sealed_id() == other.sealed_id());
+    key.build_on_nothing();
+    CHECK(key.key().ancestor_count() == 0);
+    CHECK(same(frames.bytes(), seal::frame_key(key.key(), 1, {}).bytes()));
 }
 
 void keys_differ_by_all_that_they_are_made_of() {
@@ -171,6 +237,10 @@ int main() {
     keys_and_hashes_are_as_the_format_says();
     content_hashes_differ_between_checkpoints();
     records_that_are_none_are_refused();
+    a_record_holds_the_keys_of_the_whole_chain();
+    records_of_a_chain_that_are_none_are_refused();
+    a_chain_of_keys_has_an_end();
+    a_fresh_key_is_built_on_what_is_said_last();
     keys_differ_by_all_that_they_are_made_of();
     secrets_are_locked_in_no_dump_and_in_no_child();
     a_child_can_drop_what_it_does_not_have();

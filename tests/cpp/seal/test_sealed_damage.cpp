@@ -128,7 +128,7 @@ struct Forged {
 
     Forged(const Buffer& content, const Buffer& index, SealedEnd end, bool gap = false,
            std::uint32_t frame_size = kMinSealedFrame) {
-        bytes = encode_header({key.key().sealed_id(), frame_size});
+        bytes = encode_header({.sealed_id = key.key().sealed_id(), .frame_size = frame_size});
         FrameSealer sealer = key.sealer(kSealedFile, bytes);
         const auto put = [&](FrameKind kind, Bytes plain) {
             FrameNumber number = sealer.take();
@@ -270,7 +270,8 @@ void numbers_that_overflow_are_refused() {
     refused(forged.bytes, forged.key.key(), "not what the sealed file holds");
 
     constexpr std::uint64_t least_entry = 24; // so many that what they take at least is nothing
-    CHECK_THROWS(Errc::corrupt_data, decode_index(index, ~std::uint64_t{0} / least_entry + 1));
+    CHECK_THROWS(Errc::corrupt_data,
+                 decode_index(index, {.file_count = ~std::uint64_t{0} / least_entry + 1}));
 }
 
 void hostile_headers_are_refused() {
@@ -290,7 +291,7 @@ void hostile_headers_are_refused() {
                                      2 * kMaxSealedFrame, 0x80000000U})
         with(frame_size, size, "frame size " + std::to_string(size) + " is out of bounds");
     with(file_id, 2, "file number 2");
-    with(features, 1, "a feature that this build does not have");
+    with(features, 1, "needs features this version does not know");
     const Buffer none;
     refused(none, sealed.key.key(), "too short for a sealed file");
     refused(Buffer(sealed.bytes.begin(), sealed.bytes.begin() + kSealedHeaderSize),

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "seal/sealed_output.hpp"
+
+#include "core/error.hpp"
+#include "core/image_format.hpp"
+#include "seal/errors.hpp"
+#include "seal/secret.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <utility>
+
+namespace gpustasis::seal {
+namespace {
+
+constexpr std::uint32_t kMode = 0600; // as the file in the clear would have
+
+struct Wiped {
+    MutBytes bytes;
+    ~Wiped() { wipe(bytes); }
+};
+
+std::uint64_t now_ns() {
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    return static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+
+SealedOutput::Options checked(SealedOutput::Options options) {
+    const bool is_frame = options.frame_size >= kMinSealedFrame &&
+                          options.frame_size <= kMaxSealedFrame &&
+                          std::has_single_bit(options.frame_size);
+    if (!is_frame || !can_be_sealed(options.name) || options.file_id < kSealedFile ||
+        options.file_id > kMaxFileId ||
+        (options.file_id != kSealedFile && !options.others.empty()) || options.alignment == 0)
+        throw Error(Errc::bad_argument, "cannot be sealed as it is written: " + options.name);
+    return options;
+}
+
+} // namespace
+
+SealedOutput::SealedOutput(FreshKey& key, int dir, Options options)
+    : options_(checked(std::move(options))),
+      header_(encode_header({.sealed_id = key.key().sealed_id(),
+                             .frame_size = options_.frame_size,
+                             .file_id = options_.file_id,
+                             .is_single = true,
+                             .lists_others = !options_.others.empty()})),
+      sealer_(key.sealer(options_.file_id, header_)),
+      part_(writing([&] { return PartFile(dir, sealed_name(options_.file_id)); })) {
+    writing([&] { write_at(part_.fd(), 0, header_); });
+}
+
+SealedOutput::~SealedOutput() {
+    for (auto& [number, frame] : open_)
+        wipe(frame.plain);
+}
+
+void SealedOutput::write(std::uint64_t offset, MutBytes buffer, std::size_t size) {
+    fill(offset, Bytes(buffer).first(size), format::align_up(size, options_.alignment));
+}
+
+void SealedOutput::put(std::uint64_t offset, Bytes bytes) {
+    fill(offset, bytes, bytes.size());
+}
+
+// Numbers are taken in order, so that each is that of a frame's place: with one goes every one before
+// it, and commit() seals what nothing was put into.
+SealedOutput::OpenFrame& SealedOutput::open_frame(std::uint64_t number) {
+    while (next_ <= number) {
+        open_.try_emplace(next_, sealer_.take());
+        ++next_;
+    }
+    const auto found = open_.find(number);
+    if (found == open_.end())
+        throw Error(Errc::bad_argument, options_.name + ": bytes were put twice");
+    if (found->second.plain.empty())
+        found->second.plain.resize(options_.frame_size);
+    return found->second;
+}
+
+void SealedOutput::fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded) {
+    const std::uint64_t end = offset + padded;
+    if (end > kMaxContentSize || end < offset)
+        throw Error(Errc::bad_argument, options_.name + " would be too long");
+    while (offset < end) {
+        const std::uint64_t number = offset / options_.frame_size;
+        const auto at = static_cast<std::size_t>(offset % options_.frame_size);
+        const auto size = static_cast<std::size_t>(
+            std::min<std::uint64_t>(options_.frame_size - at, end - offset));
+        const Bytes piece = bytes.first(std::min(size, bytes.size()));
+        std::byte* plain = nullptr;
+        {
+            const std::lock_guard lock(mutex_);
+            plain = open_frame(number).plain.data();
+        }
+        // Nobody else puts anything there, and the frame stays until it is full.
+        std::ranges::copy(piece, plain + at);
+        std::map<std::uint64_t, OpenFrame>::node_type full;
+        {
+            const std::lock_guard lock(mutex_);
+            OpenFrame& frame = open_.at(number);
+            frame.filled += size;
+            if (frame.filled == options_.frame_size)
+                full = open_.extract(number);
+        }
+        if (full) {
+            const Wiped wiped{full.mapped().plain};
+            seal(std::move(full.mapped().number), FrameKind::content, wiped.bytes,
+                 end_of_frames(kSealedHeaderSize, number * options_.frame_size,
+                               options_.frame_size));
+        }
+        bytes = bytes.subspan(piece.size());
+        offset += size;
+    }
+}
+
+void SealedOutput::seal(FrameNumber&& number, FrameKind kind, Bytes plain, std::uint64_t at) {
+    const auto head =
+        encode_frame_header({number.value(), static_cast<std::uint32_t>(plain.size()), kind});
+    std::vector<std::byte> out(plain.size() + kFrameOverhead);
+    std::ranges::copy(head, out.begin());
+    sealer_.seal(std::move(number), head, plain, MutBytes(out).subspan(kFrameHeaderSize));
+    writing([&] { write_at(part_.fd(), at, out); });
+    if (kind == FrameKind::end)
+        std::ranges::copy(Bytes(out).last(kTagSize), end_tag_.begin());
+}
+
+void SealedOutput::commit(std::uint64_t size) {
+    const std::uint32_t step = options_.frame_size;
+    const std::uint64_t frames = frames_for(size, step);
+    if (next_ > frames)
+        throw Error(Errc::bad_argument, options_.name + ": bytes were put behind its end");
+    if (frames != 0 && next_ < frames)
+        open_frame(frames - 1);
+    while (!open_.empty()) { // not full, with zeros where nothing was put
+        auto frame = open_.extract(open_.begin());
+        frame.mapped().plain.resize(step);
+        const Wiped wiped{frame.mapped().plain};
+        const std::uint64_t offset = frame.key() * step;
+        seal(std::move(frame.mapped().number), FrameKind::content,
+             wiped.bytes.first(
+                 static_cast<std::size_t>(std::min<std::uint64_t>(step, size - offset))),
+             end_of_frames(kSealedHeaderSize, offset, step));
+    }
+    const std::vector<std::byte> index =
+        encode_index({{{options_.name, kMode, size, now_ns()}}, options_.others});
+    if (index.size() > kMaxIndexSize)
+        throw Error(Errc::bad_argument, "more files than a sealed file can list");
+    std::uint64_t at = end_of_frames(kSealedHeaderSize, size, step);
+    for (std::size_t done = 0; done < index.size(); done += step) {
+        const Bytes rest = Bytes(index).subspan(done);
+        const Bytes piece = rest.first(std::min<std::size_t>(rest.size(), step));
+        seal(sealer_.take(), FrameKind::index, piece, at);
+        at += piece.size() + kFrameOverhead;
+    }
+    const SealedEnd end{size, index.size(), 1, at + kFrameOverhead + kEndSize,
+                        options_.others.size()};
+    seal(sealer_.take(), FrameKind::end, encode_end(end), at);
+    writing([&] { part_.commit(); });
+}
+
+} // namespace gpustasis::seal

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+/// Writes one file sealed while it comes into being: nothing of it is ever on a disk in the clear.
+#pragma once
+
+#include "core/file.hpp"
+#include "core/image_output.hpp"
+#include "seal/frame_cipher.hpp"
+#include "seal/sealed_format.hpp"
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace gpustasis::seal {
+
+/// Frames are sealed as soon as all their bytes are there. Holds the plain text of those that are not
+/// full: with chunks that arrive nearly in order about one more than those chunks span, and the first,
+/// as the image's header comes last; and one more, sealed, for each thread that writes. All is wiped.
+class SealedOutput final : public ImageOutput {
+public:
+    struct Options {
+        std::uint32_t file_id = kFirstOther;
+        std::string name;            ///< of the file within
+        std::uint32_t alignment = 1; ///< of chunks
+        std::uint32_t frame_size = kDefaultSealedFrame;
+        std::vector<OtherFile> others{}; ///< what kSealedFile lists, ascending
+    };
+    /// Writes sealed_name(file_id) in `dir`, which stays the caller's, and open. Throws Error:
+    /// bad_argument, also if `key` has sealed that file before; OutputError.
+    SealedOutput(FreshKey& key, int dir, Options options);
+    ~SealedOutput() override;
+
+    void write(std::uint64_t offset, MutBytes buffer, std::size_t size) override;
+    void put(std::uint64_t offset, Bytes bytes) override;
+    void commit(std::uint64_t size) override;
+    bool is_direct() const noexcept override { return false; }
+
+    /// What kSealedFile has to list. After commit().
+    OtherFile listed() const noexcept { return {options_.file_id, end_tag_}; }
+
+private:
+    struct OpenFrame {
+        explicit OpenFrame(FrameNumber&& own_number) : number(std::move(own_number)) {}
+        FrameNumber number;
+        std::vector<std::byte> plain{}; ///< none: nothing was put yet
+        std::size_t filled = 0;         ///< bytes, padding among them
+    };
+    void fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded);
+    OpenFrame& open_frame(std::uint64_t number);
+    void seal(FrameNumber&& number, FrameKind kind, Bytes plain, std::uint64_t at);
+
+    Options options_;
+    std::vector<std::byte> header_;
+    FrameSealer sealer_;
+    PartFile part_;
+    std::mutex mutex_;
+    std::map<std::uint64_t, OpenFrame> open_; ///< by number
+    std::uint64_t next_ = 0;                  ///< frames before it are sealed, or open
+    Tag end_tag_{};
+};
+
+} // namespace gpustasis::seal
