@@ -13,6 +13,8 @@ void bind_codec(pybind11::module_& m);
 void bind_info(pybind11::module_& m);
 void bind_image(pybind11::module_& m);
 void bind_manifest(pybind11::module_& m);
+void bind_pack(pybind11::module_& m);
+void bind_parent(pybind11::module_& m);
 void bind_requirements(pybind11::module_& m);
 void bind_seal(pybind11::module_& m);
 

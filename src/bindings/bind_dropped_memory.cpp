@@ -4,11 +4,14 @@
 #include "dropped_memory/drop_record.hpp"
 #include "dropped_memory/refill.hpp"
 #include "dropped_memory/userfaultfd_setting.hpp"
+#include "seal/sealed_chain.hpp"
+#include "seal/sealed_checkpoint.hpp"
 
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
 #include <filesystem>
+#include <memory>
 
 namespace py = pybind11;
 
@@ -19,7 +22,7 @@ const Tell kNobody;
 
 std::uint64_t refill(const std::filesystem::path& directory, pid_t pid, const std::string& image,
                      const py::bytes& checkpoint_id, const py::bytes& digest, unsigned threads,
-                     const Tell& progress) {
+                     const Tell& progress, const seal::DataKey* key) {
     const DroppedTask task{.pid = pid,
                            .start_time = identify_task(pid).start_time,
                            .checkpoint_id = to_id(checkpoint_id),
@@ -27,7 +30,14 @@ std::uint64_t refill(const std::filesystem::path& directory, pid_t pid, const st
                            .image = image};
     const py::gil_scoped_release unlocked;
     Lineage lineage(open_dir(directory).get());
-    const ImageReader reader = open_dropped(task, lineage);
+    const int dir = lineage.directory(0);
+    if (key != nullptr)
+        lineage.open_by(std::make_shared<seal::SealedChain>(*key));
+    const ImageReader reader =
+        key == nullptr ? open_dropped(task, lineage)
+                       : open_dropped(task, lineage,
+                                      ImageReader::from_input(
+                                          seal::find_sealed_image(dir, image, *key), image));
     reader.verify(threads, progress_of(kNobody)); // before anything is changed
     refill_dropped(pid, reader, threads, progress_of(progress));
     std::uint64_t size = 0;
@@ -38,7 +48,8 @@ std::uint64_t refill(const std::filesystem::path& directory, pid_t pid, const st
 
 void bind_record(py::module_& m) {
     py::class_<DropRecord>(m, "DropRecord",
-                           "A task whose memory a dump has taken out and not put back.")
+                           "A task whose memory a dump has taken out and not put back, or that a "
+                           "dump\nhas had checkpointed and not restored.")
         .def_readonly("pid", &DropRecord::pid, "of the task, as the dump saw it")
         .def_readonly("image", &DropRecord::image, "file name in the image directory")
         .def_readonly("device", &DropRecord::device, "st_dev of the image directory")
@@ -59,6 +70,19 @@ void bind_record(py::module_& m) {
     m.def(
         "remove_drop_record", [](pid_t pid) { DropRecords().remove(identify_task(pid)); },
         py::arg("pid"), "The memory of process `pid` is back. Raises OSError, ValueError.");
+    m.def(
+        "find_checkpoint_record",
+        [](pid_t pid) {
+            return DropRecords({}, DropRecords::kCheckpointed).find(identify_task(pid));
+        },
+        py::arg("pid"),
+        "The record that a dump has had the driver checkpoint process `pid`, and has not brought "
+        "it back;\n"
+        "None: there is none. Raises as find_drop_record.");
+    m.def(
+        "remove_checkpoint_record",
+        [](pid_t pid) { DropRecords({}, DropRecords::kCheckpointed).remove(identify_task(pid)); },
+        py::arg("pid"), "Process `pid` runs again. Raises OSError, ValueError.");
     m.def("is_userfaultfd_setting_left", &is_userfaultfd_setting_left,
           "Whether a dump was killed while it had set vm.unprivileged_userfaultfd to 1 for a "
           "moment.\n"
@@ -78,11 +102,12 @@ void bind_dropped_memory(py::module_& m) {
           "makes call madvise, waits in a call of its own again, or is gone.");
     m.def("refill_dropped", &refill, py::arg("directory"), py::arg("pid"), py::arg("image"),
           py::arg("checkpoint_id"), py::arg("digest"), py::arg("threads") = 0,
-          py::arg("progress") = py::none(),
+          py::arg("progress") = py::none(), py::arg("key") = py::none(),
           "Put the memory that a dump has taken out of process `pid` back from file `image` of\n"
           "`directory`, after checking the whole image and that it is what the process lacks; its\n"
           "bytes. Raises CorruptDataError if it is not, and has changed nothing then; OSError.\n"
-          "progress(bytes done) as in ImageReader.verify. Releases the GIL.");
+          "progress(bytes done) as in ImageReader.verify. key: of a sealed image. Releases the "
+          "GIL.");
 }
 
 } // namespace gpustasis::bindings

@@ -9,6 +9,8 @@
 #include "core/image_reader.hpp"
 #include "core/image_writer.hpp"
 #include "core/process_memory.hpp"
+#include "seal/sealed_chain.hpp"
+#include "seal/sealed_checkpoint.hpp"
 
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -36,6 +38,7 @@ struct OpenImage {
     ImageReader reader;
     std::filesystem::path path; ///< empty: in no directory of a checkpoint
     std::optional<Lineage> lineage = std::nullopt;
+    std::shared_ptr<seal::SealedChain> chain = nullptr;                     ///< of a sealed one
     std::unique_ptr<std::mutex> attaching = std::make_unique<std::mutex>(); ///< of `lineage`
 };
 
@@ -46,6 +49,15 @@ OpenImage open_with_path(const std::filesystem::path& path) {
 OpenImage open_part(int fd, std::uint64_t offset, std::uint64_t length, const std::string& name) {
     const py::gil_scoped_release unlocked;
     return {ImageReader::open_part(fd, offset, length, name), {}};
+}
+
+OpenImage find_sealed(const std::filesystem::path& dir, const std::string& name,
+                      const seal::DataKey& key) {
+    const py::gil_scoped_release unlocked;
+    const auto input = seal::find_sealed_image(open_dir(dir).get(), name, key);
+    return {.reader = ImageReader::from_input(input, name),
+            .path = dir / name,
+            .chain = std::make_shared<seal::SealedChain>(key)};
 }
 
 OpenImage from_ends(const py::buffer& header, const py::buffer& tail, std::uint64_t size,
@@ -78,6 +90,7 @@ void attach_sources(OpenImage& self) {
     if (self.lineage)
         return;
     Lineage lineage(open_dir_of(self.path).get());
+    lineage.open_by(self.chain);
     self.reader.attach_sources(lineage);
     self.lineage.emplace(std::move(lineage));
 }
@@ -172,7 +185,8 @@ void bind_totals(py::module_& m) {
         .def_readonly("zero", &EncodingTotals::zero)
         .def_readonly("lz4", &EncodingTotals::lz4)
         .def_readonly("raw", &EncodingTotals::raw)
-        .def_readonly("ref", &EncodingTotals::ref)
+        .def_readonly("ref", &EncodingTotals::ref, "in images of earlier checkpoints")
+        .def_readonly("alike", &EncodingTotals::alike, "in other images of the checkpoint")
         .def("__eq__", &equal<EncodingTotals>, py::is_operator());
 }
 
@@ -216,6 +230,8 @@ void bind_reader(py::module_& m) {
                           "Safe on hostile files and from several threads.")
         .def_static("open", &open_with_path, py::arg("path"),
                     "Raises OSError, CorruptDataError, UnsupportedDataError; each names the file.")
+        .def_static("find_sealed", &find_sealed, py::arg("directory"), py::arg("name"),
+                    py::arg("key"))
         .def_static("open_part", &open_part, py::arg("fd"), py::arg("offset"), py::arg("length"),
                     py::arg("name"),
                     "The image that is the `length` bytes of a file from `offset`, for example a\n"
@@ -344,36 +360,10 @@ void bind_flat_image(py::module_& m) {
         .def("__exit__", [](OpenFlatImage& self, const py::args&) { self.writer.reset(); });
 }
 
-void bind_parent(py::module_& m) {
-    m.attr("PARENT_LINK") = kParentLink;
-    m.def(
-        "link_parent",
-        [](const std::filesystem::path& dir, const std::filesystem::path& parent) {
-            link_parent(open_dir(dir).get(), open_dir(parent).get());
-        },
-        py::arg("dir"), py::arg("parent"),
-        "Make the link of `dir` to its parent, or replace it. Raises OSError, ValueError.");
-    py::class_<ParentIndex>(m, "ParentIndex", "The chunks of a parent, by content.")
-        .def_static(
-            "read",
-            [](const std::filesystem::path& dir) {
-                const py::gil_scoped_release unlocked;
-                Lineage lineage = Lineage::above(open_dir(dir).get());
-                return ParentIndex::read(lineage);
-            },
-            py::arg("dir"),
-            "Of the checkpoint in `dir`. Raises OSError, CorruptDataError, UnsupportedDataError;\n"
-            "ValueError if it holds no GPU memory. Releases the GIL.")
-        .def_property_readonly("manifest", &ParentIndex::manifest)
-        .def_property_readonly("chunk_size", &ParentIndex::chunk_size, "in bytes")
-        .def("__len__", &ParentIndex::size, "Chunks that are not zero.");
-}
-
 } // namespace
 
 void bind_image(py::module_& m) {
     bind_totals(m);
-    bind_parent(m);
     bind_writer(m);
     bind_reader(m);
     bind_flat_image(m);

@@ -97,7 +97,8 @@ void bind_info(py::module_& m) {
         .value("FAILED", ProcessState::failed);
     py::enum_<MemoryKind>(m, "MemoryKind", "Which memory of a task an image holds.")
         .value("GPU", MemoryKind::gpu)
-        .value("CPU", MemoryKind::cpu);
+        .value("CPU", MemoryKind::cpu)
+        .value("FILES", MemoryKind::files);
     bind_region(m);
     bind_gpu(m);
     bind_source(m);

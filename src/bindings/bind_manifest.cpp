@@ -69,16 +69,23 @@ void bind_manifest(py::module_& m) {
         .def(py::init([](const py::bytes& checkpoint_id, std::uint32_t driver_api_version,
                          const py::str& driver_version, std::vector<GpuInfo> gpus,
                          std::vector<ManifestTask> tasks, const py::bytes& parent_id,
-                         std::uint32_t chain_length, std::optional<Requirements> requirements) {
-                 return Manifest{
-                     to_id(checkpoint_id), driver_api_version,     to_text(driver_version),
-                     std::move(gpus),      std::move(tasks),       to_id(parent_id),
-                     chain_length,         std::move(requirements)};
+                         std::uint32_t chain_length, std::optional<Requirements> requirements,
+                         const std::optional<py::bytes>& pack) {
+                 return Manifest{to_id(checkpoint_id),
+                                 driver_api_version,
+                                 to_text(driver_version),
+                                 std::move(gpus),
+                                 std::move(tasks),
+                                 to_id(parent_id),
+                                 chain_length,
+                                 std::move(requirements),
+                                 pack ? std::optional(to_id(*pack)) : std::nullopt};
              }),
              py::kw_only(), py::arg("checkpoint_id"), py::arg("driver_api_version") = 0,
              py::arg("driver_version") = "", py::arg("gpus") = std::vector<GpuInfo>{},
              py::arg("tasks") = std::vector<ManifestTask>{}, py::arg("parent_id") = no_id,
-             py::arg("chain_length") = 0, py::arg("requirements") = std::nullopt)
+             py::arg("chain_length") = 0, py::arg("requirements") = std::nullopt,
+             py::arg("pack") = std::nullopt)
         .def_property_readonly("checkpoint_id",
                                [](const Manifest& self) { return to_python(self.checkpoint_id); })
         .def_readonly("driver_api_version", &Manifest::driver_api_version)
@@ -91,6 +98,12 @@ void bind_manifest(py::module_& m) {
         .def_readonly("chain_length", &Manifest::chain_length,
                       "how many checkpoints it is built on; 0: none")
         .def_readonly("requirements", &Manifest::requirements, "None: they were not recorded")
+        .def_property_readonly(
+            "pack",
+            [](const Manifest& self) {
+                return self.pack ? std::optional(to_python(*self.pack)) : std::nullopt;
+            },
+            "digest of the pack of CRIU's images; None: there is none")
         .def("__eq__", &equal<Manifest>, py::is_operator());
 
     m.def(

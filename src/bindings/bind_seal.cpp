@@ -4,10 +4,11 @@
 #include "bindings/convert.hpp"
 #include "core/file.hpp"
 #include "seal/envelope.hpp"
+#include "seal/key_source.hpp"
 #include "seal/private_key.hpp"
+#include "seal/sealed_checkpoint.hpp"
 #include "seal/sealed_writer.hpp"
 #include "seal/signature.hpp"
-#include "seal/unsealed_files.hpp"
 
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -16,6 +17,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,7 +27,7 @@ namespace gpustasis::bindings {
 namespace {
 
 // Of one file that is read whole; CRIU's small images and ours stay far below.
-constexpr std::uint64_t kMaxRead = 4U << 20;
+constexpr std::uint64_t kMaxRead = 64U << 20;
 
 Bytes bytes_of(const std::string& text) {
     return std::as_bytes(std::span(text));
@@ -50,23 +52,17 @@ seal::DataKey unwrap_with(const py::bytes& envelope, const std::filesystem::path
     return seal::unwrap(bytes_of(bytes), seal::PrivateKey::from_file(key.string()));
 }
 
-/// One byte more than a record is asked for, so that a longer answer is none.
 seal::DataKey unwrap_from(const py::bytes& envelope, int fd) {
     const std::string bytes(envelope);
     const py::gil_scoped_release unlocked;
-    seal::Secret record(seal::DataKey::kRecordSize + 1);
-    std::size_t size = 0;
-    while (size < record.size()) {
-        const ssize_t got = ::read(fd, record.bytes().data() + size, record.size() - size);
-        if (got < 0 && errno == EINTR)
-            continue;
-        if (got == 0 || (got < 0 && errno == EAGAIN))
-            break;
-        if (got < 0)
-            throw io_error("read the key record", errno);
-        size += static_cast<std::size_t>(got);
-    }
-    return seal::open_record(bytes_of(bytes), record.bytes().first(size));
+    return seal::read_record(bytes_of(bytes), fd);
+}
+
+/// For a process that is started with the other end of it.
+void hand_on(const seal::DataKey& self, int fd) {
+    const seal::Secret record = self.record();
+    if (::write(fd, record.bytes().data(), record.size()) != static_cast<ssize_t>(record.size()))
+        throw io_error("cannot hand the key on", errno);
 }
 
 py::tuple recipient_of(const py::bytes& pem) {
@@ -90,37 +86,40 @@ py::tuple write(seal::FreshKey& key, const std::filesystem::path& source,
     return py::make_tuple(done.files, done.plain_size, done.file_size);
 }
 
-std::unique_ptr<seal::SealedReader> open_sealed(const std::filesystem::path& dir,
-                                                const seal::DataKey& key) {
+std::unique_ptr<seal::SealedCheckpoint> open_sealed(const std::filesystem::path& dir,
+                                                    const seal::DataKey& key) {
     const py::gil_scoped_release unlocked;
-    return std::make_unique<seal::SealedReader>(open_dir(dir).get(), seal::kSealedName, key);
+    return std::make_unique<seal::SealedCheckpoint>(open_dir(dir).get(), key);
 }
 
-py::bytes read_whole(const seal::SealedReader& self, const py::str& name) {
+py::bytes read_whole(const seal::SealedCheckpoint& self, const py::str& name) {
     const std::string text = to_text(name);
-    const auto file = self.find(text);
-    if (!file)
-        throw Error(Errc::bad_argument, "no sealed file " + text);
-    const std::uint64_t size = self.entries()[*file].size;
-    if (size > kMaxRead)
-        throw Error(Errc::bad_argument,
-                    text + " is longer than " + std::to_string(kMaxRead) + " bytes");
-    std::vector<std::byte> bytes(size);
+    std::vector<std::byte> bytes;
     {
         const py::gil_scoped_release unlocked;
-        self.read(*file, 0, bytes);
+        bytes = self.read(text, kMaxRead);
     }
     return to_python(Bytes(bytes));
 }
 
-using Work = void (*)(const seal::SealedReader&, int, unsigned, const seal::SealProgress&);
+using Work = void (seal::SealedCheckpoint::*)(int, unsigned, const seal::SealProgress&) const;
 
 template <Work work>
-void with_directory(const seal::SealedReader& self, const std::filesystem::path& dir,
+void with_directory(const seal::SealedCheckpoint& self, const std::filesystem::path& dir,
                     unsigned threads, const Tell& progress) {
     const seal::SealProgress tell = progress_of(progress);
     const py::gil_scoped_release unlocked;
-    work(self, open_dir(dir).get(), threads, tell);
+    (self.*work)(open_dir(dir).get(), threads, tell);
+}
+
+void check(const seal::SealedCheckpoint& self, const std::vector<py::str>& elsewhere,
+           unsigned threads, const Tell& progress) {
+    std::set<std::string> names;
+    for (const py::str& name : elsewhere)
+        names.insert(to_text(name));
+    const seal::SealProgress tell = progress_of(progress);
+    const py::gil_scoped_release unlocked;
+    self.check(names, threads, tell);
 }
 
 void bind_keys(py::module_& m) {
@@ -134,6 +133,8 @@ void bind_keys(py::module_& m) {
                     "The key record that another program has taken out of `envelope`, read from\n"
                     "`fd` to its end, or to where it would have to wait. Raises OSError, "
                     "CorruptDataError. Releases the GIL.")
+        .def("hand_on", &hand_on, py::arg("fd"),
+             "Write the key record to a pipe that is empty. Raises OSError.")
         .def("wrap", &wrap_for, py::arg("certificates"),
              "An envelope for these, each PEM with one certificate. Raises ValueError,\n"
              "CorruptDataError.")
@@ -145,6 +146,9 @@ void bind_keys(py::module_& m) {
             },
             py::arg("envelope"),
             "Raises CorruptDataError unless `envelope` is whole and was made with this key.")
+        .def_property_readonly("ancestor_count", &seal::DataKey::ancestor_count,
+                               "How many earlier checkpoints this one is built on, whose keys it "
+                               "holds.")
         .def_property_readonly(
             "sealed_id", [](const seal::DataKey& self) { return to_python(self.sealed_id()); });
     py::class_<seal::FreshKey>(m, "FreshKey", "A new random data key, to seal one checkpoint.")
@@ -170,7 +174,15 @@ void bind_keys(py::module_& m) {
 
 void bind_sealed(py::module_& m) {
     m.attr("SEALED_NAME") = seal::kSealedName;
+    m.def(
+        "is_sealed_name",
+        [](const py::str& name) {
+            const std::string text = to_text(name);
+            return text == seal::kEnvelopeName || seal::sealed_file_id(text) != 0;
+        },
+        py::arg("name"), "Whether a file of that name is a sealed file, or the envelope.");
     m.attr("ENVELOPE_NAME") = seal::kEnvelopeName;
+    m.attr("MAX_KEY_RECORD_SIZE") = seal::DataKey::kMaxRecordSize;
     m.attr("MAX_ENVELOPE_SIZE") = seal::kMaxEnvelopeSize;
     m.attr("DEFAULT_SEALED_FRAME") = seal::kDefaultSealedFrame;
     m.def("write_sealed", &write, py::arg("key"), py::arg("source"), py::arg("names"),
@@ -186,23 +198,29 @@ void bind_sealed(py::module_& m) {
         .def_readonly("mode", &seal::SealedEntry::mode)
         .def_readonly("size", &seal::SealedEntry::size)
         .def_readonly("mtime_ns", &seal::SealedEntry::mtime_ns, "since 1970");
-    py::class_<seal::SealedReader>(m, "SealedReader",
-                                   "A sealed file: header, end and index are found authentic.")
+    py::class_<seal::SealedCheckpoint>(
+        m, "SealedReader",
+        "The sealed files of a checkpoint: all are there, and header, end and index of each are\n"
+        "found authentic.")
         .def_static("open", &open_sealed, py::arg("directory"), py::arg("key"),
                     "Raises OSError, CorruptDataError, UnsupportedDataError. Releases the GIL.")
-        .def_property_readonly("entries",
-                               [](const seal::SealedReader& self) { return self.entries(); })
-        .def_property_readonly("file_size", &seal::SealedReader::file_size)
+        .def_property_readonly("entries", &seal::SealedCheckpoint::entries)
+        .def_property_readonly("file_size", &seal::SealedCheckpoint::file_size)
+        .def("__contains__", &seal::SealedCheckpoint::has)
         .def("read", &read_whole, py::arg("name"),
-             "A small file, up to 4 MiB. Raises ValueError, CorruptDataError. Releases the GIL.")
-        .def("extract", &with_directory<&seal::extract_sealed>, py::arg("directory"),
+             "A small file, up to 64 MiB. Raises ValueError, CorruptDataError. Releases the GIL.")
+        .def("extract", &with_directory<&seal::SealedCheckpoint::extract>, py::arg("directory"),
              py::arg("threads") = 0, py::arg("progress") = py::none(),
              "Write all files into an empty directory, each synced. Raises OutputError; OSError\n"
              "and CorruptDataError of what is read: some may be there then. Releases the GIL.")
-        .def("compare", &with_directory<&seal::compare_sealed>, py::arg("directory"),
+        .def("compare", &with_directory<&seal::SealedCheckpoint::compare>, py::arg("directory"),
              py::arg("threads") = 0, py::arg("progress") = py::none(),
              "Check that the directory holds all files with just these bytes. Raises OSError,\n"
-             "CorruptDataError. Releases the GIL.");
+             "CorruptDataError. Releases the GIL.")
+        .def("check", &check, py::arg("elsewhere"), py::arg("threads") = 0,
+             py::arg("progress") = py::none(),
+             "Check that every frame is authentic, but of sealed files that hold nothing beside\n"
+             "files of these names. Raises OSError, CorruptDataError. Releases the GIL.");
 }
 
 void bind_signature(py::module_& m) {

@@ -7,9 +7,11 @@ PYBIND11_MODULE(_core, m) {
     bind_errors(m);
     bind_codec(m);
     bind_info(m);
+    bind_parent(m);
     bind_image(m);
     bind_requirements(m);
     bind_manifest(m);
+    bind_pack(m);
     bind_seal(m);
     bind_dirty_tracker(m);
     bind_dropped_memory(m);

@@ -4,6 +4,7 @@
 #include "core/error.hpp"
 #include "cuda_plugin/config_keys.hpp"
 #include "cuda_plugin/nvml.hpp"
+#include "seal/key_source.hpp"
 #include "tracee/proc.hpp"
 
 #include <unistd.h>
@@ -78,6 +79,15 @@ CpuMemory cpu_memory(const std::string& path, std::string_view key, const toml::
     reject(path, key, node, "\"criu\", \"ours\" or \"auto\"");
 }
 
+Layout layout(const std::string& path, std::string_view key, const toml::node& node) {
+    const std::string word = text(path, key, node);
+    if (word == "criu")
+        return Layout::criu;
+    if (word == "packed")
+        return Layout::packed;
+    reject(path, key, node, "\"criu\" or \"packed\"");
+}
+
 HugePages huge_pages(const std::string& path, std::string_view key, const toml::node& node) {
     if (node.value_exact<std::string>() == "auto")
         return HugePages::automatic;
@@ -136,11 +146,31 @@ std::vector<std::string> risks(const std::string& path, std::string_view key,
     std::vector<std::string> found = words(path, key, node);
     for (const std::string& word : found)
         if (word != risk::kManagedMemory && word != risk::kNccl && word != risk::kIpc &&
-            word != risk::kMemory)
+            word != risk::kMemory && word != risk::kClearImages)
             reject(path, key, node,
-                   "a list of \"managed-memory\", \"nccl\", \"ipc\" and \"memory\", not \"" + word +
-                       "\"");
+                   "a list of \"managed-memory\", \"nccl\", \"ipc\", \"memory\" and "
+                   "\"clear-images\", not \"" +
+                       word + "\"");
     return found;
+}
+
+std::vector<std::string> recipients(const std::string& path, std::string_view key,
+                                    const toml::node& node) {
+    std::vector<std::string> found = words(path, key, node);
+    for (const std::string& word : found)
+        if (!word.starts_with('/'))
+            reject(path, key, node,
+                   "a list of absolute paths of certificates, not \"" + word + "\"");
+    return found;
+}
+
+std::string private_key(const std::string& path, std::string_view key, const toml::node& node) {
+    std::string name = text(path, key, node);
+    if (!name.starts_with('/') && seal::key_descriptor(name) < 0)
+        reject(path, key, node,
+               "the absolute path of a private key, or \"fd:\" and the number of a descriptor that "
+               "the key record can be read from");
+    return name;
 }
 
 /// `value` as an option has it, without quotes: a number or a word.
@@ -171,6 +201,8 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.externalize = on_or_off(path, key, node);
     } else if (key == "cpu_memory") {
         config.cpu_memory = cpu_memory(path, key, node);
+    } else if (key == "layout") {
+        config.layout = layout(path, key, node);
     } else if (key == "compress") {
         const std::string word = text(path, key, node);
         if (word != "lz4" && word != "none")
@@ -197,6 +229,10 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.incremental = on_or_off(path, key, node);
     } else if (key == "max_chain") {
         config.max_chain = number(path, key, node, 1, kMaxChain);
+    } else if (key == "recipients") {
+        config.recipients = recipients(path, key, node);
+    } else if (key == "private_key") {
+        config.private_key = private_key(path, key, node);
     } else if (key == "guard") {
         const std::string word = text(path, key, node);
         if (word != "auto" && word != "require")

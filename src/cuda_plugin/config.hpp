@@ -4,9 +4,11 @@
 
 #include "core/direct_io.hpp"
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -18,6 +20,13 @@ enum class HugePages : std::uint8_t { automatic, on, off };
 /// Who stores the memory of tasks that is not the GPU's. Automatic: this plugin, where there is much of it
 /// and this kernel and this criu allow it.
 enum class CpuMemory : std::uint8_t { criu, ours, automatic };
+
+/// How CRIU's images are kept: as CRIU makes them, or packed into one file of ours.
+enum class Layout : std::uint8_t {
+    automatic, ///< packed if the checkpoint is sealed, so that CRIU's images are as well; else criu
+    criu,
+    packed
+};
 
 /// One entry of gpu_map: what was on one GPU goes to another. Each is named by its UUID, or by its
 /// number in the checkpoint (from) or on this machine (to).
@@ -32,11 +41,13 @@ inline constexpr const char* kManagedMemory = "managed-memory";
 inline constexpr const char* kNccl = "nccl";
 inline constexpr const char* kIpc = "ipc";
 inline constexpr const char* kMemory = "memory";
+inline constexpr const char* kClearImages = "clear-images"; ///< of a dump with `recipients`
 } // namespace risk
 
 struct Config {
     bool externalize = true;                ///< false: the staged memory stays in CRIU's own images
     CpuMemory cpu_memory = CpuMemory::criu; ///< of a dump
+    Layout layout = Layout::automatic;      ///< of a dump
     bool compress = true;                   ///< key compress = "lz4" | "none"
     unsigned threads = 0;                   ///< 0: as many as processors; at most 1024
     std::uint32_t chunk_size = 0;           ///< bytes; 0: the format's default
@@ -47,8 +58,12 @@ struct Config {
     bool check_parent = false;     ///< key parent_check = "index" | "data"
     bool incremental = false;      ///< of a container: build on the newest that its store has
     std::uint32_t max_chain = 100; ///< checkpoints to build on, at most; 1..65535
-    bool require_guard = false;    ///< key guard = "auto" | "require"
-    bool dump_locked = false; ///< key found_locked = "refuse" | "dump": a task that others locked
+    std::vector<std::string>
+        recipients; ///< of a dump: certificates that it is sealed for; none: it is not
+    std::string
+        private_key; ///< of a restore: a file, or "fd:<number>"; empty: it opens nothing sealed
+    bool require_guard = false; ///< key guard = "auto" | "require"
+    bool dump_locked = false;   ///< key found_locked = "refuse" | "dump": a task that others locked
     std::uint32_t lock_timeout_ms = 10'000;    ///< for submitted GPU work to drain; not 0
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0
     std::vector<GpuMapEntry> gpu_map;          ///< of a restore
@@ -57,6 +72,15 @@ struct Config {
     std::string driver = "libcuda.so.1";
     std::string nvml = "libnvidia-ml.so.1";
     std::string source; ///< the files read, the one that wins last; or "defaults"
+
+    /// Whether CRIU's images are put into one file.
+    bool is_packed() const noexcept {
+        return layout == Layout::packed || (layout == Layout::automatic && !recipients.empty() &&
+                                            !has_risk(risk::kClearImages));
+    }
+    bool has_risk(std::string_view name) const noexcept {
+        return std::ranges::find(risk, name) != risk.end();
+    }
 };
 
 /// Read the file `path`. Throws Error: io if it cannot be read, bad_argument for bad TOML, an

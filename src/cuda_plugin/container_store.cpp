@@ -4,6 +4,7 @@
 #include "core/error.hpp"
 #include "core/lineage.hpp"
 #include "core/trusted_directory.hpp"
+#include "seal/sealed_format.hpp"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -73,7 +74,8 @@ void link_or_copy(int from_dir, int to_dir, const std::string& name) {
 }
 
 bool is_ours(const std::string& name) {
-    return name.starts_with("gpustasis-") && name.ends_with(".img");
+    return name.starts_with("gpustasis-") &&
+           (name.ends_with(".img") || name == seal::kEnvelopeName);
 }
 
 /// The inventory is always copied: CRIU writes into the file that is there when it dumps again.

@@ -183,11 +183,11 @@ void CpuMemoryDump::hide(pid_t pid, const std::vector<Region>& own,
                          const std::vector<SharedPart>& shared, Hidden& hidden) {
     if (!own.empty())
         hidden.own.hide(pid, own);
-    std::map<std::uint64_t, std::vector<AddressRange>> ranges;
+    std::map<SharedFileId, std::vector<AddressRange>> ranges;
     for (const SharedPart& part : shared)
-        ranges[part.inode].push_back({part.offset, part.offset + part.region.length});
-    for (auto& [inode, of_file] : ranges) {
-        const int fd = ::fcntl(files_.at(inode).fd.get(), F_DUPFD_CLOEXEC, 0);
+        ranges[part.file].push_back({part.offset, part.offset + part.region.length});
+    for (auto& [file, of_file] : ranges) {
+        const int fd = ::fcntl(files_.at(file).fd.get(), F_DUPFD_CLOEXEC, 0);
         if (fd < 0)
             throw io_error("cannot hold shared memory", errno);
         hidden.shared.hide(UniqueFd(fd), std::move(of_file));

@@ -73,10 +73,10 @@ private:
     DumpImages& images_;
     Statistics& statistics_;
     std::optional<Hidden> hidden_;
-    std::optional<std::set<pid_t>> awaited_;    ///< tasks that were not added yet
-    std::vector<SharingTask> added_;            ///< pids and staging
-    bool taken_ = false;                        ///< once: a task that comes later is left to CRIU
-    std::map<std::uint64_t, SharedFile> files_; ///< shared memory that images are to hold
+    std::optional<std::set<pid_t>> awaited_;   ///< tasks that were not added yet
+    std::vector<SharingTask> added_;           ///< pids and staging
+    bool taken_ = false;                       ///< once: a task that comes later is left to CRIU
+    std::map<SharedFileId, SharedFile> files_; ///< shared memory that images are to hold
     std::map<std::uint32_t, unsigned>
         tasks_with_pid_; ///< of the tree, by pid in the innermost namespace
 };

@@ -41,20 +41,20 @@ bool is_descendant(pid_t pid, pid_t ancestor) {
                     "gpustasis recover " + std::to_string(pid) + " -D " + record.directory);
 }
 
-void write_record(const TaskRecord& record, int image_dir) {
+void write_record(DropRecords& records, const TaskRecord& record, int image_dir) {
     struct stat directory {};
     if (::fstat(image_dir, &directory) != 0)
         throw io_error("cannot examine the image directory", errno);
-    DropRecords().write({.task = identity_of(record),
-                         .pid = record.pid,
-                         .seen_from = pid_namespace_of("self"),
-                         .boot_id = proc::boot_id(),
-                         .checkpoint_id = record.checkpoint_id,
-                         .digest = record.digest,
-                         .image = image_name(record.image_pid),
-                         .device = directory.st_dev,
-                         .inode = directory.st_ino,
-                         .directory = directory_path(image_dir)});
+    records.write({.task = identity_of(record),
+                   .pid = record.pid,
+                   .seen_from = pid_namespace_of("self"),
+                   .boot_id = proc::boot_id(),
+                   .checkpoint_id = record.checkpoint_id,
+                   .digest = record.digest,
+                   .image = image_name(record.image_pid),
+                   .device = directory.st_dev,
+                   .inode = directory.st_ino,
+                   .directory = directory_path(image_dir)});
 }
 
 Guard make_guard(InjectedSyscalls& task, pid_t pid, const std::vector<Region>& regions,
@@ -96,11 +96,29 @@ void require_lock(const DumpLock& lock, bool drops) {
                std::string(why_not->what()));
 }
 
+void record_checkpoint(const TaskRecord& record, int image_dir, bool required) {
+    try {
+        DropRecords records({}, DropRecords::kCheckpointed);
+        try {
+            records.list();        // which removes those of the dead
+        } catch (const Error& e) { // one that cannot be read is no matter of this task
+            host::warn(e.what());
+        }
+        write_record(records, record, image_dir);
+    } catch (const Error& e) {
+        if (required)
+            throw;
+        host::warn("should this criu and its worker be killed, gpustasis recover will refuse pid " +
+                   std::to_string(record.pid) + ": " + e.what());
+    }
+}
+
 void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& regions,
-                  const TaskTable& table, Lineage& lineage, unsigned threads, bool required) {
+                  const TaskTable& table, UndoImages& images, unsigned threads, bool required) {
     const std::string name = "pid " + std::to_string(record.pid);
     record.recorded = true;
-    write_record(record, lineage.directory(0));
+    DropRecords records;
+    write_record(records, record, images.lineage().directory(0));
     InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
     if (!task.has_way_back())
         host::warn(name + " would not survive this criu being killed while its staged memory is "
@@ -108,7 +126,7 @@ void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& r
     guard = make_guard(task, record.pid, regions, required);
     if (guard.pages)
         try {
-            start_guardians(record, table, *guard.pages, lineage, threads);
+            start_guardians(record, table, *guard.pages, images, threads);
         } catch (...) {
             guard.pages->release(); // nothing is missing, and nobody would answer who waits
             guard.pages.reset();

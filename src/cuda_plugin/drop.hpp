@@ -3,8 +3,8 @@
 #pragma once
 
 #include "core/image_info.hpp"
-#include "core/lineage.hpp"
 #include "cuda_plugin/task_table.hpp"
+#include "cuda_plugin/undo_images.hpp"
 #include "dropped_memory/dump_lock.hpp"
 #include "dropped_memory/missing_pages.hpp"
 
@@ -25,6 +25,10 @@ void refuse_missing_memory(pid_t pid, bool with_tree);
 /// is memory that the first has taken out.
 void require_lock(const DumpLock& lock, bool drops);
 
+/// Write down that the driver is about to checkpoint the task of `record` for the dump into
+/// `image_dir`. Throws Error: io, bad_argument, corrupt_data; only warns unless `required`.
+void record_checkpoint(const TaskRecord& record, int image_dir, bool required);
+
 /// What dropped memory stands behind.
 struct Guard {
     std::optional<MissingPages> pages; ///< none: the memory is not guarded
@@ -33,11 +37,10 @@ struct Guard {
 
 /// Drop the pages of `regions`, which the image of `record` holds, durable and named in the manifest.
 /// Before, write the record of that, put the regions behind a userfaultfd and start guardians; where
-/// the kernel allows no userfaultfd, do without if `required` is false. `lineage` is that of the image
-/// directory. The restore thread must be this process's tracee and stopped.
+/// the kernel allows no userfaultfd, do without if `required` is false. `images` are those of this dump. The restore thread must be this process's tracee and stopped.
 /// `guard` is filled before the first page goes, and is the caller's also if this throws: it alone can
 /// put pages back before criu ends. Throws Error: unsupported, io.
 void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& regions,
-                  const TaskTable& table, Lineage& lineage, unsigned threads, bool required);
+                  const TaskTable& table, UndoImages& images, unsigned threads, bool required);
 
 } // namespace gpustasis

@@ -4,10 +4,13 @@
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
 #include "core/random_id.hpp"
+#include "cuda_plugin/early_images.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/inventory_names.hpp"
+#include "cuda_plugin/memory_directory.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/worker_process.hpp"
+#include "seal/sealed_checkpoint.hpp"
 
 #include <unistd.h>
 
@@ -17,29 +20,120 @@
 namespace gpustasis {
 
 void DumpImages::choose_parent(const ContainerStore* store) {
-    parent_ = statistics_.phases.time(
-        "read_parent", [&] { return gpustasis::choose_parent(config_, lineage_, store); });
-    statistics_.parent_directory = parent_.directory;
-    statistics_.full_because = parent_.reason;
-    if (parent_.index) {
-        manifest_.parent_id = parent_.index->manifest().checkpoint_id;
-        manifest_.chain_length = parent_.index->manifest().chain_length + 1;
+    if (sealed_)
+        require_sealable(config_); // a policy may have been settled since
+    ParentChoice parent = statistics_.phases.time("read_parent", [&] {
+        return gpustasis::choose_parent(config_, lineage_, store, sealed_ ? &*sealed_ : nullptr);
+    });
+    statistics_.parent_directory = parent.directory;
+    statistics_.full_because = parent.reason;
+    if (parent.index) {
+        manifest_.parent_id = parent.index->manifest().checkpoint_id;
+        manifest_.chain_length = parent.index->manifest().chain_length + 1;
         statistics_.parent_id = id_text(manifest_.parent_id);
         statistics_.chain_length = manifest_.chain_length;
-        host::info("parent: " + parent_.directory + ", " + std::to_string(parent_.index->size()) +
+        host::info("parent: " + parent.directory + ", " + std::to_string(parent.index->size()) +
                    " chunks");
+        known_ = std::move(parent.index);
     } else {
-        host::info("a full checkpoint: " + parent_.reason);
+        host::info("a full checkpoint: " + parent.reason);
+    }
+    parent_is_chosen_ = true;
+    if (sealed_ && begun_)
+        sealed_->write_envelope();
+}
+
+const seal::DataKey* DumpImages::seal() {
+    if (!config_.recipients.empty() && !sealed_)
+        sealed_.emplace(config_, image_dir_);
+    return sealed_ ? &sealed_->key() : nullptr;
+}
+
+// What is sealed or read early is in the way of nobody: it is removed, or replaced.
+void DumpImages::refuse_clear_images() const {
+    if (!sealed_)
+        return;
+    for (const std::string& name : names_in(image_dir_)) {
+        const bool goes = name == kManifestName || name == kPackName || is_read_early(name) ||
+                          seal::sealed_file_id(name) != 0;
+        if (name.ends_with(".img") && !goes)
+            throw Error(Errc::bad_argument,
+                        "recipients: the image directory holds " + name +
+                            " of an earlier checkpoint, in the clear: use another directory");
+    }
+}
+
+void DumpImages::require_as_asked() const {
+    if (!is_as_asked())
+        throw Error(Errc::io,
+                    "a layout or recipients are asked for, and the dump was not begun with "
+                    "them: the container's policy could not be read then, or another "
+                    "plugin has answered PAUSE_DEVICES; try again");
+}
+
+void DumpImages::withdraw() noexcept {
+    try {
+        remove_early_images(image_dir_);
+    } catch (const Error& e) {
+        host::error(std::string("what this dump has left is no checkpoint: remove it: ") +
+                    e.what());
     }
 }
 
 void DumpImages::begin() {
     if (std::exchange(begun_, true))
         return;
-    for (const char* old : {kManifestName, kUndoLogName})
+    for (const char* old : {kManifestName, kUndoLogName, kPackName})
         if (::unlinkat(image_dir_, old, 0) != 0 && errno != ENOENT)
             throw io_error(std::string("cannot remove the old ") + old, errno);
+    seal::remove_sealed_files(image_dir_);
     manifest_.checkpoint_id = random_id();
+    if (sealed_ && parent_is_chosen_) // else it is not known yet whose keys it is to hold
+        sealed_->write_envelope();
+}
+
+void DumpImages::begin_pack() {
+    packs_ = true;
+    note_in_inventory(true);
+}
+
+void DumpImages::pack(int directory, const std::vector<std::string>& names) {
+    if (sealed_) {
+        pack_sealed(*sealed_, directory, names);
+        return;
+    }
+    const PackResult packed = write_pack(manifest_.checkpoint_id, directory, names, image_dir_,
+                                         {.threads = config_.threads,
+                                          .compress = config_.compress,
+                                          .chunk_size = config_.chunk_size,
+                                          .io = config_.io});
+    try {
+        manifest_.pack = packed.digest;
+        write_manifest(image_dir_, manifest_);
+        copy_early_images(directory, names, image_dir_);
+    } catch (const Error&) {
+        ::unlinkat(image_dir_, kPackName, 0);
+        throw;
+    }
+    host::info("packed " + std::to_string(packed.files) + " images of CRIU, " +
+               std::to_string(packed.plain_size >> 10) + " KiB, as " +
+               std::to_string(packed.file_size >> 10) + " KiB");
+}
+
+// On an exception the sealed images stay: the undo may still need them.
+void DumpImages::pack_sealed(SealedDump& dump, int directory,
+                             const std::vector<std::string>& names) {
+    try {
+        const seal::SealedSizes sealed =
+            dump.write_files(manifest_, directory, names, config_.threads);
+        copy_early_images(directory, names, image_dir_);
+        finished_ = true;
+        host::info("sealed " + std::to_string(names.size()) + " images of CRIU, " +
+                   std::to_string(sealed.plain_size >> 10) + " KiB");
+    } catch (const Error&) {
+        ::unlinkat(image_dir_, seal::kSealedName, 0);
+        throw;
+    }
 }
 
 WriteResult DumpImages::write(pid_t pid, ManifestTask& task, std::vector<Region> regions) {
@@ -64,21 +158,40 @@ WriteResult DumpImages::write(pid_t pid, ManifestTask& task, std::vector<Region>
     }
     info.chunk_size = config_.chunk_size;
     info.regions = std::move(regions);
+    const std::string owner = proc::rights(pid);
     const WriteOptions options{.threads = config_.threads,
                                .compress = config_.compress,
                                .io = config_.io,
-                               .parent = parent_.index ? &*parent_.index : nullptr,
+                               .parent = &known_chunks(owner),
                                .check_parent = config_.check_parent};
-    WriteResult written = write_image(image_dir_, task.image_name(), info, memory, options);
+    WriteResult written;
+    if (sealed_)
+        sealed_->write_image(task.image_name(), options.alignment, [&](ImageOutput& output) {
+            written = write_image(output, info, memory, options);
+        });
+    else
+        written = write_image(image_dir_, task.image_name(), info, memory, options);
     if (written.damaged_in_parent != 0)
-        host::warn("the parent is damaged: " + std::to_string(written.damaged_in_parent) +
-                   " chunks of pid " + std::to_string(pid) +
-                   " were stored anew, the first because of " + written.first_damage +
-                   "; gpustasis verify says what depends on it");
+        host::warn("the parent is damaged, or an image of this dump: " +
+                   std::to_string(written.damaged_in_parent) + " chunks of pid " +
+                   std::to_string(pid) + " were stored anew, the first because of " +
+                   written.first_damage + "; gpustasis verify says what depends on it");
     task.externalized = true;
     task.digest = written.digest;
     stored_.add(task, info.regions);
+    if (!sealed_) // sealed images share nothing
+        not_known_.emplace_back(task, owner);
     return written;
+}
+
+// Images are looked at once another one is to be written: a dump with one task never pays for it.
+const ParentIndex& DumpImages::known_chunks(const std::string& owner) {
+    if (!known_)
+        known_.emplace(config_.chunk_size);
+    for (const auto& [task, of] : std::exchange(not_known_, {}))
+        known_->add(lineage_, manifest_.checkpoint_id, task, of);
+    known_->write_for(owner);
+    return *known_;
 }
 
 void DumpImages::note(ManifestTask task) {
@@ -87,7 +200,24 @@ void DumpImages::note(ManifestTask task) {
     // Once the inventory has our name, stock criu will not restore a process without its memory.
     note_in_inventory(task.externalized);
     manifest_.add(std::move(task));
-    write_manifest(image_dir_, manifest_);
+    if (!sealed_)
+        write_manifest(image_dir_, manifest_);
+}
+
+// Once: under its key, nothing can take its place. With CRIU's images in it, it is written by pack().
+void DumpImages::asked_about(pid_t pid) {
+    if (!sealed_ || packs_)
+        return;
+    if (!awaited_) {
+        awaited_.emplace();
+        for (const pid_t task : proc::traced_by_us())
+            if (proc::state(task) != 'Z') // CRIU asks for none of those
+                awaited_->insert(task);
+    }
+    awaited_->erase(pid);
+    if (!awaited_->empty() || std::exchange(finished_, true))
+        return;
+    sealed_->write_manifest(manifest_);
 }
 
 void DumpImages::note_in_inventory(bool externalized) {

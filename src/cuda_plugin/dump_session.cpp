@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -29,7 +30,8 @@ std::string name(const TaskRecord& record) {
 
 DumpSession::DumpSession(const Config& config, PluginOptions options)
     : config_(config), options_(std::move(options)), image_dir_(host::open_image_dir()),
-      lineage_(image_dir_.get()), table_(OnOrphaned::undo), worker_(config_, table_, lineage_),
+      lineage_(image_dir_.get()), undo_images_(lineage_), table_(OnOrphaned::undo),
+      worker_(config_, table_, undo_images_),
       images_(config_, image_dir_.get(), lineage_, statistics_),
       cpu_memory_(config_, images_, statistics_) {
     statistics_.stage = "dump";
@@ -54,20 +56,35 @@ void DumpSession::settle_policy(bool cuda) {
         container_.settle(root_, config_, options_); // the worker reads config_ as well
         policy_settled_ = true;
     } catch (const Error&) {
-        if (cuda || config_.cpu_memory == CpuMemory::ours)
+        if (cuda || config_.cpu_memory == CpuMemory::ours || config_.is_packed() ||
+            !config_.recipients.empty())
             throw;
     }
+}
+
+void DumpSession::begin_pack() {
+    images_.refuse_clear_images();
+    packed_.emplace(image_dir_.get(), [this](int directory, const std::vector<std::string>& names) {
+        statistics_.phases.time("pack", [&] { images_.pack(directory, names); });
+    });
+    images_.begin();
+    images_.begin_pack();
+    statistics_.config_source = config_.source;
+    statistics_.threads = config_.threads;
 }
 
 void DumpSession::choose_parent_once() {
     if (parent_chosen_)
         return;
     settle_policy(true);
+    images_.require_as_asked();
     container_.open_store(root_, config_);
     statistics_.config_source = config_.source;
     statistics_.threads = config_.threads;
     host::info("configuration: " + config_.source);
     images_.choose_parent(container_.store());
+    if (const seal::DataKey* key = images_.seal())
+        undo_images_.use_key(*key);
     parent_chosen_ = true; // what has failed, and was let pass, is tried anew
 }
 
@@ -92,16 +109,6 @@ void DumpSession::begin() {
     begun_ = true;
 }
 
-// Their images would have one name, and the second would take the place of the first.
-void DumpSession::refuse_same_inner_pid(pid_t pid, std::uint32_t inner_pid) {
-    for (std::size_t i = 0; i < table_->task_count; ++i)
-        if (const TaskRecord& other = table_->tasks[i]; other.image_pid == inner_pid)
-            throw Error(Errc::unsupported,
-                        "processes " + std::to_string(other.pid) + " and " + std::to_string(pid) +
-                            " use CUDA and both have pid " + std::to_string(inner_pid) +
-                            " in their pid namespaces: checkpoint them in separate dumps");
-}
-
 bool DumpSession::pause(pid_t pid) {
     const bool first = std::exchange(root_, root_ == 0 ? pid : root_) == 0;
     files_.add_task(pid);
@@ -111,6 +118,9 @@ bool DumpSession::pause(pid_t pid) {
             const host::PausedAlarm paused;
             refuse_missing_memory(pid, true);
             settle_policy(false);
+            images_.seal();
+            if (config_.is_packed())
+                begin_pack();
             cpu_memory_.prepare();
             // "auto" does so only where there is something to store.
             if (config_.cpu_memory == CpuMemory::ours)
@@ -151,7 +161,7 @@ bool DumpSession::pause_task(pid_t pid, bool& asked) {
                         ": another program is at work on it, or has left it so; unlock it, or "
                         "set found_locked = \"dump\" to have it dumped as it is");
     const TaskIdentity identity = identify_task(pid);
-    refuse_same_inner_pid(pid, identity.inner_pid);
+    table_.refuse_same_image(pid, identity.inner_pid);
     locks_.push_back(std::move(lock_of_dump));
     TaskRecord& record = table_.add(pid);
     record.image_pid = identity.inner_pid;
@@ -188,14 +198,18 @@ bool DumpSession::checkpoint(pid_t pid) {
     if (record == nullptr && proc::may_use_cuda(pid) && worker_.restore_thread(pid))
         throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
                               "try again");
+    images_.require_as_asked();
     std::vector<Region> staging;
     if (record != nullptr)
         staging = checkpoint_device(*record);
+    if (packed_ && record != nullptr) // from now on as much is missing, or has been staged
+        packed_->leave_room(pid, record->drop_begun ? statistics_of(*record).staged_bytes : 0);
     cpu_memory_.add(pid, staging);
     const bool taken =
         cpu_memory_.is_complete() &&
         cpu_memory_.take([this] { choose_parent_once(); },
                          [this](ManifestTask task, pid_t of) { note(std::move(task), of); });
+    images_.asked_about(pid);
     return taken || record != nullptr;
 }
 
@@ -239,6 +253,7 @@ void DumpSession::require_checkpointed(TaskRecord& record) {
 void DumpSession::run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics) {
     const std::vector<pid_t> threads = proc::threads(record.pid);
     record.checkpoint_begun = true;
+    record_checkpoint(record, image_dir_.get(), config_.externalize);
     ThawedThread thawed(record);
     const WatchedThread watched(worker_, record.restore_tid);
     statistics.phases.time("driver_checkpoint", [&] { worker_.checkpoint(record.pid); });
@@ -261,12 +276,11 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     statistics.damaged_in_parent = written.damaged_in_parent;
     for (const Region& region : regions)
         statistics.staged_bytes += region.length;
-
     note(std::move(task), record.pid);
     record.digest = written.digest;
     Guard& guard = guards_[record.pid];
     statistics.phases.time("drop", [&] {
-        drop_staging(guard, record, regions, *table_, lineage_, config_.threads,
+        drop_staging(guard, record, regions, *table_, undo_images_, config_.threads,
                      config_.require_guard);
     });
     statistics.not_guarded_because = guard.why_not;
@@ -294,6 +308,7 @@ void DumpSession::undo(TaskRecord& record) noexcept {
     try {
         if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead) {
             forget_drop(record);
+            forget_checkpoint(record);
             record.settled = true;
             return;
         }
@@ -302,7 +317,8 @@ void DumpSession::undo(TaskRecord& record) noexcept {
         statistics.phases.time("undo", [&] {
             // While every thread of it is frozen: none may see the memory missing.
             Guard& guard = guards_[record.pid];
-            refill_task(record, lineage_, config_.threads, guard.pages ? &*guard.pages : nullptr);
+            refill_task(record, undo_images_, config_.threads,
+                        guard.pages ? &*guard.pages : nullptr);
             // Frozen only if the dump came that far: a failing lock leaves the task running.
             if (is_traced_by_us(record.restore_tid)) {
                 ThawedThread thawed(record);
@@ -325,25 +341,29 @@ void DumpSession::undo(TaskRecord& record) noexcept {
     }
 }
 
-// The checkpoint is good without it, and the next can be built on what the store had before.
-void DumpSession::keep_in_store() {
-    const ContainerStore* store = container_.store();
-    if (store == nullptr || !images_.named_ours())
-        return;
-    try {
-        statistics_.phases.time(
-            "store", [&] { store->keep(image_dir_.get(), images_.manifest().checkpoint_id); });
-        host::info("kept in " + store->path() + " for the next checkpoint of the container");
-    } catch (const Error& e) {
-        host::warn("not kept for the next checkpoint of the container: " + std::string(e.what()));
-        statistics_.not_kept_because = e.what();
-    }
+// The end of a dump that criu takes for a good one, and that is none: nobody may think that it is.
+void DumpSession::refuse(const char* why) noexcept {
+    host::error(std::string(why) + ": Dumping FAILED, and the tasks run on");
+    finish(false);
+    images_.withdraw();
+    if (host::final_state() == criu::FinalState::dead) // else criu has done so
+        host::undo_dump_of_criu();
+    ::_exit(EXIT_FAILURE);
 }
 
 void DumpSession::finish(bool succeeded) noexcept {
     try {
+        if (packed_ && !packed_->end(succeeded))
+            refuse("layout = \"packed\": criu has ended its dump, and has an image still open for "
+                   "writing, or wrote none here");
+        if (succeeded && !images_.is_as_asked())
+            refuse("layout or recipients: criu has not asked this plugin about any task before it "
+                   "froze the "
+                   "tree, and has written its images in the clear: remove them");
+        if (succeeded && !images_.is_finished())
+            refuse("recipients: criu has ended its dump, and has not asked about every task");
         cpu_memory_.finish(succeeded);
-        if (!begun_ && statistics_.cpu_memory.empty()) {
+        if (!begun_ && statistics_.cpu_memory.empty() && !packed_) {
             worker_.stop();
             return;
         }
@@ -362,8 +382,8 @@ void DumpSession::finish(bool succeeded) noexcept {
             worker_.leave();
         } else
             worker_.stop();
-        if (succeeded)
-            keep_in_store();
+        if (succeeded && images_.named_ours())
+            container_.keep(image_dir_.get(), images_.manifest().checkpoint_id, statistics_);
         write_statistics(image_dir_.get(), statistics_);
         if (killed)
             container_.mark_checkpointed();

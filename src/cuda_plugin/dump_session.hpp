@@ -11,6 +11,7 @@
 #include "cuda_plugin/dump_images.hpp"
 #include "cuda_plugin/dumped_container.hpp"
 #include "cuda_plugin/findings.hpp"
+#include "cuda_plugin/packed_dump.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
 #include "cuda_plugin/tree_files.hpp"
@@ -20,6 +21,7 @@
 #include <sys/types.h>
 
 #include <map>
+#include <optional>
 #include <vector>
 
 namespace gpustasis {
@@ -46,6 +48,8 @@ public:
 private:
     TaskStatistics& statistics_of(const TaskRecord& record);
     void settle_policy(bool cuda);
+    void begin_pack();
+    [[noreturn]] void refuse(const char* why) noexcept;
     void choose_parent_once();
     void begin();
     /// `asked`: set once the driver has been asked to work in the task.
@@ -56,12 +60,9 @@ private:
     void externalize(TaskRecord& record, const std::vector<Region>& regions,
                      TaskStatistics& statistics);
     std::vector<Region> checkpoint_device(TaskRecord& record);
-    void refuse_same_inner_pid(pid_t pid, std::uint32_t inner_pid);
     ManifestTask entry_of(const TaskRecord& record);
     void note(ManifestTask task, pid_t pid);
     void undo(TaskRecord& record) noexcept;
-
-    void keep_in_store();
 
     Config config_;
     PluginOptions options_;
@@ -70,6 +71,7 @@ private:
     DumpedContainer container_;
     UniqueFd image_dir_;
     Lineage lineage_;
+    UndoImages undo_images_;
     SharedTaskTable table_;
     std::vector<DumpLock> locks_;   ///< of the tasks in the table
     std::map<pid_t, Guard> guards_; ///< of dropped memory, by task as criu sees it
@@ -78,6 +80,7 @@ private:
     Statistics statistics_;
     DumpImages images_;
     CpuMemoryDump cpu_memory_;
+    std::optional<PackedDump> packed_; ///< layout = "packed"
     bool policy_settled_ = false;
     bool parent_chosen_ = false;
     bool begun_ = false; ///< the driver has been asked

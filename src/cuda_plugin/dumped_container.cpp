@@ -3,9 +3,11 @@
 
 #include "core/error.hpp"
 #include "cuda_plugin/container_id.hpp"
+#include "cuda_plugin/host.hpp"
 #include "cuda_plugin/policy.hpp"
 #include "cuda_plugin/proc.hpp"
 
+#include <string>
 #include <utility>
 
 namespace gpustasis {
@@ -36,6 +38,18 @@ void DumpedContainer::open_store(pid_t root, const Config& config) {
         throw Error(Errc::bad_argument, "incremental: none of the cgroups of pid " +
                                             std::to_string(root) + " names a container");
     store_.emplace(ids[0]);
+}
+
+void DumpedContainer::keep(int image_dir, const Id& checkpoint_id, Statistics& statistics) const {
+    if (!store_)
+        return;
+    try {
+        statistics.phases.time("store", [&] { store_->keep(image_dir, checkpoint_id); });
+        host::info("kept in " + store_->path() + " for the next checkpoint of the container");
+    } catch (const Error& e) {
+        host::warn("not kept for the next checkpoint of the container: " + std::string(e.what()));
+        statistics.not_kept_because = e.what();
+    }
 }
 
 void DumpedContainer::mark_checkpointed() const {

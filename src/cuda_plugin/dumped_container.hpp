@@ -4,6 +4,7 @@
 
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/container_store.hpp"
+#include "cuda_plugin/statistics.hpp"
 
 #include <sys/types.h>
 
@@ -26,6 +27,10 @@ public:
 
     /// Nullptr: checkpoints of this tree are not kept.
     const ContainerStore* store() const noexcept { return store_ ? &*store_ : nullptr; }
+
+    /// Keep that checkpoint in the store, if there is one. It is good without that, and the next can be built on
+    /// what the store had before.
+    void keep(int image_dir, const Id& checkpoint_id, Statistics& statistics) const;
 
     /// It ends now, by a checkpoint, and may come back. Throws Error: io.
     void mark_checkpointed() const;

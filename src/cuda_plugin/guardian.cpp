@@ -51,9 +51,9 @@ bool is_over(const TaskRecord& record) noexcept {
 
 class Guardian {
 public:
-    Guardian(TaskRecord& record, const TaskTable& table, MissingPages& pages, Lineage& lineage,
-             unsigned threads, int criu) noexcept
-        : record_(record), table_(table), pages_(pages), lineage_(lineage), threads_(threads),
+    Guardian(TaskRecord& record, const TaskTable& table, MissingPages& pages,
+             const UndoImages& images, unsigned threads, int criu) noexcept
+        : record_(record), table_(table), pages_(pages), images_(images), threads_(threads),
           criu_(criu) {}
 
     /// Returns when nothing is left to guard.
@@ -89,7 +89,7 @@ public:
 
     /// Before anything is dropped: who clears the image directory later does not take the image away.
     /// Throws as open_dropped().
-    void open_image() { image_ = open_dropped(dropped_task(record_), lineage_); }
+    void open_image() { image_ = images_.open(dropped_task(record_)); }
 
 private:
     /// What cannot be put back stays guarded: whoever waits for it waits for the end of the task, and
@@ -147,22 +147,24 @@ private:
     TaskRecord& record_;
     const TaskTable& table_;
     MissingPages& pages_;
-    Lineage& lineage_;
+    const UndoImages& images_;
     unsigned threads_;
     int criu_;
     std::optional<ImageReader> image_;
 };
 
 [[noreturn]] void run_guardian(int number, TaskRecord& record, const TaskTable& table,
-                               MissingPages& pages, Lineage& lineage, unsigned threads,
-                               int criu) noexcept {
+                               MissingPages& pages, UndoImages& images, KeyHandover& key,
+                               unsigned threads, int criu) noexcept {
     try {
-        std::vector<int> keep = lineage.descriptors();
+        key.take(images);
+        std::vector<int> keep = images.lineage().descriptors();
         keep.push_back(pages.fd());
         keep.push_back(criu);
         shed_criu(std::move(keep), kGuardianName);
-        Guardian guardian(record, table, pages, lineage, threads, criu);
+        Guardian guardian(record, table, pages, images, threads, criu);
         guardian.open_image();
+        images.forget_key(); // the image holds what it needs of it
         record.guardian_starts[number] = proc::start_time(::getpid());
         record.guardians[number] = ::getpid();
         for (int before = 0; before < number; ++before)
@@ -178,13 +180,14 @@ private:
 } // namespace
 
 void start_guardians(TaskRecord& record, const TaskTable& table, MissingPages& pages,
-                     Lineage& lineage, unsigned threads) {
+                     UndoImages& images, unsigned threads) {
     const UniqueFd criu = open_process(::getpid());
     if (!criu)
         throw io_error("pidfd_open of criu", errno);
     for (int number = 0; number < TaskRecord::kGuardians; ++number) {
+        KeyHandover key(images);
         fork_orphan("a guardian of dropped memory", [&] {
-            run_guardian(number, record, table, pages, lineage, threads, criu.get());
+            run_guardian(number, record, table, pages, images, key, threads, criu.get());
         });
         for (int waited = 0; record.guardians[number] == 0; ++waited) {
             if (waited == kStartMs)

@@ -9,8 +9,8 @@
 /// done by criu, and when the task is dead.
 #pragma once
 
-#include "core/lineage.hpp"
 #include "cuda_plugin/task_table.hpp"
+#include "cuda_plugin/undo_images.hpp"
 #include "dropped_memory/missing_pages.hpp"
 
 namespace gpustasis {
@@ -19,10 +19,10 @@ namespace gpustasis {
 inline constexpr const char* kGuardianName = "gpustasis-guard";
 
 /// Start both for the task of `record`, whose memory stands behind `pages` already and is still
-/// there; they hold on to it when this returns. `lineage` is that of the dump's image directory.
+/// there; they hold on to it when this returns.
 /// Throws Error: io.
 void start_guardians(TaskRecord& record, const TaskTable& table, MissingPages& pages,
-                     Lineage& lineage, unsigned threads);
+                     UndoImages& images, unsigned threads);
 
 /// For the worker, when criu is gone: whether a guardian of `record` is alive that has not put all
 /// pages back yet. It holds on to them until the task ends.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <utility>
@@ -17,13 +18,17 @@
 namespace gpustasis {
 namespace {
 
-static_assert(sizeof(off_t) == 8); // lseek and lseek64 are one function then
+// Each has two names, and is one function.
+static_assert(sizeof(off_t) == 8 && sizeof(struct stat) == sizeof(struct stat64));
+constexpr std::int64_t kBlock = 512; // of st_blocks
 
 // Where criu's calls find it: lseek() has no place for it.
 std::atomic<HiddenData*> living = nullptr;
 // Not by name: in a test, this is the main program itself.
 using Seek = off_t (*)(int, off_t, int);
 std::atomic<Seek> real_lseek = nullptr;
+using Examine = int (*)(int, struct stat*);
+std::atomic<Examine> real_fstat = nullptr;
 
 off_t at(std::uint64_t offset) noexcept {
     return static_cast<off_t>(offset);
@@ -33,19 +38,27 @@ off_t at(std::uint64_t offset) noexcept {
 
 HiddenData::HiddenData() {
     real_lseek = reinterpret_cast<Seek>(ImportSlot::find_imported("lseek"));
+    real_fstat = reinterpret_cast<Examine>(ImportSlot::find_imported("fstat"));
+    lead({"lseek64", "lseek"}, reinterpret_cast<void*>(&HiddenData::lseek_of_criu));
+    lead({"fstat64", "fstat"}, reinterpret_cast<void*>(&HiddenData::fstat_of_criu));
+    living = this;
+}
+
+void HiddenData::lead(std::initializer_list<const char*> names, void* function) {
     std::string why_not;
-    for (const char* name : {"lseek64", "lseek"}) {
+    bool found = false;
+    for (const char* name : names) {
         try {
-            slots_.emplace_back(name, reinterpret_cast<void*>(&HiddenData::lseek_of_criu));
+            slots_.emplace_back(name, function);
+            found = true;
         } catch (const Error& e) {
             if (e.code() != Errc::unsupported)
                 throw;
             why_not = e.what();
         }
     }
-    if (slots_.empty())
+    if (!found)
         throw Error(Errc::unsupported, why_not);
-    living = this;
 }
 
 HiddenData::~HiddenData() {
@@ -54,19 +67,17 @@ HiddenData::~HiddenData() {
 
 void HiddenData::hide(UniqueFd file, std::vector<AddressRange> ranges) {
     struct stat status {};
-    if (::fstat(file.get(), &status) != 0)
+    if (real_fstat.load()(file.get(), &status) != 0)
         throw io_error("cannot examine shared memory", errno);
-    auto found = std::ranges::find_if(files_, [&](const File& one) {
-        return one.device == status.st_dev && one.inode == status.st_ino;
-    });
-    if (found == files_.end()) {
+    File* found = find(status);
+    if (found == nullptr) {
         files_.push_back({.fd = std::move(file),
                           .device = status.st_dev,
                           .inode = status.st_ino,
                           .size = status.st_size,
                           .ranges = {},
                           .told_until = {}});
-        found = std::prev(files_.end());
+        found = &files_.back();
     }
     ranges.insert(ranges.end(), found->ranges.begin(), found->ranges.end());
     found->ranges = join(std::move(ranges));
@@ -85,6 +96,26 @@ HiddenData::Answered HiddenData::answered() const noexcept {
     return all;
 }
 
+HiddenData::File* HiddenData::find(const struct stat& status) noexcept {
+    const auto found = std::ranges::find_if(files_, [&](const File& one) {
+        return one.device == status.st_dev && one.inode == status.st_ino;
+    });
+    return found == files_.end() ? nullptr : &*found;
+}
+
+// What counts as much as the data of a file that lacks what is hidden.
+int HiddenData::fstat_of_criu(int fd, struct stat* status) noexcept {
+    const int result = real_fstat.load()(fd, status);
+    HiddenData* self = living;
+    const File* file = result == 0 && self != nullptr ? self->find(*status) : nullptr;
+    if (file == nullptr)
+        return result;
+    for (const AddressRange& range : file->ranges)
+        status->st_blocks -= std::min<std::int64_t>(
+            status->st_blocks, static_cast<std::int64_t>(range.end - range.start) / kBlock);
+    return result;
+}
+
 off_t HiddenData::lseek_of_criu(int fd, off_t offset, int whence) noexcept {
     HiddenData* self = living;
     if (self == nullptr || offset < 0 || (whence != SEEK_DATA && whence != SEEK_HOLE))
@@ -95,12 +126,9 @@ off_t HiddenData::lseek_of_criu(int fd, off_t offset, int whence) noexcept {
 off_t HiddenData::seek(int fd, off_t offset, int whence) noexcept {
     const int error = errno;
     struct stat status {};
-    const bool known = ::fstat(fd, &status) == 0;
+    File* file = real_fstat.load()(fd, &status) == 0 ? find(status) : nullptr;
     errno = error;
-    const auto file = std::ranges::find_if(files_, [&](const File& one) {
-        return known && one.device == status.st_dev && one.inode == status.st_ino;
-    });
-    if (file == files_.end())
+    if (file == nullptr)
         return real_lseek.load()(fd, offset, whence);
     if (status.st_size != file->size) {
         try {

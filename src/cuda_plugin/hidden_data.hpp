@@ -6,21 +6,24 @@
 #include "cuda_plugin/address_ranges.hpp"
 #include "cuda_plugin/import_slot.hpp"
 
+#include <sys/stat.h>
 #include <sys/types.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <list>
 #include <vector>
 
 namespace gpustasis {
 
 /// Nothing is done to the memory. CRIU asks the kernel where a segment of shared memory has data, by
-/// lseek(SEEK_DATA) and lseek(SEEK_HOLE); the criu process's calls of lseek lead here, and what is hidden is a
-/// hole in the answer. Every other call passes unchanged, with its errno. If criu asks in another way, it finds
-/// all data, and dumps it: answered() tells.
+/// lseek(SEEK_DATA) and lseek(SEEK_HOLE), and compares st_blocks of a file that has no name with its ghost-limit. The
+/// criu process's calls of lseek and fstat lead here: what is hidden is a hole in the answer, and no block of the
+/// file. Every other call passes unchanged, with its errno. If criu asks in another way, it finds all data, and
+/// dumps it, or refuses it: answered() tells.
 class HiddenData {
 public:
-    /// At most one of them lives. Throws Error: unsupported if criu's calls of lseek cannot be led here; io.
+    /// At most one of them lives. Throws Error: unsupported if criu's calls cannot be led here; io.
     HiddenData();
     HiddenData(const HiddenData&) = delete;
     HiddenData& operator=(const HiddenData&) = delete;
@@ -48,13 +51,16 @@ private:
         std::vector<std::uint64_t> told_until; ///< of each range, up to where answers lacked it
     };
 
+    void lead(std::initializer_list<const char*> names, void* function);
+    File* find(const struct stat& status) noexcept;
+    static int fstat_of_criu(int fd, struct stat* status) noexcept;
     static off_t lseek_of_criu(int fd, off_t offset, int whence) noexcept;
     off_t seek(int fd, off_t offset, int whence) noexcept;
     static off_t seek_data(int fd, off_t offset, File& file) noexcept;
     static off_t seek_hole(int fd, off_t offset, const File& file) noexcept;
 
     std::list<File> files_;
-    std::list<ImportSlot> slots_; ///< lseek has two names, and a criu may import either
+    std::list<ImportSlot> slots_; ///< each function has two names, and a criu may import either
 };
 
 } // namespace gpustasis

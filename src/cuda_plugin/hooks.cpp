@@ -4,6 +4,7 @@
 #include "cuda_plugin/criu_abi.hpp"
 #include "cuda_plugin/dump_session.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/low_descriptors.hpp"
 #include "cuda_plugin/restore_session.hpp"
 
 #include <cerrno>
@@ -52,13 +53,15 @@ int init(int stage) {
             host::use_interrupt_only_mode();
             break;
         }
-        case criu::Stage::restore:
+        case criu::Stage::restore: {
+            const LowDescriptors criu_has; // what the session opens stays open
             restore = std::make_unique<RestoreSession>(find_config(host::plugin_options()));
             if (!restore->prepare()) {
                 restore->finish(true);
                 restore.reset();
             }
             break;
+        }
         }
         return criu::kDone;
     });

@@ -19,15 +19,31 @@ __attribute__((weak)) int add_inventory_plugin(const char* name);
 __attribute__((weak)) bool check_and_remove_inventory_plugin(const char* name, std::size_t size);
 __attribute__((weak)) void set_compel_interrupt_only_mode(void);
 __attribute__((weak)) int criu_plugin_get_options(int* argc, char*** argv); // since 4.3
+// criu/include/bfd.h: buffered images.
+__attribute__((weak)) int bfdopenw(void* file);
+__attribute__((weak)) int bwrite(void* file, const void* bytes, int size);
+__attribute__((weak)) void bclose(void* file);
+__attribute__((weak)) int bfd_flush_images(void);
+__attribute__((weak)) void network_unlock(void);
+__attribute__((weak)) int unsuspend_lsm(void);
+__attribute__((weak)) void delete_link_remaps(void);
 }
 
 namespace gpustasis::host {
 namespace {
 
+// As CRIU marks its own lines, "Error (criu/bfd.c:131): ": crun tells its caller only lines of the log
+// in which "Error" and a blank stand.
 void log(criu::LogLevel level, const char* mark, const std::string& text) noexcept {
     if (print_on_level != nullptr) // else this is no criu: a test of a part
         print_on_level(static_cast<unsigned>(level), "%scuda_plugin: %s\n", mark, text.c_str());
 }
+
+/// struct bfd begins with its descriptor; what is behind is criu's, and less than this in any version.
+struct BufferedFile {
+    alignas(16) int fd = -1;
+    std::byte rest[252] = {};
+};
 
 } // namespace
 
@@ -49,10 +65,10 @@ void require_symbols() {
 }
 
 void error(const std::string& text) noexcept {
-    log(criu::LogLevel::error, "Error: ", text);
+    log(criu::LogLevel::error, "Error (gpustasis): ", text);
 }
 void warn(const std::string& text) noexcept {
-    log(criu::LogLevel::warning, "Warn: ", text);
+    log(criu::LogLevel::warning, "Warn (gpustasis): ", text);
 }
 void info(const std::string& text) noexcept {
     log(criu::LogLevel::info, "", text);
@@ -66,6 +82,51 @@ UniqueFd open_image_dir() {
     if (!copy)
         throw io_error("cannot use criu's image directory", errno);
     return copy;
+}
+
+int image_dir() noexcept {
+    return criu_get_image_dir();
+}
+
+void set_image_dir(int directory) {
+    const int place = criu_get_image_dir();
+    if (place < 0)
+        throw Error(Errc::io, "criu has no image directory");
+    if (::dup3(directory, place, O_CLOEXEC) < 0)
+        throw io_error("cannot give criu another image directory", errno);
+}
+
+void require_fail_dump() {
+    if (bfdopenw == nullptr || bwrite == nullptr || bclose == nullptr ||
+        bfd_flush_images == nullptr || network_unlock == nullptr || unsuspend_lsm == nullptr ||
+        delete_link_remaps == nullptr)
+        throw Error(Errc::unsupported, "this criu does not export how it writes images");
+}
+
+bool images_are_cut() noexcept {
+    return bfd_flush_images() != 0;
+}
+
+// An image whose last bytes could not be written is what criu itself fails for at this point. This one is a
+// directory, so no write of it ever succeeds.
+bool fail_dump() noexcept {
+    BufferedFile file;
+    file.fd = ::fcntl(criu_get_image_dir(), F_DUPFD_CLOEXEC, 3);
+    if (bfdopenw(&file) == 0) {
+        bwrite(&file, "", 1);
+        bclose(&file);
+    }
+    return images_are_cut();
+}
+
+// As cr_dump_finish() of criu's cr-dump.c, in that order. What a criu does not export it keeps for itself.
+void undo_dump_of_criu() noexcept {
+    if (unsuspend_lsm != nullptr)
+        unsuspend_lsm();
+    if (network_unlock != nullptr)
+        network_unlock();
+    if (delete_link_remaps != nullptr)
+        delete_link_remaps();
 }
 
 void use_interrupt_only_mode() {

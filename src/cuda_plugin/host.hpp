@@ -40,6 +40,29 @@ private:
 /// Throws Error: io.
 UniqueFd open_image_dir();
 
+/// The number of criu's own descriptor of its image directory; negative: it has none.
+int image_dir() noexcept;
+
+/// Have criu's image directory be what `directory` is, from now on.
+/// Throws Error: io if criu has none (any more).
+void set_image_dir(int directory);
+
+/// Whether criu has noticed that an image lacks its last bytes: it fails the dump for that when it has closed
+/// the last one. Only where require_fail_dump() has passed.
+bool images_are_cut() noexcept;
+
+/// Have the dump that is under way fail, and criu undo it: let the tasks run on, give them their network back,
+/// and say so to whoever asked for it. Only before criu looks whether all images were written, which is
+/// when it has closed the last of them. False: this criu did not take it.
+bool fail_dump() noexcept;
+
+/// Undo what criu itself has done to the job for a dump, as it does when the tasks run on: the lock of the network,
+/// what holds a security module back, and links to files without a name. This process ends next.
+void undo_dump_of_criu() noexcept;
+
+/// Throws Error: unsupported if this criu does not export what fail_dump() needs.
+void require_fail_dump();
+
 /// Ask criu to stop tasks by ptrace alone: a frozen cgroup cannot answer the driver's lock.
 void use_interrupt_only_mode();
 

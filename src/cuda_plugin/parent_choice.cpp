@@ -3,11 +3,17 @@
 
 #include "core/error.hpp"
 #include "core/unique_fd.hpp"
+#include "cuda_plugin/sealed_key.hpp"
+#include "seal/sealed_chain.hpp"
+#include "seal/sealed_checkpoint.hpp"
 
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <memory>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -19,8 +25,42 @@ UniqueFd open_directory(int dir_fd, const char* path) {
     return UniqueFd(::openat(dir_fd, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
 }
 
+bool exists(int dir_fd, const char* name) {
+    return ::faccessat(dir_fd, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
 bool has_manifest(int dir_fd) {
-    return ::faccessat(dir_fd, kManifestName, F_OK, 0) == 0;
+    return exists(dir_fd, kManifestName) || exists(dir_fd, seal::kSealedName);
+}
+
+ParentChoice full(std::string reason) {
+    return {.index = {}, .directory = {}, .reason = std::move(reason)};
+}
+
+/// Why a dump cannot be built on the checkpoint in `dir`; empty: it can. One key lineage, or none: in the
+/// clear would be what the dump seals, or sealed for nobody that the dump names what it needs.
+std::string why_not_alike(int dir, bool is_sealed) {
+    if (holds_sealed(dir) == is_sealed)
+        return {};
+    return directory_path(dir) +
+           (is_sealed ? " is in the clear, and a sealed checkpoint is built on sealed ones alone"
+                      : " is sealed, and the dump is not: it names no recipients");
+}
+
+Manifest manifest_of(int dir, const std::optional<seal::DataKey>& key) {
+    if (!key)
+        return read_manifest(dir);
+    const seal::SealedCheckpoint sealed(dir, *key);
+    if (!sealed.has(kManifestName))
+        throw Error(Errc::corrupt_data, "no sealed file holds " + std::string(kManifestName));
+    Manifest manifest =
+        parse_manifest(sealed.read(kManifestName, max_manifest_size()), kManifestName);
+    if (manifest.chain_length != key->ancestor_count())
+        throw Error(Errc::corrupt_data, "its envelope holds the keys of " +
+                                            std::to_string(key->ancestor_count()) +
+                                            " earlier checkpoints, and it is built on " +
+                                            std::to_string(manifest.chain_length));
+    return manifest;
 }
 
 UniqueFd named_parent(const Config& config, int image_dir) {
@@ -51,35 +91,8 @@ UniqueFd find_parent(const Config& config, int image_dir, const ContainerStore* 
     return store != nullptr ? store->newest() : linked_parent(image_dir);
 }
 
-} // namespace
-
-ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store) {
-    const int image_dir = lineage.directory(0);
-    if (::unlinkat(image_dir, kParentLink, 0) != 0 && errno != ENOENT)
-        throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
-    if (!config.externalize && config.cpu_memory == CpuMemory::criu) {
-        if (!config.parent.empty())
-            throw Error(Errc::bad_argument,
-                        "parent = \"" + config.parent + "\": needs externalize, which is off");
-        return {.index = {}, .directory = {}, .reason = "externalize is off"};
-    }
-    const UniqueFd dir = find_parent(config, image_dir, store);
-    if (!dir)
-        return {.index = {},
-                .directory = {},
-                .reason = store != nullptr ? "no checkpoint in " + store->path() : "no parent"};
-
-    const std::uint32_t length = read_manifest(dir.get()).chain_length;
-    if (length >= config.max_chain)
-        return {.index = {},
-                .directory = {},
-                .reason = "max_chain: " + directory_path(dir.get()) + " ends a chain of " +
-                          std::to_string(length)};
-    link_parent(image_dir, dir.get());
-    lineage.directory(1); // and its lock: from here on nobody removes it
-    const UniqueFd again = find_parent(config, image_dir, store);
-    if (!again || directory_path(again.get()) != lineage.path(1))
-        throw Error(Errc::io, lineage.path(1) + " was removed or replaced meanwhile");
+/// Of the parent that `lineage` has at depth 1.
+ParentChoice read_chosen(const Config& config, Lineage& lineage) {
     ParentChoice choice;
     choice.directory = lineage.path(1);
     choice.index = ParentIndex::read(lineage);
@@ -88,6 +101,63 @@ ParentChoice choose_parent(const Config& config, Lineage& lineage, const Contain
                                             ": the parent " + choice.directory + " has " +
                                             std::to_string(choice.index->chunk_size()));
     return choice;
+}
+
+} // namespace
+
+ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store,
+                           SealedDump* sealed) {
+    const int image_dir = lineage.directory(0);
+    if (::unlinkat(image_dir, kParentLink, 0) != 0 && errno != ENOENT)
+        throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
+    if (!config.externalize && config.cpu_memory == CpuMemory::criu) {
+        if (!config.parent.empty())
+            throw Error(Errc::bad_argument,
+                        "parent = \"" + config.parent + "\": needs externalize, which is off");
+        return full("externalize is off");
+    }
+    const UniqueFd dir = find_parent(config, image_dir, store);
+    if (!dir)
+        return full(store != nullptr ? "no checkpoint in " + store->path() : "no parent");
+    if (const std::string why_not = why_not_alike(dir.get(), sealed != nullptr); !why_not.empty()) {
+        if (!config.parent.empty())
+            throw Error(Errc::bad_argument, "the parent " + why_not);
+        return full(why_not);
+    }
+    std::optional<seal::DataKey> key;
+    Manifest parent;
+    try {
+        if (sealed != nullptr)
+            key = open_sealed_key(dir.get(), config.private_key, "it");
+        parent = manifest_of(dir.get(), key);
+    } catch (const Error& e) {
+        if (!key && sealed == nullptr)
+            throw;
+        throw Error(e, "the parent " + directory_path(dir.get()) + ": " + e.what());
+    }
+    if (parent.chain_length >= config.max_chain ||
+        (key && parent.chain_length >= seal::DataKey::kMaxAncestors))
+        return full("max_chain: " + directory_path(dir.get()) + " ends a chain of " +
+                    std::to_string(parent.chain_length));
+    if (key && std::ranges::none_of(parent.tasks, &ManifestTask::externalized))
+        return full(directory_path(dir.get()) + " holds no memory to build on");
+    link_parent(image_dir, dir.get());
+    lineage.directory(1); // and its lock: from here on nobody removes it
+    const UniqueFd again = find_parent(config, image_dir, store);
+    if (!again || directory_path(again.get()) != lineage.path(1))
+        throw Error(Errc::io, lineage.path(1) + " was removed or replaced meanwhile");
+    if (!key)
+        return read_chosen(config, lineage);
+    // What fails here may be let pass, and then the dump is built on nothing.
+    try {
+        sealed->build_on(*key);
+        lineage.open_by(std::make_shared<seal::SealedChain>(sealed->key()));
+        return read_chosen(config, lineage);
+    } catch (...) {
+        sealed->build_on_nothing();
+        lineage.open_by(nullptr);
+        throw;
+    }
 }
 
 } // namespace gpustasis

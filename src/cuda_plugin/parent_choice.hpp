@@ -6,6 +6,7 @@
 #include "core/parent_index.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/container_store.hpp"
+#include "cuda_plugin/sealed_dump.hpp"
 
 #include <optional>
 #include <string>
@@ -23,8 +24,11 @@ struct ParentChoice {
 /// the first with a manifest of ours along CRIU's own `parent` links (criu dump --prev-images-dir);
 /// else none. Makes the parent link of the checkpoint that `lineage` is of, or removes what an
 /// earlier dump left; `lineage` keeps the chain's files open. A chain that would get longer than
-/// config.max_chain is not continued. Throws Error: io, corrupt_data, unsupported; bad_argument if
+/// config.max_chain is not continued. With `sealed`, the dump is for recipients: its parent is sealed as well, is
+/// opened by config.private_key, and `sealed` is built on it from then on. A parent that was named and differs
+/// in that is refused, one that was found is not continued. Throws Error: io, corrupt_data, unsupported; bad_argument if
 /// what was named cannot serve.
-ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store);
+ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store,
+                           SealedDump* sealed);
 
 } // namespace gpustasis

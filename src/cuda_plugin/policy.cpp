@@ -21,8 +21,9 @@ namespace {
 
 constexpr std::uint64_t kMaxBytes = 64 << 10;
 // What concerns one container only; the driver, and what a restore goes by, are the host's.
-constexpr std::array<std::string_view, 7> kKeys = {
-    "compress", "cpu_memory", "externalize", "incremental", "parent", "lock_timeout_ms", "threads"};
+constexpr std::array<std::string_view, 8> kKeys = {"compress",        "cpu_memory", "externalize",
+                                                   "incremental",     "layout",     "parent",
+                                                   "lock_timeout_ms", "threads"};
 
 UniqueFd open_policies(const std::string& base, IfMissing missing) {
     return open_trusted(base, {"gpustasis", "policy"}, missing);

@@ -38,6 +38,8 @@ constexpr int kHelperThreadsMs = 5'000;
 
 // A thread's name takes about a tenth of the time that the mappings of a small process take.
 constexpr std::uint64_t kFewThreads = 4;
+// Of more, it is faster to pass their stacks once and to look at every file mapping between.
+constexpr std::uint64_t kManyThreads = 256;
 
 /// By the links of its directory: two, and one for each thread.
 std::uint64_t count_threads(pid_t pid) {
@@ -61,15 +63,15 @@ struct ProcmapQuery {
     std::uint64_t name, build_id;
 };
 constexpr unsigned long kProcmapQuery = _IOWR('f', 17, ProcmapQuery);
-constexpr std::uint64_t kThisOrNext = 0x10, kFileBacked = 0x20;
+constexpr std::uint64_t kExecutable = 0x4, kShared = 0x8, kThisOrNext = 0x10, kFileBacked = 0x20;
 
-/// Ask the kernel for one file mapping after the other: stacks of threads cost next to nothing.
-/// nullopt: this kernel cannot, or a path is too long for it.
-std::optional<bool> asked_maps_driver(int maps) {
+/// Ask the kernel for one file mapping with these flags after the other: stacks of threads cost next
+/// to nothing. nullopt: this kernel cannot, or a path is too long for it.
+std::optional<bool> asked_maps_driver(int maps, std::uint64_t flags) {
     std::array<char, PATH_MAX> name;
     ProcmapQuery query{};
     query.size = sizeof(query);
-    query.flags = kThisOrNext | kFileBacked;
+    query.flags = kThisOrNext | kFileBacked | flags;
     for (;;) {
         query.name = reinterpret_cast<std::uintptr_t>(name.data());
         query.name_size = name.size();
@@ -87,13 +89,21 @@ std::optional<bool> asked_maps_driver(int maps) {
     }
 }
 
+/// Of a library one mapping is executable, of four or five; a device is mapped shared.
+std::optional<bool> asked_maps_driver(int maps, bool many_threads) {
+    if (many_threads)
+        return asked_maps_driver(maps, std::uint64_t{0});
+    const auto library = asked_maps_driver(maps, kExecutable);
+    return library == false ? asked_maps_driver(maps, kShared) : library;
+}
+
 /// Read in blocks: what a task maps is as long as the task likes.
-bool maps_driver(pid_t pid) {
+bool maps_driver(pid_t pid, bool many_threads) {
     const std::string path = "/proc/" + std::to_string(pid) + "/maps";
     const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
     if (!fd)
         throw io_error("cannot open " + path, errno);
-    if (const auto answer = asked_maps_driver(fd.get()))
+    if (const auto answer = asked_maps_driver(fd.get(), many_threads))
         return *answer;
     std::array<char, 16384> buffer;
     std::size_t kept = 0; // a mark may lie across two blocks
@@ -143,9 +153,11 @@ bool opens_no_file(pid_t pid, std::uint64_t number) {
 } // namespace
 
 bool may_use_cuda(pid_t pid) {
-    if (count_threads(pid) <= kFewThreads)
-        return has_thread_named(pid, kNameStart) && maps_driver(pid);
-    return maps_driver(pid) && has_thread_named(pid, kNameStart);
+    const std::uint64_t count = count_threads(pid);
+    const bool many = count > kManyThreads;
+    if (count <= kFewThreads)
+        return has_thread_named(pid, kNameStart) && maps_driver(pid, many);
+    return maps_driver(pid, many) && has_thread_named(pid, kNameStart);
 }
 
 void require_pipes_in_thread_names(pid_t pid) {

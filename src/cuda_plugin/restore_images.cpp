@@ -3,12 +3,17 @@
 
 #include "core/error.hpp"
 #include "core/stored_memory.hpp"
+#include "cuda_plugin/early_images.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/inventory_names.hpp"
+#include "cuda_plugin/packed_restore.hpp"
+#include "cuda_plugin/sealed_key.hpp"
+#include "seal/sealed_chain.hpp"
 
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,8 +24,8 @@ namespace {
 // No inventory names this; an image from before CRIU recorded plugins answers yes to anything.
 constexpr const char* kNobody = "no-such-plugin";
 
-bool manifest_exists(int image_dir) {
-    return ::faccessat(image_dir, kManifestName, F_OK, 0) == 0;
+bool exists(int image_dir, const char* name) {
+    return ::faccessat(image_dir, name, F_OK, AT_SYMLINK_NOFOLLOW) == 0;
 }
 
 } // namespace
@@ -31,16 +36,36 @@ bool RestoreImages::read() {
     const bool stock = host::take_inventory_plugin(kStockInventoryName);
     if (!ours && !stock)
         return false;
-    has_manifest_ = manifest_exists(image_dir_);
+    has_manifest_ = exists(image_dir_, kManifestName);
+    if (holds_sealed(image_dir_)) {
+        if (has_manifest_)
+            throw Error(Errc::corrupt_data,
+                        std::string(kManifestName) + " lies in the clear beside a sealed one");
+        const seal::DataKey key =
+            open_sealed_key(image_dir_, config_.private_key, "the checkpoint");
+        sealed_.emplace(image_dir_, key);
+        lineage_.open_by(std::make_shared<seal::SealedChain>(key));
+        has_manifest_ = sealed_->has(kManifestName);
+        known_ancestors_ = key.ancestor_count();
+    }
     externalized_ = ours && (!before_plugin_lists || has_manifest_);
     if (!externalized_ && !has_manifest_)
         return true;
 
-    manifest_ = read_manifest(image_dir_);
+    manifest_ = read_manifest();
     if (externalized_ && !host::take_inventory_plugin(inventory_id_name(manifest_.checkpoint_id)))
         throw Error(Errc::corrupt_data, std::string(kManifestName) +
                                             " is not the one that CRIU's images in this "
                                             "directory were made with");
+    if (manifest_.pack && !externalized_)
+        throw Error(Errc::corrupt_data, std::string(kManifestName) +
+                                            " names a pack of CRIU's images, which CRIU's "
+                                            "inventory knows nothing of");
+    if (sealed_ && manifest_.chain_length != known_ancestors_)
+        throw Error(Errc::corrupt_data, std::string(kManifestName) + ": is built on " +
+                                            std::to_string(manifest_.chain_length) +
+                                            " checkpoints, and the envelope holds the keys of " +
+                                            std::to_string(known_ancestors_));
     for (const ManifestTask& task : manifest_.tasks)
         if (task.externalized)
             open(task);
@@ -49,12 +74,36 @@ bool RestoreImages::read() {
     return true;
 }
 
+UniqueFd RestoreImages::unpack() const {
+    if (!sealed_)
+        return unpack_images(config_, image_dir_, manifest_);
+    if (manifest_.pack)
+        throw Error(Errc::unsupported,
+                    "a packed checkpoint that was sealed when it was finished is "
+                    "not restored as it is: gpustasis unseal comes first");
+    return sealed_->has(kInventoryImage) ? unseal_images(image_dir_, *sealed_) : UniqueFd();
+}
+
+Manifest RestoreImages::read_manifest() {
+    if (!sealed_)
+        return gpustasis::read_manifest(image_dir_);
+    return parse_manifest(sealed_->read(kManifestName, max_manifest_size()), kManifestName);
+}
+
+ImageReader RestoreImages::open_image(const std::string& name) const {
+    if (!sealed_)
+        return ImageReader::open(image_dir_, name, config_.io);
+    if (!sealed_->has(name))
+        throw Error(Errc::corrupt_data, "no sealed file holds " + name);
+    return ImageReader::from_input(sealed_->input(name), name);
+}
+
 void RestoreImages::open(const ManifestTask& task) {
     const std::string name = task.image_name();
     if (!externalized_)
         throw Error(Errc::corrupt_data, std::string(kManifestName) + " lists " + name +
                                             ", which CRIU's inventory knows nothing of");
-    ImageReader image = ImageReader::open(image_dir_, name, config_.io);
+    ImageReader image = open_image(name);
     if (image.digest() != task.digest || image.info().pid != task.pid ||
         image.info().kind != task.kind || image.info().checkpoint_id != manifest_.checkpoint_id ||
         image.info().parent_id != manifest_.parent_id)

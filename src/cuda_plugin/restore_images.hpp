@@ -6,10 +6,15 @@
 #include "core/image_reader.hpp"
 #include "core/lineage.hpp"
 #include "core/manifest.hpp"
+#include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
+#include "seal/sealed_checkpoint.hpp"
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
+#include <string>
 
 namespace gpustasis {
 
@@ -25,6 +30,10 @@ public:
     /// image that the dump has made is not listed; as ImageReader::open and attach_sources.
     bool read();
 
+    /// After read(): CRIU's images in a directory in memory, if they are packed, or sealed with ours; none if they
+    /// are where criu looks. Throws as unpack_images() and unseal_images().
+    UniqueFd unpack() const;
+
     /// An empty one if there is none.
     const Manifest& manifest() const noexcept { return manifest_; }
     /// False: the checkpoint is the stock plugin's.
@@ -35,12 +44,16 @@ public:
     const ByPid& of_cpu() const noexcept { return of_cpu_; }
 
 private:
+    Manifest read_manifest();
+    ImageReader open_image(const std::string& name) const;
     void open(const ManifestTask& task);
     void require_all() const;
 
     const Config& config_;
     int image_dir_;
     Lineage& lineage_;
+    std::optional<seal::SealedCheckpoint> sealed_; ///< none: it is in the clear
+    std::size_t known_ancestors_ = 0;              ///< whose keys the envelope held
     Manifest manifest_;
     ByPid of_gpu_;
     ByPid of_cpu_;

@@ -6,6 +6,7 @@
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/huge_pages.hpp"
 #include "cuda_plugin/nvml.hpp"
+#include "cuda_plugin/other_ways.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/requirement_check.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
@@ -95,7 +96,7 @@ void await_deaths(const std::vector<pid_t>& tasks) {
 
 RestoreSession::RestoreSession(const Config& config)
     : config_(config), image_dir_(host::open_image_dir()), lineage_(image_dir_.get()),
-      table_(OnOrphaned::kill), worker_(config_, table_, lineage_),
+      undo_images_(lineage_), table_(OnOrphaned::kill), worker_(config_, table_, undo_images_),
       images_(config_, image_dir_.get(), lineage_) {
     statistics_.stage = "restore";
     statistics_.config_source = config_.source;
@@ -106,6 +107,7 @@ bool RestoreSession::prepare() {
     try {
         if (!statistics_.phases.time("read_images", [&] { return images_.read(); }))
             return false;
+        unpack();
         if (!images_.of_gpu().empty() || !images_.of_cpu().empty())
             exit_kill_.emplace([this](pid_t tid) { refuse_detach(tid); });
         if (images_.manifest().requirements)
@@ -126,6 +128,16 @@ bool RestoreSession::prepare() {
         worker_.stop();
         throw;
     }
+}
+
+void RestoreSession::unpack() {
+    const auto begin = std::chrono::steady_clock::now();
+    UniqueFd memory = images_.unpack();
+    if (!memory)
+        return;
+    refuse_pages_from_elsewhere(image_dir_.get());
+    unpacked_.emplace(image_dir_.get(), std::move(memory));
+    statistics_.phases.add("unpack", std::chrono::steady_clock::now() - begin);
 }
 
 // A tree that has nothing but CPU memory in our images is restored where there is no driver, too.
@@ -344,6 +356,7 @@ void RestoreSession::complete() noexcept {
         exit_kill_->end();
     table_->complete = true;
     worker_.stop();
+    unpacked_.reset(); // all is read: a criu that stays would hold the memory
     try {
         write_statistics(image_dir_.get(), statistics_);
     } catch (const std::exception& e) {

@@ -8,6 +8,7 @@
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver_facts.hpp"
 #include "cuda_plugin/exit_kill.hpp"
+#include "cuda_plugin/image_redirect.hpp"
 #include "cuda_plugin/restore_images.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
@@ -41,6 +42,7 @@ public:
     void finish(bool succeeded) noexcept;
 
 private:
+    void unpack();
     void check_machine();
     bool uses_driver() const noexcept;
     bool resume_task(pid_t pid);
@@ -56,10 +58,12 @@ private:
     Config config_;
     UniqueFd image_dir_;
     Lineage lineage_;
+    UndoImages undo_images_; ///< none: a restore undoes nothing
     SharedTaskTable table_;
     Worker worker_;
     RestoreImages images_;
-    std::optional<ExitKill> exit_kill_; ///< if an image of ours holds memory
+    std::optional<ImageRedirect> unpacked_; ///< of a packed checkpoint
+    std::optional<ExitKill> exit_kill_;     ///< if an image of ours holds memory
     Placement placement_;
     Statistics statistics_;
     std::vector<pid_t> tree_; ///< every task that criu has made

@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +18,8 @@
 #include <exception>
 #include <filesystem>
 #include <optional>
+#include <set>
+#include <sstream>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -32,6 +35,10 @@ constexpr int kSealFutureWrite = 0x10;
 constexpr std::size_t kMaxFiles = 256;
 
 constexpr std::string_view kShmemLine = "\nRssShmem:";
+constexpr std::string_view kRemoved = " (deleted)";
+constexpr std::string_view kInodeLine = "\nino:\t";
+// Of the kernel's own, but CRIU restores it by its key.
+constexpr std::string_view kSystemV = "/SYSV";
 
 /// Of the mount of the kernel's own that has all shared memory without a path.
 std::optional<dev_t> device_of_shared_memory() {
@@ -73,19 +80,47 @@ std::vector<AddressRange> find_data(int fd) {
     }
 }
 
-SharedFile open_file(const std::vector<SharingTask>& tasks, std::uint64_t inode, dev_t device) {
+/// Devices of the tmpfs that task `pid` has mounted.
+std::set<dev_t> tmpfs_of(pid_t pid) {
+    std::istringstream lines(proc::read_file("/proc/" + std::to_string(pid) + "/mountinfo"));
+    std::set<dev_t> found;
+    for (std::string line; std::getline(lines, line);) {
+        unsigned major_number = 0;
+        unsigned minor_number = 0;
+        if (line.find(" - tmpfs ") != std::string::npos &&
+            std::sscanf(line.c_str(), "%*u %*u %u:%u ", &major_number, &minor_number) == 2)
+            found.insert(makedev(major_number, minor_number));
+    }
+    return found;
+}
+
+// Nothing on another file system is opened: it may be one whose server is frozen with the tree.
+void require_memory(pid_t pid, const Mapping& mapping, dev_t own) {
+    if (mapping.device == own) {
+        if (mapping.name.starts_with(kSystemV))
+            throw Error(Errc::unsupported, "it is System V memory");
+    } else if (!tmpfs_of(pid).contains(mapping.device)) {
+        throw Error(Errc::unsupported, mapping.name + " is on no tmpfs that process " +
+                                           std::to_string(pid) + " has mounted");
+    }
+}
+
+SharedFile open_file(const std::vector<SharingTask>& tasks, const SharedFileId& id, dev_t own) {
     SharedFile file;
     struct stat first {};
     for (const SharingTask& task : tasks)
         for (const Mapping& mapping : task.mappings) {
-            if (mapping.inode != inode || !maps_shared_memory(mapping))
+            if (file_of(mapping) != id || !maps_shared_memory(mapping))
                 continue;
+            require_memory(task.pid, mapping, own);
             UniqueFd fd = open_mapped(task.pid, mapping);
             struct stat status {};
             if (::fstat(fd.get(), &status) != 0)
                 throw io_error("cannot examine it", errno);
-            if (status.st_dev != device || status.st_ino != inode)
-                throw Error(Errc::unsupported, "it is not memory of the kernel's own");
+            if (status.st_dev != id.device || status.st_ino != id.inode)
+                throw Error(Errc::unsupported, "it is another file than /proc says");
+            if (status.st_dev != own && status.st_nlink != 0)
+                throw Error(Errc::unsupported, mapping.name + " has another name still");
             if (file.fd && !is_same(status, first))
                 throw Error(Errc::unsupported, "its mappings are of several files");
             if (!file.fd) {
@@ -99,6 +134,7 @@ SharedFile open_file(const std::vector<SharingTask>& tasks, std::uint64_t inode,
     if ((seals & (kSealWrite | kSealFutureWrite)) != 0)
         throw Error(Errc::unsupported, "it is sealed against writing");
     file.size = static_cast<std::uint64_t>(first.st_size);
+    file.block = std::max(file.block, static_cast<std::uint64_t>(first.st_blksize));
     file.data = find_data(file.fd.get());
     return file;
 }
@@ -106,9 +142,8 @@ SharedFile open_file(const std::vector<SharingTask>& tasks, std::uint64_t inode,
 /// What processes outside of the tree use of `files`.
 class Outside {
 public:
-    Outside(const std::vector<SharingTask>& tasks, dev_t device,
-            const std::map<std::uint64_t, SharedFile>& files)
-        : device_(device), files_(files) {
+    Outside(const std::vector<SharingTask>& tasks, const std::map<SharedFileId, SharedFile>& files)
+        : files_(files) {
         for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
             const std::string name = entry.path().filename();
             pid_t pid = 0;
@@ -120,8 +155,7 @@ public:
         }
     }
 
-    /// By inode number: the process.
-    const std::map<std::uint64_t, pid_t>& users() const noexcept { return users_; }
+    const std::map<SharedFileId, pid_t>& users() const noexcept { return users_; }
 
 private:
     // One that ends meanwhile uses nothing any more. One that has more rights than criu keeps what it uses to
@@ -153,7 +187,7 @@ private:
             return;
         for (const Mapping& mapping : read_maps(pid))
             if (maps_shared_memory(mapping))
-                note(mapping.inode, pid);
+                note(file_of(mapping), pid);
     }
 
     void look_at_descriptors(pid_t pid) {
@@ -162,29 +196,49 @@ private:
             std::error_code closed;
             const std::filesystem::path target = std::filesystem::read_symlink(link, closed);
             struct stat status {};
-            if (!closed && target.native().starts_with("/memfd:") &&
-                ::stat(link.path().c_str(), &status) == 0 && status.st_dev == device_)
-                note(status.st_ino, pid);
+            if (!closed && target.native().ends_with(kRemoved) && has_known_inode(pid, link) &&
+                ::stat(link.path().c_str(), &status) == 0)
+                note({.device = status.st_dev, .inode = status.st_ino}, pid);
         }
     }
 
-    void note(std::uint64_t inode, pid_t pid) {
-        if (files_.contains(inode))
-            users_.emplace(inode, pid);
+    // Before the file itself is asked: whoever serves it may never answer.
+    bool has_known_inode(pid_t pid, const std::filesystem::path& link) const {
+        std::string text;
+        try {
+            text = proc::read_file("/proc/" + std::to_string(pid) + "/fdinfo/" +
+                                   link.filename().string());
+        } catch (const Error& e) {
+            if (e.error_number() == ENOENT) // closed meanwhile
+                return false;
+            throw;
+        }
+        const std::size_t line = text.find(kInodeLine);
+        if (line == std::string::npos)
+            throw Error(Errc::unsupported, "this kernel tells no inode in /proc/PID/fdinfo");
+        std::uint64_t inode = 0;
+        const char* digits = text.data() + line + kInodeLine.size();
+        std::from_chars(digits, text.data() + text.size(), inode);
+        return std::ranges::any_of(files_,
+                                   [&](const auto& file) { return file.first.inode == inode; });
     }
 
-    dev_t device_;
-    const std::map<std::uint64_t, SharedFile>& files_;
-    std::map<std::uint64_t, pid_t> users_;
+    void note(const SharedFileId& file, pid_t pid) {
+        if (files_.contains(file))
+            users_.emplace(file, pid);
+    }
+
+    const std::map<SharedFileId, SharedFile>& files_;
+    std::map<SharedFileId, pid_t> users_;
 };
 
 } // namespace
 
-std::map<std::uint64_t, SharedFile>
+std::map<SharedFileId, SharedFile>
 open_shared_files(const std::vector<SharingTask>& tasks,
                   const std::function<void(const std::string& why_not)>& left) {
-    std::map<std::uint64_t, SharedFile> files;
-    const std::vector<std::uint64_t> candidates = find_shared_candidates(tasks);
+    std::map<SharedFileId, SharedFile> files;
+    const std::vector<SharedFileId> candidates = find_shared_candidates(tasks);
     if (candidates.empty())
         return files;
     const auto device = device_of_shared_memory();
@@ -192,28 +246,28 @@ open_shared_files(const std::vector<SharingTask>& tasks,
         left(std::string("no memfd can be made: ") + std::strerror(errno));
         return files;
     }
-    const auto leave = [&](std::uint64_t inode, const std::string& why) {
-        left("inode " + std::to_string(inode) + ": " + why);
-        files.erase(inode);
+    const auto leave = [&](const SharedFileId& file, const std::string& why) {
+        left("inode " + std::to_string(file.inode) + ": " + why);
+        files.erase(file);
     };
-    for (const std::uint64_t inode : candidates) {
+    for (const SharedFileId& id : candidates) {
         try {
-            files.emplace(inode, open_file(tasks, inode, *device));
+            files.emplace(id, open_file(tasks, id, *device));
         } catch (const Error& e) {
-            leave(inode, e.what());
+            leave(id, e.what());
         }
         if (files.size() > kMaxFiles) {
             const auto smallest = std::ranges::min_element(
                 files, {}, [](const auto& file) { return file.second.size; });
-            leave(smallest->first, "there are many, and it is small");
+            leave(SharedFileId(smallest->first), "there are many, and it is small");
         }
     }
     if (files.empty())
         return files;
     try {
-        const Outside outside(tasks, *device, files);
-        for (const auto& [inode, pid] : outside.users())
-            leave(inode, "process " + std::to_string(pid) + ", outside of the tree, uses it");
+        const Outside outside(tasks, files);
+        for (const auto& [file, pid] : outside.users())
+            leave(file, "process " + std::to_string(pid) + ", outside of the tree, uses it");
     } catch (const std::exception& e) { // of the library, that /proc cannot be listed
         left(std::string("what other processes use cannot be found out: ") + e.what());
         files.clear();

@@ -16,8 +16,7 @@ namespace gpustasis {
 namespace {
 
 constexpr std::uint64_t kPage = 4096;
-constexpr std::string_view kNameless = "/dev/zero (deleted)";
-constexpr std::string_view kMemfd = "/memfd:";
+constexpr std::string_view kRemoved = " (deleted)";
 constexpr std::string_view kNamed = "[anon_shmem:";
 
 bool is_writable(const Mapping& mapping) noexcept {
@@ -37,13 +36,13 @@ struct Limits {
 };
 
 // A restore writes to a stack before the memory is filled, whichever task maps it.
-std::map<std::uint64_t, Limits> limits_of(const std::vector<SharingTask>& tasks) {
-    std::map<std::uint64_t, Limits> limits;
+std::map<SharedFileId, Limits> limits_of(const std::vector<SharingTask>& tasks) {
+    std::map<SharedFileId, Limits> limits;
     for (const SharingTask& task : tasks)
         for (const Mapping& mapping : task.mappings) {
             if (!maps_shared_memory(mapping))
                 continue;
-            Limits& of_file = limits[mapping.inode];
+            Limits& of_file = limits[file_of(mapping)];
             if (std::ranges::find(mapping.flags, "hg") != mapping.flags.end())
                 of_file.block = kHugePage;
             for (const std::uint64_t address : task.in_use) {
@@ -63,6 +62,7 @@ std::map<std::uint64_t, Limits> limits_of(const std::vector<SharingTask>& tasks)
 
 void append_parts(const SharingTask& task, const Mapping& mapping, const SharedFile& file,
                   Limits& limits, std::vector<SharedPart>& parts) {
+    const std::uint64_t block = std::max(limits.block, file.block);
     // Of a last page that the file has a part of nothing is taken: it is no whole block.
     const AddressRange mapped{mapping.offset,
                               std::min(mapping.offset + mapping.end - mapping.start, file.size)};
@@ -71,12 +71,12 @@ void append_parts(const SharingTask& task, const Mapping& mapping, const SharedF
         const AddressRange run{std::max(data.start, mapped.start), std::min(data.end, mapped.end)};
         if (run.start >= run.end)
             continue;
-        for (const AddressRange& part : parts_outside(run, limits.left, limits.block, kMinCpuRun)) {
+        for (const AddressRange& part : parts_outside(run, limits.left, block, kMinCpuRun)) {
             parts.push_back(
                 {.pid = task.pid,
                  .region = {mapping.start + (part.start - mapping.offset), part.end - part.start,
                             PROT_READ | PROT_WRITE, RegionKind::shared_anonymous},
-                 .inode = mapping.inode,
+                 .file = file_of(mapping),
                  .offset = part.start});
             taken.push_back(part);
         }
@@ -89,39 +89,43 @@ void append_parts(const SharingTask& task, const Mapping& mapping, const SharedF
 
 bool maps_shared_memory(const Mapping& mapping) noexcept {
     return mapping.inode != 0 &&
-           (mapping.name == kNameless || mapping.name.starts_with(kNamed) ||
-            (mapping.name.starts_with(kMemfd) && mapping.name.ends_with(" (deleted)")));
+           (mapping.name.starts_with(kNamed) ||
+            (mapping.name.starts_with('/') && mapping.name.ends_with(kRemoved)));
 }
 
-std::vector<std::uint64_t> find_shared_candidates(const std::vector<SharingTask>& tasks) {
-    std::set<std::uint64_t> large;
-    std::set<std::uint64_t> left;
+SharedFileId file_of(const Mapping& mapping) noexcept {
+    return {.device = mapping.device, .inode = mapping.inode};
+}
+
+std::vector<SharedFileId> find_shared_candidates(const std::vector<SharingTask>& tasks) {
+    std::set<SharedFileId> large;
+    std::set<SharedFileId> left;
     for (const SharingTask& task : tasks)
         for (const Mapping& mapping : task.mappings) {
             if (!maps_shared_memory(mapping))
                 continue;
             if (!mapping.shared || (mapping.protection & PROT_EXEC) != 0 ||
                 leaves_to_criu(mapping) || holds_staging(task, mapping))
-                left.insert(mapping.inode);
+                left.insert(file_of(mapping));
             else if (is_writable(mapping) && mapping.end - mapping.start >= kMinCpuMapping)
-                large.insert(mapping.inode);
+                large.insert(file_of(mapping));
         }
-    std::vector<std::uint64_t> candidates;
+    std::vector<SharedFileId> candidates;
     std::ranges::set_difference(large, left, std::back_inserter(candidates));
     return candidates;
 }
 
 std::vector<SharedPart> choose_shared_memory(const std::vector<SharingTask>& tasks,
-                                             const std::map<std::uint64_t, SharedFile>& files) {
-    std::map<std::uint64_t, Limits> limits = limits_of(tasks);
+                                             const std::map<SharedFileId, SharedFile>& files) {
+    std::map<SharedFileId, Limits> limits = limits_of(tasks);
     std::vector<SharedPart> parts;
     for (const SharingTask& task : tasks)
         for (const Mapping& mapping : task.mappings) {
-            const auto file = files.find(mapping.inode);
+            const auto file = files.find(file_of(mapping));
             if (file == files.end() || !maps_shared_memory(mapping) || !is_writable(mapping) ||
                 mapping.end - mapping.start < kMinCpuMapping)
                 continue;
-            append_parts(task, mapping, file->second, limits[mapping.inode], parts);
+            append_parts(task, mapping, file->second, limits[file->first], parts);
         }
     if (parts.size() > kMaxCpuRegions) {
         std::ranges::sort(parts, [](const SharedPart& a, const SharedPart& b) {

@@ -15,7 +15,7 @@ void SharedSource::read(std::uint64_t address, MutBytes out) {
         ProcessMemory::read(address, out);
         return;
     }
-    read_at(files_.at(part->inode).fd.get(), part->offset + (address - part->region.address), out);
+    read_at(files_.at(part->file).fd.get(), part->offset + (address - part->region.address), out);
 }
 
 } // namespace gpustasis

@@ -17,7 +17,7 @@ class SharedSource : public ProcessMemory {
 public:
     /// `parts`, ascending by address, and `files`, which has the file of each, outlive it.
     SharedSource(pid_t pid, const std::vector<SharedPart>& parts,
-                 const std::map<std::uint64_t, SharedFile>& files)
+                 const std::map<SharedFileId, SharedFile>& files)
         : ProcessMemory(pid), parts_(parts), files_(files) {}
 
     /// What is asked for is in one part, or in none.
@@ -25,7 +25,7 @@ public:
 
 private:
     const std::vector<SharedPart>& parts_;
-    const std::map<std::uint64_t, SharedFile>& files_;
+    const std::map<SharedFileId, SharedFile>& files_;
 };
 
 } // namespace gpustasis

@@ -37,6 +37,15 @@ TaskRecord& SharedTaskTable::add(pid_t pid) {
     return *record;
 }
 
+void SharedTaskTable::refuse_same_image(pid_t pid, std::uint32_t image_pid) const {
+    for (std::size_t i = 0; i < table_->task_count; ++i)
+        if (const TaskRecord& other = table_->tasks[i]; other.image_pid == image_pid)
+            throw Error(Errc::unsupported,
+                        "processes " + std::to_string(other.pid) + " and " + std::to_string(pid) +
+                            " use CUDA and both have pid " + std::to_string(image_pid) +
+                            " in their pid namespaces: checkpoint them in separate dumps");
+}
+
 TaskRecord* SharedTaskTable::find(pid_t pid) noexcept {
     for (std::size_t i = 0; i < table_->task_count; ++i)
         if (table_->tasks[i].pid == pid)

@@ -86,6 +86,9 @@ public:
 
     /// A new record for `pid`. Throws Error: unsupported if the table is full.
     TaskRecord& add(pid_t pid);
+    /// Throws Error: unsupported if a task in the table has an image of the name that `pid` would have, whose place
+    /// that one would take.
+    void refuse_same_image(pid_t pid, std::uint32_t image_pid) const;
     /// nullptr if `pid` has none.
     TaskRecord* find(pid_t pid) noexcept;
 

@@ -36,9 +36,10 @@ DroppedTask dropped_task(const TaskRecord& record) {
             .image = image_name(record.image_pid)};
 }
 
-void refill_task(TaskRecord& record, Lineage& lineage, unsigned threads, MissingPages* pages) {
+void refill_task(TaskRecord& record, const UndoImages& images, unsigned threads,
+                 MissingPages* pages) {
     if (record.drop_begun && !record.refilled) {
-        const ImageReader image = open_dropped(dropped_task(record), lineage);
+        const ImageReader image = images.open(dropped_task(record));
         // Still guarded meanwhile: should this process be killed, the guardians go on.
         if (pages != nullptr)
             pages->fill(image, threads);
@@ -66,6 +67,7 @@ void undo_task(const TaskRecord& record, Driver& driver) {
     if (record.lock_begun && state == ProcessState::locked &&
         record.state_before == ProcessState::running)
         unlock(record.pid, driver);
+    forget_checkpoint(record);
 }
 
 void forget_drop(TaskRecord& record) noexcept {
@@ -74,6 +76,15 @@ void forget_drop(TaskRecord& record) noexcept {
     try {
         DropRecords().remove(identity_of(record));
         record.recorded = false;
+    } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): see undo.hpp
+    }
+}
+
+void forget_checkpoint(const TaskRecord& record) noexcept {
+    if (!record.checkpoint_begun)
+        return;
+    try {
+        DropRecords({}, DropRecords::kCheckpointed).remove(identity_of(record));
     } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): see undo.hpp
     }
 }

@@ -61,9 +61,10 @@ void Worker::start() {
         throw io_error("cannot make a socket pair for the driver worker", errno);
     UniqueFd ours(ends[0]);
     UniqueFd theirs(ends[1]);
+    KeyHandover key(images_);
     fork_orphan("the driver worker", [&] {
         ours.reset();
-        run_worker(config_, *table_, lineage_, theirs.get());
+        run_worker(config_, *table_, images_, key, theirs.get());
     });
     theirs.reset();
     // Its first word is its pid. It lives until its socket closes, so the pid is still its own.

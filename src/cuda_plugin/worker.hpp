@@ -7,11 +7,11 @@
 /// for want of a criu (worker_process.hpp).
 #pragma once
 
-#include "core/lineage.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/driver.hpp"
 #include "cuda_plugin/task_table.hpp"
+#include "cuda_plugin/undo_images.hpp"
 #include "cuda_plugin/worker_protocol.hpp"
 
 #include <sys/types.h>
@@ -26,10 +26,10 @@ namespace gpustasis {
 /// call starts a new worker. Call from one thread, while no other thread of this process runs.
 class Worker final : public Driver {
 public:
-    /// All three must outlive the worker. `lineage`: where the images for an undo are; what it has
-    /// open when the process starts is what the process can use.
-    Worker(const Config& config, SharedTaskTable& table, Lineage& lineage) noexcept
-        : config_(config), table_(table), lineage_(lineage) {}
+    /// All three must outlive the worker. `images`: for an undo; what their lineage has open when the
+    /// process starts, and the key that they have then, is what the process can use.
+    Worker(const Config& config, SharedTaskTable& table, UndoImages& images) noexcept
+        : config_(config), table_(table), images_(images) {}
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
     /// As if this process had died: whoever knows that all is well says so by stop().
@@ -79,7 +79,7 @@ private:
 
     const Config& config_;
     SharedTaskTable& table_;
-    Lineage& lineage_;
+    UndoImages& images_;
     UniqueFd process_; ///< pidfd of the worker; none: there is no worker
     UniqueFd socket_;
     std::uint64_t last_id_ = 0;

@@ -197,7 +197,8 @@ void lower_setting() noexcept {
     }
 }
 
-void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineage& lineage) {
+void undo_all(LazyDriver& driver, const Config& config, TaskTable& table,
+              const UndoImages& images) {
     std::unique_ptr<UndoLog> log; // made when there is something to tell
     std::set<pid_t> told;         // of whose memory it is known that some cannot be put back
     std::set<pid_t> waited_for;   // whose restore thread has not come back for long
@@ -213,13 +214,14 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
                 continue; // criu, or the kernel on its behalf, still holds it
             if (life == proc::Liveness::dead || record.gone) {
                 forget_drop(record);
+                forget_checkpoint(record);
                 record.settled = true;
                 continue;
             }
             const std::string who = "pid " + std::to_string(record.pid) + ": ";
             const auto tell = [&](const std::string& text) {
                 if (!log)
-                    log = std::make_unique<UndoLog>(lineage.directory(0));
+                    log = std::make_unique<UndoLog>(images.lineage().directory(0));
                 (*log)(who + text);
             };
             if (record.drop_begun && !record.refilled) {
@@ -240,7 +242,7 @@ void undo_all(LazyDriver& driver, const Config& config, TaskTable& table, Lineag
                 }
             }
             try {
-                refill_task(record, lineage, config.threads, nullptr);
+                refill_task(record, images, config.threads, nullptr);
                 reset_signal_mask(record);
                 undo_task(record, driver.get());
                 tell("criu is gone; the task was brought back and runs on");
@@ -273,9 +275,11 @@ void kill_when_orphaned(const TaskTable& table, int socket) noexcept {
 
 } // namespace
 
-void run_worker(const Config& config, TaskTable& table, Lineage& lineage, int socket) {
+void run_worker(const Config& config, TaskTable& table, UndoImages& images, KeyHandover& key,
+                int socket) {
     try {
-        std::vector<int> keep = lineage.descriptors();
+        key.take(images);
+        std::vector<int> keep = images.lineage().descriptors();
         keep.push_back(socket);
         shed_criu(std::move(keep), "gpustasis-work");
         LazyDriver driver(config);
@@ -287,8 +291,9 @@ void run_worker(const Config& config, TaskTable& table, Lineage& lineage, int so
         if (!serve(driver, socket)) {
             if (table.on_orphaned == OnOrphaned::kill)
                 kill_when_orphaned(table, socket);
-            undo_all(driver, config, table, lineage);
+            undo_all(driver, config, table, images);
         }
+        images.forget_key();
     } catch (...) {
         // Nobody is left to be told, and nothing may unwind into criu's frames.
         ::_exit(1);

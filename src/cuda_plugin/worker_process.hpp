@@ -2,9 +2,9 @@
 /// The worker's side of worker.hpp.
 #pragma once
 
-#include "core/lineage.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/task_table.hpp"
+#include "cuda_plugin/undo_images.hpp"
 
 namespace gpustasis {
 
@@ -14,7 +14,8 @@ inline constexpr const char* kUndoLogName = "gpustasis-undo.log";
 /// Send this process's pid on `socket`, then serve requests on it until it is told to quit, or until the other end is gone: then wait
 /// until each unsettled task of `table` has died or is no longer traced, and undo or kill as the
 /// table says, leaving an account in the file gpustasis-undo.log
-/// of the checkpoint's directory. `lineage` keeps what an undo reads from. Never returns.
-[[noreturn]] void run_worker(const Config& config, TaskTable& table, Lineage& lineage, int socket);
+/// of the checkpoint's directory. `images` are what an undo reads from, and `key` is for them. Never returns.
+[[noreturn]] void run_worker(const Config& config, TaskTable& table, UndoImages& images,
+                             KeyHandover& key, int socket);
 
 } // namespace gpustasis

@@ -119,18 +119,18 @@ std::string file_name(const TaskIdentity& task) {
            std::to_string(task.start_time);
 }
 
-DropRecords::DropRecords(std::string base) : base_(std::move(base)) {
+DropRecords::DropRecords(std::string base, std::string kind)
+    : base_(std::move(base)), kind_(std::move(kind)) {
     if (base_.empty())
         base_ = run_directory();
 }
 
 std::string DropRecords::path() const {
-    return base_ + "/gpustasis/dropped";
+    return base_ + "/gpustasis/" + kind_;
 }
 
 UniqueFd DropRecords::open(bool make) const {
-    return open_trusted(base_, {"gpustasis", "dropped"},
-                        make ? IfMissing::make : IfMissing::nothing);
+    return open_trusted(base_, {"gpustasis", kind_}, make ? IfMissing::make : IfMissing::nothing);
 }
 
 void DropRecords::write(const DropRecord& record) {

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Which tasks lack memory because a dump has taken it out: one small file for each, written before
-/// the first page is dropped and removed when all pages are back or the task is dead.
+/// the first page is dropped and removed when all pages are back or the task is dead. And which tasks
+/// a dump has had the driver checkpoint: written before it asks for that, and removed when the task
+/// runs again or is dead.
 ///
 /// A dump that was killed leaves such a task behind. Another dump must not take the missing pages
-/// for zeros, and `gpustasis recover` must find the image that holds them.
+/// for zeros, and `gpustasis recover` must find the image that holds them. The second record tells it that
+/// all other memory is there: a task that a restore has left checkpointed has none, and may lack it.
 #pragma once
 
 #include "core/image_info.hpp"
@@ -46,7 +49,7 @@ struct DropRecord {
     std::uint64_t seen_from = 0; ///< inode of the pid namespace that `pid` counts in
     Id boot_id{};                ///< a record of another boot counts for nothing
     Id checkpoint_id{};          ///< of the dump
-    Id digest{};                 ///< of the image
+    Id digest{};                 ///< of the image; all zero: there was none yet
     std::string image;           ///< file name in the image directory
     std::uint64_t device = 0;    ///< st_dev of the image directory
     std::uint64_t inode = 0;     ///< st_ino of the image directory
@@ -61,8 +64,11 @@ struct DropRecord {
 /// Errors name the file. For one thread at a time.
 class DropRecords {
 public:
-    /// `base`: in place of the directory above; for tests. It must exist.
-    explicit DropRecords(std::string base = {});
+    static constexpr const char* kDropped = "dropped";
+    static constexpr const char* kCheckpointed = "checkpointed"; ///< a directory beside that one
+
+    /// `base`: in place of /run or /run/user/UID; for tests. It must exist.
+    explicit DropRecords(std::string base = {}, std::string kind = kDropped);
 
     /// Where the records are.
     std::string path() const;
@@ -73,7 +79,7 @@ public:
     /// Nothing happens if there is none. Throws Error: io, bad_argument.
     void remove(const TaskIdentity& task);
 
-    /// nullopt: nothing is missing in `task`. Throws Error: io, bad_argument; corrupt_data if there is
+    /// nullopt: there is none of `task`: of dropped memory, nothing is missing in it. Throws Error: io, bad_argument; corrupt_data if there is
     /// a record that cannot be read.
     std::optional<DropRecord> find(const TaskIdentity& task);
 
@@ -85,6 +91,7 @@ private:
     UniqueFd open(bool make) const;
 
     std::string base_;
+    std::string kind_;
 };
 
 } // namespace gpustasis

@@ -64,7 +64,7 @@ void remove_left(int directory, const std::string& but) {
 } // namespace
 
 DumpLock::DumpLock(const TaskIdentity& task, const std::string& directory, const std::string& base)
-    : name_(file_name(task)) {
+    : holder_(::getpid()), name_(file_name(task)) {
     try {
         take(task, directory, base);
     } catch (const Error& e) {
@@ -109,7 +109,7 @@ void DumpLock::take(const TaskIdentity& task, const std::string& directory,
 }
 
 DumpLock::~DumpLock() {
-    if (file_) // before the lock goes with its descriptor
+    if (file_ && ::getpid() == holder_) // before the lock goes with its descriptor
         ::unlinkat(directory_.get(), name_.c_str(), 0);
 }
 

@@ -6,6 +6,8 @@
 #include "core/unique_fd.hpp"
 #include "dropped_memory/drop_record.hpp"
 
+#include <sys/types.h>
+
 #include <optional>
 #include <string>
 
@@ -14,7 +16,8 @@ namespace gpustasis {
 /// Held by criu from before it asks the driver about a task to the end of the dump. It is a lock on a
 /// file of its own in /run/gpustasis/dumping (of a user other than root: /run/user/UID/gpustasis/dumping),
 /// which says whose it is. The kernel takes the lock back when its holder dies; the next dump
-/// removes the file then. A child of the holder must close the descriptor, as shed_criu() does.
+/// removes the file then. A child of the holder must close the descriptor, as shed_criu() does; where it ends by
+/// exit(), as those do that criu has for namespaces, the file stays.
 ///
 /// Where that directory can be neither made nor written to, because it or the one above it is
 /// missing, read-only or closed to this user, nothing is held, and why_not() says so: a dump that
@@ -34,6 +37,7 @@ public:
 private:
     void take(const TaskIdentity& task, const std::string& directory, const std::string& base);
 
+    pid_t holder_; ///< process id
     UniqueFd directory_;
     std::string name_;
     UniqueFd file_;

@@ -5,6 +5,7 @@
 #include "core/file.hpp"
 #include "core/process_memory.hpp"
 #include "core/unique_fd.hpp"
+#include "dropped_memory/removed_files.hpp"
 #include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
 #include "tracee/task_maps.hpp"
@@ -37,15 +38,11 @@ Error other_memory(pid_t pid, std::uint64_t address) {
                 " than the image: it was checkpointed again since; nothing was changed"};
 }
 
-bool is_memfd(const Mapping& mapping) noexcept {
-    return mapping.shared && mapping.name.starts_with("/memfd:") &&
-           mapping.name.ends_with(" (deleted)");
-}
-
 bool is_mapped_as(const Mapping& mapping, const Region& region, MemoryKind kind) noexcept {
     const bool shared = region.kind == RegionKind::shared_anonymous;
     return mapping.protection == region.protection && (mapping.protection & PROT_READ) != 0 &&
-           (shared ? mapping.is_shared_anonymous() || (kind == MemoryKind::cpu && is_memfd(mapping))
+           (shared ? mapping.is_shared_anonymous() ||
+                         (kind == MemoryKind::cpu && maps_nameless_file(mapping))
                    : mapping.is_private_anonymous());
 }
 
@@ -173,7 +170,10 @@ void require_same_pages(pid_t pid, const ImageReader& image) {
 } // namespace
 
 ImageReader open_dropped(const DroppedTask& task, Lineage& lineage) {
-    ImageReader image = ImageReader::open(lineage.directory(0), task.image);
+    return open_dropped(task, lineage, ImageReader::open(lineage.directory(0), task.image));
+}
+
+ImageReader open_dropped(const DroppedTask& task, Lineage& lineage, ImageReader image) {
     const std::string path = lineage.path(0) + "/" + task.image;
     const ImageInfo& info = image.info();
     if (info.start_time != task.start_time || info.boot_id != proc::boot_id() ||
@@ -210,7 +210,13 @@ void refill(pid_t pid, const ImageReader& image, unsigned threads,
             fresh && (region.kind == RegionKind::shared_anonymous || is_untouched(pages, region));
     }
     RefilledMemory memory(pid, image.info().regions, fresh);
-    image.restore(memory, threads, false, progress);
+    const RemovedFiles files(pid, maps, image.info().regions);
+    try {
+        image.restore(memory, threads, false, progress);
+    } catch (const Error& e) {
+        throw Error(e, e.what() + (e.code() == Errc::io ? files.why_not_filled() : ""));
+    }
+    files.put_times_back();
 }
 
 void refill_dropped(pid_t pid, const ImageReader& image, unsigned threads,

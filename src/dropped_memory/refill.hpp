@@ -27,6 +27,9 @@ struct DroppedTask {
 /// and its pid is another task's; as ImageReader::open and attach_sources.
 ImageReader open_dropped(const DroppedTask& task, Lineage& lineage);
 
+/// The same of an image that was opened already, because it is sealed.
+ImageReader open_dropped(const DroppedTask& task, Lineage& lineage, ImageReader image);
+
 /// Whether no page of the task can be dropped any more, now that the dump has let go of it: its restore
 /// thread, which a dump makes call madvise, waits in a call of its own again, or is gone. What is put
 /// back before is lost: the thread makes that call even if the dump has died.

@@ -17,8 +17,10 @@
 #include <charconv>
 #include <csignal>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <string_view>
+#include <system_error>
 
 namespace gpustasis::proc {
 namespace {
@@ -255,6 +257,18 @@ void kill_task(pid_t pid, std::uint64_t start_time) noexcept {
     } catch (const std::exception&) {
         return; // it has ended
     }
+}
+
+std::string rights(pid_t pid) {
+    std::error_code error;
+    std::string text = std::filesystem::read_symlink(task_path(pid, "ns/user"), error).string();
+    if (error)
+        throw io_error("cannot read " + task_path(pid, "ns/user"), error.value());
+    const std::string status = read_file(task_path(pid, "status"));
+    for (const char* key : {"Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd",
+                            "CapAmb", "NoNewPrivs", "Seccomp"})
+        text.append(1, '\n').append(status_field(status, key));
+    return text;
 }
 
 pid_t tracer_of(pid_t tid) {

@@ -70,6 +70,10 @@ char state(pid_t tid);
 /// Throws Error: io.
 bool has_signal(pid_t tid);
 
+/// What decides whose memory task `pid` may reach: its ids, capabilities, restrictions and user
+/// namespace. Two tasks for which it is the same are in each other's power. Throws Error: io.
+std::string rights(pid_t pid);
+
 /// Whether thread `tid` runs under seccomp (field Seccomp of its status is not 0).
 bool has_seccomp(pid_t tid);
 

@@ -5,6 +5,7 @@
 #include "tracee/proc.hpp"
 
 #include <sys/mman.h>
+#include <sys/sysmacros.h>
 
 #include <algorithm>
 #include <charconv>
@@ -64,7 +65,10 @@ Mapping parse_line(std::string_view text) {
                          (flags[2] == 'x' ? PROT_EXEC : 0U);
     mapping.shared = flags[3] == 's';
     mapping.offset = line.number(16, ' ');
-    line.word(); // device
+    const std::uint64_t major_number = line.number(16, ':');
+    const std::uint64_t minor_number = line.number(16, ' ');
+    mapping.device =
+        makedev(static_cast<unsigned>(major_number), static_cast<unsigned>(minor_number));
     // The inode is the last field of a line without a name, with or without a space behind it.
     const std::string_view name_and_inode = line.name();
     const std::size_t inode_end = name_and_inode.find(' ');

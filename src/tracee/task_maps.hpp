@@ -16,6 +16,7 @@ struct Mapping {
     std::uint64_t end = 0;
     std::uint32_t protection = 0; ///< PROT_*
     bool shared = false;
+    dev_t device = 0; ///< of the file, or 0
     std::uint64_t inode = 0;
     std::uint64_t offset = 0;         ///< of the first byte in the file
     std::string name;                 ///< path, "[heap]", "[anon:...]" or empty

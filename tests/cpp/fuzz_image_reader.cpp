@@ -5,6 +5,7 @@
 #include "check.hpp"
 #include "sample.hpp"
 
+#include "core/file_pack.hpp"
 #include "core/hash.hpp"
 #include "core/image_format.hpp"
 #include "core/image_reader.hpp"
@@ -40,6 +41,7 @@ public:
         CHECK(::pwrite(fd_, bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
         CHECK(::ftruncate(fd_, static_cast<off_t>(bytes.size())) == 0);
     }
+    int fd() const { return fd_; }
     std::string path() const { return "/proc/self/fd/" + std::to_string(fd_); }
 
 private:
@@ -97,7 +99,19 @@ void check_regions(const ImageInfo& info) {
     }
 }
 
-void use_image(const ImageReader& reader) {
+// What docs/format.md promises of a pack that was accepted.
+void use_pack(const PackReader& pack) {
+    std::uint64_t total = 0;
+    for (const PackedFile& file : pack.files()) {
+        CHECK(can_be_packed(file.name) && file.mode <= 0777);
+        CHECK(pack.read(file).size() == file.size);
+        total += file.size;
+    }
+    CHECK(total == pack.size());
+    pack.verify(1);
+}
+
+void use_image(const ImageReader& reader, int fd) {
     check_regions(reader.info());
     std::vector<std::byte> plain;
     std::uint64_t total = 0;
@@ -118,6 +132,8 @@ void use_image(const ImageReader& reader) {
     }
     if (total < kMaxPlain && reader.info().sources.empty())
         only_error([&] { reader.verify(1); });
+    if (total < kMaxPlain && reader.info().kind == MemoryKind::files)
+        only_error([&] { use_pack(PackReader::open_part(fd, 0, reader.file_size(), "fuzzed")); });
 }
 
 /// Makes the checksums of a mutated file right, where the file is whole enough to have them.
@@ -247,6 +263,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (is_manifest(bytes))
         only_error([&] { read_manifest(dir.fd()); });
     else
-        only_error([&] { use_image(ImageReader::open(AT_FDCWD, file.path())); });
+        only_error([&] { use_image(ImageReader::open(AT_FDCWD, file.path()), file.fd()); });
     return 0;
 }

@@ -3,6 +3,7 @@
 #include "check.hpp"
 #include "sample.hpp"
 
+#include "core/file_pack.hpp"
 #include "core/image_writer.hpp"
 #include "core/manifest.hpp"
 #include "core/parent_index.hpp"
@@ -52,6 +53,28 @@ void make_child(int dir_fd) {
     write_image(dir_fd, "child", info_of(memory), memory, {.alignment = 64, .parent = &index});
 }
 
+// Of a task that has all but one chunk alike with another.
+void make_alike(int dir_fd) {
+    const sample::TempDir place;
+    sample::Memory memory;
+    sample::map_mixture(memory);
+    const Id id = info_of(memory).checkpoint_id;
+    const WriteResult first = write_image(place.fd(), image_name(7), task_info(memory), memory, {});
+    Lineage lineage(place.fd());
+    ParentIndex index(info_of(memory).chunk_size);
+    index.add(lineage, id, {.pid = 7, .externalized = true, .digest = first.digest});
+    memory.write(0x7f0000000000, sample::random_bytes(16, 9));
+    write_image(dir_fd, "alike", info_of(memory), memory, {.alignment = 64, .parent = &index});
+}
+
+void make_pack(int dir_fd) {
+    const sample::TempDir dir;
+    sample::write_file(dir.fd(), "a.img", sample::pattern_bytes(5000));
+    sample::write_file(dir.fd(), "b.img", sample::random_bytes(70, 3));
+    write_pack(sample::id_of(1), dir.fd(), {"a.img", "b.img"}, dir.fd(), {.chunk_size = 4096});
+    sample::write_file(dir_fd, "pack", sample::read_file(dir.fd(), kPackName));
+}
+
 void make_manifest(int dir_fd) {
     write_manifest(dir_fd, {.checkpoint_id = sample::id_of(1),
                             .driver_version = "580.95.05",
@@ -91,6 +114,8 @@ int main(int argc, char** argv) {
     CHECK(dir_fd >= 0);
     make_images(dir_fd);
     make_child(dir_fd);
+    make_alike(dir_fd);
+    make_pack(dir_fd);
     make_manifest(dir_fd);
     make_manifest_with_requirements(dir_fd);
 }

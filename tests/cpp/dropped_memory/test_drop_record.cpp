@@ -51,6 +51,18 @@ void what_is_written_is_found_until_it_is_removed() {
     CHECK(!records.find(record.task));
 }
 
+void records_of_both_kinds_are_apart() {
+    const sample::TempDir base;
+    DropRecords dropped(base.path());
+    DropRecords checkpointed(base.path(), DropRecords::kCheckpointed);
+    const DropRecord record = record_of(::getpid());
+    checkpointed.write(record);
+    CHECK(checkpointed.find(record.task) == record);
+    CHECK(!dropped.find(record.task) && dropped.list().empty());
+    dropped.remove(record.task);
+    CHECK(checkpointed.find(record.task));
+}
+
 void records_of_another_boot_and_of_the_dead_count_for_nothing() {
     const sample::TempDir base;
     DropRecords records(base.path());
@@ -112,6 +124,7 @@ void what_others_could_have_written_is_refused() {
 
 int main() {
     what_is_written_is_found_until_it_is_removed();
+    records_of_both_kinds_are_apart();
     records_of_another_boot_and_of_the_dead_count_for_nothing();
     what_others_could_have_written_is_refused();
 }

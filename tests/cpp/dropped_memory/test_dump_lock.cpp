@@ -83,6 +83,22 @@ void nothing_is_left_behind() {
     CHECK_THROWS(Errc::unsupported, DumpLock(other, "/images", base.path()));
 }
 
+// criu has children write the images of namespaces, and they end by exit(), which destroys what is static.
+void a_child_that_ends_lets_go_of_nothing() {
+    const sample::TempDir base;
+    std::optional<DumpLock> lock(std::in_place, kTask, "/images", base.path());
+    const pid_t child = fork_child();
+    if (child == 0) {
+        lock.reset();
+        ::_exit(0);
+    }
+    CHECK(::waitpid(child, nullptr, 0) == child);
+    CHECK(count_files(base) == 1);
+    CHECK_THROWS(Errc::unsupported, DumpLock(kTask, "/images", base.path()));
+    lock.reset();
+    CHECK(count_files(base) == 0);
+}
+
 /// Whether a lock in `base` is not there because of `error`.
 bool has_no_place(const std::string& base, int error) {
     const DumpLock lock(kTask, "/images", base);
@@ -168,6 +184,7 @@ void one_of_many_gets_it() {
 int main() {
     a_second_dump_is_told_of_the_first();
     nothing_is_left_behind();
+    a_child_that_ends_lets_go_of_nothing();
     where_no_lock_can_be_is_told();
     a_directory_that_stays_locked_is_told();
     one_of_many_gets_it();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "child.hpp"
 #include "sample.hpp"
 
 #include "core/image_writer.hpp"
@@ -9,7 +10,11 @@
 #include "tracee/proc.hpp"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -94,6 +99,82 @@ void refill_fills_shared_memory_too() {
           shared);
     CHECK_THROWS(Errc::corrupt_data, refill(::getpid(), image, 1));
     CHECK(::munmap(own, 2 * kSize) == 0);
+}
+
+/// A file without a name on a tmpfs of `size`, of which the first MiB is data, mapped.
+struct RemovedFile {
+    static constexpr std::size_t kData = std::size_t{1} << 20;
+    explicit RemovedFile(const std::string& size) {
+        const std::string place = tmpfs.path("x");
+        CHECK(::mkdir(place.c_str(), 0700) == 0 &&
+              ::mount("tmpfs", place.c_str(), "tmpfs", 0, ("size=" + size).c_str()) == 0);
+        fd = UniqueFd(::open((place + "/file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+        CHECK(bool(fd) && ::unlink((place + "/file").c_str()) == 0);
+        CHECK(::ftruncate(fd.get(), 2 * kData) == 0);
+        at = static_cast<std::byte*>(
+            ::mmap(nullptr, 2 * kData, kReadWrite, MAP_SHARED, fd.get(), 0));
+        std::memset(at, 8, kData);
+        ImageInfo info;
+        info.pid = 1;
+        info.kind = MemoryKind::cpu;
+        info.regions = {
+            {reinterpret_cast<std::uint64_t>(at), kData, kReadWrite, RegionKind::shared_anonymous}};
+        ProcessMemory self(::getpid());
+        write_image(tmpfs.fd(), "x.img", info, self, {.threads = 1});
+        CHECK(::fallocate(fd.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, kData) == 0);
+    }
+    RemovedFile(const RemovedFile&) = delete;
+    RemovedFile& operator=(const RemovedFile&) = delete;
+    ~RemovedFile() { ::umount2(tmpfs.path("x").c_str(), MNT_DETACH); }
+    void refill() { gpustasis::refill(::getpid(), ImageReader::open(tmpfs.fd(), "x.img"), 1); }
+    struct stat status() const {
+        struct stat found {};
+        CHECK(::fstat(fd.get(), &found) == 0);
+        return found;
+    }
+    sample::TempDir tmpfs{"/var/tmp"};
+    UniqueFd fd;
+    std::byte* at = nullptr;
+};
+
+void refill_changes_no_time_and_no_hole_of_a_file() {
+    RemovedFile file("4m");
+    const timespec times[2] = {{1000, 2000}, {3000, 4000}};
+    CHECK(::futimens(file.fd.get(), times) == 0);
+    file.refill();
+    const struct stat status = file.status();
+    CHECK(status.st_atim.tv_sec == 1000 && status.st_mtim.tv_sec == 3000 &&
+          status.st_mtim.tv_nsec == 4000);
+    CHECK(status.st_blocks * 512 == RemovedFile::kData);
+    for (std::size_t i = 0; i < RemovedFile::kData; ++i)
+        CHECK(file.at[i] == std::byte{8});
+}
+
+void a_full_tmpfs_is_named() {
+    RemovedFile file("1m");
+    CHECK(::fallocate(file.fd.get(), 0, RemovedFile::kData, RemovedFile::kData / 2) == 0);
+    std::string why;
+    try {
+        file.refill();
+    } catch (const Error& e) {
+        CHECK(e.code() == Errc::io);
+        why = e.what();
+    }
+    CHECK(why.find("; the tmpfs of ") != std::string::npos &&
+          why.ends_with("/x/file (deleted) is full"));
+}
+
+/// In a mount namespace of its own: its mounts end with it.
+void in_child(void (*run)()) {
+    const pid_t child = fork_child();
+    if (child == 0) {
+        CHECK(::unshare(CLONE_NEWNS) == 0 &&
+              ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0);
+        run();
+        ::_exit(0);
+    }
+    int status = 0;
+    CHECK(::waitpid(child, &status, 0) == child && status == 0);
 }
 
 /// Memory of this process and its image: 256 KiB of data, as much of zeros, as much of data.
@@ -184,6 +265,8 @@ void only_an_image_of_gpu_memory_is_of_what_a_dump_drops() {
 int main() {
     refill_wants_the_mapping_that_was_there();
     refill_fills_shared_memory_too();
+    in_child(refill_changes_no_time_and_no_hole_of_a_file);
+    in_child(a_full_tmpfs_is_named);
     pages_of_a_later_time_are_not_overwritten();
     an_empty_page_is_unfilled_only_where_data_is_missing();
     only_an_image_of_gpu_memory_is_of_what_a_dump_drops();

@@ -93,7 +93,8 @@ int main(int argc, char** argv) {
         SharedTaskTable table(OnOrphaned::undo);
         const UniqueFd directory(::open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
         Lineage lineage(directory.get());
-        Worker worker(config, table, lineage);
+        UndoImages images(lineage);
+        Worker worker(config, table, images);
         run(worker, calls);
         worker.stop();
         return 0;

@@ -54,6 +54,12 @@ void every_key_is_taken() {
     CHECK(read("cpu_memory = \"criu\"").cpu_memory == CpuMemory::criu);
     CHECK(read("cpu_memory = \"ours\"").cpu_memory == CpuMemory::ours);
     CHECK(read("cpu_memory = \"auto\"").cpu_memory == CpuMemory::automatic);
+    CHECK(!read("").is_packed() && read("layout = \"criu\"").layout == Layout::criu);
+    // What is sealed is sealed as a whole, unless somebody says that it need not be.
+    const std::string sealed = "recipients = [\"/me.pem\"]\n";
+    CHECK(read(sealed).is_packed() && !read(sealed + "layout = \"criu\"").is_packed());
+    CHECK(!read(sealed + "risk = [\"clear-images\"]").is_packed());
+    CHECK(read("layout = \"packed\"").layout == Layout::packed);
 }
 
 void an_empty_file_is_the_defaults() {
@@ -74,6 +80,8 @@ void bad_values_are_named() {
                              "cpu_memory = \"Ours\"",
                              "cpu_memory = \"\"",
                              "cpu_memory = true",
+                             "layout = \"Packed\"",
+                             "layout = 1",
                              "io = \"mmap\"",
                              "io = 1",
                              "huge_pages = \"maybe\"",

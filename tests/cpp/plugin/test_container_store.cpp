@@ -26,6 +26,7 @@ public:
     explicit Images(unsigned char number) : id_(sample::id_of(number)) {
         write("gpustasis-7.img", "image " + id_text(id_));
         write("gpustasis-dump.json", "{}");
+        write("gpustasis-sealed.cms", "envelope");
         write("pages-1.img", "CRIU's");
         write("inventory.img", "inventory");
         Manifest manifest;
@@ -77,6 +78,7 @@ void a_checkpoint_is_kept_and_found() {
     CHECK(fs::exists(kept / "gpustasis-7.img") && fs::exists(kept / kManifestName));
     CHECK(fs::exists(kept / "inventory.img"));
     CHECK(!same_inode(kept / "inventory.img", images.path("inventory.img")));
+    CHECK(fs::exists(kept / "gpustasis-sealed.cms")); // without it nothing sealed opens
     CHECK(!fs::exists(kept / "pages-1.img") && !fs::exists(kept / "gpustasis-dump.json"));
     struct stat status {};
     for (const fs::path& path : {kept, base.store(), base.store().parent_path()})

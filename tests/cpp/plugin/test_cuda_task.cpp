@@ -13,7 +13,9 @@
 
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <string>
+#include <thread>
 #include <vector>
 
 using namespace gpustasis;
@@ -24,11 +26,21 @@ void call_it(const char* name) {
     CHECK(::prctl(PR_SET_NAME, name, 0, 0, 0) == 0);
 }
 
-void map_file(const std::string& path) {
+void map_file(const std::string& path, int protection, int sharing) {
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     CHECK(fd >= 0 && ::ftruncate(fd, 4096) == 0);
-    CHECK(::mmap(nullptr, 4096, PROT_READ, MAP_SHARED, fd, 0) != MAP_FAILED);
+    CHECK(::mmap(nullptr, 4096, protection, sharing, fd, 0) != MAP_FAILED);
     ::close(fd);
+}
+
+/// As the loader maps the code of a library.
+void map_library(const std::string& path) {
+    map_file(path, PROT_READ | PROT_EXEC, MAP_PRIVATE);
+}
+
+void start_threads(unsigned count) {
+    for (unsigned i = 0; i < count; ++i)
+        std::thread([] { ::pause(); }).detach();
 }
 
 /// As the driver names its restore thread.
@@ -47,16 +59,33 @@ void a_name_alone_makes_no_cuda_task() {
 
 void a_library_alone_makes_no_cuda_task() {
     const sample::TempDir dir;
-    const Child child([&] { map_file(dir.path("libcuda.so.1")); });
+    const Child child([&] { map_library(dir.path("libcuda.so.1")); });
     CHECK(!proc::may_use_cuda(child.pid()));
 }
 
 void both_make_one() {
     const sample::TempDir dir;
-    for (const char* library : {"libcuda.so.580.95.05", "libnvidia-ml.so.1"}) {
+    for (const char* library : {"libcuda.so.580.95.05", "libnvidia-ml.so.1"})
+        for (const unsigned more_threads :
+             {0U, 10U, 300U}) { // each is looked at in a way of its own
+            const Child child([&] {
+                map_library(dir.path(library));
+                call_it("cuda00001400006");
+                start_threads(more_threads);
+            });
+            CHECK(proc::may_use_cuda(child.pid()));
+        }
+}
+
+// Of a driver whose library has another name.
+void a_device_makes_one() {
+    const sample::TempDir dir;
+    std::filesystem::create_directory(dir.path("dev"));
+    for (const unsigned more_threads : {0U, 10U, 300U}) {
         const Child child([&] {
-            map_file(dir.path(library));
+            map_file(dir.path("dev/nvidia0"), PROT_READ | PROT_WRITE, MAP_SHARED);
             call_it("cuda00001400006");
+            start_threads(more_threads);
         });
         CHECK(proc::may_use_cuda(child.pid()));
     }
@@ -69,10 +98,10 @@ void the_library_is_found_among_many_mappings() {
         const std::string name = std::string(padding + 1, 'x');
         const Child child([&] {
             for (int i = 0; i < 250; ++i)
-                map_file(dir.path(name + std::to_string(i)));
-            map_file(dir.path("libcuda.so.1"));
+                map_library(dir.path(name + std::to_string(i)));
+            map_library(dir.path("libcuda.so.1"));
             for (int i = 0; i < 250; ++i)
-                map_file(dir.path(name + std::to_string(i)));
+                map_library(dir.path(name + std::to_string(i)));
             call_it("cuda00001400006");
         });
         CHECK(proc::may_use_cuda(child.pid()));
@@ -139,6 +168,7 @@ int main() {
     a_name_alone_makes_no_cuda_task();
     a_library_alone_makes_no_cuda_task();
     both_make_one();
+    a_device_makes_one();
     the_library_is_found_among_many_mappings();
     pipes_are_what_the_driver_may_open();
     a_name_that_leads_to_a_file_is_refused();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// This program is its own criu: its calls of lseek are those that the plugin changes.
+// This program is its own criu: its calls of lseek and fstat are those that the plugin changes.
 #include "check.hpp"
 
 #include "core/error.hpp"
@@ -8,9 +8,11 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -150,6 +152,34 @@ void a_file_that_has_changed_its_size_fails_the_dump() {
     CHECK(hiding.answered().hidden == 0);
 }
 
+// As dump_ghost_remap() of CRIU asks whether a file without a name is below its limit.
+std::int64_t blocks(int fd) {
+    struct stat status {};
+    CHECK(::fstat(fd, &status) == 0);
+    CHECK(status.st_size == kPages * kPage + kTail);
+    return status.st_blocks;
+}
+
+void hidden_data_is_no_block() {
+    const Memfd memfd;
+    const Memfd other;
+    const std::int64_t all = blocks(memfd.fd());
+    CHECK(all == (kPages / 8 * 7 + 1) * kPage / 512);
+    {
+        HiddenData hiding;
+        CHECK(blocks(memfd.fd()) == all);
+        hiding.hide(memfd.copy(), {pages(0, 7), pages(16, 2)});
+        CHECK(blocks(memfd.fd()) == all - static_cast<std::int64_t>(9 * kPage / 512));
+        CHECK(blocks(memfd.copy().get()) == blocks(memfd.fd()) && blocks(other.fd()) == all);
+        hiding.hide(memfd.copy(), {pages(0, kPages)}); // more than there are
+        CHECK(blocks(memfd.fd()) == 0);
+        errno = 0;
+        struct stat status {};
+        CHECK(::fstat(-1, &status) == -1 && errno == EBADF);
+    }
+    CHECK(blocks(memfd.fd()) == all);
+}
+
 } // namespace
 
 int main() {
@@ -157,4 +187,5 @@ int main() {
     parts_of_one_file_add_up();
     other_files_and_other_questions_are_answered_by_the_kernel();
     a_file_that_has_changed_its_size_fails_the_dump();
+    hidden_data_is_no_block();
 }

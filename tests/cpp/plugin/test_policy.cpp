@@ -121,8 +121,9 @@ void keys_are_set_on_top_of_the_hosts() {
     CHECK(run.apply(config) == kA);
     CHECK(config.parent == "/other" && !config.incremental);
     CHECK(config.cpu_memory == CpuMemory::criu);
-    run.write(policy("cpu_memory = \"auto\""));
+    run.write(policy("cpu_memory = \"auto\"\nlayout = \"packed\""));
     CHECK(run.apply(config) == kA);
+    CHECK(config.layout == Layout::packed);
     CHECK(config.cpu_memory == CpuMemory::automatic);
 }
 

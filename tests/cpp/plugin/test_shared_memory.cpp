@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "sample.hpp"
 
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/cpu_memory.hpp"
@@ -7,7 +8,9 @@
 #include "cuda_plugin/shared_source.hpp"
 
 #include <fcntl.h>
+#include <sys/ipc.h>
 #include <sys/mman.h>
+#include <sys/shm.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,7 +29,7 @@ namespace {
 
 constexpr std::uint64_t kMiB = 1 << 20;
 constexpr std::uint64_t kStart = 0x10000000;
-constexpr std::uint64_t kInode = 77;
+constexpr SharedFileId kFile{.device = 26, .inode = 77};
 const std::string kAnonymous = "/dev/zero (deleted)";
 
 /// `mib` MiB at `address`, of the file from `offset` on.
@@ -37,7 +40,8 @@ Mapping mapping(std::uint64_t address, std::uint64_t mib, std::uint64_t offset =
     made.end = address + mib * kMiB;
     made.protection = protection;
     made.shared = true;
-    made.inode = kInode;
+    made.device = kFile.device;
+    made.inode = kFile.inode;
     made.offset = offset;
     made.name = kAnonymous;
     made.flags = {"rd", "wr", "sh"};
@@ -48,9 +52,9 @@ SharingTask task(pid_t pid, std::vector<Mapping> mappings) {
     return {.pid = pid, .mappings = std::move(mappings), .in_use = {}, .staging = {}};
 }
 
-std::map<std::uint64_t, SharedFile> file(std::uint64_t size, std::vector<AddressRange> data) {
-    std::map<std::uint64_t, SharedFile> files;
-    files.emplace(kInode, SharedFile{.fd = {}, .size = size, .data = std::move(data)});
+std::map<SharedFileId, SharedFile> file(std::uint64_t size, std::vector<AddressRange> data) {
+    std::map<SharedFileId, SharedFile> files;
+    files.emplace(kFile, SharedFile{.fd = {}, .size = size, .data = std::move(data)});
     return files;
 }
 
@@ -58,10 +62,10 @@ std::map<std::uint64_t, SharedFile> file(std::uint64_t size, std::vector<Address
 using Part = std::tuple<pid_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 
 std::vector<Part> choose(const std::vector<SharingTask>& tasks,
-                         const std::map<std::uint64_t, SharedFile>& files) {
+                         const std::map<SharedFileId, SharedFile>& files) {
     std::vector<Part> chosen;
     for (const SharedPart& part : choose_shared_memory(tasks, files)) {
-        CHECK(part.region.kind == RegionKind::shared_anonymous && part.inode == kInode &&
+        CHECK(part.region.kind == RegionKind::shared_anonymous && part.file == kFile &&
               part.region.protection == (PROT_READ | PROT_WRITE));
         chosen.emplace_back(part.pid, part.region.address, part.region.length, part.offset);
     }
@@ -70,26 +74,36 @@ std::vector<Part> choose(const std::vector<SharingTask>& tasks,
 
 void names_tell_shared_memory() {
     for (const char* name : {"/dev/zero (deleted)", "/memfd:any (deleted)", "[anon_shmem:any]",
-                             "/memfd:/dev/zero (deleted)"}) {
+                             "/memfd:/dev/zero (deleted)", "/dev/shm/any (deleted)"}) {
         Mapping one = mapping(kStart, 1);
         one.name = name;
         CHECK(maps_shared_memory(one));
         one.inode = 0;
         CHECK(!maps_shared_memory(one));
     }
-    for (const char* name : {"", "/SYSV00000000 (deleted)", "/dev/shm/any (deleted)", "/memfd:any",
-                             "/dev/zero", "/anon_hugepage (deleted)"}) {
+    for (const char* name : {"", "/dev/shm/any", "/memfd:any", "/dev/zero", "any (deleted)"}) {
         Mapping one = mapping(kStart, 1);
         one.name = name;
         CHECK(!maps_shared_memory(one));
     }
 }
 
+void files_of_one_number_on_two_file_systems_are_two() {
+    const Mapping plain = mapping(kStart, 2);
+    Mapping other = mapping(2 * kStart, 2);
+    ++other.device;
+    other.protection |= PROT_EXEC;
+    const std::vector tasks{task(1, {plain, other})};
+    CHECK(find_shared_candidates(tasks) == std::vector{kFile});
+    CHECK((choose(tasks, file(2 * kMiB, {{0, 2 * kMiB}})) ==
+           std::vector<Part>{{1, kStart, 2 * kMiB, 0}}));
+}
+
 void one_mapping_that_is_not_plain_leaves_all() {
     const Mapping plain = mapping(kStart, 2);
-    CHECK(find_shared_candidates({task(1, {plain})}) == std::vector{kInode});
+    CHECK(find_shared_candidates({task(1, {plain})}) == std::vector{kFile});
     CHECK(find_shared_candidates({task(1, {plain}), task(2, {mapping(kStart, 1, 0, PROT_READ)})}) ==
-          std::vector{kInode});
+          std::vector{kFile});
     const auto left = [&](const Mapping& other) {
         return find_shared_candidates({task(1, {plain}), task(2, {other})}).empty();
     };
@@ -166,6 +180,13 @@ void of_memory_for_huge_pages_only_whole_ones_are_stored() {
            std::vector<Part>{{1, kStart + 2 * kMiB, 2 * kMiB, 2 * kMiB}}));
 }
 
+void of_a_file_system_with_huge_pages_only_whole_ones_are_stored() {
+    auto files = file(8 * kMiB, {{kMiB, 5 * kMiB}});
+    files.at(kFile).block = kHugePage;
+    CHECK((choose({task(1, {mapping(kStart, 8)})}, files) ==
+           std::vector<Part>{{1, kStart + 2 * kMiB, 2 * kMiB, 2 * kMiB}}));
+}
+
 /// This process as a tree.
 std::vector<SharingTask> own_tree() {
     return {{.pid = ::getpid(),
@@ -174,10 +195,21 @@ std::vector<SharingTask> own_tree() {
              .staging = {}}};
 }
 
-/// A memfd of 2 MiB, mapped, the first MiB data.
+UniqueFd make_memfd() {
+    return UniqueFd(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+}
+
+/// A file without a name, on the tmpfs that each system has.
+UniqueFd make_removed_file() {
+    const std::string path = "/dev/shm/gpustasis-test-" + std::to_string(::getpid());
+    UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+    CHECK(bool(fd) && ::unlink(path.c_str()) == 0);
+    return fd;
+}
+
+/// 2 MiB, mapped, the first MiB data.
 struct Mapped {
-    explicit Mapped(unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING)
-        : fd(::memfd_create("test", flags)) {
+    explicit Mapped(UniqueFd file = make_memfd()) : fd(std::move(file)) {
         CHECK(bool(fd) && ::ftruncate(fd.get(), 2 * kMiB) == 0);
         at = ::mmap(nullptr, 2 * kMiB, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
         CHECK(at != MAP_FAILED);
@@ -191,18 +223,55 @@ struct Mapped {
 };
 
 std::vector<std::string> reasons;
-std::map<std::uint64_t, SharedFile> open_own() {
+std::map<SharedFileId, SharedFile> open_own() {
     reasons.clear();
     return open_shared_files(own_tree(), [](const std::string& why) { reasons.push_back(why); });
 }
 
 void files_are_opened_with_their_data() {
-    const Mapped mapped;
-    const auto files = open_own();
-    CHECK(files.size() == 1 && reasons.empty());
-    const SharedFile& found = files.begin()->second;
-    CHECK(found.size == 2 * kMiB && (found.data == std::vector<AddressRange>{{0, kMiB}}));
-    CHECK(choose_shared_memory(own_tree(), files).size() == 1);
+    for (UniqueFd (*make)() : {&make_memfd, &make_removed_file}) {
+        const Mapped mapped(make());
+        const auto files = open_own();
+        CHECK(files.size() == 1 && reasons.empty());
+        const SharedFile& found = files.begin()->second;
+        CHECK(found.size == 2 * kMiB && (found.data == std::vector<AddressRange>{{0, kMiB}}));
+        CHECK(choose_shared_memory(own_tree(), files).size() == 1);
+    }
+}
+
+void files_that_got_a_name_are_left() {
+    const std::string other = "/dev/shm/gpustasis-test-other-" + std::to_string(::getpid());
+    UniqueFd file(::open("/dev/shm", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+    CHECK(bool(file));
+    const std::string link = "/proc/self/fd/" + std::to_string(file.get());
+    const Mapped named(std::move(file));
+    CHECK(open_own().size() == 1);
+    CHECK(::linkat(AT_FDCWD, link.c_str(), AT_FDCWD, other.c_str(), AT_SYMLINK_FOLLOW) == 0);
+    const auto found = open_own();
+    CHECK(::unlink(other.c_str()) == 0);
+    CHECK(found.empty() && reasons.size() == 1 && reasons[0].ends_with(" has another name still"));
+}
+
+void files_on_disks_are_left() {
+    const sample::TempDir directory("/var/tmp");
+    UniqueFd file(::openat(directory.fd(), "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    CHECK(bool(file) && ::unlinkat(directory.fd(), "file", 0) == 0);
+    const Mapped mapped(std::move(file));
+    CHECK(open_own().empty());
+    CHECK(reasons.size() == 1 &&
+          reasons[0].find("is on no tmpfs that process") != std::string::npos);
+}
+
+void system_v_memory_is_left() {
+    const int first =
+        ::shmget(IPC_PRIVATE, 4096, IPC_CREAT | 0600); // can have number 0, as no file has
+    const int id = ::shmget(IPC_PRIVATE, 2 * kMiB, IPC_CREAT | 0600);
+    CHECK(first >= 0 && ::shmctl(first, IPC_RMID, nullptr) == 0);
+    void* at = id < 0 ? nullptr : ::shmat(id, nullptr, 0);
+    CHECK(id >= 0 && ::shmctl(id, IPC_RMID, nullptr) == 0 && at != nullptr);
+    CHECK(open_own().empty());
+    CHECK(reasons.size() == 1 && reasons[0].ends_with("it is System V memory"));
+    CHECK(::shmdt(at) == 0);
 }
 
 /// Whether the page is in the page table of this process.
@@ -245,16 +314,26 @@ void sealed_files_are_left() {
     }
 }
 
-void what_another_process_uses_is_left() {
-    const Mapped mapped;
+void what_another_process_uses_is_left(UniqueFd file, bool mapped_there) {
+    const Mapped mapped(std::move(file));
     int ends[2];
-    CHECK(::pipe(ends) == 0);
-    const pid_t child = fork_child(); // has the mapping and the descriptor
+    int said[2];
+    CHECK(::pipe(ends) == 0 && ::pipe(said) == 0);
+    const pid_t child = fork_child(); // has the mapping or the descriptor
     if (child == 0) {
         ::close(ends[1]);
+        if (mapped_there) { // and touched: the kernel counts that
+            ::close(mapped.fd.get());
+            CHECK(*static_cast<volatile char*>(mapped.at) == 'x');
+        } else {
+            ::munmap(mapped.at, 2 * kMiB);
+        }
+        CHECK(::write(said[1], "", 1) == 1);
         char byte;
         ::_exit(::read(ends[0], &byte, 1) == 0 ? 0 : 1);
     }
+    char byte;
+    CHECK(::read(said[0], &byte, 1) == 1);
     CHECK(open_own().empty());
     CHECK(reasons.at(0).ends_with("process " + std::to_string(child) +
                                   ", outside of the tree, uses it"));
@@ -266,6 +345,8 @@ void what_another_process_uses_is_left() {
         open_shared_files(tree, [](const std::string& why) { reasons.push_back(why); });
     CHECK(both.size() == 1 && choose_shared_memory(tree, both).size() == 1);
     ::close(ends[1]);
+    ::close(said[0]);
+    ::close(said[1]);
     CHECK(::waitpid(child, nullptr, 0) == child);
     ::close(ends[0]);
     CHECK(open_own().size() == 1);
@@ -280,9 +361,17 @@ int main() {
     each_part_is_stored_once();
     only_large_runs_of_data_within_the_file_are_stored();
     a_window_around_what_any_task_uses_is_left();
+    files_of_one_number_on_two_file_systems_are_two();
     of_memory_for_huge_pages_only_whole_ones_are_stored();
+    of_a_file_system_with_huge_pages_only_whole_ones_are_stored();
     files_are_opened_with_their_data();
     what_a_task_has_not_touched_is_read_without_it();
     sealed_files_are_left();
-    what_another_process_uses_is_left();
+    files_that_got_a_name_are_left();
+    files_on_disks_are_left();
+    system_v_memory_is_left();
+    for (const bool mapped_there : {true, false}) {
+        what_another_process_uses_is_left(make_memfd(), mapped_there);
+        what_another_process_uses_is_left(make_removed_file(), mapped_there);
+    }
 }

@@ -66,16 +66,17 @@ struct Rig {
     explicit Rig(OnOrphaned on_orphaned, std::string driver = SLOW_DRIVER)
         : table(on_orphaned),
           dir(::open(images.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)),
-          lineage(dir.get()) {
+          lineage(dir.get()), undo_images(lineage) {
         config.driver = std::move(driver);
         config.nvml = "/nonexistent/libnvidia-ml.so.1";
-        worker.emplace(config, table, lineage);
+        worker.emplace(config, table, undo_images);
     }
     Config config;
     SharedTaskTable table;
     sample::TempDir images;
     UniqueFd dir;
     Lineage lineage;
+    UndoImages undo_images;
     std::optional<Worker> worker;
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
 
+#include "core/error.hpp"
 #include "tracee/proc.hpp"
 
 #include <fcntl.h>
@@ -12,9 +13,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <csignal>
 #include <cstddef>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -103,9 +106,40 @@ void a_process_lives_on_in_any_of_its_threads() {
     CHECK(proc::liveness(task, start) == Liveness::dead);
 }
 
+/// Of a process that has done `change` to itself.
+std::string rights_after(void (*change)()) {
+    std::array<int, 2> done{};
+    CHECK(::pipe(done.data()) == 0);
+    const pid_t task = fork_child();
+    if (task == 0) {
+        change();
+        CHECK(::write(done[1], "x", 1) == 1);
+        for (;;)
+            ::pause();
+    }
+    char byte = 0;
+    CHECK(::read(done[0], &byte, 1) == 1);
+    std::string rights = proc::rights(task);
+    CHECK(::kill(task, SIGKILL) == 0);
+    CHECK(::waitpid(task, nullptr, 0) == task);
+    ::close(done[0]);
+    ::close(done[1]);
+    return rights;
+}
+
+void who_may_do_less_has_other_rights() {
+    const std::string own = proc::rights(::getpid());
+    CHECK(rights_after([] {}) == own);
+    CHECK(rights_after([] { CHECK(::setresuid(65534, 65534, 65534) == 0); }) != own);
+    CHECK(rights_after([] { CHECK(::setresgid(65534, 65534, 65534) == 0); }) != own);
+    CHECK(rights_after([] { CHECK(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0); }) != own);
+    CHECK_THROWS(Errc::io, proc::rights(-1));
+}
+
 } // namespace
 
 int main() {
+    who_may_do_less_has_other_rights();
     who_cannot_look_takes_nobody_for_dead();
     a_process_lives_on_in_any_of_its_threads();
 }

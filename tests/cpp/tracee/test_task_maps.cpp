@@ -4,6 +4,7 @@
 #include "tracee/task_maps.hpp"
 
 #include <sys/mman.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,6 +24,8 @@ void every_field_is_read() {
     CHECK(maps[0].protection == (PROT_READ | PROT_EXEC));
     CHECK(!maps[0].shared && maps[0].inode == 173521 && maps[0].name == "/usr/bin/a b");
     CHECK(!maps[0].is_private_anonymous() && !maps[0].is_shared_anonymous());
+    CHECK(maps[0].device == makedev(8, 2) && maps[1].device == makedev(0, 1) &&
+          maps[2].device == 0);
     CHECK(maps[0].offset == 0x1000 && maps[1].offset == 0);
     CHECK(maps[1].shared && maps[1].is_shared_anonymous() && !maps[1].is_private_anonymous());
     CHECK(maps[2].protection == PROT_NONE && maps[2].is_private_anonymous());

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda_plugin/undo_images.hpp"
+
+#include "core/error.hpp"
+#include "seal/sealed_chain.hpp"
+#include "seal/sealed_checkpoint.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <memory>
+
+namespace gpustasis {
+
+void UndoImages::use_key(const seal::DataKey& key) {
+    key_ = key.at_depth(0);
+    lineage_.open_by(std::make_shared<seal::SealedChain>(key));
+}
+
+void UndoImages::forget_key() noexcept {
+    key_.reset();
+    lineage_.open_by(nullptr);
+}
+
+ImageReader UndoImages::open(const DroppedTask& task) const {
+    if (!key_)
+        return open_dropped(task, lineage_);
+    const int directory = lineage_.directory(0);
+    return open_dropped(
+        task, lineage_,
+        ImageReader::from_input(seal::find_sealed_image(directory, task.image, *key_), task.image));
+}
+
+KeyHandover::KeyHandover(const UndoImages& images) {
+    if (!images.key_)
+        return;
+    int ends[2];
+    if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) !=
+        0) // a reader cannot be waited for: it is not there yet
+        throw io_error("cannot make a pipe for a key", errno);
+    reading_ = UniqueFd(ends[0]);
+    const UniqueFd writing(ends[1]);
+    const seal::Secret record = images.key_->record();
+    size_ = record.size();
+    // A pipe that is empty takes all of it at once, or nothing of it is in there that could be used.
+    if (::write(writing.get(), record.bytes().data(), record.size()) !=
+        static_cast<ssize_t>(record.size()))
+        throw io_error("cannot hand a key on", errno);
+}
+
+void KeyHandover::take(UndoImages& images) {
+    if (!reading_)
+        return;
+    images.forget_key(); // the parent's, which is not there
+    seal::Secret record(size_);
+    if (::read(reading_.get(), record.bytes().data(), record.size()) !=
+        static_cast<ssize_t>(record.size()))
+        throw Error(Errc::io, "a key was not handed on");
+    images.use_key(seal::DataKey::from_record(record.bytes()));
+    reading_.reset();
+}
+
+} // namespace gpustasis
