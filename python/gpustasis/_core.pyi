@@ -12,6 +12,7 @@ from typing_extensions import Buffer
 from gpustasis._core_requirements import *  # noqa: F403
 from gpustasis._core_requirements import Requirements
 from gpustasis._core_seal import *  # noqa: F403
+from gpustasis._core_seal import DataKey
 
 MIN_CHUNK_SIZE: int
 MAX_CHUNK_SIZE: int
@@ -36,6 +37,7 @@ class RegionKind(Enum):
 class MemoryKind(Enum):
     GPU = 0
     CPU = 1
+    FILES = 2
 
 class ProcessState(Enum):
     RUNNING = 0
@@ -54,14 +56,10 @@ class Region:
     def __init__(
         self, address: int, length: int, protection: int = 3, kind: RegionKind = ...
     ) -> None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def protection(self) -> int: ...
-    @property
-    def kind(self) -> RegionKind: ...
+    address: Final[int]
+    length: Final[int]
+    protection: Final[int]
+    kind: Final[RegionKind]
 
 class GpuInfo:
     def __init__(self, uuid: bytes, name: str, memory_size: int) -> None: ...
@@ -73,26 +71,17 @@ class GpuInfo:
     def memory_size(self) -> int: ...
 
 class Source:
-    @property
-    def kind(self) -> MemoryKind: ...
-    @property
-    def image_name(self) -> str: ...
-    @property
-    def checkpoint_id(self) -> bytes: ...
-    @property
-    def digest(self) -> bytes: ...
-    @property
-    def file_size(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def depth(self) -> int: ...
+    kind: Final[MemoryKind]
+    image_name: Final[str]
+    checkpoint_id: Final[bytes]
+    digest: Final[bytes]
+    file_size: Final[int]
+    pid: Final[int]
+    depth: Final[int]
 
 class ImageInfo:
-    @property
-    def kind(self) -> MemoryKind: ...
-    @property
-    def image_name(self) -> str: ...
+    kind: Final[MemoryKind]
+    image_name: Final[str]
     def __init__(
         self,
         *,
@@ -109,32 +98,19 @@ class ImageInfo:
         regions: Sequence[Region] = ...,
         kind: MemoryKind = ...,
     ) -> None: ...
-    @property
-    def checkpoint_id(self) -> bytes: ...
-    @property
-    def parent_id(self) -> bytes: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def start_time(self) -> int: ...
-    @property
-    def boot_id(self) -> bytes: ...
-    @property
-    def comm(self) -> str: ...
-    @property
-    def state_before(self) -> ProcessState: ...
-    @property
-    def driver_api_version(self) -> int: ...
-    @property
-    def driver_version(self) -> str: ...
-    @property
-    def gpus(self) -> list[GpuInfo]: ...
-    @property
-    def chunk_size(self) -> int: ...
-    @property
-    def regions(self) -> list[Region]: ...
-    @property
-    def sources(self) -> list[Source]: ...
+    checkpoint_id: Final[bytes]
+    parent_id: Final[bytes]
+    pid: Final[int]
+    start_time: Final[int]
+    boot_id: Final[bytes]
+    comm: Final[str]
+    state_before: Final[ProcessState]
+    driver_api_version: Final[int]
+    driver_version: Final[str]
+    gpus: Final[list[GpuInfo]]
+    chunk_size: Final[int]
+    regions: Final[list[Region]]
+    sources: Final[list[Source]]
 
 class EncodingCount:
     @property
@@ -153,6 +129,8 @@ class EncodingTotals:
     def raw(self) -> EncodingCount: ...
     @property
     def ref(self) -> EncodingCount: ...
+    @property
+    def alike(self) -> EncodingCount: ...
 
 class WriteResult:
     @property
@@ -187,6 +165,8 @@ def flatten_image(
 def link_parent(dir: str | PathLike[str], parent: str | PathLike[str]) -> None: ...
 
 class ParentIndex:
+    def __init__(self, chunk_size: int = 0) -> None: ...
+    def add(self, dir: str | PathLike[str], checkpoint_id: bytes, task: ManifestTask) -> None: ...
     @staticmethod
     def read(dir: str | PathLike[str]) -> ParentIndex: ...
     @property
@@ -216,6 +196,8 @@ class ImageReader:
     def open(path: str | PathLike[str]) -> ImageReader: ...
     @staticmethod
     def open_part(fd: int, offset: int, length: int, name: str) -> ImageReader: ...
+    @staticmethod
+    def find_sealed(directory: str | PathLike[str], name: str, key: DataKey) -> ImageReader: ...
     @staticmethod
     def from_ends(header: Buffer, tail: Buffer, size: int, name: str) -> ImageReader: ...
     @staticmethod
@@ -310,6 +292,7 @@ class Manifest:
         parent_id: bytes = ...,
         chain_length: int = 0,
         requirements: Requirements | None = None,
+        pack: bytes | None = None,
     ) -> None: ...
     checkpoint_id: Final[bytes]
     driver_api_version: Final[int]
@@ -319,30 +302,54 @@ class Manifest:
     parent_id: Final[bytes]
     chain_length: Final[int]
     requirements: Final[Requirements | None]
+    pack: Final[bytes | None]
 
 def read_manifest(dir: str | PathLike[str]) -> Manifest: ...
 def parse_manifest(data: Buffer, name: str) -> Manifest: ...
 def stored_memory_digest(entries: Sequence[tuple[ManifestTask, Sequence[Region]]]) -> bytes: ...
 def write_manifest(dir: str | PathLike[str], manifest: Manifest) -> None: ...
 
+PACK_NAME: Final[str]
+
+class PackedFile:
+    name: Final[str]
+    mode: Final[int]
+    size: Final[int]
+    mtime_ns: Final[int]
+
+class PackReader:
+    @staticmethod
+    def open(dir: str | PathLike[str]) -> PackReader: ...
+    checkpoint_id: Final[bytes]
+    digest: Final[bytes]
+    size: Final[int]
+    files: Final[list[PackedFile]]
+    def read(self, name: str) -> bytes: ...
+    def extract(self, dir: str | PathLike[str], threads: int = 0, without: str = "") -> None: ...
+    def verify(self, threads: int = 0) -> None: ...
+
+def write_pack(
+    source: str | PathLike[str],
+    names: Sequence[str],
+    target: str | PathLike[str],
+    *,
+    checkpoint_id: bytes,
+    threads: int = 0,
+) -> bytes: ...
+
 class DropRecord:
-    @property
-    def pid(self) -> int: ...
-    @property
-    def directory(self) -> str: ...
-    @property
-    def device(self) -> int: ...
-    @property
-    def inode(self) -> int: ...
-    @property
-    def image(self) -> str: ...
-    @property
-    def checkpoint_id(self) -> bytes: ...
-    @property
-    def digest(self) -> bytes: ...
+    pid: Final[int]
+    directory: Final[str]
+    device: Final[int]
+    inode: Final[int]
+    image: Final[str]
+    checkpoint_id: Final[bytes]
+    digest: Final[bytes]
 
 def find_drop_record(pid: int) -> DropRecord | None: ...
 def remove_drop_record(pid: int) -> None: ...
+def find_checkpoint_record(pid: int) -> DropRecord | None: ...
+def remove_checkpoint_record(pid: int) -> None: ...
 def is_drop_over(pid: int, restore_thread: int) -> bool: ...
 def is_userfaultfd_setting_left() -> bool: ...
 def list_drop_records() -> list[DropRecord]: ...
@@ -354,6 +361,7 @@ def refill_dropped(
     digest: bytes,
     threads: int = 0,
     progress: Callable[[int], object] | None = None,
+    key: DataKey | None = None,
 ) -> int: ...
 
 class DirtyPages:

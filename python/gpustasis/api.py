@@ -13,8 +13,10 @@ gpustasis.CheckpointError; docs/errors.md lists its subclasses. Checkpoint and r
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -24,12 +26,14 @@ from gpustasis.archive.opened import Archive, inspect_archive, open_files
 from gpustasis.archive.verification import verify_archive
 from gpustasis.criu import run
 from gpustasis.criu.find import find
-from gpustasis.criu.images import INVENTORY_NAME
+from gpustasis.criu.images import prepare_directory
 from gpustasis.criu.plugin import Setting, driver_libraries
 from gpustasis.criu.run import Run
 from gpustasis.driver import Driver
+from gpustasis.dump_records import find_images
+from gpustasis.dumped import is_sealed
 from gpustasis.errors import CheckpointError, ImageError
-from gpustasis.image.checkpoint import find_manifest, has_gpu_state, require_not_sealed
+from gpustasis.image.checkpoint import find_manifest, has_gpu_state, require_restorable
 from gpustasis.image.difference import Difference, compare_files
 from gpustasis.image.flatten import Flattened, flatten
 from gpustasis.image.inspection import Inspection, inspect_files
@@ -38,8 +42,12 @@ from gpustasis.image.prune import Rules
 from gpustasis.image.prune import prune as prune_store
 from gpustasis.image.requirements import RequirementsView, find_requirements
 from gpustasis.image.verification import Verification, verify_directory
-from gpustasis.recovery import Recovery, find_images, find_unharmed
+from gpustasis.recovery import Recovery, find_unharmed
 from gpustasis.recovery import recover as recover_task
+from gpustasis.sealing.directory import key_for_criu, open_key
+from gpustasis.sealing.keys import KeySource
+
+log = logging.getLogger(__name__)
 
 StrPath = str | os.PathLike[str]
 
@@ -70,14 +78,17 @@ class RestoreOptions(CriuOptions, total=False):
     """detached: return when the tree runs (as by default); else when its root has ended.
     leave_stopped: the tree is left stopped; not with detached=False, and not with GPU memory in it,
     which comes back through threads of its processes that run. pidfile: a file, not there yet, that
-    the root's pid is written to. gpu_map: "OLD=NEW" each: what was on GPU OLD of the checkpoint
-    goes to GPU NEW of this machine, by UUID or number. ignore_requirements: go on although files
+    the root's pid is written to. key: what opens a checkpoint which was sealed while it was
+    made: a private key (PEM), or a source of keys (gpustasis.sealing.keys). gpu_map: "OLD=NEW"
+    each: what was on GPU OLD of the checkpoint goes to GPU NEW of this machine, by UUID or number.
+    ignore_requirements: go on although files
     that the tree had mapped have changed, the driver is older, or GPU memory is short; CRIU's own
     checks remain."""
 
     detached: bool
     leave_stopped: bool
     pidfile: StrPath | None
+    key: StrPath | KeySource | None
     gpu_map: Sequence[str]
     ignore_requirements: bool
 
@@ -120,26 +131,27 @@ class Checkpoint:
             raise CheckpointError(
                 "a tree that is left stopped cannot be waited for: detached=False"
             )
-        require_not_sealed(self.path)
+        require_restorable(self.path)
         manifest = find_manifest(self.path) if leave_stopped else None
         if manifest is not None and has_gpu_state(manifest):
             raise CheckpointError(
                 f"{self.path} holds GPU state, which the driver restores through threads of the "
                 "processes: it cannot be restored with --leave-stopped"
             )
-        pidfile = options.pop("pidfile", None)
+        pidfile, key = options.pop("pidfile", None), options.pop("key", None)
         plugin: dict[str, Setting | None] = {
             "gpu_map": tuple(options.pop("gpu_map", ())) or None,
             "requirements": "ignore" if options.pop("ignore_requirements", False) else None,
         }
-        return run.restore(
-            find(options.get("criu")),
-            self.path,
-            _settings(options, plugin, {}),
-            detached=detached,
-            leave_stopped=leave_stopped,
-            pidfile=None if pidfile is None else Path(pidfile),
-        )
+        with key_for_criu(self.path, key) as (plugin["private_key"], handed_on):
+            return run.restore(
+                find(options.get("criu")),
+                self.path,
+                replace(_settings(options, plugin, {}), pass_fds=handed_on),
+                detached=detached,
+                leave_stopped=leave_stopped,
+                pidfile=None if pidfile is None else Path(pidfile),
+            )
 
     def verify(
         self, *, threads: int = 0, on_progress: Callable[[str, int, int], object] | None = None
@@ -176,17 +188,24 @@ class Checkpoint:
         out: StrPath,
         *,
         threads: int = 0,
+        unpacked: bool = False,
         on_file: Callable[[str], object] | None = None,
     ) -> Flattened:
         """Write a copy to `out` that needs no earlier checkpoint; of an archive its images.
 
         out: a directory that does not exist, or is empty. on_file: told each file's name before
-        it is written. Raises ImageError if the checkpoint or its chain is damaged.
+        it is written. unpacked: CRIU's images as CRIU wrote them, also where they are packed; not
+        of an archive. Raises ImageError if the checkpoint or its chain is damaged.
         """
         with open_files(self.path, self.parents) as files:
-            if isinstance(files, Archive):
-                return flatten_archive(files, Path(out), on_file, threads=threads)
-            return flatten(files.directory, Path(out), on_file, threads=threads)
+            if not isinstance(files, Archive):
+                directory = files.directory
+                return flatten(directory, Path(out), on_file, threads=threads, unpacked=unpacked)
+            if unpacked:
+                raise CheckpointError(
+                    f"{self.path} is an archive: flatten it to a directory, and that one unpacked"
+                )
+            return flatten_archive(files, Path(out), on_file, threads=threads)
 
     def diff(self, other: StrPath) -> Difference:
         """What changed in GPU memory, and in CPU memory that is in images of ours, from this
@@ -208,6 +227,9 @@ def checkpoint(
     leave_stopped: bool = False,
     externalize: bool | None = None,
     cpu_memory: str | None = None,
+    layout: str | None = None,
+    recipients: Sequence[StrPath] = (),
+    key: StrPath | None = None,
     compress: str | None = None,
     max_chain: int | None = None,
     ghost_limit: int | None = None,
@@ -222,11 +244,13 @@ def checkpoint(
     configuration or policy says. leave_running, leave_stopped: the tree runs on,
     or is left stopped; else it ends. externalize: False: GPU memory goes into CRIU's own images.
     cpu_memory: who stores the processes' own memory: "criu", "ours" (this plugin, as it stores GPU
-    memory) or "auto". compress: "lz4" or "none". max_chain: a chain of that many on top of a full
-    checkpoint gets no longer. ghost_limit: size of the largest file without a name that is dumped
-    with its content. skip_in_flight: leave out connections that are not accepted yet. link_remap:
-    give files without a name one for the time of the dump. Whatever is None is as the plugin's
-    configuration says.
+    memory) or "auto". layout: "packed": CRIU's images in one file; "criu": as CRIU writes them.
+    recipients: certificates (PEM) that the checkpoint is sealed for while it is made. key: a
+    private key (PEM) that opens the parent, where that is sealed. max_chain: a chain of so many on
+    top of a full checkpoint gets no longer. ghost_limit: size of the largest file without a name
+    that is dumped with its content. skip_in_flight: leave out connections that are not accepted
+    yet. link_remap: give files without a name one for the time of the dump.
+    Whatever is None is as the plugin's configuration says.
 
     Raises CriuError if CRIU or the plugin failed: the tree runs on then. CheckpointError for a
     directory or a parent that cannot be used.
@@ -240,6 +264,9 @@ def checkpoint(
     plugin: dict[str, Setting | None] = {
         "externalize": externalize,
         "cpu_memory": cpu_memory,
+        "layout": layout,
+        "recipients": tuple(str(Path(one).absolute()) for one in recipients) or None,
+        "private_key": None if key is None else str(Path(key).absolute()),
         "compress": compress,
         "max_chain": max_chain,
         "parent": None if parent is None else _parent(Path(parent), images),
@@ -250,7 +277,7 @@ def checkpoint(
         "skip-in-flight": skip_in_flight,
         "link-remap": link_remap,
     }
-    _prepare(images)
+    prepare_directory(images)
     done = run.dump(
         criu,
         pid,
@@ -282,23 +309,25 @@ def recover(
     pid: int,
     directory: StrPath | None = None,
     *,
+    key: KeySource | None = None,
     threads: int = 0,
     on_progress: Callable[[int], None] | None = None,
 ) -> Recovery:
     """Bring back process `pid`, whose dump into `directory` was broken off by CRIU's death.
 
-    directory: None: found by itself if that dump has taken memory out of the process. threads: that
-    put GPU memory back; 0: one for each processor. on_progress: told the bytes that are back.
-    Raises ImageError if the images are damaged or another process's, DriverError if the driver
-    refuses, CheckpointError if the process cannot be recovered.
+    directory: None: found by itself if that dump has taken memory out of the process. key: what
+    opens a dump that is sealed (gpustasis.sealing.keys). threads: that put GPU memory back; 0: one
+    for each processor. on_progress: told the bytes that are back. Raises ImageError if the images
+    are damaged or another process's, DriverError if the driver refuses, CheckpointError if the
+    process cannot be recovered, SealError for a wrong key or none.
     """
-    if directory is not None:
-        require_not_sealed(Path(directory))
-        if unharmed := find_unharmed(pid, Path(directory)):
-            return unharmed
-    driver = Driver(driver_libraries(os.environ)[0])
     images = find_images(pid) if directory is None else Path(directory)
-    return recover_task(pid, images, driver, threads=threads, on_progress=on_progress)
+    sealed = images is not None and is_sealed(images)
+    opened = open_key(images, key) if key is not None and images is not None and sealed else None
+    if directory is not None and (unharmed := find_unharmed(pid, Path(directory), opened)):
+        return unharmed
+    driver = Driver(driver_libraries(os.environ)[0])
+    return recover_task(pid, images, driver, key=opened, threads=threads, on_progress=on_progress)
 
 
 def prune(
@@ -351,18 +380,8 @@ def _settings(
 def _parent(parent: Path, images: Path) -> str:
     """The parent's directory without links, as the plugin is to be told."""
     directory = parent.resolve()
-    if find_manifest(directory) is None:
+    if not is_sealed(directory) and find_manifest(directory) is None:
         raise CheckpointError(f"{parent} is no parent: it holds nothing that gpustasis saved")
     if directory == images.resolve():
         raise CheckpointError(f"{parent} cannot be its own parent; name another directory")
     return str(directory)
-
-
-def _prepare(images: Path) -> None:
-    """An empty place for the images: what another dump left there would be taken for this one's."""
-    try:
-        images.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as exc:
-        raise CheckpointError(f"cannot make {images}: {exc.strerror}") from exc
-    if (images / INVENTORY_NAME).exists():
-        raise CheckpointError(f"{images} holds a checkpoint already; name another directory")

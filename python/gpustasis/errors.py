@@ -44,6 +44,12 @@ class CheckpointError(Exception):
         return {}
 
 
+def add_to(error: BaseException, text: str) -> None:
+    """Have the error say that as well, if it is one of ours: of others nobody is shown the text."""
+    if isinstance(error, CheckpointError) and text:
+        error.args = (f"{error}{text}",)
+
+
 class ImageError(CheckpointError):
     """A checkpoint image is missing, damaged, or of an unknown version."""
 

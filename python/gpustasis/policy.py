@@ -70,6 +70,12 @@ def _cpu_memory(text: str) -> str:
     return text
 
 
+def _layout(text: str) -> str:
+    if text not in ("criu", "packed"):
+        raise ValueError
+    return text
+
+
 def _flag(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError
@@ -131,6 +137,12 @@ ANNOTATIONS: dict[str, Annotation] = {
         '"true" or "false"',
         "whether each checkpoint is built on the one before",
         _flag,
+    ),
+    "layout": Annotation(
+        "layout",
+        '"criu" or "packed"',
+        "whether CRIU's images are packed into one file",
+        _layout,
     ),
     "parent": Annotation(
         "parent",

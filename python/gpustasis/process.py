@@ -87,6 +87,7 @@ def run(
     bounded: bool = False,
     stdin: int | None = None,
     stdout: int | None = None,
+    pass_fds: Sequence[int] = (),
     timeout_s: float | None = None,
     on_tick: Callable[[], None] | None = None,
 ) -> Finished:
@@ -104,6 +105,7 @@ def run(
         and it waits until these were read: only with `apart`.
     stdin: a descriptor to read from instead of nothing. stdout: one to write to; `output` is empty
         then.
+    pass_fds: descriptors that it has as well, under the same numbers.
     timeout_s: it is killed after that long.
     on_tick: called about every TICK_S seconds while it runs.
 
@@ -126,6 +128,7 @@ def run(
             stderr=pipe.writing if pipe else errors if apart else None if terminal else written,
             process_group=0 if shielded and not bounded else None,
             start_new_session=bounded,
+            pass_fds=tuple(pass_fds),
         )
 
         def tick() -> None:

@@ -8,32 +8,31 @@ killed too, or the machine had no room for it).
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from gpustasis._core import (
-    MANIFEST_NAME,
-    DropRecord,
-    ImageInfo,
-    ImageReader,
+    DataKey,
     Manifest,
     ManifestTask,
     MemoryKind,
-    find_drop_record,
     image_name,
     is_drop_over,
-    read_manifest,
-    refill_dropped,
-    remove_drop_record,
 )
-from gpustasis.criu.statistics import find_statistics, statistics_path
 from gpustasis.driver import Driver, ProcessState
-from gpustasis.errors import CheckpointError, DriverError, ImageError
-from gpustasis.task import Task, boot_id, find_users, misleading_thread, read_task
+from gpustasis.dump_records import find_begun, find_dropped, forget_begun, is_directory_of
+from gpustasis.dumped import Dumped, Progress, is_sealed
+from gpustasis.errors import CheckpointError, DriverError, SealError
+from gpustasis.task import (
+    Task,
+    boot_id,
+    find_users,
+    has_driver_thread,
+    misleading_thread,
+    read_task,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,6 @@ WORKER_COMM = "gpustasis-work"  # src/cuda_plugin/worker_process.cpp
 GUARDIAN_COMM = "gpustasis-guard"  # src/cuda_plugin/guardian.hpp
 WORKER_TIMEOUT_S = 60.0
 _POLL_S = 0.1
-
-Progress = Callable[[int], None]
 
 
 class Outcome(StrEnum):
@@ -65,42 +62,20 @@ class Recovery:
     refilled_bytes: int
 
 
-def find_images(pid: int) -> Path | None:
-    """The directory that memory of process `pid` was dumped into, by the record that the dump left;
-    None: no memory is missing.
-
-    Raises CheckpointError if the directory is no longer there, or there is no such process.
-    """
-    record = _find_record(read_task(pid).pid)
-    if record is None:
-        return None
-    images = Path(record.directory)
-    try:
-        found = images.stat()
-    except OSError as exc:
-        raise CheckpointError(
-            f"{images}, where memory of process {pid} is: {exc.strerror}"
-        ) from exc
-    if (found.st_dev, found.st_ino) != (record.device, record.inode):
-        raise CheckpointError(
-            f"{images} is not the directory any more that memory of process {pid} was dumped into; "
-            "name that one with -D"
-        )
-    return images
-
-
-def find_unharmed(pid: int, images: Path) -> Recovery | None:
+def find_unharmed(pid: int, images: Path, key: DataKey | None = None) -> Recovery | None:
     """What there is to do for a process of which the dump into `images` stored CPU memory alone:
-    nothing, for it was not changed, and no driver has to be asked. None: another process.
+    nothing, for it was not changed, and no driver has to be asked. None: another process. key: of
+    images that are sealed.
 
     Raises CheckpointError if a living criu still holds it; ImageError.
     """
     task = read_task(pid)
-    manifest = _find_manifest(images)
+    dumped = _dumped(images, key)
+    manifest = dumped.find_manifest(task.inner_pid)
     kinds = {e.kind for e in manifest.tasks if e.pid == task.inner_pid} if manifest else set()
-    if kinds != {MemoryKind.CPU} or _find_record(pid) is not None:
+    if kinds != {MemoryKind.CPU} or find_dropped(pid) is not None or has_driver_thread(pid):
         return None
-    info = _image_info(images / image_name(task.inner_pid, MemoryKind.CPU))
+    info = dumped.info(image_name(task.inner_pid, MemoryKind.CPU))
     if (info.boot_id, info.start_time) != (boot_id(), task.start_time):
         return None
     _require_untraced(task)
@@ -112,18 +87,21 @@ def recover(
     images: Path | None,
     driver: Driver,
     *,
+    key: DataKey | None = None,
     threads: int = 0,
     on_progress: Progress | None = None,
 ) -> Recovery:
     """Bring back process `pid`, whose dump into `images` was broken off.
 
-    images: None: no record says that memory of it is missing. It is unlocked then, and refused if
-    the driver has it checkpointed: nothing tells whether its GPU memory is there. threads: that put
-    memory back; 0: one for each processor. on_progress: told the bytes done. Raises ImageError if
-    the images are damaged or of another process, DriverError if the driver refuses, CheckpointError
-    if the process is not in a state to be recovered; the process is left as it was found then, or,
-    after a refusal of the driver, as far as it came.
+    images: None: find_images() has found none. A process that the driver has checkpointed is only
+    brought back if a dump of it was broken off, by a record or by an image of this very process in
+    `images`: nothing tells else whether its GPU memory is there. key: of images that are sealed.
+    threads: that put memory back; 0: one for each processor. on_progress: told the bytes done.
+    Raises ImageError if the images are damaged or of another process, DriverError if the driver
+    refuses, CheckpointError if the process is not in a state to be recovered; the process is left
+    as it was found then, or, after a refusal of the driver, as far as it came.
     """
+    dumped = None if images is None else _dumped(images, key)
     task = _settled_task(pid, images)
     if misled := misleading_thread(pid):
         raise CheckpointError(f"{misled}; the driver is not asked about it")
@@ -138,30 +116,31 @@ def recover(
             f"process {pid} is in the driver's state {state.name}: it cannot be brought back; "
             "end it and restore it from a checkpoint"
         )
-    if state is ProcessState.LOCKED and images is not None and _was_restored(task, images):
+    if state is ProcessState.LOCKED and dumped is not None and _was_restored(task, dumped):
         _unlock(pid, driver)
         return Recovery(outcome=Outcome.UNLOCKED_AFTER_RESTORE, refilled_bytes=0)
-    if state is ProcessState.CHECKPOINTED and images is None:
+    if state is ProcessState.CHECKPOINTED and images is None and find_begun(pid) is None:
         raise CheckpointError(
             f"process {pid} is checkpointed, and no record says into which directory; if a dump "
             "was broken off, name its directory with -D; if a restore was, end the process and "
             "restore it again: its GPU memory may not be there"
         )
     manifest = None
-    if images is not None:
-        _require_unfinished(images)
-        manifest = _find_manifest(images)
-        _require_recorded(task, images, manifest)
+    if dumped is not None:
+        dumped.require_unfinished()
+        manifest = dumped.find_manifest(task.inner_pid)
+        _require_recorded(task, dumped.images, manifest)
     before = _state_before(manifest, task)
     refilled = 0
     if state is ProcessState.CHECKPOINTED:
         if before is ProcessState.CHECKPOINTED:
             return Recovery(outcome=Outcome.LEFT_CHECKPOINTED, refilled_bytes=0)
-        if images is not None:  # it is: see above
-            _wait_for_drop(pid, driver)
-            refilled = _refill(task, images, manifest, threads, on_progress)
+        _wait_for_drop(pid, driver)
+        if dumped is not None:
+            refilled = _refill(task, dumped, manifest, threads, on_progress)
         driver.init()
         driver.restore(pid)
+        forget_begun(pid)
     if before is not ProcessState.RUNNING:
         left = Outcome.LEFT_LOCKED if state is ProcessState.LOCKED else Outcome.RESTORED_LOCKED
         return Recovery(outcome=left, refilled_bytes=refilled)
@@ -202,7 +181,7 @@ def _why_busy(pid: int, images: Path, busy: int) -> str:
             f"process {busy}, which that criu has left to do the same, is still at it; wait for "
             "it, or end it and try again"
         )
-    guarded = "the process that it guards" if _find_record(pid) is None else f"process {pid}"
+    guarded = "the process that it guards" if find_dropped(pid) is None else f"process {pid}"
     return (
         f"process {guardians[0]} guards memory that it cannot put back yet; gpustasis-undo.log in "
         f"{images} says why. Make the images readable again, and it goes on by itself, or end "
@@ -225,18 +204,28 @@ def _wait_for_drop(pid: int, driver: Driver) -> None:
         time.sleep(_POLL_S)
 
 
-def _find_record(pid: int) -> DropRecord | None:
-    try:
-        return find_drop_record(pid)
-    except (ValueError, OSError) as exc:
+def _require_begun(task: Task, images: Path, manifest: Manifest | None) -> None:
+    """The dump that was broken off was writing to `images`, though it has put no image of the
+    process there: the driver has checkpointed it for that dump, and not a restore made it so."""
+    begun = find_begun(task.pid)
+    if begun is None:
         raise CheckpointError(
-            f"cannot read whether memory of process {pid} is missing: {exc}"
-        ) from exc
+            f"process {task.pid} is checkpointed, and nothing says that a dump into {images} did "
+            "that: its GPU memory may not be there; nothing was changed. If a dump was broken off, "
+            "name its directory; if a restore was, end the process and restore it again"
+        )
+    if is_directory_of(begun, images):
+        return
+    if manifest is None or manifest.checkpoint_id != begun.checkpoint_id:
+        raise CheckpointError(
+            f"process {task.pid} was checkpointed by a dump into {begun.directory}, and {images} "
+            "does not hold that dump; nothing was changed"
+        )
 
 
 def _require_no_record(pid: int) -> None:
     """All memory is put back, and the record removed, before the driver may restore the process."""
-    record = _find_record(pid)
+    record = find_dropped(pid)
     if record is not None:
         raise CheckpointError(
             f"process {pid} runs or is locked, and its memory was not put back from "
@@ -253,7 +242,7 @@ def _is_gpu_memory(entry: ManifestTask, task: Task) -> bool:
 
 def _require_recorded(task: Task, images: Path, manifest: Manifest | None) -> None:
     """Memory that is missing, by its record, is that of the dump in `images`."""
-    record = _find_record(task.pid)
+    record = find_dropped(task.pid)
     if record is None:
         return
     for entry in manifest.tasks if manifest else ():
@@ -267,54 +256,33 @@ def _require_recorded(task: Task, images: Path, manifest: Manifest | None) -> No
     )
 
 
-def _was_restored(task: Task, images: Path) -> bool:
+def _was_restored(task: Task, dumped: Dumped) -> bool:
     """CRIU made the process of a checkpoint in `images`: one of this pid and name is in it, and
     the process has another start time. If it is locked, the driver has put its GPU memory back: a
     restore that ends there (criu and its worker were killed) has but left out the last call."""
-    manifest = _find_manifest(images)
+    manifest = dumped.find_manifest(task.inner_pid)
     for entry in manifest.tasks if manifest else ():
         if not _is_gpu_memory(entry, task):
             continue
-        info = _image_info(images / image_name(entry.pid))
-        comm = Path(f"/proc/{task.pid}/comm").read_text(errors="surrogateescape").rstrip("\n")
+        info = dumped.info(image_name(entry.pid))
+        try:
+            comm = Path(f"/proc/{task.pid}/comm").read_text(errors="surrogateescape").rstrip("\n")
+        except (FileNotFoundError, ProcessLookupError) as exc:
+            raise CheckpointError(f"process {task.pid} has ended") from exc
         other = (info.boot_id, info.start_time) != (boot_id(), task.start_time)
         return other and info.comm == comm
     return False
 
 
-def _image_info(path: Path) -> ImageInfo:
-    try:
-        return ImageReader.open(path).info
-    except (ValueError, OSError, NotImplementedError) as exc:
-        raise ImageError(f"cannot read {path}: {exc}") from exc
-
-
-def _require_unfinished(images: Path) -> None:
-    """Refuse the images of a dump that came to its end: another one left the task behind.
-    Statistics are written last; those older than the manifest are of an earlier dump into the same
-    place."""
-    statistics = find_statistics(images, "dump")
-    manifest = images / MANIFEST_NAME
-    if statistics is None or not statistics.succeeded or not manifest.exists():
-        return
-    if statistics_path(images, "dump").stat().st_mtime_ns >= manifest.stat().st_mtime_ns:
-        raise CheckpointError(
-            f"the dump into {images} was not broken off; name the directory of the one that was"
+def _dumped(images: Path, key: DataKey | None) -> Dumped:
+    if not is_sealed(images):
+        return Dumped(images)
+    if key is None:
+        raise SealError(
+            f"the dump into {images} is sealed: name the private key that opens it, with --key or "
+            "--key-command"
         )
-
-
-def _find_manifest(images: Path) -> Manifest | None:
-    """None: the dump did not come so far as to take anything out of a task."""
-    try:
-        os.lstat(images / MANIFEST_NAME)  # a link that leads nowhere says nothing of the dump
-    except FileNotFoundError:
-        return None
-    except OSError as exc:
-        raise ImageError(f"cannot look at {images / MANIFEST_NAME}: {exc.strerror}") from exc
-    try:
-        return read_manifest(images)
-    except (ValueError, OSError, NotImplementedError) as exc:
-        raise ImageError(f"cannot read the manifest in {images}: {exc}") from exc
+    return Dumped(images, key)
 
 
 def _state_before(manifest: Manifest | None, task: Task) -> ProcessState:
@@ -326,7 +294,7 @@ def _state_before(manifest: Manifest | None, task: Task) -> ProcessState:
 
 def _refill(
     task: Task,
-    images: Path,
+    dumped: Dumped,
     manifest: Manifest | None,
     threads: int,
     on_progress: Progress | None,
@@ -334,29 +302,19 @@ def _refill(
     """Put back what was taken out of the task; bytes of it.
 
     The plugin drops pages only after it has named the image and its digest in the manifest: with
-    no such entry all pages are where the driver put them.
+    no such entry all pages are where the driver put them, if a dump had it put them there.
     """
     for entry in manifest.tasks if manifest else ():
         if _is_gpu_memory(entry, task):
             break
     else:
+        _require_begun(task, dumped.images, manifest)
         return 0
     assert manifest is not None
-    image = image_name(task.inner_pid)
-    try:
-        size = refill_dropped(
-            images,
-            task.pid,
-            image,
-            manifest.checkpoint_id,
-            entry.digest,
-            threads,
-            progress=on_progress,
-        )
-        remove_drop_record(task.pid)
-    except (ValueError, OSError, NotImplementedError) as exc:
-        raise ImageError(f"cannot put back {images / image}: {exc}") from exc
-    return size
+    return dumped.refill(
+        *(task.pid, image_name(task.inner_pid), (manifest.checkpoint_id, entry.digest)),
+        *(threads, on_progress),
+    )
 
 
 def _unlock(pid: int, driver: Driver) -> None:

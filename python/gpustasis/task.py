@@ -7,6 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -85,6 +86,20 @@ def misleading_thread(pid: int) -> str | None:
     return None
 
 
+def has_driver_thread(pid: int) -> bool:
+    """Whether a thread of `pid` is named as those that the CUDA driver keeps in a process: without
+    one, no call of the driver has done anything to it. Raises CheckpointError if it has ended."""
+    try:
+        threads = list((PROC / str(pid) / "task").iterdir())
+    except (FileNotFoundError, ProcessLookupError) as exc:
+        raise CheckpointError(f"there is no process {pid}") from exc
+    for thread in threads:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if (thread / "comm").read_text(errors="replace").startswith("cuda"):
+                return True
+    return False
+
+
 def boot_id() -> bytes:
     """16 bytes that name this boot of this machine."""
     return uuid.UUID((PROC / "sys/kernel/random/boot_id").read_text().strip()).bytes
@@ -132,11 +147,20 @@ def _find(comms: Collection[str], holds: Callable[[Path], bool]) -> list[int]:
             if _comm(pid) not in comms:
                 continue
             entry = PROC / pid
-            if entry.stat().st_uid == os.geteuid() and holds(entry):
+            if _is_ours(entry) and holds(entry):
                 found.append(int(pid))
         except OSError:  # it has ended, or is not ours to look at
             continue
     return found
+
+
+def _is_ours(entry: Path) -> bool:
+    """Whether it is this user's, and was started by nobody else through a setuid program, which may
+    be called by any name."""
+    for line in (entry / "status").read_text(errors="replace").splitlines():
+        if line.startswith("Uid:"):
+            return set(line.split()[1:4]) == {str(os.geteuid())}  # real, effective, saved
+    return False
 
 
 def _comm(pid: str) -> str:

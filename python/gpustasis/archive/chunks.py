@@ -3,7 +3,7 @@
 which the core's reader opens, and the stored bytes of a chunk are checked as they come by.
 
 Both kinds of reading go through a stream once, from front to back: own chunks lie in the order of
-their numbers, chunks of an earlier checkpoint are put in the order of their places.
+their numbers, chunks in other images are put in the order of their places.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def own_chunks(image: StoredImage, stream: ByteStream) -> Iterator[StoredChunk]:
 
 
 class Places:
-    """Where some chunks of an image lie in one file of an earlier checkpoint. Memory: 12 bytes for
+    """Where some chunks of an image lie in the file of another one. Memory: 12 bytes for
     each, and about 40 while they are gone through."""
 
     def __init__(self, image: StoredImage) -> None:
@@ -149,9 +149,9 @@ class Places:
 
 
 def places_by_source(image: StoredImage) -> dict[int, Places]:
-    """The chunks in earlier checkpoints, by number of their source."""
+    """The chunks in other images, by number of their source."""
     found: dict[int, Places] = {}
-    if image.reader.totals.ref.chunks:
+    if image.reader.info.sources:
         for number in range(len(image.reader)):
             info = image.reader.chunk(number)
             if info.source:
@@ -228,7 +228,7 @@ def _require_zeros(image: StoredImage, stream: ByteStream, begin: int, end: int)
 
 
 class Parent(Protocol):
-    """One earlier checkpoint. Errors as of CheckpointFiles."""
+    """An earlier checkpoint, or the archive itself. Errors as of CheckpointFiles."""
 
     @property
     def path(self) -> Path:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the image directory of an archive, so that it needs neither the archive nor its parents.
 
-One pass over the archive, and one over each parent; nothing but the directory is written, and it
-appears when it is whole, as in gpustasis.image.flatten.
+One pass over the archive, one over each parent, and one more over the archive for what its tasks
+have alike, which each image of the copy has for itself; nothing but the directory is written, and
+it appears when it is whole, as in gpustasis.image.flatten.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from gpustasis._core import (
     MANIFEST_NAME,
+    PACK_NAME,
     PARENT_LINK,
     Encoding,
     FlatImageWriter,
@@ -25,7 +27,7 @@ from gpustasis.archive.chunks import StoredImage, checked, own_chunks
 from gpustasis.archive.layout import CHECKPOINT
 from gpustasis.archive.opened import Archive, member_image
 from gpustasis.archive.tar import Kind, Member, TarReader
-from gpustasis.archive.verification import Wanted, collect, earlier_chunks
+from gpustasis.archive.verification import Wanted, collect, other_chunks
 from gpustasis.criu.images import INVENTORY_NAME, count_parent_pages, is_pagemap
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import ArchiveError, CheckpointError, ImageError
@@ -59,6 +61,8 @@ def flatten_archive(
         for task in manifest.tasks
         if task.externalized
     }
+    if (pack := archive.stored_pack(manifest)) is not None:
+        images[PACK_NAME] = pack
     wanted: Wanted = {}
     for image in images.values():
         collect(archive, image, wanted)
@@ -95,7 +99,7 @@ class _Copy:
                 for name, image in self._images.items()
             }
             self._read_archive(flat, threads)
-            for chunk in earlier_chunks(wanted, threads):
+            for chunk in other_chunks(wanted, threads):
                 flat[chunk.image].put(chunk.number, chunk.stored)
             written = {name: flat[image].finish() for name, image in self._images.items()}
         tasks = [
@@ -110,7 +114,9 @@ class _Copy:
             )
             for task in self._manifest.tasks
         ]
-        self._finish(tasks)
+        packed = written.pop(PACK_NAME, None)
+        self._finish(tasks, None if packed is None else packed.digest)
+        self._other_bytes += 0 if packed is None else packed.file_size
         return Flattened(
             images=len(written),
             image_bytes=sum(image.file_size for image in written.values()),
@@ -174,11 +180,11 @@ class _Copy:
             os.utime(file.fileno(), ns=(member.mtime_ns, member.mtime_ns))
             sync(file)
 
-    def _finish(self, tasks: list[ManifestTask]) -> None:
+    def _finish(self, tasks: list[ManifestTask], pack: bytes | None) -> None:
         """Manifest, inventory and times."""
         dated = self._archive.dated_ns()
         with image_errors():
-            write_manifest(self._place, without_parent(self._manifest, tasks))
+            write_manifest(self._place, without_parent(self._manifest, tasks, pack))
         os.utime(self._place / MANIFEST_NAME, ns=(dated, dated))
         sync_directory(self._place)
         if self._inventory is not None:

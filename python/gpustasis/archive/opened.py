@@ -16,6 +16,7 @@ from pathlib import Path
 
 from gpustasis._core import (
     MANIFEST_NAME,
+    PACK_NAME,
     SEALED_NAME,
     ImageReader,
     Manifest,
@@ -61,6 +62,7 @@ from gpustasis.image.checkpoint import (
     image_errors,
     is_image_name,
     require_meant,
+    require_pack,
     sealed_error,
 )
 from gpustasis.image.directory import is_there, shared
@@ -125,7 +127,7 @@ class Archive:
         return None if manifest is None else manifest.checkpoint_id
 
     def holds(self, source: Source) -> bool:
-        """As a parent: whether the image that is meant is in it, told by size and digest."""
+        """Whether the image that is meant is in it, told by size and digest."""
         image = self.images.get(source.image_name)
         return image is not None and (image.size, image.reader.digest) == (
             source.file_size,
@@ -167,6 +169,18 @@ class Archive:
         require_meant(image.reader, manifest, task, image.place)
         return image
 
+    def stored_pack(self, manifest: Manifest) -> StoredImage | None:
+        """The pack that the manifest means; None: it means none. Raises as stored_image."""
+        if PACK_NAME in self.damaged_images:
+            raise self.damaged_images[PACK_NAME]
+        pack = self.images.get(PACK_NAME)
+        if (pack is None) != (manifest.pack is None):
+            state = "not named by the manifest" if manifest.pack is None else "not in the archive"
+            raise ImageError(f"{self.place(PACK_NAME)}: is {state}")
+        if pack is not None:
+            require_pack(pack.reader, manifest, pack.place)
+        return pack
+
     def read(self, name: str) -> bytes | None:
         """Raises ArchiveError if there is something else of that name."""
         member = self.members.get(CHECKPOINT + name)
@@ -191,7 +205,21 @@ class Archive:
         return self.parents.find_parent(manifest)
 
     def find_sources(self, sources: list[Source]) -> tuple[FoundSource, ...]:
-        return tuple(self.parents.find_source(source) for source in sources)
+        return tuple(self._find_source(source) for source in sources)
+
+    def holder(self, source: Source) -> Parent | None:
+        """What holds that image: the archive itself, or a parent that was named."""
+        if source.depth:
+            return self.parents.find(source)
+        return self if self.holds(source) else None
+
+    def _find_source(self, source: Source) -> FoundSource:
+        if source.depth:
+            return self.parents.find_source(source)
+        found = self.images.get(source.image_name)
+        absent = State.MISSING if found is None else State.REPLACED
+        state = State.RIGHT if self.holds(source) else absent
+        return FoundSource(source=source, directory=self.path, state=state)
 
     def survey(self) -> None:
         """The first pass, and a second one if an index is too long for the first."""
@@ -347,7 +375,7 @@ def member_image(member: Member) -> str | None:
     if member.kind is not Kind.FILE or not member.name.startswith(CHECKPOINT):
         return None
     name = member.name.removeprefix(CHECKPOINT)
-    return name if is_image_name(name) else None
+    return name if is_image_name(name) or name == PACK_NAME else None
 
 
 def _size_below(archive: Archive, prefix: str) -> int:

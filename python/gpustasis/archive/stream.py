@@ -18,6 +18,7 @@ import zstandard
 from gpustasis.errors import ArchiveError, ImageError
 
 TAR_MAGIC_OFFSET = 257
+_STREAM_MAGIC = b"\x93GPUSST\n"  # docs/format.md, "Streams"
 _TAR_MAGIC = b"ustar"
 _HEAD_SIZE = 512
 _READ_SIZE = 1 << 20  # bytes asked for at once when what is read is thrown away
@@ -96,6 +97,8 @@ def detect(file: BinaryIO, name: str) -> Compression:
     file.seek(0)
     head = file.read(_HEAD_SIZE)
     file.seek(0)
+    if not head:  # a runtime that was killed just now has made it and written nothing
+        raise ArchiveError(f"{name}: is cut short: it is empty")
     if head.startswith(b"\x1f\x8b"):
         return Compression.GZIP
     if head.startswith(b"\x28\xb5\x2f\xfd"):
@@ -108,6 +111,10 @@ def detect(file: BinaryIO, name: str) -> Compression:
                 f"{name}: is packed with {other}, and only tar, gzip and zstd are read; "
                 "unpack it first"
             )
+    if head.startswith(_STREAM_MAGIC):
+        raise ArchiveError(
+            f"{name}: is a stream of `checkpoint -o`; `gpustasis restore -i {name}` restores it"
+        )
     raise ArchiveError(f"{name}: is no checkpoint archive: neither tar nor gzip nor zstd")
 
 

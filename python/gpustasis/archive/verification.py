@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpustasis._core import MANIFEST_NAME, Manifest, MemoryKind
+from gpustasis._core import MANIFEST_NAME, PACK_NAME, Manifest, MemoryKind
 from gpustasis.archive.chunks import (
     Parent,
     Places,
@@ -19,9 +19,10 @@ from gpustasis.archive.chunks import (
 from gpustasis.archive.opened import Archive
 from gpustasis.criu.images import INVENTORY_NAME, parse_inventory_plugins
 from gpustasis.errors import ArchiveError, ImageError, UnsupportedError
+from gpustasis.image.checkpoint import whose
 from gpustasis.image.verification import OnProgress, Stored, Verification, require_all_listed
 
-# Places of chunks, by the name of the image in the parent that has their bytes.
+# Places of chunks, by who has the image with their bytes, and its name.
 Wanted = dict[Parent, dict[str, list[Places]]]
 
 
@@ -30,8 +31,9 @@ def verify_archive(
 ) -> Verification:
     """Check the manifest and every image; go on after a problem with the next image.
 
-    Chunks in earlier checkpoints are checked in the parents that were named when the archive was
-    opened; if none were, they are counted as outside. threads: 0 for as many as processors.
+    Chunks that are alike are checked in the image that holds them, those in earlier checkpoints in
+    the parents that were named when the archive was opened; if none were, they are counted as
+    outside. threads: 0 for as many as processors.
     Nothing is raised for what is found.
     """
     found = Verification()
@@ -47,13 +49,20 @@ def verify_archive(
         )
         return found
     images = _images(archive, manifest, found)
+    try:
+        if (pack := archive.stored_pack(manifest)) is not None:
+            images[PACK_NAME] = pack
+    except (ImageError, UnsupportedError) as exc:
+        found.problems.append(str(exc))
     if not found.problems:
         _check_inventory(archive, manifest, images, found)
     try:
         _check_own(archive, images, threads, on_progress, found)
-        _check_earlier(archive, images, threads, found)
+        _check_others(archive, images, threads, found)
     except ArchiveError as exc:
         found.problems.append(str(exc))
+    if (pack := images.pop(PACK_NAME, None)) is not None:
+        found.packed_bytes = pack.plain_bytes()
     found.images = len(images)
     found.plain_bytes = sum(image.plain_bytes() for image in images.values())
     found.cpu_bytes = sum(
@@ -62,7 +71,7 @@ def verify_archive(
     wanted = {task.image_name for task in manifest.tasks if task.externalized}
     found.problems += [
         f"{archive.place(name)}: not named by the manifest"
-        for name in sorted({*archive.images, *archive.damaged_images} - wanted)
+        for name in sorted({*archive.images, *archive.damaged_images} - wanted - {PACK_NAME})
     ]
     return found
 
@@ -119,27 +128,28 @@ def _check_own(
             del images[name]
 
 
-def _check_earlier(
+def _check_others(
     archive: Archive, images: dict[str, StoredImage], threads: int, found: Verification
 ) -> None:
-    """What earlier checkpoints hold, if they were named."""
+    """What other images of the archive hold, and earlier checkpoints, if they were named."""
     earlier, outside = set(), set()
     wanted: Wanted = {}
     for name, image in list(images.items()):
-        referred = image.reader.totals.ref.plain
-        sources = {source.checkpoint_id for source in image.reader.info.sources}
-        if not archive.parents:
-            found.outside_bytes += referred
-            outside |= sources
-            continue
+        totals = image.reader.totals
+        sources = {source.checkpoint_id for source in image.reader.info.sources if source.depth}
         try:
-            collect(archive, image, wanted)
+            collect(archive, image, wanted, alike_only=not archive.parents)
         except ImageError as exc:
             found.problems.append(str(exc))
             del images[name]
             continue
-        found.earlier_bytes += referred
-        earlier |= sources
+        found.alike_bytes += totals.alike.plain
+        if archive.parents:
+            found.earlier_bytes += totals.ref.plain
+            earlier |= sources
+        else:
+            found.outside_bytes += totals.ref.plain
+            outside |= sources
     found.outside_checkpoints = sorted(source.hex() for source in outside)
     found.earlier_checkpoints = len(earlier)
     for parent, by_name in wanted.items():
@@ -153,28 +163,33 @@ def _check_earlier(
                 found.problems.append(f"{exc} (in {name} of {parent.path})")
 
 
-def collect(archive: Archive, image: StoredImage, wanted: Wanted) -> None:
-    """Add the places of an image's chunks in earlier checkpoints to `wanted`.
+def collect(
+    archive: Archive, image: StoredImage, wanted: Wanted, *, alike_only: bool = False
+) -> None:
+    """Add the places of an image's chunks in other images to `wanted`; alike_only: not of those of
+    earlier checkpoints.
 
-    Raises ImageError that names the first checkpoint that is not there.
+    Raises ImageError that names the first image that is not there.
     """
     sources = image.reader.info.sources
-    parents: list[Parent] = []
-    for source in sources:
-        parent = archive.parents.find(source)
-        if parent is None:
+    holders: dict[int, Parent] = {}
+    for number, source in enumerate(sources, 1):
+        if source.depth and alike_only:
+            continue
+        holder = archive.holder(source)
+        if holder is None:
+            elsewhere = " and no --parent holds" if source.depth else ""
             raise ImageError(
-                f"{image.place}: needs {source.image_name} of checkpoint "
-                f"{source.checkpoint_id.hex()}, {source.depth} before this one, which is not in "
-                f"{archive.name} and no --parent holds"
+                f"{image.place}: needs {whose(source)}, which is not in {archive.name}{elsewhere}"
             )
-        parents.append(parent)
+        holders[number] = holder
     for number, places in places_by_source(image).items():
-        by_name = wanted.setdefault(parents[number - 1], {})
-        by_name.setdefault(sources[number - 1].image_name, []).append(places)
+        if number in holders:
+            by_name = wanted.setdefault(holders[number], {})
+            by_name.setdefault(sources[number - 1].image_name, []).append(places)
 
 
-def earlier_chunks(wanted: Wanted, threads: int) -> Iterator[StoredChunk]:
+def other_chunks(wanted: Wanted, threads: int) -> Iterator[StoredChunk]:
     """All that was collected, checked. Raises ImageError."""
     for parent, by_name in wanted.items():
         for name, stream in parent.image_streams(by_name):

@@ -27,7 +27,8 @@ _SHOWN, _LONGEST = 32, 200  # mounts in a note, characters of each
     help="The program to build with.  [default: the first that is there]",
 )
 def command(archive: Path, name: str, tool: str | None) -> None:
-    """Make the OCI image NAME of ARCHIVE, which Podman and CRI-O restore the container from.
+    """Make the OCI image NAME of ARCHIVE, from which its engine restores the container: Podman,
+    CRI-O or containerd.
 
     The archive is looked through as by `gpustasis inspect` first; memory in it is not checked:
     `gpustasis verify` does that. Needs buildah or podman.

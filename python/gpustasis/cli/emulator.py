@@ -61,7 +61,13 @@ def _machine_options(command: Command) -> Command:
                 help="GB/s of each GPU at a checkpoint and at a restore; 0: no limit; default 2,7.",
             ),
             click.option("--name", help='Default "gpustasis emulated GPU".'),
-            click.option("--set", "settings", multiple=True, metavar="KEY=VALUE"),
+            click.option(
+                "--set",
+                "settings",
+                multiple=True,
+                metavar="KEY=VALUE",
+                help="A setting, as `emulator status` lists them. Several times.",
+            ),
         ]
     ):
         command = option(command)

@@ -24,9 +24,16 @@ from gpustasis.text import mib
     type=click.Path(path_type=Path),
     help="Where the copy goes; must not exist, or be an empty directory.",
 )
+@click.option(
+    "--layout",
+    type=click.Choice(["criu"]),
+    help='criu: what layout = "packed" has packed is unpacked, as CRIU wrote it.',
+)
 @parent_option
 @threads_option
-def command(checkpoint: Path, out: Path, parents: tuple[Path, ...], threads: int) -> None:
+def command(
+    checkpoint: Path, out: Path, layout: str | None, parents: tuple[Path, ...], threads: int
+) -> None:
     """Copy CHECKPOINT to OUT, with all that it has in earlier checkpoints.
 
     CHECKPOINT is an image directory, or an archive of a container engine; of an archive, CRIU's
@@ -37,7 +44,10 @@ def command(checkpoint: Path, out: Path, parents: tuple[Path, ...], threads: int
     allow_many_files()
     with output.status(f"flattening {checkpoint}") as update:
         done = gpustasis.open(checkpoint, parents).flatten(
-            out, threads=threads, on_file=lambda name: update(lambda: f"writing {name}")
+            out,
+            threads=threads,
+            unpacked=layout == "criu",
+            on_file=lambda name: update(lambda: f"writing {name}"),
         )
     output.answer(
         {"checkpoint": checkpoint, "directory": out, **asdict(done)},

@@ -87,7 +87,8 @@ def _summary(found: Inspection) -> list[tuple[str, str]]:
         rows += _parent_rows(found.parent, found.archive is not None)
     if found.archive is not None:
         rows += _archive_rows(found.archive)
-    rows.append(("Other images", mib(found.other_bytes)))
+    packed = ", CRIU's packed into one file" if found.layout == "packed" else ""
+    rows.append(("Other images", mib(found.other_bytes) + packed))
     for stage, phases in found.timings_ms.items():
         rows.append((f"Times, {stage}", ", ".join(f"{k} {v:.1f} ms" for k, v in phases.items())))
     return rows
@@ -168,6 +169,8 @@ def _add_image(node: Node, image: ImageView) -> None:
         nowhere = f"checkpoint {source.checkpoint_id}" if outside else "no link leads to it"
         where = source.directory or nowhere
         text = f"from {where}/{source.file}, depth {source.depth}"
+        if source.depth == 0:
+            text = f"alike with {where}/{source.file}"
         branch.add(text + _state_text(source.state))
     if len(image.sources) > _SOURCES_SHOWN:
         branch.add(f"and from {len(image.sources) - _SOURCES_SHOWN} more")

@@ -65,6 +65,19 @@ class Size(click.ParamType[int]):
         return int(match[1]) * self._UNITS[match[2].upper()]
 
 
+def recipients_option(function: Decorated) -> Decorated:
+    """--to, of a dump."""
+    return click.option(
+        "--to",
+        "recipients",
+        multiple=True,
+        metavar="CERTIFICATE",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Seal the checkpoint while it is made: an X.509 certificate in PEM, RSA or EC, whose "
+        "private key opens it. Several times.",
+    )(function)
+
+
 def dump_options(function: Decorated) -> Decorated:
     """What is dumped, and how."""
     for option in reversed(
@@ -79,6 +92,11 @@ def dump_options(function: Decorated) -> Decorated:
                 type=click.Choice(["criu", "ours", "auto"]),
                 help="Who stores the processes' own memory: CRIU, or this plugin as it stores GPU "
                 "memory; auto: the plugin, where there is much of it and this system allows it.",
+            ),
+            click.option(
+                "--layout",
+                type=click.Choice(["criu", "packed"]),
+                help="packed: CRIU's images in one file, compressed and checked.",
             ),
             click.option(
                 "--externalize",

@@ -17,7 +17,8 @@ def requirements_rows(found: Inspection, needed: RequirementsView | None) -> lis
     rows = [("Checkpoint", found.checkpoint_id or "")]
     if found.uses_cuda():
         driver = driver_text(needed.driver_api_version, needed.driver_version)
-        rows.append(("Driver", f"{driver}, or newer"))
+        libraries = "with these libraries" if needed.driver_libraries else "or newer"
+        rows.append(("Driver", f"{driver}, {libraries}"))
     rows += [("", f"{file.path}: {file.text}") for file in needed.driver_libraries]
     rows += [(f"GPU {number}", _gpu_text(gpu)) for number, gpu in enumerate(needed.gpus)]
     if needed.unplaced_bytes:

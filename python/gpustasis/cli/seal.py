@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import resource
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,18 +11,14 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import Decorated, threads_option
-from gpustasis.errors import SealError
-from gpustasis.image.directory import allow_many_files
-from gpustasis.sealing.keys import KeySource, key_source
+from gpustasis.cli.key_options import keep_from_dumps, key_from, key_options
+from gpustasis.cli.options import threads_option
 from gpustasis.sealing.recipients import Recipient, read_recipients
 from gpustasis.sealing.seal import Sealed
 from gpustasis.sealing.seal import seal as seal_checkpoint
 from gpustasis.sealing.unseal import rewrap as rewrap_checkpoint
 from gpustasis.sealing.unseal import unseal as unseal_checkpoint
 from gpustasis.text import mib, plural
-
-_PR_SET_DUMPABLE = 4  # sys/prctl.h
 
 _directory_argument = click.argument(
     "checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="DIR"
@@ -40,25 +33,6 @@ _to_option = click.option(
     help="An X.509 certificate in PEM, RSA or EC: who has its private key can open the checkpoint. "
     "Several times.",
 )
-
-
-def _key_options(function: Decorated) -> Decorated:
-    for option in (
-        click.option(
-            "--key-command",
-            metavar="COMMAND",
-            help="A program and its arguments, run without a shell: it gets the envelope (CMS, "
-            "DER) on stdin and prints the key record, as `openssl cms -decrypt -inform DER` does.",
-        ),
-        click.option(
-            "--key",
-            metavar="FILE",
-            type=click.Path(path_type=Path),
-            help="The private key, PEM without a password; root's or yours, with mode 0600.",
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 @click.command("seal", cls=Command)
@@ -78,7 +52,7 @@ def seal(checkpoint: Path, certificates: tuple[Path, ...], out: Path, threads: i
     OUT appears when it was read back and compared. DIR stays as it is, in the clear: to remove it
     is up to you, and what was removed may stay readable on the disk.
     """
-    _prepare()
+    keep_from_dumps()
     recipients = _read(certificates)
     with output.bars() as update:
         done = seal_checkpoint(
@@ -112,7 +86,7 @@ def _show(checkpoint: Path, out: Path, recipients: Sequence[Recipient], done: Se
 
 @click.command("unseal", cls=Command)
 @_directory_argument
-@_key_options
+@key_options
 @click.option(
     *("-o", "--output", "out"),
     required=True,
@@ -128,8 +102,8 @@ def unseal(
     OUT appears when everything was found to be what was sealed; with another key, or if a byte was
     changed, nothing is there.
     """
-    _prepare()
-    source = _source(key, key_command)
+    keep_from_dumps()
+    source = key_from(key, key_command)
     with output.bars() as update:
         done = unseal_checkpoint(
             checkpoint, source, out, threads=threads, on_progress=_counted(update)
@@ -144,7 +118,7 @@ def unseal(
 
 @click.command("rewrap", cls=Command)
 @_directory_argument
-@_key_options
+@key_options
 @_to_option
 def rewrap(
     checkpoint: Path, key: Path | None, key_command: str | None, certificates: tuple[Path, ...]
@@ -154,8 +128,8 @@ def rewrap(
 
     Who could open it before may have kept its key, or a copy of the old envelope.
     """
-    _prepare()
-    source = _source(key, key_command)
+    keep_from_dumps()
+    source = key_from(key, key_command)
     recipients = _read(certificates)
     rewrap_checkpoint(checkpoint, source, recipients)
     output.answer(
@@ -168,26 +142,6 @@ def rewrap(
 
 def _counted(update: Callable[[str, int, int | None], None]) -> Callable[[int], None]:
     return lambda done: update("unsealed", done, None)
-
-
-def _source(key: Path | None, command: str | None) -> KeySource:
-    try:
-        return key_source(key, command)
-    except ValueError as exc:
-        raise click.UsageError(str(exc)) from exc
-
-
-def _prepare() -> None:
-    """No core dump of a process that holds keys: with a limit of 1 the kernel makes none. One of 0,
-    which an ordinary user cannot raise, does not keep it from piping one to a program
-    (core_pattern): that it does for no process that is not dumpable."""
-    _, most = resource.getrlimit(resource.RLIMIT_CORE)
-    if most != 0:  # RLIM_INFINITY is -1
-        resource.setrlimit(resource.RLIMIT_CORE, (1, most))
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise SealError(f"cannot keep this process, which will hold keys, from dumps: {reason}")
-    allow_many_files()
 
 
 def _read(certificates: Sequence[Path]) -> list[Recipient]:

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpustasis.criu.images import has_open_terminal
-from gpustasis.criu.plugin import driver_libraries
-from gpustasis.criu.run import own_option
+from gpustasis.cli.key_options import keep_from_dumps
+from gpustasis.criu.images import PSTREE_NAME, TERMINALS_NAME, parse_pstree
+from gpustasis.criu.own_options import own_option
+from gpustasis.criu.plugin import driver_libraries, run_settings
 from gpustasis.errors import CheckpointError, StreamError
-from gpustasis.image.checkpoint import find_manifest, has_gpu_state
+from gpustasis.image.checkpoint import CheckpointFiles, has_gpu_state
+from gpustasis.sealing.keys import KeySource, Remembered, configured_key
 
 # Of criu: the job would run on, or the images would not hold all of it.
 _NOT_STREAMED = (
@@ -32,6 +34,19 @@ def require_streamable(extra: Sequence[str]) -> None:
         )
 
 
+def seals(recipients: Sequence[Path]) -> bool:
+    """Whether a dump for these, or else for whom gpustasis's configuration names, is sealed."""
+    return bool(recipients or run_settings(os.environ).get("recipients"))
+
+
+def opening_key(key: KeySource | None) -> KeySource | None:
+    """What opens a stream: the key that was named, else that of gpustasis's configuration. It is
+    asked once. This process is kept from dumps then."""
+    if key is None and (key := configured_key(os.environ)) is not None:
+        keep_from_dumps()
+    return None if key is None else Remembered(key)
+
+
 def require_usable(options: dict[str, Any]) -> None:
     """Raise CheckpointError for what no restore could be done with."""
     word = own_option(options["criu_args"])
@@ -45,14 +60,14 @@ def require_usable(options: dict[str, Any]) -> None:
         raise CheckpointError(f"{pidfile} exists already; criu would fail to write the pid there")
 
 
-def require_restorable(options: dict[str, Any], has_terminal: bool, directory: Path) -> None:
+def require_restorable(options: dict[str, Any], has_terminal: bool, files: CheckpointFiles) -> None:
     """Raise StreamError if what was received cannot be restored here, as far as that is known."""
-    if has_open_terminal(directory) and not has_terminal:
+    if not has_terminal and _has_open_terminal(files):
         raise StreamError(
             "the job has a terminal, and there is none here to give it: restore it from a "
             "directory or a file, at a terminal"
         )
-    manifest = find_manifest(directory)
+    manifest = files.manifest()
     if options["leave_stopped"] and manifest is not None and has_gpu_state(manifest):
         raise StreamError("the job has GPU state, which cannot be restored with --leave-stopped")
     if manifest is None or options["ignore_requirements"]:
@@ -60,9 +75,19 @@ def require_restorable(options: dict[str, Any], has_terminal: bool, directory: P
     from gpustasis.diagnosis import Status, restorability  # much, and few streams need it
 
     libraries = driver_libraries(os.environ)
-    found = restorability.check(directory, os.environ, options["criu"], *libraries)
+    found = restorability.check_files(files, os.environ, options["criu"], *libraries)
     problems = [f"{one.name}: {one.text}" for one in found if one.status is Status.PROBLEM]
     if problems:
         raise StreamError(
             "it cannot be restored here: " + "; ".join(problems) + " (--ignore-requirements)"
         )
+
+
+def _has_open_terminal(files: CheckpointFiles) -> bool:
+    """Whether the tree has a terminal open and belongs to another's session: then a restore gives
+    it the terminal that criu has. Raises ImageError."""
+    raw = None if files.read(TERMINALS_NAME) is None else files.read(PSTREE_NAME)
+    if raw is None:
+        return False
+    root = parse_pstree(raw, files.place(PSTREE_NAME))[0]
+    return root.sid != root.pid

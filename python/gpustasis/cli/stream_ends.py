@@ -56,9 +56,9 @@ def open_missing() -> None:
 
 def new_file(opened: ExitStack, path: Path, timeout_s: float) -> Target:
     """A file that has its name once it holds a checkpoint. Raises CheckpointError."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     if os.path.lexists(path):
         raise CheckpointError(f"{path} is there already; name a new file")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         file = opened.enter_context(open_new(part))
     except OSError as exc:

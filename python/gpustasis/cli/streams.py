@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,8 +16,14 @@ import click
 import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import criu_switches, describe, dump_options
-from gpustasis.cli.stream_checks import require_restorable, require_streamable, require_usable
+from gpustasis.cli.options import criu_switches, describe, dump_options, recipients_option
+from gpustasis.cli.stream_checks import (
+    opening_key,
+    require_restorable,
+    require_streamable,
+    require_usable,
+    seals,
+)
 from gpustasis.cli.stream_ends import (
     STDIN,
     STDOUT,
@@ -27,14 +33,21 @@ from gpustasis.cli.stream_ends import (
     standard_output,
     taken_over,
 )
+from gpustasis.cli.stream_results import describe_sent, dump_of, run_fields, sent_fields
 from gpustasis.criu.find import find
 from gpustasis.criu.plugin import plugin_directory
 from gpustasis.criu.run import Run
 from gpustasis.errors import CheckpointError, CriuError
+from gpustasis.sealing.keys import KeySource
 from gpustasis.streaming.answers import Answers, Replies
 from gpustasis.streaming.channel import Descriptor
 from gpustasis.streaming.receive import Received, Source, receive
-from gpustasis.streaming.send import DEFAULT_TIMEOUT_S, Sent, Target, send
+from gpustasis.streaming.send import (
+    DEFAULT_RESTORE_TIMEOUT_S,
+    DEFAULT_TIMEOUT_S,
+    Target,
+    send,
+)
 from gpustasis.streaming.ssh import Ssh
 from gpustasis.text import mib
 
@@ -50,10 +63,11 @@ Decorated = TypeVar("Decorated", bound=Callable[..., object])
 @dataclass(frozen=True, slots=True)
 class Place:
     """spool: where a dump, or what is received, is put; None: the usual place. timeout_s: how long
-    a stream may stall."""
+    a stream may stall. restore_timeout_s: how long the other end may restore."""
 
     spool: Path | None
     timeout_s: float
+    restore_timeout_s: float = DEFAULT_RESTORE_TIMEOUT_S
 
 
 def _timeout_option(function: Decorated) -> Decorated:
@@ -65,6 +79,17 @@ def _timeout_option(function: Decorated) -> Decorated:
         show_default=True,
         metavar="SECONDS",
         help="A stream that stands still for so long has broken off.",
+    )(function)
+
+
+def _restore_timeout_option(function: Decorated) -> Decorated:
+    return click.option(
+        "--restore-timeout",
+        type=click.FloatRange(1, 7 * 86400),
+        default=DEFAULT_RESTORE_TIMEOUT_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long the restore at the other end is waited for.",
     )(function)
 
 
@@ -80,7 +105,7 @@ def _spool_option(function: Decorated) -> Decorated:
 def output_options(function: Decorated) -> Decorated:
     """Of checkpoint."""
     one_way = click.option("--one-way", is_flag=True, help="Nobody answers, at a socket either.")
-    for option in (one_way, _timeout_option, _spool_option):
+    for option in (one_way, _restore_timeout_option, _timeout_option, _spool_option):
         function = option(function)
     return click.option(
         *("-o", "--output", "output_to"),
@@ -100,7 +125,8 @@ def input_options(function: Decorated) -> Decorated:
     may_run = click.option(
         "--source-may-run",
         is_flag=True,
-        help="Restore a stream that does not say that the job has ended where it comes from.",
+        help="Restore a stream of a job that was left running where it comes from, or one that "
+        "does not say that the job has ended there.",
     )
     for option in (may_run, two_way, _timeout_option):
         function = option(function)
@@ -124,6 +150,7 @@ def checkpoint_to(
     with ExitStack() as opened:
         if name == "-":
             target = standard_output(opened, place.timeout_s, one_way)
+            target.restore_timeout_s = place.restore_timeout_s
         else:
             target = new_file(opened, Path(name), place.timeout_s)
         if target.answers is not None and leave_running:
@@ -136,15 +163,16 @@ def checkpoint_to(
             pid,
             target,
             leave_running=leave_running,
+            is_sealed=seals(options["recipients"]),
             place=place.spool,
         )
-    done = _dump_of(sent, pid, options)
+    done = dump_of(sent, pid, options)
     ended = "runs on" if leave_running else "has ended"
 
     def show() -> None:
         output.say(
             f"process {pid} {ended}, and {mib(sent.bytes)} in {sent.files} files went to "
-            f"{target.out.place}: {_describe(sent)} (criu {done.criu_version}, "
+            f"{target.out.place}: {describe_sent(sent)} (criu {done.criu_version}, "
             f"{done.seconds:.2f} s)"
         )
         if sent.spool is not None:
@@ -153,14 +181,20 @@ def checkpoint_to(
                 "remove that once you know"
             )
 
-    fields = {**_run_fields(done, sent.spool), "stream": _sent_fields(sent, name)}
+    fields = {**run_fields(done, sent.spool), "stream": sent_fields(sent, name)}
     output.answer(fields, show)
 
 
 def restore_from(
-    name: str, place: Place, two_way: bool | None, may_run: bool, options: dict[str, Any]
+    name: str,
+    place: Place,
+    two_way: bool | None,
+    may_run: bool,
+    key: KeySource | None,
+    options: dict[str, Any],
 ) -> None:
     """`gpustasis restore -i NAME`."""
+    key = opening_key(key)
     find(options["criu"])  # what is missing or wrong here is said before anything is taken
     plugin_directory(os.environ)
     require_usable(options)
@@ -192,11 +226,12 @@ def restore_from(
             may_run=may_run,
             timeout_s=place.timeout_s,
             require=partial(require_restorable, options, has_terminal),
+            key=key,
             foreground=not options["detached"],
         )
 
         def restore(directory: Path) -> Run:
-            return gpustasis.restore(directory, **options)
+            return gpustasis.restore(directory, key=key, **options)
 
         received = receive(source, restore)
     _show_received(received, stream.place, options)
@@ -209,7 +244,7 @@ def _show_received(received: Received, place: str, options: dict[str, Any]) -> N
         state = "is stopped"
     where = received.directory if received.kept else None
     fields = {
-        **_run_fields(done, where),
+        **run_fields(done, where),
         "stream": {
             "stream_id": received.stream_id.hex(),
             "files": received.files,
@@ -240,6 +275,8 @@ def _show_received(received: Received, place: str, options: dict[str, Any]) -> N
 )
 @_spool_option
 @_timeout_option
+@_restore_timeout_option
+@recipients_option
 @dump_options
 @criu_switches
 @click.argument("pid", type=click.IntRange(2))
@@ -252,6 +289,7 @@ def migrate(
     remote_program: str,
     spool: Path | None,
     timeout: float,
+    restore_timeout: float,
     externalize: str | None,
     criu_program: str | None,
     **options: Any,
@@ -270,23 +308,29 @@ def migrate(
     with Ssh(host, [*words, *remote]) as ssh, _with_words_of(ssh):
         answers = Answers(ssh.back, timeout)
         try:
-            target = Target(out=ssh.out, answers=answers, timeout_s=timeout)
-            sent = send(_dumper(pid, options, False), pid, target, place=spool)
+            target = Target(
+                out=ssh.out,
+                answers=answers,
+                timeout_s=timeout,
+                restore_timeout_s=restore_timeout,
+            )
+            dump, is_sealed = _dumper(pid, options, False), seals(options["recipients"])
+            sent = send(dump, pid, target, is_sealed=is_sealed, place=spool)
         finally:
             answers.close()
-    done = _dump_of(sent, pid, options)
+    done = dump_of(sent, pid, options)
     assert sent.restored is not None
     restored = sent.restored
     fields = {
         "host": host,
-        **_run_fields(done, None),
-        "stream": _sent_fields(sent, host),
+        **run_fields(done, None),
+        "stream": sent_fields(sent, host),
     }
     output.answer(
         fields,
         lambda: output.say(
             f"process {pid} has ended here and runs at {host} as process "
-            f"{restored.get('pid')}: {_describe(sent)}"
+            f"{restored.get('pid')}: {describe_sent(sent)}"
         ),
     )
 
@@ -300,26 +344,6 @@ def _with_words_of(ssh: Ssh) -> Iterator[None]:
         if said := ssh.said():
             exc.args = (f"{exc}\n  {ssh.host}: {said}",)
         raise
-
-
-def _dump_of(sent: Sent, pid: int, options: dict[str, Any]) -> Run:
-    """The dump; of a criu that has ended the job, and failed only then, what is known of it."""
-    if sent.dump is not None:
-        return sent.dump
-    version = find(options.get("criu")).version_text
-    return Run(
-        pid=pid,
-        criu_version=version,
-        log=sent.images / "dump.log",
-        seconds=sent.seconds,
-        statistics=None,
-    )
-
-
-def _describe(sent: Sent) -> str:
-    if sent.dump is None:
-        return "criu failed after it had ended the job, and left no statistics"
-    return describe(sent.dump.statistics)
 
 
 def _dumper(
@@ -343,20 +367,3 @@ def _dumper(
         return made.dump
 
     return dump
-
-
-def _run_fields(done: Run, directory: Path | None) -> dict[str, Any]:
-    """directory: where the checkpoint is; its log with it. None: nowhere any more."""
-    log = done.log if done.log.exists() else None
-    return {**asdict(done), "directory": directory, "log": log}
-
-
-def _sent_fields(sent: Sent, name: str) -> dict[str, Any]:
-    return {
-        "to": name,
-        "stream_id": sent.stream_id.hex(),
-        "files": sent.files,
-        "bytes": sent.bytes,
-        "spool": sent.spool,
-        "restored": sent.restored,
-    }

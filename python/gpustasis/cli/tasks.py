@@ -14,7 +14,14 @@ import click
 import gpustasis
 from gpustasis.cli import output, streams
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import criu_options, describe, dump_options, threads_option
+from gpustasis.cli.key_options import find_key, key_options
+from gpustasis.cli.options import (
+    criu_options,
+    describe,
+    dump_options,
+    recipients_option,
+    threads_option,
+)
 from gpustasis.text import mib
 
 _PHASE_WIDTH = 70  # characters
@@ -40,6 +47,14 @@ _PHASE_WIDTH = 70  # characters
     metavar="N",
     help="A chain of N on top of a full checkpoint gets no longer: the next one is full again.",
 )
+@recipients_option
+@click.option(
+    "--key",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --to and --parent: the private key, in PEM, that opens the parent, which is sealed "
+    "too.",
+)
 @streams.output_options
 @dump_options
 @criu_options
@@ -51,11 +66,14 @@ def checkpoint(
     externalize: str | None,
     parent: Path | None,
     max_chain: int | None,
+    recipients: tuple[Path, ...],
+    key: Path | None,
     criu_program: str | None,
     extra: tuple[str, ...],
     output_to: str | None,
     spool: Path | None,
     timeout: float,
+    restore_timeout: float,
     one_way: bool,
     **options: Any,
 ) -> None:
@@ -72,15 +90,17 @@ def checkpoint(
     if leave_running and leave_stopped:
         raise click.UsageError("--leave-running and --leave-stopped exclude each other")
     options["externalize"] = None if externalize is None else externalize == "on"
-    options |= {"criu": criu_program, "criu_args": extra}
+    options |= {"criu": criu_program, "criu_args": extra, "recipients": recipients}
     if (images is None) == (output_to is None):
         raise click.UsageError("name one place for the checkpoint: -D DIR or -o FILE")
     if output_to is not None:
         if parent is not None or max_chain is not None:
             raise click.UsageError("a stream holds a whole checkpoint: no --parent, no --max-chain")
+        if key is not None:
+            raise click.UsageError("--key opens a parent, and a stream holds a whole checkpoint")
         if leave_stopped:
             raise click.UsageError("--leave-stopped: a stream is of a tree that ends or runs on")
-        place = streams.Place(spool=spool, timeout_s=timeout)
+        place = streams.Place(spool=spool, timeout_s=timeout, restore_timeout_s=restore_timeout)
         streams.checkpoint_to(pid, output_to, place, one_way, leave_running, options)
         return
     assert images is not None
@@ -92,6 +112,7 @@ def checkpoint(
             images,
             parent=parent,
             max_chain=max_chain,
+            key=key,
             leave_running=leave_running,
             leave_stopped=leave_stopped,
             on_line=on_line,
@@ -134,6 +155,7 @@ def checkpoint(
     type=click.Path(dir_okay=False, path_type=Path),
     help="A file, not there yet, that the pid of the root process is written to.",
 )
+@key_options
 @click.option(
     "--gpu-map",
     multiple=True,
@@ -146,13 +168,16 @@ def checkpoint(
     "--ignore-requirements",
     is_flag=True,
     help="Restore although mapped files have changed, the driver is older or GPU memory is short: "
-    "see `inspect --requirements`.",
+    "see `inspect --requirements`. CRIU still compares sizes and build ids, so another version of "
+    "the driver's libraries stays an error.",
 )
 @criu_options
 def restore(
     images: Path | None,
     criu_program: str | None,
     extra: tuple[str, ...],
+    key: Path | None,
+    key_command: str | None,
     input_from: str | None,
     timeout: float,
     two_way: bool | None,
@@ -163,15 +188,17 @@ def restore(
 
     A restore that cannot be proved right ends in an error, and nothing of the tree is left running.
     Of a stream nothing is restored before all of it is there, checked and on the disk, and its
-    sender has said that the tree has ended. Options that CRIU has too mean what they mean there;
-    what follows -- goes to criu.
+    sender has said that the tree has ended (but for --source-may-run). Options that CRIU has too
+    mean what they mean there; what follows -- goes to criu. A checkpoint or stream that was sealed
+    while it was made takes its key, unless gpustasis's configuration names it.
     """
     if options["leave_stopped"] and not options["detached"]:
         raise click.UsageError("--leave-stopped and --foreground exclude each other")
     options |= {"criu": criu_program, "criu_args": extra}
     if input_from is not None:
         place = streams.Place(spool=images, timeout_s=timeout)
-        streams.restore_from(input_from, place, two_way, source_may_run, options)
+        opening = find_key(key, key_command)
+        streams.restore_from(input_from, place, two_way, source_may_run, opening, options)
         return
     if images is None:
         raise click.UsageError("name a checkpoint: -D DIR, or a stream: -i FILE")
@@ -180,7 +207,8 @@ def restore(
     if not images.is_dir():
         raise click.UsageError(f"{images} is no directory")
     with _criu_progress(f"restoring {images}", images) as on_line:
-        done = gpustasis.restore(images, on_line=on_line, **options)
+        opening = find_key(key, key_command)
+        done = gpustasis.restore(images, key=opening, on_line=on_line, **options)
     state = "runs" if options["detached"] else "has ended"
     if options["leave_stopped"]:
         state = "is stopped"
@@ -199,16 +227,20 @@ def restore(
     *("-D", "--images-dir", "images"),
     default=None,
     type=click.Path(file_okay=False, exists=True, path_type=Path),
-    help="Where the dump that was broken off was writing to; found by itself if that dump has "
-    "taken memory out of the process.",
+    help="Where the dump that was broken off was writing to, or the checkpoint whose restore was; "
+    "a dump's is found by itself if it has taken memory out of the process.",
 )
+@key_options
 @threads_option
-def recover(pid: int, images: Path | None, threads: int) -> None:
-    """Bring back process PID, whose dump was broken off by criu's death.
+def recover(
+    pid: int, images: Path | None, key: Path | None, key_command: str | None, threads: int
+) -> None:
+    """Bring back process PID, whose dump or restore was broken off by criu's death.
 
-    Puts back the GPU memory that was taken out already, after checking every byte of it, and has
-    the driver restore and unlock the process. A process found locked or checkpointed by the dump
-    is left so. For a tree, run it for each CUDA process.
+    Puts back the GPU memory that a dump had taken out already, after checking every byte of it, and
+    has the driver restore and unlock the process. A process found locked or checkpointed by the
+    dump is left so. A process with all its memory that a restore left locked is unlocked. For a
+    tree, run it for each CUDA process. A dump that is sealed takes its key.
     """
     from gpustasis.image.directory import allow_many_files
 
@@ -217,6 +249,7 @@ def recover(pid: int, images: Path | None, threads: int) -> None:
         done = gpustasis.recover(
             pid,
             images,
+            key=find_key(key, key_command),
             threads=threads,
             on_progress=lambda count: update("putting GPU memory back", count, None),
         )

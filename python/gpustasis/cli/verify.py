@@ -44,7 +44,7 @@ def command(
 
     What an earlier checkpoint holds for this one is read and checked there; of an archive, where
     --parent says. Exits 0 if all is whole, 10 if anything is not; each problem is a line. CRIU's
-    own images have no checksums and are not looked at.
+    own images have no checksums and are not looked at, unless they are packed.
     """
     if rate == 0:
         raise click.UsageError("--rate 0 would read nothing")
@@ -64,7 +64,7 @@ def command(
             images = f"{found.images} image{'' if found.images == 1 else 's'}"
             output.say(
                 f"{checkpoint}: manifest and {images} whole, "
-                f"{memory_text(found.plain_bytes, found.cpu_bytes)}{_earlier_text(found)}"
+                f"{memory_text(found.plain_bytes, found.cpu_bytes)}{_other_text(found)}"
             )
 
     output.answer({"checkpoint": checkpoint, **asdict(found)}, show)
@@ -84,7 +84,7 @@ def _verify_store(store: Path, state: Path | None, rate: int | None, threads: in
                 output.say(problem)
         for name, reason in found.ignored.items():
             output.say(f"{name}: not checked: {reason}")
-        if not found.damaged and (count or not sealed):
+        if not found.damaged and count:
             plural = "" if count == 1 else "s"
             output.say(f"{store}: {count} checkpoint{plural} whole, {mib(found.read_bytes)} read")
 
@@ -108,6 +108,8 @@ def _verify_store(store: Path, state: Path | None, rate: int | None, threads: in
             f"{store}: nothing was checked, every checkpoint in it is sealed "
             f"({', '.join(sealed)}): open them with `gpustasis unseal DIR --key KEY -o OUT`"
         )
+    if not count:
+        raise ImageError(f"{store}: nothing was checked: it holds no checkpoint that can be")
     if found.damaged:
         names = ", ".join(verdict.name for verdict in found.damaged)
         raise ImageError(
@@ -118,15 +120,18 @@ def _verify_store(store: Path, state: Path | None, rate: int | None, threads: in
         raise CheckpointError(f"{store}: {found.state_problem}")
 
 
-def _earlier_text(found: Verification) -> str:
+def _other_text(found: Verification) -> str:
+    alike = f", {mib(found.alike_bytes)} of it alike and stored once" if found.alike_bytes else ""
     if found.outside_checkpoints:
         ids = ", ".join(found.outside_checkpoints)
         return (
-            f"; {mib(found.outside_bytes)} of it not checked: not in the archive but in "
+            f"{alike}; {mib(found.outside_bytes)} of it not checked: not in the archive but in "
             f"checkpoint {ids}; --parent says where that is"
         )
+    packed = f"; {mib(found.packed_bytes)} of CRIU's images whole" if found.packed_bytes else ""
     count = found.earlier_checkpoints
     if count == 0:
-        return ""
+        return alike + packed
     plural = "s" if count > 1 else ""
-    return f", {mib(found.earlier_bytes)} of it in {count} earlier checkpoint{plural}"
+    earlier = f", {mib(found.earlier_bytes)} of it in {count} earlier checkpoint{plural}"
+    return earlier + alike + packed

@@ -1,27 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CRIU's own images say: process tree, names, machine, pages that lie in an earlier
-checkpoint, and what a dump took.
+"""What CRIU's own images say: process tree, names, machine, open files, pages that lie in an
+earlier checkpoint, and what a dump took.
 
-Sources: CRIU images/{core,inventory,pstree,pagemap,stats}.proto, criu/include/magic.h and
-pagemap.h; Protocol Buffers documentation, "Encoding". An image is two magic words, then records of
-a 32-bit length and one protobuf message; all numbers little-endian.
+Sources: CRIU images/{core,inventory,pstree,pagemap,stats,fdinfo,regfile,remap-file-path}.proto,
+criu/include/magic.h and pagemap.h, criu/files-reg.c; Protocol Buffers documentation, "Encoding". An
+image is two magic words, then records of a 32-bit length and one protobuf message; all numbers
+little-endian.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpustasis.errors import ImageError
+from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import open_regular
+
+log = logging.getLogger(__name__)
 
 PSTREE_NAME = "pstree.img"
 INVENTORY_NAME = "inventory.img"  # CRIU writes it last: without it a checkpoint is not complete
 STATISTICS_NAME = "stats-dump"
-_TERMINALS_NAME = "tty-info.img"  # only if there are any
+FILES_NAME = "files.img"
+REMAPS_NAME = "remap-fpath.img"  # files that a restore makes or finds otherwise than by their paths
+MOUNTS_PREFIX = "mountpoints-"  # only of a tree with mounts of its own
+TERMINALS_NAME = "tty-info.img"  # only if there are any
 PARENT_LINK = "parent"  # CRIU's own, to the directory of --prev-images-dir
 
 _COMMON_MAGIC = 0x54564319  # "1.1 images"
@@ -29,6 +37,7 @@ _SERVICE_MAGIC = 0x55105940
 _CORE_MAGIC, _PSTREE_MAGIC, _PAGEMAP_MAGIC = 0x55053847, 0x50273030, 0x56084025
 _STATISTICS_MAGIC = 0x57093306
 _INVENTORY_MAGIC = 0x58313116
+_FILES_MAGIC, _REMAPS_MAGIC = 0x56303138, 0x59133954
 _FILE_LIMIT = 16 << 20  # bytes of a process tree, or an inventory: a million processes
 _RECORD_LIMIT = 1 << 20  # bytes; a task with 100,000 threads stays below it
 _VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5  # wire types of protobuf
@@ -45,6 +54,9 @@ _THREADS = 5  # pstree_entry.threads, packed or not
 _PAGEMAP_NAME = re.compile(r"pagemap-.*\.img")
 _NR_PAGES_32, _IN_PARENT, _FLAGS, _NR_PAGES = 2, 3, 4, 5  # pagemap_entry
 _PE_PARENT = 1
+_FILE_TYPE, _REGULAR, _REGULAR_FILE = 1, 1, 3  # file_entry.type, fd_types.REG, file_entry.reg
+_FILE_ID, _FILE_PATH, _FILE_SIZE, _EXTERNAL, _MODE = 1, 6, 8, 9, 10  # reg_file_entry
+_ORIGINAL = 1  # remap_file_path_entry.orig_id
 _DUMP = 1  # stats_entry.dump
 _DUMP_FIGURES = {  # dump_stats_entry, in part; times in microseconds
     1: "freezing_time",
@@ -83,15 +95,6 @@ def parse_pstree(raw: bytes, path: str) -> tuple[Task, ...]:
     if not tasks:
         raise ImageError(f"{path} holds no process")
     return tasks
-
-
-def has_open_terminal(images: Path) -> bool:
-    """Whether the tree has a terminal open and belongs to another's session: then a restore gives
-    it the terminal that criu has. Raises ImageError."""
-    if not (images / _TERMINALS_NAME).exists():
-        return False
-    root = read_pstree(images)[0]
-    return root.sid != root.pid
 
 
 def inventory_plugins(images: Path) -> tuple[str, ...]:
@@ -166,6 +169,39 @@ def count_parent_pages(raw: bytes, path: str) -> int:
     try:
         next(entries, None)  # the head: which pages-N.img
         return sum(_pages_in_parent(entry) for entry in entries)
+    except (ValueError, IndexError) as exc:
+        raise ImageError(f"{path} is damaged: {exc}") from exc
+
+
+def parse_open_files(raw: bytes, path: str) -> dict[int, tuple[str, int]]:
+    """Path and size of each regular file whose size a restore compares, by CRIU's number for it:
+    files that were open or mapped, but for those open for appending alone. `path` is for messages.
+    Raises ImageError."""
+    found: dict[int, tuple[str, int]] = {}
+    try:
+        for message in _messages(raw, _FILES_MAGIC, path, "a list of files"):
+            if dict(fields(message)).get(_FILE_TYPE) != _REGULAR:
+                continue
+            file = dict(fields(_part(message, _REGULAR_FILE)))
+            size, name, mode = (file.get(n) for n in (_FILE_SIZE, _FILE_PATH, _MODE))
+            if not isinstance(size, int) or not isinstance(name, bytes) or file.get(_EXTERNAL):
+                continue
+            if isinstance(mode, int) and stat.S_ISREG(mode):
+                found[int(file[_FILE_ID])] = (os.fsdecode(name), size)
+    except (ValueError, IndexError, KeyError) as exc:
+        raise ImageError(f"{path} is damaged: {exc}") from exc
+    return found
+
+
+def parse_remapped(raw: bytes, path: str) -> frozenset[int]:
+    """Numbers of the files that a restore does not find by their paths: without a name, of /proc.
+    `path` is for messages. Raises ImageError."""
+    try:
+        return frozenset(
+            number
+            for message in _messages(raw, _REMAPS_MAGIC, path, "a list of remapped files")
+            if isinstance(number := dict(fields(message)).get(_ORIGINAL), int)
+        )
     except (ValueError, IndexError) as exc:
         raise ImageError(f"{path} is damaged: {exc}") from exc
 
@@ -296,3 +332,21 @@ def _pages_in_parent(entry: bytes) -> int:
     if not numbers.get(_IN_PARENT) and not numbers.get(_FLAGS, 0) & _PE_PARENT:
         return 0
     return max(numbers.get(_NR_PAGES, 0), numbers.get(_NR_PAGES_32, 0), 1)
+
+
+def prepare_directory(images: Path) -> None:
+    """Make an empty place for the images of a dump: what another one left there would be taken for
+    this one's. Raises CheckpointError."""
+    try:
+        images.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise CheckpointError(f"cannot make {images}: {exc.strerror}") from exc
+    if (images / INVENTORY_NAME).exists():
+        raise CheckpointError(f"{images} holds a checkpoint already; name another directory")
+    mode = stat.S_IMODE(images.stat().st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        log.warning(
+            "others than its owner may look into %s (mode %04o), where CRIU's images will hold the "
+            "memory of the processes with mode 0644: chmod 700 keeps them out",
+            *(images, mode),
+        )

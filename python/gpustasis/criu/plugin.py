@@ -20,6 +20,7 @@ from gpustasis.errors import CheckpointError, CriuError, UnsupportedError
 
 PLUGIN_NAME = "cuda_plugin.so"
 SYSTEM_CONFIG = Path("/etc/gpustasis/config.toml")
+OVERRIDES = "GPUSTASIS_OVERRIDES"  # a file whose keys win over all other files and policies
 
 Scalar = bool | int | str
 Setting = Scalar | Sequence[str]  # of the configuration: a plain value, or a list of words
@@ -69,6 +70,16 @@ def read_config(path: Path | None) -> dict[str, Setting]:
                 "words"
             )
     return settings
+
+
+def run_settings(environ: Mapping[str, str]) -> dict[str, Setting]:
+    """What the plugin would read of its configuration in a run of criu's with this environment, but
+    for policies of containers and options of criu's. Raises CheckpointError."""
+    named = environ.get(OVERRIDES)
+    return {
+        **read_config(find_config(environ)),
+        **read_config(Path(named) if named else None),
+    }
 
 
 def format_config(settings: Mapping[str, Setting]) -> str:

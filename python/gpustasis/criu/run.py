@@ -15,21 +15,18 @@ from gpustasis import process
 from gpustasis.criu import log
 from gpustasis.criu.find import Criu, Version
 from gpustasis.criu.images import read_pstree
-from gpustasis.criu.plugin import Setting, format_config, plugin_directory, read_config
-from gpustasis.criu.statistics import Stage, Statistics, find_statistics, statistics_path
+from gpustasis.criu.own_options import own_option
+from gpustasis.criu.plugin import (
+    OVERRIDES,
+    Setting,
+    format_config,
+    plugin_directory,
+    read_config,
+)
+from gpustasis.criu.statistics import Stage, Statistics, failures, find_statistics, statistics_path
 from gpustasis.errors import CheckpointError, CriuError
 
-OVERRIDES = "GPUSTASIS_OVERRIDES"  # a file whose keys win over all other files and policies
 PLUGIN_OPTION_VERSION = (4, 3)  # the first criu with --plugin-option
-
-# Options of criu that this package sets itself: log and pidfile are read afterwards, the plugin's
-# errors are found in the log. None of them may come among a user's further arguments.
-_OWN_LONG = (
-    *("--tree", "--images-dir", "--libdir", "--log-file", "--work-dir", "--pidfile"),
-    "--leave-stopped",  # a restore of GPU memory cannot do it, and says so before it begins
-)
-_OWN_SHORT = "tDLoWs"
-_SHORT_FLAGS = "dsRjlVh"  # criu's own that take no value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,25 +100,6 @@ def plugin_environment(config: Path | None, version: Version) -> dict[str, str]:
     return {"GPUSTASIS_CONFIG": str(config)}
 
 
-def own_option(
-    extra: Sequence[str], long: Sequence[str] = _OWN_LONG, short: str = _OWN_SHORT
-) -> str | None:
-    """The first of a user's arguments for criu that sets what this package sets, or what else is
-    named; None: none does.
-
-    criu takes a long option by any beginning of its name, and several short ones in one word.
-    """
-    for word in extra:
-        name = word.partition("=")[0]
-        if len(name) > 2 and any(own.startswith(name) for own in long):
-            return word
-        if word.startswith("-") and not word.startswith("--"):
-            flags = word[1:].lstrip(_SHORT_FLAGS.translate({ord(letter): None for letter in short}))
-            if flags[:1] and flags[0] in short:
-                return word
-    return None
-
-
 def _common(request: Common, version: Version) -> list[str]:
     arguments = [
         "--images-dir",
@@ -175,6 +153,7 @@ class Settings:
     options: of criu, as in Common.
     extra: further arguments for criu; none of own_option's.
     environ: criu's environment; None: this process's own.
+    pass_fds: descriptors that criu has as well, under the same numbers.
     on_line: told each line of criu's log as it comes.
     """
 
@@ -184,6 +163,7 @@ class Settings:
     options: Mapping[str, bool | int] = field(default_factory=dict)
     extra: Sequence[str] = ()
     environ: Mapping[str, str] | None = None
+    pass_fds: Sequence[int] = ()
     on_line: OnLine | None = None
 
 
@@ -222,7 +202,7 @@ def dump(
         criu_version=criu.version_text,
         log=space.kept_log,
         seconds=seconds,
-        statistics=find_statistics(images, "dump"),
+        statistics=space.statistics,
     )
 
 
@@ -270,7 +250,7 @@ def restore(
         criu_version=criu.version_text,
         log=space.kept_log,
         seconds=seconds,
-        statistics=find_statistics(images, "restore"),
+        statistics=space.statistics,
     )
 
 
@@ -303,6 +283,8 @@ class _Workspace:
         self._stage = stage
         self._images = images
         self._on_line = settings.on_line
+        self.statistics: Statistics | None = None  # of a run that has ended
+        self._pass_fds = settings.pass_fds
         if settings.plugin:
             # A file of these alone: whatever else there is, a container's policy among it, keeps
             # its place below them.
@@ -330,10 +312,16 @@ class _Workspace:
 
         with suppress(OSError):  # of an earlier run; a read-only image directory keeps it
             statistics_path(self._images, self._stage).unlink(missing_ok=True)
+        is_old = os.path.lexists(statistics_path(self._images, self._stage))
         argv = [*criu.command(self.environ), *arguments]
         try:
             ended = process.run(
-                argv, env=self.environ, shielded=not terminal, terminal=terminal, on_tick=tell
+                argv,
+                env=self.environ,
+                shielded=not terminal,
+                terminal=terminal,
+                pass_fds=self._pass_fds,
+                on_tick=tell,
             )
         except OSError as exc:
             raise CriuError(f"cannot run {argv[0]}: {exc.strerror}") from exc
@@ -341,14 +329,11 @@ class _Workspace:
             self._keep_log()
         tell()
         text = self._read_log()
-        plugin_errors = log.plugin_errors(text)
-        if not plugin_errors:
-            statistics = find_statistics(self._images, self._stage)
-            if statistics is not None and not statistics.succeeded and statistics.error:
-                plugin_errors = [statistics.error]
+        self.statistics = None if is_old else find_statistics(self._images, self._stage)
+        errors = failures(self.statistics, self._images, ended.status, log.plugin_errors(text))
         # A negative return of RESUME_DEVICES_LATE does not fail CRIU: our errors do it here.
-        if ended.status != 0 or plugin_errors:
-            raise CriuError(self._explain(criu, ended, plugin_errors, text))
+        if ended.status != 0 or errors:
+            raise CriuError(self._explain(criu, ended, errors, text))
         return ended.seconds
 
     def _explain(
@@ -360,15 +345,13 @@ class _Workspace:
         if len(lines) == 1:  # not far enough for a log: what it said to the terminal, reason first
             said = [line for line in ended.output.splitlines() if line.strip()]
             lines += [f"  criu: {line}" for line in said[: log.ERRORS_SHOWN]]
-        if self.kept_log.exists():
+        if self.log.exists():
             lines.append(f"  full log: {self.kept_log}")
         return "\n".join(lines)
 
     def _read_log(self) -> str:
-        for path in (self.log, self.kept_log):
-            if path.exists():
-                return path.read_text(encoding="utf-8", errors="replace")
-        return ""
+        """Empty: this criu has made none; what an earlier one has left says nothing of it."""
+        return self.log.read_text("utf-8", errors="replace") if self.log.exists() else ""
 
     def _keep_log(self) -> None:
         if not self.log.exists():

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gpustasis.criu.images import inventory_plugins
 from gpustasis.errors import ImageError
 from gpustasis.files import open_regular
 
 Stage = Literal["dump", "restore"]
 
 STATISTICS_VERSION = 1
+_NAMES = frozenset(("cuda_plugin", "gpustasis"))  # of the plugin, in CRIU's inventory
+_LIMIT = 64 << 20  # bytes of the file; of one process it says some kilobytes
 EMULATOR = "emulator"
 
 
@@ -93,11 +96,29 @@ def find_statistics(images: Path, stage: Stage) -> Statistics | None:
     path = statistics_path(images, stage)
     try:
         with open_regular(path) as file:
-            return parse_statistics(file.read(), str(path))
+            raw = file.read(_LIMIT + 1)
     except FileNotFoundError:
         return None
     except OSError as exc:
         raise ImageError(f"cannot read {path}: {exc}") from exc
+    if len(raw) > _LIMIT:
+        raise ImageError(f"{path}: is longer than {_LIMIT} bytes")
+    return parse_statistics(raw, str(path))
+
+
+def failures(found: Statistics | None, images: Path, status: int, logged: list[str]) -> list[str]:
+    """What the plugin says has failed. found: its statistics of that run. status: criu's exit
+    status. logged: lines in criu's log that look like errors of ours.
+
+    criu logs names of files as they are, and one may hold such lines. So they are not believed
+    where criu has ended well and the plugin says the same, or has had nothing to do.
+    """
+    if found is not None and not found.succeeded:
+        return logged or ([found.error] if found.error else [])
+    if status != 0 or not logged:
+        return logged
+    is_well = found is not None or _NAMES.isdisjoint(inventory_plugins(images))
+    return [] if is_well else logged
 
 
 def parse_statistics(file: bytes, path: str) -> Statistics:

@@ -72,7 +72,9 @@ def check_kubelet(proc: Path = Path("/proc")) -> Iterator[Finding]:
     """Of the host's kubelet, if it runs, whether it offers checkpoints and has room for them."""
     for entry in sorted(proc.glob("[0-9]*/comm")):
         try:
-            if entry.read_text().strip() != "kubelet" or not _is_hosts(entry.parent, proc / "1"):
+            if entry.read_text(errors="replace").strip() != "kubelet" or not _is_hosts(
+                entry.parent, proc / "1"
+            ):
                 continue
             words = (entry.parent / "cmdline").read_text(errors="replace")
             yield _gate(entry.parent, words)
@@ -86,7 +88,7 @@ def check_kubelet(proc: Path = Path("/proc")) -> Iterator[Finding]:
 def _is_hosts(process_: Path, first: Path) -> bool:
     """Any process may call itself kubelet. This one is root's, was not started by another user
     through a setuid program, and is in no container."""
-    uids = re.search(r"^Uid:(.*)$", (process_ / "status").read_text(), re.MULTILINE)
+    uids = re.search(r"^Uid:(.*)$", (process_ / "status").read_text(errors="replace"), re.MULTILINE)
     if uids is None or set(uids[1].split()) != {"0"}:
         return False
     spaces = [(process_ / "ns" / name, first / "ns" / name) for name in ("mnt", "user", "pid")]

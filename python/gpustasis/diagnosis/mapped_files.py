@@ -13,6 +13,7 @@ from gpustasis._core import FilePlace, RequiredFile, Requirements, file_differen
 from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.text import plural
 
+_LONGEST_PATH = 4096  # bytes, PATH_MAX of linux/limits.h
 _NAME = "mapped files"
 _ROOT = "root file system"
 _SHOWN = 5
@@ -80,7 +81,12 @@ def _source(mount: Mapping[str, Any]) -> str | None:
     options = mount.get("options") or []
     is_bind = mount.get("type") == "bind" or "bind" in options or "rbind" in options
     source = mount.get("source")
-    return source if is_bind and isinstance(source, str) and source.startswith("/") else None
+    if not is_bind or not isinstance(source, str) or not source.startswith("/"):
+        return None
+    # Python would take a surrogate for a byte, and another file would be compared.
+    if "\0" in source or len(source.encode()) >= _LONGEST_PATH:
+        raise ValueError(f"a mount of {source!r}, which is no path")
+    return source
 
 
 def _compare_inside(
@@ -108,7 +114,10 @@ def _compare_inside(
 def _compare(
     done: _Compared, file: RequiredFile, root: Path, path: str, *, has_changes: bool
 ) -> None:
-    found = file_difference(root, path, file)
+    try:
+        found = file_difference(root, path, file)
+    except (OSError, ValueError) as exc:  # such as a name that is too long
+        found = f"cannot be compared ({exc})"
     if found is None:
         done.same += 1
     elif found == "is missing" and has_changes:

@@ -7,10 +7,12 @@ Memory itself is not checked: `gpustasis verify` does that.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import which
@@ -19,7 +21,8 @@ from typing import Any
 from gpustasis import nvml
 from gpustasis._core import Manifest
 from gpustasis.archive.layout import SPEC
-from gpustasis.archive.opened import Archive, inspect_archive, open_files
+from gpustasis.archive.opened import Archive, inspect_archive
+from gpustasis.archive.opened import open_files as open_checkpoint
 from gpustasis.criu.find import choose, find_all
 from gpustasis.criu.images import core_name, parse_machine
 from gpustasis.diagnosis import (
@@ -31,11 +34,12 @@ from gpustasis.diagnosis import (
     mapped_files,
     note,
     ok,
+    open_files,
     problem,
 )
 from gpustasis.driver import ANSWER_S, Device, Driver, answer_within, list_devices_within
 from gpustasis.errors import CheckpointError, CriuError, DriverError, SealError
-from gpustasis.image.checkpoint import STORE_ROOT, State, find_checkpoint
+from gpustasis.image.checkpoint import STORE_ROOT, CheckpointFiles, State, find_checkpoint
 from gpustasis.image.inspection import Inspection, inspect_files
 from gpustasis.text import mib, plural
 
@@ -65,31 +69,76 @@ def check(
 ) -> list[Finding]:
     """checkpoint: an archive or a directory. criu_program: as for find_all. rootfs: a copy of the
     container's root file system; None: there is none at hand."""
-    name = "checkpoint"
     try:
-        with open_files(checkpoint) as files:
-            is_archive = isinstance(files, Archive)
-            found = inspect_archive(files) if isinstance(files, Archive) else inspect_files(files)
-            machine = _machine(files, found)
-            spec = files.small(SPEC) if isinstance(files, Archive) else None
-            manifest = files.manifest()
+        with open_checkpoint(checkpoint) as files:
+            seen = _look(files)
     except CheckpointError as exc:
-        return [problem(name, str(exc), _remedy(exc))]
+        return [problem("checkpoint", str(exc), _remedy(exc))]
+    return _findings(seen, environ, criu_program, (driver_library, nvml_library), rootfs)
+
+
+def check_files(
+    files: CheckpointFiles,
+    environ: Mapping[str, str],
+    criu_program: str | None,
+    driver_library: str,
+    nvml_library: str,
+) -> list[Finding]:
+    """The same of a checkpoint that is open. Raises CheckpointError if it cannot be read."""
+    return _findings(_look(files), environ, criu_program, (driver_library, nvml_library), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was read of a checkpoint. opened: findings on the files that it has open."""
+
+    found: Inspection
+    machine: str
+    spec: bytes | None
+    manifest: Manifest | None
+    opened: list[Finding]
+
+
+def _look(files: CheckpointFiles) -> _Seen:
+    manifest = files.manifest()
+    if isinstance(files, Archive):
+        found = inspect_archive(files)
+        return _Seen(found, _machine(files, found), files.small(SPEC), manifest, [])
+    found = inspect_files(files)
+    opened = list(_open_files(files, manifest))
+    return _Seen(found, _machine(files, found), None, manifest, opened)
+
+
+def _findings(
+    seen: _Seen,
+    environ: Mapping[str, str],
+    criu_program: str | None,
+    libraries: tuple[str, str],
+    rootfs: Path | None,
+) -> list[Finding]:
+    found, spec, manifest = seen.found, seen.spec, seen.manifest
     count = len(found.processes)
-    text = f"{checkpoint}: {plural(count, 'process', 'es')}, {len(found.needed_gpus())} GPU(s)"
+    text = f"{found.directory}: {plural(count, 'process', 'es')}, {len(found.needed_gpus())} GPU(s)"
     return [
-        ok(name, text),
-        *_architecture(machine),
+        ok("checkpoint", text),
+        *_architecture(seen.machine),
         *[f for f in host.check_kernel() if f.status is Status.PROBLEM],
         *_criu(found, environ, criu_program),
         *_runtime(found, environ),
-        *_parent(found, is_archive),
-        *_gpus(found, driver_library, nvml_library),
+        *_parent(found, found.archive is not None),
+        *_gpus(found, *libraries),
         *_cpu_memory(found),
         *_host_memory(found),
         *_mounts(spec),
         *([] if manifest is None else _mapped_files(manifest, found, spec, rootfs)),
+        *seen.opened,
     ]
+
+
+def _open_files(files: CheckpointFiles, manifest: Manifest | None) -> Iterator[Finding]:
+    recorded = None if manifest is None else manifest.requirements
+    mapped = () if recorded is None else recorded.files
+    return open_files.check(files, {file.path for file in mapped})
 
 
 def _mapped_files(
@@ -197,7 +246,8 @@ def _driver(found: Inspection, version: int) -> Finding:
     made = f"{there} (driver {found.driver_version or 'not known'})"
     if version < found.driver_api_version:
         text = f"it was made with CUDA {made}, this driver has {here} only"
-        return problem(name, text, "upgrade the driver; newer ones restore what older ones made")
+        remedy = "restore it where the driver is of that version: CRIU opens its libraries again"
+        return problem(name, text, remedy)
     return ok(name, f"CUDA {here}; the checkpoint is of {made}")
 
 
@@ -216,7 +266,8 @@ def _models(found: Inspection, devices: tuple[Device, ...], version: int) -> Ite
     others = [gpu.uuid for gpu in needed if gpu.uuid not in uuids]
     if others and version < _OTHER_GPUS:
         text = f"{', '.join(others)} not here, and this driver restores on the same GPUs only"
-        yield problem("GPU", text, "upgrade the driver to 580 or newer")
+        remedy = "restore it where these GPUs are; dumps with driver 580 or newer go to others, too"
+        yield problem("GPU", text, remedy)
     elif others:
         yield ok("GPU", f"as many of the same models; other ones take the place of {len(others)}")
     else:
@@ -314,7 +365,7 @@ def _mounts(spec: bytes | None) -> Iterator[Finding]:
         if isinstance(source, str)
         and source.startswith("/")
         and not source.startswith(_MADE_ANEW)
-        and not Path(source).exists()
+        and not os.path.exists(source)  # False for what can be no name, too
     ]
     if absent:
         more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""

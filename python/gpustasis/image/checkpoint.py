@@ -17,6 +17,7 @@ from uuid import UUID
 
 from gpustasis._core import (
     MANIFEST_NAME,
+    PACK_NAME,
     PARENT_LINK,
     SEALED_NAME,
     CorruptDataError,
@@ -24,6 +25,7 @@ from gpustasis._core import (
     Manifest,
     ManifestTask,
     MemoryKind,
+    PackReader,
     Source,
     UnsupportedDataError,
     read_manifest,
@@ -32,6 +34,7 @@ from gpustasis.errors import ImageError, SealError, UnsupportedError
 from gpustasis.files import open_regular
 from gpustasis.image.directory import is_directory, is_there
 
+_PROCESS_TREE = "pstree.img"  # of CRIU's; in every checkpoint
 _IMAGE_NAME = re.compile(r"gpustasis-(memory-)?[1-9][0-9]{0,9}\.img")
 
 NO_PARENT = bytes(16)
@@ -59,6 +62,13 @@ def image_errors(rename: tuple[str, str] = ("", "")) -> Iterator[None]:
 def is_sealed(directory: Path) -> bool:
     """Whether the checkpoint there is sealed. Raises ImageError."""
     return is_there(directory / SEALED_NAME)
+
+
+def require_restorable(directory: Path) -> None:
+    """Raise SealError if CRIU's images there are sealed: CRIU cannot read them. Those of the
+    plugin alone it opens itself, with the key that its configuration names."""
+    if is_sealed(directory) and not is_there(directory / _PROCESS_TREE):
+        raise sealed_error(str(directory))
 
 
 def require_not_sealed(directory: Path) -> None:
@@ -109,6 +119,30 @@ def require_meant(image: ImageReader, manifest: Manifest, task: ManifestTask, pa
         raise ImageError(f"{path}: is not the image the manifest means: the digests differ")
 
 
+def open_pack(directory: Path, manifest: Manifest) -> PackReader | None:
+    """The pack of CRIU's images, found to be the one that the manifest means; None: they lie in the
+    directory as CRIU wrote them. Raises ImageError, UnsupportedError; each names the file."""
+    path = directory / PACK_NAME
+    if manifest.pack is None:
+        if is_there(path):
+            raise ImageError(f"{path}: not named by the manifest")
+        return None
+    with image_errors((PACK_NAME, str(path))):
+        pack = PackReader.open(directory)
+    if (pack.checkpoint_id, pack.digest) != (manifest.checkpoint_id, manifest.pack):
+        raise ImageError(f"{path}: is not the pack that the manifest means")
+    return pack
+
+
+def require_pack(image: ImageReader, manifest: Manifest, path: str) -> None:
+    """Raise ImageError if the pack that lies at `path`, of which only the ends are at hand, is not
+    the one that the manifest means."""
+    if image.info.kind != MemoryKind.FILES:
+        raise ImageError(f"{path}: is no pack")
+    if (image.info.checkpoint_id, image.digest) != (manifest.checkpoint_id, manifest.pack):
+        raise ImageError(f"{path}: is not the pack that the manifest means")
+
+
 def plain_size(image: ImageReader) -> int:
     """Bytes of memory that an image holds."""
     return sum(region.length for region in image.info.regions)
@@ -133,6 +167,12 @@ def is_image_name(name: str) -> bool:
 def gpu_uuid(raw: bytes) -> str:
     """As nvidia-smi prints it: "GPU-" and a UUID."""
     return f"GPU-{UUID(bytes=raw)}"
+
+
+def whose(source: Source) -> str:
+    """A source for messages: which file of which checkpoint it is."""
+    text = f"{source.image_name} of checkpoint {source.checkpoint_id.hex()}"
+    return f"{text}, {source.depth} before this one" if source.depth else f"{text}, this one"
 
 
 class State(StrEnum):
@@ -292,7 +332,7 @@ class CheckpointFiles(Protocol):
         """Where the parent is, if that is known, and what is there."""
 
     def find_sources(self, sources: list[Source]) -> tuple[FoundSource, ...]:
-        """Where the images are that hold chunks of this checkpoint."""
+        """Where the other images are that hold chunks of one of this checkpoint."""
 
 
 class DirectoryFiles:
@@ -300,6 +340,7 @@ class DirectoryFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._pack: PackReader | None = None
 
     @property
     def name(self) -> str:
@@ -316,12 +357,21 @@ class DirectoryFiles:
             with open_regular(self.directory / name) as file:
                 raw = file.read(READ_LIMIT + 1)
         except FileNotFoundError:
-            return None
+            return self._read_packed(name)
         except OSError as exc:
             raise ImageError(f"cannot read {self.place(name)}: {exc.strerror}") from exc
         if len(raw) > READ_LIMIT:
             raise ImageError(f"{self.place(name)}: is longer than {READ_LIMIT} bytes")
         return raw
+
+    def _read_packed(self, name: str) -> bytes | None:
+        if self._pack is None and (manifest := self.manifest()) is not None:
+            self._pack = open_pack(self.directory, manifest)
+        if self._pack is None:
+            return None
+        with image_errors(), suppress(KeyError):
+            return self._pack.read(name)
+        return None
 
     def place(self, name: str) -> str:
         return str(self.directory / name)

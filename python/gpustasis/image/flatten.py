@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy a checkpoint so that the copy needs no other.
+"""Copy a checkpoint so that the copy needs no other. Each image of it holds all of its own memory,
+also what its tasks have alike.
 
 The copy is built beside its place under a hidden name, its inventory last, synced and renamed:
 killed at any moment, it leaves nothing at that place, and under the hidden name nothing that CRIU
@@ -18,9 +19,11 @@ from pathlib import Path
 
 from gpustasis._core import (
     MANIFEST_NAME,
+    PACK_NAME,
     PARENT_LINK,
     Manifest,
     ManifestTask,
+    PackReader,
     flatten_image,
     write_manifest,
 )
@@ -34,8 +37,10 @@ from gpustasis.image.checkpoint import (
     image_errors,
     image_names,
     open_image,
+    open_pack,
 )
 from gpustasis.image.directory import new_directory, require_free, shared
+from gpustasis.image.pack import is_read_early, unpack, unpack_inventory, verify_pack
 
 _COPY_SIZE = 64 << 20  # bytes asked for at once
 _NOT_BETWEEN_THESE = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -56,12 +61,18 @@ class Flattened:
 
 
 def flatten(
-    directory: Path, out: Path, on_file: OnFile | None = None, *, threads: int = 0
+    directory: Path,
+    out: Path,
+    on_file: OnFile | None = None,
+    *,
+    threads: int = 0,
+    unpacked: bool = False,
 ) -> Flattened:
     """Write a self-contained copy of the checkpoint in `directory` to `out`, which must not exist,
     or be an empty directory. The copy has the same checkpoint_id and times.
 
-    threads: that read and check chunks; 0: one for each processor.
+    threads: that read and check chunks; 0: one for each processor. unpacked: CRIU's images are as
+    CRIU wrote them, also where they are packed.
 
     Raises ImageError if the checkpoint or its chain is damaged or has gaps, CheckpointError if
     CRIU's own images need those of an earlier dump, or `out` is no place for it.
@@ -73,8 +84,11 @@ def flatten(
         manifest = _manifest(directory)
         _require_own_pages(directory)
         names = _files_to_copy(directory, manifest)
+        pack = open_pack(directory, manifest)
+        if not unpacked:
+            pack = None
         with new_directory(out) as place:
-            return _write(directory, manifest, names, place, tell, threads)
+            return _write(directory, manifest, names, place, tell, threads, pack)
 
 
 def _write(
@@ -84,7 +98,11 @@ def _write(
     place: Path,
     tell: OnFile,
     threads: int,
+    pack: PackReader | None,
 ) -> Flattened:
+    """pack: to be unpacked."""
+    if pack is not None:
+        names = [name for name in names if name != PACK_NAME and not is_read_early(name)]
     tasks, image_bytes, earlier_bytes = [], 0, 0
     for task in manifest.tasks:
         if not task.externalized:
@@ -97,28 +115,27 @@ def _write(
             written = flatten_image(image, place / task.image_name, threads)
         image_bytes += written.file_size
         earlier_bytes += image.totals.ref.plain
-        tasks.append(
-            ManifestTask(
-                pid=task.pid,
-                externalized=True,
-                digest=written.digest,
-                state_before=task.state_before,
-                gpu_source=task.gpu_source,
-                gpus=task.gpus,
-                kind=task.kind,
-            )
-        )
+        tasks.append(flat_task(task, written.digest))
     other_bytes = 0
     for name in names:
         tell(name)
         if name != INVENTORY_NAME:
             other_bytes += _copy(directory / name, place / name)
+    if pack is not None:
+        tell(PACK_NAME)
+        other_bytes += unpack(pack, place, threads)
+    copied = without_parent(manifest, tasks, manifest.pack if pack is None else None)
     with image_errors():
-        write_manifest(place, without_parent(manifest, tasks))
+        write_manifest(place, copied)
     shutil.copystat(directory / MANIFEST_NAME, place / MANIFEST_NAME)
     sync_directory(place)
     if INVENTORY_NAME in names:
-        other_bytes += _copy(directory / INVENTORY_NAME, place / INVENTORY_NAME)
+        half = place / f".{INVENTORY_NAME}"  # cut short, it would look like a checkpoint's
+        other_bytes += _copy(directory / INVENTORY_NAME, half)
+        half.rename(place / INVENTORY_NAME)
+    if pack is not None:
+        other_bytes += unpack_inventory(pack, place)
+    verify_pack(place, copied, threads)
     found = directory.stat()  # its mode is not copied: the copy is its owner's alone
     os.utime(place, ns=(found.st_atime_ns, found.st_mtime_ns))
     return Flattened(
@@ -129,8 +146,21 @@ def _write(
     )
 
 
-def without_parent(manifest: Manifest, tasks: list[ManifestTask]) -> Manifest:
-    """The manifest of a checkpoint that needs no other."""
+def flat_task(task: ManifestTask, digest: bytes) -> ManifestTask:
+    """The task, whose image is another file now."""
+    return ManifestTask(
+        pid=task.pid,
+        externalized=True,
+        digest=digest,
+        state_before=task.state_before,
+        gpu_source=task.gpu_source,
+        gpus=task.gpus,
+        kind=task.kind,
+    )
+
+
+def without_parent(manifest: Manifest, tasks: list[ManifestTask], pack: bytes | None) -> Manifest:
+    """The manifest of a checkpoint that needs no other. pack: its digest, if there is one."""
     return Manifest(
         checkpoint_id=manifest.checkpoint_id,
         driver_api_version=manifest.driver_api_version,
@@ -138,6 +168,7 @@ def without_parent(manifest: Manifest, tasks: list[ManifestTask]) -> Manifest:
         gpus=manifest.gpus,
         requirements=manifest.requirements,
         tasks=tasks,
+        pack=pack,
     )
 
 

@@ -29,7 +29,7 @@ from gpustasis.image.checkpoint import (
     gpu_uuid,
 )
 
-ENCODINGS = ("zero", "lz4", "raw", "ref")
+ENCODINGS = ("zero", "lz4", "raw", "ref", "alike")
 _KINDS = {RegionKind.PRIVATE_ANONYMOUS: "private", RegionKind.SHARED_ANONYMOUS: "shared"}
 
 STAGES: tuple[Stage, ...] = ("dump", "restore")
@@ -68,8 +68,8 @@ class GpuView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceView:
-    """An image of an earlier checkpoint, in the directory `depth` parent links away, that holds
-    chunks of an image.
+    """Another image that holds chunks of an image: of an earlier checkpoint, in the directory
+    `depth` parent links away, or, at depth 0, of the same one.
 
     directory: where the links lead; None:
     not so far. state: "right", "missing" or "replaced"; "outside": not in the archive, and no
@@ -143,7 +143,8 @@ class CudaView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessView:
-    """One process. ppid 0: the root, or not in CRIU's process tree. comm "": not known. cpu_memory:
+    """One process. ppid 0: the root, or not in CRIU's process tree. comm "": not known, as of a
+    packed checkpoint in an archive. cpu_memory:
     None if all of it is in CRIU's own images."""
 
     pid: int
@@ -160,7 +161,8 @@ class Inspection:
 
     checkpoint_id is None, and the driver unknown, if we saved nothing in it; the driver is unknown
     too if no process used CUDA. parent is None for a checkpoint that needs no other. backend is
-    None where no statistics say it, else "driver" or "emulator". archive: None of a directory.
+    None where no statistics say it, else "driver" or "emulator". layout: how CRIU's images
+    are kept, "criu" or "packed". archive: None of a directory.
     """
 
     directory: str
@@ -173,6 +175,7 @@ class Inspection:
     gpu_image_bytes: int
     cpu_image_bytes: int
     other_bytes: int
+    layout: str
     processes: tuple[ProcessView, ...]
     timings_ms: dict[str, dict[str, float]]
     archive: ArchiveView | None = None
@@ -208,7 +211,8 @@ def inspect_files(files: CheckpointFiles) -> Inspection:
     manifest = files.manifest()
     cuda = {} if manifest is None else _cuda_views(files, manifest)
     memory = {} if manifest is None else _memory_views(files, manifest)
-    processes = _processes(files, cuda, memory)
+    packed = manifest is not None and manifest.pack is not None
+    processes = _processes(files, cuda, memory, packed)
     if manifest is None and not processes:
         raise ImageError(f"{files.name}: not a checkpoint: neither {PSTREE_NAME} nor a manifest")
     images = [view.image for view in cuda.values() if view.image is not None]
@@ -226,6 +230,7 @@ def inspect_files(files: CheckpointFiles) -> Inspection:
         cpu_image_bytes=sum(image.file_bytes for image in memory.values()),
         other_bytes=sum(sizes.values())
         - sum(image.file_bytes for image in (*images, *memory.values())),
+        layout="packed" if packed else "criu",
         processes=processes,
         timings_ms={stage: found.phases_ms for stage, found in statistics.items()},
     )
@@ -245,16 +250,22 @@ def _statistics(files: CheckpointFiles) -> dict[str, Statistics]:
     return found
 
 
-def _comm(files: CheckpointFiles, pid: int) -> str:
+def _comm(files: CheckpointFiles, pid: int, packed: bool) -> str:
+    """packed: what an archive holds of it cannot be read without unpacking all of that."""
     name = core_name(pid)
     raw = files.read(name)
+    if raw is None and packed:
+        return ""
     if raw is None:
         raise ImageError(f"cannot read {files.place(name)}: there is none")
     return parse_comm(raw, files.place(name))
 
 
 def _processes(
-    files: CheckpointFiles, cuda: dict[int, CudaView], memory: dict[int, ImageView]
+    files: CheckpointFiles,
+    cuda: dict[int, CudaView],
+    memory: dict[int, ImageView],
+    packed: bool,
 ) -> tuple[ProcessView, ...]:
     """CRIU's tree, then tasks with images that are not in it (of a pid namespace within)."""
     raw = files.read(PSTREE_NAME)
@@ -263,7 +274,7 @@ def _processes(
         ProcessView(
             pid=task.pid,
             ppid=task.ppid,
-            comm=_comm(files, task.pid),
+            comm=_comm(files, task.pid, packed),
             threads=len(task.threads),
             cuda=cuda.get(task.pid),
             cpu_memory=memory.get(task.pid),
@@ -372,10 +383,10 @@ def _source_view(found: FoundSource) -> SourceView:
 
 
 def _encoding_views(totals: EncodingTotals) -> dict[str, EncodingView]:
-    counts = zip(ENCODINGS, (totals.zero, totals.lz4, totals.raw, totals.ref), strict=True)
+    found = (totals.zero, totals.lz4, totals.raw, totals.ref, totals.alike)
     return {
         name: EncodingView(chunks=count.chunks, plain_bytes=count.plain, stored_bytes=count.stored)
-        for name, count in counts
+        for name, count in zip(ENCODINGS, found, strict=True)
     }
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, ImageReader, Manifest
+from gpustasis._core import MANIFEST_NAME, PACK_NAME, ImageReader, Manifest
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
@@ -26,6 +26,7 @@ from gpustasis.image.checkpoint import (
     open_image,
     parent_directory,
     plain_size,
+    whose,
 )
 from gpustasis.image.directory import is_directory, is_file, is_there
 
@@ -151,11 +152,7 @@ def _what_is_missing_below(directory: Path, images: list[ImageReader]) -> str:
     for image in images:
         for found in find_sources(directory, image.info.sources):
             if found.state is not State.RIGHT:
-                source = found.source
-                return (
-                    f"{source.image_name} of checkpoint {source.checkpoint_id.hex()}, "
-                    f"{source.depth} before this one, is {found.state}"
-                )
+                return f"{whose(found.source)}, is {found.state}"
     return ""
 
 
@@ -263,6 +260,8 @@ def _what_is_missing(directory: Path, manifest: Manifest | None) -> str:
     for task in manifest.tasks:
         if task.externalized and not is_file(directory / task.image_name):
             return f"{task.image_name} is missing"
+    if manifest.pack is not None and not is_file(directory / PACK_NAME):
+        return f"{PACK_NAME} is missing"
     with os.scandir(directory) as items:
         below = next((item.name for item in items if item.is_dir(follow_symlinks=False)), None)
     return "" if below is None else f"holds a directory, {below}"

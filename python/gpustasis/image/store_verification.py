@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check every checkpoint of a store, to be run by a timer: each image is read once, however many
-checkpoints are built on it, at a rate that leaves the disk to others. A run that was killed is
+others refer to it, at a rate that leaves the disk to others. A run that was killed is
 continued from its state file.
 """
 
@@ -15,11 +15,20 @@ from pathlib import Path
 from gpustasis._core import MANIFEST_NAME, SEALED_NAME, Encoding, ImageReader, Manifest
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import ImageError, UnsupportedError
-from gpustasis.image.checkpoint import FoundSource, State, find_sources, image_errors, open_image
+from gpustasis.image.checkpoint import (
+    FoundSource,
+    State,
+    find_sources,
+    image_errors,
+    is_sealed,
+    open_image,
+    whose,
+)
 from gpustasis.image.directory import is_file, is_there, share
 from gpustasis.image.found_damage import SHOWN, Damage, Progress
+from gpustasis.image.pack import verify_pack
 from gpustasis.image.store import Entry, read_store
-from gpustasis.image.verification import Stored, require_all_in
+from gpustasis.image.verification import Stored, require_all_in, require_no_manifest
 
 _SLICE_BYTES = 64 << 20  # read between two looks at the clock; less where a rate is set
 _SLICES_PER_SECOND = 4  # of a rate
@@ -207,6 +216,10 @@ class _Run:
             _add(verdict, path, own.count(), own.texts)
             for number, source in enumerate(found, 1):
                 self._check_source(image, number, source, directory, verdict)
+        try:
+            verify_pack(directory, manifest)  # all at once: what CRIU writes itself is small
+        except (ImageError, UnsupportedError) as exc:
+            verdict.problems.append(str(exc))
         if len(stored) == len(manifest.tasks):  # else it was told what is missing
             try:
                 require_all_in(directory, stored)
@@ -216,13 +229,12 @@ class _Run:
     def _check_source(
         self, image: ImageReader, number: int, found: FoundSource, directory: Path, verdict: Verdict
     ) -> None:
-        """Chunks of `image` that an earlier checkpoint holds."""
+        """Chunks of `image` that another image holds."""
         source = found.source
         name = source.image_name
         if found.state is not State.RIGHT or found.directory is None:
             verdict.problems.append(
-                f"{directory / image.info.image_name}: {name} of checkpoint "
-                f"{source.checkpoint_id.hex()}, {source.depth} before this one, is {found.state}"
+                f"{directory / image.info.image_name}: {whose(source)}, is {found.state}"
             )
             return
         path = found.directory / name
@@ -234,7 +246,7 @@ class _Run:
         except (ImageError, UnsupportedError) as exc:
             verdict.problems.append(str(exc))
             return
-        verdict.damaged_elsewhere += len(references)
+        verdict.damaged_elsewhere += len(references) if source.depth else 0
         what = [f"{text}, {path}" for _, text in references[:SHOWN]]
         _add(verdict, directory / image.info.image_name, len(references), what)
 
@@ -282,10 +294,12 @@ def _order(entry: Entry) -> tuple[int, str]:
 
 def _why_ignored(entry: Entry) -> str:
     """Why it is not checked; "": it is, because its dump was finished. Raises ImageError if that
-    cannot be told."""
+    cannot be told, or if it was a checkpoint of ours and has lost its manifest."""
     if entry.name.startswith("."):
         return "hidden: not done, or not meant for others"
     if not is_there(entry.directory / MANIFEST_NAME):
+        if is_file(entry.directory / INVENTORY_NAME) and not is_sealed(entry.directory):
+            require_no_manifest(entry.directory)
         return entry.incomplete
     if not is_file(entry.directory / INVENTORY_NAME):
         return f"no {INVENTORY_NAME}: a dump that is not done or was broken off"

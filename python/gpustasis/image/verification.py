@@ -28,8 +28,10 @@ from gpustasis.image.checkpoint import (
     require_not_sealed,
 )
 from gpustasis.image.directory import is_there
+from gpustasis.image.pack import verify_pack
 
 STOCK_PLUGIN = "cuda_plugin"  # as inventory.img names CRIU's own
+_OWN_PLUGIN = "gpustasis"  # and our own
 _NAMES_IMAGES = "names-images"  # docs/format.md, "What CRIU's inventory says"
 
 # Name of a file, bytes of memory done, bytes of memory in all.
@@ -42,7 +44,9 @@ class Verification:
     """What was found. problems: a sentence each, with file and, of a chunk, number and address.
 
     cpu_bytes: those of plain_bytes that are CPU memory; the others are GPU memory.
-    earlier_bytes: those of plain_bytes that were read from earlier_checkpoints others.
+    earlier_bytes: those of plain_bytes that were read from earlier_checkpoints others. alike_bytes:
+    those that are stored once, in another image of the same checkpoint.
+    packed_files, packed_bytes: CRIU's images in the pack, all of which was checked.
     outside_bytes: those that lie in outside_checkpoints others (their ids, in hexadecimal), which
     are not in the archive, and were not checked: no parent was named.
     """
@@ -50,8 +54,11 @@ class Verification:
     images: int = 0
     plain_bytes: int = 0
     cpu_bytes: int = 0
+    packed_files: int = 0
+    packed_bytes: int = 0
     earlier_bytes: int = 0
     earlier_checkpoints: int = 0
+    alike_bytes: int = 0
     outside_bytes: int = 0
     outside_checkpoints: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -62,7 +69,7 @@ def verify_directory(
 ) -> Verification:
     """Check the manifest in `directory` and every image; go on after a problem with the next file.
 
-    Chunks that an earlier checkpoint holds are read and checked there.
+    Chunks that another image holds are read and checked there.
     threads: 0 for as many as there are processors. Nothing is raised for what is found; a
     directory that cannot be listed, or is sealed, raises ImageError.
     """
@@ -78,6 +85,7 @@ def verify_directory(
         found.problems.append(_why_no_manifest(directory))
         return found
     stored = _check_images(directory, manifest, threads, on_progress, found)
+    _check_pack(directory, manifest, threads, found)
     if not found.problems:
         try:
             require_all_in(directory, stored)
@@ -88,6 +96,16 @@ def verify_directory(
         f"{directory / name}: not named by the manifest" for name in names if name not in wanted
     ]
     return found
+
+
+def _check_pack(directory: Path, manifest: Manifest, threads: int, found: Verification) -> None:
+    try:
+        pack = verify_pack(directory, manifest, threads)
+    except (ImageError, UnsupportedError) as exc:
+        found.problems.append(str(exc))
+        return
+    if pack is not None:
+        found.packed_files, found.packed_bytes = len(pack.files), pack.size
 
 
 def require_all_in(directory: Path, stored: Stored) -> None:
@@ -108,12 +126,22 @@ def require_all_listed(plugins: Collection[str], stored: Stored, manifest: str, 
         )
 
 
+def require_no_manifest(directory: Path) -> None:
+    """Of a directory without one: raise ImageError if CRIU's inventory says that one belongs to it,
+    or cannot be read."""
+    if any(name in (_OWN_PLUGIN, _NAMES_IMAGES) for name in inventory_plugins(directory)):
+        raise ImageError(
+            f"{directory / MANIFEST_NAME}: missing: CRIU's inventory says that it belongs here"
+        )
+
+
 def _why_no_manifest(directory: Path) -> str:
     """A sentence for a directory that has none."""
     if not os.path.lexists(directory / INVENTORY_NAME):
         return f"{directory / MANIFEST_NAME}: missing: the checkpoint was never finished"
     try:
         plugins = inventory_plugins(directory)
+        require_no_manifest(directory)
     except ImageError as exc:
         return str(exc)
     if STOCK_PLUGIN in plugins:
@@ -154,7 +182,8 @@ def _check_images(
         if task.kind == MemoryKind.CPU:
             found.cpu_bytes += plain_size(image)
         found.earlier_bytes += image.totals.ref.plain
-        earlier |= {source.checkpoint_id for source in image.info.sources}
+        found.alike_bytes += image.totals.alike.plain
+        earlier |= {source.checkpoint_id for source in image.info.sources if source.depth}
     found.earlier_checkpoints = len(earlier)
     return stored
 

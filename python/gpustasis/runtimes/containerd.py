@@ -37,6 +37,7 @@ from gpustasis.runtimes.cri import (
 )
 from gpustasis.runtimes.crio import CRIO_NAME, unpause
 from gpustasis.runtimes.freezer import frozen_groups, thaw
+from gpustasis.runtimes.instance import require_sight_of_server
 from gpustasis.task import find_openers
 
 DEFAULT_ADDRESS = "/run/containerd/containerd.sock"
@@ -164,6 +165,7 @@ def checkpoint(
         raise EngineError(f"{archive} exists already; name another file")
     if not archive.parent.is_dir():
         raise EngineError(f"{archive}: {archive.parent} is no directory")
+    require_sight_of_server(cri.path)  # else nobody could resume it after a call that is cut off
     with alone(container):
         return _checkpoint(cri, container, archive, timeout_s, stop)
 
@@ -246,7 +248,7 @@ def resume(cri: Cri, container: Container) -> bool:
 
 def _resume(cri: Cri, container: Container) -> bool:
     """For those who hold the lock."""
-    _wait_for_dump(container)
+    _wait_for_dump(cri, container)
     try:
         if not _is_paused(cri, container):
             return False
@@ -289,12 +291,13 @@ def resume_task(cri: Cri, container: Container, timeout_s: float = _RESUME_TIMEO
                 thaw(group)
 
 
-def _wait_for_dump(container: Container) -> None:
+def _wait_for_dump(cri: Cri, container: Container) -> None:
     """Wait until neither criu nor CRI-O has a file of this container open. criu would pause it
     again at its end; CRI-O packs the archive after that, of a container that must stand still.
 
-    Raises EngineError if that takes too long.
+    Raises EngineError if that takes too long, or would not be seen.
     """
+    require_sight_of_server(cri.path, f"container {container} was not resumed and may stand still")
     deadline = time.monotonic() + _RESUME_TIMEOUT_S
     clear_since = time.monotonic()
     while time.monotonic() - clear_since < _SETTLE_S:  # there are moments between two files

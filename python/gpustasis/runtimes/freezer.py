@@ -64,7 +64,8 @@ def groups_by_container() -> dict[str, list[Path]]:
     """Directories of containers' groups by the containers' ids, crun's one below included, the
     uppermost first. They are found by their names: the paths in /proc/PID/cgroup mean nothing to
     who is in a cgroup namespace of his own, as in a pod. A group that a container has made within
-    its own is not meant, whatever it is called."""
+    its own is not meant, whatever it is called; nor one that another user has made where he may,
+    and could freeze."""
     found: dict[str, list[Path]] = {}
     todo = [GROUPS / "freezer" if (GROUPS / "freezer").is_dir() else GROUPS]
     while todo:
@@ -73,8 +74,19 @@ def groups_by_container() -> dict[str, list[Path]]:
                 todo.append(entry)
                 continue
             below = [one for one in _directories(entry) if one.name == _BELOW]
-            found.setdefault(named[1], []).extend([entry, *below])
+            groups = [one for one in (entry, *below) if _is_root_s(one)]
+            if groups:
+                found.setdefault(named[1], []).extend(groups)
     return found
+
+
+def _is_root_s(group: Path) -> bool:
+    """Whether only root, or this user, can freeze it. The directory itself may belong to the
+    container's user: runtimes hand it over, but not this file."""
+    try:
+        return os.stat(group / _files(group)[1]).st_uid in (0, os.geteuid())
+    except OSError:
+        return False  # it has gone
 
 
 def _directories(group: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from gpustasis.archive.layout import (
 )
 from gpustasis.archive.stream import DEFAULT_LIMITS, UnpackedStream, detect
 from gpustasis.archive.tar import TarReader
-from gpustasis.errors import ArchiveError
+from gpustasis.errors import ArchiveError, CheckpointError
 
 DIRECTORY = Path("/var/lib/kubelet/checkpoints")
 _SUFFIX = ".tar"
@@ -40,12 +40,12 @@ class ListedArchive:
 def list_archives(directory: Path) -> tuple[list[ListedArchive], list[ArchiveError]]:
     """The archives (*.tar) in `directory`, by name, and what was wrong with others.
 
-    Raises ArchiveError if the directory cannot be read.
+    Raises CheckpointError if the directory cannot be read.
     """
     try:
         names = sorted(name for name in os.listdir(directory) if name.endswith(_SUFFIX))
     except OSError as exc:
-        raise ArchiveError(f"cannot list {directory}: {exc.strerror}") from exc
+        raise CheckpointError(f"cannot list {directory}: {exc.strerror}") from exc
     archives, errors = [], []
     for name in names:
         try:

@@ -9,7 +9,6 @@ that can be.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError, EngineError
+from gpustasis.runtimes import crio, shim
 from gpustasis.runtimes.containerd import (
     CRIO,
     CRIU,
@@ -28,15 +28,17 @@ from gpustasis.runtimes.containerd import (
     resume_task,
 )
 from gpustasis.runtimes.cri import Cri, socket_path
+from gpustasis.runtimes.crio import CRIO_NAME, storage_directory
 from gpustasis.runtimes.freezer import groups_by_container, is_frozen, thaw
-from gpustasis.runtimes.instance import Instance, find_instance, wait
+from gpustasis.runtimes.instance import Instance, find_instance, require_sight, wait
 from gpustasis.runtimes.pauses import Look, Pauses
-from gpustasis.runtimes.shim import container_names, find_shim
+from gpustasis.runtimes.shim import find_shim
 from gpustasis.task import open_files, read_task
 
 POLL_S = 1.0
 HURRY_S = 0.25  # while there is something to resume
 _LATE_S = 3.0  # from the last look at a runtime to the notice of its end
+_ASK_S = 2.0  # for a question to CRI-O beside its API
 _RESUME_S = 10.0  # for a call that resumes one container: others wait for it
 _SEARCH_S = 10.0  # between two searches for a container's groups that are not to be found
 _ID = re.compile(r"[0-9a-f]{64}")
@@ -73,6 +75,7 @@ class Watch:
         self._looked_at = 0.0
         self._resumed: set[str] = set()  # since when it is to be seen in which state they are
         self._unlisted: set[str] = set()  # paused by a runtime that ended before it listed them
+        self._storage: Path | None = None  # CRI-O's
 
     def run(self, stop: int) -> None:
         """Until the descriptor `stop` is readable.
@@ -115,8 +118,11 @@ class Watch:
         def over() -> bool:
             return wait(0, stop, instance.handle)
 
-        _require_sight(instance.pid)
+        require_sight(instance.pid)
         self._runtime = cri.runtime(over)
+        if self._runtime.startswith(CRIO_NAME):
+            with suppress(EngineError):  # what no list had is known with the next one then
+                self._storage = storage_directory(self._path, _ASK_S)
         listed = containers(cri, over)
         self._say("watching", f"watching {self._runtime} (process {instance.pid})")
         while True:
@@ -191,8 +197,10 @@ class Watch:
         unseen = self._known.keys() - self._groups.keys()
         if unseen and (unseen != self._unseen or now - self._searched >= _SEARCH_S):
             self._unseen, self._searched = unseen, now
-            self._groups = groups_by_container()
-            if not self._known.keys() & self._groups.keys():
+            # Only of these: of one that is about to begin, a group below may still be missing.
+            groups = groups_by_container()
+            self._groups = {one: found for one, found in groups.items() if one in self._known}
+            if not self._groups:
                 self._say(
                     "failed",
                     "no control group of any container is seen from here: run this in the host's "
@@ -206,8 +214,8 @@ class Watch:
 
     def _find_unlisted(self) -> set[str]:
         """Containers that the runtime has started since its last list, and that stand still. Those
-        of containerd are known from now on; others are when the next runtime lists them: these are
-        returned."""
+        whose names are to be found are known from now on; others are when the next runtime lists
+        them: these are returned."""
         if not self._looked_at:
             return set()  # nothing was ever listed
         groups = groups_by_container()
@@ -219,9 +227,7 @@ class Watch:
                     found.add(one)
         unlisted = set()
         for one in found - self._known.keys():
-            named = None
-            if self._runtime.startswith(_CONTAINERD):
-                named = container_names(Path(self._path).parent, one)
+            named = self._names(one)
             if named is None:
                 unlisted.add(one)
                 continue
@@ -231,6 +237,12 @@ class Watch:
             )
             self._groups[one] = groups[one]
         return unlisted
+
+    def _names(self, one: str) -> tuple[str, str, str] | None:
+        """Namespace, pod and name of a container, without its runtime."""
+        if self._runtime.startswith(_CONTAINERD):
+            return shim.container_names(Path(self._path).parent, one)
+        return None if self._storage is None else crio.container_names(self._storage, one)
 
     def _look(self) -> Look:
         """Dumps first: Look says why."""
@@ -279,10 +291,10 @@ class Watch:
         """False: it cannot be done yet. Raises EngineError."""
         with alone(container):
             is_containerd = self._runtime.startswith(_CONTAINERD)
-            shim = find_shim(Path(self._path).parent, container.id) if is_containerd else None
-            if shim is not None:
-                if shim.is_paused():
-                    shim.resume()
+            found = find_shim(Path(self._path).parent, container.id) if is_containerd else None
+            if found is not None:
+                if found.is_paused():
+                    found.resume()
             elif cri is not None:
                 resume_task(cri, container, _RESUME_S)
             elif is_containerd or instance is not None:
@@ -314,17 +326,3 @@ class Watch:
         if self._said.get(about) != text:
             self._said[about] = text
             self._tell(Event(what=what, text=text, container=container))
-
-
-def _require_sight(pid: int) -> None:
-    """Raise EngineError unless what that process has open is seen from here: a dump that is under
-    way is known by that."""
-    try:
-        os.listdir(f"/proc/{pid}/fd")
-    except PermissionError as exc:
-        raise EngineError(
-            f"cannot see what process {pid} has open, so no dump under way would be seen either: "
-            "run this as root, with CAP_SYS_PTRACE (of a pod: privileged)"
-        ) from exc
-    except FileNotFoundError:
-        pass  # it has ended

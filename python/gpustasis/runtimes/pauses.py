@@ -5,7 +5,8 @@ for which it had paused them, and its successor knows nothing of that.
 A pause belongs to the runtime that ran when it began. Once that runtime has ended nobody will end
 the pause, so it is ended here. Left alone is a container that was paused before the first look,
 for then nobody knows by whom; and one that has stood still for long while no checkpoint of it was
-under way: somebody wants that.
+under way: somebody wants that. After a checkpoint that takes longer to be believed, for its runtime
+may still pack the archive.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 BY_HAND_S = 60.0  # a checkpoint's dump begins well before, and is seen to
+AFTER_DUMP_S = 600.0  # of a checkpoint whose archive is written, with no file of it open just then
 SAY_S = 10.0  # a checkpoint under way at the first look is likely to have gone on by then
 SETTLE_S = 0.5  # there are moments between two files of a dump
 IN_FLIGHT_S = 3.0  # a pause that a runtime has asked for may begin after the runtime's end
@@ -68,9 +70,12 @@ class Pauses:
         self.leave(look.dumping.keys() - own - self._wanted - self._left.keys())
         for one in self._known() - look.frozen - look.dumping.keys():
             self._forget(one)
-        for one in look.frozen - look.dumping.keys() - self._left.keys():
+        for one in look.dumping.keys() | look.busy:
+            self._at_rest.pop(one, None)  # what lasts from its end on may be by hand
+        for one in look.frozen - look.dumping.keys() - look.busy - self._left.keys():
             since = self._at_rest.setdefault(one, now)
-            if now - since >= BY_HAND_S and one not in self._dumped:
+            limit = AFTER_DUMP_S if one in self._dumped else BY_HAND_S
+            if now - since >= limit:
                 self._wanted.add(one)
         self._dumped |= own
         self._wanted -= self._unsaid & own  # it was paused for this checkpoint

@@ -113,14 +113,14 @@ def find_shim(state: Path, container_id: str) -> Shim | None:
             address = _read(bundle / "address")
         except OSError:
             return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
     match = re.fullmatch(rf"unix://(/.*/{_SOCKETS}/([0-9a-f]+))\s*", address)
     if match is None:
         return None
     # Where containerd's programs have it, or where a pod sees containerd's directory.
     for place in (Path(match[1]), state / _SOCKETS / match[2]):
-        if place.is_socket():
+        if os.path.exists(place) and place.is_socket():  # the first takes names that are too long
             return Shim(container_id, place, version)
     return None
 

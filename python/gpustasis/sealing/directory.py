@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Container
-from contextlib import AbstractContextManager
+from collections.abc import Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from gpustasis._core import (
@@ -16,15 +16,27 @@ from gpustasis._core import (
     PARENT_LINK,
     SEALED_NAME,
     DataKey,
+    Manifest,
+    ManifestTask,
+    Region,
     SealedReader,
+    is_sealed_name,
 )
 from gpustasis.criu.images import INVENTORY_NAME, parent_pages
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import CheckpointError, SealError
 from gpustasis.files import open_new, open_regular, sync
-from gpustasis.image.checkpoint import NO_PARENT, find_manifest, is_sealed
+from gpustasis.image.checkpoint import (
+    NO_PARENT,
+    find_manifest,
+    is_sealed,
+    open_image,
+    open_pack,
+)
+from gpustasis.image.verification import require_all_in, require_no_manifest
 from gpustasis.sealing.keys import KeySource, sealed_errors
 
+_COPY_BYTES = 1 << 20  # at once
 _MAX_INVENTORY = 4 << 20  # bytes; CRIU's has some hundred
 
 
@@ -62,13 +74,41 @@ def open_key(directory: Path, source: KeySource) -> DataKey:
     return source.unwrap(read_file(path, MAX_ENVELOPE_SIZE), str(path))
 
 
+@contextmanager
+def key_for_criu(
+    directory: Path, key: str | os.PathLike[str] | KeySource | None
+) -> Iterator[tuple[str | None, tuple[int, ...]]]:
+    """What opens the checkpoint in `directory`, as the plugin is told, and descriptors for criu.
+    A source is asked here, and the plugin reads what it has found from a pipe. Raises as
+    open_key."""
+    if key is None or isinstance(key, str | os.PathLike):
+        yield None if key is None else str(Path(key).absolute()), ()
+        return
+    if not is_sealed(directory):
+        yield None, ()
+        return
+    opened = open_key(directory, key)
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    try:
+        try:
+            opened.hand_on(writing)
+        finally:
+            os.close(writing)
+        yield f"fd:{reading}", (reading,)
+    finally:
+        os.close(reading)
+
+
 def open_sealed(directory: Path, key: DataKey) -> SealedReader:
-    """The sealed file, whose inventory is the one that lies beside it in the clear.
+    """The sealed files, whose inventory is the one that lies beside them in the clear; where
+    CRIU's images are not sealed, there is none in them.
 
     Raises SealError, UnsupportedError.
     """
     with seal_errors(directory):
         sealed = SealedReader.open(directory, key)
+        if INVENTORY_NAME not in sealed:
+            return sealed
         inventory = sealed.read(INVENTORY_NAME)
     if read_inventory(directory) != inventory:
         raise SealError(f"{directory / INVENTORY_NAME} is not the one that was sealed")
@@ -89,7 +129,7 @@ def files_to_seal(directory: Path) -> dict[str, Identity]:
             found = {item.name: item.stat(follow_symlinks=False) for item in items}
     except OSError as exc:
         raise CheckpointError(f"cannot list {directory}: {exc.strerror}") from exc
-    if ENVELOPE_NAME in found or SEALED_NAME in found:
+    if any(map(is_sealed_name, found)):
         raise SealError(f"{directory} is sealed already, or was meant to be")
     if PARENT_LINK in found:
         raise _needs_earlier(directory, PARENT_LINK)
@@ -112,7 +152,9 @@ def require_whole(directory: Path, names: Container[str]) -> None:
     """Raise SealError unless these files are all of what a restore needs, as they say themselves;
     ImageError, UnsupportedError if they cannot be read."""
     manifest = find_manifest(directory)
-    if manifest is not None:
+    if manifest is None:
+        require_no_manifest(directory)
+    else:
         if manifest.parent_id != NO_PARENT:
             raise _needs_earlier(directory, MANIFEST_NAME)
         for task in manifest.tasks:
@@ -120,8 +162,21 @@ def require_whole(directory: Path, names: Container[str]) -> None:
                 raise SealError(
                     f"{directory} holds no whole checkpoint: {task.image_name} is missing"
                 )
+        require_all_in(directory, _stored(directory, manifest))
+        open_pack(directory, manifest)
     for name in parent_pages(directory):
         raise _needs_earlier_dump(directory, name)
+
+
+def _stored(directory: Path, manifest: Manifest) -> list[tuple[ManifestTask, list[Region]]]:
+    """Every task, with the regions of its image. Raises ImageError, UnsupportedError."""
+    return [
+        (
+            task,
+            open_image(directory, manifest, task).info.regions if task.externalized else [],
+        )
+        for task in manifest.tasks
+    ]
 
 
 def _needs_earlier(directory: Path, sign: str) -> SealError:
@@ -147,14 +202,52 @@ def _identity(status: os.stat_result) -> Identity:
 
 def copy_inventory(directory: Path, place: Path) -> None:
     """With mode and times, synced. Raises OSError, SealError."""
-    content = read_inventory(directory)
+    read_inventory(directory)
+    _copy(directory / INVENTORY_NAME, place / INVENTORY_NAME)
+
+
+def copy_clear(directory: Path, place: Path, sealed: SealedReader) -> tuple[int, int]:
+    """What lies in the clear beside sealed files that hold none of CRIU's images; how many files
+    and bytes. Raises OSError for what cannot be written; SealError for what cannot be read, and for
+    a file that is sealed as well."""
+    files = size = 0
+    if INVENTORY_NAME in sealed:
+        return files, size
+    with _reading(directory):
+        modes = {name: (directory / name).lstat().st_mode for name in os.listdir(directory)}
+    for name, mode in sorted(modes.items()):
+        path = directory / name
+        if is_sealed_name(name) or name == PARENT_LINK:
+            continue
+        if not stat.S_ISREG(mode):
+            raise SealError(f"{path} is no ordinary file, and only such are copied")
+        if name in sealed:
+            raise SealError(f"{path} lies in the clear beside a sealed one")
+        files, size = files + 1, size + _copy(path, place / name)
+    return files, size
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        found = os.lstat(directory / INVENTORY_NAME)
+        yield
     except OSError as exc:
-        raise SealError(f"cannot read {directory / INVENTORY_NAME}: {exc.strerror}") from exc
-    with open_new(place / INVENTORY_NAME) as file:
-        file.write(content)
+        raise SealError(f"cannot read {path}: {exc.strerror}") from exc
+
+
+def _copy(source: Path, target: Path) -> int:
+    with _reading(source):
+        content = open_regular(source, os.O_NOFOLLOW)
+
+    def piece() -> bytes:
+        with _reading(source):
+            return content.read(_COPY_BYTES)
+
+    with content, open_new(target) as file:
+        found = os.fstat(content.fileno())
+        file.writelines(iter(piece, b""))
         file.flush()
-        os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
+        os.fchmod(file.fileno(), found.st_mode & 0o777)  # never for another to run as its owner
         os.utime(file.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
         sync(file)
+        return file.tell()

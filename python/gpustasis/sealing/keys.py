@@ -9,23 +9,24 @@ import os
 import shlex
 import sys
 import termios
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from gpustasis import process
 from gpustasis._core import (
+    MAX_KEY_RECORD_SIZE,
     DataKey,
     KeyMemoryError,
     OutputError,
     UnsupportedDataError,
     cms_part,
 )
+from gpustasis.criu.plugin import run_settings
 from gpustasis.errors import SealError, UnsupportedError
 
 COMMAND_TIMEOUT_S = 120.0  # a person may have to touch a token
-_RECORD_SIZE = 64  # bytes; docs/format.md, "Key record"
 _PKCS11 = "pkcs11:"
 _SAID = 400  # characters of what a program said, in an error
 
@@ -57,8 +58,8 @@ class KeyFile:
 
 @dataclass(frozen=True, slots=True)
 class KeyCommand:
-    """A program that is given the CMS part of the envelope (DER) on stdin, and prints the 64 bytes
-    of the key record, as `openssl cms -decrypt -inform DER` does."""
+    """A program that is given the CMS part of the envelope (DER) on stdin, and prints the
+    key record, as `openssl cms -decrypt -inform DER` does."""
 
     argv: Sequence[str]
 
@@ -88,10 +89,10 @@ class KeyCommand:
 
             def watch() -> None:
                 waiting = fcntl.ioctl(reading, termios.FIONREAD, bytes(4))
-                if int.from_bytes(waiting, sys.byteorder) > _RECORD_SIZE:
+                if int.from_bytes(waiting, sys.byteorder) > MAX_KEY_RECORD_SIZE:
                     raise SealError(
-                        f"{self.argv[0]} prints more than the {_RECORD_SIZE} bytes of a key record,"
-                        " and was killed"
+                        f"{self.argv[0]} prints more than the {MAX_KEY_RECORD_SIZE} bytes of a key "
+                        "record, and was killed"
                     )
 
             try:
@@ -110,6 +111,27 @@ class KeyCommand:
                 ) from exc
             except OSError as exc:
                 raise SealError(f"cannot run {self.argv[0]}: {exc.strerror}") from exc
+
+
+class Remembered:
+    """Another source, which is asked once for each key."""
+
+    def __init__(self, source: KeySource) -> None:
+        self._source = source
+        self._found: dict[bytes, DataKey] = {}
+
+    def unwrap(self, envelope: bytes, place: str) -> DataKey:
+        """See KeySource."""
+        if (found := self._found.get(envelope)) is None:
+            found = self._found[envelope] = self._source.unwrap(envelope, place)
+        return found
+
+
+def configured_key(environ: Mapping[str, str]) -> KeySource | None:
+    """The file that the plugin's configuration names as private_key. Raises CheckpointError if
+    that cannot be read."""
+    named = run_settings(environ).get("private_key")
+    return KeyFile(Path(named)) if isinstance(named, str) and named.startswith("/") else None
 
 
 def key_source(key: Path | None, command: str | None) -> KeySource:

@@ -10,9 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpustasis._core import ENVELOPE_NAME, MAX_ENVELOPE_SIZE
+from gpustasis._core import (
+    ENVELOPE_NAME,
+    MANIFEST_NAME,
+    MAX_ENVELOPE_SIZE,
+    DataKey,
+    ImageReader,
+    flatten_image,
+    read_manifest,
+    write_manifest,
+)
 from gpustasis.errors import CheckpointError, SealError
 from gpustasis.files import replace_file
+from gpustasis.image.checkpoint import NO_PARENT
 from gpustasis.image.directory import (
     new_directory,
     require_free,
@@ -20,7 +30,9 @@ from gpustasis.image.directory import (
     share,
     try_exclude,
 )
+from gpustasis.image.flatten import flat_task, without_parent
 from gpustasis.sealing.directory import (
+    copy_clear,
     open_key,
     open_sealed,
     read_file,
@@ -48,7 +60,8 @@ def unseal(
     on_progress: Callable[[int], object] | None = None,
 ) -> Unsealed:
     """Write the files of the sealed checkpoint in `directory` to `out`, which must not exist, or be
-    an empty directory. It gets its name when all of it was found authentic.
+    an empty directory. It gets its name when all of it was found authentic. Of one that is built on
+    earlier ones, what these hold of it is written as well: it needs no other then.
 
     threads: 0: one for each processor. Raises SealError for a wrong key and for anything that was
     changed, CheckpointError if `out` cannot be written.
@@ -57,12 +70,49 @@ def unseal(
     require_outside(out, directory)
     with share(directory):
         require_sealed(directory)
-        sealed = open_sealed(directory, open_key(directory, source))
-        with new_directory(out) as place, seal_errors(directory):
-            sealed.extract(place, threads, on_progress)
+        key = open_key(directory, source)
+        sealed = open_sealed(directory, key)
+        with new_directory(out) as place:
+            with seal_errors(directory):
+                sealed.extract(place, threads, on_progress)
+            files, size = copy_clear(directory, place, sealed)
+            with seal_errors(directory):
+                size += _make_flat(directory, key, place, threads)
+        entries = sealed.entries
         return Unsealed(
-            files=len(sealed.entries), plain_bytes=sum(entry.size for entry in sealed.entries)
+            files=files + len(entries),
+            plain_bytes=size + sum(entry.size for entry in entries),
         )
+
+
+def _make_flat(directory: Path, key: DataKey, place: Path, threads: int) -> int:
+    """What was written to `place` needs no other checkpoint from now on: images that refer to
+    earlier ones are replaced by whole ones. How many bytes that added. Raises SealError; as what
+    is in seal_errors()."""
+    if not (place / MANIFEST_NAME).exists():
+        return 0
+    manifest = read_manifest(place)
+    if manifest.chain_length != key.ancestor_count:
+        raise SealError(
+            f"{directory}: {MANIFEST_NAME} is built on {manifest.chain_length} checkpoints, and "
+            f"the envelope holds the keys of {key.ancestor_count}"
+        )
+    if manifest.parent_id == NO_PARENT:
+        return 0
+    tasks, added = [], 0
+    for task in manifest.tasks:
+        if not task.externalized:
+            tasks.append(task)
+            continue
+        image = ImageReader.find_sealed(directory, task.image_name, key)
+        image.attach_sources()
+        written = flatten_image(image, place / task.image_name, threads)
+        added += written.file_size - image.file_size
+        tasks.append(flat_task(task, written.digest))
+    made = (place / MANIFEST_NAME).stat()
+    write_manifest(place, without_parent(manifest, tasks, manifest.pack))
+    os.utime(place / MANIFEST_NAME, ns=(made.st_atime_ns, made.st_mtime_ns))
+    return added
 
 
 def rewrap(directory: Path, source: KeySource, recipients: Sequence[Recipient]) -> None:

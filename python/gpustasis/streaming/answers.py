@@ -30,11 +30,13 @@ class _Closed(Exception):
 
 class Answers:
     """The sender's view of the receiver. place: who that is, for messages. received: where it has
-    put what it received, once it is all there; "": it has not said so."""
+    put what it received, once it is all there; "": it has not said so. opens_sealed: it has said
+    that it has a key for what is sealed."""
 
     def __init__(self, source: Descriptor, timeout_s: float) -> None:
         self.place = source.place
         self.received = ""
+        self.opens_sealed = False
         self._source = source
         self._timeout_s = timeout_s
         self._closed = threading.Event()
@@ -43,6 +45,7 @@ class Answers:
         self._expected: Kind | None = None
         self._come: Answer | None = None
         self._changed = time.monotonic()
+        self._most_s = self._until = _FOREVER
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -57,6 +60,7 @@ class Answers:
         kind, fields = self._await(check)
         if kind is not Kind.HELLO:
             raise StreamError(f"{self.place} began with {kind.name} and no hello")
+        self.opens_sealed = fields.get("sealed") is True
         return str(fields.get("program", ""))
 
     def check(self) -> None:
@@ -67,10 +71,12 @@ class Answers:
                 self._no_step(item[0])
             self._come = item
 
-    def expect(self, kind: Kind, check: Check) -> dict[str, Any]:
-        """Wait for an answer of that kind. Raises StreamError if another comes, or none and no
-        sign of progress for as long as a stream may stall."""
+    def expect(self, kind: Kind, check: Check, most_s: float = _FOREVER) -> dict[str, Any]:
+        """Wait for an answer of that kind. Raises StreamError if another comes, or none: no sign of
+        progress for as long as a stream may stall, or for `most_s` nothing but such signs."""
         self._changed = time.monotonic()
+        self._most_s = most_s
+        self._until = self._changed + most_s
         self._expected = kind
         while True:
             found, fields = self._await(check)
@@ -104,6 +110,10 @@ class Answers:
             if time.monotonic() > self._changed + self._timeout_s:
                 raise StreamError(
                     f"{self.place} shows no progress for {self._timeout_s:g} s: it stalls"
+                )
+            if time.monotonic() > self._until:
+                raise StreamError(
+                    f"{self.place} is at work for {self._most_s:g} s, and has not come to an end"
                 )
 
     def _taken(self, item: Answer | Exception) -> Answer:

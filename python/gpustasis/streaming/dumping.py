@@ -84,6 +84,7 @@ class Dumping:
             return False
         if not self._stood:
             self._tree = self._anew()
+            self._tree.note_dropped()
             self._stood = True
         return True
 
@@ -136,14 +137,15 @@ class Dumping:
         gone: tuple[int, ...] = ()
         if not self._stood:
             gone = self._tree.died()
-            if self._tree.root in gone:
-                return Fate(f"process {self._tree.root} has ended")
             try:
                 self._tree = self._anew()
             except CheckpointError as exc:
                 return Fate(str(exc))
+            if self.done is None and (wrong := self._tree.note_stored(self.images)):
+                return Fate(wrong)
         if wrong := self._tree.why_not_running(self.images, maybe_killed=self.committed):
             return Fate(wrong)
+        gone = tuple(sorted({*gone, *self._tree.died()}))
         live = len(self._tree.pids) - len(self._tree.ended())
         runs = f"all {live} of its processes are alive"
         if gone:

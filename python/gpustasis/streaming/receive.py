@@ -9,28 +9,27 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME
-from gpustasis.criu.images import INVENTORY_NAME, inventory_plugins, read_pstree
+from gpustasis.criu.images import read_pstree
 from gpustasis.criu.run import Run
-from gpustasis.errors import CheckpointError, StreamError
-from gpustasis.image.checkpoint import find_manifest, require_not_sealed
+from gpustasis.criu.statistics import Statistics
+from gpustasis.errors import CheckpointError, StreamError, add_to
+from gpustasis.image.checkpoint import CheckpointFiles
 from gpustasis.image.directory import DirectoryLock, new_directory, require_free, share
-from gpustasis.image.verification import verify_directory
+from gpustasis.sealing.keys import KeySource
 from gpustasis.streaming import spool
 from gpustasis.streaming.answers import Replies
 from gpustasis.streaming.channel import Descriptor
 from gpustasis.streaming.records import STREAM_MAGIC, Contents, Decoder, Entry, Header, Kind
+from gpustasis.streaming.sealed import Opening
 from gpustasis.streaming.signals import Signals
 from gpustasis.task import PROC
 from gpustasis.text import mib
 
 log = logging.getLogger(__name__)
 
-_OWN_PLUGIN = "gpustasis"  # as inventory.img names it
-_MOST_PROBLEMS = 3  # in one message
 _ZOMBIES_S = 10.0
 _POLL_S = 0.02
 
@@ -54,7 +53,8 @@ class Source:
     """Where a stream comes from. place: where its files go, to stay there; None: to a directory of
     our own, for as long as it takes. may_run: restore also what says that the job was left running,
     or does not say that it has ended. timeout_s: how long it may stall. require: raises
-    CheckpointError if what is in a directory cannot be restored here. foreground: a restore ends
+    CheckpointError if what was received cannot be restored here. key: what opens a stream that is
+    sealed; None: none is taken. foreground: a restore ends
     with the job, which gets what signals come."""
 
     stream: Descriptor
@@ -63,7 +63,8 @@ class Source:
     place: Path | None = None
     may_run: bool = False
     timeout_s: float
-    require: Callable[[Path], None] = lambda directory: None
+    require: Callable[[CheckpointFiles], None] = lambda files: None
+    key: KeySource | None = None
     foreground: bool = False
 
 
@@ -95,6 +96,7 @@ class _Receiver:
         self._name = source.stream.place
         self._decoder = Decoder(self._fill, STREAM_MAGIC, self._name)
         self._contents = Contents(self._name)
+        self._opening = Opening(source.key, source.replies, self._name)
         self._header = Header()
         self._count = 0
         self._unsynced = 0
@@ -104,10 +106,15 @@ class _Receiver:
     def take(self) -> None:
         """Everything up to the sender's word that the job has ended there."""
         above = self._prepare_place()  # what is wrong is said while nothing is frozen yet
-        self._source.replies.tell(Kind.HELLO, self._signals.check, program=self._source.program)
+        self._source.replies.tell(
+            Kind.HELLO,
+            self._signals.check,
+            program=self._source.program,
+            sealed=self._opening.has_key,
+        )
         self._header = self._decoder.header()
-        allowed = self._source.may_run or self._source.stream.regular
-        if self._header.left_running and not allowed:
+        self._opening.begin(self._header.sealed)
+        if self._header.left_running and not self._source.may_run:
             raise StreamError(
                 f"{self._name} is of a job that was left running: it would run twice; "
                 "--source-may-run restores it"
@@ -121,8 +128,7 @@ class _Receiver:
             fcntl.flock(int(part.name), fcntl.LOCK_SH)  # verify shares it with us
             self._held = share(part)  # to the end: others see that somebody still works on it
             with self._source.replies.steps("verifying", lambda: self._count):
-                self._verify(part)
-                self._source.require(part)
+                self._source.require(self._opening.verify(part, self._on_progress))
             with self._source.replies.steps("syncing", lambda: self._count):
                 self._sync(part)
         try:
@@ -152,7 +158,7 @@ class _Receiver:
                 _wait_for_zombies(self._out)
                 run = restore(self._out)
         except BaseException as exc:
-            text = f"{exc}; {self._after_failure()}"
+            text = self._with_what_is_where(f"{exc}")
             self.refuse(StreamError(text))
             self.close()
             if isinstance(exc, CheckpointError):
@@ -175,21 +181,32 @@ class _Receiver:
             run=run,
         )
 
-    def _after_failure(self) -> str:
-        """Of a restore: what is where."""
+    def _with_what_is_where(self, failure: str) -> str:
+        """After a restore that failed."""
         stream = self._source.stream
         if stream.regular and self._source.place is None:
-            spool.remove(self._out)
-            return f"the checkpoint is still in {stream.place}"
+            text = f"{failure}; the checkpoint is still in {stream.place}"
+            return spool.drop_but_log(self._out, "restore.log", text)
         here = f"{self._out}: `gpustasis restore -D {self._out}` restores it"
         if self._contents.outcome is Kind.RELEASED:
-            return f"the job has ended where it came from, and its checkpoint is in {here}"
-        return f"the checkpoint is in {here}, if it does not run where it came from"
+            what = f"the job has ended where it came from, and its checkpoint is in {here}"
+        else:
+            what = f"the checkpoint is in {here}, if it does not run where it came from"
+        return f"{failure}; {what}"
 
     def _tell_restored(self, run: Run) -> None:
-        fields = {**asdict(run), "log": str(run.log), "directory": str(self._out)}
+        kept = self._source.place is not None
+        log_stays = kept or not run.log.is_relative_to(self._out)
         with suppress(StreamError):  # it runs, whoever knows
-            self._source.replies.tell(Kind.RESTORED, **fields)
+            self._source.replies.tell(
+                Kind.RESTORED,
+                pid=run.pid,
+                criu_version=run.criu_version,
+                seconds=run.seconds,
+                log=str(run.log) if log_stays else "",
+                directory=str(self._out) if kept else "",
+                statistics=None if run.statistics is None else _totals(run.statistics),
+            )
 
     def _prepare_place(self) -> Path:
         """The directory that what comes gets its place in."""
@@ -227,6 +244,7 @@ class _Receiver:
                     raise StreamError(f"{self._name}: the sender gave up; the job runs on there")
 
     def _take_file(self, part: Path, entry: Entry) -> None:
+        self._opening.require(entry.name)
         if entry.size > spool.free_bytes(part):
             raise StreamError(
                 f"{self._out.parent} has {mib(spool.free_bytes(part))} free, and {entry.name} "
@@ -250,6 +268,7 @@ class _Receiver:
             self._unsynced = 0
         finally:
             os.close(fd)
+        self._opening.took(part, entry.name)
 
     def _write(self, fd: int, data: memoryview) -> None:
         self._unsynced += len(data)
@@ -259,24 +278,9 @@ class _Receiver:
             os.fdatasync(fd)
             self._unsynced = 0
 
-    def _verify(self, part: Path) -> None:
-        """As `gpustasis verify` does; of a checkpoint without GPU memory there is nothing to."""
-        require_not_sealed(part)
-        if not (part / INVENTORY_NAME).exists():
-            raise StreamError(f"{self._name} holds no {INVENTORY_NAME}: it is no checkpoint")
-        if find_manifest(part) is None:
-            if _OWN_PLUGIN in inventory_plugins(part):
-                raise StreamError(f"{self._name} holds no {MANIFEST_NAME}, which belongs to it")
-            return
-
-        def on_progress(name: str, done: int, total: int) -> None:
-            self._count += 1
-            self._signals.check()
-
-        problems = verify_directory(part, on_progress=on_progress).problems
-        if problems:
-            text = "; ".join(problems[:_MOST_PROBLEMS]).replace(f"{part}/", "")
-            raise StreamError(f"{self._name}: {text}")
+    def _on_progress(self, name: str, done: int, total: int) -> None:
+        self._count += 1
+        self._signals.check()
 
     def _sync(self, part: Path) -> None:
         """Files first; new_directory syncs the one above once they have their place."""
@@ -314,15 +318,27 @@ class _Receiver:
         """What was received is removed only if the sender says that the job runs on, or still has
         it: it may be all that is left of it."""
         if self._contents.outcome is Kind.ABANDONED or self._source.stream.regular:
-            spool.remove(self._out)
+            add_to(exc, spool.drop(self._out))
             return
         known = "the job has ended" if self._contents.outcome else "the job may have ended"
-        text = (
-            f"{exc}; {known} where it came from. Its checkpoint is in {self._out}: `gpustasis "
-            f"restore -D {self._out}` restores it if it does not run there"
+        add_to(
+            exc,
+            f"; {known} where it came from. Its checkpoint is in {self._out}: `gpustasis "
+            f"restore -D {self._out}` restores it if it does not run there",
         )
-        if isinstance(exc, CheckpointError):
-            exc.args = (text,)
+
+
+def _totals(statistics: Statistics) -> dict[str, object]:
+    """Of all processes: one record has no room for each of them."""
+    return {
+        "backend": statistics.backend,
+        "processes": len(
+            {task.pid for task in statistics.tasks} | {task.pid for task in statistics.cpu_memory}
+        ),
+        "staged_bytes": statistics.staged_bytes,
+        "file_bytes": statistics.file_bytes,
+        "cpu_bytes": sum(task.plain_bytes for task in statistics.cpu_memory),
+    }
 
 
 def _wait_for_zombies(images: Path) -> None:

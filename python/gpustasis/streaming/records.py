@@ -19,7 +19,8 @@ from gpustasis._core import hash128
 from gpustasis.errors import StreamError, UnsupportedError
 
 FORMAT_VERSION = 1
-KNOWN_FEATURES = 0
+SEALED = 1  # required feature: the checkpoint is sealed
+KNOWN_FEATURES = SEALED
 STREAM_MAGIC = b"\x93GPUSST\n"  # from the sender
 ANSWER_MAGIC = b"\x93GPUSSA\n"  # from the receiver
 HEADER_SIZE = 80
@@ -70,6 +71,11 @@ class Header:
     left_running: bool = False
     version: int = FORMAT_VERSION
     required_features: int = 0
+
+    @property
+    def sealed(self) -> bool:
+        """What comes is sealed; its envelope first."""
+        return bool(self.required_features & SEALED)
 
     def pack(self, magic: bytes) -> bytes:
         """Its bytes."""
@@ -127,13 +133,18 @@ class Encoder:
         return self._buffer[HASH_SIZE : end + HASH_SIZE]
 
     def text(self, kind: Kind, fields: dict[str, object]) -> memoryview:
-        """A record of names and values; texts that are too long are cut."""
+        """A record of names and values; texts that are too long are cut, and what is too long
+        then is left out, the longest first."""
         raw = json.dumps(fields).encode()
         while len(raw) > TEXT_SIZE:
-            fields = {
+            shorter = {
                 name: value[: len(value) // 2] if isinstance(value, str) else value
                 for name, value in fields.items()
             }
+            if shorter == fields:
+                longest = max(fields, key=lambda name: len(json.dumps({name: fields[name]})))
+                del shorter[longest]
+            fields = shorter
             raw = json.dumps(fields).encode()
         return self.record(kind, raw)
 
@@ -182,9 +193,15 @@ class Decoder:
                 f"{self._place} needs a later gpustasis: it is a stream of version {version} with "
                 f"features {required:#x}; this one reads version {FORMAT_VERSION}"
             )
-        if size != HEADER_SIZE or rest != _RESERVED or answered > 1 or left_running > 1:
+        wrong = size != HEADER_SIZE or rest != _RESERVED or answered > 1 or left_running > 1
+        if wrong or (required and magic == ANSWER_MAGIC):
             self._damaged("its header holds what it may not")
-        return Header(stream_id=stream_id, answered=bool(answered), left_running=bool(left_running))
+        return Header(
+            stream_id=stream_id,
+            answered=bool(answered),
+            left_running=bool(left_running),
+            required_features=required,
+        )
 
     def record(self) -> Record:
         """The next one. Raises StreamError if it is damaged or not the next."""

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,23 +20,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpustasis._core import PARENT_LINK
+from gpustasis._core import ENVELOPE_NAME, PARENT_LINK
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.run import Run
-from gpustasis.errors import CheckpointError, StreamError
+from gpustasis.errors import CheckpointError, StreamError, add_to
 from gpustasis.files import open_regular, sync_directory
-from gpustasis.image.checkpoint import is_image_name
-from gpustasis.streaming import spool
+from gpustasis.streaming import sealed, spool
 from gpustasis.streaming.answers import Answers
 from gpustasis.streaming.channel import Descriptor
 from gpustasis.streaming.dumping import TICK_S, Dump, Dumping, Fate
-from gpustasis.streaming.records import STREAM_MAGIC, Encoder, Entry, Header, Kind
+from gpustasis.streaming.records import SEALED, STREAM_MAGIC, Encoder, Entry, Header, Kind
 from gpustasis.streaming.signals import Signals
 from gpustasis.task import read_task
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_RESTORE_TIMEOUT_S = 3600.0
 _PROGRESS_S = 2.0
 _ABANDON_S = 5.0
 _NOT_SENT = re.compile(r".*\.log|gpustasis-(dump|restore|undo)\.(json|log)|stats-.*")
@@ -64,19 +63,27 @@ class Sent:
 class Target:
     """Where a stream goes. answers: None: nobody answers. name_file: of a file: called when all but
     the outcome is written and synced, gives it its name; discard removes it again. timeout_s: how
-    long it may stall."""
+    long it may stall. restore_timeout_s: how long whoever answers may restore."""
 
     out: Descriptor
     answers: Answers | None = None
     name_file: Callable[[], None] | None = None
     discard: Callable[[], None] = lambda: None
     timeout_s: float = DEFAULT_TIMEOUT_S
+    restore_timeout_s: float = DEFAULT_RESTORE_TIMEOUT_S
 
 
 def send(
-    dump: Dump, pid: int, target: Target, *, leave_running: bool = False, place: Path | None = None
+    dump: Dump,
+    pid: int,
+    target: Target,
+    *,
+    leave_running: bool = False,
+    is_sealed: bool = False,
+    place: Path | None = None,
 ) -> Sent:
-    """Dump the tree below `pid` and send it. place: of the spool; None: the usual one.
+    """Dump the tree below `pid` and send it. is_sealed: the dump seals it. place: of the spool;
+    None: the usual one.
 
     Raises StreamError if the stream broke off; CriuError if the dump failed. What became of the
     job stands in the message: that it runs on only if each of its tasks was seen alive.
@@ -84,18 +91,24 @@ def send(
     with Signals() as signals:
         read_task(pid)
         if target.answers is not None:
-            target.answers.hello(signals.check)
+            try:
+                target.answers.hello(signals.check)
+                if is_sealed:
+                    sealed.require_opened(target.answers)
+            except StreamError as exc:
+                exc.args = (f"{exc}; nothing was frozen: the job was not touched",)
+                raise
         with (
             spool.spool_for(pid, place) as images,
             tempfile.TemporaryDirectory(prefix="gpustasis-") as private,
         ):
             try:
                 dumping = Dumping(dump, pid, images, Path(private), target.timeout_s, leave_running)
-            except BaseException:
-                spool.remove(images)
+            except BaseException as exc:
+                add_to(exc, spool.drop(images))
                 raise
             try:
-                return _Sender(dumping, target, images, signals, leave_running).run()
+                return _Sender(dumping, target, images, signals, leave_running, is_sealed).run()
             finally:
                 dumping.close()
 
@@ -110,6 +123,7 @@ class _Sender:
     images: Path
     signals: Signals
     leave_running: bool
+    is_sealed: bool
     ready: bool = False
     released: bool = False
     encoder: Encoder = field(init=False)
@@ -127,7 +141,10 @@ class _Sender:
         self.encoder = Encoder(
             STREAM_MAGIC,
             Header(
-                stream_id=self.sent.stream_id, answered=answered, left_running=self.leave_running
+                stream_id=self.sent.stream_id,
+                answered=answered,
+                left_running=self.leave_running,
+                required_features=SEALED if self.is_sealed else 0,
             ),
         )
 
@@ -145,6 +162,7 @@ class _Sender:
             else:
                 self._wait_until_ready()
                 self.dumping.end_job(self._check, self._idle)
+                self.signals.forget()  # from here on there is a wait that a new one can end
                 self.released = True
                 self._write(self.encoder.record(Kind.RELEASED))
         except BaseException as exc:  # noqa: BLE001 - the job must run on, whatever it was
@@ -154,10 +172,8 @@ class _Sender:
 
     def _send_while_dumping(self) -> None:
         while not self.dumping.is_over() and not self.dumping.is_complete():
-            for path in sorted(self.images.iterdir()):
-                # These get their names when they are complete, and are never changed.
-                if is_image_name(path.name):
-                    self._send_file(path)
+            for path in sealed.next_files(self.images.iterdir(), self.is_sealed):
+                self._send_file(path)
             self._idle()
             time.sleep(TICK_S)
         if self.dumping.is_over():
@@ -195,6 +211,7 @@ class _Sender:
     def _send_file(self, path: Path) -> None:
         if path.name in self._files:
             return
+        sealed.require_fit(path.name, self.is_sealed)
         with open_regular(path, os.O_NOFOLLOW) as file:
             found = os.fstat(file.fileno())
             entry = Entry(name=path.name, mode=found.st_mode & 0o777, size=found.st_size)
@@ -211,11 +228,13 @@ class _Sender:
         self.sent.bytes += entry.size
 
     def _send_rest(self) -> None:
-        """What criu has written: complete by now. The inventory comes last, as it was written."""
+        """What criu has written: complete by now."""
         if os.path.lexists(self.images / PARENT_LINK):
             raise StreamError("the dump was built on an earlier checkpoint, which no stream holds")
         paths = [path for path in self.images.iterdir() if not _NOT_SENT.fullmatch(path.name)]
-        for path in sorted(paths, key=lambda path: (path.name == INVENTORY_NAME, path.name)):
+        if self.is_sealed and not os.path.lexists(self.images / ENVELOPE_NAME):
+            raise StreamError("the dump was to be sealed, and is not")
+        for path in sealed.in_order(paths):
             self._send_file(path)
         for path in paths:
             if _identity(path.lstat()) != self._files[path.name]:
@@ -268,7 +287,9 @@ class _Sender:
                 os.fsync(target.out.fd)
             target.out.end_writing()
             if target.answers is not None:
-                self.sent.restored = target.answers.expect(Kind.RESTORED, lambda: None)
+                self.sent.restored = target.answers.expect(
+                    Kind.RESTORED, self.signals.check, target.restore_timeout_s
+                )
         except (StreamError, OSError) as exc:
             raise StreamError(f"{exc}; {self._has_ended()}") from exc
         if target.answers is None and target.name_file is None and not self.leave_running:
@@ -286,8 +307,8 @@ class _Sender:
         if isinstance(error, StreamError) and self.target.answers is not None:
             error = self.target.answers.last_words() or error
         text = f"{error}; {self._what_became(fate)}"
-        if not self._keep:
-            text = self._drop_spool(text)
+        if not self._keep:  # a job that runs on
+            text = spool.drop_but_log(self.images, "dump.log", text)
         self.target.out.close()
         if isinstance(error, CheckpointError):
             error.args = (text,)
@@ -344,16 +365,6 @@ class _Sender:
         record = self.encoder.record(Kind.ABANDONED)
         with suppress(StreamError):  # it finds out by the end of the stream
             self.target.out.write(record, _ABANDON_S, lambda: None)
-
-    def _drop_spool(self, text: str) -> str:
-        """Of a job that runs on; criu's log is kept, where the message says."""
-        log = self.images / "dump.log"
-        if str(log) in text and log.exists():
-            handle, kept = tempfile.mkstemp(prefix="gpustasis-", suffix="-dump.log")
-            os.close(handle)
-            text = text.replace(str(log), str(shutil.copyfile(log, kept)))
-        spool.remove(self.images)
-        return text
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:

@@ -45,6 +45,10 @@ class Signals:
         if self._found is not None:
             raise StreamError(f"stopped by {self._found.name}")
 
+    def forget(self) -> None:
+        """What has come until now stops nothing any more."""
+        self._found = None
+
     def _go_on(self, number: int, frame: FrameType | None) -> None:
         """Nothing."""
 

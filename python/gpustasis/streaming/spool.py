@@ -58,7 +58,8 @@ def spool_for(root: int, place: Path | None) -> Iterator[Path]:
                 "a directory with more space with --spool"
             )
     except BaseException:
-        images.rmdir()
+        with suppress(OSError):  # an empty directory, which the next sender names
+            images.rmdir()
         raise
     with share(images):
         yield images
@@ -77,6 +78,30 @@ def remove(directory: Path) -> None:
         sync_directory(directory.parent)
     except OSError as exc:
         raise CheckpointError(f"cannot remove {directory}: {exc.strerror}") from exc
+
+
+def drop(directory: Path) -> str:
+    """remove(), where something more important is to be told: what to add to that, if the directory
+    stays."""
+    try:
+        remove(directory)
+    except CheckpointError as exc:
+        return f"; {exc}: remove it, nobody needs it"
+    return ""
+
+
+def drop_but_log(directory: Path, name: str, text: str) -> str:
+    """`text`, with what drop() adds; criu's log of that name, where it is in there and the text
+    speaks of it, is kept elsewhere, and the text says where."""
+    criu_log = directory / name
+    if str(criu_log) in text and criu_log.exists():
+        try:
+            handle, kept = tempfile.mkstemp(prefix="gpustasis-", suffix=f"-{name}")
+            os.close(handle)
+            text = text.replace(str(criu_log), str(shutil.copyfile(criu_log, kept)))
+        except OSError as exc:
+            return f"{text}; {criu_log} cannot be copied, and stays: {exc.strerror}"
+    return text + drop(directory)
 
 
 def sweep_received(above: Path) -> None:

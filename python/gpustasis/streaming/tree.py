@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import select
 import signal
 import time
@@ -11,11 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gpustasis._core import find_drop_record
+from gpustasis._core import ImageReader, find_drop_record
 from gpustasis.criu.images import read_pstree
-from gpustasis.errors import CheckpointError, StreamError
+from gpustasis.criu.statistics import find_statistics
+from gpustasis.errors import CheckpointError, ImageError, StreamError
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
-from gpustasis.task import PROC, find_users, read_task
+from gpustasis.task import PROC, Task, find_users, read_task
 
 SETTLE_S = 90.0  # longer than the plugin's worker has for its calls
 _POLL_S = 0.05
@@ -25,6 +28,7 @@ _FREEZERS = {
     True: ("cgroup", "freezer.state", "FROZEN"),
     False: ("cgroup2", "cgroup.events", "frozen 1"),
 }
+_GPU_IMAGE = re.compile(r"gpustasis-[1-9][0-9]*\.img")
 _FLAGS, _EXITING = 6, 0x4  # of /proc/PID/stat after the name, and PF_EXITING of linux/sched.h
 
 
@@ -35,12 +39,17 @@ class Tree:
         self.root = root
         self._fds: dict[int, int] = {}
         self._were_dead: tuple[int, ...] = ()
+        self._needed = {root}
         try:
             for pid in _walk(root):
-                self._fds[pid] = os.pidfd_open(pid)
-        except (ProcessLookupError, FileNotFoundError) as exc:
+                try:
+                    self._fds[pid] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    if pid == root:
+                        raise
+        except ProcessLookupError as exc:
             self.close()
-            raise CheckpointError(f"there is no process {root}, or it changes just now") from exc
+            raise CheckpointError(f"there is no process {root}") from exc
         except OSError as exc:
             self.close()
             raise CheckpointError(
@@ -55,6 +64,29 @@ class Tree:
     def pids(self) -> tuple[int, ...]:
         """Of all its processes, the root first."""
         return tuple(self._fds)
+
+    def note_dropped(self) -> None:
+        """Called while they stand: one whose memory is taken out of it, and put back, must live on
+        as the root must. An end of one of the others is its own, for nobody was told to end it."""
+        self._needed |= {pid for pid in self._fds if _is_dropped(pid)}
+
+    def note_stored(self, images: Path) -> str:
+        """The same of a dump that failed before they stood: those that it had to do with, and those
+        whose memory is in `images`. Why it cannot be said of all; empty: each is alive."""
+        try:
+            statistics = find_statistics(images, "dump")
+            found = {path.name: ImageReader.open(path).info for path in _gpu_images(images)}
+        except (ImageError, OSError, ValueError, NotImplementedError) as exc:
+            return f"it cannot be told whose memory was dumped: {exc}"
+        live = {pid: task for pid in set(self._fds) - set(self.ended()) if (task := _task(pid))}
+        asked = {task.pid for task in statistics.tasks} if statistics is not None else set()
+        here = {(task.inner_pid, task.start_time): pid for pid, task in live.items()}
+        stored = {(info.pid, info.start_time) for info in found.values()}
+        gone = (asked - live.keys()) | {pid for pid, start in stored if (pid, start) not in here}
+        if gone:
+            return f"process {', '.join(map(str, sorted(gone)))} has ended in the dump"
+        self._needed |= asked | {here[one] for one in stored}
+        return ""
 
     def close(self) -> None:
         """Let go of them."""
@@ -117,56 +149,95 @@ class Tree:
 
     def why_not_running(self, images: Path, *, maybe_killed: bool = False) -> str:
         """What keeps it from being said that the job runs on, if that has not passed after a while.
-        Empty: every process was seen alive, traced by nobody, and with all its memory.
+        Empty: every process was seen alive, traced by nobody, and with all its memory; or it has
+        ended since, and that is its own affair (note_dropped).
 
         maybe_killed: who might have killed them is gone only just now. A process that was killed
-        lives on for an instant in which nothing shows it: so there are two looks.
+        lives on for an instant in which nothing shows it: so there are two looks, and any end is
+        wrong.
         """
+        needed = set(self._fds) if maybe_killed else self._needed
+        looks = 2 if maybe_killed else 1
         deadline = time.monotonic() + SETTLE_S
         while True:
-            wrong = self._what_is_wrong(images)
-            if not wrong and maybe_killed:
-                maybe_killed = False
+            wrong = self._what_is_wrong(images, needed)
+            if not wrong and looks > 1:
+                looks -= 1
                 time.sleep(_KILLED_S)
                 continue
-            if not wrong or time.monotonic() > deadline or self.died():
+            if not wrong or time.monotonic() > deadline or needed.intersection(self.died()):
                 return wrong
             time.sleep(_POLL_S)
 
-    def _what_is_wrong(self, images: Path) -> str:
-        if ended := self.died():
+    def _what_is_wrong(self, images: Path, needed: set[int]) -> str:
+        if ended := [pid for pid in self.died() if pid in needed]:
             return f"process {', '.join(map(str, ended))} has ended"
         if images.is_dir() and find_users(images, WORKER_COMM, GUARDIAN_COMM):
             return f"memory of process {self.root} is still being put back from {images}"
         for pid in self._fds:
             if pid in self._were_dead:
                 continue
-            try:
-                task = read_task(pid)
-                killed = _is_being_killed(pid)
-                frozen = _frozen_cgroup(pid)
-                is_dropped = find_drop_record(pid) is not None
-            except (CheckpointError, OSError, ValueError) as exc:
-                return str(exc)
-            if killed:
-                return f"process {pid} is being killed"
-            if frozen:
-                return f"process {pid} is frozen by its cgroup {frozen}"
-            if task.tracer or task.state == "t":
-                return f"process {pid} is still traced by process {task.tracer}"
-            if is_dropped:
-                return (
-                    f"memory of process {pid} is only in {images}: `gpustasis recover {pid} "
-                    f"-D {images}` puts it back"
-                )
+            wrong = _what_is_wrong(pid, images)
+            if wrong and (pid in needed or pid not in self.died()):
+                return wrong
         return ""
 
 
+def _what_is_wrong(pid: int, images: Path) -> str:
+    """Why it cannot be said that this process runs on; empty: it does."""
+    try:
+        task = read_task(pid)
+        killed = _is_being_killed(pid)
+        frozen = _frozen_cgroup(pid)
+        is_dropped = find_drop_record(pid) is not None
+    except (CheckpointError, OSError, ValueError) as exc:
+        return str(exc)
+    if killed:
+        return f"process {pid} is being killed"
+    if frozen:
+        return f"process {pid} is frozen by its cgroup {frozen}"
+    if task.tracer or task.state == "t":
+        return f"process {pid} is still traced by process {task.tracer}"
+    if is_dropped:
+        return (
+            f"memory of process {pid} is only in {images}: `gpustasis recover {pid} -D {images}` "
+            "puts it back"
+        )
+    return ""
+
+
+def _gpu_images(images: Path) -> list[Path]:
+    """What is in them may have been taken out of their processes."""
+    return [path for path in images.iterdir() if _GPU_IMAGE.fullmatch(path.name)]
+
+
+def _task(pid: int) -> Task | None:
+    try:
+        return read_task(pid)
+    except CheckpointError:
+        return None  # it has ended
+
+
+def _is_dropped(pid: int) -> bool:
+    """Also if that cannot be told."""
+    try:
+        return find_drop_record(pid) is not None
+    except (OSError, ValueError):
+        return True
+
+
 def _walk(root: int) -> list[int]:
-    """Pids from the root down, as CRIU finds them."""
+    """Pids from the root down, as CRIU finds them. Raises ProcessLookupError if there is no root;
+    others end at any time."""
     found = [root]
     for pid in found:
-        for thread in (PROC / str(pid) / "task").iterdir():
+        try:
+            threads = list((PROC / str(pid) / "task").iterdir())
+        except (FileNotFoundError, ProcessLookupError) as exc:
+            if pid == root:
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from exc
+            continue
+        for thread in threads:
             # A thread that ends meanwhile hands its children to another of the process.
             with suppress(FileNotFoundError, ProcessLookupError):
                 found += map(int, (thread / "children").read_text().split())
@@ -217,9 +288,14 @@ def _mounts(kind: str, option: str) -> list[tuple[str, Path]]:
 
 
 def resident_bytes(root: int) -> int:
-    """Memory that the tree has in use; what it shares counts several times."""
+    """Memory that the tree has in use; what it shares counts several times. Raises CheckpointError
+    if there is no such process."""
     total = 0
-    for pid in _walk(root):
+    try:
+        pids = _walk(root)
+    except ProcessLookupError as exc:
+        raise CheckpointError(f"there is no process {root}") from exc
+    for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError):
             pages = int((PROC / str(pid) / "statm").read_text().split()[1])
             total += pages * os.sysconf("SC_PAGE_SIZE")

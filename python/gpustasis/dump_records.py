@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dump that was broken off has written down about a process, outside of its images."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from gpustasis._core import (
+    DropRecord,
+    find_checkpoint_record,
+    find_drop_record,
+    remove_checkpoint_record,
+)
+from gpustasis.errors import CheckpointError
+from gpustasis.task import read_task
+
+log = logging.getLogger(__name__)
+
+
+def find_images(pid: int) -> Path | None:
+    """The directory that process `pid` was dumped into, by the records that a dump left which was
+    broken off; None: no memory is missing, and there is no such directory.
+
+    Raises CheckpointError if memory is missing and the directory is no longer there, or there is no
+    such process.
+    """
+    record = find_dropped(read_task(pid).pid)
+    if record is None:
+        begun = find_begun(pid)
+        if begun is None or not is_directory_of(begun, Path(begun.directory)):
+            return None
+        return Path(begun.directory)
+    images = Path(record.directory)
+    try:
+        images.stat()
+    except OSError as exc:
+        raise CheckpointError(
+            f"{images}, where memory of process {pid} is: {exc.strerror}"
+        ) from exc
+    if not is_directory_of(record, images):
+        raise CheckpointError(
+            f"{images} is not the directory any more that memory of process {pid} was dumped into; "
+            "name that one with -D"
+        )
+    return images
+
+
+def find_dropped(pid: int) -> DropRecord | None:
+    """That memory of the process is missing. Raises CheckpointError if that cannot be told."""
+    try:
+        return find_drop_record(pid)
+    except (ValueError, OSError) as exc:
+        raise CheckpointError(
+            f"cannot read whether memory of process {pid} is missing: {exc}"
+        ) from exc
+
+
+def find_begun(pid: int) -> DropRecord | None:
+    """That a dump has had the driver checkpoint the process. Its memory is there then, but for what
+    a record of dropped memory names; one that a restore has left checkpointed may lack all of it.
+    """
+    try:
+        return find_checkpoint_record(pid)
+    except (ValueError, OSError) as exc:
+        raise CheckpointError(
+            f"cannot read which dump has had process {pid} checkpointed: {exc}"
+        ) from exc
+
+
+def forget_begun(pid: int) -> None:
+    """Remove the record that find_begun() finds: the process has been brought back."""
+    try:
+        remove_checkpoint_record(pid)
+    except (ValueError, OSError) as exc:  # it says nothing wrong of this process
+        log.warning("cannot remove the record of the dump of process %s: %s", pid, exc)
+
+
+def is_directory_of(record: DropRecord, images: Path) -> bool:
+    """Whether the dump of the record was writing to `images`, wherever that lies by now."""
+    try:
+        found = images.stat()
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (record.device, record.inode)
