@@ -70,6 +70,7 @@ _CHAIN = 1.3
 _HOOK_US = 50.0
 _TREE = 1 / 1.05  # stock over ours: 5 % slower at most
 _RESIDENT = 1.05
+_SEALED = 1.1  # sealed over packed
 
 
 def evaluate(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,6 +109,7 @@ def evaluate(report: dict[str, Any]) -> list[dict[str, Any]]:
         )
         for one in report["cpu_memory"]
     ]
+    found += [_of_sealing(one, stage) for one in report["sealing"] for stage in ("dump", "restore")]
     found += [
         Bound(
             name=f"hooks, for a process of {_count(cost['threads'], 'thread')} without CUDA, us",
@@ -131,6 +133,19 @@ def _of_tree(tree: dict[str, Any], figure: str) -> Bound:
         medium=tree["medium"],
         measured=ratio["mean"],
         met=ratio["mean"] >= _TREE,
+        low=ratio["low"],
+        high=ratio["high"],
+    )
+
+
+def _of_sealing(measured: dict[str, Any], stage: str) -> Bound:
+    ratio = measured["ratios"]["sealed"][f"{stage}_seconds"]
+    return Bound(
+        name=f"sealed {stage}, over one that is packed alone",
+        bound=f"<= {_SEALED:g}",
+        medium=measured["medium"],
+        measured=ratio["mean"],
+        met=ratio["mean"] <= _SEALED,
         low=ratio["low"],
         high=ratio["high"],
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpustasis.criu import run
 from gpustasis.criu.find import Criu
-from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
+from gpustasis.criu.plugin import Setting, format_config, plugin_directory
 from gpustasis.criu.statistics import Stage, statistics_path
 from gpustasis_bench.bench.contenders import Contender
 from gpustasis_bench.bench.criu_statistics import frozen_seconds
@@ -73,7 +73,7 @@ class Checkpointing:
     criu: Criu
     environ: Mapping[str, str] = field(repr=False)
     logs: Path
-    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    settings: Mapping[str, Setting] = field(default_factory=dict)
 
     def dump(
         self,
@@ -89,7 +89,7 @@ class Checkpointing:
         parent: the earlier checkpoint that chunks may be taken from. Raises BenchError.
         """
         images.mkdir(mode=0o700)
-        plugin = dict(self.settings) | contender.plugin
+        plugin = {**self.settings, **contender.plugin}
         if parent is not None:
             plugin["parent"] = str(parent.absolute())
         config = self._config(plugin) if contender.with_plugin else None
@@ -129,7 +129,7 @@ class Checkpointing:
             unpacked = contender.codec.unpack(images, self.logs / "codec.txt")
         config = None
         if contender.with_plugin:
-            config = self._config(dict(self.settings) | contender.plugin)
+            config = self._config({**self.settings, **contender.plugin})
         pidfile = self.logs / "pid"
         pidfile.unlink(missing_ok=True)
         request = run.Restore(
@@ -156,7 +156,7 @@ class Checkpointing:
         empty.mkdir(exist_ok=True)
         return empty
 
-    def _config(self, plugin: Mapping[str, Scalar]) -> Path:
+    def _config(self, plugin: Mapping[str, Setting]) -> Path:
         # Always a file of ours: what the machine has in /etc/gpustasis is not to be measured.
         path = self.logs / "config.toml"
         path.write_text(format_config(plugin), encoding="utf-8")

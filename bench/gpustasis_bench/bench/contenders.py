@@ -6,14 +6,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpustasis import process
 from gpustasis.criu.find import Criu
-from gpustasis.criu.plugin import Scalar
+from gpustasis.criu.plugin import Setting
 from gpustasis.errors import UnsupportedError
+from gpustasis_bench.bench.ciphers import Cipher
 from gpustasis_bench.bench.timing import TimedRun, run_timed
 
 OURS = "ours"
@@ -81,15 +82,15 @@ class Contender:
     synced: the name under which the dump counts again, with a sync after it."""
 
     name: str
-    plugin: dict[str, Scalar] = field(default_factory=dict)
+    plugin: Mapping[str, Setting] = field(default_factory=dict)
     with_plugin: bool = True
     dump_options: tuple[str, ...] = ()
     restore_options: tuple[str, ...] = ()
-    codec: Codec | None = None
+    codec: Codec | Cipher | None = None
     synced: str | None = None
 
 
-_STOCK_PLUGIN: dict[str, Scalar] = {"externalize": "off"}
+_STOCK_PLUGIN: dict[str, Setting] = {"externalize": "off"}
 CONTENDERS = {
     each.name: each
     for each in (

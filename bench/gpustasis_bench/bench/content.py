@@ -16,7 +16,7 @@ from gpustasis_bench.errors import BenchError
 from gpustasis_bench.roots import command_in, require_root
 
 QLORA = "qlora"
-CPU, MIXED = "cpu", "mixed"
+CPU, MIXED, SEALED = "cpu", "mixed", "sealed"
 TORCH_ROOT = "torch"  # ci/test-root makes it
 
 
@@ -41,6 +41,7 @@ WORKLOADS = {
         Workload(name="zeros", computed=False),
         Workload(name=CPU, computed=False, cpu_memory=True),
         Workload(name=MIXED, computed=False, cpu_memory=True),
+        Workload(name=SEALED, computed=False, cpu_memory=True),
     )
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 import gpustasis
 from gpustasis.criu.find import Criu
 from gpustasis_bench.bench.bounds import evaluate
+from gpustasis_bench.bench.ciphers import Cipher
 from gpustasis_bench.bench.contenders import STOCK, Codec, same_dumps
 from gpustasis_bench.bench.content import Content
 from gpustasis_bench.bench.medium import Medium
@@ -52,6 +53,7 @@ class Report:
     running: list[dict[str, Any]] = field(default_factory=list)
     cpu_memory: list[dict[str, Any]] = field(default_factory=list)
     trees: list[dict[str, Any]] = field(default_factory=list)
+    sealing: list[dict[str, Any]] = field(default_factory=list)
     cooled: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     bit_exact: bool = True
@@ -83,6 +85,7 @@ class Report:
             "running": self.running,
             "cpu_memory": self.cpu_memory,
             "trees": self.trees,
+            "sealing": self.sealing,
             "hook_costs": [
                 asdict(cost) | {"process_us": round(cost.process_us, 2)} for cost in self.hook_costs
             ],
@@ -124,7 +127,7 @@ def describe_machine(gpu: str, media: Sequence[Medium]) -> dict[str, Any]:
     }
 
 
-def describe_versions(criu: Criu, codecs: Sequence[Codec]) -> dict[str, str]:
+def describe_versions(criu: Criu, codecs: Sequence[Codec | Cipher]) -> dict[str, str]:
     """Name -> version of each program and library that takes part."""
     versions = {
         "gpustasis": gpustasis.__version__,

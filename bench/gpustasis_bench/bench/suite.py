@@ -13,12 +13,13 @@ from pathlib import Path
 
 from gpustasis.criu.find import Criu
 from gpustasis.errors import CheckpointError
-from gpustasis_bench.bench import chain, cpu_memory, limits, running
+from gpustasis_bench.bench import chain, cpu_memory, limits, running, sealing
 from gpustasis_bench.bench.checkpointing import Checkpointing
 from gpustasis_bench.bench.contenders import OURS, STOCK, Contender, why_absent
 from gpustasis_bench.bench.content import (
     CPU,
     QLORA,
+    SEALED,
     Content,
     Workload,
     obtain_content,
@@ -183,6 +184,15 @@ class Suite:
         self, workload: Workload, media: Sequence[Medium], course: Course, report: Report
     ) -> None:
         options = self.options
+        if workload.name == SEALED:
+            for medium in media:
+                with self._step(report, course, f"{workload.name} on {medium.name}"):
+                    report.sealing.append(
+                        sealing.measure_sealing(
+                            course, workload, medium, options.pairs, options.size, options.seed
+                        )
+                    )
+            return
         for medium in media:
             with self._step(report, course, f"{workload.name} on {medium.name}"):
                 found = cpu_memory.measure_workload(
