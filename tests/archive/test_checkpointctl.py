@@ -53,11 +53,15 @@ def test_its_view_is_that_of_inspect(tmp_path: Path, words: list[str]) -> None:
     assert "trainer" in expected
 
 
-def test_its_errors_are_a_line(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"text")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"text", "is no checkpoint archive: neither tar nor gzip nor zstd"),
+        (b"", "is cut short: it is empty"),
+    ],
+)
+def test_its_errors_are_a_line(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "a").write_bytes(content)
     done = run(tmp_path / "a")
     assert done.returncode == 13
-    assert done.stderr == (
-        f"checkpointctl gpustasis: {tmp_path / 'a'}: is no checkpoint archive: "
-        "neither tar nor gzip nor zstd\n"
-    )
+    assert done.stderr == f"checkpointctl gpustasis: {tmp_path / 'a'}: {said}\n"

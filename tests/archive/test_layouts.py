@@ -211,7 +211,7 @@ def test_other_archives_are_told_apart(tmp_path: Path, members: list[Raw], what:
 @pytest.mark.parametrize(
     ("head", "what"),
     [
-        (b"", "no checkpoint archive"),
+        (b"", "is cut short: it is empty"),
         (b"text\n" * 500, "no checkpoint archive"),
         (b"\xfd7zXZ\0" + bytes(600), "packed with xz"),
         (b"BZh9" + bytes(600), "packed with bzip2"),

@@ -16,6 +16,7 @@ from gpustasis.criu.find import Criu
 from gpustasis.emulator import Emulator
 from gpustasis_bench.bench import cpu_memory, running
 from gpustasis_bench.bench.checkpointing import Checkpointing
+from gpustasis_bench.bench.ciphers import end_agent, make_keys
 from gpustasis_bench.bench.contenders import CONTENDERS, OURS
 from gpustasis_bench.bench.content import Content, make_content, read_content
 from gpustasis_bench.bench.course import Course
@@ -132,6 +133,54 @@ def test_cpu_memory_is_stored_by_ours_and_comes_back(
     page.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     write_page(whole, page, Path("plot.svg"))
     assert page.read_text().count("| cpu | ours | tmpfs |") == 1
+
+
+def test_sealed_checkpoints_are_measured_beside_packed_ones_and_others(
+    emulator_environ: dict[str, str], tmp_path: Path
+) -> None:
+    whole = run_bench(
+        emulator_environ,
+        tmp_path,
+        *("--workloads", "sealed", "--media", "tmpfs", "--no-running", "--no-limits"),
+    )
+    assert (whole["failures"], whole["restored_bit_exact"]) == ([], True)
+    (found,) = whole["sealing"]
+    others = {f"stock, {name}" for name in ("age", "gpg", "openssl enc")}
+    assert set(found["contenders"]) == {"packed", "sealed"} | others
+    assert set(found["ratios"]) == {"sealed"} | others
+    size = 32 * MIB
+    packed = found["contenders"]["packed"]["stored_bytes"]
+    assert packed < found["contenders"]["sealed"]["stored_bytes"] < packed * 1.02 + MIB
+    for name in others:  # encrypted, and nothing in the clear beside it
+        assert size < found["contenders"][name]["stored_bytes"] < size + 10 * MIB
+    names = {bound["name"] for bound in whole["bounds"]}
+    stages = ("dump", "restore")
+    assert {f"sealed {stage}, over one that is packed alone" for stage in stages} <= names
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    write_page(whole, page, Path("plot.svg"))
+    assert page.read_text().count("| stock, openssl enc | tmpfs |") == 1
+
+
+def test_a_program_that_encrypts_leaves_no_image_in_the_clear(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys")
+    try:
+        for name, cipher in keys.ciphers.items():
+            images = tmp_path / name
+            images.mkdir()
+            content = os.urandom(MIB)
+            (images / "pages-1.img").write_bytes(content)
+            cipher.pack(images, tmp_path / "log")
+            assert [path.name for path in images.iterdir()] == ["checkpoint.tar.sealed"]
+            assert content[:64] not in (images / "checkpoint.tar.sealed").read_bytes()
+            cipher.unpack(images, tmp_path / "log")
+            assert (images / "pages-1.img").read_bytes() == content
+            assert cipher.version() != "unknown"
+            (images / "checkpoint.tar.sealed").write_bytes(b"cut")
+            with pytest.raises(BenchError):
+                cipher.unpack(images, tmp_path / "log")
+    finally:
+        end_agent(keys)
 
 
 def test_a_tree_without_cuda_is_dumped_by_both(course: Course, medium: Medium) -> None:

@@ -151,7 +151,7 @@ def _dump(store: _Store, job: SteadyJob) -> None:
         store.tally.counts["dumped on a parent" if parent else "dumped in full"] += 1
         _count_references(store, images)
         return
-    reasons = [line for line in text.splitlines() if "Error: cuda_plugin: " in line]
+    reasons = [line for line in text.splitlines() if "Error (gpustasis): cuda_plugin: " in line]
     assert parent is not None and not parent.exists(), f"a dump failed: {reasons}"
     assert any(parent.name in line for line in reasons), f"the parent is not named: {reasons}"
     assert not (images / "inventory.img").exists(), "a dump without its parent looks complete"

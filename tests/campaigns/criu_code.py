@@ -9,12 +9,14 @@ it.
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 _BLOB = "CRIUMFD"  # compel's name for the memory of its code (criu: compel/src/lib/infect.c)
 _BREAKPOINT = 0xCC  # int3
+_ARRIVAL_S = 2.0
 _AROUND = 8  # bytes on each side of a thread's place that are compared with the file
 
 
@@ -57,9 +59,17 @@ def _mappings(pid: int) -> list[_Mapping]:
 
 
 def _place(task: Path) -> int | None:
-    """The instruction pointer of a thread that does not run (proc(5): /proc/PID/syscall)."""
-    words = (task / "syscall").read_text().split()
-    return None if words[0] == "running" else int(words[-1], 16)
+    """The instruction pointer of a thread that does not run (proc(5): /proc/PID/syscall). One that
+    is traced and runs is led by CRIU, which stands still: it is on its way to a breakpoint, and on
+    a busy machine that takes a while."""
+    deadline = time.monotonic() + _ARRIVAL_S
+    while True:
+        words = (task / "syscall").read_text().split()
+        if words[0] != "running":
+            return int(words[-1], 16)
+        if "TracerPid:\t0\n" in (task / "status").read_text() or time.monotonic() > deadline:
+            return None
+        time.sleep(0.001)
 
 
 def _is_breakpoint_of_another(pid: int, place: int, mappings: list[_Mapping]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -34,7 +34,7 @@ class Checkpoint:
     images: Path
 
 
-def take(rig: Rig, environ: Mapping[str, str] | None = None, **options: int) -> Checkpoint:
+def take(rig: Rig, environ: Mapping[str, str] | None = None, **options: int | str) -> Checkpoint:
     """environ: of the job; None: the rig's."""
     name = rig.images().name + "-job"
     job = SteadyJob(rig.programs.job, rig.scratch / name, environ or rig.environ, **options)
@@ -60,16 +60,7 @@ def run(rig: Rig, random: Random, flips: int, cuts: int) -> Tally:
     damages += [_cut(name, 0) for name in names]
     damages += [_flip_somewhere(random, names, index) for index in range(flips)]
     damages += [_cut_somewhere(random, names[index % len(names)]) for index in range(cuts)]
-    for damage in damages:
-        images = rig.copy(checkpoint.images)
-        what = damage(images)
-        tally.counts["trials"] += 1
-        try:
-            tally.counts[expect_refusal(rig, checkpoint.job, images)] += 1
-        except AssertionError as failure:
-            tally.failures.append(f"{what}: {failure}")
-            checkpoint.job.end()
-        shutil.rmtree(images)
+    refuse_all(rig, checkpoint, damages, tally)
     restored = rig.restore(checkpoint.images)
     assert restored.status == 0, f"undamaged, and not restored: {restored.errors}"
     checkpoint.job.run_on()
@@ -77,10 +68,38 @@ def run(rig: Rig, random: Random, flips: int, cuts: int) -> Tally:
     return tally
 
 
+def refuse_all(
+    rig: Rig,
+    checkpoint: Checkpoint,
+    damages: Sequence[Damage],
+    tally: Tally,
+    *,
+    by_criu: bool = False,
+) -> None:
+    """A restore of a copy with each of them. by_criu: as of expect_refusal."""
+    for damage in damages:
+        images = rig.copy(checkpoint.images)
+        what = damage(images)
+        tally.counts["trials"] += 1
+        try:
+            refused = expect_refusal(rig, checkpoint.job, images, by_criu=by_criu)
+            tally.counts[refused] += 1
+        except AssertionError as failure:
+            tally.failures.append(f"{what}: {failure}")
+            checkpoint.job.end()
+        shutil.rmtree(images)
+
+
 def expect_refusal(
-    rig: Rig, job: SteadyJob, images: Path, config: Mapping[str, Setting] | None = None
+    rig: Rig,
+    job: SteadyJob,
+    images: Path,
+    config: Mapping[str, Setting] | None = None,
+    *,
+    by_criu: bool = False,
 ) -> str:
-    """Restore; it must not come to anything. Says how it was refused."""
+    """Restore; it must not come to anything. Says how it was refused. by_criu: CRIU may refuse it
+    before it asks a plugin, and give a reason of its own."""
     output = job.log.read_bytes()
     restored = rig.restore(images, config=config)
     deadline = time.monotonic() + _DEATH_S
@@ -88,12 +107,20 @@ def expect_refusal(
         time.sleep(0.01)
     job.reap()  # what was killed has come to us
     assert restored.status != 0, "criu says it restored this"
-    reasons = [line for line in restored.log.splitlines() if "Error: cuda_plugin: " in line]
-    assert reasons, f"no reason in criu's log: {restored.errors}"
+    reasons = [
+        line for line in restored.log.splitlines() if "Error (gpustasis): cuda_plugin: " in line
+    ]
+    if by_criu and not reasons:
+        assert "Error (" in restored.log + restored.output, "criu gives no reason"
+    else:
+        assert reasons, f"no reason in criu's log: {restored.errors}"
     alive = job.alive_pids()
     assert not alive, f"{alive} live"
     assert job.log.read_bytes() == output, "the job has made steps"
     rig.settle(images)
+    if not reasons:
+        assert "Forking task" not in restored.log, "criu had made tasks when it refused"
+        return "refused by CRIU itself"
     made = "every restored task was killed" in restored.log
     return "killed what was made" if made else "refused before anything was made"
 

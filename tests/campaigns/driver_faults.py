@@ -245,7 +245,9 @@ def _require_still_hanging(job: SteadyJob, pid: int) -> None:
 
 
 def _require_reason(dumped: Run, fault: Fault, target: int) -> None:
-    reasons = [line for line in dumped.log.splitlines() if "Error: cuda_plugin: " in line]
+    reasons = [
+        line for line in dumped.log.splitlines() if "Error (gpustasis): cuda_plugin: " in line
+    ]
     assert reasons, f"no reason in the log: {dumped.errors}"
     of_target = [line for line in reasons if re.search(rf"\b{target}\b", line)]
     assert of_target, f"no pid {target} in {reasons}"

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,15 @@ from campaigns.rig import (
     with_config,
     workers,
 )
-from campaigns.steady_job import SteadyJob, exit_status, is_alive, process_state
+from campaigns.steady_job import (
+    SteadyJob,
+    exit_status,
+    is_alive,
+    process_state,
+    restore_thread,
+)
 from campaigns.tally import Tally
+from gpustasis.criu.plugin import Setting
 
 # Phases in their order, each with what criu's log holds once it has begun.
 _PHASES = {
@@ -68,6 +75,7 @@ LARGE: Mapping[str, int] = {"mib": 64} | _BUSY  # drop and refill take long enou
 # Beside what a CUDA process holds of its GPU memory in its own, to compare, a process without CUDA.
 _PLAIN = {"plain_children": 1, "plain_threads": 2}
 SMALL_CPU, LARGE_CPU = SMALL | _PLAIN, LARGE | _PLAIN
+SMALL_ALL, LARGE_ALL = SMALL_CPU | {"shared_mib": 2}, LARGE_CPU | {"shared_mib": 8}
 _SHORT_S = 0.003  # a phase that is shorter is hit by counting calls only
 _WATCH_S = 0.0003  # how often a dump is looked at for its phase
 
@@ -82,7 +90,9 @@ def run(
     whole_bound: bool = True,
     each: int = 0,
     shape: Mapping[str, int] = SMALL,
-    cpu_memory: bool = False,
+    settings: Mapping[str, Setting] | None = None,
+    start: Callable[[], SteadyJob] | None = None,
+    after: Callable[[Path], None] = lambda _: None,
 ) -> Tally:
     """Kill criu at `count` points of dumps of one job, which must survive all of them.
 
@@ -92,15 +102,19 @@ def run(
     whole_bound False: a loss that is proved to be CRIU's own is counted and is no failure; what
     this leaves is what the plugin itself can break. each: go on until every phase of the plugin's
     dump was hit that often; one that cannot be hit is a failure. shape: of the job, with the
-    plugin. cpu_memory: the plugin stores the job's CPU memory as well.
+    plugin. settings: the plugin's configuration; with cpu_memory = "ours" a dump has a phase more,
+    and with recipients, private_key opens what `recover` needs. start: makes another job than this
+    module's. after: asked about the image directory of each dump that the job has survived; an
+    AssertionError of it is a failure.
     """
     tally = Tally()
-    phases = _phases(cpu_memory)
+    phases = phases_of(settings)
     names = phases if plugin else _STOCK
-    if cpu_memory:
-        rig = with_config(rig, {"cpu_memory": "ours"})
+    if settings:
+        rig = with_config(rig, settings)
+    key = str((settings or {}).get("private_key", ""))
     hits: Counter[str] = Counter()
-    with Jobs(lambda: start_job(rig, plugin, random, shape)) as jobs:
+    with Jobs(start or (lambda: start_job(rig, plugin, random, shape))) as jobs:
         lengths = _measure(rig, jobs.get(), plugin, phases)
         calls = _count_calls(rig, jobs.get(), plugin, names)
         for index in itertools.count():
@@ -113,7 +127,9 @@ def run(
             job, images = jobs.get(), rig.images()
             kill = _Kill(rig, job, images, with_worker, phases)
             words = _words(rig, job, images, plugin)
-            if index % 2 == 0 or lengths[fewest] < _SHORT_S:
+            users = [pid for pid in job.pids if with_worker and restore_thread(pid)]  # of CUDA
+            # Dumps of a busy machine differ, so a count that is a difference may be none.
+            if lengths[fewest] < _SHORT_S or (index % 2 == 0 and calls[fewest] > 0):
                 number = random.randint(1, max(1, calls[fewest]))
                 point = f"system call {number} of {calls[fewest]} of {fewest}"
                 proofs = kill.at_call(words, number, _PHASES[fewest])
@@ -127,10 +143,11 @@ def run(
             tally.counts[f"in {phase}"] += 1
             try:
                 if with_worker:
-                    _recover(rig, job, images)
+                    _recover(rig, users, images, key)
                 job.run_on()
                 rig.settle(images)
                 job.threads()
+                after(images)
                 if (images / "gpustasis-undo.log").exists():
                     tally.counts["brought back by the worker"] += 1
                 shutil.rmtree(images)  # hundreds of them fill a disk
@@ -152,7 +169,7 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
     these moments finds one alive, that is a failure."""
     tally = Tally()
     with Jobs(lambda: start_job(rig, True, random)) as jobs:
-        lengths = _measure(rig, jobs.get(), True, _phases(False))
+        lengths = _measure(rig, jobs.get(), True, phases_of(None))
         seconds = sum(lengths.values())
         for _ in range(count):
             job, images = jobs.get(), rig.images()
@@ -252,7 +269,7 @@ def _measure(rig: Rig, job: SteadyJob, plugin: bool, phases: Sequence[str]) -> C
     assert criu.returncode == 0, criu_errors(images, "dump")
     job.run_on()
     if _STORE in phases:  # all of them have some
-        stored = len(list(images.glob("gpustasis-memory-*.img")))
+        stored = log_path(images, "dump").read_text(errors="replace").count(_STORED)
         assert stored == len(job.pids), f"the CPU memory of {stored} processes was stored"
     return lengths
 
@@ -337,10 +354,11 @@ def _stops(process: subprocess.Popen[bytes]) -> bool:
     return found is not None and found.si_code == os.CLD_STOPPED
 
 
-def _recover(rig: Rig, job: SteadyJob, images: Path) -> None:
-    for pid in job.pids:
+def _recover(rig: Rig, pids: Sequence[int], images: Path, key: str) -> None:
+    words = ["-D", str(images), *(("--key", key) if key else ())]
+    for pid in pids:
         recovered = subprocess.run(
-            [sys.executable, "-m", "gpustasis", "recover", str(pid), "-D", str(images)],
+            [sys.executable, "-m", "gpustasis", "recover", str(pid), *words],
             env=dict(rig.environ),
             capture_output=True,
             text=True,
@@ -370,5 +388,7 @@ def _phase(images: Path, phases: Sequence[str]) -> str:
     return phase
 
 
-def _phases(cpu_memory: bool) -> tuple[str, ...]:
-    return tuple(name for name in _PHASES if cpu_memory or name != _STORE)
+def phases_of(settings: Mapping[str, Setting] | None) -> tuple[str, ...]:
+    """Of a dump with this configuration of the plugin, in their order."""
+    stores = (settings or {}).get("cpu_memory") == "ours"
+    return tuple(name for name in _PHASES if stores or name != _STORE)

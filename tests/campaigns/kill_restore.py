@@ -10,6 +10,7 @@ restored, the plugin's worker ends it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from random import Random
 
 from campaigns import damage
@@ -22,9 +23,17 @@ _HALF_MADE = "left half-made by criu, does nothing"
 _FIRST_RESTORED = "cuda_plugin: restored pid"  # in criu's log
 
 
-def run(rig: Rig, random: Random, count: int) -> Tally:
+def run(
+    rig: Rig,
+    random: Random,
+    count: int,
+    checkpoint: damage.Checkpoint | None = None,
+    after: Callable[[], None] = lambda: None,
+) -> Tally:
+    """checkpoint: another one than this module's. after: called when what a restore has left has
+    been ended; an AssertionError of it is a failure."""
     tally = Tally()
-    checkpoint = damage.take(rig, mib=4, children=1)
+    checkpoint = checkpoint or damage.take(rig, mib=4, children=1)
     job = checkpoint.job
     output = job.log.read_bytes()
     calls = _restore(rig, checkpoint, 0)
@@ -40,9 +49,11 @@ def run(rig: Rig, random: Random, count: int) -> Tally:
             tally.counts[outcome] += 1
             begun = _FIRST_RESTORED in _log(checkpoint)
             assert outcome != _HALF_MADE or not begun, "left half-made with a GPU restored"
+            _end(job, output)
+            after()
         except AssertionError as failure:
             tally.failures.append(f"killed at system call {number} of {calls}: {failure}")
-        _end(job, output)
+            _end(job, output)
     end_strays()
     return tally
 

@@ -18,11 +18,12 @@ from typing import Self
 from campaigns.steady_job import SteadyJob
 from gpustasis.criu import run
 from gpustasis.criu.find import Criu
-from gpustasis.criu.plugin import Scalar, format_config, plugin_directory
+from gpustasis.criu.plugin import Setting, format_config, plugin_directory
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
 from support.job import children_named, reap_workers
+from support.pids import await_free
 
 CRIU_TIMEOUT_S = 120.0
 GPU_MEMORY = 256 << 20  # bytes of each emulated GPU
@@ -79,12 +80,14 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Compiled from tests/programs. job: steady_job; kernels: its module; killer:
-    kill_at_syscall."""
+    """Compiled from tests/programs. job: steady_job; kernels: its module; killer: kill_at_syscall;
+    marked: marked_job; tiny: tiny_job, linked statically."""
 
     job: Path
     kernels: Path
     killer: Path
+    marked: Path
+    tiny: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class Rig:
         arguments = run.restore_arguments(request, self.criu.version)
         return [*self.criu.command(self.environ), *arguments]
 
-    def environment(self, plugin: Mapping[str, Scalar] | None = None) -> dict[str, str]:
+    def environment(self, plugin: Mapping[str, Setting] | None = None) -> dict[str, str]:
         """criu's, with a configuration file of these keys if there are any."""
         environ = dict(self.environ)
         if plugin:
@@ -165,7 +168,7 @@ class Rig:
         job: SteadyJob,
         images: Path,
         *extra: str,
-        config: Mapping[str, Scalar] | None = None,
+        config: Mapping[str, Setting] | None = None,
         plugin: bool = True,
     ) -> Run:
         words = self.dump_words(job, images, extra, plugin=plugin)
@@ -175,9 +178,10 @@ class Rig:
         self,
         images: Path,
         *extra: str,
-        config: Mapping[str, Scalar] | None = None,
+        config: Mapping[str, Setting] | None = None,
         plugin: bool = True,
     ) -> Run:
+        await_free(images)
         words = self.restore_words(images, extra, plugin=plugin)
         log_path(images, "pid").unlink(missing_ok=True)  # of an earlier one: criu would refuse
         return self.run(words, images, "restore", config)
@@ -187,7 +191,7 @@ class Rig:
         words: Sequence[str],
         images: Path,
         stage: str,
-        config: Mapping[str, Scalar] | None = None,
+        config: Mapping[str, Setting] | None = None,
     ) -> Run:
         """Run criu to its end. What it prints goes to a file: restored tasks may hold it open."""
         log = log_path(images, stage)
@@ -212,7 +216,7 @@ class Rig:
         )
 
     def start(
-        self, words: Sequence[str], config: Mapping[str, Scalar] | None = None
+        self, words: Sequence[str], config: Mapping[str, Setting] | None = None
     ) -> subprocess.Popen[bytes]:
         """Run criu in the background, for a test that does something else meanwhile."""
         self._started[:] = [criu for criu in self._started if criu.poll() is None]
@@ -255,7 +259,7 @@ class Rig:
         return f"{next(self._numbers)}-{kind}"
 
 
-def with_config(rig: Rig, config: Mapping[str, Scalar]) -> Rig:
+def with_config(rig: Rig, config: Mapping[str, Setting]) -> Rig:
     """The same, and every criu that it starts without a configuration of its own has these keys."""
     return replace(rig, environ=rig.environment(config))
 
@@ -320,7 +324,8 @@ def criu_errors(images: Path, stage: str) -> str:
 
 @contextmanager
 def small_disk(mount_point: Path, size: int) -> Iterator[Path]:
-    """A disk with `size` bytes free, of ext4: chunks are written past the page cache there."""
+    """An empty directory of a disk with `size` bytes free, of ext4: chunks are written past the
+    page cache there. What lies beside it, as logs do, is on another disk."""
     mount_point.mkdir(mode=0o700)
     device = mount_point.with_suffix(".img")
     with device.open("wb") as file:
@@ -331,13 +336,14 @@ def small_disk(mount_point: Path, size: int) -> Iterator[Path]:
     ):
         subprocess.run(words, check=True, timeout=60)
     try:
+        (mount_point / "lost+found").rmdir()
+        mount_point.chmod(0o700)
         status = os.statvfs(mount_point)
         taken = status.f_bavail * status.f_frsize - size
         with (mount_point / "taken").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, taken)
-        images = mount_point / "images"
-        images.mkdir(mode=0o700)
-        yield images
+            (mount_point / "taken").unlink()  # until it is closed
+            yield mount_point
     finally:
         _unmount(mount_point)
         device.unlink()

@@ -18,8 +18,17 @@ from support.job import POLL_S, TIMEOUT_S, Job
 
 _STEP = re.compile(r"(\d+) step \d+ ok\n")
 _RESTORE_THREAD = re.compile(r"cuda[0-9a-f]{11}")
-# Names of its processes, and of one that criu, perhaps on a loader, has only begun to make.
-_NAMES = ("steady_job", "criu", "ld-linux-x86-64")
+# Names of its processes, whichever program it is, and of one that criu, perhaps on a loader, has
+# only begun to make.
+_NAMES = (
+    "steady_job",
+    "memory_job",
+    "shared_job",
+    "marked_job",
+    "tiny_job",
+    "criu",
+    "ld-linux-x86-64",
+)
 _EMULATOR = "gpustasis driver emulator: "  # what the emulator says of itself on stderr
 
 
@@ -39,12 +48,13 @@ class SteadyJob(Job):
         program: Path,
         log: Path,
         environ: Mapping[str, str],
-        **options: int | Path,
+        **options: int | str | Path,
     ) -> None:
         """Start it and wait until each of its processes has made two steps.
 
         options: the program's, with "_" for "-": mib, pinned_kib, registered_kib, children,
-        plain_children, plain_threads, seed, cuda, module, streams, late_children, forked_children.
+        plain_children, plain_threads, seed, cuda, module, streams, late_children, forked_children,
+        alike, shared_mib.
         """
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         argv = [str(program), *(part for word in words for part in word.split("="))]
@@ -125,7 +135,8 @@ class SteadyJob(Job):
                 continue
         super().end()
         deadline = time.monotonic() + TIMEOUT_S
-        while any(process_state(pid) for pid in self.pids) and time.monotonic() < deadline:
+        while left := [pid for pid in self.pids if process_state(pid)]:
+            assert time.monotonic() < deadline, "; ".join(describe(pid) for pid in left)
             self.reap()
             time.sleep(POLL_S)
 

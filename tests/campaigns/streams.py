@@ -18,131 +18,36 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from campaigns.rig import Rig, end_strays
 from campaigns.steady_job import SteadyJob, process_state
+from campaigns.stream_faults import WAIT_S, Fault, Relay
 from campaigns.tally import Tally
+from support.certificates import Pair
 from support.elsewhere import Elsewhere
 from support.job import children_named
 
 JOB = "steady_job"
 _SHAPE = {"cuda": 0, "plain_children": 1, "plain_threads": 2, "mib": 8}
 _GPU = {"mib": 8, "children": 1}
-_PIECE = 64 << 10
-_RECORD_SIZE = 32  # bytes of a record without content
 _TIMEOUT_S = 30.0
 _STALL_S = 5.0  # of a stream that is to stall
 _SETTLE_S = 20.0
-_WAIT_S = 60.0
 _NAMED = re.compile(r"gpustasis restore -D (\S+?)`")
 _BROKEN = 18  # exit status: StreamError
+_CRIU = ("criu", "ld-linux-x86-64")  # names of it, and of what it has not yet restored
 _KILLED = ("sender", "receiver", "criu", "script")
-
-
-@dataclass(slots=True)
-class Fault:
-    """What happens to a stream. kind: "none", "cut", "flip", "stall" after that many bytes of the
-    stream (back: of the answers), "unreleased": cut before the record that releases the job, or
-    "kill" of a process after that many seconds; at_ready: from when the receiver says that it is
-    ready. slow_s: for each piece of the stream. held: the sender is told that only when
-    the victim is dead."""
-
-    kind: str = "none"
-    after: int = 0
-    back: bool = False
-    victim: str = ""
-    seconds: float = 0.0
-    at_ready: bool = False
-    slow_s: float = 0.0
-    held: bool = False
-
-    def __str__(self) -> str:
-        if self.kind == "kill":
-            begin = "ready" if self.at_ready else "the start"
-            return f"{self.victim} killed {self.seconds * 1000:.0f} ms after {begin}"
-        return f"{self.kind} after {self.after} bytes" + (" of the answers" if self.back else "")
-
-
-@dataclass(slots=True)
-class _Relay:
-    """Passes bytes on between a sender's socket and a receiver's, and does what the fault says."""
-
-    near: socket.socket
-    far: socket.socket
-    fault: Fault
-    forward: int = 0
-    backward: int = 0
-    ready: threading.Event = field(default_factory=threading.Event)
-    killed: threading.Event = field(default_factory=threading.Event)
-    _stopped: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
-
-    def start(self) -> None:
-        for back in (False, True):
-            thread = threading.Thread(target=self._pass, args=(back,), daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def end(self) -> None:
-        """Also of one that stands still."""
-        self._stopped.set()
-        for end in (self.near, self.far):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        self.near.close()
-        self.far.close()
-
-    def _pass(self, back: bool) -> None:
-        source, target = (self.far, self.near) if back else (self.near, self.far)
-        fault = replace(self.fault) if self.fault.back == back else Fault()
-        done = 0
-        with suppress(OSError):
-            while data := bytearray(source.recv(_PIECE)):
-                if self.fault.slow_s and not back:
-                    time.sleep(self.fault.slow_s)
-                if back and b'"digest"' in data:  # it has said so, whatever becomes of that
-                    self.ready.set()
-                    if self.fault.held:
-                        self.killed.wait(_WAIT_S)
-                hit = fault.kind in ("cut", "flip", "stall") and done + len(data) > fault.after
-                if hit and fault.kind == "flip":
-                    data[max(0, fault.after - done)] ^= 0x10
-                    fault = Fault()
-                elif hit:
-                    target.sendall(data[: max(0, fault.after - done)])
-                    if fault.kind == "cut":
-                        break
-                    self._stopped.wait()
-                    return
-                if fault.kind == "unreleased" and _is_release(data):
-                    fault.kind = "cut"
-                    break
-                target.sendall(data)
-                done += len(data)
-                if back:
-                    self.backward = done
-                else:
-                    self.forward = done
-        for end in (source, target) if fault.kind == "cut" else (target,):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR if fault.kind == "cut" else socket.SHUT_WR)
-
-
-def _is_release(data: bytes) -> bool:
-    """Whether a piece ends with the record that the job has ended: docs/format.md, "Streams"."""
-    return len(data) >= _RECORD_SIZE and data[8 - _RECORD_SIZE :][:5] == b"\0\0\0\0\5"
 
 
 @dataclass(slots=True)
 class Outcome:
     """Of one stream. here, there: processes of the job that live. said: what both ends said on
     stderr; named: the complete checkpoints that they name. seconds: from start to end. peak_kib:
-    the most memory that one of the two has had in use. was_ready: the receiver has said so."""
+    the most memory that one of the two has had in use. was_ready: the receiver has said so. pair:
+    whom it was sealed for; None: nobody."""
 
     job: SteadyJob
     place: Path
@@ -157,19 +62,23 @@ class Outcome:
     seconds: float
     peak_kib: int
     was_ready: bool
+    pair: Pair | None
 
 
-def run(rig: Rig, random: Random, count: int, **shape: int | Path) -> Tally:
+def run(
+    rig: Rig, random: Random, count: int, *, pair: Pair | None = None, **shape: int | Path
+) -> Tally:
     """`count` streams, each with one fault: a third of them processes that are killed. shape: of
-    the job."""
+    the job. pair: whom they are sealed for; None: they are in the clear."""
     tally = Tally()
     with Elsewhere() as elsewhere:
-        whole = send(rig, elsewhere, Fault(), **shape)
+        whole = send(rig, elsewhere, Fault(), pair=pair, **shape)
         judge(rig, elsewhere, Fault(), whole, tally)
         assert tally.counts["runs there"] == 1, f"nothing is wrong, but {whole.said}"
         for index in range(count):
             fault = choose(random, index, whole)
-            outcome = send(rig, elsewhere, fault, **(_GPU if index % 3 == 1 else shape))
+            use = _GPU if index % 3 == 1 else shape
+            outcome = send(rig, elsewhere, fault, pair=pair, **use)
             judge(rig, elsewhere, fault, outcome, tally)
     end_strays()
     return tally
@@ -191,9 +100,17 @@ def choose(random: Random, index: int, whole: Outcome) -> Fault:
 
 
 def send(
-    rig: Rig, elsewhere: Elsewhere, fault: Fault, options: Sequence[str] = (), **shape: int | Path
+    rig: Rig,
+    elsewhere: Elsewhere,
+    fault: Fault,
+    options: Sequence[str] = (),
+    *,
+    pair: Pair | None = None,
+    opens: Sequence[str] | None = None,
+    **shape: int | Path,
 ) -> Outcome:
-    """Start a job, send it, and see what runs when both ends have ended."""
+    """Start a job, send it, and see what runs when both ends have ended. opens: how the receiver
+    opens what is sealed; None: with the key of the pair."""
     place = rig.scratch / f"stream-{time.monotonic_ns()}"
     place.mkdir()
     environ = dict(rig.environ) | {"GPUSTASIS_CRIU": str(rig.criu.root or rig.criu.program)}
@@ -203,12 +120,14 @@ def send(
     begin = time.monotonic()
     with (place / "receiver.log").open("wb") as errors:
         words = [*program, "restore", "-i", "-", "-D", str(place / "in"), *common]
+        words += _key(pair) if opens is None else opens
         receiver, far = elsewhere.connect(words, environ, errors)
     near, given = socket.socketpair()
-    relay = _Relay(near, far, fault)
+    relay = Relay(near, far, fault)
     relay.start()
     words = ["checkpoint", str(job.pid), "-o", "-", "--spool", str(place / "spool")]
     words += [*common, *options]
+    words += [] if pair is None else ["--to", str(pair.certificate)]
     with (place / "sender.log").open("wb") as errors:
         sender = subprocess.Popen(
             [*program, *words],
@@ -222,7 +141,7 @@ def send(
     killer = threading.Thread(target=_kill, args=(fault, sender, receiver, relay))
     killer.start()
     peak_kib = 0
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + WAIT_S
     while sender.poll() is None or receiver.poll() is None:
         assert time.monotonic() < deadline, f"{fault}: an end hangs: {_said(place)}"
         job.reap()
@@ -233,7 +152,7 @@ def send(
     killer.join()
     relay.end()
     seconds = time.monotonic() - begin
-    _settle(job)
+    _settle(job, elsewhere)
     said = _said(place)
     named = [Path(name) for name in _NAMED.findall(said)]
     return Outcome(
@@ -250,7 +169,12 @@ def send(
         seconds=seconds,
         peak_kib=peak_kib,
         was_ready=relay.ready.is_set(),
+        pair=pair,
     )
+
+
+def _key(pair: Pair | None) -> list[str]:
+    return [] if pair is None else ["--key", str(pair.key)]
 
 
 def judge(rig: Rig, elsewhere: Elsewhere, fault: Fault, found: Outcome, tally: Tally) -> None:
@@ -302,14 +226,14 @@ def _require_nothing_left(found: Outcome) -> None:
 
 def _restore(rig: Rig, elsewhere: Elsewhere, found: Outcome) -> None:
     place = found.named[0]
-    words = [sys.executable, "-m", "gpustasis", "restore", "-D", str(place)]
+    words = [sys.executable, "-m", "gpustasis", "restore", "-D", str(place), *_key(found.pair)]
     words += ["--criu", str(rig.criu.root or rig.criu.program)]
     ended = subprocess.run(
         elsewhere.words(words),
         env=dict(rig.environ),
         capture_output=True,
         text=True,
-        timeout=_WAIT_S,
+        timeout=WAIT_S,
         check=False,
     )
     assert ended.returncode == 0, f"{place} cannot be restored: {ended.stderr}"
@@ -324,17 +248,19 @@ def _said(place: Path) -> str:
     )
 
 
-def _settle(job: SteadyJob) -> None:
-    """What was left to end, or to be let go of, by a process that was killed itself."""
+def _settle(job: SteadyJob, elsewhere: Elsewhere) -> None:
+    """What was left to end, or to be let go of, by a process that was killed itself: the criu of a
+    receiver goes on without it, and then the job runs there."""
     deadline = time.monotonic() + _SETTLE_S
     while time.monotonic() < deadline:
         job.reap()
         states = {process_state(pid) for pid in job.pids}
-        left = children_named("criu", "ld-linux-x86-64")
+        left = children_named(*_CRIU)
         for pid in left:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        if left == [] and not states & {"t", "Z"}:
+        there = [pid for name in _CRIU for pid in elsewhere.jobs(name)]
+        if left == [] and there == [] and not states & {"t", "Z"}:
             return
         time.sleep(0.02)
 
@@ -343,12 +269,12 @@ def _kill(
     fault: Fault,
     sender: subprocess.Popen[bytes],
     receiver: subprocess.Popen[bytes],
-    relay: _Relay,
+    relay: Relay,
 ) -> None:
     """Do that at the moment that the fault names, if the victim is there."""
     if fault.kind != "kill":
         return
-    end = time.monotonic() + _WAIT_S
+    end = time.monotonic() + WAIT_S
     while fault.at_ready and not relay.ready.wait(0.01) and sender.poll() is None:
         pass
     wait = time.monotonic() + fault.seconds

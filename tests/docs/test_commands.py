@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from gpustasis.criu.find import Criu
 from gpustasis_bench.roots import require_root
 from support.chains import make_link, memory_of
+from support.recipients import make_recipient
 
 _BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TIMEOUT_S = 120
@@ -250,10 +252,30 @@ def test_sealing(checkout: tuple[Path, dict[str, str]], repository: Path) -> Non
     block = named_block(repository / "docs" / "operating.md", "sealing")
     status, output = run_shell(f"set -eu\n{block}", home, environ)
     assert status == 0, output
-    assert {path.name: path.read_bytes() for path in (home / "again").iterdir()} == before
+    assert {path.name: path.read_bytes() for path in (home / "opened").iterdir()} == before
     assert {path.name: path.read_bytes() for path in (home / "alone").iterdir()} == before
     names = {path.name for path in (home / "sealed").iterdir()}
     assert before.keys() & names == {"inventory.img"}
+
+
+def test_a_dump_that_is_sealed(
+    newcomer: tuple[Path, dict[str, str]], repository: Path, tmp_path: Path
+) -> None:
+    home, environ = newcomer
+    pair = make_recipient(tmp_path, "backup")
+    for place, name in ((pair.certificate, "backup.pem"), (pair.key, "backup.key")):
+        shutil.copy(place, home / name)
+    start = shell_blocks(repository / "README.md")[:2]
+    block = named_block(repository / "docs" / "operating.md", "sealed")
+    script = "set -eu\n" + "\n".join([*start, block])
+    try:
+        status, output = run_shell(script, home, environ)
+        assert status == 0, output
+        left = {path.name for path in (home / "sealed-job").glob("*.img")}
+        assert "pages-1.img" not in left and "gpustasis-sealed.img" in left
+        assert (home / "vectors.log").read_text().splitlines()[-1].startswith("round ")
+    finally:
+        clean_up(home, environ)
 
 
 def test_emulator(checkout: tuple[Path, dict[str, str]], repository: Path) -> None:

@@ -110,15 +110,16 @@ def test_restore_is_for_callers_with_cuda_of_their_own(
 def test_lock_with_a_deadline_gives_up(
     launch_cuda: Callable[..., Job], vectors: Callable[..., Job], caller: Call, emulator: Emulator
 ) -> None:
-    emulator.set("lock_drain_ms", "400")
+    emulator.set("lock_drain_ms", "60000")
     job = vectors()
     started = time.monotonic()
     assert caller("lock", job.pid, 100)[0] == NOT_READY
-    assert time.monotonic() - started < 0.4
+    assert time.monotonic() - started < 30
+    emulator.set("lock_drain_ms", "100")
     assert caller("state", job.pid) == (SUCCESS, RUNNING)
     rounds = job.output().count("ok")
     job.wait_for("ok", count=rounds + 2)
-    assert caller("lock", job.pid, 5000)[0] == SUCCESS
+    assert caller("lock", job.pid, 30_000)[0] == SUCCESS
 
 
 def test_restore_without_memory_is_final(

@@ -17,8 +17,10 @@ import pytest
 from campaigns.rig import Programs, Rig
 from gpustasis.criu.find import Criu
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
+from support.certificates import Pair
 from support.criu_roots import newest_criu
 from support.kernels import compile_kernels
+from support.recipients import make_recipient
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 DRIVER = "580.95.05"
@@ -38,8 +40,10 @@ def programs(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Programs:
     kernels = compile_kernels(PROGRAMS / "steady_kernels.cu", tmp_path_factory.mktemp("kernels"))
-    job, killer = compile_cuda(PROGRAMS / "steady_job.c"), compile_c(PROGRAMS / "kill_at_syscall.c")
-    return Programs(job=job, kernels=kernels, killer=killer)
+    job, marked = (compile_cuda(PROGRAMS / f"{name}_job.c") for name in ("steady", "marked"))
+    tiny = compile_c(PROGRAMS / "tiny_job.c", "-static")
+    killer = compile_c(PROGRAMS / "kill_at_syscall.c")
+    return Programs(job=job, kernels=kernels, killer=killer, marked=marked, tiny=tiny)
 
 
 @pytest.fixture
@@ -91,3 +95,8 @@ def memory_job(compile_c: Callable[..., Path]) -> Path:
     return compile_c(
         Path(__file__).resolve().parent.parent / "programs" / "memory_job.c", "-pthread"
     )
+
+
+@pytest.fixture
+def me(tmp_path: Path) -> Pair:
+    return make_recipient(tmp_path)

@@ -202,10 +202,11 @@ def criu_options(criu: Criu, action: str) -> set[str]:
 
 OURS = {
     *("json", "criu", "threads", "no-shell-job", "parent", "max-chain", "compress", "externalize"),
-    "cpu-memory",
+    *("cpu-memory", "layout", "to", "key"),
     *("output", "spool", "input", "source-may-run", "stall-timeout", "two-way", "one-way"),
+    "restore-timeout",
 }
-OF_RESTORE = {"detach", "foreground", "gpu-map", "ignore-requirements"}
+OF_RESTORE = {"detach", "foreground", "gpu-map", "ignore-requirements", "key", "key-command"}
 
 
 @pytest.mark.parametrize("action", ["dump", "restore"])

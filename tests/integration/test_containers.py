@@ -181,7 +181,10 @@ def test_a_hostile_policy_fails_the_dump_and_not_the_job(
         finally:
             made.policy.with_suffix(".real").unlink(missing_ok=True)
         assert failed.status != 0
-        assert f"Error: cuda_plugin: PAUSE_DEVICES: pid {job.pid}: {made.policy}" in failed.log
+        assert (
+            f"Error (gpustasis): cuda_plugin: PAUSE_DEVICES: pid {job.pid}: {made.policy}"
+            in failed.log
+        )
         assert "locked pid" not in failed.log
         assert not list(images.glob("gpustasis-*.img"))
         job.run_on()
@@ -229,7 +232,10 @@ def test_a_store_without_room_costs_the_next_parent_and_not_the_checkpoint(
             dumped = rig.dump(job, images, "--leave-running")
             assert dumped.status == 0, dumped.errors
             assert "No space left on device" in statistics(images)["not_kept_because"]
-            assert "Warn: cuda_plugin: not kept" in dumped.log or "not kept for" in dumped.log
+            assert (
+                "Warn (gpustasis): cuda_plugin: not kept" in dumped.log
+                or "not kept for" in dumped.log
+            )
             assert read_manifest(images).chain_length == 0
             assert [path for path in made.store.iterdir() if path.is_dir()] == []
             job.run_on()

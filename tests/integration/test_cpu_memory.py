@@ -5,7 +5,6 @@ dump."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,14 @@ from gpustasis.image.inspection import inspect_directory
 from gpustasis.image.verification import verify_directory
 from support.cpu_memory import (
     OURS,
+    WITHOUT_PLUGIN,
     go_on,
+    made_huge,
     pages_bytes,
     refused,
+    require_counted,
+    require_dead,
+    require_refused_when_damaged,
     resident,
     running,
     shared_places,
@@ -72,10 +76,11 @@ def test_a_tree_comes_back_exactly(rig: Rig, memory_job: Path) -> None:
         go_on(job)
         job.run_on()
         assert after.exact == before.exact
+        require_counted(before, MIB << 10)
         grown = sum(after.may_grow.values()) - sum(before.may_grow.values())
-        made = after.huge_kb - before.huge_kb
-        assert 0 <= grown <= made
+        assert 0 <= grown <= made_huge(before, [after])
         # What the kernel makes once the plugin has looked, CRIU finds.
+        made = after.huge_kb - before.huge_kb
         assert pages_bytes(images) < LEFT_TO_CRIU + (made << 10)
         (again,) = told(images, "restore")
         assert again["bytes"] == task["bytes"]
@@ -112,8 +117,9 @@ def test_what_a_child_shares_stays_shared(rig: Rig, memory_job: Path) -> None:
         for was, now in zip(before, after, strict=True):
             losses = {place: was.shared[place] - now.shared[place] for place in places}
             lost = {place: kb for place, kb in losses.items() if kb > 0}
-            assert sum(lost.values()) <= now.huge_kb - was.huge_kb, lost
+            assert sum(lost.values()) <= made_huge(was, after), lost
             assert now.exact == was.exact
+            require_counted(was, 100 << 10)
 
 
 def test_a_job_that_is_left_running_runs_on_at_once_and_its_dumps_chain(
@@ -210,21 +216,8 @@ def checkpoint(newest_rig: Rig, memory_job: Path) -> Iterator[tuple[SteadyJob, P
 
 def test_a_damaged_image_kills_all(newest_rig: Rig, checkpoint: tuple[SteadyJob, Path]) -> None:
     job, images = checkpoint
-    damaged = newest_rig.copy(images)
-    path = damaged / image_name(job.pids[-1], MemoryKind.CPU)
-    image = ImageReader.open(path)
-    chunk = next(c for i in range(len(image)) if (c := image.chunk(i)).stored_size)
-    with path.open("r+b") as file:
-        file.seek(chunk.offset + chunk.stored_size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-    log = refused(newest_rig.restore(damaged))
-    assert "every restored task was killed" in log and path.name in log
-    assert not job.alive_pids()
-    job.reap()
-    assert newest_rig.restore(images).status == 0
-    job.run_on()
+    name = image_name(job.pids[-1], MemoryKind.CPU)
+    require_refused_when_damaged(newest_rig, job, images, name)
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["memory not mapped", "no such process"])
@@ -251,14 +244,14 @@ def test_an_image_that_does_not_fit_the_processes_kills_all(
     log = refused(newest_rig.restore(forged))
     why = "is of a process that criu has not made" if other else "the task does not map 0x40000000"
     assert path.name in log and why in log
-    assert not job.alive_pids()
+    require_dead(job)
 
 
 def test_stock_criu_refuses_the_checkpoint(
     newest_rig: Rig, checkpoint: tuple[SteadyJob, Path]
 ) -> None:
     job, images = checkpoint
-    assert newest_rig.restore(images, plugin=False).status != 0
+    assert WITHOUT_PLUGIN in refused(newest_rig.restore(images, plugin=False))
     assert not job.alive_pids()
 
 

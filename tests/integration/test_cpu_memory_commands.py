@@ -21,11 +21,14 @@ import gpustasis as api
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import ImageReader, MemoryKind, image_name, read_manifest
+from gpustasis.criu.plugin import Scalar
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
+from support.certificates import Pair
 from support.cpu_memory import OURS, pages_bytes, running
 from support.job import TIMEOUT_S
 from support.json_output import check_document
+from support.live_sealing import sealed_for
 from support.recipients import make_recipient
 
 MIB = 48
@@ -173,7 +176,7 @@ def test_a_stream_where_there_is_no_driver(
 
 @contextmanager
 def stopped_before_the_end(
-    rig: Rig, job: SteadyJob, images: Path, config: Mapping[str, str]
+    rig: Rig, job: SteadyJob, images: Path, config: Mapping[str, Scalar]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A dump that has stored all memory and waits in a script; it is killed at the end."""
     reached, script = rig.scratch / "reached", rig.scratch / "script"
@@ -196,8 +199,8 @@ def stopped_before_the_end(
             os.killpg(criu.pid, signal.SIGKILL)
 
 
-def recover(rig: Rig, pid: int, images: Path) -> CompletedProcess[str]:
-    argv = [sys.executable, "-m", "gpustasis", "recover", str(pid), "-D", str(images)]
+def recover(rig: Rig, pid: int, images: Path, *words: str | Path) -> CompletedProcess[str]:
+    argv = [sys.executable, "-m", "gpustasis", "recover", str(pid), "-D", str(images), *words]
     return subprocess.run(
         argv, env=rig.environ, capture_output=True, text=True, check=False, timeout=120
     )
@@ -243,3 +246,29 @@ def test_recover_of_a_process_without_cuda_has_nothing_to_do(
         job.run_on()
         done = recover(replace(newest_rig, environ=no_driver), job.pid, images)  # of its pid
         assert done.returncode == 11 and "libno-such-driver" in done.stderr
+
+
+def test_recover_of_a_process_without_cuda_whose_dump_is_sealed_asks_no_driver(
+    newest_rig: Rig, memory_job: Path, me: Pair
+) -> None:
+    """Of a sealed dump the manifest comes last."""
+    with running(newest_rig, memory_job, mib=MIB) as job:
+        images = newest_rig.images()
+        config = sealed_for(me, **OURS)
+        no_driver = replace(
+            newest_rig, environ=newest_rig.environment({"driver": "libno-such-driver.so.1"})
+        )
+        with stopped_before_the_end(newest_rig, job, images, config):
+            assert (images / "gpustasis-sealed-2.img").exists()
+        job.run_on()
+        for whole in (True, False):
+            if not whole:
+                (images / "gpustasis-sealed.img").unlink(missing_ok=True)
+            done = recover(no_driver, job.pid, images, "--key", me.key)
+            assert done.returncode == 0, done.stderr
+            assert "runs: there was nothing to do" in done.stdout
+            done = recover(no_driver, job.pid, images)
+            assert done.returncode == 14 and "is sealed: name the private key" in done.stderr
+        done = recover(no_driver, os.getpid(), images, "--key", me.key)  # of another process
+        assert done.returncode == 11 and "libno-such-driver" in done.stderr
+        job.run_on()

@@ -5,38 +5,26 @@ fails no dump that CRIU alone could do."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from campaigns.rig import Rig, Run
-from gpustasis.criu.plugin import PLUGIN_NAME, Scalar, plugin_directory
+from gpustasis.criu.plugin import Scalar
 from support.cpu_memory import FIRST_CHECKPOINT, OURS, pages_bytes, refused, require_dead, running
+from support.other_plugin import with_plugin_before
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 
 
 @pytest.fixture(scope="session")
 def answering_plugin(compile_c: Callable[..., Path]) -> Path:
-    return compile_c(PROGRAMS / "answering_plugin.c", "-shared", "-fPIC")
+    return compile_c(PROGRAMS / "other_plugin.c", "-shared", "-fPIC")
 
 
 def restore_behind(rig: Rig, plugin: Path, images: Path) -> Run:
-    """With `plugin` asked before ours: criu takes them in the order in which the directory lists
-    them."""
-    ours = plugin_directory(rig.environ)
-    both = rig.images()
-    shutil.copy(plugin, both / "first.so")
-    shutil.copy(ours / PLUGIN_NAME, both)
-    for number in range(100):
-        if os.listdir(both)[-1] == PLUGIN_NAME:
-            break
-        shutil.copy(plugin, both / f"{number}.so")
-    words = [str(both) if word == str(ours) else word for word in rig.restore_words(images)]
-    assert str(both) in words
+    words = with_plugin_before(rig, plugin, rig.restore_words(images))
     return rig.run(words, images, "restore")
 
 
@@ -66,9 +54,11 @@ def test_a_process_that_would_run_without_its_gpu_memory_is_killed(
         images = newest_rig.images()
         assert newest_rig.dump(job, images).status == 0
         job.wait()
+        output = job.log.read_bytes()
         log = refused(restore_behind(newest_rig, answering_plugin, images))
         assert "criu lets the tasks go before their memory is there" in log
         require_dead(job)
+        assert job.log.read_bytes() == output  # none has run
         job.reap()
         assert newest_rig.restore(images).status == 0
         job.run_on()

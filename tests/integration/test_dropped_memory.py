@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from campaigns.rig import Rig, log_path, workers
+from campaigns.rig import Rig, log_path
 from campaigns.steady_job import SteadyJob, restore_thread
 from gpustasis._core import ChunkInfo, Encoding, ImageReader, find_drop_record, image_name
 from gpustasis.diagnosis import Status, host
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
+from support.broken_dumps import TIMEOUT_S, break_off, dump_and_stop, recover
 from support.job import ended
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
@@ -37,7 +38,6 @@ WITHOUT_SETTING = [
 ]
 # What it writes to is opened anew, by a mount that this namespace has.
 REOPENED = ["sh", "-c", 'exec "$@" </dev/null >>"$(readlink /proc/$$/fd/1)" 2>&1', "sh"]
-TIMEOUT_S = 30.0
 SYS_MADVISE = 28
 # process_vm_readv waits for a missing page as a thread of the process does; /proc/PID/mem does not,
 # and ends in EIO. Arguments: a pid, then an address and a length for each range.
@@ -64,50 +64,6 @@ for address, length in zip(ranges[::2], ranges[1::2]):
 
 def reader_of(pid: int, *ranges: int) -> list[str]:
     return [sys.executable, "-c", READ, str(pid), *map(str, ranges)]
-
-
-def break_off(rig: Rig, job: SteadyJob, images: Path, *kept: str) -> None:
-    """Kill criu, and what the plugin has left beside it but processes named `kept`, when all GPU
-    memory is in the images and out of the job."""
-    kill_criu = dump_and_stop(rig, job, images)
-    for pid in workers(images):
-        if Path(f"/proc/{pid}/comm").read_text().strip() not in kept:
-            os.kill(pid, signal.SIGKILL)
-    kill_criu()
-
-
-def dump_and_stop(rig: Rig, job: SteadyJob, images: Path) -> Callable[[], None]:
-    """Dump until all GPU memory is out of the job. The result kills criu."""
-    reached = images.with_name(f"{images.name}.reached")
-    script = images.with_name(f"{images.name}.script")
-    script.write_text(
-        '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
-        f"echo $$ >{reached}.part; mv {reached}.part {reached}\n"
-        "while kill -0 $PPID; do sleep 0.1; done\n"  # no longer than criu
-    )
-    script.chmod(0o755)
-    criu = rig.start(rig.dump_words(job, images, ["--action-script", str(script)]))
-    deadline = time.monotonic() + TIMEOUT_S
-    while not reached.exists():
-        assert criu.poll() is None, "criu ended before it was to be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-    def kill() -> None:
-        criu.kill()
-        criu.wait()
-        os.kill(int(reached.read_text()), signal.SIGKILL)
-
-    return kill
-
-
-def recover(rig: Rig, pid: int, *words: str | Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "gpustasis", "recover", str(pid), *words],
-        env=dict(rig.environ),
-        check=True,
-        timeout=60,
-    )
 
 
 def test_a_second_dump_does_not_take_dropped_memory_for_zeros(rig: Rig) -> None:
@@ -145,6 +101,7 @@ def test_a_dump_that_succeeds_leaves_no_record(newest_rig: Rig) -> None:
 
 def stored_pages(images: Path, pid: int) -> dict[int, bytes]:
     image = ImageReader.open(images / image_name(pid))
+    image.attach_sources()
     return {image.chunk(index).address: image.read_chunk(index) for index in range(len(image))}
 
 

@@ -71,7 +71,7 @@ def test_with_the_risk_named_the_driver_decides(
         images = own_rig.images()
         dumped = own_rig.dump(job, images, config={"risk": [name]})
         assert dumped.status != 0
-        assert "Warn: cuda_plugin: risk taken: " in dumped.log
+        assert "Warn (gpustasis): cuda_plugin: risk taken: " in dumped.log
         statistics = json.loads((images / "gpustasis-dump.json").read_text())
         assert any(name in risk and reason in risk for risk in statistics["risks"])
         own_rig.settle(images)

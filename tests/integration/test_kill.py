@@ -8,10 +8,16 @@ import signal
 import time
 from random import Random
 
+import pytest
+
 from campaigns import kill_points, kill_restore
 from campaigns.rig import Rig, lasting_workers
 from campaigns.steady_job import process_state
 from campaigns.tally import Tally
+from campaigns.tampering import sealed_for
+from gpustasis.criu.plugin import Setting
+from support.certificates import Pair
+from support.cpu_memory import OURS
 
 SEED = 20
 
@@ -33,10 +39,37 @@ def test_the_plugin_loses_no_job_when_criu_is_killed_while_it_stores_cpu_memory(
 ) -> None:
     shape = kill_points.SMALL_CPU
     tally = kill_points.run(
-        newest_rig, Random(SEED), 15, whole_bound=False, shape=shape, cpu_memory=True
+        newest_rig, Random(SEED), 15, whole_bound=False, shape=shape, settings=OURS
     )
     require_kills(tally)
     assert tally.counts["in store"], tally.counts
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_no_job_is_lost_when_criu_is_killed_while_it_packs_or_seals(
+    newest_rig: Rig, me: Pair, sealed: bool
+) -> None:
+    settings: dict[str, Setting] = sealed_for(me) if sealed else OURS | {"layout": "packed"}
+    shape = kill_points.SMALL_ALL
+    tally = kill_points.run(
+        newest_rig, Random(SEED), 11, whole_bound=False, shape=shape, settings=settings
+    )
+    require_kills(tally)
+
+
+def test_recover_brings_back_what_is_sealed_when_the_worker_is_killed_too(
+    newest_rig: Rig, me: Pair
+) -> None:
+    tally = kill_points.run(
+        newest_rig,
+        Random(SEED),
+        8,
+        with_worker=True,
+        whole_bound=False,
+        shape=kill_points.SMALL_ALL,
+        settings=sealed_for(me),
+    )
+    require_kills(tally)
 
 
 def test_recover_brings_back_what_is_left_when_the_worker_is_killed_too(newest_rig: Rig) -> None:

@@ -30,6 +30,7 @@ from support.inventory import NAMES_IMAGES, images_name, rename_images
 
 FORKING = "Forking task"  # in criu's log
 LEFT_OUT = "does not list the memory that the dump has left out of CRIU's images"
+NO_SOURCE = "is missing or was replaced: "  # what another image refers to: chunks of it as well
 OLDER = "an older gpustasis made this checkpoint"
 
 Keep = Callable[[ManifestTask], bool]
@@ -61,6 +62,12 @@ def leave_out(images: Path, keep: Keep, *, files: bool) -> None:
                 (images / task.image_name).unlink()
 
 
+def sources_of(images: Path, tasks: list[ManifestTask]) -> set[str]:
+    """Images that hold chunks of others: what tasks have alike is stored once."""
+    infos = [ImageReader.open(images / task.image_name).info for task in tasks]
+    return {source.image_name for info in infos for source in info.sources}
+
+
 def require_refused(rig: Rig, images: Path, job: SteadyJob, why: str = LEFT_OUT) -> None:
     log = refused(rig.restore(images))
     assert why in log and FORKING not in log
@@ -73,6 +80,7 @@ def require_restored(rig: Rig, images: Path, job: SteadyJob) -> str:
     """criu's log."""
     restored = rig.restore(images)
     assert restored.status == 0, restored.errors
+    assert FORKING in restored.log  # so that it is known by that word whether a process was made
     job.run_on()
     return restored.log
 
@@ -140,7 +148,9 @@ def test_memory_of_either_kind_that_is_left_out_is_refused(
     for keep in cases:
         forged = newest_rig.copy(images)
         leave_out(forged, keep, files=files)
-        require_refused(newest_rig, forged, job)
+        needed = sources_of(forged, read_manifest(forged).tasks)
+        whole = all((forged / name).exists() for name in needed)
+        require_refused(newest_rig, forged, job, LEFT_OUT if whole else NO_SOURCE)
         shutil.rmtree(forged)
     require_restored(newest_rig, images, job)
 
@@ -165,7 +175,10 @@ def test_an_image_of_less_memory_is_refused(
 ) -> None:
     job, images = memory
     tasks = read_manifest(images).tasks
-    path = images / tasks[0].image_name
+    needed = sources_of(images, tasks)
+    [*others, task] = sorted(tasks, key=lambda task: task.image_name not in needed)
+    assert task.image_name not in needed  # no other image is refused because of it
+    path = images / task.image_name
     info = ImageReader.open(path).info
     assert len(info.regions) > 1
     less = ImageInfo(
@@ -176,8 +189,8 @@ def test_an_image_of_less_memory_is_refused(
     )
     content = [(region.address, bytes(region.length)) for region in less.regions]
     digest = write_image(path, less, content).digest
-    first = ManifestTask(pid=info.pid, externalized=True, digest=digest, kind=MemoryKind.CPU)
-    forge(images, [first, *tasks[1:]])
+    short = ManifestTask(pid=info.pid, externalized=True, digest=digest, kind=MemoryKind.CPU)
+    forge(images, [*others, short])
     require_refused(newest_rig, images, job)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from campaigns import damage
 from campaigns.rig import Rig, Run
 from gpustasis.criu.plugin import Setting
 from gpustasis.emulator import Options
+from support.pids import sleep_as
 
 MIB = 1 << 20
 DRIVER = "580.95.05"
@@ -93,7 +94,7 @@ def test_no_driver(own_rig: Rig) -> None:
     checkpoint = damage.take(own_rig, mib=4)
     restored = own_rig.restore(checkpoint.images, config={"driver": "/nonexistent/libcuda.so.1"})
     assert restored.status != 0
-    assert "Error: cuda_plugin: " in restored.log
+    assert "Error (gpustasis): cuda_plugin: " in restored.log
     assert "/nonexistent/libcuda.so.1" in restored.log
     assert "Forking task" not in restored.log
     require_restored(own_rig, checkpoint)
@@ -141,30 +142,33 @@ def test_an_externalised_checkpoint_without_its_files_is_refused(newest_rig: Rig
     require_refused_before_anything(newest_rig, checkpoint, r"gpustasis-manifest\.img")
 
 
-def sleep_as(pid: int) -> None:
-    """Start a `sleep` of this pid. Others start processes too: the number may be one of theirs for
-    a moment."""
-    deadline = time.monotonic() + 30
-    while True:
-        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
-        other = os.fork()
-        if other == 0:
-            os.execv("/bin/sleep", ["sleep", "60"])
-        if other == pid:
-            return
-        os.kill(other, signal.SIGKILL)
-        os.waitpid(other, 0)
-        assert time.monotonic() < deadline, f"pid {pid} is another process's"
-
-
 def test_a_task_that_took_the_pid_is_left_alone(newest_rig: Rig) -> None:
     """A failing restore kills what it made, and nothing else."""
     checkpoint = damage.take(newest_rig, mib=4)
     pid = checkpoint.job.pid
+    images = checkpoint.images
     sleep_as(pid)
     try:
-        assert newest_rig.restore(checkpoint.images).status != 0
+        # Not by restore(), which waits until the pid is free.
+        restored = newest_rig.run(newest_rig.restore_words(images), images, "restore")
+        assert restored.status != 0
         assert Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_a_pid_that_another_process_has_for_a_moment_is_waited_for(newest_rig: Rig) -> None:
+    """By these tests: they are not alone on this machine."""
+    checkpoint = damage.take(newest_rig, mib=4)
+    pid = checkpoint.job.pid
+    sleep_as(pid)
+
+    def end() -> None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    waiting = threading.Timer(1.0, end)
+    waiting.start()
+    require_restored(newest_rig, checkpoint)
+    waiting.join()

@@ -196,7 +196,7 @@ def test_commands_show_compare_and_ignore_them(
 
     shown = gpustasis("inspect", "--requirements", images)
     assert shown.returncode == 0, shown.stderr
-    assert f"{DRIVER}, CUDA 13.0, or newer" in shown.stdout
+    assert f"{DRIVER}, CUDA 13.0, with these libraries" in shown.stdout
     assert "8.0 MiB free; was GPU-" in shown.stdout
     assert f"{mapped}: hash " in shown.stdout
     document = check_document(

@@ -14,6 +14,7 @@ import pytest
 
 from campaigns import repetition
 from campaigns.rig import Rig, log_path
+from campaigns.steady_job import SteadyJob
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.recovery import Outcome, recover
 from support.job import Job
@@ -73,6 +74,30 @@ def test_a_second_dump_of_one_job_is_refused_while_the_first_is_at_work(
         dumped = newest_rig.dump(job, second, "--leave-running")
         assert dumped.status == 0, dumped.errors
         job.run_on()
+
+
+def test_the_children_of_criu_leave_the_lock_alone(newest_rig: Rig) -> None:
+    """For each namespace of the job criu has a child, which ends before the dump does."""
+    rig = newest_rig
+    program = rig.scratch / "steady_job"
+    program.write_text(f'#!/bin/sh\nexec unshare --uts --ipc {rig.programs.job} "$@"\n')
+    program.chmod(0o755)
+    script, seen = rig.scratch / "script", rig.scratch / "seen"
+    script.write_text(
+        "#!/bin/sh\n"
+        f'[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || cat /run/gpustasis/dumping/* >{seen}\n'
+    )
+    script.chmod(0o755)
+    with rig.job(mib=4) as beside, ExitStack() as stack:
+        job = SteadyJob(program, rig.scratch / "namespaces.log", rig.environ, mib=4)
+        stack.callback(job.end)
+        for one in (beside, job):
+            images = rig.images()
+            dumped = rig.dump(one, images, "--leave-running", "--action-script", str(script))
+            assert dumped.status == 0, dumped.errors
+            assert ("Dump UTS namespace" in dumped.log) == (one is job)
+            assert f"dumps it into {images}" in seen.read_text()
+            one.run_on()
 
 
 @pytest.mark.parametrize("found", [ProcessState.LOCKED, ProcessState.CHECKPOINTED])

@@ -51,7 +51,7 @@ def refused(rig: Rig, job: SteadyJob, images: Path, *reasons: str) -> None:
     how = damage.expect_refusal(rig, job, images)
     assert how == "refused before anything was made"
     log = images.with_name(f"{images.name}.restore.log").read_text()
-    said = [line for line in log.splitlines() if "Error: cuda_plugin: " in line]
+    said = [line for line in log.splitlines() if "Error (gpustasis): cuda_plugin: " in line]
     for reason in reasons:
         assert any(re.search(reason, line) for line in said), f"not {reason} but {said}"
 

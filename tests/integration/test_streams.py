@@ -21,7 +21,8 @@ import pytest
 from campaigns import streams
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
-from campaigns.streams import JOB, Fault
+from campaigns.stream_faults import Fault
+from campaigns.streams import JOB
 from campaigns.tally import Tally
 from support.elsewhere import Elsewhere
 from support.json_output import check_document
@@ -183,16 +184,22 @@ def test_left_running_to_a_file(newest_rig: Rig, environ: dict[str, str], tmp_pa
             )
         assert refused.returncode == 18, refused.stderr
         assert "left running" in refused.stderr
+        plain = run("restore", "-i", file, "-D", tmp_path / "in", environ=environ)
+        assert (plain.returncode, "--source-may-run" in plain.stderr) == (18, True)
+        for command in ("inspect", "verify"):
+            looked = run(command, file, environ=environ)
+            assert "is a stream of `checkpoint -o`" in looked.stderr, looked.stderr
+        words = ("restore", "--source-may-run", "-i", tmp_path / "cut")
         for size in (50, len(raw) - 1):
             (tmp_path / "cut").write_bytes(raw[:size])
-            cut = run("restore", "-i", tmp_path / "cut", "-D", tmp_path / "in", environ=environ)
+            cut = run(*words, "-D", tmp_path / "in", environ=environ)
             assert cut.returncode == 18, cut.stderr
         (tmp_path / "cut").write_bytes(raw + b"x")
-        cut = run("restore", "-i", tmp_path / "cut", "-D", tmp_path / "in", environ=environ)
+        cut = run(*words, "-D", tmp_path / "in", environ=environ)
         assert (cut.returncode, "follows the end" in cut.stderr) == (18, True)
         assert not list(tmp_path.glob("*in*"))
         job.end()
-        done = run("restore", "-i", file, environ=environ)
+        done = run("restore", "-i", file, "--source-may-run", environ=environ)
         assert done.returncode == 0, done.stderr
         job.run_on()
 
@@ -228,6 +235,7 @@ def test_migrate(
         found = check_document(done.stdout, "migrate")
         assert (found["host"], found["stream"]["restored"]["pid"]) == ("gpu2", job.pid)
         assert found["stream"]["restored"]["directory"] == str(place)
+        assert found["stream"]["restored"]["statistics"]["processes"] == 2
         assert (place / "inventory.img").exists()
         assert len(elsewhere.jobs(JOB)) == 2
         job.run_on_elsewhere()
@@ -259,6 +267,7 @@ def test_ssh_that_cannot_connect(newest_rig: Rig, environ: dict[str, str]) -> No
         broken = environ | {"BROKEN": "gpu2: no route to host"}
         done = run("migrate", job.pid, "gpu2", environ=broken)
         assert (done.returncode, "no route to host" in done.stderr) == (18, True)
+        assert "nothing was frozen: the job was not touched" in done.stderr
         done = run("migrate", job.pid, "-oProxyCommand=true", environ=environ)
         assert (done.returncode, "is no host" in done.stderr) == (2, True)
         job.run_on()

@@ -22,10 +22,10 @@ from campaigns.steady_job import SteadyJob, restore_thread
 from gpustasis._core import ImageReader, RegionKind, image_name
 
 STAGING = {"locked": "1", "shared": "2", "memfd": "3"}
-REASON = "Error: cuda_plugin: "
+REASON = "Error (gpustasis): cuda_plugin: "
 IO_URING = re.compile(r"Error \(.*anon_inode:\[io_uring\]")  # the emulator's channel
 # Why a dump fails that meets a process in the middle of cuInit.
-HALF_THERE = re.compile(rf"{REASON}.*started to use CUDA while|{IO_URING.pattern}")
+HALF_THERE = re.compile(rf"{re.escape(REASON)}.*started to use CUDA while|{IO_URING.pattern}")
 FOREVER_MS = "3600000"
 SEED = 20261122
 # Lines of a dump's log, in this order; "" is before the first. Behind FROZEN no task runs.
@@ -205,7 +205,8 @@ def test_cuda_that_starts_at_any_moment_of_a_dump(newest_rig: Rig) -> None:
                 assert restored.status == 0, restored.errors
             else:
                 assert moment != FROZEN, log[-2000:]
-                assert HALF_THERE.search(log), log[-2000:]
+                said = [line for line in log.splitlines() if "Error" in line]
+                assert HALF_THERE.search(log), said
             job.run_on()
             assert restore_thread(late) is not None, "CUDA did not start"
             newest_rig.settle(images)

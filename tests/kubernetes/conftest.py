@@ -6,6 +6,7 @@ cluster  support.kubernetes_node.KubernetesNode, one for all tests here; and one
 job_program  tests/programs' steady_job
 new_cluster  starts another, for the length of a with statement
 tidy     leaves no pod behind when a module has ended, whatever failed in it
+with_crio  a mark: the test is one of clusters with CRI-O alone
 shared   a directory that has the same path on the node and here
 """
 
@@ -33,6 +34,24 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def job_program(compile_cuda: Callable[..., Path]) -> Path:
     return compile_cuda(PROGRAMS / "steady_job.c")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "with_crio: of clusters with CRI-O alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is of CRI-O alone is no test of another cluster, which would pass it unseen."""
+
+    def is_one(item: pytest.Item) -> bool:
+        if item.get_closest_marker("with_crio") is None:
+            return True
+        assert isinstance(item, pytest.Function)
+        return item.callspec.params["cluster"] is CrioNode
+
+    others = [item for item in items if not is_one(item)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 Clusters = Callable[[type[ContainerdNode] | type[CrioNode]], AbstractContextManager[KubernetesNode]]

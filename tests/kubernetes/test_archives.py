@@ -43,8 +43,9 @@ def test_checkpointctl_reads_it(cluster: KubernetesNode, archive: Path) -> None:
     shown = root.run(CHECKPOINTCTL, "show", archive).stdout
     assert "job" in shown and cluster.runtime.name in shown
     assert "job" in root.run(CHECKPOINTCTL, "inspect", archive).stdout
-    listed = root.run(CHECKPOINTCTL, "list").stdout
-    assert archive.name in listed or "job" in listed
+    lines = root.run(CHECKPOINTCTL, "list").stdout.splitlines()
+    (line,) = [line for line in lines if archive.name in line]
+    assert "job" in line, lines
 
 
 def test_checkpointctl_finds_our_plugin(cluster: KubernetesNode, archive: Path) -> None:

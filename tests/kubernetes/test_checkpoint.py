@@ -15,6 +15,7 @@ from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.containerd_node import KUBELET_PORT, end, wait_for
 from support.gpu_pod import GpuPod
 from support.json_output import check_document
+from support.kubernetes_faults import other_kubelet
 from support.kubernetes_node import ADDRESS, NODE, KubernetesNode
 from support.kubernetes_objects import PLACE, pod_of
 
@@ -129,12 +130,9 @@ def test_an_interrupt_begins_no_more(cluster: KubernetesNode, pods: list[GpuPod]
 def impatient(cluster: KubernetesNode, pods: list[GpuPod]) -> Iterator[None]:
     """The kubelet gives its runtime one second for what it is asked, or what the client says if
     that is more."""
-    cluster.kill("kubelet")
-    cluster.start_kubelet(runtimeRequestTimeout="1s")
-    wait_for(lambda: cluster.kubelet_knows(pods[0]), "pod that it knows", cluster.log)
-    yield
-    cluster.kill("kubelet")
-    cluster.start_kubelet()
+    with other_kubelet(cluster, runtimeRequestTimeout="1s"):
+        wait_for(lambda: cluster.kubelet_knows(pods[0]), "pod that it knows", cluster.log)
+        yield
 
 
 @pytest.mark.usefixtures("impatient", "slow")

@@ -29,6 +29,7 @@ from support.doctor import (
 )
 from support.engine_root import EngineRoot
 from support.gpu_pod import GpuPod
+from support.kubernetes_faults import other_kubelet
 from support.kubernetes_node import KubernetesNode
 from support.kubernetes_objects import pod_of
 
@@ -179,12 +180,14 @@ def crio_with(cluster: KubernetesNode, lines: str) -> Iterator[None]:
         restart(cluster)
 
 
+def test_only_of_cri_o_it_is_said_how_it_runs(cluster: KubernetesNode) -> None:
+    assert ("CRI-O" in findings(cluster)) == isinstance(cluster.runtime, CrioNode)
+
+
+@pytest.mark.with_crio
 def test_a_cri_o_that_refuses_checkpoints(cluster: KubernetesNode, pod: GpuPod) -> None:
     """It is told to, or there was no criu when it started. containerd has no such setting, and
     looks for criu at each checkpoint."""
-    if not isinstance(cluster.runtime, CrioNode):
-        assert "CRI-O" not in findings(cluster)
-        return
     for setting in ("false", "true"):
         with crio_with(cluster, f"enable_criu_support = {setting}\n"):
             if setting == "true":
@@ -196,11 +199,10 @@ def test_a_cri_o_that_refuses_checkpoints(cluster: KubernetesNode, pod: GpuPod) 
     cluster.checkpoint(pod)
 
 
+@pytest.mark.with_crio
 def test_a_cri_o_with_programs_and_hooks_of_its_own(cluster: KubernetesNode) -> None:
     """hooks_dir that leaves ours out, a crun beside that in PATH, and a runtime handler, whose name
-    archives have."""
-    if not isinstance(cluster.runtime, CrioNode):
-        return  # what containerd says of its runtimes is in test_crun.py
+    archives have. What containerd says of its runtimes is in test_crun.py."""
     root = cluster.root
     crun = root.path("/usr/bin/crun").read_bytes()
     crun = crun.replace(b"/etc/criu/crun.conf", b"/etc/criu/none.conf")
@@ -231,16 +233,11 @@ def test_a_cri_o_with_programs_and_hooks_of_its_own(cluster: KubernetesNode) -> 
 
 
 def test_a_kubelet_without_the_feature_gate(cluster: KubernetesNode, pod: GpuPod) -> None:
-    cluster.kill("kubelet")
-    cluster.start_kubelet({"ContainerCheckpoint": False})
-    try:
+    with other_kubelet(cluster, {"ContainerCheckpoint": False}):
         said = problems(findings(cluster))["kubelet"]
         assert "feature gate ContainerCheckpoint is off" in said
         assert "featureGates: {ContainerCheckpoint: true}" in said
         assert "feature gate ContainerCheckpoint is off" in refusal(cluster, pod.path)
-    finally:
-        cluster.kill("kubelet")
-        cluster.start_kubelet()
     wait_for(lambda: cluster.kubelet_knows(pod), "pod that the kubelet knows", cluster.log)
 
 

@@ -16,6 +16,7 @@ from support.containerd_node import JOB_IMAGE, wait_for
 from support.crio_node import CrioNode
 from support.doctor import ask, edited, findings, problems, refusal, restart, running
 from support.gpu_pod import GpuPod
+from support.kubernetes_faults import kubelet_away, paused
 from support.kubernetes_node import KubernetesNode
 from support.kubernetes_objects import pod_of
 
@@ -185,21 +186,18 @@ def test_a_pod_without_room_to_stage_gpu_memory(cluster: KubernetesNode) -> None
 
 def test_a_paused_container(cluster: KubernetesNode, pod: GpuPod) -> None:
     """As a runtime that died in a checkpoint leaves it, and as it finds it when it is back."""
-    ways = {"containerd": ("ctr", "-n", "k8s.io", "tasks", "pause"), "CRI-O": ("runc", "pause")}
-    cluster.root.run(*ways[cluster.runtime.name], pod.container_id())
     resume = f"gpustasis {cluster.runtime.command} resume {pod.path}"
-    paused = f"it is paused, as a checkpoint that was cut off leaves it -> {resume}"
-    assert paused in problems(findings(cluster, "--container", pod.path))["container"]
-    if isinstance(cluster.runtime, CrioNode):
-        assert "failed to pause container" in refusal(cluster, pod.path)
-    else:  # it makes one, and leaves it paused
-        assert ask(cluster, pod.path).returncode == 0
-        assert paused in problems(findings(cluster, "--container", pod.path))["container"]
-    cluster.kill("kubelet")  # which would start it anew: containerd says its state is unknown
-    try:
-        restart(cluster)
-        assert paused in problems(findings(cluster, "--container", pod.path))["container"]
-        assert "was paused and runs on" in cluster.root.run(*resume.split()).stdout
-    finally:
-        cluster.start_kubelet()
+    said = f"it is paused, as a checkpoint that was cut off leaves it -> {resume}"
+    with paused(cluster, pod):
+        assert said in problems(findings(cluster, "--container", pod.path))["container"]
+        if isinstance(cluster.runtime, CrioNode):
+            assert "failed to pause container" in refusal(cluster, pod.path)
+        else:  # it makes one, and leaves it paused
+            assert ask(cluster, pod.path).returncode == 0
+            assert said in problems(findings(cluster, "--container", pod.path))["container"]
+        # It would start the container anew: containerd says its state is unknown.
+        with kubelet_away(cluster):
+            restart(cluster)
+            assert said in problems(findings(cluster, "--container", pod.path))["container"]
+            assert "was paused and runs on" in cluster.root.run(*resume.split()).stdout
     pod.run_on(1)

@@ -56,8 +56,7 @@ def test_reboots(cluster: KubernetesNode, job: None) -> None:
     words = ("checkpoint", "delay", "--delay-ms", "60000")
     root.run("gpustasis", "emulator", "fault", "add", *words)
     client = cluster.begin_checkpoint(pod)
-    cluster.wait_for_driver()
-    assert client.poll() is None
+    cluster.wait_for_driver(client)
     cluster.reboot()
     assert client.wait(TIMEOUT_S) != 0
     pod = running(cluster, container)

@@ -5,7 +5,6 @@ on by itself, and nothing else is resumed."""
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,9 +14,11 @@ import pytest
 
 from gpustasis.runtimes.containerd import Container
 from gpustasis.runtimes.kubelet_archives import DIRECTORY
+from gpustasis.runtimes.pauses import IN_FLIGHT_S, SETTLE_S
 from support.containerd_node import wait_for
 from support.gpu_pod import GpuPod
 from support.json_output import check_document
+from support.kubernetes_faults import checkpoint_under_way, paused, runtime_away
 from support.kubernetes_node import TIMEOUT_S, KubernetesNode
 
 pytestmark = pytest.mark.usefixtures("tidy")
@@ -30,11 +31,21 @@ class Watch:
     """It runs on the node."""
 
     def __init__(self, cluster: KubernetesNode) -> None:
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - end() closes it
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - kill() closes it
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as well
         self._command = f"{cluster.runtime.command} resume"
+        self._mark = 0
         words = ("gpustasis", *self._command.split(), "--watch", "--json")
-        self._process = cluster.root.start(*words, stdout=self._said, stderr=subprocess.DEVNULL)
-        self.wait_for("watching")
+        self._process = cluster.root.start(*words, stdout=self._said, stderr=self._errors)
+        try:
+            self.wait_for("watching")
+        except BaseException:
+            self.kill()
+            raise
+
+    def forget(self) -> None:
+        """What has happened until now."""
+        self._mark += len(self.events())
 
     def events(self) -> list[str]:
         """What has happened: kind, or kind and NAMESPACE/POD/CONTAINER. But for what is there for a
@@ -43,22 +54,48 @@ class Watch:
         found = [check_document(line, self._command)["event"] for line in lines]
         said: list[str] = []
         for one in found:
-            of = f" {Container(**one['container']).path}" if one["container"] else ""
-            if one["what"] not in ("failed", "waiting") and said[-1:] != [one["what"] + of]:
-                said.append(one["what"] + of)
-        return said
+            if one["container"]:
+                said.append(f"{one['what']} {Container(**one['container']).path}")
+            elif one["what"] not in ("failed", "waiting") and said[-1:] != [one["what"]]:
+                said.append(one["what"])
+        return said[self._mark :]
 
     def wait_for(self, *events: str) -> None:
-        """Until these are the last ones."""
-        last = list(events)
-        wait_for(lambda: self.events()[-len(last) :] == last, str(last), lambda: str(self.events()))
+        """Until these have happened in this order, whatever else has."""
+
+        def happened() -> bool:
+            assert self._process.poll() is None, self.story()
+            found = iter(self.events())
+            return all(one in found for one in events)
+
+        wait_for(happened, str(events), self.story)
+
+    def require_resumed(self, *paths: str) -> None:
+        """These containers, once each, and no others; nothing that had to be tried again."""
+        told = [one for one in self.events() if one.split()[0] in ("resumed", "failed")]
+        assert told == [f"resumed {path}" for path in paths], self.story()
+
+    def story(self) -> str:
+        errors = os.pread(self._errors.fileno(), 1 << 20, 0).decode()
+        return f"{self.events()}\nthe watch, ended with {self._process.poll()}, said:\n{errors}"
 
     def end(self) -> None:
+        """If it was not ended before."""
+        if self._process.returncode == 0:
+            return
         (child,) = children(self._process.pid)
         begin = time.monotonic()
         os.kill(child, 15)
-        assert self._process.wait(60) == 0 and time.monotonic() - begin < END_S
+        assert self._process.wait(60) == 0 and time.monotonic() - begin < END_S, self.story()
+
+    def kill(self) -> None:
+        """If it has not ended."""
+        if self._process.poll() is None:
+            for one in (*children(self._process.pid), self._process.pid):
+                os.kill(one, 9)
+            self._process.wait(60)
         self._said.close()
+        self._errors.close()
 
 
 def children(pid: int) -> list[int]:
@@ -66,42 +103,57 @@ def children(pid: int) -> list[int]:
         return [int(word) for word in file.read().split()]
 
 
-@pytest.fixture(scope="module")
-def watch(cluster: KubernetesNode) -> Iterator[Watch]:
-    made = Watch(cluster)
-    yield made
-    made.end()
-
-
 @contextmanager
-def dump_of(cluster: KubernetesNode, pod: GpuPod, delay_ms: int) -> Iterator[subprocess.Popen[str]]:
-    """One that takes so long, from its begin; the kubelet's client of it."""
-    fault = ("gpustasis", "emulator", "fault")
-    cluster.root.run(*fault, "add", "checkpoint", "delay", "--delay-ms", str(delay_ms))
-    client = cluster.begin_checkpoint(pod)
+def watching(cluster: KubernetesNode) -> Iterator[Watch]:
+    made = Watch(cluster)
     try:
-        cluster.wait_for_driver()
-        yield client
+        yield made
+        made.end()
     finally:
-        cluster.root.run(*fault, "clear")
-        client.wait(60)
+        made.kill()
+
+
+@pytest.fixture(scope="module")
+def long_watch(cluster: KubernetesNode) -> Iterator[Watch]:
+    with watching(cluster) as made:
+        yield made
+
+
+@pytest.fixture
+def watch(long_watch: Watch) -> Watch:
+    """One that has seen the tests before."""
+    long_watch.forget()
+    return long_watch
+
+
+def settle(pod: GpuPod) -> int:
+    """The steps of a paused job, once its log has all that it said before."""
+    seen: list[int] = []
+
+    def same() -> bool:
+        time.sleep(1)
+        seen.append(pod.steps())
+        return seen[-2:] == [seen[-1]] * 2
+
+    wait_for(same, f"end of what {pod.name} says", pod.story)
+    return seen[-1]
 
 
 def test_a_runtime_that_comes_back_after_the_dump(cluster: KubernetesNode, watch: Watch) -> None:
     """The container is resumed before, so that the runtime finds it running: containerd would take
     it for one in an unknown state, and the kubelet would replace it."""
     pod = cluster.job("back-later", "--mib", "4")
-    with dump_of(cluster, pod, 4000):
-        cluster.runtime.kill()
-    watch.wait_for("ended", f"resumed {pod.path}")
-    cluster.runtime.restart()
+    container = pod.container_id()
+    with checkpoint_under_way(cluster, pod, 4000), runtime_away(cluster):
+        watch.wait_for("ended", f"resumed {pod.path}")
     pod.run_on()
-    watch.wait_for("watching")
+    watch.wait_for("ended", f"resumed {pod.path}", "watching")
     cluster.wait_for_runtime()
     archive = cluster.checkpoint(pod)
     assert "1 image whole" in cluster.root.run("gpustasis", "verify", archive).stdout
     pod.run_on()
-    assert watch.events()[-1] == "watching"
+    assert watch.events() == ["ended", f"resumed {pod.path}", "watching"], watch.story()
+    assert pod.container_id() == container != "", pod.story()
     pod.delete()
 
 
@@ -111,14 +163,17 @@ def test_a_runtime_that_comes_back_during_the_dump(cluster: KubernetesNode, watc
     pod = cluster.job("back-sooner", "--mib", "4")
     time.sleep(SYNC_S)
     container = pod.container_id()
-    with dump_of(cluster, pod, 15_000):
-        cluster.runtime.kill()
-        cluster.runtime.restart()
+    with checkpoint_under_way(cluster, pod, 15_000):
+        with runtime_away(cluster):
+            pass
         watch.wait_for("ended", "watching")
+        dumping = cluster.root.run("pgrep", "-x", "criu", check=False).returncode == 0
+        assert dumping, f"the runtime took longer to come back than the dump: {watch.story()}"
     pod.run_on()
-    assert pod.container_id() == container, pod.story()
+    assert pod.container_id() == container != "", pod.story()
     late = [f"unknown {pod.path}"] if cluster.runtime.name == "containerd" else []
-    watch.wait_for("watching", f"resumed {pod.path}", *late)
+    watch.wait_for("ended", "watching", f"resumed {pod.path}", *late)
+    watch.require_resumed(pod.path)
     pod.delete()
 
 
@@ -129,18 +184,19 @@ def test_a_runtime_that_ends_while_it_writes_the_archive(
     container stand still until the archive is written, containerd does not."""
     root, place = cluster.root, cluster.root.path(DIRECTORY)
     pod = cluster.job("cut", "--mib", "64")
-    before = set(place.iterdir())
+    container, before = pod.container_id(), set(place.iterdir())
     client = cluster.begin_checkpoint(pod)
     deadline = time.monotonic() + TIMEOUT_S
     while not (made := set(place.iterdir()) - before):
-        assert time.monotonic() < deadline and client.poll() is None
+        assert time.monotonic() < deadline and client.poll() is None, client.said()
         time.sleep(0.001)
-    cluster.runtime.kill()
-    cluster.runtime.restart()
-    assert client.wait(TIMEOUT_S) == 16
+    with runtime_away(cluster):
+        pass
+    assert client.wait(TIMEOUT_S) == 16, client.said()
     pod.run_on()
-    resumed = [f"resumed {pod.path}"] if cluster.runtime.name == "CRI-O" else []
-    watch.wait_for("watching", *resumed)
+    resumed = [pod.path] if cluster.runtime.name == "CRI-O" else []
+    watch.wait_for("ended", "watching")
+    watch.wait_for("ended", *(f"resumed {path}" for path in resumed))  # before that, or after it
     (archive,) = (DIRECTORY / one.name for one in made)
     for words in (
         ("verify", archive),
@@ -155,6 +211,8 @@ def test_a_runtime_that_ends_while_it_writes_the_archive(
     cluster.wait_for_runtime()
     archive = cluster.checkpoint(pod)  # a CRI-O that takes it for paused would refuse
     assert "1 image whole" in root.run("gpustasis", "verify", archive).stdout
+    watch.require_resumed(*resumed)
+    assert pod.container_id() == container != "", pod.story()
     pod.delete()
 
 
@@ -162,22 +220,35 @@ def test_nothing_else_is_resumed(cluster: KubernetesNode, watch: Watch) -> None:
     """Neither what somebody has paused, nor what stands still for a checkpoint that is under way;
     and a runtime that is started again when nothing is paused is no matter."""
     by_hand, other = cluster.job("by-hand", "--mib", "4"), cluster.job("slow", "--mib", "4")
-    cluster.runtime.kill()
-    cluster.runtime.restart()
+    with runtime_away(cluster):
+        pass
     watch.wait_for("ended", "watching")
     cluster.wait_for_runtime()
-    before = watch.events()
-    ways = {"containerd": ("ctr", "-n", "k8s.io", "tasks"), "CRI-O": ("runc",)}
-    way, container = ways[cluster.runtime.name], by_hand.container_id()
-    cluster.root.run(*way, "pause", container)
-    steps = -1
-    while steps != (steps := by_hand.steps()):  # until the log has all that it said before
-        time.sleep(1)
-    with dump_of(cluster, other, 4000) as client:
-        assert client.wait(60) == 0
-    other.run_on()
-    assert by_hand.steps() == steps and watch.events() == before
-    cluster.root.run(*way, "resume", container)
+    with paused(cluster, by_hand):
+        steps = settle(by_hand)
+        with checkpoint_under_way(cluster, other, 4000) as client:
+            assert client.wait(60) == 0, client.said()
+        other.run_on()
+        assert by_hand.steps() == steps and watch.events() == ["ended", "watching"], watch.story()
     by_hand.run_on()
     other.delete()
     by_hand.delete()
+
+
+def test_what_was_paused_before_the_watch_began_stays_so(
+    cluster: KubernetesNode, watch: Watch
+) -> None:
+    """Also when the runtime ends. That a watch which has seen the pause begin takes it for the
+    runtime's then is why the other one is ended."""
+    pod = cluster.job("kept", "--mib", "4")
+    watch.end()
+    with paused(cluster, pod), watching(cluster) as later:
+        steps = settle(pod)
+        later.wait_for("watching", f"kept {pod.path}")
+        later.forget()
+        with runtime_away(cluster):
+            later.wait_for("ended", f"kept {pod.path}")
+            time.sleep(IN_FLIGHT_S + SETTLE_S + 1)
+            assert pod.steps() == steps, later.story()
+            later.require_resumed()
+    pod.delete()

@@ -25,6 +25,7 @@ RIGHT: dict[str, dict[str, object]] = {
     "cpu-memory": {"criu": "criu", "ours": "ours", "auto": "auto"},
     "externalize": {"true": True, "false": False},
     "incremental": {"true": True, "false": False},
+    "layout": {"criu": "criu", "packed": "packed"},
     "parent": {"/a": "/a", "/a b/ü\"\\'#": "/a b/ü\"\\'#", "/": "/"},
     "threads": {"0": 0, "8": 8, "1024": 1024},
     "timeout": {"1ms": 1, "10s": 10_000, "2m": 120_000, "2147483647ms": 2147483647},
@@ -35,6 +36,7 @@ WRONG = {
     "cpu-memory": ["", "true", "Ours", "criu "],
     "externalize": ["", "yes", "1", "True", "off"],
     "incremental": ["", "on"],
+    "layout": ["", "Packed", "true"],
     "parent": ["", "a", "../a", "/a/../b", "/..", "/a\n", "/a\0", "/\ud800", "/" + "a" * 4095],
     "threads": ["", "-1", "+1", "1025", "1_0", " 1", "１", "1.0", "0x1", "many", "9" * 5000],
     "timeout": [

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tree without CUDA whose processes share memory, check all of it at every step, and say so.
 //
-//   shared_job [--mib N] [--children N] [--sealed 1] [--fds 0]
+//   shared_job [--mib N] [--children N] [--sealed 1] [--fds 0] [--tmpfs 1] [--reader 1]
 //
 // Each process prints "PID step N ok" for a step in which every byte was right and every other process was
 // seen to write. There are N MiB of shared anonymous memory and N MiB of a memfd, both with holes that no page
 // fills, a memfd that only the children map, and one that ends within a page. --sealed: the memfd is sealed
-// against new writers. --fds 0: no descriptor of the memfd is kept.
+// against new writers. --fds 0: no descriptor of the memfd is kept. --tmpfs: files in /dev/shm that were removed,
+// in place of memfds. --reader: the last child has the first of them open, and not mapped.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <signal.h>
@@ -106,6 +107,23 @@ static void check_holes(const struct area* area, int fd) {
             fail("a hole is filled", area->at + i * MIB);
 }
 
+// What a process has not mapped it reads and writes as a file.
+static void load(const struct area* area, int fd) {
+    for (size_t done = 0; done < area->bytes;) {
+        const ssize_t got = pread(fd, area->at + done, area->bytes - done, (off_t)done);
+        if (got <= 0)
+            fail("a file is short", area->at + done);
+        done += (size_t)got;
+    }
+}
+
+static void store_own(const struct area* area, int fd) {
+    for (size_t i = 0; i < area->bytes / MIB; ++i)
+        if (!is_hole(i) && writer(i) == self &&
+            pwrite(fd, area->at + i * MIB, MIB, (off_t)(i * MIB)) != (ssize_t)MIB)
+            fail("a file cannot be written", area->at + i * MIB);
+}
+
 static uint8_t* map(int fd, size_t bytes, off_t offset) {
     const int flags = MAP_SHARED | (fd < 0 ? MAP_ANONYMOUS : 0);
     uint8_t* at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, fd, offset);
@@ -114,10 +132,15 @@ static uint8_t* map(int fd, size_t bytes, off_t offset) {
     return at;
 }
 
-static int make_memfd(const char* name, size_t bytes) {
-    const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+static int make_file(const char* name, size_t bytes, int on_tmpfs) {
+    char path[100];
+    snprintf(path, sizeof path, "/dev/shm/shared_job %d %s", (int)getpid(), name);
+    const int fd = on_tmpfs ? open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600)
+                            : memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (on_tmpfs && fd >= 0 && unlink(path) != 0)
+        fail("no file can be removed", NULL);
     if (fd < 0 || ftruncate(fd, (off_t)bytes) != 0)
-        fail("no memfd", NULL);
+        fail("no file", NULL);
     return fd;
 }
 
@@ -148,13 +171,14 @@ int main(int argc, char** argv) {
     common = (struct common*)map(-1, PAGE, 0);
     struct area areas[2] = {{map(-1, mib * MIB, 0), mib * MIB, 1}};
     size_t count = 1;
-    const int memfd = make_memfd("of all", mib * MIB);
+    const int on_tmpfs = number(argc, argv, "--tmpfs", 0) != 0;
+    const int memfd = make_file("of all", mib * MIB, on_tmpfs);
     areas[count++] = (struct area){map(memfd, mib * MIB, 0), mib * MIB, 1001};
     const size_t odd = 3 * MIB + 1000;
-    const int ends_within_page = make_memfd("odd", odd);
+    const int ends_within_page = make_file("odd", odd, on_tmpfs);
     uint8_t* at_odd = map(ends_within_page, odd, 0);
     fill(at_odd, odd, 5);
-    const int of_children = make_memfd("of children", 4 * MIB);
+    const int of_children = make_file("of children", 4 * MIB, on_tmpfs);
     for (size_t i = 0; i < count; ++i)
         fill_all(&areas[i]);
     if (number(argc, argv, "--sealed", 0) != 0 &&
@@ -168,6 +192,14 @@ int main(int argc, char** argv) {
             prctl(PR_SET_PDEATHSIG, SIGKILL);
             break;
         }
+    const int reads = self != 0 && self == children && number(argc, argv, "--reader", 0) != 0;
+    if (reads) {
+        munmap(areas[1].at, areas[1].bytes);
+        areas[1].at =
+            mmap(NULL, areas[1].bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (areas[1].at == MAP_FAILED)
+            fail("no memory", NULL);
+    }
     // Each maps the two halves in another order.
     uint8_t* halves[2] = {NULL, NULL};
     if (self != 0)
@@ -181,6 +213,8 @@ int main(int argc, char** argv) {
     uint64_t own = 0;
     for (size_t step = 1;; ++step) {
         for (size_t i = 0; i < count; ++i) {
+            if (i == 1 && reads)
+                load(&areas[i], memfd);
             check_all(&areas[i], own);
         }
         if (number(argc, argv, "--fds", 1) != 0)
@@ -192,6 +226,8 @@ int main(int argc, char** argv) {
             own += 2 * MAX_PROCESSES;
             for (size_t i = 0; i < count; ++i)
                 write_own(&areas[i], own);
+            if (reads)
+                store_own(&areas[1], memfd);
         }
         ++common->steps[self];
         await_others();

@@ -3,31 +3,31 @@
  *
  *     steady_job [--mib N] [--pinned-kib N] [--children N] [--plain-children N] [--seed N]
  *                [--plain-threads N] [--cuda 0] [--registered-kib N] [--module FILE] [--streams N]
- *                [--late-children N] [--forked-children N]
+ *                [--late-children N] [--forked-children N] [--alike 1|2] [--shared-mib N]
  *
  * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA. A
- * late child is without CUDA until SIGUSR1 comes; a forked child is forked when its parent has a
- * context, and is without CUDA.
- * Each CUDA process holds N MiB of device memory (default 4) in four regions - zero, compressible,
- * random, and a pattern that repeats - and N KiB of pinned and of registered host memory (default 0).
- * Again and again it reads all of it, compares each byte with a copy of its own, prints "PID step K ok",
- * and changes a stretch of both. With a module, steady_kernels.cu compiled, each of N streams (default 1)
- * has a kernel, asynchronous copies and a host function under way from one step to the next. A process without CUDA does the same with its own memory, and has N more threads
- * that wait (default 0). What differs is "PID MISMATCH region R offset O", an error of the driver
- * "PID CALL: NAME"; the process then ends with status 1. Every line is one write to standard output,
- * so the lines of the tree do not mix.
+ * late child is without CUDA until SIGUSR1 comes; a forked child is forked when its parent has a context,
+ * and is without CUDA. All of them share N MiB without a name, which nobody changes, and N MiB of a memfd,
+ * of which each changes a part of its own. With --alike all children have the first one's memory; with 2,
+ * fewer rights. Each CUDA process holds N MiB of device memory (default 4) in four regions - zero,
+ * compressible, random, and a pattern that repeats - and N KiB of pinned and of registered host memory
+ * (default 0). Again and again it reads all of it, compares each byte with a copy of its own, prints "PID
+ * step K ok", and changes a stretch of both. With a module, steady_kernels.cu compiled, each of N streams
+ * (default 1) has a kernel, asynchronous copies and a host function under way from one step to the next. A
+ * process without CUDA does the same with its own memory, and has N more threads that wait (default 0).
+ * What differs is "PID MISMATCH region R offset O", an error of the driver "PID CALL: NAME"; the process
+ * then ends with status 1. Every line is one write, so lines do not mix.
  */
 #define _GNU_SOURCE
+#include "steady_memory.h"
 #include <cuda.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
@@ -55,22 +55,6 @@ static void require(CUresult result, const char* call) {
 }
 #define REQUIRE(call) require((call), #call)
 
-static uint64_t next_random(uint64_t* state) {
-    *state ^= *state << 13, *state ^= *state >> 7, *state ^= *state << 17;
-    return *state;
-}
-
-static void fill(uint8_t* bytes, size_t size, int region, uint64_t seed) {
-    for (size_t i = 0; i < size; ++i) {
-        switch (region) {
-        case 0: bytes[i] = 0; break;
-        case 1: bytes[i] = (uint8_t)(i / 97); break;
-        case 2: bytes[i] = (uint8_t)(next_random(&seed) >> 32); break;
-        default: bytes[i] = (uint8_t)(i % 4096 < 1024 ? i * 31 : i >> 16); break;
-        }
-    }
-}
-
 static void compare(const uint8_t* found, const uint8_t* wanted, size_t size, int region) {
     if (memcmp(found, wanted, size) == 0)
         return;
@@ -88,6 +72,15 @@ static size_t change(uint8_t* wanted, size_t size, int region, uint64_t* state, 
     for (size_t i = 0; region != 0 && i < *length; ++i)
         wanted[offset + i] = (uint8_t)(next_random(state) >> 32);
     return offset;
+}
+
+static void step_shared(unsigned long step) {
+    if (shared.size == 0)
+        return;
+    compare(shared.same, wanted_of_all(), shared.size, kRegions + 20);
+    if (step > 0)
+        compare(own_slot(), wanted_slot(step), kSlot, kRegions + 21);
+    memcpy(own_slot(), wanted_slot(step + 1), kSlot);
 }
 
 enum { kNumbers = 1024, kRounds = 500, kMaxStreams = 16, kBlock = 65536 };
@@ -230,6 +223,7 @@ static void run_cuda(const struct shape* shape, uint64_t seed) {
         const pid_t parent = getpid();
         if (fork() == 0) {
             follow(parent);
+            shared.self = kSlots - 1 - child;
             run_plain(shape, 0, seed + 7 + child);
         }
     }
@@ -291,6 +285,7 @@ static void run_cuda(const struct shape* shape, uint64_t seed) {
                 change(registered_wanted, registered_size, kRegions + 1, &seed, &length);
             memcpy(registered + offset, registered_wanted + offset, length);
         }
+        step_shared(step);
         say("step %lu ok", step);
         usleep(kStepMicroseconds);
     }
@@ -327,6 +322,7 @@ static void run_plain(const struct shape* shape, unsigned long threads, uint64_t
         compare(memory, wanted, size, 0);
         const size_t offset = change(wanted, size, 2, &seed, &length);
         memcpy(memory + offset, wanted + offset, length);
+        step_shared(step);
         say("step %lu ok", step);
         usleep(kStepMicroseconds);
     }
@@ -342,7 +338,7 @@ static void follow(pid_t parent) {
 
 int main(int argc, char** argv) {
     struct shape shape = {.size = (size_t)4 << 20, .streams = 1};
-    unsigned long children = 0, plain_children = 0, plain_threads = 0, late = 0;
+    unsigned long children = 0, plain_children = 0, plain_threads = 0, late = 0, alike = 0;
     uint64_t seed = 1;
     bool cuda = true;
     for (int i = 1; i < argc; i += 2) {
@@ -369,6 +365,10 @@ int main(int argc, char** argv) {
             plain_threads = value;
         else if (strcmp(argv[i], "--seed") == 0)
             seed = value + 1;
+        else if (strcmp(argv[i], "--alike") == 0)
+            alike = value;
+        else if (strcmp(argv[i], "--shared-mib") == 0 && value > 0)
+            share((size_t)value << 20);
         else if (strcmp(argv[i], "--cuda") == 0)
             cuda = value != 0;
         else {
@@ -379,18 +379,20 @@ int main(int argc, char** argv) {
     const struct shape without_forks = {shape.size, shape.pinned_size, shape.registered_size,
                                         0,          shape.module,      shape.streams};
     for (unsigned long child = 0; child < late + children + plain_children; ++child) {
-        const pid_t parent = getpid();
-        const pid_t pid = fork();
+        const pid_t parent = getpid(), pid = fork();
         if (pid < 0)
             return 3;
         if (pid > 0)
             continue;
         follow(parent);
+        shared.self = child + 1;
+        const uint64_t own_seed = seed * 1000003 + (alike > 0 ? (uint64_t)-1 : child);
+        (void)(alike > 1 && prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
         if (child >= late && child < late + children)
-            run_cuda(&without_forks, seed * 1000003 + child);
+            run_cuda(&without_forks, own_seed);
         if (child < late)
             signal(SIGUSR1, want_cuda);
-        run_plain(&without_forks, plain_threads, seed * 1000003 + child);
+        run_plain(&without_forks, plain_threads, own_seed);
     }
     if (cuda)
         run_cuda(&shape, seed * 1000003 - 1);

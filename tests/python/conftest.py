@@ -2,7 +2,9 @@
 """Fixtures of the tests of recover.
 
 driver_calls  driver_calls(job, "lock", "checkpoint", ...): as another tool would call the driver
-abandon       abandon(job, images, with_worker=True): a dump whose criu dies with all memory dropped
+driver_state  driver_state(job) -> "CHECKPOINTED": what the driver says of it
+abandon       abandon(job, images, with_worker=True): a dump whose criu dies, all memory dropped;
+              with_guardians=False: who puts the memory back is left; drops=False: none was dropped
 """
 
 from __future__ import annotations
@@ -49,6 +51,24 @@ def driver_calls(emulator_environ: dict[str, str]) -> DriverCalls:
 
 
 @pytest.fixture
+def driver_state(emulator_environ: dict[str, str]) -> Callable[[Job], str]:
+    """The driver's state of a job, by its name."""
+    code = (
+        "import sys; from gpustasis.driver import Driver; "
+        "print(Driver().get_state(int(sys.argv[1])).name)"
+    )
+
+    def ask(job: Job) -> str:
+        argv = [sys.executable, "-c", code, str(job.pid)]
+        ended = subprocess.run(
+            argv, env=emulator_environ, check=True, timeout=60, capture_output=True, text=True
+        )
+        return ended.stdout.strip()
+
+    return ask
+
+
+@pytest.fixture
 def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
     """abandon(job, images, with_worker=True): begin a dump and kill criu, and the worker that would
     undo it, when all GPU memory is in the image and out of the task. One CRIU will do here."""
@@ -62,9 +82,16 @@ def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
     script.chmod(0o755)
 
     config = tmp_path / "found-locked.toml"
-    config.write_text('found_locked = "dump"\n')
 
-    def begin_and_kill(job: Job, images: Path, *, with_worker: bool = True) -> None:
+    def begin_and_kill(
+        job: Job,
+        images: Path,
+        *,
+        with_worker: bool = True,
+        with_guardians: bool = True,
+        drops: bool = True,
+    ) -> None:
+        config.write_text(f'found_locked = "dump"\nexternalize = {str(drops).lower()}\n')
         argv, environ = checkpointer.dump_command(
             job, images, "--action-script", str(script), config=config
         )
@@ -76,7 +103,8 @@ def abandon(emulator_environ: dict[str, str], tmp_path: Path) -> Abandon:
                 assert criu.poll() is None, (images / "dump.log").read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
+            names = [WORKER_COMM, GUARDIAN_COMM] if with_guardians else [WORKER_COMM]
+            workers = find_users(images, *names)
             assert workers, "the plugin has no worker: what is tested here cannot come about"
             if with_worker:
                 for worker in workers:

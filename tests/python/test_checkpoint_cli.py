@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -153,6 +155,52 @@ def test_arguments_after_two_dashes_go_to_criu(
     check_memory(job, 0)
 
 
+def test_what_an_earlier_dump_has_logged_is_no_reason_for_this_one(
+    gpustasis: Gpustasis, gpu_generations: Generations, images: Path
+) -> None:
+    """criu ends before it has a log."""
+    earlier = "(00.1) Error (gpustasis): cuda_plugin: pid 7: no GPU, then\n"
+    (images / "dump.log").write_text(earlier)
+    job = gpu_generations()
+    refused = gpustasis("checkpoint", str(job.pid), "-D", images, "--", "--no-such-option")
+    assert refused.returncode == 12
+    assert "no-such-option" in refused.stderr
+    assert "no GPU" not in refused.stderr and "full log" not in refused.stderr
+    assert (images / "dump.log").read_text() == earlier
+    check_memory(job, 0)
+
+
+def test_a_name_that_looks_like_an_error_of_the_plugin(
+    criu: Criu,
+    gpustasis: Gpustasis,
+    compile_cuda: Callable[..., Path],
+    emulator_environ: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """criu logs it as it is, and whoever believes it takes a whole checkpoint for none."""
+    folder = tmp_path / "a\n(00.1) Error (gpustasis): cuda_plugin: all is lost"
+    folder.mkdir()
+    program_of = Path(__file__).parent.parent / "programs" / "gpu_generations.c"
+    for number, words in enumerate(
+        (["/bin/sleep", "600"], [compile_cuda(program_of), "8", "1", "4"])
+    ):
+        job = Job(words, folder / "log", emulator_environ)
+        try:
+            if number:
+                job.wait_for("ready")
+            images = tmp_path / f"images-{number}"
+            place = ("-D", images, "--criu", program(criu))
+            dumped = gpustasis("checkpoint", str(job.pid), *place)
+            assert dumped.returncode == 0, dumped.stderr
+            assert "all is lost" in (images / "dump.log").read_text()
+            assert job.wait() == -signal.SIGKILL
+            restored = gpustasis("restore", *place)
+            assert restored.returncode == 0, restored.stderr
+            assert job.alive()
+        finally:
+            job.end()
+
+
 def test_a_pidfile_after_two_dashes_is_refused_before_anything_is_restored(
     criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, images: Path
 ) -> None:
@@ -189,10 +237,65 @@ def test_a_damaged_image_is_refused_with_the_reason(
     assert not job.alive()
 
 
+def test_statistics_that_stay_of_an_earlier_run_are_not_those_of_this_one(
+    gpustasis: Gpustasis, gpu_generations: Generations, images: Path, tmp_path: Path
+) -> None:
+    """A directory that cannot be written to keeps them."""
+    job = gpu_generations()
+    assert gpustasis("checkpoint", str(job.pid), "-D", images).returncode == 0
+    job.wait()
+    assert gpustasis("restore", "-D", images).returncode == 0
+    job.signal(signal.SIGKILL)
+    job.wait()
+    for words in (["--bind"], ["-o", "remount,ro,bind"]):
+        subprocess.run(["mount", *words, images, images], check=True)
+    try:
+        restored = gpustasis("restore", "--json", "-D", images, "-W", tmp_path)
+    finally:
+        subprocess.run(["umount", images], check=True)
+    assert restored.returncode == 0, restored.stderr
+    assert json.loads(restored.stdout)["statistics"] is None
+    check_memory(job, 0)
+
+
 def test_a_process_that_is_not_there(gpustasis: Gpustasis, criu: Criu, images: Path) -> None:
     ended = gpustasis("checkpoint", str(2**22), "-D", images, "--criu", program(criu))
     assert ended.returncode == 12
     assert f"there is no process {2**22}" in ended.stderr
+
+
+def test_a_directory_that_others_may_look_into_is_warned_of(
+    gpustasis: Gpustasis, launch: Callable[..., Job], tmp_path: Path
+) -> None:
+    """CRIU's images hold memory, and anybody may read them. One that is made keeps others out, and
+    so does the one that a stream is received into, in the place of an empty one."""
+    job = launch(["/bin/sleep", "600"])
+    for mode, warned in ((0o755, True), (0o710, True), (0o700, False), (None, False)):
+        images = tmp_path / f"{mode}"
+        if mode is not None:
+            images.mkdir()
+            images.chmod(mode)
+        done = gpustasis("checkpoint", str(job.pid), "-D", images, "--leave-running")
+        assert done.returncode == 0, done.stderr
+        assert (f"may look into {images} (mode {mode or 0:04o})" in done.stderr) == warned
+        assert images.stat().st_mode & 0o777 == (mode or 0o700)
+    stream, place = tmp_path / "stream", tmp_path / "place"
+    done = gpustasis("checkpoint", str(job.pid), "-o", stream, "--spool", tmp_path / "spool")
+    assert done.returncode == 0, done.stderr
+    job.wait()
+    place.mkdir()
+    place.chmod(0o755)
+    done = gpustasis("restore", "-i", stream, "-D", place)
+    assert done.returncode == 0, done.stderr
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert job.alive()
+
+
+def test_a_stream_goes_to_no_directory(gpustasis: Gpustasis, tmp_path: Path) -> None:
+    for name in (".", "/", "..", "", str(tmp_path)):
+        ended = gpustasis("checkpoint", "2", "-o", name)
+        assert ended.returncode == 3, ended.stderr
+        assert "is there already; name a new file" in ended.stderr
 
 
 def test_running_and_stopped_exclude_each_other(gpustasis: Gpustasis, images: Path) -> None:

@@ -22,7 +22,9 @@ from gpustasis.errors import EngineError
 from gpustasis.runtimes import containerd
 from gpustasis.runtimes.cri import GET_TASK, RESUME_TASK, RUNNING, TASK_PAUSED, Cri
 from support.cri_server import Answer, CriServer, inventory
+from support.job import ended
 
+TESTS = Path(__file__).resolve().parent.parent
 ONE, TWO, DEAD = "1" * 64, "12" * 32, "dead" * 16
 EXITED = 2  # ContainerState.CONTAINER_EXITED
 CONTAINERS = {ONE: RUNNING, TWO: RUNNING, DEAD: EXITED}
@@ -191,6 +193,44 @@ def test_a_container_that_stays_paused(path: Path, tmp_path: Path) -> None:
         finally:
             runtime.ended.set()
     assert f"ctr -n k8s.io tasks resume {TWO}" in str(caught.value)
+
+
+# In a pid namespace of its own. argv: the socket, and a file that is made when it is asked for a
+# checkpoint.
+HIDDEN = """
+import sys, time
+from pathlib import Path
+from support.cri_server import CriServer, inventory
+known = inventory("containerd", "v2.1.9", {"1" * 64: 1})
+def checkpoint(request, context):
+    Path(sys.argv[2]).touch()
+    return {}
+with CriServer(Path(sys.argv[1]), known | {"CheckpointContainer": checkpoint}):
+    print("serves", flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_container_that_could_not_be_resumed_is_not_paused(path: Path, tmp_path: Path) -> None:
+    """Dumps of a runtime in another pid namespace are not seen: none could be waited for."""
+    asked = tmp_path / "asked"
+    words = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c")
+    with ended(
+        subprocess.Popen(
+            [*words, HIDDEN, str(path), str(asked)],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(TESTS)},
+        )
+    ) as made:
+        assert made.stdout is not None and made.stdout.readline() == b"serves\n"
+        with Cri(str(path)) as cri:
+            container = containerd.find(cri, ONE)
+            with pytest.raises(EngineError, match=r"^the runtime, .* in another pid namespace"):
+                containerd.checkpoint(cri, container, tmp_path / "a.tar", 5)
+            said = r"^container default/web/c0 \(1+\) was not resumed and may stand still: the run"
+            with pytest.raises(EngineError, match=said):
+                containerd.resume(cri, container)
+    assert not asked.exists()
 
 
 def test_one_that_was_paused_before_stays_so(path: Path, tmp_path: Path) -> None:

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from gpustasis.errors import EngineError
-from gpustasis.runtimes.crio import unpause
+from gpustasis.runtimes.crio import container_names, storage_directory, unpause
 
 ID = "0123456789abcdef" * 4
+Factory = pytest.TempPathFactory
 
 
 @contextmanager
@@ -72,6 +78,92 @@ def test_answers_that_are_none(answer: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_an_answer_that_comes_for_ever_is_not_waited_for(tmp_path_factory: Factory) -> None:
+    path = str(tmp_path_factory.mktemp("s") / "socket")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+
+        def drip() -> None:
+            with server.accept()[0] as connection, contextlib.suppress(OSError):
+                while True:
+                    connection.sendall(b"x")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(
+            EngineError, match=r"does not answer: its answer has no end after 0\.5 s"
+        ):
+            storage_directory(path, 0.5)
+        thread.join()
+
+
 def test_nobody_listens() -> None:
     with pytest.raises(EngineError, match=r"does not answer: .*No such file"):
         unpause("/run/nobody/crio.sock", ID)
+
+
+def test_where_its_storage_is() -> None:
+    known = '{"storage_driver":"overlay","storage_root":"/var/lib/containers/storage"}'
+    with crio(f"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{known}") as (path, asked):
+        assert storage_directory(path) == Path("/var/lib/containers/storage/overlay-containers")
+    assert asked[0].startswith(b"GET /info HTTP/1.0\r\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"storage_driver":"overlay","storage_root":7}', "[" * 20_000]
+)
+def test_a_storage_that_it_does_not_tell(text: str) -> None:
+    with crio(f"HTTP/1.0 200 OK\r\n\r\n{text}") as (path, _), pytest.raises(EngineError) as caught:
+        storage_directory(path)
+    assert "does not say where its storage is (200)" in str(caught.value)
+
+
+LABELS = {
+    "io.kubernetes.container.name": "job",
+    "io.kubernetes.pod.name": "trainer",
+    "io.kubernetes.pod.namespace": "default",
+}
+
+
+def description(labels: object, kind: object = "container") -> str:
+    words = {
+        "io.kubernetes.cri-o.ContainerType": kind,
+        "io.kubernetes.cri-o.Labels": json.dumps(labels),
+    }
+    return json.dumps({"annotations": words})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (description(LABELS), ("default", "trainer", "job")),
+        (
+            description(LABELS | {"io.kubernetes.pod.name": "a\x1b[31m\nb"}),
+            ("default", "a?[31m b", "job"),
+        ),
+        (description(LABELS, "sandbox"), None),
+        (description({}), None),
+        (description([]), None),
+        (description(LABELS | {"io.kubernetes.pod.name": 7}), None),
+        ("{}", None),
+        ("[" * 20_000, None),
+        ("", None),
+    ],
+)
+def test_names_of_a_container(
+    tmp_path: Path, text: str, names: tuple[str, str, str] | None
+) -> None:
+    place = tmp_path / ID / "userdata"
+    place.mkdir(parents=True)
+    assert container_names(tmp_path, ID) is None
+    (place / "config.json").write_text(text)
+    assert container_names(tmp_path, ID) == names
+
+
+def test_a_description_that_holds_up_nobody(tmp_path: Path) -> None:
+    place = tmp_path / ID / "userdata"
+    place.mkdir(parents=True)
+    os.mkfifo(place / "config.json")
+    assert container_names(tmp_path, ID) is None

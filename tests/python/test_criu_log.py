@@ -10,7 +10,7 @@ LOG = """\
 (00.000011) Version: 4.2.1 (gitid 0)
 (00.000020) Error (criu/rlimit.c:39): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted
 (00.010000) cuda_plugin: pid 42: locked
-(00.020000) Error: cuda_plugin: pid 42: cannot write gpustasis-42.img: No space left on device
+(00.020000) Error (gpustasis): cuda_plugin: pid 42: cannot write gpustasis-42.img: No space left on device
 (00.020001) Error (criu/cr-dump.c:1900): CHECKPOINT_DEVICES failed
 (00.020002)     42: Error (criu/mem.c:1): second
 (00.020003) Error (criu/mem.c:2): third

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from gpustasis.cli.options import describe
-from gpustasis.criu.statistics import find_statistics, statistics_path
+from gpustasis.criu.statistics import failures, find_statistics, statistics_path
 from gpustasis.errors import ImageError
+from support.inventory import write_inventory
 
 TASK = {
     "pid": 900,
@@ -89,3 +90,40 @@ def test_damage_is_an_image_error_that_names_the_file(tmp_path: Path, content: s
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ImageError, match=path.name):
         find_statistics(tmp_path, "dump")
+
+
+def test_one_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
+    with statistics_path(tmp_path, "dump").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ImageError, match="is longer than 67108864 bytes"):
+        find_statistics(tmp_path, "dump")
+
+
+FORGED = ["a line in the name of a file"]
+
+
+@pytest.mark.parametrize(
+    ("found", "names", "status", "said"),
+    [
+        ({}, ("cuda_plugin",), 0, []),
+        (None, (), 0, []),
+        (None, ("cuda_plugin",), 0, FORGED),  # it could not write what it had to say
+        (None, ("gpustasis",), 0, FORGED),
+        ({}, (), 1, FORGED),
+        ({"result": "failed", "error": "no GPU"}, (), 0, FORGED),
+    ],
+)
+def test_whose_lines_in_criu_s_log_are_believed(
+    tmp_path: Path,
+    found: dict[str, str] | None,
+    names: tuple[str, ...],
+    status: int,
+    said: list[str],
+) -> None:
+    write_inventory(tmp_path, *names)
+    if found is not None:
+        write(tmp_path, DUMP | found)
+    statistics = find_statistics(tmp_path, "dump")
+    assert failures(statistics, tmp_path, status, FORGED) == said
+    if found:
+        assert failures(statistics, tmp_path, status, []) == ["no GPU"]

@@ -233,6 +233,13 @@ def kubelet(proc: Path, version: str, words: str, config: str) -> Path:
     return process
 
 
+def test_a_process_whose_name_is_no_text_hides_no_kubelet(tmp_path: Path) -> None:
+    kubelet(tmp_path, "Kubernetes v1.36.3", "", "")
+    (tmp_path / "1" / "comm").write_bytes(b"\xff\xfe\n")
+    (finding,) = kubernetes.check_kubelet(tmp_path)
+    assert finding.name == "kubelet"
+
+
 @pytest.mark.parametrize("what", ["mnt", "user", "pid", "owner", "setuid program", "writable"])
 def test_what_only_calls_itself_kubelet_is_not_run(tmp_path: Path, what: str) -> None:
     """As a process in a container may, or one of an ordinary user."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,20 @@ def test_the_monitor_of_a_container_is_not_it(host: Host) -> None:
     host.group(f"/kubepods/crio-{ID}")
     host.group(f"/crio-conmon-{ID}.scope", f"/crio-conmon-{ID}.scope")
     assert host.frozen() == []
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_group_that_another_user_has_made_is_not_meant(host: Host, version: int) -> None:
+    """Where he may, as below his session. A container's own may belong to its user; not to freeze
+    it."""
+    path, own = f"/user.slice/crio-{ID}.scope", f"/kubepods/crio-{OTHER}.scope"
+    host.group(path, path, version=version)
+    host.group(own, version=version)
+    base = host.groups / ("freezer" if version == 1 else "")
+    made = base / path.strip("/")
+    for entry in (made, *made.iterdir(), base / own.strip("/")):
+        os.chown(entry, 65534, 65534)
+    assert freezer.groups_by_container() == {OTHER: [base / own.strip("/")]}
 
 
 def test_all_containers_at_once(host: Host) -> None:

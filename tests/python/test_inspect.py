@@ -113,6 +113,7 @@ def test_json_says_everything(tmp_path: Path) -> None:
         "lz4": 3,
         "raw": 2,
         "ref": 0,
+        "alike": 0,
     }
 
 

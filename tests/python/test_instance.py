@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from gpustasis.errors import EngineError
 from gpustasis.runtimes import instance
 from gpustasis.runtimes.instance import Instance, find_instance, wait
 from gpustasis.task import read_task
+from support.job import ended
 
 TIMEOUT_S = 60
 # It listens at argv[1] and says so; with a second word, it leaves the socket to a child and ends.
@@ -148,3 +152,27 @@ def test_a_socket_that_may_not_be_opened(path: str, server: subprocess.Popen[str
         [*words, sys.executable, "-c", ask], capture_output=True, text=True, check=False
     )
     assert "Permission denied" in done.stderr and EngineError.__name__ in done.stderr, done
+
+
+def test_a_runtime_in_another_pid_namespace_hides_its_dumps(path: str) -> None:
+    """Its criu would not be believed. In that namespace itself all is well."""
+    words = [*PID_NAMESPACE, sys.executable, "-c", SERVER, path]
+    with ended(subprocess.Popen(words, stdout=subprocess.PIPE)) as made:
+        assert made.stdout is not None and made.stdout.readline()
+        with pytest.raises(EngineError, match="is in another pid namespace"):
+            instance.require_sight_of_server(path)
+        (child,) = Path(f"/proc/{made.pid}/task/{made.pid}/children").read_text().split()
+        enter = ["nsenter", f"--target={child}", "--pid", "--mount", sys.executable, "-c"]
+        code = "import sys; from gpustasis.runtimes import instance; print('fine')"
+        look = f"{code}; instance.require_sight(int(sys.argv[1]))"
+        subprocess.run([*enter, look, "1"], check=True)
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_runtime_of_another_user_hides_its_dumps() -> None:
+    with ended(subprocess.Popen(["sleep", "1000"], user=65534)) as made:
+        time.sleep(0.2)
+        with pytest.raises(EngineError, match="is of user 65534"):
+            instance.require_sight(made.pid)
+    with ended(subprocess.Popen(["sleep", "1000"])) as made:
+        instance.require_sight(made.pid)

@@ -19,6 +19,7 @@ from gpustasis.sealing.seal import seal
 from gpustasis.sealing.unseal import unseal
 from support.certificates import Pair
 from support.command import call
+from support.inventory import write_inventory
 from support.recipients import make_recipient
 
 
@@ -31,7 +32,7 @@ def me(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def sealed(tmp_path: Path, me: Pair) -> Path:
     directory = tmp_path / "one"
     directory.mkdir()
-    (directory / "inventory.img").write_bytes(b"inventory")
+    write_inventory(directory)
     (directory / "core-1.img").write_bytes(b"core" * 100)
     seal(directory, read_recipients([me.certificate]), tmp_path / "sealed")
     return tmp_path / "sealed"
@@ -85,7 +86,7 @@ def test_a_command_that_hangs(
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ("cat /dev/zero", "prints more than the 64 bytes"),
+        ("cat /dev/zero", "prints more than the 49168 bytes"),
         ("cat /dev/zero >&2", "bytes of errors"),
         ("sleep 100", "did not end within"),
     ],

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpustasis.archive.layout import Engine
-from gpustasis.errors import ArchiveError
+from gpustasis.errors import ArchiveError, CheckpointError
 from gpustasis.runtimes.kubelet_archives import list_archives, read_archive
 from support.json_output import check_document
 
@@ -122,7 +122,8 @@ def test_a_terminal_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(ArchiveError, match=r"cannot list .*No such file"):
+    with pytest.raises(CheckpointError, match=r"cannot list .*No such file") as caught:
         list_archives(tmp_path / "none")
+    assert caught.value.exit_code == CheckpointError.exit_code  # it is no damage
     with pytest.raises(ArchiveError, match="cannot be read: No such file"):
         read_archive(tmp_path / "none.tar")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from gpustasis.runtimes.pauses import (
+    AFTER_DUMP_S,
     BY_HAND_S,
     IN_FLIGHT_S,
     RETAIN_S,
@@ -218,3 +219,14 @@ def test_a_dump_at_a_later_look_that_is_older_than_the_runtime() -> None:
     node.runtime = SECOND
     node.stay(IN_FLIGHT_S + 1, "running").stay(3, "dump 1990").stay(SETTLE_S + 1, "paused")
     assert (node.state, node.resumed) == ("running", 1)
+
+
+@pytest.mark.parametrize("back_after_s", [0.0, 5.0])
+def test_somebody_pauses_it_just_after_a_checkpoint(back_after_s: float) -> None:
+    """Too soon to be seen to run. What its runtime still has to write does not count."""
+    node = Node().stay(5).stay(5, "dump 1500").stay(2 * AFTER_DUMP_S, "packed")
+    node.stay(AFTER_DUMP_S + 1, "paused").kill(back_after_s=back_after_s)
+    assert node.kept == {"c"}
+    assert node.stay(30).resumed == 0
+    node = Node().stay(5).stay(5, "dump 1500").stay(AFTER_DUMP_S / 2, "paused").kill()
+    assert node.stay(30).resumed == 1

@@ -13,6 +13,7 @@ from gpustasis.sealing.keys import KeyFile
 from gpustasis.sealing.recipients import read_recipients
 from gpustasis.sealing.seal import seal
 from gpustasis.sealing.unseal import unseal
+from support.inventory import write_inventory
 from support.plain_sealed import PlainFile, open_directory
 from support.recipients import make_recipient
 
@@ -69,7 +70,7 @@ def test_the_independent_reader_opens_what_is_sealed_now(tmp_path: Path, frame_s
     me, other = make_recipient(tmp_path, "me"), make_recipient(tmp_path, "other", "SECP256R1")
     directory = tmp_path / "checkpoint"
     directory.mkdir()
-    (directory / "inventory.img").write_bytes(b"inventory")
+    write_inventory(directory)
     for number in range(40):
         (directory / f"fdinfo-{number}.img").write_bytes(bytes([number]) * (number * 977))
     before = files_of(directory)

@@ -11,6 +11,7 @@ import pytest
 from gpustasis import recovery
 from gpustasis._core import MANIFEST_NAME
 from gpustasis.driver import Driver
+from gpustasis.dumped import Dumped
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM, recover
 
@@ -27,7 +28,7 @@ def refusal(
         return sorted(pid for comm, pid in running.items() if comm in comms)
 
     monkeypatch.setattr(recovery, "find_users", users)
-    monkeypatch.setattr(recovery, "_find_record", lambda pid: object() if recorded else None)
+    monkeypatch.setattr(recovery, "find_dropped", lambda pid: object() if recorded else None)
     monkeypatch.setattr(recovery, "WORKER_TIMEOUT_S", 0.01)
     with pytest.raises(CheckpointError) as caught:
         recover(os.getpid(), images, Driver.__new__(Driver))
@@ -63,10 +64,10 @@ def test_a_worker_may_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_only_a_manifest_that_is_not_there_says_that_nothing_was_taken(tmp_path: Path) -> None:
     """Else the driver would restore a process from memory that is missing."""
-    assert recovery._find_manifest(tmp_path) is None
+    assert Dumped(tmp_path).find_manifest(1) is None
     (tmp_path / MANIFEST_NAME).symlink_to("nowhere")
     with pytest.raises(ImageError):
-        recovery._find_manifest(tmp_path)
+        Dumped(tmp_path).find_manifest(1)
     (tmp_path / "file").touch()
     with pytest.raises(ImageError, match="cannot look at"):
-        recovery._find_manifest(tmp_path / "file")
+        Dumped(tmp_path / "file").find_manifest(1)

@@ -28,7 +28,7 @@ from gpustasis._core import (
     read_manifest,
     write_manifest,
 )
-from gpustasis.diagnosis import Finding, mapped_files, restorability
+from gpustasis.diagnosis import Finding, Status, mapped_files, restorability
 from gpustasis.driver import Device
 from gpustasis.errors import ImageError, UnsupportedError
 from gpustasis.image.checkpoint import DirectoryFiles
@@ -273,8 +273,23 @@ class TestContainers:
         assert mapped_files.mounts_of(None) == {}
         assert mapped_files.mounts_of(b"{}") == {}
 
+    def test_a_mount_whose_name_is_too_long(self) -> None:
+        place = "/" + "x" * 300
+        (found,) = compare([inside("/data/file")], {"/data": place})
+        assert (found.name, found.status) == ("mapped files", Status.PROBLEM)
+        spec = {"mounts": [{"destination": "/d", "type": "bind", "source": place}]}
+        (found,) = restorability._mounts(json.dumps(spec).encode())
+        assert (found.name, found.status) == ("mounts", Status.PROBLEM)
+
     @pytest.mark.parametrize(
-        "spec", [b"", b"[]", b"\xff", b'{"mounts": 5}', b'{"mounts": [7]}', b'{"mounts": [{}]}']
+        "spec",
+        [
+            *(b"", b"[]", b"\xff", b'{"mounts": 5}', b'{"mounts": [7]}', b'{"mounts": [{}]}'),
+            *(
+                b'{"mounts": [{"destination": "/a", "type": "bind", "source": "/%s"}]}' % source
+                for source in (b"\\udcff", b"\\ud800", b"a\\u0000b", b"x/" * 3000)
+            ),
+        ],
     )
     def test_a_configuration_that_is_none(self, spec: bytes) -> None:
         with pytest.raises(ValueError, match=r".*"):

@@ -305,7 +305,6 @@ def test_other_commands_say_that_it_is_sealed(
         ["flatten", checkpoint, "-o", tmp_path / "flat"],
         ["diff", checkpoint, checkpoint],
         ["restore", "-D", checkpoint],
-        ["recover", "4194303", "-D", checkpoint],
         ["inspect", archive],
         ["verify", archive],
         ["flatten", archive, "-o", tmp_path / "flat"],
@@ -314,6 +313,9 @@ def test_other_commands_say_that_it_is_sealed(
         assert done.exit_code == SealError.exit_code, (words, done.output)
         assert "is sealed" in done.output
         assert "gpustasis unseal" in done.output
+    done = call("recover", str(os.getpid()), "-D", checkpoint)
+    assert done.exit_code == SealError.exit_code
+    assert "is sealed: name the private key" in done.output
     done = call("list", checkpoint.parent)
     assert "is sealed" in done.output
     done = call("verify", checkpoint.parent)

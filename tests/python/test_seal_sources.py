@@ -19,7 +19,9 @@ from gpustasis._core import (
     SealedReader,
     image_name,
 )
+from gpustasis.criu.images import inventory_plugins
 from gpustasis.errors import CheckpointError, SealError
+from gpustasis.image.verification import verify_directory
 from gpustasis.sealing.keys import KeyFile
 from gpustasis.sealing.recipients import read_recipients
 from gpustasis.sealing.seal import seal
@@ -27,6 +29,7 @@ from gpustasis.sealing.unseal import unseal
 from support.certificates import Pair
 from support.chains import contents, is_whole, make_link, memory_of
 from support.command import call
+from support.inventory import NAMES_IMAGES, write_inventory
 from support.recipients import make_recipient
 
 BIG = 40 << 20  # bytes: progress is told of each 16 MiB
@@ -84,6 +87,27 @@ def test_what_is_not_whole(
         seal(checkpoint, read_recipients([me.certificate]), tmp_path / "out")
     assert caught.value.exit_code == status
     assert os.listdir(tmp_path) == ["one"]
+
+
+def test_a_manifest_that_is_gone_or_is_another(checkpoint: Path, me: Pair, tmp_path: Path) -> None:
+    """CRIU's inventory says that there is one, and which memory it lists."""
+    recipients = read_recipients([me.certificate])
+    names = inventory_plugins(checkpoint)
+    write_inventory(checkpoint, "gpustasis", NAMES_IMAGES, "images-" + "0" * 32)
+    with pytest.raises(CheckpointError, match="does not list the memory"):
+        seal(checkpoint, recipients, tmp_path / "out")
+    write_inventory(checkpoint, *names)
+    for own in ("gpustasis", NAMES_IMAGES):
+        write_inventory(checkpoint, own)
+        (checkpoint / MANIFEST_NAME).unlink(missing_ok=True)
+        (checkpoint / image_name(7)).unlink(missing_ok=True)
+        with pytest.raises(CheckpointError, match=f"{MANIFEST_NAME}: missing"):
+            seal(checkpoint, recipients, tmp_path / "out")
+        (problem,) = verify_directory(checkpoint).problems
+        assert f"{MANIFEST_NAME}: missing: CRIU's inventory says" in problem
+    write_inventory(checkpoint)
+    seal(checkpoint, recipients, tmp_path / "out")
+    assert "checkpoint of CRIU alone" in verify_directory(checkpoint).problems[0]
 
 
 def test_a_checkpoint_that_has_lost_its_link(checkpoint: Path, me: Pair, tmp_path: Path) -> None:
@@ -206,9 +230,9 @@ DUMPABLE = """
 import ctypes, resource, sys
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
-from gpustasis.cli import seal
+from gpustasis.cli import key_options
 print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))
-seal._prepare()
+key_options.keep_from_dumps()
 print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0), resource.getrlimit(resource.RLIMIT_CORE)[0])
 """
 

@@ -20,6 +20,7 @@ from gpustasis.sealing.recipients import read_recipients
 from gpustasis.sealing.seal import seal
 from gpustasis.sealing.unseal import unseal
 from support.certificates import Pair
+from support.inventory import write_inventory
 from support.plain_sealed import derive
 from support.recipients import make_recipient
 
@@ -39,7 +40,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 def sealed(tmp_path: Path, pairs: dict[str, Pair]) -> Path:
     directory = tmp_path / "one"
     directory.mkdir()
-    (directory / "inventory.img").write_bytes(b"inventory")
+    write_inventory(directory)
     recipients = read_recipients([pair.certificate for pair in pairs.values()])
     seal(directory, recipients, tmp_path / "sealed")
     return tmp_path / "sealed"

@@ -21,6 +21,7 @@ from gpustasis.sealing.seal import seal
 from gpustasis.sealing.unseal import rewrap, unseal
 from support.certificates import Pair
 from support.command import call
+from support.inventory import write_inventory
 from support.json_output import check_document
 from support.recipients import DAY, make_key, make_recipient, private_pem
 
@@ -32,7 +33,7 @@ RECORD_SIZE = 64
 def checkpoint(tmp_path: Path) -> Path:
     directory = tmp_path / "one"
     directory.mkdir()
-    (directory / "inventory.img").write_bytes(b"inventory")
+    write_inventory(directory)
     (directory / "core-1.img").write_bytes(b"core" * 100)
     return directory
 

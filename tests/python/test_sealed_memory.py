@@ -12,6 +12,7 @@ import pytest
 from gpustasis._core import ENVELOPE_NAME
 from gpustasis.sealing.recipients import read_recipients
 from gpustasis.sealing.seal import seal
+from support.inventory import write_inventory
 from support.recipients import make_recipient
 
 # argv: an envelope, a private key, a certificate, where to write another envelope. Unwraps, wraps,
@@ -54,7 +55,7 @@ def test_data_keys_are_in_locked_pages_only(kind: str, tmp_path: Path) -> None:
     """Also after a key was taken out of an envelope, and put into another one."""
     pair = make_recipient(tmp_path, kind=kind)
     (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "inventory.img").write_bytes(b"inventory")
+    write_inventory(tmp_path / "plain")
     sealed = tmp_path / "sealed"
     seal(tmp_path / "plain", read_recipients([pair.certificate]), sealed)
 

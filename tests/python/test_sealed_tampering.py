@@ -18,6 +18,7 @@ from gpustasis.sealing.recipients import read_recipients
 from gpustasis.sealing.seal import seal
 from gpustasis.sealing.unseal import rewrap, unseal
 from support.certificates import Pair
+from support.inventory import write_inventory
 from support.recipients import make_recipient
 
 INVENTORY = "inventory.img"
@@ -37,7 +38,7 @@ def make(tmp_path: Path, me: Pair) -> Make:
     def make_one(name: str) -> Path:
         directory = tmp_path / f"{name}-plain"
         directory.mkdir()
-        (directory / INVENTORY).write_bytes(b"inventory")
+        write_inventory(directory)
         (directory / "core-1.img").write_bytes(b"core of the job")
         (directory / "pages-1.img").write_bytes(bytes(range(256)) * 20)
         seal(directory, read_recipients([me.certificate]), tmp_path / name, frame_size=FRAME)

@@ -27,6 +27,7 @@ from gpustasis.image.flatten import flatten
 from gpustasis.image.store_verification import StoreVerification, is_store, verify_store
 from gpustasis.image.verification import verify_directory
 from support.chains import checkpoint_id, make_chain, make_link, memory_of
+from support.command import call
 from support.deadlines import run_with_deadline
 from support.image_samples import PAGE, info_of, noise
 from support.inventory import NAMES_IMAGES, images_name, write_inventory
@@ -308,6 +309,22 @@ def test_memory_that_a_manifest_does_not_list_is_found(tmp_path: Path) -> None:
     (found,) = verify_store(tmp_path).damaged
     (problem,) = found.problems
     assert problem.startswith(f"{tmp_path / 'one'}/gpustasis-manifest.img: does not list the mem")
+
+
+def test_a_manifest_that_is_gone_is_damage(tmp_path: Path) -> None:
+    """By itself the checkpoint is no longer one of ours, but CRIU's inventory says that it was."""
+    make_link(tmp_path / "whole", {7: memory_of(["A"])})
+    for name, plugins in (("lost", ("gpustasis", NAMES_IMAGES)), ("crius", ("cuda_plugin",))):
+        make_link(tmp_path / name, {7: memory_of(["B"])})
+        write_inventory(tmp_path / name, *plugins)
+        (tmp_path / name / "gpustasis-manifest.img").unlink()
+    found = verify_store(tmp_path)
+    (verdict,) = found.damaged
+    assert verdict.name == "lost" and list(found.ignored) == ["crius"]
+    (problem,) = verdict.problems
+    assert problem.startswith(f"{tmp_path / 'lost' / 'gpustasis-manifest.img'}: missing: CRIU's in")
+    done = call("verify", tmp_path)
+    assert done.exit_code == ImageError.exit_code and problem in done.output
 
 
 def test_a_checkpoint_of_crius_own_plugin_is_called_so(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both ends of a stream without CRIU: what asks is run as CRIU would run it, on a job that sleeps.
-tests/integration/test_streams.py has the real one."""
+"""The sender of a stream without CRIU: what asks is run as CRIU would run it, on a job that sleeps.
+tests/integration/test_streams.py has the real one; test_stream_receiver.py the other end."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -17,26 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.criu.run import Run, own_option
+from gpustasis._core import ImageInfo, Region, image_name, write_image
+from gpustasis.criu.run import Run
 from gpustasis.errors import CheckpointError, CriuError, StreamError
-from gpustasis.streaming import receive, spool
+from gpustasis.runtimes.instance import wait
+from gpustasis.streaming import spool
 from gpustasis.streaming.answers import Answers, Replies
 from gpustasis.streaming.channel import Descriptor
 from gpustasis.streaming.dumping import Dump
-from gpustasis.streaming.records import (
-    STREAM_MAGIC,
-    Contents,
-    Decoder,
-    Encoder,
-    Entry,
-    Header,
-    Kind,
-)
+from gpustasis.streaming.records import Kind
 from gpustasis.streaming.send import Sent, Target, send
-
-INVENTORY = struct.pack("<II", 0x58313116, 2) + b"\x08\x02"
-PSTREE = struct.pack("<III", 0x54564319, 0x50273030, 10) + b"\x08\x05\x10\0\x18\x05\x20\x05\x28\x05"
-FILES = {"pstree.img": PSTREE, "inventory.img": INVENTORY}
+from gpustasis.task import boot_id, read_task
+from support.job import TIMEOUT_S, ended
+from support.streams import FILES, a_run, follow
 
 
 @pytest.fixture
@@ -44,10 +36,6 @@ def job() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "1000"]) as child:
         yield child
         child.kill()
-
-
-def a_run(pid: int, images: Path) -> Run:
-    return Run(pid=pid, criu_version="4.3", log=images / "log", seconds=0.0, statistics=None)
 
 
 def dumper(
@@ -152,18 +140,80 @@ def test_a_criu_that_hangs_when_it_may_end_the_job(
     assert (kept / "inventory.img").exists()
 
 
+def child_of(job: subprocess.Popen[bytes], but: int = 0) -> int:
+    """Once it has one; but: another than that."""
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (found := [int(pid) for pid in children.read_text().split() if int(pid) != but]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found[0]
+
+
+def kill(pid: int) -> None:
+    """Until it is dead, whether its parent has seen that or not."""
+    process = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert wait(TIMEOUT_S, process)
+    finally:
+        os.close(process)
+
+
 def test_processes_that_end_before_the_freeze_are_none_of_ours(tmp_path: Path) -> None:
-    with subprocess.Popen(["sh", "-c", "sleep 0.5; sleep 1000"]) as job:
-        time.sleep(0.2)
+    with ended(subprocess.Popen(["sh", "-c", "sleep 1000; sleep 1000"])) as job:
+        first = child_of(job)
 
         def dump(images: Path, words: Sequence[str]) -> Run:
-            time.sleep(0.8)
+            kill(first)
+            child_of(job, first)
             raise CriuError("criu 4.3 dump failed")
 
         with pytest.raises(CriuError, match=r"the job runs on: all 2 .* beside 1 process"):
             send_one_way(job, dump, tmp_path)
-        subprocess.run(["pkill", "-9", "-P", str(job.pid)], check=False)
-        job.kill()
+        kill(child_of(job, first))
+
+
+def test_one_whose_memory_was_stored_is_missed_though_the_dump_failed(tmp_path: Path) -> None:
+    """It may have ended for want of it."""
+    with ended(subprocess.Popen(["sh", "-c", "sleep 1000 & exec sleep 1000"])) as job:
+        child = read_task(child_of(job))
+
+        def dump(images: Path, words: Sequence[str]) -> Run:
+            regions = [Region(0x7F0000000000, 4096)]
+            info = ImageInfo(
+                pid=child.pid,
+                checkpoint_id=bytes(range(16)),
+                start_time=child.start_time,
+                boot_id=boot_id(),
+                regions=regions,
+            )
+            write_image(images / image_name(child.pid), info, [(0x7F0000000000, bytes(4096))])
+            kill(child.pid)
+            raise CriuError("criu 4.3 dump failed")
+
+        with pytest.raises(CriuError) as caught:
+            send_one_way(job, dump, tmp_path)
+        wrong = f"process {child.pid} has ended in the dump; what was dumped: "
+        assert f"it cannot be said that the job runs on: {wrong}" in str(caught.value)
+        (kept,) = tmp_path.iterdir()
+        assert str(kept) in str(caught.value) and (kept / image_name(child.pid)).exists()
+
+
+def test_a_process_that_ends_when_it_may_run_on_is_none_of_ours(tmp_path: Path) -> None:
+    """Nobody was told to end any. The dump is refused for it holds one process, and there are 2."""
+    with ended(subprocess.Popen(["sh", "-c", "sleep 1000 & exec sleep 1000"])) as job:
+        inner, child = dumper(job), child_of(job)
+
+        def dump(images: Path, words: Sequence[str]) -> Run:
+            try:
+                return inner(images, words)
+            finally:
+                kill(child)
+
+        with pytest.raises(StreamError, match=r"the job runs on: all 1 .* beside 1 process"):
+            send_one_way(job, dump, tmp_path)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_frozen_cgroup_runs_nothing(job: subprocess.Popen[bytes], tmp_path: Path) -> None:
@@ -230,133 +280,67 @@ def test_a_spool_that_cannot_be_removed_hides_nothing(
 def answer(end: socket.socket) -> None:
     """A receiver that is content with everything."""
     with closing(Descriptor(end.fileno(), "it", writing=False)) as source:
-        answer_on(source)
+        answer_on(source).tell(Kind.RESTORED, pid=5)
 
 
-def answer_on(source: Descriptor) -> None:
-    replies = Replies(source, 10)
-    replies.tell(Kind.HELLO, program="a test")
-    decoder = Decoder(lambda space: source.fill(space, 10, lambda: None), STREAM_MAGIC, "it")
-    header, contents = decoder.header(), Contents("it")
-    while contents.outcome is None:
-        record = decoder.record()
-        if record.kind is Kind.FILE:
-            contents.file(record)
-        elif record.kind is Kind.DATA:
-            contents.data(record)
-        elif record.kind is Kind.END:
-            contents.end(record)
-            replies.tell(Kind.READY, digest=record.digest.hex())
-        else:
-            contents.other(record, header)
-    replies.tell(Kind.RESTORED, pid=5)
+def answer_on(source: Descriptor) -> Replies:
+    """Until the job has ended there."""
+
+    def at_end(replies: Replies, digest: bytes) -> None:
+        replies.tell(Kind.READY, digest=digest.hex(), directory="/there")
+
+    return follow(source, at_end)[0]
 
 
-@pytest.mark.parametrize("word", ["--leave-running", "--leave-r", "-R", "-jR", "--page-server"])
-def test_options_of_criu_that_are_not_for_a_stream(word: str) -> None:
-    from gpustasis.cli.stream_checks import require_streamable
+def wait_for_restore(
+    job: subprocess.Popen[bytes], place: Path, restore_timeout_s: float, number: int | None = None
+) -> str:
+    """What the sender says of a receiver that restores, and says so, for ever."""
+    near, far = socket.socketpair()
+    done = threading.Event()
 
-    with pytest.raises(CheckpointError, match="sent as a stream"):
-        require_streamable([word])
-    require_streamable(["--tcp-established", "-vR", "-lj", "--skip-mnt=/R"])
-    assert own_option(["-js"]) == "-js"
+    def restore_for_ever() -> None:
+        with closing(Descriptor(far.fileno(), "it", writing=False)) as source:
+            replies = answer_on(source)
+            if number is not None:
+                os.kill(os.getpid(), number)
+            with replies.steps("restoring", lambda: int(time.monotonic() * 100)):
+                done.wait(30)
 
-
-# The receiver
-
-
-def stream_of(files: dict[str, bytes], outcome: Kind | None, **header: bool) -> bytes:
-    encoder = Encoder(STREAM_MAGIC, Header(stream_id=bytes(range(16)), **header))  # type: ignore[arg-type]
-    parts = [encoder.header]
-    for name, content in files.items():
-        parts.append(bytes(encoder.file(Entry(name=name, mode=0o600, size=len(content)))))
-        parts.append(bytes(encoder.record(Kind.DATA, content)))
-    parts.append(bytes(encoder.end(len(files), sum(map(len, files.values())))))
-    if outcome is not None:
-        parts.append(bytes(encoder.record(outcome)))
-    return b"".join(parts)
-
-
-@pytest.fixture
-def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(spool, "RECEIVED", tmp_path / "received")
-    return tmp_path / "received"
-
-
-def take(raw: bytes, at: Path, restore: receive.Restore, **options: object) -> receive.Received:
-    """Receive that from a file."""
-    path = at / "job.gps"
-    path.write_bytes(raw)
-    with path.open("rb") as file, closing(Descriptor(file.fileno(), "it", writing=False)) as stream:
-        source = receive.Source(
-            stream=stream,
-            replies=Replies(None, 5),
-            program="a test",
-            timeout_s=5,
-            **options,  # type: ignore[arg-type]
-        )
-        return receive.receive(source, restore)
+    with near, far, closing(Descriptor(near.fileno(), "there", writing=True)) as out:
+        thread = threading.Thread(target=restore_for_ever)
+        thread.start()
+        try:
+            with (
+                closing(Descriptor(near.fileno(), "there", writing=False)) as back,
+                closing(Answers(back, 10)) as answers,
+                pytest.raises(StreamError) as caught,
+            ):
+                target = Target(
+                    out=out,
+                    answers=answers,
+                    timeout_s=10,
+                    restore_timeout_s=restore_timeout_s,
+                )
+                send(dumper(job), job.pid, target, place=place)
+        finally:
+            done.set()
+            thread.join()
+    return str(caught.value)
 
 
-def restored(directory: Path) -> Run:
-    assert (directory / "inventory.img").read_bytes() == INVENTORY
-    return a_run(5, directory)
-
-
-def fails(directory: Path) -> Run:
-    raise CriuError("pid 5 is in use")
-
-
-def test_a_file_that_could_not_be_restored_can_be_tried_again(
-    received: Path, tmp_path: Path
+def test_a_restore_that_does_not_end_is_not_waited_for_for_ever(
+    job: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    raw = stream_of(FILES, Kind.LEFT_RUNNING, left_running=True)
-    with pytest.raises(CriuError) as failed:
-        take(raw, tmp_path, fails)
-    assert "has ended where" not in str(failed.value)
-    assert list(received.iterdir()) == []
-    with pytest.raises(CriuError, match=r"has ended where it came from, .*restore -D"):
-        take(stream_of(FILES, Kind.RELEASED), tmp_path, fails, place=tmp_path / "in")
-    assert (tmp_path / "in" / "inventory.img").exists()
-    assert take(raw, tmp_path, restored).files == 2
+    said = wait_for_restore(job, tmp_path, 2.0)
+    (kept,) = tmp_path.iterdir()
+    assert said.startswith(
+        "there is at work for 2 s, and has not come to an end; the job has ended"
+    )
+    assert f"`gpustasis restore -D {kept}`" in said
+    assert "restore one of the two" in said
 
 
-def test_what_cannot_be_restored_here_is_never_ready(received: Path, tmp_path: Path) -> None:
-    def refuse(directory: Path) -> None:
-        raise StreamError("no such GPU here")
-
-    with pytest.raises(StreamError, match="no such GPU here"):
-        take(stream_of(FILES, Kind.RELEASED), tmp_path, restored, require=refuse)
-    assert list(received.iterdir()) == []
-
-
-def test_nothing_else_follows_where_the_outcome_is_missing(received: Path, tmp_path: Path) -> None:
-    raw = stream_of(FILES, None)
-    with pytest.raises(StreamError, match="does not say that the job has ended"):
-        take(raw + b"junk" * 99, tmp_path, restored, may_run=True)
-    with pytest.raises(StreamError, match="does not say that the job has ended"):
-        take(raw, tmp_path, restored)
-    assert take(raw, tmp_path, restored, may_run=True).files == 2
-
-
-def test_a_process_tree_that_is_too_large(
-    received: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert take(stream_of(FILES, Kind.RELEASED), tmp_path, restored).files == 2
-    monkeypatch.setattr("gpustasis.criu.images._FILE_LIMIT", len(PSTREE) - 1)
-    with pytest.raises(CheckpointError, match="is larger than the"):
-        take(stream_of(FILES, Kind.RELEASED), tmp_path, restored)
-
-
-def test_what_dead_receivers_leave(
-    received: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (".aa.part", "bb", ".young.part"):
-        (received / name).mkdir(parents=True)
-        os.utime(received / name, (1, 1))
-    os.utime(received / ".young.part")
-    held = os.open(received / "bb", os.O_RDONLY)
-    spool.sweep_received(received)
-    assert {path.name for path in received.iterdir()} == {"bb", ".young.part"}
-    assert f"restore -D {received / 'bb'}" in caplog.text
-    os.close(held)
+def test_a_signal_ends_the_wait_for_a_restore(job: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    said = wait_for_restore(job, tmp_path, 20.0, signal.SIGINT)
+    assert said.startswith("stopped by SIGINT; the job has ended here. Its checkpoint is in ")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import socket
 import threading
@@ -12,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpustasis._core import hash128
@@ -219,6 +220,29 @@ def test_an_answer_is_no_stream() -> None:
 def test_texts_that_are_too_long_are_cut() -> None:
     made = Encoder(ANSWER_MAGIC, Header()).text(Kind.FAILED, {"message": "x" * (1 << 20)})
     assert len(made) <= TEXT_SIZE + 32
+
+
+LONG: dict[str, object] = {
+    "text": "ä" * TEXT_SIZE,
+    "list": ["x"] * (TEXT_SIZE // 4),
+    "deep": {"deep": "x" * TEXT_SIZE},
+    "short": [1],
+}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.dictionaries(st.integers(0, 3), st.sampled_from(sorted(LONG))), st.booleans())
+def test_what_is_no_text_and_too_long_is_left_out(kinds: dict[int, str], with_name: bool) -> None:
+    fields: dict[str, object] = {str(name): LONG[kind] for name, kind in kinds.items()} | {"pid": 5}
+    if with_name:
+        fields["n" * TEXT_SIZE] = 1
+    record = bytes(Encoder(ANSWER_MAGIC, Header()).text(Kind.RESTORED, fields))
+    content = json.loads(record[16:-16])
+    assert len(record) <= TEXT_SIZE + 32
+    assert content["pid"] == 5
+    for name, value in content.items():
+        assert value == fields[name] or (isinstance(value, str) and value in str(fields[name]))
+    assert content.keys() >= {name for name, value in fields.items() if value == [1]}
 
 
 # Descriptors

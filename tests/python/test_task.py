@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gpustasis.task import find_openers, find_users, open_files
+from support.job import ended
 
 LOOKS = 200
 # Holds a directory as its last descriptor, and opens and closes what comes before it.
@@ -67,3 +70,20 @@ def test_only_a_criu_of_this_pid_namespace_is_believed(tmp_path: Path, container
         assert (str(marked) in opened) == (not container)
         assert bool(find_openers(marked.name, "criu")) == (not container)
         process.communicate(b"\n")
+
+
+def test_a_setuid_program_that_is_called_criu_is_not_believed(tmp_path: Path) -> None:
+    """It is root's by then, and whoever started it has named it and opened its files."""
+    marked = tmp_path / "0123456789abcdef"
+    marked.touch()
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name, marked.open("rb") as file:
+        Path(name).chmod(0o755)
+        program = Path(name) / "criu"
+        shutil.copy("/bin/sleep", program)
+        program.chmod(0o4755)
+        for user, believed in ((65534, False), (0, True)):
+            with ended(
+                subprocess.Popen([program, "1000"], user=user, pass_fds=[file.fileno()])
+            ) as process:
+                assert os.stat(f"/proc/{process.pid}").st_uid == 0, "the file system is nosuid"
+                assert bool(find_openers(marked.name, "criu")) == believed

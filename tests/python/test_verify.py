@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from gpustasis._core import ImageReader, Manifest, image_name, write_image, write_manifest
 from gpustasis.cli import cli
 from gpustasis.errors import ImageError
+from gpustasis.image.directory import try_exclude
 from gpustasis.image.verification import verify_directory
 from support.image_samples import info_of, make_checkpoint, mixture
 from support.inventory import NAMES_IMAGES, images_name, write_inventory
@@ -147,3 +148,16 @@ class TestCommand:
         assert isinstance(result.exception, ImageError)
         assert result.exception.exit_code == 10
         assert "1 problem found" in str(result.exception)
+
+
+def test_a_store_in_which_nothing_can_be_checked(tmp_path: Path) -> None:
+    """Somebody is writing its only checkpoint."""
+    (tmp_path / "one").mkdir()
+    make_checkpoint(tmp_path / "one", {7: mixture()})
+    lock = try_exclude(tmp_path / "one")
+    assert lock is not None
+    with lock:
+        result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
+    assert isinstance(result.exception, ImageError), result.output
+    assert "nothing was checked" in str(result.exception)
+    assert "whole" not in result.output

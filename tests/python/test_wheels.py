@@ -14,7 +14,9 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 
-_LIMIT = 5 << 20  # bytes of the product's wheel; 1.7 MiB of it are OpenSSL's libcrypto
+# Bytes of the product's wheel. 2.4 MiB of it are OpenSSL's libcrypto: in the extension, and in the
+# plugin, which seals a checkpoint while it is made.
+_LIMIT = 6 << 20
 # Every file of the product's wheel is of one of these kinds.
 _KINDS = {
     "Python modules of the product": re.compile(r"gpustasis/[a-z_/]+\.py"),

@@ -192,6 +192,21 @@ def test_a_host_set_up_wrongly_costs_the_job_nothing(steady: Steady, wrong: str)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
+def test_podman_alone_says_what_the_plugin_says(steady: Steady, runtime: str) -> None:
+    """The runtimes quote lines of criu's log, each those that it takes for errors."""
+    container = steady(f"quoted-{runtime}", runtime, mib=4)
+    root = container.root
+    try:
+        write_config(root, "colour = 7")
+        done = root.run("podman", "container", "checkpoint", container.name, check=False)
+    finally:
+        write_config(root)
+    assert done.returncode != 0
+    assert "cuda_plugin: " in done.stderr and "colour" in done.stderr, done.stderr
+    container.run_on()
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_damaged_checkpoint_ends_at_once(
     engines: EngineRoot, steady: Steady, shared: Path, runtime: str
 ) -> None:

@@ -32,7 +32,8 @@ from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of, library_directory
 from gpustasis_bench.bench.programs import compile_program as compile_packaged
 from soak import report
-from soak.plan import CAMPAIGNS, REPOSITORY, Bench
+from soak.bench import Bench
+from soak.plan import CAMPAIGNS, REPOSITORY
 from support.criu_roots import criu_versions
 from support.kernels import compile_kernels
 
@@ -158,9 +159,11 @@ def bench(versions: tuple[Criu, ...], seed: int) -> Iterator[Bench]:
     library = library_directory(api_version_of(DRIVER))
     cuda = [f"-isystem{os.environ['CUDA_INCLUDE']}", f"-L{library}", "-l:libcuda.so.1"]
     job = compile_program("steady_job", scratch, *cuda)
+    marked = compile_program("marked_job", scratch, *cuda)
+    tiny = compile_program("tiny_job", scratch, "-static")
     killer = compile_program("kill_at_syscall", scratch)
     kernels = compile_kernels(PROGRAMS / "steady_kernels.cu", scratch)
-    programs = Programs(job=job, kernels=kernels, killer=killer)
+    programs = Programs(job=job, kernels=kernels, killer=killer, marked=marked, tiny=tiny)
     cost = compile_packaged("hook_cost", scratch)
     emulator = Emulator(path=scratch / "emulator" / "socket")
     emulator.start(Options(gpus=2, memory_bytes=GPU_MEMORY, driver=DRIVER, rates=RATES_OFF))

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -24,17 +23,17 @@ from campaigns import (
     space,
     streams,
     tar_readers,
+    whole_trees,
 )
 from campaigns.rig import Rig, with_driver
 from campaigns.tally import Tally
+from soak import sealed
+from soak.bench import KILLS, KILLS_EACH_PHASE, KILLS_WITH_WORKER, STREAMS_BROKEN, Bench, Campaign
 from support.archives import pack
 from support.tar_readers import build_go_reader
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-KILLS = 120
-KILLS_EACH_PHASE = 30
 OTHER_DRIVERS = ("570.133.20", "595.58.03", "610.43.02")  # beside the one of all campaigns
-KILLS_WITH_WORKER = 40
 KILLED_RESTORES = 60
 FLIPS_RESTORED, CUTS_RESTORED = 260, 60
 FLIPS_VERIFIED = 1000
@@ -48,28 +47,6 @@ STORE_ROUNDS = 150
 FUZZ_INPUTS = 1_000_000
 ARCHIVES_CHANGED = 10_000
 TARS_COMPARED = 100_000
-STREAMS_BROKEN = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """What the campaigns run on. rigs: oldest CRIU first. hook_cost: the program."""
-
-    rigs: tuple[Rig, ...]
-    hook_cost: Path
-    seed: int
-
-    @property
-    def newest(self) -> Rig:
-        return self.rigs[-1]
-
-    def random(self, name: str) -> Random:
-        """The same numbers for the same seed and campaign, whatever else was run."""
-        return Random(f"{self.seed} {name}")
-
-
-# Yields a name for each part and what it has found.
-Campaign = Callable[[Bench], Iterator[tuple[str, Tally]]]
 
 
 def _kill_points(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -96,7 +73,7 @@ def _kill_cpu_memory(bench: Bench) -> Iterator[tuple[str, Tally]]:
                 KILLS,
                 each=KILLS_EACH_PHASE,
                 shape=kill_points.LARGE_CPU,
-                cpu_memory=True,
+                settings={"cpu_memory": "ours"},
             ),
         )
 
@@ -234,6 +211,11 @@ def _streams(bench: Bench) -> Iterator[tuple[str, Tally]]:
     yield part, streams.run(rig, bench.random(f"streams {part}"), STREAMS_BROKEN, mib=8, children=1)
 
 
+def _whole_trees(_: Bench) -> Iterator[tuple[str, Tally]]:
+    for part, folder in (("criu", "integration"), ("Podman with runc and crun", "runtimes")):
+        yield part, whole_trees.run_tests(REPOSITORY, f"{folder}/test_whole_tree.py")
+
+
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kill-points": (
         (
@@ -248,6 +230,14 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             f"at least {KILLS_EACH_PHASE} times in each phase; no job may be lost"
         ),
         _kill_cpu_memory,
+    ),
+    "kill-sealed": (
+        (
+            "criu is killed with SIGKILL during dumps that are packed, and sealed, with CPU memory "
+            f"and shared memory, at least {KILLS_EACH_PHASE} times in each phase; no job may be "
+            "lost"
+        ),
+        sealed.kill_sealed,
     ),
     "kill-with-worker": (
         "criu and the plugin's worker are killed at once; `gpustasis recover` brings the job back",
@@ -266,8 +256,27 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
         _full_disk,
     ),
     "damage": ("our files are damaged, missing or cut; every restore must fail", _damage),
+    "tampering": (
+        (
+            "each byte of a small sealed checkpoint is changed in turn, and frames and files are "
+            "swapped, left out, repeated and taken from an earlier checkpoint of the same job, of "
+            "packed ones too; all is refused, and nothing is left running"
+        ),
+        sealed.tamper,
+    ),
+    "markers": (
+        (
+            "while a job is dumped sealed and restored, and after each kill of that, no file that "
+            "a path leads to holds what it has in memory, environment and arguments"
+        ),
+        sealed.search_markers,
+    ),
     "driver-faults": (
-        "each driver call fails, hangs or kills the job; dumps and restores must fail cleanly",
+        (
+            "each driver call fails, hangs or kills the process; dumps and restores must fail "
+            "cleanly. A process that the driver has killed, or never answers for again, is lost; "
+            "the others of its tree must run on"
+        ),
         _driver_faults,
     ),
     "bit-flips": ("single bits are flipped; `gpustasis verify` must find each", _bit_flips),
@@ -292,6 +301,17 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             "the job runs at one end, or its checkpoint is named"
         ),
         _streams,
+    ),
+    "sealed-streams": (
+        "the same of sealed streams: what arrives is opened, and checked, before the job ends",
+        sealed.break_streams,
+    ),
+    "whole-trees": (
+        (
+            "fifty processes with threads, shared memory, memfds, pipes, files without a name "
+            "and CUDA go there and back in each way with each CRIU; every byte is checked"
+        ),
+        _whole_trees,
     ),
     "tar-readers": (
         "tar archives with odd headers; what our reader accepts, others read in the same way",

@@ -14,6 +14,20 @@ from campaigns.tally import Tally
 from soak.plan import CAMPAIGNS
 
 VERSION = 1
+# Those of tests/campaigns/kill_points.py, for people.
+_PHASES = {
+    "start": "criu has been started, and the plugin has not yet asked the driver for anything",
+    "lock": "the driver locks the tasks: GPU work drains",
+    "freeze": "criu stops the tasks",
+    "checkpoint": "the driver copies GPU memory to the host, and the plugin writes it",
+    "drop": "the plugin takes pages, which are in its image and synced, from a task",
+    "store": "the plugin stores CPU memory",
+    "collect": "criu looks at namespaces, mounts and files",
+    "dump tasks": "criu dumps the tasks, with code of its own in them",
+    "finish": "criu writes its inventory, and the plugin its manifest, pack or sealed file",
+    "refill": "the plugin puts pages back into a job that runs on",
+    "end": "all is done, and criu is about to end",
+}
 
 
 def describe_part(name: str, tally: Tally, seconds: float) -> dict[str, Any]:
@@ -79,7 +93,18 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "so every loss with the plugin is a failure, whoever caused it. The stock parts kill the",
         "same criu without the plugin, on a job without CUDA, for comparison; what they lose is",
         "counted and is no failure of ours.",
+        "",
+        'A failure that was "killed at A of B of PHASE (OTHER)" was aimed at moment or call A of B',
+        "in PHASE; by criu's log, criu was in OTHER when it died. The last column is in seconds;",
+        "parts that are made together have their time in the first of them.",
+        "",
+        "| phase of a dump | what goes on |",
+        "| --- | --- |",
+        *(f"| {name} | {what} |" for name, what in _PHASES.items()),
     ]
+    missing = ", ".join(f"*{name}*" for name in CAMPAIGNS if name not in report["campaigns"])
+    if missing:
+        lines += ["", f"Not in this run: {missing}."]
     lines += ["", "What each campaign does:", ""]
     lines += [f"- **{name}**: {what}." for name, (what, _) in CAMPAIGNS.items()]
     failures = [

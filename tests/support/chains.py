@@ -55,15 +55,16 @@ def make_link(
     taken: float | None = None,
     chunk_size: int = PAGE,
     finished: bool = True,
+    alike: bool = False,
 ) -> Manifest:
     """Make `directory` a checkpoint with these images, on top of `parent` if there is one.
 
     Its id follows from its name. taken: the manifest's time. finished: it has an inventory, as
-    CRIU writes it at the end.
+    CRIU writes it at the end. alike: its images refer to each other, as those of a dump do.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
-    index = None if parent is None else ParentIndex.read(parent)
-    below = None if index is None else index.manifest
+    index = ParentIndex(chunk_size) if parent is None else ParentIndex.read(parent)
+    below = None if parent is None else index.manifest
     if parent is not None:
         link_parent(directory, parent)
     tasks = []
@@ -89,6 +90,8 @@ def make_link(
             parent=index,
         )
         tasks.append(ManifestTask(pid=pid, externalized=True, digest=written.digest, kind=kind))
+        if alike:
+            index.add(directory, info.checkpoint_id, tasks[-1])
     manifest = Manifest(
         checkpoint_id=checkpoint_id(directory.name),
         driver_api_version=13000 if images else 0,

@@ -13,6 +13,7 @@ from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Scalar, plugin_directory
 from support.job import Job
+from support.pids import await_free
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Checkpointer:
 
     def restore(self, job: Job, images: Path, **options: Any) -> run.Run:
         """Restore the tree of `job`, which must have ended; options as for dump."""
+        await_free(images)
         outcome = run.restore(self.criu, images, self._settings(options))
         assert outcome.pid == job.pid
         return outcome

@@ -8,18 +8,20 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from campaigns.rig import Rig, Run
 from campaigns.steady_job import SteadyJob, process_state
+from gpustasis._core import ImageReader
 from gpustasis.criu.plugin import Scalar
 from support.job import POLL_S, TIMEOUT_S
 
 OURS: dict[str, Scalar] = {"cpu_memory": "ours"}
 _DEATH_S = 2.0
+WITHOUT_PLUGIN = "Missing required plugin: "  # in criu's log
 FIRST_CHECKPOINT = "' hook 11 "  # in criu's log
 _MAPPING = re.compile(r"([0-9a-f]+-[0-9a-f]+) rw-p \S+ 00:00 0 .*")
 _HUGE_PAGE_KB = 2048
@@ -70,19 +72,20 @@ def huge_pages_for_all() -> bool:
 class Resident:
     """kB of each private anonymous mapping of a process that are in memory: those into which the
     kernel may put huge pages, and the others. shared: of each of them, what other processes have
-    as well. huge_kb: what the kernel has put into any process of this machine's since it runs; it
-    fills holes, and is shared with nobody."""
+    as well. own_huge_kb: of those of may_grow, in huge pages. huge_kb: what the kernel has put into
+    any process of this machine's since it runs; it fills holes, and is shared with nobody."""
 
     exact: dict[str, int]
     may_grow: dict[str, int]
     shared: dict[str, int]
+    own_huge_kb: int
     huge_kb: int
 
 
 def resident(pid: int) -> Resident:
     for_all = huge_pages_for_all()
     exact, may_grow, shared = {}, {}, {}
-    mapping, size = "", 0
+    mapping, size, own_huge = "", 0, 0
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         key, _, value = line.partition(":")
         if " " in key:
@@ -92,6 +95,8 @@ def resident(pid: int) -> Resident:
             size = int(value.split()[0])
         elif mapping and key == "Shared_Dirty":
             shared[mapping] = int(value.split()[0])
+        elif mapping and key == "AnonHugePages":
+            own_huge += int(value.split()[0])
         elif mapping and key == "VmFlags":
             grows = for_all or "hg" in value.split()
             (may_grow if grows else exact)[mapping] = size
@@ -100,7 +105,20 @@ def resident(pid: int) -> Resident:
     made = int(counts.get("thp_collapse_alloc", 0))
     if for_all:
         made += int(counts.get("thp_fault_alloc", 0))
-    return Resident(exact, may_grow, shared, made * _HUGE_PAGE_KB)
+    return Resident(exact, may_grow, shared, own_huge, made * _HUGE_PAGE_KB)
+
+
+def require_counted(found: Resident, kb: int) -> None:
+    """More of it was looked at than that, in the way that tells most on this kernel."""
+    looked_at = found.may_grow if huge_pages_for_all() else found.exact
+    assert sum(looked_at.values()) > kb, found
+
+
+def made_huge(before: Resident, after: Sequence[Resident]) -> int:
+    """kB that the kernel may have put into holes of the job's processes, or unshared, since
+    `before`: into all processes of this machine's at most, and no more than these have."""
+    made = after[0].huge_kb - before.huge_kb
+    return min(made, sum(one.own_huge_kb for one in after))
 
 
 def shared_places(pids: Sequence[int]) -> set[str]:
@@ -115,6 +133,42 @@ def shared_places(pids: Sequence[int]) -> set[str]:
 
 def pages_bytes(images: Path) -> int:
     return sum(path.stat().st_size for path in images.glob("pages-*.img"))
+
+
+def require_refused_when_damaged(
+    rig: Rig, job: SteadyJob, images: Path, name: str, starts: Container[int] | None = None
+) -> None:
+    """A restore of a copy of which a byte of a stored chunk is another, one at `starts` if that is
+    given, kills all; the checkpoint itself is restored."""
+    damaged = rig.copy(images)
+    image = ImageReader.open(damaged / name)
+    chunks = (image.chunk(number) for number in range(len(image)))
+    chunk = next(
+        one for one in chunks if one.stored_size and (starts is None or one.address in starts)
+    )
+    with (damaged / name).open("r+b") as file:
+        file.seek(chunk.offset + chunk.stored_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    log = refused(rig.restore(damaged))
+    assert "every restored task was killed" in log and name in log
+    assert not job.alive_pids()
+    job.reap()
+    assert rig.restore(images).status == 0
+    job.run_on()
+
+
+def end_processes(job: SteadyJob) -> None:
+    """Its processes, and not the record of what they have said."""
+    for pid in job.pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(process_state(pid) for pid in job.pids):
+        assert time.monotonic() < deadline, "the job does not end"
+        job.reap()
+        time.sleep(POLL_S)
 
 
 def require_dead(job: SteadyJob) -> None:

@@ -5,6 +5,7 @@ this one, with a link to the network here."""
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from campaigns.steady_job import is_alive
 _NUMBERS = itertools.count()
 _LIMIT_S = 60.0  # for whatever is waited for: it takes a moment
 _POLL_S = 0.01
+_NETWORKS = 256 * 64  # of four addresses each, in 10.213.0.0/16
 # Waits for whatever is left to it, as init does.
 _INIT = """
 import os, time
@@ -44,9 +46,7 @@ class Elsewhere:
     """`init` is its first process; all of it ends with the with statement."""
 
     def __init__(self) -> None:
-        number = next(_NUMBERS)
-        self._name = f"gps{os.getpid() % 10000}-{number}"
-        self._here = f"10.213.{os.getpid() % 200}.{1 + 4 * (number % 60)}"
+        self._name = f"gps{os.getpid() % 100000}-{next(_NUMBERS)}"
         words = ["unshare", "--pid", "--mount", "--net", "--fork", "--kill-child", "--mount-proc"]
         self._unshare = subprocess.Popen([*words, sys.executable, "-c", _INIT])
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
@@ -61,22 +61,39 @@ class Elsewhere:
         self._listening: socket.socket | None = None
 
     def __enter__(self) -> Self:
-        peer, there = f"{self._name}p", self._here.rpartition(".")
-        other = f"{there[0]}.{int(there[2]) + 1}"
-        ip = ("ip", "link", "add", self._name, "type", "veth", "peer", "name", peer)
-        for words in (
-            ip,
-            ("ip", "link", "set", peer, "netns", str(self.init)),
-            ("ip", "addr", "add", f"{self._here}/30", "dev", self._name),
-            ("ip", "link", "set", self._name, "up"),
-            (*self.words(("ip", "addr", "add", f"{other}/30", "dev", peer)),),
-            (*self.words(("ip", "link", "set", peer, "up")),),
-            (*self.words(("ip", "link", "set", "lo", "up")),),
-        ):
-            subprocess.run(words, check=True, timeout=_LIMIT_S)
+        try:
+            self._connect()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _connect(self) -> None:
+        peer = f"{self._name}p"
+        _run("ip", "link", "add", self._name, "type", "veth", "peer", "name", peer)
+        _run("ip", "link", "set", peer, "netns", str(self.init))
+        self._here, there = self._take_addresses()
+        _run("ip", "link", "set", self._name, "up")
+        _run(*self.words(("ip", "addr", "add", f"{there}/30", "dev", peer)))
+        _run(*self.words(("ip", "link", "set", peer, "up")))
+        _run(*self.words(("ip", "link", "set", "lo", "up")))
         self._listening = socket.create_server((self._here, 0))
         self._listening.settimeout(_LIMIT_S)
-        return self
+
+    def _take_addresses(self) -> tuple[str, str]:
+        """Of the two ends. An address is given to several devices without a word, and another
+        process may take the same one at this moment: whoever sees that takes the next."""
+        for number in range(_NETWORKS):
+            part = (os.getpid() + number) % _NETWORKS
+            network = f"10.213.{part // 64}"
+            here, there = (f"{network}.{4 * (part % 64) + end}" for end in (1, 2))
+            if here in _addresses():
+                continue
+            _run("ip", "addr", "add", f"{here}/30", "dev", self._name)
+            if _addresses().count(here) == 1:
+                return here, there
+            _run("ip", "addr", "del", f"{here}/30", "dev", self._name)
+        raise OSError("no network is free")
 
     def __exit__(
         self,
@@ -132,6 +149,18 @@ class Elsewhere:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{name} does not end: {left}")
             time.sleep(_POLL_S)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(
+        words, check=True, timeout=_LIMIT_S, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def _addresses() -> list[str]:
+    """Of this machine."""
+    found = json.loads(_run("ip", "-json", "-4", "addr"))
+    return [one["local"] for link in found for one in link.get("addr_info", ())]
 
 
 def jobs_in(pid: int, name: str) -> list[int]:

@@ -49,9 +49,9 @@ class GpuPod:
 
     def output(self) -> list[str]:
         """Lines that its container has written."""
-        return [line.split(" ", 3)[3] for line in self._lines()]
+        return [line.split(" ", 3)[3] for line in self.lines()]
 
-    def _lines(self) -> list[str]:
+    def lines(self) -> list[str]:
         """As CRI has them: TIME STREAM P|F TEXT. CRI-O 1.36 puts the log of a restored container
         beside the directory where a kubelet looks for it."""
         places = self.node.root.path(LOGS).glob(f"{self.namespace}_{self.name}_*/**/*.log")
@@ -68,7 +68,7 @@ class GpuPod:
     def numbers(self, since: str = "") -> list[int]:
         """Those of its steps, said from that moment on (RFC 3339, UTC). A container that
         containerd restores begins with the log of the one that was checkpointed."""
-        lines = [line for line in self._lines() if line >= since]
+        lines = [line for line in self.lines() if line >= since]
         found = (re.search(r"step (\d+) ok", line) for line in lines)
         return [int(match[1]) for match in found if match]
 

@@ -98,6 +98,12 @@ class Job:
             self.wait()
 
 
+def check_memory(job: Job, generation: int) -> None:
+    """gpu_generations.c runs, and its GPU memory is what it wrote, to the bit."""
+    job.signal(signal.SIGUSR1)
+    job.wait_for(f"intact {generation}\n")
+
+
 @contextmanager
 def ended(program: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """The program, which is killed at the end of the with statement: one that a failed test leaves

@@ -34,6 +34,7 @@ from support.crio_node import CrioNode
 from support.engine_gpu import DEVICE, install
 from support.engine_root import EngineRoot
 from support.gpu_pod import GpuPod
+from support.kubernetes_faults import Client, setting_put_back
 from support.kubernetes_objects import KUBELET, NETWORK, PLACE, RESOURCE, binding, pod_of, role
 
 NODE = "node-1"
@@ -43,7 +44,6 @@ API_SERVER = "https://127.0.0.1:6443"
 ETCD = "http://127.0.0.1:2379"
 PROGRAMS = "/opt/kubernetes/bin"
 ADMIN = PLACE / "admin.conf"
-POLL_S = 0.2
 TIMEOUT_S = 120.0
 # What a kubelet sets; a file of the node's own lies over each.
 _KERNEL_SETTINGS = (
@@ -51,7 +51,6 @@ _KERNEL_SETTINGS = (
     *("kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes"),
 )
 _BOOT_ID = "kernel/random/boot_id"
-_USERFAULTFD = Path("/proc/sys/vm/unprivileged_userfaultfd")  # a dump changes it for a moment
 
 
 def programs_directory() -> Path:
@@ -92,7 +91,6 @@ class KubernetesNode:
         self.root = root
         self._tests = tests
         self._daemons: dict[str, subprocess.Popen[str]] = {}
-        self._userfaultfd = _USERFAULTFD.read_text() if _USERFAULTFD.exists() else ""
         self._stack = ExitStack()
         begin = time.monotonic()
         try:
@@ -124,12 +122,11 @@ class KubernetesNode:
     def wait_for_account(self, namespace: str) -> None:
         """Until the namespace has the service account that its pods need."""
         words = ("get", "serviceaccount", "default", "--namespace", namespace)
-
-        def there() -> bool:
-            return self.kubectl(*words, check=False).returncode == 0
-
-        said = lambda: self.log("kube-controller-manager")  # noqa: E731
-        wait_for(there, f"service account in {namespace}", said)
+        wait_for(
+            lambda: self.kubectl(*words, check=False).returncode == 0,
+            f"service account in {namespace}",
+            lambda: self.log("kube-controller-manager"),
+        )
 
     def apply(self, *objects: Mapping[str, Any]) -> None:
         """Make or change objects of the API."""
@@ -155,10 +152,11 @@ class KubernetesNode:
         time.sleep(1 - now % 1)  # a kubelet names archives by the second
         return Path(archive)
 
-    def begin_checkpoint(self, pod: GpuPod) -> subprocess.Popen[str]:
-        """The client of one that is under way."""
-        nowhere = subprocess.DEVNULL
-        return self.root.start(*self._checkpoint_words(pod), stdout=nowhere, stderr=nowhere)
+    def begin_checkpoint(self, pod: GpuPod) -> Client:
+        log = self.root.path(f"/tmp/client-of-{pod.name}.log")
+        with log.open("w") as said:
+            words = self._checkpoint_words(pod)
+            return Client(self.root.start(*words, stdout=said, stderr=said), log)
 
     def _checkpoint_words(self, pod: GpuPod) -> tuple[str | Path, ...]:
         return (
@@ -167,10 +165,15 @@ class KubernetesNode:
             *("--key", PLACE / "admin-client.key"),
         )
 
-    def wait_for_driver(self) -> None:
-        """Until its emulator has met all faults that were added: a dump waits there."""
+    def wait_for_driver(self, client: Client) -> None:
+        """Until its emulator has met all faults that were added: the client's dump waits there."""
         emulator = Emulator(path=self.root.path(RUN_DIRECTORY / "default/socket"))
-        wait_for(lambda: not emulator.status()["faults"], "dump under way", self.log)
+
+        def waits() -> bool:
+            assert client.poll() is None, client.said()
+            return not emulator.status()["faults"]
+
+        wait_for(waits, "dump under way", self.log)
 
     def wait_for_runtime(self) -> None:
         """Until the kubelet can ask its runtime, which was started again."""
@@ -188,12 +191,11 @@ class KubernetesNode:
 
     def delete_all_pods(self) -> None:
         """Returns when none of their processes is left."""
-        self.kubectl("delete", "pods", "--all", "--grace-period", "0", "--force", "--wait=true")
+        words = ("--all", "--all-namespaces", "--grace-period", "0", "--force", "--wait=true")
+        self.kubectl("delete", "pods", *words)
 
-        def gone() -> bool:
-            return self.root.run("pgrep", "-x", "steady_job", check=False).returncode == 1
-
-        wait_for(gone, "end of all jobs", self.log)
+        jobs = ("pgrep", "-x", "steady_job")
+        wait_for(lambda: self.root.run(*jobs, check=False).returncode == 1, "end of jobs", self.log)
 
     def kubelet_knows(self, pod: GpuPod) -> bool:
         """Whether it could be asked for that pod. Not at once after it has started."""
@@ -207,7 +209,8 @@ class KubernetesNode:
     def reboot(self) -> None:
         """Every process of the node is killed at once, what is no file on its disk is gone, and all
         is started again. Returns when the node is ready and its GPUs can be had."""
-        self.root.reboot()
+        with setting_put_back(self.root):
+            self.root.reboot()
         for daemon in self._daemons.values():
             daemon.wait()
         self._daemons.clear()
@@ -348,8 +351,6 @@ class KubernetesNode:
             place = f"/tmp/settings/{name.replace('/', '-')}"
             root.write(place, value)
             root.run("mount", "--bind", place, f"/proc/sys/{name}")
-        if _USERFAULTFD.exists():
-            _USERFAULTFD.write_text(self._userfaultfd)
         if not root.path("/dev/kmsg").exists():  # where a kubelet reads of tasks killed for memory
             root.path("/dev/kmsg").symlink_to("null")
 

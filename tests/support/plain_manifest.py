@@ -14,9 +14,12 @@ import xxhash
 from gpustasis.errors import ImageError, UnsupportedError
 
 FEATURE_PARENT = 1 << 0
+_PACK = struct.Struct("<16s16s")
 FEATURE_REQUIREMENTS = 1 << 2  # of manifests
 FEATURE_CPU_MEMORY = 1 << 3
-GPU_MEMORY, CPU_MEMORY = range(2)
+FEATURE_ALIKE = 1 << 4  # of images
+FEATURE_FILES = 1 << 5
+GPU_MEMORY, CPU_MEMORY, FILES = range(3)
 NO_ID = bytes(16)
 MAX_GPUS = 256
 MAX_DEPTH = 65535  # of a source, and length of a chain
@@ -128,7 +131,8 @@ class PlainFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainManifest:
-    """parent_id all zero, chain_length 0: no parent. files None: they were not recorded."""
+    """parent_id all zero, chain_length 0: no parent. files None: they were not recorded. pack None:
+    there is none."""
 
     checkpoint_id: bytes
     driver_api_version: int
@@ -139,6 +143,7 @@ class PlainManifest:
     chain_length: int
     files: tuple[PlainFile, ...] | None
     unrecorded: int
+    pack: bytes | None
 
 
 def parse_manifest(file: bytes) -> PlainManifest:
@@ -150,7 +155,7 @@ def parse_manifest(file: bytes) -> PlainManifest:
         _HEADER_SIZE,
         file[-_HASH_SIZE:],
         file[:-_HASH_SIZE],
-        FEATURE_PARENT | FEATURE_REQUIREMENTS | FEATURE_CPU_MEMORY,
+        FEATURE_PARENT | FEATURE_REQUIREMENTS | FEATURE_CPU_MEMORY | FEATURE_FILES,
     )
     has_parent = bool(required & FEATURE_PARENT)
     checkpoint_id, api_version, gpu_count, task_count, task_gpu_count, version = (
@@ -161,8 +166,14 @@ def parse_manifest(file: bytes) -> PlainManifest:
     tasks_offset = _HEADER_SIZE + GPU.size * gpu_count
     task_gpus_offset = tasks_offset + _TASK.size * task_count
     parent_offset = task_gpus_offset + _TASK_GPU.size * task_gpu_count
-    end = parent_offset + (_PARENT.size if has_parent else 0)
+    pack_offset = parent_offset + (_PARENT.size if has_parent else 0)
+    has_pack = bool(required & FEATURE_FILES)
+    end = pack_offset + (_PACK.size if has_pack else 0)
     require(len(file) >= end + _HASH_SIZE, "wrong size")
+    pack = None
+    if has_pack:
+        pack, reserved = _PACK.unpack_from(file, pack_offset)
+        require(not any(reserved), "a reserved byte is not zero")
     rest = file[end:-_HASH_SIZE]
     files, unrecorded = None, 0
     if required & FEATURE_REQUIREMENTS:
@@ -187,6 +198,7 @@ def parse_manifest(file: bytes) -> PlainManifest:
         chain_length=chain_length,
         files=files,
         unrecorded=unrecorded,
+        pack=pack,
     )
 
 

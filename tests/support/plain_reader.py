@@ -17,8 +17,11 @@ import xxhash
 from gpustasis.errors import ImageError
 from support.plain_manifest import (
     CPU_MEMORY,
+    FEATURE_ALIKE,
     FEATURE_CPU_MEMORY,
+    FEATURE_FILES,
     FEATURE_PARENT,
+    FILES,
     GPU,
     MAX_GPUS,
     NO_ID,
@@ -62,7 +65,7 @@ class PlainRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainSource:
-    """An image of an earlier checkpoint; depth of its directory in parent links."""
+    """Another image; depth of its directory in parent links, 0 of the same checkpoint."""
 
     checkpoint_id: bytes
     digest: bytes
@@ -146,7 +149,7 @@ class PlainImage:
         """The file of the number-th source, found to be the one that is meant."""
         if number not in self._source_files:
             source = self.sources[number - 1]
-            require(self._read_source is not None, "the files of earlier checkpoints are needed")
+            require(self._read_source is not None, "the files of its sources are needed")
             assert self._read_source is not None
             file = self._read_source(source)
             same = len(file) == source.file_size and file[-16:] == source.digest
@@ -166,10 +169,11 @@ class PlainImage:
             HEADER_SIZE,
             header[240:],
             header[:240],
-            FEATURE_PARENT | FEATURE_CPU_MEMORY,
+            FEATURE_PARENT | FEATURE_CPU_MEMORY | FEATURE_ALIKE | FEATURE_FILES,
         )
         self.has_parent = bool(required & FEATURE_PARENT)
         self.has_cpu_memory = bool(required & FEATURE_CPU_MEMORY)
+        self.has_alike = bool(required & FEATURE_ALIKE)
         (
             self.checkpoint_id,
             self.parent_id,
@@ -180,7 +184,9 @@ class PlainImage:
             reserved,
         ) = _HEADER.unpack_from(header, START.size)
         require(not any(reserved), "a reserved byte is not zero")
-        require(self.kind <= CPU_MEMORY, "unknown kind of memory")
+        require(self.kind <= FILES, "unknown kind of memory")
+        has_files = bool(required & FEATURE_FILES)
+        require((self.kind == FILES) == has_files, "kind and features")
         require((self.parent_id != NO_ID) == self.has_parent, "parent and feature disagree")
         require(1 <= self.pid < 1 << 31, "pid out of range")
         require(_is_power(self.chunk_size, 4096, 4 << 20), "chunk size out of range")
@@ -239,9 +245,19 @@ class PlainImage:
         self.gpus = parse_gpus(raw, METADATA.size, gpu_count)
         self.regions = _parse_regions(raw[regions_offset:sources_offset])
         self.sources = _parse_sources(raw[sources_offset:])
-        require(self.has_parent or not self.sources, "sources without a parent")
+        self._check_sources()
         kinds = {self.kind, *(source.kind for source in self.sources)}
         require((CPU_MEMORY in kinds) == self.has_cpu_memory, "kinds and features")
+
+    def _check_sources(self) -> None:
+        depths = {source.depth for source in self.sources}
+        require(self.has_parent or depths <= {0}, "sources without a parent")
+        require((0 in depths) == self.has_alike, "sources and features")
+        for source in self.sources:
+            if source.depth == 0:
+                require(source.checkpoint_id == self.checkpoint_id, "source of another checkpoint")
+                same = (source.pid, source.kind) == (self.pid, self.kind)
+                require(not same, "an image is its own source")
 
     def _parse_index(self) -> tuple[PlainChunk, ...]:
         raw = self._file[self._index_offset : -TRAILER_SIZE]
@@ -319,7 +335,7 @@ def _parse_regions(raw: bytes) -> tuple[PlainRegion, ...]:
 
 def _parse_sources(raw: bytes) -> tuple[PlainSource, ...]:
     sources = []
-    lowest = (1, 1, 0)
+    lowest = (0, 1, 0)
     for checkpoint_id, digest, file_size, pid, depth, kind, reserved in _SOURCE.iter_unpack(raw):
         require((depth, pid, kind) >= lowest, "sources do not ascend")
         require(1 <= pid < 1 << 31 and kind <= CPU_MEMORY and reserved == 0, "source malformed")

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 _MAGIC = b"\x93GPUSSL\n"
 _RECORD_MAGIC = b"GPUSKEY\n"
+_SINGLE, _OTHERS = 1 << 4, 1 << 5  # required features
 _AUTH_ENVELOPED_DATA = bytes.fromhex("060b2a864886f70d0109100117")  # 1.2.840.113549.1.9.16.1.23
 _RSAES_OAEP = bytes.fromhex("06092a864886f70d010107")
 _AES_256_GCM = bytes.fromhex("060960864801650304012e")
@@ -38,32 +39,48 @@ class PlainFile:
 def open_directory(directory: Path, key_file: Path) -> list[PlainFile]:
     """All files of a sealed checkpoint; asserts all that the format promises."""
     record = open_envelope((directory / "gpustasis-sealed.cms").read_bytes(), key_file.read_bytes())
-    files = open_sealed((directory / "gpustasis-sealed.img").read_bytes(), record)
-    (inventory,) = [file for file in files if file.name == b"inventory.img"]
-    assert inventory.content == (directory / "inventory.img").read_bytes()
-    return files
+    files, others = open_sealed((directory / "gpustasis-sealed.img").read_bytes(), record)
+    for number, end_tag in others.items():
+        raw = (directory / f"gpustasis-sealed-{number}.img").read_bytes()
+        assert raw[-16:] == end_tag
+        more, none = open_sealed(raw, record, number)
+        assert not none
+        files += more
+    listed = {f"gpustasis-sealed-{number}.img" for number in others}
+    assert {path.name for path in directory.glob("gpustasis-sealed-*.img")} == listed
+    names = [file.name for file in files]
+    assert len(set(names)) == len(names)
+    for inventory in (file for file in files if file.name == b"inventory.img"):
+        assert inventory.content == (directory / "inventory.img").read_bytes()
+    return sorted(files, key=lambda file: file.name)
 
 
-def open_sealed(raw: bytes, record: bytes) -> list[PlainFile]:
-    """The files in a sealed file, by the key record."""
+def open_sealed(
+    raw: bytes, record: bytes, number: int = 1
+) -> tuple[list[PlainFile], dict[int, bytes]]:
+    """The files in the sealed file `number`, by the key record, and the other sealed files that
+    it lists."""
     sealed_id, data_key = record[16:32], record[32:64]
     header = raw[:128]
     assert header[:8] == _MAGIC
     version, size, required, _ = struct.unpack("<IIQQ", header[8:32])
-    assert (version, size, required) == (1, 128, 0)
+    assert (version, size) == (1, 128)
+    assert required & ~(_SINGLE | _OTHERS) == 0
+    single, lists_others = bool(required & _SINGLE), bool(required & _OTHERS)
+    assert number == 1 or (single and not lists_others)
     assert header[32:48] == sealed_id
     frame_size, file_id = struct.unpack("<II", header[48:56])
     assert 4096 <= frame_size <= 4 << 20
     assert frame_size & (frame_size - 1) == 0
-    assert file_id == 1
+    assert file_id == number
     assert header[56:112] == bytes(56)
     assert header[112:] == xxhash.xxh3_128(header[:112]).digest()
 
     key = derive(data_key, sealed_id, b"gpustasis frames", struct.pack("<I", file_id) + header)
     plain: dict[int, list[bytes]] = {0: [], 1: [], 2: []}
     at, last_kind = 128, 0
-    for number, kind, text, end in _frames(raw, at, key):
-        assert kind >= last_kind, f"frame {number}"
+    for frame, kind, text, end in _frames(raw, at, key):
+        assert kind >= last_kind, f"frame {frame}"
         if kind < 2:
             assert all(len(piece) == frame_size for piece in plain[kind])
             assert 1 <= len(text) <= frame_size
@@ -74,10 +91,25 @@ def open_sealed(raw: bytes, record: bytes) -> list[PlainFile]:
     assert last_kind == 2
     assert at == len(raw)
     content, index = b"".join(plain[0]), b"".join(plain[1])
-    content_size, index_size, file_count, file_size = struct.unpack("<4Q", plain[2][0][:32])
-    assert plain[2][0][32:] == bytes(32)
+    content_size, index_size, file_count, file_size, other_count = struct.unpack(
+        "<5Q", plain[2][0][:40]
+    )
+    assert plain[2][0][40:] == bytes(24)
     assert (content_size, index_size, file_size) == (len(content), len(index), len(raw))
-    return _files(content, index, file_count)
+    assert lists_others or other_count == 0
+    assert not single or file_count == 1
+    cut = len(index) - 24 * other_count
+    return _files(content, index[:cut], file_count, single), _others(index[cut:])
+
+
+def _others(index: bytes) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    for at in range(0, len(index), 24):
+        number, reserved = struct.unpack("<II", index[at : at + 8])
+        assert reserved == 0
+        assert max(found, default=1) < number <= 1 << 18
+        found[number] = index[at + 8 : at + 24]
+    return found
 
 
 def _frames(raw: bytes, at: int, key: bytes) -> Iterator[tuple[int, int, bytes, int]]:
@@ -95,7 +127,7 @@ def _frames(raw: bytes, at: int, key: bytes) -> Iterator[tuple[int, int, bytes, 
         number += 1
 
 
-def _files(content: bytes, index: bytes, count: int) -> list[PlainFile]:
+def _files(content: bytes, index: bytes, count: int, single: bool) -> list[PlainFile]:
     files: list[PlainFile] = []
     at = 0
     while index:
@@ -107,8 +139,9 @@ def _files(content: bytes, index: bytes, count: int) -> list[PlainFile]:
         assert name
         assert b"/" not in name
         assert not files or files[-1].name < name
-        assert content[at : at + len(entry)] == entry
-        at += len(entry)
+        if not single:
+            assert content[at : at + len(entry)] == entry
+            at += len(entry)
         files.append(PlainFile(name, mode, mtime, content[at : at + size]))
         assert len(files[-1].content) == size
         at += size
@@ -149,10 +182,13 @@ def open_envelope(raw: bytes, pem: bytes) -> bytes:
     nonce, *_ = _parts(parameters)
     sealed = _content(text, _IMPLICIT_0) + _content(tag, _OCTETS)
     record = AESGCM(key).decrypt(_content(nonce, _OCTETS), sealed, None)
-    assert len(record) == 64
-    assert record[:16] == _RECORD_MAGIC + struct.pack("<II", 1, 0)
+    ancestors = (len(record) - 64) // 48
+    assert len(record) == 64 + 48 * ancestors
+    assert record[:16] == _RECORD_MAGIC + struct.pack("<II", 2 if ancestors else 1, ancestors)
+    ids = [record[at : at + 16] for at in (16, *range(64, len(record), 48))]
+    assert len(set(ids)) == len(ids)
     expected = hmac.digest(
-        derive(record[32:], record[16:32], b"gpustasis envelope", b""), cms, "sha256"
+        derive(record[32:64], record[16:32], b"gpustasis envelope", b""), cms, "sha256"
     )
     assert hmac.compare_digest(expected, code)
     return record

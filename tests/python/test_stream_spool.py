@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left in the places that streams come through, and what no stream is made with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpustasis.criu.own_options import own_option
+from gpustasis.errors import CheckpointError
+from gpustasis.streaming import spool
+
+
+def test_what_dead_receivers_leave(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = tmp_path / "received"
+    for name in (".aa.part", "bb", ".young.part"):
+        (received / name).mkdir(parents=True)
+        os.utime(received / name, (1, 1))
+    os.utime(received / ".young.part")
+    held = os.open(received / "bb", os.O_RDONLY)
+    spool.sweep_received(received)
+    assert {path.name for path in received.iterdir()} == {"bb", ".young.part"}
+    assert f"restore -D {received / 'bb'}" in caplog.text
+    os.close(held)
+
+
+@pytest.mark.parametrize("word", ["--leave-running", "--leave-r", "-R", "-jR", "--page-server"])
+def test_options_of_criu_that_are_not_for_a_stream(word: str) -> None:
+    from gpustasis.cli.stream_checks import require_streamable
+
+    with pytest.raises(CheckpointError, match="sent as a stream"):
+        require_streamable([word])
+    require_streamable(["--tcp-established", "-vR", "-lj", "--skip-mnt=/R"])
+    assert own_option(["-js"]) == "-js"

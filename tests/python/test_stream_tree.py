@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes below one, while they come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from gpustasis.errors import CheckpointError
+from gpustasis.streaming.tree import Tree, resident_bytes
+
+LOOKS = 300
+LOOP = "while :; do (/bin/true); done & while :; do (/bin/true & /bin/true); done"
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    """A process whose children begin and end all the time."""
+    with subprocess.Popen(["/bin/sh", "-c", LOOP], start_new_session=True) as job:
+        try:
+            yield job.pid
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def test_a_child_that_ends_while_it_is_looked_at(busy: int) -> None:
+    for _ in range(LOOKS):
+        assert resident_bytes(busy) > 0
+        tree = Tree(busy)
+        assert tree.pids[0] == busy
+        tree.close()
+
+
+def test_a_root_that_has_ended() -> None:
+    with subprocess.Popen(["/bin/true"]) as job:
+        pass
+    for look in (Tree, resident_bytes):
+        with pytest.raises(CheckpointError, match=f"there is no process {job.pid}"):
+            look(job.pid)

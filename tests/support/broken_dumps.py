@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dumps that are killed when all GPU memory is out of the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from campaigns.rig import Rig, workers
+from campaigns.steady_job import SteadyJob
+
+TIMEOUT_S = 30.0
+
+
+def break_off(rig: Rig, job: SteadyJob, images: Path, *kept: str) -> None:
+    """Kill criu, and what the plugin has left beside it but processes named `kept`, when all GPU
+    memory is in the images and out of the job."""
+    kill_criu = dump_and_stop(rig, job, images)
+    for pid in workers(images):
+        if Path(f"/proc/{pid}/comm").read_text().strip() not in kept:
+            os.kill(pid, signal.SIGKILL)
+    kill_criu()
+
+
+def dump_and_stop(rig: Rig, job: SteadyJob, images: Path) -> Callable[[], None]:
+    """Dump until all GPU memory is out of the job. The result kills criu."""
+    reached = images.with_name(f"{images.name}.reached")
+    script = images.with_name(f"{images.name}.script")
+    script.write_text(
+        '#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
+        f"echo $$ >{reached}.part; mv {reached}.part {reached}\n"
+        "while kill -0 $PPID; do sleep 0.1; done\n"  # no longer than criu
+    )
+    script.chmod(0o755)
+    criu = rig.start(rig.dump_words(job, images, ["--action-script", str(script)]))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not reached.exists():
+        assert criu.poll() is None, "criu ended before it was to be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    def kill() -> None:
+        criu.kill()
+        criu.wait()
+        os.kill(int(reached.read_text()), signal.SIGKILL)
+
+    return kill
+
+
+def recover(rig: Rig, pid: int, *words: str | Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "gpustasis", "recover", str(pid), *words],
+        env=dict(rig.environ),
+        check=True,
+        timeout=60,
+    )
