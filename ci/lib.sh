@@ -33,6 +33,15 @@ use_criu() { # SUITE...
     done
 }
 
+# criu gives a restored process the pid that it had. With the kernel's own limit of 32,768 pids come
+# round within a minute of tests, and another test's process has it; systemd sets this one.
+widen_pids() {
+    local file=/proc/sys/kernel/pid_max
+    if [ "$(cat "$file")" -lt 4194304 ] && ! { echo 4194304 >"$file"; } 2>/dev/null; then
+        say "  pid_max: cannot be set to 4194304: a restore may find its pid taken"
+    fi
+}
+
 say() { printf '%s\n' "$*"; }
 
 # die WHAT HOW-TO-MEND
