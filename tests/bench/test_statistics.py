@@ -233,3 +233,38 @@ def test_memory_beyond_stock_is_bounded() -> None:
         bound = evaluate(report_of(*rounds))[-1]
         assert bound["name"].startswith("memory")
         assert bound["met"] is met
+
+
+def ratio(mean: float) -> dict[str, float]:
+    return {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+
+
+@pytest.mark.parametrize("by", [-0.01, 0.01])
+def test_bounds_of_cpu_memory_and_of_sealing(by: float) -> None:
+    whole = report_of(measured("stock", 0, 1.0))
+    ratios = {"dump_seconds": 2 + by, "restore_seconds": 2 + by, "stored_bytes": 0.6 + by}
+    whole["cpu_memory"] = [
+        {
+            "workload": "cpu",
+            "medium": "tmpfs",
+            "ratios": {name: ratio(mean) for name, mean in ratios.items()},
+            "contenders": {"ours": {"rss_share": 1.05 + by}},
+        }
+    ]
+    whole["sealing"] = [
+        {
+            "medium": "tmpfs",
+            "ratios": {
+                "sealed": {"dump_seconds": ratio(1.1 + by), "restore_seconds": ratio(1.1 - by)}
+            },
+        }
+    ]
+    found = {each["name"]: (each["bound"], each["met"]) for each in evaluate(whole)}
+    assert found == {
+        "CPU memory of cpu: dump, stock over ours": (">= 2", by > 0),
+        "CPU memory of cpu: restore, stock over ours": (">= 2", by > 0),
+        "CPU memory of cpu: stored bytes, ours over stock": ("<= 0.6", by < 0),
+        "memory of cpu after the restore, over before": ("<= 1.05", by < 0),
+        "sealed dump, over one that is packed alone": ("<= 1.1", by < 0),
+        "sealed restore, over one that is packed alone": ("<= 1.1", by > 0),
+    }

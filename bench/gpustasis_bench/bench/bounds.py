@@ -69,6 +69,7 @@ _SECOND_DUMP = 5.0
 _CHAIN = 1.3
 _HOOK_US = 50.0
 _TREE = 1 / 1.05  # stock over ours: 5 % slower at most
+_CPU_TIMES, _CPU_STORED = 2.0, 0.6  # stock over ours, ours over stock
 _RESIDENT = 1.05
 _SEALED = 1.1  # sealed over packed
 
@@ -99,16 +100,8 @@ def evaluate(report: dict[str, Any]) -> list[dict[str, Any]]:
         _of_memory(result, results, report) for result in results if _compared(result, results)
     ]
     found += [_of_tree(tree, figure) for tree in report["trees"] for figure in ("dump", "restore")]
-    found += [
-        Bound(
-            name=f"memory of {one['workload']} after the restore, over before",
-            bound=f"<= {_RESIDENT}",
-            medium=one["medium"],
-            measured=one["contenders"][OURS]["rss_share"],
-            met=one["contenders"][OURS]["rss_share"] <= _RESIDENT,
-        )
-        for one in report["cpu_memory"]
-    ]
+    for one in report["cpu_memory"]:
+        found += _of_cpu_memory(one)
     found += [_of_sealing(one, stage) for one in report["sealing"] for stage in ("dump", "restore")]
     found += [
         Bound(
@@ -136,6 +129,39 @@ def _of_tree(tree: dict[str, Any], figure: str) -> Bound:
         low=ratio["low"],
         high=ratio["high"],
     )
+
+
+def _of_cpu_memory(measured: dict[str, Any]) -> list[Bound]:
+    workload, medium, ratios = (measured[key] for key in ("workload", "medium", "ratios"))
+    found = []
+    for figure, title, at_least, limit in (
+        ("dump_seconds", "dump, stock over ours", True, _CPU_TIMES),
+        ("restore_seconds", "restore, stock over ours", True, _CPU_TIMES),
+        ("stored_bytes", "stored bytes, ours over stock", False, _CPU_STORED),
+    ):
+        ratio = ratios[figure]
+        found.append(
+            Bound(
+                name=f"CPU memory of {workload}: {title}",
+                bound=f"{'>=' if at_least else '<='} {limit:g}",
+                medium=medium,
+                measured=ratio["mean"],
+                met=ratio["mean"] >= limit if at_least else ratio["mean"] <= limit,
+                low=ratio["low"],
+                high=ratio["high"],
+            )
+        )
+    share = measured["contenders"][OURS]["rss_share"]
+    found.append(
+        Bound(
+            name=f"memory of {workload} after the restore, over before",
+            bound=f"<= {_RESIDENT}",
+            medium=medium,
+            measured=share,
+            met=share <= _RESIDENT,
+        )
+    )
+    return found
 
 
 def _of_sealing(measured: dict[str, Any], stage: str) -> Bound:
