@@ -22,7 +22,7 @@ from support.chains import make_link, memory_of
 from support.recipients import make_recipient
 
 _BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_TIMEOUT_S = 120
+_TIMEOUT_S = 300
 _POLL_S = 0.02
 _LIBRARY_PATH = "LIBRARY_PATH_OF_THE_CALLER"
 _SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
