@@ -117,7 +117,8 @@ def test_it_ends_with_the_process(job: subprocess.Popen[str]) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    time.sleep(1.0)
+    assert process.stdout is not None
+    assert process.stdout.readline()
     job.kill()
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0
