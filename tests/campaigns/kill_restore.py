@@ -17,7 +17,6 @@ from campaigns import damage
 from campaigns.rig import Rig, end_strays
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
-from support.pids import await_free
 
 _SETTLE_S = 0.3
 _BUSY_S = 20.0  # a job that is to run, or has been killed, has done so by then on a busy machine
@@ -71,7 +70,6 @@ def _restore(rig: Rig, checkpoint: damage.Checkpoint, number: int) -> tuple[bool
     """Restore, killing criu at that system call, 0: at none. Whether it was; how many it made."""
     count = rig.scratch / "system-calls"
     images = checkpoint.images
-    await_free(images)
     images.with_name(f"{images.name}.pid").unlink(missing_ok=True)
     prefix = [str(rig.programs.killer), str(count), str(number), "-", ""]
     ended = rig.run([*prefix, *rig.restore_words(images)], images, "restore")

@@ -138,7 +138,7 @@ def test_a_dump_that_is_killed_at_the_pack_leaves_the_job_and_no_half_of_a_check
         halves = 0
         numbers = [*range(1, calls, max(1, calls // KILLS)), *range(calls - KILLS, calls)]
         # One dump makes a few calls more, or less, than another: there may be more such kills.
-        more = (calls + number for _ in range(4) for number in range(-KILLS, KILLS))
+        more = (calls + number for _ in range(2) for number in range(-KILLS, KILLS))
         for tried, number in enumerate(itertools.chain(numbers, more)):
             if tried >= len(numbers) and whole and halves:
                 break
@@ -219,9 +219,12 @@ def test_what_was_changed_is_refused_before_anything_is_made(rig: Rig, memory_jo
             assert not job.alive_pids() and job.log.read_bytes() == output
             return restored.errors
 
-        for name in (PACK, "gpustasis-manifest.img"):
+        for name, said in (
+            (PACK, "names: it belongs to another checkpoint"),
+            ("gpustasis-manifest.img", "is not the one that CRIU's images in this directory"),
+        ):
             replaced = refusal(lambda copy, name=name: shutil.copy(other / name, copy / name))
-            assert "belongs to another checkpoint" in replaced or "is not the one that" in replaced
+            assert said in replaced
         assert "No such file" in refusal(lambda copy: (copy / PACK).unlink())
         random = Random(7)
         size = (images / PACK).stat().st_size
