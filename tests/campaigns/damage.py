@@ -56,8 +56,8 @@ def run(rig: Rig, random: Random, flips: int, cuts: int) -> Tally:
     tally = Tally()
     checkpoint = take(rig, mib=2, children=1)
     names = sorted(path.name for path in checkpoint.images.glob("gpustasis-*.img"))
-    damages: list[Damage] = [_removal(name) for name in names]
-    damages += [_cut(name, 0) for name in names]
+    damages: list[Damage] = [missing(name) for name in names]
+    damages += [cut(name, 0) for name in names]
     damages += [_flip_somewhere(random, names, index) for index in range(flips)]
     damages += [_cut_somewhere(random, names[index % len(names)]) for index in range(cuts)]
     refuse_all(rig, checkpoint, damages, tally)
@@ -125,7 +125,7 @@ def expect_refusal(
     return "killed what was made" if made else "refused before anything was made"
 
 
-def _removal(name: str) -> Damage:
+def missing(name: str) -> Damage:
     def damage(images: Path) -> str:
         (images / name).unlink()
         return f"{name} missing"
@@ -133,7 +133,7 @@ def _removal(name: str) -> Damage:
     return damage
 
 
-def _cut(name: str, size: int) -> Damage:
+def cut(name: str, size: int) -> Damage:
     def damage(images: Path) -> str:
         with (images / name).open("r+b") as file:
             file.truncate(size)
@@ -146,7 +146,7 @@ def _cut_somewhere(random: Random, name: str) -> Damage:
     def damage(images: Path) -> str:
         size = (images / name).stat().st_size
         near_end = random.random() < 0.5
-        return _cut(name, size - random.randint(1, 64) if near_end else random.randrange(size))(
+        return cut(name, size - random.randint(1, 64) if near_end else random.randrange(size))(
             images
         )
 

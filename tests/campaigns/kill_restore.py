@@ -19,6 +19,8 @@ from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
 
 _SETTLE_S = 0.3
+_BUSY_S = 20.0  # a job that is to run, or has been killed, has done so by then on a busy machine
+_TRIES = 10  # no two restores make as many system calls: a late one may not come
 _HALF_MADE = "left half-made by criu, does nothing"
 _FIRST_RESTORED = "cuda_plugin: restored pid"  # in criu's log
 
@@ -36,18 +38,24 @@ def run(
     checkpoint = checkpoint or damage.take(rig, mib=4, children=1)
     job = checkpoint.job
     output = job.log.read_bytes()
-    calls = _restore(rig, checkpoint, 0)
+    _, calls = _restore(rig, checkpoint, 0)
     job.run_on()
     _end(job, output)
     for index in range(count):
-        number = 1 + int(random.uniform(index / count, (index + 1) / count) * calls)
-        _restore(rig, checkpoint, number)
+        for _ in range(_TRIES):
+            number = 1 + int(random.uniform(index / count, (index + 1) / count) * calls)
+            killed, _ = _restore(rig, checkpoint, number)
+            if killed:
+                break
+            job.run_on()
+            _end(job, output)
+        assert killed, f"in {_TRIES} restores there was no system call {number} of {calls}"
         tally.counts["trials"] += 1
         try:
             rig.settle(checkpoint.images)
-            outcome = _judge(job, output)
-            tally.counts[outcome] += 1
             begun = _FIRST_RESTORED in _log(checkpoint)
+            outcome = _judge(job, output, _BUSY_S if begun else _SETTLE_S)
+            tally.counts[outcome] += 1
             assert outcome != _HALF_MADE or not begun, "left half-made with a GPU restored"
             _end(job, output)
             after()
@@ -58,15 +66,15 @@ def run(
     return tally
 
 
-def _restore(rig: Rig, checkpoint: damage.Checkpoint, number: int) -> int:
-    """Restore, killing criu at that system call; how many it made."""
+def _restore(rig: Rig, checkpoint: damage.Checkpoint, number: int) -> tuple[bool, int]:
+    """Restore, killing criu at that system call, 0: at none. Whether it was; how many it made."""
     count = rig.scratch / "system-calls"
     images = checkpoint.images
     images.with_name(f"{images.name}.pid").unlink(missing_ok=True)
     prefix = [str(rig.programs.killer), str(count), str(number), "-", ""]
     ended = rig.run([*prefix, *rig.restore_words(images)], images, "restore")
-    assert ended.status in (0, 137), ended.errors
-    return int(count.read_text())
+    assert ended.status == 0 or (number and ended.status == 137), ended.errors
+    return ended.status == 137, int(count.read_text())
 
 
 def _log(checkpoint: damage.Checkpoint) -> str:
@@ -75,17 +83,22 @@ def _log(checkpoint: damage.Checkpoint) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
 
 
-def _judge(job: SteadyJob, output: bytes) -> str:
-    job.reap()
-    alive = job.alive_pids()
-    if not alive:
-        job.steps()  # some may have been made before it was killed: each was right
-        return "nothing is left"
-    time.sleep(_SETTLE_S)
-    if job.log.read_bytes() == output:
-        return _HALF_MADE
-    job.run_on()
-    return "the job runs and is exact"
+def _judge(job: SteadyJob, output: bytes, patience_s: float) -> str:
+    """patience_s: for it to run, or to be dead."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        job.reap()
+        if not job.alive_pids():
+            job.steps()  # some may have been made before it was killed: each was right
+            return "nothing is left"
+        if job.log.read_bytes() != output:
+            time.sleep(_SETTLE_S)  # what was killed is gone then
+            if job.alive_pids():
+                job.run_on()
+                return "the job runs and is exact"
+        elif time.monotonic() > deadline:
+            return _HALF_MADE
+        time.sleep(0.01)
 
 
 def _end(job: SteadyJob, output: bytes) -> None:

@@ -4,13 +4,16 @@ holds open without one.
 
 A file counts if it was changed since a moment that the searcher names, and is read once for each
 change. Each half of a marker is looked for by itself, so that one that is cut at the end of a block
-is found as well. What is held open and has no path counts too, in every process but those that the
-searcher names: the job's memory, and criu's with that of its helpers while they live, are no places
-to be searched (docs/security.md says why); nor is the memory of an emulated GPU.
+is found as well. What is held open and has no path counts too, in every process that this one has
+started, but in those that the searcher names: the job's memory, and criu's with that of its helpers
+while they live, are no places to be searched (docs/security.md says why); nor is the memory of an
+emulated GPU. Only a search that is alone on this machine looks into other processes: what is opened
+here is "used outside of the tree" to a dump that somebody else's test makes of it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -37,12 +40,14 @@ _GONE = (FileNotFoundError, ProcessLookupError, NotADirectoryError)
 
 @dataclass(slots=True)
 class Scanner:
-    """markers: by where the process has them. since: nanoseconds; older files are left out.
+    """markers: by where the process has them. since: nanoseconds; older files are left out. alone:
+    nothing else runs on this machine that minds.
 
     files, scanned_bytes: what was looked into so far."""
 
     markers: Mapping[str, bytes]
     since: int
+    alone: bool = False
     files: int = 0
     scanned_bytes: int = 0
     _pieces: dict[str, tuple[bytes, bytes]] = field(init=False)
@@ -87,33 +92,32 @@ class Scanner:
         """The same of files without a name that processes hold; not those of these pids, nor of
         those that root itself may not look into."""
         found: dict[str, set[str]] = {}
-        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
-            if pid in without:
-                continue
+        pids = map(int, filter(str.isdecimal, os.listdir("/proc"))) if self.alone else _own()
+        for pid in sorted(set(pids) - set(without)):
             with suppress(*_GONE, PermissionError):
                 for number in os.listdir(f"/proc/{pid}/fd"):
                     path = f"/proc/{pid}/fd/{number}"
                     with suppress(*_GONE):
                         target = os.readlink(path)
                         nameless = target.endswith(" (deleted)") and target != _GPU
-                        if nameless and (places := self._of_file(path)):
+                        # Directories, pipes and terminals may be without a name as well.
+                        if not nameless or not stat.S_ISREG(os.stat(path).st_mode):
+                            continue
+                        if places := self._of_file(path):
                             found[f"{path} ({target})"] = places
         return found
 
     def _changed(self, root: Path) -> Iterator[tuple[str, os.stat_result]]:
         todo = [os.fspath(root)]
-        device = None
+        device = os.stat(root).st_dev
         while todo:
             with suppress(*_GONE), os.scandir(todo.pop()) as entries:
                 for entry in entries:
                     with suppress(*_GONE):
                         status = entry.stat(follow_symlinks=False)
-                        if device is None:
-                            device = status.st_dev
-                        if status.st_dev != device:
-                            continue
-                        if entry.is_dir(follow_symlinks=False):
-                            todo.append(entry.path)
+                        if stat.S_ISDIR(status.st_mode):
+                            if status.st_dev == device:
+                                todo.append(entry.path)
                         elif stat.S_ISREG(status.st_mode) and status.st_ctime_ns >= self.since:
                             yield entry.path, status
 
@@ -123,17 +127,51 @@ class Scanner:
 
     def _of_file(self, path: str) -> set[str]:
         found: set[str] = set()
-        with suppress(*_GONE), open(path, "rb", buffering=0) as file:
+        with suppress(*_GONE), open(path, "rb", buffering=0, opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return found  # it was, a moment ago
             self.files += 1
-            tail = b""
-            while block := file.read(_BLOCK):
-                self.scanned_bytes += len(block)
-                text = tail + block
-                for place, pieces in self._pieces.items():
-                    if place not in found and any(piece in text for piece in pieces):
-                        found.add(place)
-                tail = text[-max(map(len, self.markers.values())) :]
+            for begin, end in _data(file.fileno()):
+                file.seek(begin)
+                tail = b""
+                while block := file.read(min(_BLOCK, end - file.tell())):
+                    self.scanned_bytes += len(block)
+                    text = tail + block
+                    for place, pieces in self._pieces.items():
+                        if place not in found and any(piece in text for piece in pieces):
+                            found.add(place)
+                    tail = text[-max(map(len, self.markers.values())) :]
         return found
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """For another one to open what has become a pipe since it was looked at."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _data(file: int) -> Iterator[tuple[int, int]]:
+    """Where a file has data, from and to: a hole may be larger than anybody can read."""
+    end = 0
+    while True:
+        try:
+            begin = os.lseek(file, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no more behind `end`
+                return
+            raise
+        end = os.lseek(file, begin, os.SEEK_HOLE)
+        yield begin, end
+
+
+def _own() -> list[int]:
+    """Of this process and those below it, to which those come whose parents end."""
+    found = [os.getpid()]
+    for pid in found:
+        with suppress(*_GONE):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                children = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+                found += map(int, children.split())
+    return found
 
 
 def running_criu() -> list[int]:

@@ -67,11 +67,11 @@ def run(
     rig: Rig, random: Random, sealed: Mapping[str, Setting], kills: int, *, whole: bool = False
 ) -> Tally:
     """`kills` dumps and half as many restores of a sealed job that are killed, and some that are
-    not. sealed: the configuration of dumps and restores. whole: at the end every file system of
-    this machine is searched."""
+    not. sealed: the configuration of dumps and restores. whole: nothing else runs on this machine,
+    whose file systems are all searched at the end."""
     tally = Tally()
     marked = Marked.new()
-    scanner = Scanner(marked.markers(), time.time_ns())
+    scanner = Scanner(marked.markers(), time.time_ns(), alone=whole)
     _prove(rig, marked, scanner)
     sealing = with_config(replace(rig, scratch=rig.images()), sealed)
     places = [sealing.scratch, *SHARED_PLACES]

@@ -144,6 +144,8 @@ class Rig:
     def restore_words(
         self, images: Path, extra: Sequence[str] = (), *, plugin: bool = True
     ) -> list[str]:
+        """Argument list of a restore, as soon as the pids that it needs are free."""
+        await_free(images)
         request = run.Restore(
             images=images,
             log=log_path(images, "restore"),
@@ -181,7 +183,6 @@ class Rig:
         config: Mapping[str, Setting] | None = None,
         plugin: bool = True,
     ) -> Run:
-        await_free(images)
         words = self.restore_words(images, extra, plugin=plugin)
         log_path(images, "pid").unlink(missing_ok=True)  # of an earlier one: criu would refuse
         return self.run(words, images, "restore", config)

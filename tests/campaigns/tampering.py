@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 from campaigns import damage
-from campaigns.damage import Checkpoint, Damage
+from campaigns.damage import Checkpoint, Damage, cut, missing
 from campaigns.rig import Rig, small_filesystem, with_config
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
@@ -142,7 +142,7 @@ def _changes_of_files(other: Path, images: Path, random: Random) -> list[Damage]
         theirs = (other / name).read_bytes() if (other / name).exists() else b""
         pieces, others = _pieces(name, raw), _pieces(name, theirs)
         changes += _changes_of_pieces(name, pieces, others, random)
-        changes += [_missing(name), _cut(name, len(raw) - 1), _cut(name, len(raw) // 2)]
+        changes += [missing(name), cut(name, len(raw) - 1), cut(name, len(raw) // 2)]
         changes.append(_written(name, raw + b"\0", "one byte longer"))
     for path in sorted(images.iterdir()):
         their = other / path.name
@@ -209,23 +209,6 @@ def _flipped(name: str, at: int) -> Damage:
     def change(images: Path) -> str:
         _flip(images / name, at)
         return f"bit {at % 8} of byte {at} of {name} flipped"
-
-    return change
-
-
-def _missing(name: str) -> Damage:
-    def change(images: Path) -> str:
-        (images / name).unlink()
-        return f"{name} missing"
-
-    return change
-
-
-def _cut(name: str, size: int) -> Damage:
-    def change(images: Path) -> str:
-        with (images / name).open("r+b") as file:
-            file.truncate(size)
-        return f"{name} cut to {size} bytes"
 
     return change
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -111,13 +113,24 @@ def test_ctrl_c_ends_it_with_a_summary(job: subprocess.Popen[str]) -> None:
     assert job.poll() is None
 
 
+def opened(pid: int) -> list[str]:
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(link))
+    return found
+
+
 def test_it_ends_with_the_process(job: subprocess.Popen[str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "gpustasis", "watch", str(job.pid), "--interval", "0.2"],
         stdout=subprocess.PIPE,
         text=True,
     )
-    time.sleep(1.0)
+    deadline = time.monotonic() + 30
+    while not any(f"/proc/{job.pid}/" in path for path in opened(process.pid)):  # it looks at it
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
     job.kill()
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0

@@ -13,6 +13,7 @@ import pytest
 
 from gpustasis.emulator import Emulator
 from gpustasis.errors import EmulatorError
+from support.faults import await_hit
 from support.job import Job, ended
 
 Call = Callable[..., tuple[int, int]]
@@ -153,10 +154,9 @@ def test_dead_callers_reply_is_not_taken_for_ones_own(
     emulator.add_fault("lock", "delay", delay_ms=1500)
     argv = [str(checkpoint_call), "lock", str(job.pid)]
     with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
-        await_caller(dying.pid)
-        time.sleep(0.1)
+        await_hit(emulator)
         dying.kill()
-    time.sleep(2)  # the target has locked, and answered nobody
+    time.sleep(3)  # the target has locked, and answered nobody
     assert caller("checkpoint", job.pid)[0] == SUCCESS
     assert caller("state", job.pid) == (SUCCESS, CHECKPOINTED)
 
@@ -193,10 +193,9 @@ def test_desynchronised_driver_hands_out_old_replies(
     emulator.add_fault("checkpoint", "delay", delay_ms=1500)
     argv = [str(checkpoint_call), "checkpoint", str(job.pid)]
     with subprocess.Popen(argv, env=emulator_environ, stdout=subprocess.PIPE) as dying:
-        await_caller(dying.pid)
-        time.sleep(0.1)
+        await_hit(emulator)
         dying.kill()
-    time.sleep(2)
+    time.sleep(3)
     assert caller("lock", job.pid)[0] == 401  # the dead caller's: it was not locked
 
 

@@ -88,8 +88,10 @@ def test_the_job_dies_during_its_dump(rig: Rig) -> None:
             mark = random.choice(["cuda_plugin: backend", "Seized task", "' hook 11 "])
             while criu.poll() is None and not (log.exists() and mark in log.read_text()):
                 time.sleep(0.001)
+            criu.send_signal(signal.SIGSTOP)  # or it may be done before they are killed
             for pid in random.sample(job.pids, random.randint(1, 2)):
                 os.kill(pid, signal.SIGKILL)
+            criu.send_signal(signal.SIGCONT)
             assert criu.wait(30) != 0, "criu says it dumped a dead tree"
             rig.settle(images)
             assert lasting_workers(images) == []

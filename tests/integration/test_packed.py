@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import socket
 import threading
@@ -133,21 +134,25 @@ def test_a_dump_that_is_killed_at_the_pack_leaves_the_job_and_no_half_of_a_check
         status, _ = dump(0)
         assert status == 0
         calls = int(count.read_text())
-        whole = 0
+        whole: list[Path] = []
+        halves = 0
         numbers = [*range(1, calls, max(1, calls // KILLS)), *range(calls - KILLS, calls)]
-        for number in numbers:
+        # One dump makes a few calls more, or less, than another: there may be more such kills.
+        more = (calls + number for _ in range(2) for number in range(-KILLS, KILLS))
+        for tried, number in enumerate(itertools.chain(numbers, more)):
+            if tried >= len(numbers) and whole and halves:
+                break
             status, images = dump(number)
-            if status == 0:
-                continue  # one dump makes a few calls less than another
-            assert status == 137
+            assert status in (0, 137)
             rig.settle(images)
             job.run_on()
-            if (images / "inventory.img").exists():
-                whole += 1
-                last = images
-        assert 0 < whole < len(numbers)  # the last step was seen from both sides
+            if status == 137 and (images / "inventory.img").exists():
+                whole.append(images)
+            else:
+                halves += status == 137
+        assert whole and halves  # the last step was seen from both sides
         job.end()
-        assert rig.restore(last).status == 0
+        assert rig.restore(whole[-1]).status == 0
         job.run_on()
 
 
@@ -214,9 +219,12 @@ def test_what_was_changed_is_refused_before_anything_is_made(rig: Rig, memory_jo
             assert not job.alive_pids() and job.log.read_bytes() == output
             return restored.errors
 
-        for name in (PACK, "gpustasis-manifest.img"):
+        for name, said in (
+            (PACK, "names: it belongs to another checkpoint"),
+            ("gpustasis-manifest.img", "is not the one that CRIU's images in this directory"),
+        ):
             replaced = refusal(lambda copy, name=name: shutil.copy(other / name, copy / name))
-            assert "belongs to another checkpoint" in replaced or "is not the one that" in replaced
+            assert said in replaced
         assert "No such file" in refusal(lambda copy: (copy / PACK).unlink())
         random = Random(7)
         size = (images / PACK).stat().st_size

@@ -4,19 +4,15 @@ and above CRIU's limit too."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import ImageReader, MemoryKind, RegionKind, image_name
-from gpustasis.image.flatten import flatten
 from gpustasis.image.verification import verify_directory
 from support.certificates import Pair
 from support.cpu_memory import (
@@ -30,13 +26,11 @@ from support.dump_kills import kill_dumps
 from support.live_sealing import opened_by
 from support.restore_kills import RestoreKills
 
-MIB = 40
+from .test_shared_memory import DATA, MIB, shared_bytes, told
+
 DUMP_KILLS = 4
 RESTORE_KILLS = 2  # in each part of a restore
-# Of every four MiB of the anonymous memory and of the first file one is a hole; the second has 3
-# MiB, the last 4.
-OF_FILE = (MIB * 3 // 4) << 20
-DATA = 2 * OF_FILE + ((3 + 4) << 20)
+OF_FILE = (MIB * 3 // 4) << 20  # of every four MiB one is a hole
 # What CRIU has of all files: the end of one that ends within a page, and how long each is.
 GHOSTS = 64 << 10
 TOO_LARGE = "increase limit"  # in criu's log
@@ -69,15 +63,6 @@ for step in range(1 << 30):
     print(os.getpid(), "step", step, "ok", flush=True)
     time.sleep(0.02)
 """
-
-
-def told(images: Path, stage: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((images / f"gpustasis-{stage}.json").read_text())
-    return found
-
-
-def shared_bytes(images: Path, stage: str) -> int:
-    return sum(task["shared_bytes"] for task in told(images, stage)["cpu_memory"])
 
 
 def ghost_bytes(images: Path) -> int:
@@ -145,23 +130,6 @@ def python_job(tmp_path: Path) -> Path:
     script.write_text(PYTHON_JOB.format(python=os.path.realpath("/usr/bin/python3")))
     script.chmod(0o755)
     return script
-
-
-def test_dumps_that_leave_the_job_running_chain(newest_rig: Rig, shared_job: Path) -> None:
-    with running(newest_rig, shared_job, mib=MIB, children=1, tmpfs=1) as job:
-        first, second = newest_rig.images(), newest_rig.images()
-        assert newest_rig.dump(job, first, "--leave-running", config=OURS).status == 0
-        job.run_on()
-        dumped = newest_rig.dump(job, second, config=OURS | {"parent": str(first)})
-        assert dumped.status == 0, dumped.errors
-        job.wait()
-        tasks = told(second, "dump")["cpu_memory"]
-        assert sum(task["ref"]["plain_bytes"] for task in tasks) > DATA // 2
-        flat = newest_rig.scratch / "flat"
-        flatten(second, flat)
-        shutil.rmtree(first)
-        assert newest_rig.restore(flat).status == 0
-        job.run_on()
 
 
 def test_a_packed_checkpoint_has_it_too(newest_rig: Rig, shared_job: Path) -> None:

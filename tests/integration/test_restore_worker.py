@@ -12,6 +12,7 @@ import pytest
 from campaigns import damage
 from campaigns.rig import Rig, workers
 from campaigns.steady_job import SteadyJob
+from support.faults import await_hit
 
 PATIENCE_S = 20.0
 
@@ -79,7 +80,7 @@ def test_criu_dies_while_the_driver_hangs(newest_rig: Rig) -> None:
     newest_rig.emulator.add_fault("restore", "hang")
     criu = newest_rig.start(newest_rig.restore_words(images))
     await_log(images, "late stage hook")
-    time.sleep(0.5)  # into the driver
+    await_hit(newest_rig.emulator)
     criu.kill()
     criu.wait()
     deadline = time.monotonic() + PATIENCE_S

@@ -17,6 +17,7 @@ from campaigns.rig import Rig, log_path
 from campaigns.steady_job import SteadyJob
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.recovery import Outcome, recover
+from support.faults import await_hit
 from support.job import Job
 
 DUMPS_AT_ONCE = 3
@@ -59,7 +60,7 @@ def test_a_second_dump_of_one_job_is_refused_while_the_first_is_at_work(
         while not log.exists() or "backend: " not in log.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        time.sleep(0.3)
+        await_hit(newest_rig.emulator)
         second = newest_rig.images()
         dumped = newest_rig.dump(job, second, config=ASKED)
         assert dumped.status != 0

@@ -36,7 +36,8 @@ AUTO = {"cpu_memory": "auto"}
 RESTORE_KILLS = 2  # in each part of a restore
 # Private memory of the processes, windows around what is in use, and what is small.
 LEFT_TO_CRIU = 8 << 20
-# Of every four MiB one is a hole, of anonymous memory and of a memfd; 4 MiB are of children.
+# Of every four MiB one is a hole, of anonymous memory and of a memfd, or file on a tmpfs; a second
+# one has 3 MiB; 4 MiB are of children.
 DATA = (2 * MIB * 3 // 4 + 3 + 4) << 20
 
 
@@ -89,8 +90,11 @@ def test_each_part_has_one_owner(newest_rig: Rig, shared_job: Path) -> None:
         assert verify_directory(images).problems == []
 
 
-def test_dumps_that_leave_the_job_running_chain(newest_rig: Rig, shared_job: Path) -> None:
-    with running(newest_rig, shared_job, mib=MIB, children=1) as job:
+@pytest.mark.parametrize("tmpfs", [0, 1], ids=["memory", "removed-files"])
+def test_dumps_that_leave_the_job_running_chain(
+    newest_rig: Rig, shared_job: Path, tmpfs: int
+) -> None:
+    with running(newest_rig, shared_job, mib=MIB, children=1, tmpfs=tmpfs) as job:
         first, second = newest_rig.images(), newest_rig.images()
         assert newest_rig.dump(job, first, "--leave-running", config=OURS).status == 0
         job.run_on()

@@ -54,7 +54,7 @@ def bare(
     made.thread = threading.Thread(target=watch.run, args=(stop,))
     yield made
     os.write(end, b"x")
-    made.go_on.set()
+    made.go_on()
     made.hold_at = ""
     made.thread.join()
     os.close(stop)
@@ -221,12 +221,11 @@ def test_what_somebody_paused_while_the_runtime_hung_stays_so(
 
 def test_a_checkpoint_by_the_next_runtime_is_not_cut_off(node: Node) -> None:
     """The watch is held up; meanwhile the runtime ends, and the next one has begun."""
-    node.go_on.clear()
-    time.sleep(1.5)
+    node.hold()
     node.change()
     time.sleep(3)
     node.pause()
-    node.go_on.set()
+    node.go_on()
     node.wait_for("ended")
     node.wait_for("watching", 2)
     node.require_paused(3)
@@ -287,13 +286,13 @@ def test_a_group_that_crun_makes_a_moment_after_the_container_s_own(
     monkeypatch.setattr(left_paused, "is_frozen", lambda group: bare.frozen and group == below)
     bare.thread.start()
     bare.wait_for("watching")
-    time.sleep(0.5)
+    bare.wait_for_look()
     groups[ID] = [Path("group"), below]
     listed.append(JOB)
-    time.sleep(1.5)
+    bare.wait_for_look(6)
     with bare.open_in("criu"):
         bare.pause()
-        time.sleep(1.5)
+        bare.wait_for_look(6)
         bare.kill()
         bare.wait_for("ended")
     bare.start()

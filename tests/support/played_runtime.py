@@ -60,8 +60,9 @@ class Node:
         self.shim = Shim(self)
         self.resumed: list[str] = []
         self.answers = self.listed = True
-        self.go_on = Flag()  # clear: the watch is held up
-        self.go_on.set()
+        self._go_on = Flag()  # clear: the watch is held up, or will be
+        self._go_on.set()
+        self._held = Flag()
         self.events: list[Event] = []
         self._looks = 0
         self.hold_at = ""  # the event at which the watch is held up
@@ -90,8 +91,22 @@ class Node:
             return "it has just ended"
         return Instance(found.pid, start_time, handle)
 
+    def hold(self) -> None:
+        """The watch, before it looks again; until go_on()."""
+        self._held.clear()
+        self._go_on.clear()
+        assert self._held.wait(TIMEOUT_S), self.events
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+    def _pass(self) -> None:
+        if not self._go_on.is_set():
+            self._held.set()
+        self._go_on.wait()
+
     def containers(self, *_: object) -> list[Container]:
-        self.go_on.wait()
+        self._pass()
         if not self.answers:
             raise EngineError("server is not initialized yet")
         return [JOB] if self.listed else []
@@ -112,7 +127,7 @@ class Node:
     def wait(self, *words: float) -> bool:
         self._looks += words[0] > 0  # it has looked, and waits until it looks again
         found = instance.wait(*words)
-        self.go_on.wait()
+        self._pass()
         return found or instance.wait(0, *words[1:])
 
     def change(self) -> None:
