@@ -28,6 +28,7 @@ from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 
 # Where something may be written beside the campaign's own directory.
 SHARED_PLACES = (Path("/tmp"), Path("/dev/shm"), Path("/run"))
+_TESTS = "pytest-of-"  # files of other tests, gigabytes of them; a searcher names its own directory
 _CRIU = ("criu", "ld-linux-x86-64", WORKER_COMM, GUARDIAN_COMM)
 _GPU = "/memfd:gpustasis-emulated-vram (deleted)"
 _NO_FILES = {
@@ -116,7 +117,8 @@ class Scanner:
                     with suppress(*_GONE):
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISDIR(status.st_mode):
-                            if status.st_dev == device:
+                            others = not self.alone and entry.name.startswith(_TESTS)
+                            if status.st_dev == device and not others:
                                 todo.append(entry.path)
                         elif stat.S_ISREG(status.st_mode) and status.st_ctime_ns >= self.since:
                             yield entry.path, status

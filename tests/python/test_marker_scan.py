@@ -121,3 +121,13 @@ def test_what_was_changed_is_read_again(scanner: Scanner, tmp_path: Path) -> Non
     assert scanner.files == 1
     file.write_bytes(MARKER)
     assert scanner.below([tmp_path]) == {str(file): {"here"}}
+
+
+def test_files_of_other_tests_are_read_only_where_nothing_else_runs(tmp_path: Path) -> None:
+    other = tmp_path / "pytest-of-somebody" / "file"
+    other.parent.mkdir()
+    other.write_bytes(MARKER)
+    for alone in (False, True):
+        scanner = Scanner({"here": MARKER}, 0, alone=alone)
+        assert (scanner.below([tmp_path]) != {}) is alone
+        assert scanner.below([other.parent]) == {str(other): {"here"}}
