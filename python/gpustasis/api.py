@@ -322,8 +322,12 @@ def recover(
     process cannot be recovered, SealError for a wrong key or none.
     """
     images = find_images(pid) if directory is None else Path(directory)
-    sealed = images is not None and is_sealed(images)
-    opened = open_key(images, key) if key is not None and images is not None and sealed else None
+    opened = None
+    if key is not None and images is not None:
+        if is_sealed(images):
+            opened = open_key(images, key)
+        else:
+            log.warning("the dump into %s is not sealed: the key was not used", images)
     if directory is not None and (unharmed := find_unharmed(pid, Path(directory), opened)):
         return unharmed
     driver = Driver(driver_libraries(os.environ)[0])

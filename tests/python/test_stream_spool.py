@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from gpustasis.cli.stream_ends import new_file
 from gpustasis.criu.own_options import own_option
 from gpustasis.errors import CheckpointError
 from gpustasis.streaming import spool
@@ -28,7 +30,9 @@ def test_what_dead_receivers_leave(
     os.close(held)
 
 
-@pytest.mark.parametrize("word", ["--leave-running", "--leave-r", "-R", "-jR", "--page-server"])
+@pytest.mark.parametrize(
+    "word", ["--leave-running", "--leave-r", "-R", "-jR", "-SR", "-cR", "--page-server"]
+)
 def test_options_of_criu_that_are_not_for_a_stream(word: str) -> None:
     from gpustasis.cli.stream_checks import require_streamable
 
@@ -36,3 +40,18 @@ def test_options_of_criu_that_are_not_for_a_stream(word: str) -> None:
         require_streamable([word])
     require_streamable(["--tcp-established", "-vR", "-lj", "--skip-mnt=/R"])
     assert own_option(["-js"]) == "-js"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_of_somebody_else_is_not_removed(tmp_path: Path, *, replaced: bool) -> None:
+    path = tmp_path / "job.gps"
+    with ExitStack() as opened:
+        target = new_file(opened, path, 1.0)
+        assert target.name_file is not None
+        target.name_file()
+        if replaced:
+            path.rename(tmp_path / "moved")
+            path.write_text("somebody's")
+        target.discard()
+    assert path.exists() == replaced
+    assert not replaced or path.read_text() == "somebody's"

@@ -38,6 +38,7 @@ from gpustasis.criu.find import find
 from gpustasis.criu.plugin import plugin_directory
 from gpustasis.criu.run import Run
 from gpustasis.errors import CheckpointError, CriuError
+from gpustasis.image.checkpoint import is_sealed
 from gpustasis.sealing.keys import KeySource
 from gpustasis.streaming.answers import Answers, Replies
 from gpustasis.streaming.channel import Descriptor
@@ -194,7 +195,7 @@ def restore_from(
     options: dict[str, Any],
 ) -> None:
     """`gpustasis restore -i NAME`."""
-    key = opening_key(key)
+    named, key = key is not None, opening_key(key)
     find(options["criu"])  # what is missing or wrong here is said before anything is taken
     plugin_directory(os.environ)
     require_usable(options)
@@ -231,7 +232,8 @@ def restore_from(
         )
 
         def restore(directory: Path) -> Run:
-            return gpustasis.restore(directory, key=key, **options)
+            used = key if named or is_sealed(directory) else None  # one that is named is spoken of
+            return gpustasis.restore(directory, key=used, **options)
 
         received = receive(source, restore)
     _show_received(received, stream.place, options)
