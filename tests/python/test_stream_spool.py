@@ -13,6 +13,7 @@ from gpustasis.cli.stream_ends import new_file
 from gpustasis.criu.own_options import own_option
 from gpustasis.errors import CheckpointError
 from gpustasis.streaming import spool
+from support.command import call
 
 
 def test_what_dead_receivers_leave(
@@ -55,3 +56,21 @@ def test_a_file_of_somebody_else_is_not_removed(tmp_path: Path, *, replaced: boo
         target.discard()
     assert path.exists() == replaced
     assert not replaced or path.read_text() == "somebody's"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("checkpoint", "2", word, "5") for word in ("--stall-timeout", "--restore-timeout")),
+        *(("checkpoint", "2", *words) for words in (("--spool", "/x"), ("--one-way",))),
+        *(("restore", *words) for words in (("--stall-timeout", "5"), ("--source-may-run",))),
+        *(("restore", word) for word in ("--two-way", "--one-way")),
+    ],
+    ids=" ".join,
+)
+def test_options_of_a_stream_are_for_streams(tmp_path: Path, words: tuple[str, ...]) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    done = call(*words, "-D", images)
+    assert (done.exit_code, "belongs to a stream: -" in done.output) == (2, True), done.output
+    assert list(images.iterdir()) == []

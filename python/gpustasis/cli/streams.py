@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 import gpustasis
 from gpustasis.cli import output
@@ -136,6 +137,17 @@ def input_options(function: Decorated) -> Decorated:
         metavar="FILE",
         help="The file with the stream; -: standard input.",
     )(function)
+
+
+def require_no_option(stream: str, *parameters: str) -> None:
+    """Without the option `stream` these say nothing: raise click.UsageError if one is given."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        if option.name in parameters:
+            source = context.get_parameter_source(option.name)
+            if source is not ParameterSource.DEFAULT:
+                names = "/".join([*option.opts, *option.secondary_opts])
+                raise click.UsageError(f"{names} belongs to a stream: {stream}")
 
 
 def checkpoint_to(
