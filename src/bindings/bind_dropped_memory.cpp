@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind.hpp"
 #include "bindings/convert.hpp"
+#include "core/error.hpp"
 #include "dropped_memory/drop_record.hpp"
 #include "dropped_memory/dump_lock.hpp"
 #include "dropped_memory/refill.hpp"
@@ -101,9 +102,10 @@ public:
     HeldLock(pid_t pid, const std::string& who) : lock_(std::in_place, identify_task(pid), who) {}
 
     std::optional<std::string> why_not() const {
-        if (!lock_ || !lock_->why_not())
+        if (!lock_)
             return std::nullopt;
-        return lock_->why_not()->what();
+        const std::optional<Error>& why = lock_->why_not();
+        return why ? std::optional<std::string>(why->what()) : std::nullopt;
     }
     void close() noexcept { lock_.reset(); }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,6 +158,27 @@ def test_a_key_that_opens_nothing_is_spoken_of(newest_rig: Rig, me: Pair, tmp_pa
             job.run_on()
             if words[0] == "-i":
                 job.end()
+
+
+def test_a_job_without_gpu_that_is_left_stopped(newest_rig: Rig, me: Pair, tmp_path: Path) -> None:
+    """What it holds is sealed; it ended for this."""
+    rig, file = newest_rig, tmp_path / "job.gps"
+    with rig.job(mib=8, cuda=0) as job:
+        words = ("-o", file, "--spool", tmp_path / "spool", "--to", me.certificate)
+        done = run(rig, "checkpoint", job.pid, *words, "--cpu-memory", "ours")
+        assert done.returncode == 0, done.stderr
+        job.wait()
+        stopped = ("-D", tmp_path / "in", "--leave-stopped")
+        done = run(rig, "restore", "-i", file, *stopped, "--key", me.key)
+        assert done.returncode == 0, done.stderr
+        assert "is stopped" in done.stdout
+        job.end()
+        refused = run(rig, "restore", *stopped)
+        assert (refused.returncode, "name its key with --key" in refused.stderr) == (14, True)
+        done = run(rig, "restore", *stopped, "--key", me.key)
+        assert done.returncode == 0, done.stderr
+        os.kill(job.pid, signal.SIGCONT)
+        job.run_on()
 
 
 def test_to_a_file_and_back(newest_rig: Rig, me: Pair, tmp_path: Path) -> None:
