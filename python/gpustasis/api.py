@@ -45,7 +45,8 @@ from gpustasis.image.verification import Verification, verify_directory
 from gpustasis.recovery import Recovery, find_unharmed
 from gpustasis.recovery import recover as recover_task
 from gpustasis.sealing.directory import key_for_criu, open_key
-from gpustasis.sealing.keys import KeySource
+from gpustasis.sealing.files import find_manifest_with
+from gpustasis.sealing.keys import KeySource, Remembered
 
 log = logging.getLogger(__name__)
 
@@ -132,13 +133,15 @@ class Checkpoint:
                 "a tree that is left stopped cannot be waited for: detached=False"
             )
         require_restorable(self.path)
-        manifest = find_manifest(self.path) if leave_stopped else None
+        pidfile, key = options.pop("pidfile", None), options.pop("key", None)
+        if key is not None and not isinstance(key, str | os.PathLike):
+            key = Remembered(key)
+        manifest = find_manifest_with(self.path, key) if leave_stopped else None
         if manifest is not None and has_gpu_state(manifest):
             raise CheckpointError(
                 f"{self.path} holds GPU state, which the driver restores through threads of the "
                 "processes: it cannot be restored with --leave-stopped"
             )
-        pidfile, key = options.pop("pidfile", None), options.pop("key", None)
         plugin: dict[str, Setting | None] = {
             "gpu_map": tuple(options.pop("gpu_map", ())) or None,
             "requirements": "ignore" if options.pop("ignore_requirements", False) else None,
@@ -322,8 +325,12 @@ def recover(
     process cannot be recovered, SealError for a wrong key or none.
     """
     images = find_images(pid) if directory is None else Path(directory)
-    sealed = images is not None and is_sealed(images)
-    opened = open_key(images, key) if key is not None and images is not None and sealed else None
+    opened = None
+    if key is not None and images is not None:
+        if is_sealed(images):
+            opened = open_key(images, key)
+        else:
+            log.warning("the dump into %s is not sealed: the key was not used", images)
     if directory is not None and (unharmed := find_unharmed(pid, Path(directory), opened)):
         return unharmed
     driver = Driver(driver_libraries(os.environ)[0])

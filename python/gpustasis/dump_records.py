@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gpustasis._core import (
     DropRecord,
+    DumpLock,
     find_checkpoint_record,
     find_drop_record,
     remove_checkpoint_record,
@@ -16,6 +20,22 @@ from gpustasis.errors import CheckpointError
 from gpustasis.task import read_task
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def alone_with(pid: int) -> Iterator[None]:
+    """Nobody dumps or recovers process `pid` meanwhile. Raises CheckpointError if somebody does, or
+    if that cannot be told."""
+    try:
+        lock = DumpLock(read_task(pid).pid, f"gpustasis recover, process {os.getpid()}")
+    except (ValueError, OSError, NotImplementedError) as exc:
+        raise CheckpointError(f"process {pid} was left as it is: {exc}") from exc
+    try:
+        if lock.why_not is not None:
+            log.warning("nothing keeps a dump from process %s meanwhile: %s", pid, lock.why_not)
+        yield
+    finally:
+        lock.close()
 
 
 def find_images(pid: int) -> Path | None:

@@ -22,7 +22,13 @@ from gpustasis._core import (
     is_drop_over,
 )
 from gpustasis.driver import Driver, ProcessState
-from gpustasis.dump_records import find_begun, find_dropped, forget_begun, is_directory_of
+from gpustasis.dump_records import (
+    alone_with,
+    find_begun,
+    find_dropped,
+    forget_begun,
+    is_directory_of,
+)
 from gpustasis.dumped import Dumped, Progress, is_sealed
 from gpustasis.errors import CheckpointError, DriverError, SealError
 from gpustasis.task import (
@@ -98,10 +104,24 @@ def recover(
     `images`: nothing tells else whether its GPU memory is there. key: of images that are sealed.
     threads: that put memory back; 0: one for each processor. on_progress: told the bytes done.
     Raises ImageError if the images are damaged or of another process, DriverError if the driver
-    refuses, CheckpointError if the process is not in a state to be recovered; the process is left
-    as it was found then, or, after a refusal of the driver, as far as it came.
+    refuses, CheckpointError if the process is not in a state to be recovered, or a dump of it is
+    under way; the process is left as it was found then, or, after a refusal of the driver, as far
+    as it came.
     """
     dumped = None if images is None else _dumped(images, key)
+    with alone_with(pid):
+        return _recover(pid, dumped, driver, threads, on_progress)
+
+
+def _recover(
+    pid: int,
+    dumped: Dumped | None,
+    driver: Driver,
+    threads: int,
+    on_progress: Progress | None,
+) -> Recovery:
+    """See recover()."""
+    images = None if dumped is None else dumped.images
     task = _settled_task(pid, images)
     if misled := misleading_thread(pid):
         raise CheckpointError(f"{misled}; the driver is not asked about it")

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind.hpp"
 #include "bindings/convert.hpp"
+#include "core/error.hpp"
 #include "dropped_memory/drop_record.hpp"
+#include "dropped_memory/dump_lock.hpp"
 #include "dropped_memory/refill.hpp"
 #include "dropped_memory/userfaultfd_setting.hpp"
 #include "seal/sealed_chain.hpp"
@@ -12,6 +14,8 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
+#include <string>
 
 namespace py = pybind11;
 
@@ -92,10 +96,39 @@ void bind_record(py::module_& m) {
         "Of every task that is alive. Raises as find_drop_record.");
 }
 
+/// Python's view of a DumpLock: one that can be let go before the object is.
+class HeldLock {
+public:
+    HeldLock(pid_t pid, const std::string& who) : lock_(std::in_place, identify_task(pid), who) {}
+
+    std::optional<std::string> why_not() const {
+        if (!lock_)
+            return std::nullopt;
+        const std::optional<Error>& why = lock_->why_not();
+        return why ? std::optional<std::string>(why->what()) : std::nullopt;
+    }
+    void close() noexcept { lock_.reset(); }
+
+private:
+    std::optional<DumpLock> lock_;
+};
+
+void bind_lock(py::module_& m) {
+    py::class_<HeldLock>(m, "DumpLock", "Keeps dumps and recoveries of a process away.")
+        .def(py::init<pid_t, std::string>(), py::arg("pid"), py::arg("who"),
+             "who: this process and what it does, to be named to others. Raises\n"
+             "UnsupportedDataError if another holds it, naming that one; OSError, also if there "
+             "is no such\nprocess; ValueError if others could write the file.")
+        .def_property_readonly("why_not", &HeldLock::why_not,
+                               "what kept it from being taken; None: it is held")
+        .def("close", &HeldLock::close);
+}
+
 } // namespace
 
 void bind_dropped_memory(py::module_& m) {
     bind_record(m);
+    bind_lock(m);
     m.def("is_drop_over", &is_drop_over, py::arg("pid"), py::arg("restore_thread"),
           "Whether no page of process `pid` can be dropped any more: its restore thread, which a "
           "dump\n"

@@ -140,7 +140,9 @@ bool DumpSession::pause(pid_t pid) {
 bool DumpSession::pause_task(pid_t pid, bool& asked) {
     if (!proc::may_use_cuda(pid)) // only what uses CUDA can lack memory
         return false;
-    DumpLock lock_of_dump(identify_task(pid), directory_path(image_dir_.get()));
+    DumpLock lock_of_dump(identify_task(pid), "criu " + std::to_string(::getpid()) +
+                                                  " dumps it into " +
+                                                  directory_path(image_dir_.get()));
     refuse_missing_memory(pid, false);
     const host::PausedAlarm paused;
     choose_parent_once();

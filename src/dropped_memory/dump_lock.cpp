@@ -39,7 +39,7 @@ bool is_removed(int fd) {
     std::vector<std::byte> said = read_part(file, 0, std::min(file_size(file), kMaxSize));
     const std::string who(reinterpret_cast<const char*>(said.data()), said.size());
     throw Error(Errc::unsupported,
-                "another dump is at work on the process with id " + std::to_string(task.inner_pid) +
+                "another is at work on the process with id " + std::to_string(task.inner_pid) +
                     " in its pid namespace: " + (who.empty() ? "it has just begun" : who) +
                     "; try again when that one has ended");
 }
@@ -63,10 +63,10 @@ void remove_left(int directory, const std::string& but) {
 
 } // namespace
 
-DumpLock::DumpLock(const TaskIdentity& task, const std::string& directory, const std::string& base)
+DumpLock::DumpLock(const TaskIdentity& task, const std::string& who, const std::string& base)
     : holder_(::getpid()), name_(file_name(task)) {
     try {
-        take(task, directory, base);
+        take(task, who, base);
     } catch (const Error& e) {
         const int error = e.error_number();
         if (error != ENOENT && error != EROFS && error != EACCES)
@@ -76,8 +76,7 @@ DumpLock::DumpLock(const TaskIdentity& task, const std::string& directory, const
     }
 }
 
-void DumpLock::take(const TaskIdentity& task, const std::string& directory,
-                    const std::string& base) {
+void DumpLock::take(const TaskIdentity& task, const std::string& who, const std::string& base) {
     const std::string place = base.empty() ? run_directory() : base;
     directory_ = open_trusted(place, {"gpustasis", "dumping"}, IfMissing::make);
     // One at a time, for a moment.
@@ -101,10 +100,9 @@ void DumpLock::take(const TaskIdentity& task, const std::string& directory,
             refuse(held.get(), task);
         }
     } while (is_removed(file_.get())); // by its holder, between our two calls
-    const std::string text = "criu " + std::to_string(::getpid()) + " dumps it into " + directory;
     if (::ftruncate(file_.get(), 0) != 0)
         throw io_error("cannot empty the lock " + name_, errno);
-    write_at(file_.get(), 0, std::as_bytes(std::span(text)));
+    write_at(file_.get(), 0, std::as_bytes(std::span(who)));
     remove_left(directory_.get(), name_);
 }
 

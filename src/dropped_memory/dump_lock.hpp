@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// One dump of a task at a time.
+/// One dump or recovery of a task at a time.
 #pragma once
 
 #include "core/error.hpp"
@@ -13,9 +13,11 @@
 
 namespace gpustasis {
 
-/// Held by criu from before it asks the driver about a task to the end of the dump. It is a lock on a
-/// file of its own in /run/gpustasis/dumping (of a user other than root: /run/user/UID/gpustasis/dumping),
-/// which says whose it is. The kernel takes the lock back when its holder dies; the next dump
+/// Held by criu from before it asks the driver about a task to the end of the dump, and by `gpustasis
+/// recover` while it is at work: a task that a dump has locked looks like one that was left so, and a
+/// recovery would have it run on under that dump. It is a lock on a file of its own in
+/// /run/gpustasis/dumping (of a user other than root: /run/user/UID/gpustasis/dumping), which says
+/// whose it is. The kernel takes the lock back when its holder dies; the next dump
 /// removes the file then. A child of the holder must close the descriptor, as shed_criu() does; where it ends by
 /// exit(), as those do that criu has for namespaces, the file stays.
 ///
@@ -24,9 +26,9 @@ namespace gpustasis {
 /// takes no memory out of the task can do without.
 class DumpLock {
 public:
-    /// `directory`: of the images, to be named to others. `base`: in place of /run; for tests.
-    /// Throws Error: unsupported if another dump holds it, naming that one; io, bad_argument.
-    DumpLock(const TaskIdentity& task, const std::string& directory, const std::string& base = {});
+    /// `who`: this process and what it does, to be named to others. `base`: in place of /run; for tests.
+    /// Throws Error: unsupported if another holds it, naming that one; io, bad_argument.
+    DumpLock(const TaskIdentity& task, const std::string& who, const std::string& base = {});
     DumpLock(DumpLock&&) noexcept = default;
     DumpLock& operator=(DumpLock&&) noexcept = delete;
     ~DumpLock();
@@ -35,7 +37,7 @@ public:
     const std::optional<Error>& why_not() const noexcept { return why_not_; }
 
 private:
-    void take(const TaskIdentity& task, const std::string& directory, const std::string& base);
+    void take(const TaskIdentity& task, const std::string& who, const std::string& base);
 
     pid_t holder_; ///< process id
     UniqueFd directory_;

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,6 +121,64 @@ def test_another_key_is_refused_while_the_job_stands(
     assert not left
     found.job.run_on()
     found.job.end()
+
+
+def test_a_key_command_that_takes_longer_than_a_stream_may_stand_still(
+    newest_rig: Rig, elsewhere: Elsewhere, me: Pair
+) -> None:
+    """There is more to come than fits on the way."""
+    tally, fault = Tally(), Fault()
+    opens = f"sleep 6; exec openssl cms -decrypt -inform DER -inkey {shlex.quote(str(me.key))}"
+    command = ("--key-command", shlex.join(("sh", "-c", opens)))
+    slow = ("--stall-timeout", "2")
+    found = streams.send(newest_rig, elsewhere, fault, slow, pair=me, opens=command, mib=32)
+    assert found.forward > 8 << 20
+    streams.judge(newest_rig, elsewhere, fault, found, tally)
+    tally.require_clean()
+    assert tally.counts["runs there"] == 1, found.said
+
+
+def test_a_key_that_opens_nothing_is_spoken_of(newest_rig: Rig, me: Pair, tmp_path: Path) -> None:
+    """But the one that the configuration names for others, too."""
+    rig, file, said = newest_rig, tmp_path / "job.gps", "is not sealed: the key was not used"
+    with rig.job(**SHAPE) as job:
+        done = run(rig, "checkpoint", job.pid, "-o", file, "--spool", tmp_path / "spool")
+        assert done.returncode == 0, done.stderr
+        job.wait()
+        named: tuple[object, ...] = ("--key", me.key)
+        into = tmp_path / "in"
+        for words, config, spoken_of in (
+            (("-i", file, "-D", into, *named), None, True),
+            (("-i", file), {"private_key": str(me.key)}, False),
+            (("-D", into, *named), None, True),
+        ):
+            done = run(rig, "restore", *words, config=config)
+            assert done.returncode == 0, done.stderr
+            assert (said in done.stderr) == spoken_of, done.stderr
+            job.run_on()
+            if words[0] == "-i":
+                job.end()
+
+
+def test_a_job_without_gpu_that_is_left_stopped(newest_rig: Rig, me: Pair, tmp_path: Path) -> None:
+    """What it holds is sealed; it ended for this."""
+    rig, file = newest_rig, tmp_path / "job.gps"
+    with rig.job(mib=8, cuda=0) as job:
+        words = ("-o", file, "--spool", tmp_path / "spool", "--to", me.certificate)
+        done = run(rig, "checkpoint", job.pid, *words, "--cpu-memory", "ours")
+        assert done.returncode == 0, done.stderr
+        job.wait()
+        stopped = ("-D", tmp_path / "in", "--leave-stopped")
+        done = run(rig, "restore", "-i", file, *stopped, "--key", me.key)
+        assert done.returncode == 0, done.stderr
+        assert "is stopped" in done.stdout
+        job.end()
+        refused = run(rig, "restore", *stopped)
+        assert (refused.returncode, "name its key with --key" in refused.stderr) == (14, True)
+        done = run(rig, "restore", *stopped, "--key", me.key)
+        assert done.returncode == 0, done.stderr
+        os.kill(job.pid, signal.SIGCONT)
+        job.run_on()
 
 
 def test_to_a_file_and_back(newest_rig: Rig, me: Pair, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from campaigns import repetition
 from campaigns.rig import Rig, log_path
 from campaigns.steady_job import SteadyJob
 from gpustasis.driver import Driver, ProcessState
+from gpustasis.dump_records import alone_with
+from gpustasis.errors import CheckpointError
 from gpustasis.recovery import Outcome, recover
 from support.faults import await_hit
 from support.job import Job
@@ -73,6 +75,41 @@ def test_a_second_dump_of_one_job_is_refused_while_the_first_is_at_work(
         newest_rig.settle(first)
         job.run_on()
         dumped = newest_rig.dump(job, second, "--leave-running")
+        assert dumped.status == 0, dumped.errors
+        job.run_on()
+
+
+def test_a_job_that_is_being_dumped_is_not_recovered(
+    newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of its processes is locked, as a killed criu leaves it, and nothing is frozen: criu
+    waits for the lock of the second."""
+    monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
+    driver = driver_of(newest_rig)
+    with newest_rig.job(mib=4, children=1) as job:
+        newest_rig.emulator.add_fault("lock", "delay", delay_ms=4000)
+        images = newest_rig.images()
+        words = newest_rig.dump_words(job, images, ["--leave-running"])
+        criu = newest_rig.start(words, {"lock_timeout_ms": 60000})
+        deadline = time.monotonic() + WAIT_S
+        while driver.get_state(job.pid) is not ProcessState.LOCKED:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(CheckpointError, match=f"criu {criu.pid} dumps it into {images}"):
+            recover(job.pid, None, driver)
+        assert driver.get_state(job.pid) is ProcessState.LOCKED
+        assert criu.wait(60) == 0
+        job.run_on()
+        assert recover(job.pid, None, driver).outcome is Outcome.RUNS
+
+
+def test_a_job_that_is_being_recovered_is_not_dumped(newest_rig: Rig) -> None:
+    with newest_rig.job(mib=4) as job:
+        with alone_with(job.pid):
+            dumped = newest_rig.dump(job, newest_rig.images(), "--leave-running")
+        assert dumped.status != 0
+        assert f"gpustasis recover, process {os.getpid()}; try again when" in dumped.log
+        dumped = newest_rig.dump(job, newest_rig.images(), "--leave-running")
         assert dumped.status == 0, dumped.errors
         job.run_on()
 

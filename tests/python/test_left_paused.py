@@ -89,6 +89,16 @@ def test_a_runtime_that_is_back_and_does_not_answer(node: Node) -> None:
     )
 
 
+def test_a_file_that_is_named_as_another_container_is_not_that_one_s() -> None:
+    other, layer = "ab" * 32, "cd" * 32
+    known = {ID, other}
+    state = "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
+    assert left_paused.owners([f"{state}/{ID}/rootfs/data/{other}"], known) == {ID}
+    group = f"/sys/fs/cgroup/kubepods.slice/cri-containerd-{other}.scope/cgroup.freeze"
+    assert left_paused.owners([f"/var/lib/{layer}/{ID}/x", group, "/tmp/x"], known) == {ID, other}
+    assert left_paused.owners([f"/data/{ID}{other}"], known) == set()
+
+
 BOTH = pytest.mark.parametrize("bare", ["containerd", "cri-o", CRIO_ELSEWHERE], indirect=True)
 
 

@@ -141,6 +141,16 @@ def test_a_running_process_needs_nothing(
     check_memory(job, 0)
 
 
+def test_a_key_that_opens_nothing_is_spoken_of(
+    gpustasis: Gpustasis, gpu_generations: Generations, images: Path, tmp_path: Path
+) -> None:
+    job = gpu_generations()
+    words = ("recover", str(job.pid), "-D", images, "--key", tmp_path / "no such key")
+    ended = gpustasis(*words)
+    assert ended.returncode == 0, ended.stderr
+    assert f"the dump into {images} is not sealed: the key was not used" in ended.stderr
+
+
 def test_before_anything_was_taken_out(
     gpustasis: Gpustasis, gpu_generations: Generations, driver_calls: DriverCalls, images: Path
 ) -> None:

@@ -190,6 +190,13 @@ def test_rewrap_keeps_mode_and_owner(sealed: Path, pairs: dict[str, Pair], tmp_p
     assert opens(sealed, KeyFile(pairs["rsa3072"].key), tmp_path / "out")
 
 
+def test_rewrap_makes_no_program_of_its_owner(sealed: Path, pairs: dict[str, Pair]) -> None:
+    envelope = sealed / ENVELOPE_NAME
+    envelope.chmod(0o6755)
+    rewrap(sealed, KeyFile(pairs["rsa"].key), read_recipients([pairs["rsa"].certificate]))
+    assert envelope.stat().st_mode & 0o7777 == 0o755
+
+
 def test_two_rewraps_at_once(sealed: Path, pairs: dict[str, Pair]) -> None:
     """The second is refused, and what the first one writes stays."""
     recipients = read_recipients([pairs["rsa"].certificate])

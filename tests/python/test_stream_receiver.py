@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from gpustasis._core import MANIFEST_NAME, image_name
 from gpustasis.criu.run import Run
 from gpustasis.errors import CheckpointError, CriuError, StreamError
 from gpustasis.streaming import receive, spool
 from gpustasis.streaming.answers import Replies
 from gpustasis.streaming.channel import Descriptor
 from gpustasis.streaming.records import ANSWER_MAGIC, Decoder, Kind, parse_text
+from support.chains import checkpoint_id, make_link, memory_of
 from support.streams import FILES, INVENTORY, PSTREE, a_run, stream_of
 
 
@@ -111,6 +113,28 @@ def test_what_cannot_be_restored_here_is_never_ready(received: Path, tmp_path: P
     with pytest.raises(StreamError, match="no such GPU here"):
         take(stream_of(FILES, Kind.RELEASED), tmp_path, restored, require=refuse)
     assert list(received.iterdir()) == []
+
+
+def test_nothing_is_taken_from_what_is_stored_here(received: Path, tmp_path: Path) -> None:
+    """A stream that says that it is built on a checkpoint of this host, whose id somebody knows."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    make_link(first, {5: memory_of(["A1"])})
+    manifest = make_link(second, {5: memory_of(["A2"])}, parent=first)
+    assert manifest.parent_id == checkpoint_id(first.name)
+    names = ("pstree.img", MANIFEST_NAME, image_name(5), "inventory.img")
+    (second / "pstree.img").write_bytes(PSTREE)
+    files = {name: (second / name).read_bytes() for name in names}
+    with pytest.raises(StreamError, match="is built on an earlier checkpoint"):
+        take(stream_of(files, Kind.RELEASED), tmp_path, restored)
+    assert list(received.iterdir()) == []
+    make_link(whole := tmp_path / "whole", {5: memory_of(["A2"])})
+    for name in (MANIFEST_NAME, image_name(5), "inventory.img"):
+        files[name] = (whole / name).read_bytes()
+    assert take(stream_of(files, Kind.RELEASED), tmp_path, a_run_there).files == 4
+
+
+def a_run_there(directory: Path) -> Run:
+    return a_run(5, directory)
 
 
 def test_nothing_else_follows_where_the_outcome_is_missing(received: Path, tmp_path: Path) -> None:

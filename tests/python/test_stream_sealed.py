@@ -5,8 +5,11 @@ tests/integration/test_sealed_streams.py has the real one."""
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from gpustasis._core import PACK_NAME, DataKey, Encoding, FreshKey, ImageReader,
 from gpustasis.criu.run import Run
 from gpustasis.errors import CheckpointError, CriuError, SealError, StreamError
 from gpustasis.image.checkpoint import CheckpointFiles
-from gpustasis.sealing.keys import KeyFile, KeySource, Remembered, configured_key
+from gpustasis.sealing.keys import KeyCommand, KeyFile, KeySource, Remembered, configured_key
 from gpustasis.streaming import receive, sealed
 from gpustasis.streaming.answers import Answers, Replies
 from gpustasis.streaming.channel import Descriptor
@@ -28,6 +31,7 @@ from gpustasis.streaming.records import ANSWER_MAGIC, SEALED, Decoder, Header, K
 from gpustasis.streaming.send import Target, send
 from support.certificates import Pair
 from support.image_samples import make_checkpoint, mixture
+from support.job import TIMEOUT_S
 from support.recipients import make_recipient
 from support.streams import FILES, INVENTORY, PSTREE, stream_of
 
@@ -226,6 +230,26 @@ def test_a_key_is_asked_for_once(tmp_path: Path, me: Pair) -> None:
     assert counting.calls == 1
     assert source.unwrap(second, "").sealed_id != source.unwrap(first, "").sealed_id
     assert counting.calls == 2
+
+
+def test_a_key_command_is_not_waited_for_once_somebody_says_stop(tmp_path: Path, me: Pair) -> None:
+    files, said = seal(tmp_path, me), tmp_path / "pid"
+    program = KeyCommand(["sh", "-c", f"echo $$ >{said}.part; mv {said}.part {said}; sleep 50"])
+
+    def stop() -> None:
+        end = time.monotonic() + TIMEOUT_S
+        while not said.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = time.monotonic()
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    why = refused(files, tmp_path, program)
+    stopping.join()
+    assert str(why) == "stopped by SIGTERM"
+    assert time.monotonic() - before < 40
+    assert not Path(f"/proc/{said.read_text().strip()}").exists()
 
 
 def test_the_key_that_the_configuration_names(tmp_path: Path) -> None:

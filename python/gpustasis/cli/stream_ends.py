@@ -74,8 +74,10 @@ def new_file(opened: ExitStack, path: Path, timeout_s: float) -> Target:
         named = True
 
     def discard() -> None:
-        if named:
-            _unlink(path)
+        with suppress(OSError):
+            # Whoever took that file away may have put another in its place.
+            if named and os.path.samestat(os.fstat(file.fileno()), path.lstat()):
+                path.unlink()
 
     return Target(out=out, name_file=name_file, discard=discard, timeout_s=timeout_s)
 

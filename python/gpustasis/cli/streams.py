@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 import gpustasis
 from gpustasis.cli import output
@@ -38,6 +39,7 @@ from gpustasis.criu.find import find
 from gpustasis.criu.plugin import plugin_directory
 from gpustasis.criu.run import Run
 from gpustasis.errors import CheckpointError, CriuError
+from gpustasis.image.checkpoint import is_sealed
 from gpustasis.sealing.keys import KeySource
 from gpustasis.streaming.answers import Answers, Replies
 from gpustasis.streaming.channel import Descriptor
@@ -137,6 +139,17 @@ def input_options(function: Decorated) -> Decorated:
     )(function)
 
 
+def require_no_option(stream: str, *parameters: str) -> None:
+    """Without the option `stream` these say nothing: raise click.UsageError if one is given."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        if option.name in parameters:
+            source = context.get_parameter_source(option.name)
+            if source is not ParameterSource.DEFAULT:
+                names = "/".join([*option.opts, *option.secondary_opts])
+                raise click.UsageError(f"{names} belongs to a stream: {stream}")
+
+
 def checkpoint_to(
     pid: int,
     name: str,
@@ -194,7 +207,7 @@ def restore_from(
     options: dict[str, Any],
 ) -> None:
     """`gpustasis restore -i NAME`."""
-    key = opening_key(key)
+    named, key = key is not None, opening_key(key)
     find(options["criu"])  # what is missing or wrong here is said before anything is taken
     plugin_directory(os.environ)
     require_usable(options)
@@ -231,7 +244,8 @@ def restore_from(
         )
 
         def restore(directory: Path) -> Run:
-            return gpustasis.restore(directory, key=key, **options)
+            used = key if named or is_sealed(directory) else None  # one that is named is spoken of
+            return gpustasis.restore(directory, key=used, **options)
 
         received = receive(source, restore)
     _show_received(received, stream.place, options)

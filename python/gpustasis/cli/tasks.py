@@ -104,8 +104,7 @@ def checkpoint(
         streams.checkpoint_to(pid, output_to, place, one_way, leave_running, options)
         return
     assert images is not None
-    if spool is not None or one_way:
-        raise click.UsageError("--spool and --one-way belong to a stream: -o")
+    streams.require_no_option("-o", "spool", "one_way", "timeout", "restore_timeout")
     with _criu_progress(f"checkpointing process {pid}", images) as on_line:
         made = gpustasis.checkpoint(
             pid,
@@ -202,8 +201,7 @@ def restore(
         return
     if images is None:
         raise click.UsageError("name a checkpoint: -D DIR, or a stream: -i FILE")
-    if two_way is not None or source_may_run:
-        raise click.UsageError("--two-way, --one-way and --source-may-run belong to a stream: -i")
+    streams.require_no_option("-i", "two_way", "source_may_run", "timeout")
     if not images.is_dir():
         raise click.UsageError(f"{images} is no directory")
     with _criu_progress(f"restoring {images}", images) as on_line:

@@ -12,7 +12,7 @@ _OWN_LONG = (
     "--leave-stopped",  # a restore of GPU memory cannot do it, and says so before it begins
 )
 _OWN_SHORT = "tDLoWs"
-_SHORT_FLAGS = "dsRjlVh"  # criu's own that take no value
+_SHORT_FLAGS = "dsScRjlVh"  # criu's own that take no value
 
 
 def own_option(

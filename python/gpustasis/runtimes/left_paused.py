@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ _LATE_S = 3.0  # from the last look at a runtime to the notice of its end
 _ASK_S = 2.0  # for a question to CRI-O beside its API
 _RESUME_S = 10.0  # for a call that resumes one container: others wait for it
 _SEARCH_S = 10.0  # between two searches for a container's groups that are not to be found
-_ID = re.compile(r"[0-9a-f]{64}")
+_ID = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _CONTAINERD = "containerd"
 _UNKNOWN = "unknown"  # the state of a container that containerd found paused when it started
 
@@ -54,6 +54,14 @@ class Event:
     what: str
     text: str
     container: Container | None = None
+
+
+def owners(paths: Iterable[str], known: Collection[str]) -> set[str]:
+    """Containers of these in whose directories the files are. What has the id of another one for a
+    name, below the directory of the first, is that one's own file, and may be called as it likes.
+    """
+    ids = (next((one for one in _ID.findall(path) if one in known), None) for path in paths)
+    return {one for one in ids if one is not None}
 
 
 class Watch:
@@ -220,7 +228,7 @@ class Watch:
             return set()  # nothing was ever listed
         groups = groups_by_container()
         names = (name for each in open_files(CRIU)[CRIU].values() for name in each)
-        found = {one for name in names for one in _ID.findall(name)} & groups.keys()
+        found = owners(names, groups)
         for one in groups.keys() - found - self._known.keys():
             with suppress(EngineError):  # it has gone, or is said when it is listed
                 if any(is_frozen(group) for group in groups[one]):
@@ -258,7 +266,7 @@ class Watch:
 
     def _named(self, names: list[str]) -> set[str]:
         """Containers in whose directories these files are."""
-        return {found for name in names for found in _ID.findall(name)} & self._known.keys()
+        return owners(names, self._known)
 
     def _is_frozen(self, one: str) -> bool:
         try:

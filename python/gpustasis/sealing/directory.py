@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Container, Iterator
@@ -35,6 +36,8 @@ from gpustasis.image.checkpoint import (
 )
 from gpustasis.image.verification import require_all_in, require_no_manifest
 from gpustasis.sealing.keys import KeySource, sealed_errors
+
+log = logging.getLogger(__name__)
 
 _COPY_BYTES = 1 << 20  # at once
 _MAX_INVENTORY = 4 << 20  # bytes; CRIU's has some hundred
@@ -85,6 +88,7 @@ def key_for_criu(
         yield None if key is None else str(Path(key).absolute()), ()
         return
     if not is_sealed(directory):
+        log.warning("the checkpoint in %s is not sealed: the key was not used", directory)
         yield None, ()
         return
     opened = open_key(directory, key)

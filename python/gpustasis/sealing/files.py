@@ -26,8 +26,10 @@ from gpustasis.image.checkpoint import (
     READ_LIMIT,
     FoundSource,
     State,
+    find_manifest,
     image_errors,
     is_image_name,
+    is_sealed,
     plain_size,
     require_meant,
 )
@@ -37,7 +39,8 @@ from gpustasis.image.verification import (
     require_all_listed,
     require_no_manifest,
 )
-from gpustasis.sealing.directory import open_sealed, read_file, seal_errors
+from gpustasis.sealing.directory import open_key, open_sealed, read_file, seal_errors
+from gpustasis.sealing.keys import KeyFile, KeySource
 
 
 class SealedFiles:
@@ -122,6 +125,21 @@ class SealedFiles:
         return tuple(
             FoundSource(source=source, directory=None, state=State.MISSING) for source in sources
         )
+
+
+def find_manifest_with(
+    directory: Path, key: str | os.PathLike[str] | KeySource | None
+) -> Manifest | None:
+    """As find_manifest, of a sealed checkpoint too, which takes a key. Raises as that."""
+    if not is_sealed(directory):
+        return find_manifest(directory)
+    if key is None:
+        raise SealError(
+            f"{directory} is sealed, and it must be known whether it holds GPU state: name its key "
+            "with --key or --key-command"
+        )
+    source = KeyFile(Path(key)) if isinstance(key, str | os.PathLike) else key
+    return SealedFiles(directory, open_key(directory, source)).manifest()
 
 
 def verify_sealed(files: SealedFiles, on_progress: OnProgress, threads: int = 0) -> None:

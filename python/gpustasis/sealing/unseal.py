@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +134,7 @@ def rewrap(directory: Path, source: KeySource, recipients: Sequence[Recipient]) 
         with seal_errors(directory):
             envelope = key.wrap([recipient.pem for recipient in recipients])
         old = os.stat(ENVELOPE_NAME, dir_fd=lock.fd, follow_symlinks=False)
+        mode = old.st_mode & 0o777  # never for another to run as its owner
         part = f".{ENVELOPE_NAME}.{secrets.token_hex(8)}.part"
 
         def finish(written: int) -> None:
@@ -149,7 +149,7 @@ def rewrap(directory: Path, source: KeySource, recipients: Sequence[Recipient]) 
 
         try:
             replace_file(
-                *(lock.fd, ENVELOPE_NAME, envelope, stat.S_IMODE(old.st_mode)),
+                *(lock.fd, ENVELOPE_NAME, envelope, mode),
                 part=part,
                 prepare=finish,
             )

@@ -54,6 +54,10 @@ class Answers:
         self._closed.set()
         self._thread.join()
 
+    def last_progress(self) -> float:
+        """When the receiver last said that its work goes on; monotonic seconds."""
+        return self._changed
+
     def hello(self, check: Check) -> str:
         """Wait for the receiver's first word: its program and version. Raises StreamError if none
         comes, UnsupportedError if it cannot read our streams."""
@@ -148,6 +152,7 @@ class Answers:
         try:
             decoder.header()
             while True:
+                self._stop()  # also of one who says so much that it is never waited for
                 record = decoder.record()
                 self._note((record.kind, parse_text(record, self.place)))
         except _Closed:

@@ -67,16 +67,24 @@ class Descriptor:
         else:
             self.close()
 
-    def write(self, data: memoryview | bytes, timeout_s: float, check: Check) -> None:
+    def write(
+        self,
+        data: memoryview | bytes,
+        timeout_s: float,
+        check: Check,
+        last_progress: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """Write all of it. Raises StreamError if it cannot be, or nothing goes for `timeout_s`;
-        and what `check` raises, which is called whenever there is something to wait for."""
+        and what `check` raises, which is called whenever there is something to wait for.
+        last_progress: when who reads has last said that it is at work; monotonic seconds."""
         left = memoryview(data)
         deadline = time.monotonic() + timeout_s
         while left:
             try:
                 done = self._write_some(left)
             except BlockingIOError:
-                self._wait(select.POLLOUT, deadline, timeout_s, check)
+                end = max(deadline, last_progress() + timeout_s)
+                self._wait(select.POLLOUT, end, timeout_s, check)
                 continue
             except OSError as exc:
                 raise StreamError(f"{self.place} broke off: {exc.strerror}") from exc

@@ -268,7 +268,8 @@ class _Receiver:
             self._unsynced = 0
         finally:
             os.close(fd)
-        self._opening.took(part, entry.name)
+        with self._signals.at_once():  # a program that has the key may be waited for
+            self._opening.took(part, entry.name)
 
     def _write(self, fd: int, data: memoryview) -> None:
         self._unsynced += len(data)

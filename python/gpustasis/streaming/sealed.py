@@ -11,6 +11,7 @@ from gpustasis._core import ENVELOPE_NAME, MANIFEST_NAME, PACK_NAME, SEALED_NAME
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import CheckpointError, ImageError, SealError, StreamError, UnsupportedError
 from gpustasis.image.checkpoint import (
+    NO_PARENT,
     CheckpointFiles,
     DirectoryFiles,
     find_manifest,
@@ -130,12 +131,17 @@ class Opening:
             return self._verify_sealed(part, on_progress)
         require_not_sealed(part)
         files = DirectoryFiles(part)
-        if find_manifest(part) is None:
+        manifest = find_manifest(part)
+        if manifest is None:
             try:
                 require_no_manifest(part)
             except ImageError as exc:
                 raise self._damaged(part, str(exc)) from exc
             return files
+        if manifest.parent_id != NO_PARENT:  # it would take memory of what is stored here
+            raise StreamError(
+                f"{self._place} is built on an earlier checkpoint, and a stream holds a whole one"
+            )
         problems = verify_directory(part, on_progress=on_progress).problems
         if problems:
             raise self._damaged(part, "; ".join(problems[:_MOST_PROBLEMS]))

@@ -201,7 +201,9 @@ class _Sender:
 
     def _write(self, data: memoryview | bytes) -> None:
         self._check()
-        self.target.out.write(data, self.target.timeout_s, self._check)
+        answers = self.target.answers
+        heard = (lambda: 0.0) if answers is None else answers.last_progress
+        self.target.out.write(data, self.target.timeout_s, self._check, heard)
         self._written = time.monotonic()
         self._unsynced += len(data)
         if self.target.out.regular and self._unsynced > spool.SYNC_EVERY:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -21,6 +23,7 @@ class Signals:
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
         self._found: signal.Signals | None = None
+        self._at_once = False
 
     def __enter__(self) -> Self:
         for number in _STOPPING:
@@ -45,6 +48,17 @@ class Signals:
         if self._found is not None:
             raise StreamError(f"stopped by {self._found.name}")
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Meanwhile one that comes raises StreamError wherever this thread is: of a wait that calls
+        no check."""
+        self._at_once = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._at_once = False
+
     def forget(self) -> None:
         """What has come until now stops nothing any more."""
         self._found = None
@@ -54,3 +68,5 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._found = signal.Signals(number)
+        if self._at_once:
+            self.check()
