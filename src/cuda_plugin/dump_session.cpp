@@ -117,6 +117,7 @@ bool DumpSession::pause(pid_t pid) {
         if (first) {
             const host::PausedAlarm paused;
             refuse_missing_memory(pid, true);
+            refuse_needed_images(image_dir_.get());
             settle_policy(false);
             images_.seal();
             if (config_.is_packed())
