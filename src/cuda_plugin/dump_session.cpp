@@ -64,6 +64,8 @@ void DumpSession::settle_policy(bool cuda) {
 
 void DumpSession::begin_pack() {
     images_.refuse_clear_images();
+    if (!config_.incremental)
+        refuse_circle(config_, image_dir_.get());
     packed_.emplace(image_dir_.get(), [this](int directory, const std::vector<std::string>& names) {
         statistics_.phases.time("pack", [&] { images_.pack(directory, names); });
     });

@@ -8,6 +8,7 @@
 #include "seal/sealed_checkpoint.hpp"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -170,6 +171,32 @@ ParentChoice choose(const Config& config, Lineage& lineage, const ContainerStore
 }
 
 } // namespace
+
+void refuse_circle(const Config& config, int image_dir) {
+    const UniqueFd parent = config.parent.empty()
+                                ? linked_parent(image_dir)
+                                : open_directory(image_dir, config.parent.c_str());
+    if (!parent) // which choose_parent() tells
+        return;
+    struct stat own {};
+    if (::fstat(image_dir, &own) != 0)
+        throw io_error("cannot examine the image directory", errno);
+    Lineage chain = Lineage::above(parent.get());
+    for (std::uint32_t depth = 1;; ++depth) {
+        struct stat status {};
+        try {
+            if (::fstat(chain.directory(depth), &status) != 0)
+                throw io_error("cannot examine " + chain.path(depth), errno);
+        } catch (const Error&) { // its end, or what choose_parent() tells if it is needed
+            return;
+        }
+        if (status.st_dev == own.st_dev && status.st_ino == own.st_ino)
+            throw Error(Errc::bad_argument, "the parent " + chain.path(1) +
+                                                " is built on what is in " + chain.path(depth) +
+                                                ", and the dump would replace that: use another "
+                                                "directory");
+    }
+}
 
 // A checkpoint that is there already needs its link until its files are removed.
 ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store,

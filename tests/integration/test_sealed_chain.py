@@ -5,18 +5,14 @@ again, who opens the last opens the chain, and nothing but that chain is taken f
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from campaigns.rig import Rig, log_path, with_config
+from campaigns.rig import Rig, with_config
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import (
     PARENT_LINK,
@@ -32,7 +28,6 @@ from support.broken_dumps import break_off, recover
 from support.certificates import Pair
 from support.container import container
 from support.cpu_memory import OURS, refused, require_dead
-from support.job import Job
 from support.live_sealing import gpustasis, key_of, needles, opened_by
 from support.plain_sealed import open_directory, open_envelope
 from support.recipients import make_recipient
@@ -234,52 +229,6 @@ def test_a_parent_that_cannot_be_opened_fails_the_dump_and_not_the_job(
         assert said in log
         assert "locked pid" not in log
         job.run_on()
-
-
-LARGE = """import os, time
-os.fork()
-kept = bytearray(os.urandom(1 << 20) * 80)
-print("filled", flush=True)
-time.sleep(3600)
-"""
-
-
-def test_a_key_on_a_descriptor_is_read_once(newest_rig: Rig, me: Pair, tmp_path: Path) -> None:
-    """ "auto" asks for the parent once more for each process. By then the descriptor's number is
-    that of another file. What is built on nothing has no link."""
-    rig = newest_rig
-    packed = sealed_for(me, layout="packed")
-    with rig.job(mib=4) as job:
-        first = dump(rig, job, packed)
-    words = [sys.executable, "-c", LARGE]
-    large = cast(SteadyJob, Job(words, tmp_path / "large.log", rig.environ))
-    large.wait_for("filled", count=2)
-    reading, writing = os.pipe()
-    key_of(first, me).hand_on(writing)
-    os.close(writing)
-    config = packed | {"private_key": f"fd:{reading}", "parent": str(first)}
-    config |= {"chunk_size": 8192, "cpu_memory": "auto"}
-    images = rig.images()
-    try:
-        with (tmp_path / "output").open("wb") as output:
-            done = subprocess.run(
-                rig.dump_words(large, images),
-                env=rig.environment(config),
-                pass_fds=[reading],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=120,
-                check=False,
-            )
-    finally:
-        os.close(reading)
-    log = log_path(images, "dump").read_text()
-    assert done.returncode == 0, log[-2000:]
-    why = f"is left to CRIU: chunk_size = 8192: the parent {first} has 4096"
-    assert log.count(why) == 2, log[-2000:]
-    assert not (images / PARENT_LINK).is_symlink()
-    large.wait()
 
 
 def test_a_chain_has_one_lineage(newest_rig: Rig, me: Pair, tmp_path: Path) -> None:
