@@ -197,8 +197,15 @@ void Lineage::open_by(std::shared_ptr<ChainFiles> files) {
 Lineage::Directory Lineage::open_parent(std::uint32_t depth) {
     Directory parent{open_link_or_search(depth), {}};
     parent.path = directory_path(parent.fd.get());
+    const struct stat status = status_of(parent.fd.get());
+    // A dump would write over what it is built on.
+    for (const Directory& below : directories_)
+        if (below.fd && same_file(status, status_of(below.fd.get())))
+            throw Error(Errc::corrupt_data, directories_[depth].path + "/" + kParentLink +
+                                                " leads back to " + below.path +
+                                                ", which is built on that one: a circle");
     lock_shared(parent.fd.get(), parent.path);
-    if (!same_file(status_of(parent.fd.get()), status_of(open_link_or_search(depth).get())))
+    if (!same_file(status, status_of(open_link_or_search(depth).get())))
         throw Error(Errc::io, parent.path + " was removed or replaced meanwhile");
     return parent;
 }

@@ -6,13 +6,16 @@
 #include "core/manifest.hpp"
 #include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/sealed_key.hpp"
 #include "dropped_memory/drop_record.hpp"
 #include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <optional>
@@ -84,6 +87,25 @@ void refuse_missing_memory(pid_t pid, bool with_tree) {
     for (const DropRecord& record : records.list())
         if (record.seen_from == pid_namespace_of("self") && is_descendant(record.pid, pid))
             refuse(record, record.pid);
+}
+
+void refuse_needed_images(int image_dir) {
+    struct stat directory {};
+    if (::fstat(image_dir, &directory) != 0)
+        throw io_error("cannot examine the image directory", errno);
+    DropRecords records;
+    for (const DropRecord& record : records.list()) {
+        const bool is_here =
+            record.device == directory.st_dev && record.inode == directory.st_ino &&
+            (::faccessat(image_dir, record.image.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0 ||
+             holds_sealed(image_dir));
+        if (is_here)
+            throw Error(Errc::unsupported,
+                        record.directory + " holds memory that is missing in process " +
+                            std::to_string(record.pid) + ": put it back first: gpustasis recover " +
+                            std::to_string(record.pid) + " -D " + record.directory +
+                            "; or dump into another directory");
+    }
 }
 
 void require_lock(const DumpLock& lock, bool drops) {

@@ -21,6 +21,10 @@ namespace gpustasis {
 /// every task below it. As DropRecords::find().
 void refuse_missing_memory(pid_t pid, bool with_tree);
 
+/// Throws Error: unsupported, with what to do, if images in `image_dir` hold memory that an earlier dump has taken
+/// out of a task and not put back: a dump into this directory would replace them. As DropRecords::list().
+void refuse_needed_images(int image_dir);
+
 /// Throws what kept `lock` from being taken if `drops`, else warns of it: what a second dump could ruin
 /// is memory that the first has taken out.
 void require_lock(const DumpLock& lock, bool drops);

@@ -86,6 +86,8 @@ void DumpImages::begin() {
     for (const char* old : {kManifestName, kUndoLogName, kPackName})
         if (::unlinkat(image_dir_, old, 0) != 0 && errno != ENOENT)
             throw io_error(std::string("cannot remove the old ") + old, errno);
+    if (!parent_is_chosen_ && ::unlinkat(image_dir_, kParentLink, 0) != 0 && errno != ENOENT)
+        throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
     seal::remove_sealed_files(image_dir_);
     manifest_.checkpoint_id = random_id();
     if (sealed_ && parent_is_chosen_) // else it is not known yet whose keys it is to hold

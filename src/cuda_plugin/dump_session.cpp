@@ -64,6 +64,8 @@ void DumpSession::settle_policy(bool cuda) {
 
 void DumpSession::begin_pack() {
     images_.refuse_clear_images();
+    if (!config_.incremental)
+        refuse_circle(config_, image_dir_.get());
     packed_.emplace(image_dir_.get(), [this](int directory, const std::vector<std::string>& names) {
         statistics_.phases.time("pack", [&] { images_.pack(directory, names); });
     });
@@ -117,6 +119,7 @@ bool DumpSession::pause(pid_t pid) {
         if (first) {
             const host::PausedAlarm paused;
             refuse_missing_memory(pid, true);
+            refuse_needed_images(image_dir_.get());
             settle_policy(false);
             images_.seal();
             if (config_.is_packed())

@@ -8,10 +8,12 @@
 #include "seal/sealed_checkpoint.hpp"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <memory>
 #include <utility>
 
@@ -103,13 +105,21 @@ ParentChoice read_chosen(const Config& config, Lineage& lineage) {
     return choice;
 }
 
-} // namespace
+/// What `dir` is linked to as its parent; empty: to nothing.
+std::string linked_to(int dir) {
+    char text[PATH_MAX];
+    const ssize_t size = ::readlinkat(dir, kParentLink, text, sizeof text);
+    return {text, static_cast<std::size_t>(std::max<ssize_t>(size, 0))};
+}
 
-ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store,
-                           SealedDump* sealed) {
-    const int image_dir = lineage.directory(0);
-    if (::unlinkat(image_dir, kParentLink, 0) != 0 && errno != ENOENT)
+void remove_link(int dir) {
+    if (::unlinkat(dir, kParentLink, 0) != 0 && errno != ENOENT)
         throw io_error(std::string("cannot remove the old ") + kParentLink, errno);
+}
+
+ParentChoice choose(const Config& config, Lineage& lineage, const ContainerStore* store,
+                    SealedDump* sealed) {
+    const int image_dir = lineage.directory(0);
     if (!config.externalize && config.cpu_memory == CpuMemory::criu) {
         if (!config.parent.empty())
             throw Error(Errc::bad_argument,
@@ -128,7 +138,7 @@ ParentChoice choose_parent(const Config& config, Lineage& lineage, const Contain
     Manifest parent;
     try {
         if (sealed != nullptr)
-            key = open_sealed_key(dir.get(), config.private_key, "it");
+            key = sealed->open_parent(dir.get(), config.private_key);
         parent = manifest_of(dir.get(), key);
     } catch (const Error& e) {
         if (!key && sealed == nullptr)
@@ -156,6 +166,54 @@ ParentChoice choose_parent(const Config& config, Lineage& lineage, const Contain
     } catch (...) {
         sealed->build_on_nothing();
         lineage.open_by(nullptr);
+        throw;
+    }
+}
+
+} // namespace
+
+void refuse_circle(const Config& config, int image_dir) {
+    const UniqueFd parent = config.parent.empty()
+                                ? linked_parent(image_dir)
+                                : open_directory(image_dir, config.parent.c_str());
+    if (!parent) // which choose_parent() tells
+        return;
+    struct stat own {};
+    if (::fstat(image_dir, &own) != 0)
+        throw io_error("cannot examine the image directory", errno);
+    Lineage chain = Lineage::above(parent.get());
+    for (std::uint32_t depth = 1;; ++depth) {
+        struct stat status {};
+        try {
+            if (::fstat(chain.directory(depth), &status) != 0)
+                throw io_error("cannot examine " + chain.path(depth), errno);
+        } catch (const Error&) { // its end, or what choose_parent() tells if it is needed
+            return;
+        }
+        if (status.st_dev == own.st_dev && status.st_ino == own.st_ino)
+            throw Error(Errc::bad_argument, "the parent " + chain.path(1) +
+                                                " is built on what is in " + chain.path(depth) +
+                                                ", and the dump would replace that: use another "
+                                                "directory");
+    }
+}
+
+// A checkpoint that is there already needs its link until its files are removed.
+ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store,
+                           SealedDump* sealed) {
+    const int image_dir = lineage.directory(0);
+    const std::string before = linked_to(image_dir);
+    try {
+        ParentChoice choice = choose(config, lineage, store, sealed);
+        if (!choice.index)
+            remove_link(image_dir);
+        return choice;
+    } catch (...) {
+        if (linked_to(image_dir) != before) {
+            ::unlinkat(image_dir, kParentLink, 0);
+            if (!before.empty())
+                static_cast<void>(::symlinkat(before.c_str(), image_dir, kParentLink));
+        }
         throw;
     }
 }

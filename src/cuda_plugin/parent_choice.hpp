@@ -31,4 +31,8 @@ struct ParentChoice {
 ParentChoice choose_parent(const Config& config, Lineage& lineage, const ContainerStore* store,
                            SealedDump* sealed);
 
+/// Before anything of an earlier dump is removed from `image_dir`: throws Error: bad_argument if the parent that
+/// `config` names, or CRIU's link leads to, is built on that, or is that.
+void refuse_circle(const Config& config, int image_dir);
+
 } // namespace gpustasis

@@ -4,8 +4,10 @@
 #include "core/error.hpp"
 #include "core/file.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/sealed_key.hpp"
 #include "seal/certificate.hpp"
 #include "seal/envelope.hpp"
+#include "seal/key_source.hpp"
 
 #include <fcntl.h>
 
@@ -72,6 +74,17 @@ std::vector<std::byte> SealedDump::make_envelope() const {
     } catch (const Error& e) {
         throw Error(e, std::string("recipients: ") + e.what());
     }
+}
+
+// After that its number may be another file's, of criu's or of ours.
+seal::DataKey SealedDump::open_parent(int dir, const std::string& source) {
+    if (seal::key_descriptor(source) < 0)
+        return open_sealed_key(dir, source, "it");
+    if (!std::exchange(descriptor_is_read_, true))
+        parent_.emplace(open_sealed_key(dir, source, "it"));
+    if (!parent_)
+        throw Error(Errc::bad_argument, source + " was read before, and did not open the parent");
+    return parent_->at_depth(0);
 }
 
 void SealedDump::build_on(const seal::DataKey& parent) {

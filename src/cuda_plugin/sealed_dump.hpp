@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,10 @@ public:
 
     /// Only opens. It seals under nothing else.
     const seal::DataKey& key() const noexcept { return key_.key(); }
+
+    /// The key of the sealed parent in `dir`, by `source`, the key `private_key`. A descriptor is read and closed
+    /// once: what it gave is given again. Throws as open_sealed_key().
+    seal::DataKey open_parent(int dir, const std::string& source);
 
     /// Before the envelope is written: the dump is built on the sealed checkpoint of `parent`, and who opens it
     /// gets that key as well, and those of all that is built on. Throws Error: bad_argument, io.
@@ -55,6 +60,8 @@ private:
 
     std::vector<std::vector<std::byte>> pems_; ///< of the recipients
     bool has_envelope_ = false;
+    bool descriptor_is_read_ = false;
+    std::optional<seal::DataKey> parent_; ///< from a descriptor
     seal::FreshKey key_;
     std::vector<seal::OtherFile> written_; ///< ascending by number
 };

@@ -5,10 +5,13 @@
 #include "core/chain_files.hpp"
 #include "seal/sealed_checkpoint.hpp"
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 
 namespace gpustasis::seal {
 
@@ -23,8 +26,10 @@ public:
                                            const std::string& name) override;
 
 private:
+    using Place = std::tuple<std::uint32_t, dev_t, ino_t>; ///< depth, directory
+
     DataKey key_;
-    std::map<std::uint32_t, SealedCheckpoint> opened_; ///< by depth
+    std::map<Place, SealedCheckpoint> opened_;
 };
 
 } // namespace gpustasis::seal

@@ -20,7 +20,9 @@ from gpustasis._core import PARENT_LINK, ImageReader, image_name, read_manifest
 MIB = 1 << 20
 
 
-def incremental_dump(rig: Rig, job: SteadyJob, images: Path, parent: Path, **keys: int) -> Run:
+def incremental_dump(
+    rig: Rig, job: SteadyJob, images: Path, parent: Path, **keys: str | int | bool
+) -> Run:
     dumped = rig.dump(job, images, "--leave-running", config={"parent": str(parent), **keys})
     assert dumped.status == 0, dumped.errors
     return dumped
@@ -97,9 +99,10 @@ def test_crius_own_link_names_the_parent(rig: Rig) -> None:
     track = ["--track-mem"] if tracks_memory(rig) else []
     with rig.job(mib=8) as job:
         first, second = rig.images(), rig.images()
-        assert rig.dump(job, first, "--leave-running", *track).status == 0
-        relative = os.path.relpath(first, second)
-        dumped = rig.dump(job, second, "--leave-running", "--prev-images-dir", relative, *track)
+        small = {"chunk_size": 4096}  # on a busy host the job gets around to all large ones
+        assert rig.dump(job, first, "--leave-running", *track, config=small).status == 0
+        words = ("--leave-running", "--prev-images-dir", os.path.relpath(first, second), *track)
+        dumped = rig.dump(job, second, *words, config=small)
         assert f"cuda_plugin: parent: {first}" in dumped.log, dumped.errors
         if track:
             assert dumped.status == 0, dumped.errors
@@ -156,6 +159,51 @@ def test_a_parent_that_cannot_serve_fails_the_dump_and_not_the_job(
             "externalize": "needs externalize, which is off",
         }
         assert reasons[wrong] in dumped.errors
+        job.run_on()
+
+
+def contents(images: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in images.glob("gpustasis-*.img")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [("criu", "which is built on that one: a circle"), ("packed", "would replace that")],
+)
+def test_two_directories_in_turn_are_refused(newest_rig: Rig, layout: str, says: str) -> None:
+    """The third dump would write over the first, which it is built on by way of the second."""
+    rig = newest_rig
+    with rig.job(mib=16) as job:
+        first, second = rig.images(), rig.images()
+        keys: dict[str, str | int | bool] = {"chunk_size": 4096, "layout": layout}
+        assert rig.dump(job, first, "--leave-running", config=keys).status == 0
+        job.run_on()
+        incremental_dump(rig, job, second, first, **keys)
+        assert first_task(second)["ref"]["chunks"] > 0
+        job.run_on()
+        before = contents(first)
+        dumped = rig.dump(job, first, config=keys | {"parent": str(second)})
+        assert dumped.status != 0
+        assert says in dumped.errors
+        assert contents(first) == before
+        job.run_on()
+
+
+def test_a_dump_that_is_refused_leaves_the_checkpoint_that_is_there(newest_rig: Rig) -> None:
+    """With its link: it is restored through it."""
+    rig = newest_rig
+    with rig.job(mib=8) as job:
+        first, second = rig.images(), rig.images()
+        keys: dict[str, str | int | bool] = {"chunk_size": 4096, "parent": str(first)}
+        assert rig.dump(job, first, "--leave-running", config={"chunk_size": 4096}).status == 0
+        assert rig.dump(job, second, config=keys).status == 0
+        assert job.wait() == -signal.SIGKILL
+        assert rig.restore(second).status == 0
+        assert first_task(second)["ref"]["chunks"] > 0
+        for wrong in ({"parent": "."}, {"chunk_size": 8192}, {"parent": "../not-there"}):
+            job.run_on()
+            assert rig.dump(job, second, "--leave-running", config=keys | wrong).status != 0
+            assert (second / PARENT_LINK).readlink() == Path("..") / first.name
         job.run_on()
 
 

@@ -57,6 +57,28 @@ def test_guardians_put_back_what_is_sealed(rig: Rig, me: Pair) -> None:
         job.run_on()
 
 
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_images_that_a_job_needs_are_not_replaced(
+    newest_rig: Rig, me: Pair, is_sealed: bool
+) -> None:
+    """By the dump of another job, while nobody is left who would put the memory back by himself."""
+    rig = newest_rig
+    config = sealed_for(me, layout="packed") if is_sealed else {}
+    with rig.job(mib=8) as job, rig.job(mib=4) as other:
+        images = rig.images()
+        break_off(with_config(rig, sealed_for(me) if is_sealed else {}), job, images)
+        before = ours(images)
+        log = refused(rig.dump(other, images, "--leave-running", config=config))
+        assert f"{images} holds memory that is missing in process {job.pid}" in log
+        assert "locked pid" not in log
+        assert ours(images) == before
+        other.run_on()
+        recover(rig, job.pid, *(["--key", me.key] if is_sealed else []))
+        job.run_on()
+        assert rig.dump(other, images, "--leave-running").status == 0
+        other.run_on()
+
+
 def test_recover_puts_back_what_is_sealed(rig: Rig, me: Pair, tmp_path: Path) -> None:
     """All that criu had beside it is killed as well; also of a dump that did not come to its
     manifest, which a sealed one gets last."""
