@@ -55,10 +55,11 @@ void DumpSession::settle_policy(bool cuda) {
     try {
         container_.settle(root_, config_, options_); // the worker reads config_ as well
         policy_settled_ = true;
-    } catch (const Error&) {
-        if (cuda || config_.cpu_memory == CpuMemory::ours || config_.is_packed() ||
-            !config_.recipients.empty())
+    } catch (const Error& e) {
+        const bool ours = config_.cpu_memory == CpuMemory::ours || config_.is_packed();
+        if (cuda || ours || !config_.recipients.empty())
             throw;
+        host::warn("CRIU stores this tree alone, as without a policy: " + std::string(e.what()));
     }
 }
 
@@ -363,8 +364,7 @@ void DumpSession::finish(bool succeeded) noexcept {
                    "writing, or wrote none here");
         if (succeeded && !images_.is_as_asked())
             refuse("layout or recipients: criu has not asked this plugin about any task before it "
-                   "froze the "
-                   "tree, and has written its images in the clear: remove them");
+                   "froze the tree, and has written its images in the clear: remove them");
         if (succeeded && !images_.is_finished())
             refuse("recipients: criu has ended its dump, and has not asked about every task");
         cpu_memory_.finish(succeeded);

@@ -190,6 +190,22 @@ def test_a_hostile_policy_fails_the_dump_and_not_the_job(
         job.run_on()
 
 
+def test_a_tree_without_cuda_is_dumped_in_spite_of_its_policy_and_that_is_said(
+    newest_rig: Rig, made: Container
+) -> None:
+    with contained(newest_rig, made, cuda=0, mib=1) as job:
+        ask(made, job, **{"cpu-memory": "ours"})
+        images = newest_rig.images()
+        try:
+            symlink(made.policy)
+            dumped = newest_rig.dump(job, images, "--leave-running")
+        finally:
+            made.policy.with_suffix(".real").unlink(missing_ok=True)
+        assert dumped.status == 0, dumped.errors
+        assert f"as without a policy: {made.policy} is a symbolic link" in dumped.log
+        job.run_on()
+
+
 def test_two_dumps_of_one_container_at_once(newest_rig: Rig, made: Container) -> None:
     rig = newest_rig
     with contained(rig, made, mib=8) as job:
