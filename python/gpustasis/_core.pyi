@@ -13,6 +13,7 @@ from gpustasis._core_requirements import *  # noqa: F403
 from gpustasis._core_requirements import Requirements
 from gpustasis._core_seal import *  # noqa: F403
 from gpustasis._core_seal import DataKey
+from gpustasis._core_signature import *  # noqa: F403
 
 MIN_CHUNK_SIZE: int
 MAX_CHUNK_SIZE: int

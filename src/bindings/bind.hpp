@@ -17,5 +17,6 @@ void bind_pack(pybind11::module_& m);
 void bind_parent(pybind11::module_& m);
 void bind_requirements(pybind11::module_& m);
 void bind_seal(pybind11::module_& m);
+void bind_signature(pybind11::module_& m);
 
 } // namespace gpustasis::bindings

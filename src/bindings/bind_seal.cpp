@@ -8,7 +8,6 @@
 #include "seal/private_key.hpp"
 #include "seal/sealed_checkpoint.hpp"
 #include "seal/sealed_writer.hpp"
-#include "seal/signature.hpp"
 
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -223,37 +222,11 @@ void bind_sealed(py::module_& m) {
              "files of these names. Raises OSError, CorruptDataError. Releases the GIL.");
 }
 
-void bind_signature(py::module_& m) {
-    m.def(
-        "sign",
-        [](const py::bytes& message, const std::filesystem::path& key) {
-            const std::string bytes(message);
-            return to_python(
-                Bytes(seal::sign(bytes_of(bytes), seal::PrivateKey::from_file(key.string()))));
-        },
-        py::arg("message"), py::arg("key"),
-        "A signature record over `message`, by the private key in a PEM file. Raises OSError,\n"
-        "CorruptDataError, ValueError.");
-    m.def(
-        "verify_signature",
-        [](const py::bytes& message, const py::bytes& record,
-           const std::vector<py::bytes>& trusted) {
-            const std::string bytes(message);
-            const std::string signature(record);
-            const std::vector<std::string> texts(trusted.begin(), trusted.end());
-            return seal::verify_signature(bytes_of(bytes), bytes_of(signature), all_bytes(texts));
-        },
-        py::arg("message"), py::arg("record"), py::arg("trusted"),
-        "Which of `trusted`, PEM with a certificate or a public key each, has signed. Raises\n"
-        "CorruptDataError if none has, ValueError for one that may not sign.");
-}
-
 } // namespace
 
 void bind_seal(py::module_& m) {
     bind_keys(m);
     bind_sealed(m);
-    bind_signature(m);
 }
 
 } // namespace gpustasis::bindings

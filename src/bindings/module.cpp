@@ -13,6 +13,7 @@ PYBIND11_MODULE(_core, m) {
     bind_manifest(m);
     bind_pack(m);
     bind_seal(m);
+    bind_signature(m);
     bind_dirty_tracker(m);
     bind_dropped_memory(m);
 }

@@ -154,8 +154,8 @@ std::vector<std::string> risks(const std::string& path, std::string_view key,
     return found;
 }
 
-std::vector<std::string> recipients(const std::string& path, std::string_view key,
-                                    const toml::node& node) {
+std::vector<std::string> certificates(const std::string& path, std::string_view key,
+                                      const toml::node& node) {
     std::vector<std::string> found = words(path, key, node);
     for (const std::string& word : found)
         if (!word.starts_with('/'))
@@ -164,12 +164,23 @@ std::vector<std::string> recipients(const std::string& path, std::string_view ke
     return found;
 }
 
+std::string absolute_path(const std::string& path, std::string_view key, const toml::node& node,
+                          const std::string& what) {
+    std::string name = text(path, key, node);
+    if (!name.starts_with('/'))
+        reject(path, key, node,
+               "the absolute path of " + what +
+                   "; for a token, sign the finished checkpoint with gpustasis sign");
+    return name;
+}
+
 std::string private_key(const std::string& path, std::string_view key, const toml::node& node) {
     std::string name = text(path, key, node);
-    if (!name.starts_with('/') && seal::key_descriptor(name) < 0)
-        reject(path, key, node,
-               "the absolute path of a private key, or \"fd:\" and the number of a descriptor that "
-               "the key record can be read from");
+    if (!name.starts_with('/') && !name.starts_with(seal::kToken) && seal::key_descriptor(name) < 0)
+        reject(
+            path, key, node,
+            "the absolute path of a private key, a \"pkcs11:\" URI, or \"fd:\" and the number of a "
+            "descriptor that the key record can be read from");
     return name;
 }
 
@@ -230,9 +241,15 @@ void set_key(Config& config, const std::string& path, std::string_view key,
     } else if (key == "max_chain") {
         config.max_chain = number(path, key, node, 1, kMaxChain);
     } else if (key == "recipients") {
-        config.recipients = recipients(path, key, node);
+        config.recipients = certificates(path, key, node);
     } else if (key == "private_key") {
         config.private_key = private_key(path, key, node);
+    } else if (key == "sign") {
+        config.sign = absolute_path(path, key, node, "a private key");
+    } else if (key == "sign_certificate") {
+        config.sign_certificate = absolute_path(path, key, node, "a certificate");
+    } else if (key == "trusted") {
+        config.trusted = certificates(path, key, node);
     } else if (key == "guard") {
         const std::string word = text(path, key, node);
         if (word != "auto" && word != "require")

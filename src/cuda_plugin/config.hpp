@@ -61,7 +61,11 @@ struct Config {
     std::vector<std::string>
         recipients; ///< of a dump: certificates that it is sealed for; none: it is not
     std::string
-        private_key; ///< of a restore: a file, or "fd:<number>"; empty: it opens nothing sealed
+        private_key;  ///< of a restore: a file, or "fd:<number>"; empty: it opens nothing sealed
+    std::string sign; ///< of a dump: a private key that signs it; empty: nothing does
+    std::string sign_certificate; ///< of that key; empty: it stands in the same file
+    std::vector<std::string>
+        trusted; ///< of a restore: certificates of those who may have signed; none: nobody need have
     bool require_guard = false; ///< key guard = "auto" | "require"
     bool dump_locked = false;   ///< key found_locked = "refuse" | "dump": a task that others locked
     std::uint32_t lock_timeout_ms = 10'000;    ///< for submitted GPU work to drain; not 0

@@ -5,6 +5,7 @@
 #include "core/lineage.hpp"
 #include "core/trusted_directory.hpp"
 #include "seal/sealed_format.hpp"
+#include "seal/statement.hpp"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -75,7 +76,8 @@ void link_or_copy(int from_dir, int to_dir, const std::string& name) {
 
 bool is_ours(const std::string& name) {
     return name.starts_with("gpustasis-") &&
-           (name.ends_with(".img") || name == seal::kEnvelopeName);
+           (name.ends_with(".img") || name == seal::kEnvelopeName || name == seal::kStatementName ||
+            name == seal::kSignatureName);
 }
 
 /// The inventory is always copied: CRIU writes into the file that is there when it dumps again.

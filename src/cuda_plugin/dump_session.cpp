@@ -57,7 +57,7 @@ void DumpSession::settle_policy(bool cuda) {
         policy_settled_ = true;
     } catch (const Error& e) {
         const bool ours = config_.cpu_memory == CpuMemory::ours || config_.is_packed();
-        if (cuda || ours || !config_.recipients.empty())
+        if (cuda || ours || !config_.recipients.empty() || !config_.sign.empty())
             throw;
         host::warn("CRIU stores this tree alone, as without a policy: " + std::string(e.what()));
     }
@@ -69,6 +69,7 @@ void DumpSession::begin_pack() {
         refuse_circle(config_, image_dir_.get());
     packed_.emplace(image_dir_.get(), [this](int directory, const std::vector<std::string>& names) {
         statistics_.phases.time("pack", [&] { images_.pack(directory, names); });
+        sign_images();
     });
     images_.begin();
     images_.begin_pack();
@@ -88,6 +89,8 @@ void DumpSession::choose_parent_once() {
     images_.choose_parent(container_.store());
     if (const seal::DataKey* key = images_.seal())
         undo_images_.use_key(*key);
+    if (signature_ && images_.manifest().chain_length != 0)
+        signature_->build_on(lineage_.directory(1));
     parent_chosen_ = true; // what has failed, and was let pass, is tried anew
 }
 
@@ -123,8 +126,12 @@ bool DumpSession::pause(pid_t pid) {
             refuse_needed_images(image_dir_.get());
             settle_policy(false);
             images_.seal();
+            if (!config_.sign.empty())
+                signature_.emplace(config_, image_dir_.get());
             if (config_.is_packed())
                 begin_pack();
+            else if (signature_)
+                complete_.emplace(image_dir_.get(), [this] { sign_images(); });
             cpu_memory_.prepare();
             // "auto" does so only where there is something to store.
             if (config_.cpu_memory == CpuMemory::ours)
@@ -308,93 +315,6 @@ void DumpSession::note(ManifestTask task, pid_t pid) {
         return files_.with(pid);
     });
     images_.note(std::move(task));
-}
-
-void DumpSession::undo(TaskRecord& record) noexcept {
-    try {
-        if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead) {
-            forget_drop(record);
-            forget_checkpoint(record);
-            record.settled = true;
-            return;
-        }
-        TaskStatistics& statistics = statistics_of(record);
-        host::info("bringing back " + name(record));
-        statistics.phases.time("undo", [&] {
-            // While every thread of it is frozen: none may see the memory missing.
-            Guard& guard = guards_[record.pid];
-            refill_task(record, undo_images_, config_.threads,
-                        guard.pages ? &*guard.pages : nullptr);
-            // Frozen only if the dump came that far: a failing lock leaves the task running.
-            if (is_traced_by_us(record.restore_tid)) {
-                ThawedThread thawed(record);
-                const WatchedThread watched(worker_, record.restore_tid);
-                undo_task(record, worker_);
-                thawed.refreeze();
-            } else {
-                undo_task(record, worker_);
-            }
-        });
-        record.settled = true;
-        host::info("brought back " + name(record));
-    } catch (const std::exception& e) {
-        host::error(name(record) + " is left as it is, its GPU work may hang: " + e.what() +
-                    "; the driver worker tries again when criu is gone, then try gpustasis "
-                    "recover " +
-                    std::to_string(record.pid));
-        statistics_.result = "failed";
-        statistics_.error = e.what();
-    }
-}
-
-// The end of a dump that criu takes for a good one, and that is none: nobody may think that it is.
-void DumpSession::refuse(const char* why) noexcept {
-    host::error(std::string(why) + ": Dumping FAILED, and the tasks run on");
-    finish(false);
-    images_.withdraw();
-    if (host::final_state() == criu::FinalState::dead) // else criu has done so
-        host::undo_dump_of_criu();
-    ::_exit(EXIT_FAILURE);
-}
-
-void DumpSession::finish(bool succeeded) noexcept {
-    try {
-        if (packed_ && !packed_->end(succeeded))
-            refuse("layout = \"packed\": criu has ended its dump, and has an image still open for "
-                   "writing, or wrote none here");
-        if (succeeded && !images_.is_as_asked())
-            refuse("layout or recipients: criu has not asked this plugin about any task before it "
-                   "froze the tree, and has written its images in the clear: remove them");
-        if (succeeded && !images_.is_finished())
-            refuse("recipients: criu has ended its dump, and has not asked about every task");
-        cpu_memory_.finish(succeeded);
-        if (!begun_ && statistics_.cpu_memory.empty() && !packed_) {
-            worker_.stop();
-            return;
-        }
-        if (!succeeded)
-            statistics_.result = "failed";
-        const bool killed = succeeded && host::final_state() == criu::FinalState::dead;
-        bool settled = true;
-        if (!killed) {
-            for (std::size_t i = 0; i < table_->task_count; ++i) {
-                undo(table_->tasks[i]);
-                settled = settled && table_->tasks[i].settled;
-            }
-        }
-        if (begun_ && (killed || !settled)) {
-            table_->left = true;
-            worker_.leave();
-        } else
-            worker_.stop();
-        if (succeeded && images_.named_ours())
-            container_.keep(image_dir_.get(), images_.manifest().checkpoint_id, statistics_);
-        write_statistics(image_dir_.get(), statistics_);
-        if (killed)
-            container_.mark_checkpointed();
-    } catch (const std::exception& e) {
-        host::warn(std::string("at the end of the dump: ") + e.what());
-    }
 }
 
 } // namespace gpustasis

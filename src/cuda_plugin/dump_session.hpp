@@ -4,11 +4,13 @@
 #pragma once
 
 #include "core/unique_fd.hpp"
+#include "cuda_plugin/complete_images.hpp"
 #include "cuda_plugin/config.hpp"
 #include "cuda_plugin/cpu_memory_dump.hpp"
 #include "cuda_plugin/driver_facts.hpp"
 #include "cuda_plugin/drop.hpp"
 #include "cuda_plugin/dump_images.hpp"
+#include "cuda_plugin/dump_signature.hpp"
 #include "cuda_plugin/dumped_container.hpp"
 #include "cuda_plugin/findings.hpp"
 #include "cuda_plugin/packed_dump.hpp"
@@ -49,6 +51,8 @@ private:
     TaskStatistics& statistics_of(const TaskRecord& record);
     void settle_policy(bool cuda);
     void begin_pack();
+    void sign_images();
+    void sign_directory();
     [[noreturn]] void refuse(const char* why) noexcept;
     void choose_parent_once();
     void begin();
@@ -80,7 +84,9 @@ private:
     Statistics statistics_;
     DumpImages images_;
     CpuMemoryDump cpu_memory_;
-    std::optional<PackedDump> packed_; ///< layout = "packed"
+    std::optional<DumpSignature> signature_; ///< none: nobody signs it
+    std::optional<CompleteImages> complete_; ///< of a dump that is signed and not packed
+    std::optional<PackedDump> packed_;       ///< layout = "packed"
     bool policy_settled_ = false;
     bool parent_chosen_ = false;
     bool begun_ = false; ///< the driver has been asked

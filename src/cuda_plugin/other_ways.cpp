@@ -28,8 +28,8 @@ constexpr const char* kStreamOut = "streamer-capture.sock";
 constexpr const char* kStreamIn = "streamer-serve.sock";
 constexpr const char* kLazyPages = "lazy-pages.socket"; // in the working directory
 
-[[noreturn]] void refuse(const std::string& what) {
-    throw Error(Errc::unsupported, "layout = \"packed\" cannot be used with criu's " + what);
+[[noreturn]] void refuse(const std::string& wanted, const std::string& what) {
+    throw Error(Errc::unsupported, wanted + " cannot be used with criu's " + what);
 }
 
 bool has(int dir, const char* name) {
@@ -41,11 +41,11 @@ bool has(int dir, const char* name) {
     return false;
 }
 
-void refuse_options(std::initializer_list<std::string_view> options) {
+void refuse_options(const std::string& wanted, std::initializer_list<std::string_view> options) {
     const std::string words = proc::read_file("/proc/self/cmdline");
     for (const std::string_view option : options)
         if (asks_for(words, option))
-            refuse(std::string(option));
+            refuse(wanted, std::string(option));
 }
 
 /// criu corks the socket that it sends pages through, and no other, before it asks a plugin.
@@ -134,15 +134,16 @@ bool asks_for(std::string_view words, std::string_view option) {
     return false;
 }
 
-void refuse_pages_elsewhere(int image_dir) {
+void refuse_pages_elsewhere(int image_dir, const std::string& wanted) {
     if (has(image_dir, kCriuParent))
         refuse(
+            wanted,
             "own parent images (--prev-images-dir): the image directory has the link \"parent\"");
-    refuse_options({"--page-server", "--lazy-pages", "--stream"});
+    refuse_options(wanted, {"--page-server", "--lazy-pages", "--stream"});
     if (has(image_dir, kStreamOut))
-        refuse(std::string("--stream: the image directory has the socket ") + kStreamOut);
+        refuse(wanted, std::string("--stream: the image directory has the socket ") + kStreamOut);
     if (sends_pages())
-        refuse("--page-server: it has a connection to one");
+        refuse(wanted, "--page-server: it has a connection to one");
 }
 
 void require_all_pages(int directory, const std::vector<std::string>& names) {
@@ -163,13 +164,13 @@ void require_all_pages(int directory, const std::vector<std::string>& names) {
                                        "it told to send it elsewhere?");
 }
 
-void refuse_pages_from_elsewhere(int image_dir) {
-    refuse_options({"--lazy-pages", "--stream"});
+void refuse_pages_from_elsewhere(int image_dir, const std::string& wanted) {
+    refuse_options(wanted, {"--lazy-pages", "--stream"});
     if (has(AT_FDCWD, kLazyPages))
-        refuse(std::string("--lazy-pages: its working directory has the socket ") + kLazyPages +
-               "; remove it if nothing is restored with that here");
+        refuse(wanted, std::string("--lazy-pages: its working directory has the socket ") +
+                           kLazyPages + "; remove it if nothing is restored with that here");
     if (has(image_dir, kStreamIn))
-        refuse(std::string("--stream: the image directory has the socket ") + kStreamIn);
+        refuse(wanted, std::string("--stream: the image directory has the socket ") + kStreamIn);
 }
 
 } // namespace gpustasis

@@ -14,14 +14,14 @@ namespace gpustasis {
 /// them, abbreviations too.
 bool asks_for(std::string_view words, std::string_view option);
 
-/// Before criu has written anything. `image_dir`: its own. Throws Error: unsupported, naming the option; io.
-void refuse_pages_elsewhere(int image_dir);
+/// Before criu has written anything. `image_dir`: its own. `wanted`: what does not go together with them. Throws Error: unsupported, naming the option; io.
+void refuse_pages_elsewhere(int image_dir, const std::string& wanted);
 
 /// When it has written all of the files `names` of `directory`. Throws Error: unsupported if there are pages
 /// that it has not put there; corrupt_data for a file that cannot be read as criu writes it; io.
 void require_all_pages(int directory, const std::vector<std::string>& names);
 
 /// Before anything is restored. `image_dir`: criu's own. Throws Error: unsupported, naming the option; io.
-void refuse_pages_from_elsewhere(int image_dir);
+void refuse_pages_from_elsewhere(int image_dir, const std::string& wanted);
 
 } // namespace gpustasis

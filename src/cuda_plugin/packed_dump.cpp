@@ -68,7 +68,7 @@ bool is_still_written(const ImageRedirect& redirect) {
 
 PackedDump::PackedDump(int image_dir, Pack pack)
     : image_dir_(image_dir), pack_(std::move(pack)), process_(::getpid()) {
-    refuse_pages_elsewhere(image_dir);
+    refuse_pages_elsewhere(image_dir, "layout = \"packed\"");
     host::require_fail_dump();
     real_close = reinterpret_cast<Close>(ImportSlot::find_imported("close"));
     UniqueFd memory = make_memory_directory(image_dir, limit_.now());

@@ -6,6 +6,7 @@
 #include "cuda_plugin/sealed_key.hpp"
 #include "seal/sealed_chain.hpp"
 #include "seal/sealed_checkpoint.hpp"
+#include "seal/signed_directory.hpp"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -41,7 +42,10 @@ ParentChoice full(std::string reason) {
 
 /// Why a dump cannot be built on the checkpoint in `dir`; empty: it can. One key lineage, or none: in the
 /// clear would be what the dump seals, or sealed for nobody that the dump names what it needs.
-std::string why_not_alike(int dir, bool is_sealed) {
+std::string why_not_alike(const Config& config, int dir, bool is_sealed) {
+    if (!config.sign.empty() && !seal::has_signed(dir))
+        return directory_path(dir) +
+               " is not signed, and a signed checkpoint is built on signed ones alone";
     if (holds_sealed(dir) == is_sealed)
         return {};
     return directory_path(dir) +
@@ -129,7 +133,8 @@ ParentChoice choose(const Config& config, Lineage& lineage, const ContainerStore
     const UniqueFd dir = find_parent(config, image_dir, store);
     if (!dir)
         return full(store != nullptr ? "no checkpoint in " + store->path() : "no parent");
-    if (const std::string why_not = why_not_alike(dir.get(), sealed != nullptr); !why_not.empty()) {
+    if (const std::string why_not = why_not_alike(config, dir.get(), sealed != nullptr);
+        !why_not.empty()) {
         if (!config.parent.empty())
             throw Error(Errc::bad_argument, "the parent " + why_not);
         return full(why_not);

@@ -31,6 +31,7 @@ bool exists(int image_dir, const char* name) {
 } // namespace
 
 bool RestoreImages::read() {
+    signature_.check_own();
     const bool before_plugin_lists = host::take_inventory_plugin(kNobody);
     const bool ours = host::take_inventory_plugin(kInventoryName);
     const bool stock = host::take_inventory_plugin(kStockInventoryName);
@@ -66,6 +67,7 @@ bool RestoreImages::read() {
                                             std::to_string(manifest_.chain_length) +
                                             " checkpoints, and the envelope holds the keys of " +
                                             std::to_string(known_ancestors_));
+    signature_.check_chain(lineage_, manifest_.chain_length);
     for (const ManifestTask& task : manifest_.tasks)
         if (task.externalized)
             open(task);

@@ -8,6 +8,7 @@
 #include "core/manifest.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/config.hpp"
+#include "cuda_plugin/signature_check.hpp"
 #include "seal/sealed_checkpoint.hpp"
 
 #include <cstddef>
@@ -24,7 +25,8 @@ public:
 
     /// All outlive it.
     RestoreImages(const Config& config, int image_dir, Lineage& lineage)
-        : config_(config), image_dir_(image_dir), lineage_(lineage) {}
+        : config_(config), image_dir_(image_dir), lineage_(lineage), signature_(config, image_dir) {
+    }
 
     /// Once. False: the checkpoint is none of this plugin. Throws Error: corrupt_data, also if an
     /// image that the dump has made is not listed; as ImageReader::open and attach_sources.
@@ -52,6 +54,7 @@ private:
     const Config& config_;
     int image_dir_;
     Lineage& lineage_;
+    SignatureCheck signature_;
     std::optional<seal::SealedCheckpoint> sealed_; ///< none: it is in the clear
     std::size_t known_ancestors_ = 0;              ///< whose keys the envelope held
     Manifest manifest_;

@@ -135,7 +135,7 @@ void RestoreSession::unpack() {
     UniqueFd memory = images_.unpack();
     if (!memory)
         return;
-    refuse_pages_from_elsewhere(image_dir_.get());
+    refuse_pages_from_elsewhere(image_dir_.get(), "layout = \"packed\"");
     unpacked_.emplace(image_dir_.get(), std::move(memory));
     statistics_.phases.add("unpack", std::chrono::steady_clock::now() - begin);
 }

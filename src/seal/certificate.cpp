@@ -31,15 +31,6 @@ std::string subject_of(X509* certificate) {
     return text_of(bio);
 }
 
-std::string date_of(const ASN1_TIME* time) {
-    std::tm parts{};
-    std::array<char, kDateSize> text{};
-    if (ASN1_TIME_to_tm(time, &parts) != 1 ||
-        std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &parts) == 0)
-        return "a date that cannot be read";
-    return text.data();
-}
-
 /// The next block of PEM text, which a certificate has to be; none: nullptr.
 Certificate next_certificate(BIO* bio) {
     char* name = nullptr;
@@ -82,14 +73,23 @@ Certificate read_certificate(Bytes pem) {
     return found;
 }
 
+std::string date_text(const ASN1_TIME* time) {
+    std::tm parts{};
+    std::array<char, kDateSize> text{};
+    if (ASN1_TIME_to_tm(time, &parts) != 1 ||
+        std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &parts) == 0)
+        return "a date that cannot be read";
+    return text.data();
+}
+
 CertificateFacts facts_of(X509* certificate, std::time_t now) {
     CertificateFacts facts{subject_of(certificate), key_kind(X509_get0_pubkey(certificate)), ""};
     const ASN1_TIME* const begin = X509_get0_notBefore(certificate);
     const ASN1_TIME* const end = X509_get0_notAfter(certificate);
     if (X509_cmp_time(end, &now) <= 0) // 0: a date that cannot be read
-        facts.warning = "has expired: it was valid until " + date_of(end);
+        facts.warning = "has expired: it was valid until " + date_text(end);
     else if (X509_cmp_time(begin, &now) >= 0)
-        facts.warning = "is not valid yet: it is from " + date_of(begin);
+        facts.warning = "is not valid yet: it is from " + date_text(begin);
     return facts;
 }
 

@@ -24,6 +24,9 @@ struct CertificateFacts {
 /// (another certificate would be left out without a word).
 Certificate read_certificate(Bytes pem);
 
+/// "2026-01-31 12:00:00 UTC"; for people.
+std::string date_text(const ASN1_TIME* time);
+
 CertificateFacts facts_of(X509* certificate, std::time_t now);
 
 /// "RSA 3072", "EC P-256", "Ed25519". Throws Error: bad_argument for other kinds, RSA below 2048 or above

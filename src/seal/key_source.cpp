@@ -46,6 +46,11 @@ int key_descriptor(const std::string& source) noexcept {
 }
 
 DataKey open_envelope(Bytes envelope, const std::string& source) {
+    if (source.starts_with(kToken))
+        throw Error(Errc::unsupported,
+                    "private_key is a PKCS #11 URI, and no token is used from within criu: restore "
+                    "with gpustasis restore, which has openssl use it, or hand the key record over "
+                    "(\"fd:N\")");
     const int fd = key_descriptor(source);
     if (fd < 0)
         return unwrap(envelope, PrivateKey::from_file(source));

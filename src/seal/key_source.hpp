@@ -6,6 +6,7 @@
 #include "seal/data_key.hpp"
 
 #include <string>
+#include <string_view>
 
 namespace gpustasis::seal {
 
@@ -14,9 +15,12 @@ namespace gpustasis::seal {
 DataKey read_record(Bytes envelope, int fd);
 
 /// By `source`: "fd:<number>", a descriptor of this process with the key record, which is
-/// closed and holds it already; else the path
+/// closed and holds it already; kToken: unsupported; else the path
 /// of a private key in PEM. Throws Error: bad_argument; as read_record(), PrivateKey::from_file() and unwrap().
 DataKey open_envelope(Bytes envelope, const std::string& source);
+
+/// What a PKCS #11 URI begins with. No module of a token is loaded here: another program has to use it.
+inline constexpr std::string_view kToken = "pkcs11:";
 
 /// The number in "fd:<number>"; -1: it is a path.
 int key_descriptor(const std::string& source) noexcept;

@@ -49,7 +49,8 @@ void require(int done, const char* what) {
 Bio reader_of(Bytes bytes) {
     if (bytes.size() > std::numeric_limits<int>::max())
         throw Error(Errc::bad_argument, "more than OpenSSL reads at once");
-    Bio bio(BIO_new_mem_buf(bytes.data(), static_cast<int>(bytes.size())));
+    const void* const data = bytes.empty() ? "" : static_cast<const void*>(bytes.data());
+    Bio bio(BIO_new_mem_buf(data, static_cast<int>(bytes.size())));
     if (!bio)
         throw crypto_error(Errc::io, "cannot read from memory");
     return bio;

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <string_view>
 
 namespace gpustasis::seal {
 namespace {
@@ -69,6 +70,23 @@ PrivateKey PrivateKey::from_file(const std::string& path) {
     } catch (const Error& error) {
         throw Error(error, "private key " + path + ": " + error.what());
     }
+}
+
+// Only that part of the text is given away: what reads PEM would copy the key past on its way.
+std::vector<std::byte> PrivateKey::certificate_beside(const std::string& path) {
+    constexpr std::string_view begin = "-----BEGIN CERTIFICATE-----";
+    constexpr std::string_view end = "-----END CERTIFICATE-----";
+    const Secret content = read_private(path);
+    const std::string_view text(reinterpret_cast<const char*>(content.bytes().data()),
+                                content.size());
+    const std::size_t first = text.find(begin);
+    const std::size_t last = first == std::string_view::npos ? first : text.find(end, first);
+    if (last == std::string_view::npos)
+        throw Error(Errc::corrupt_data, path + " holds no certificate beside the private key");
+    if (text.find(begin, first + begin.size()) != std::string_view::npos)
+        throw Error(Errc::corrupt_data, path + " holds more than one certificate");
+    const Bytes found = content.bytes().subspan(first, last + end.size() - first);
+    return {found.begin(), found.end()};
 }
 
 } // namespace gpustasis::seal

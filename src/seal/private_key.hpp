@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 struct evp_pkey_st;
 
@@ -18,6 +19,10 @@ public:
     /// read or write: looked at once it is open. Throws Error: io (EACCES if others have access); corrupt_data
     /// for what is no private key in PEM, or one under a password; bad_argument for kinds not used.
     static PrivateKey from_file(const std::string& path);
+
+    /// The one certificate in that file, beside the key, as PEM. Throws Error as from_file(); corrupt_data if there
+    /// is none, or several.
+    static std::vector<std::byte> certificate_beside(const std::string& path);
 
     /// "RSA 3072", "EC P-256", "Ed25519".
     const std::string& kind() const noexcept { return kind_; }

@@ -256,6 +256,10 @@ def test_sealing(checkout: tuple[Path, dict[str, str]], repository: Path) -> Non
     assert {path.name: path.read_bytes() for path in (home / "alone").iterdir()} == before
     names = {path.name for path in (home / "sealed").iterdir()}
     assert before.keys() & names == {"inventory.img"}
+    block = named_block(repository / "docs" / "operating.md", "signing")
+    status, output = run_shell(f"set -eu\n{block}", home, environ)
+    assert status == 0, output
+    assert "opened: signed by CN=node7, EC P-256" in output
 
 
 def test_a_dump_that_is_sealed(

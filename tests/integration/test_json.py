@@ -41,6 +41,7 @@ ELSEWHERE = {
     "migrate": "integration/test_streams.py",
     "rewrap": "python/test_sealed_keys.py",
     "seal": "python/test_seal.py",
+    "sign": "python/test_sign.py",
     "unseal": "python/test_seal.py",
 }
 

@@ -155,12 +155,6 @@ def test_what_is_no_key(sealed: Path, pairs: dict[str, Pair], tmp_path: Path) ->
         opens(sealed, KeyFile(tmp_path / "absent"), tmp_path / "out")
 
 
-def test_a_token_is_named_and_not_taken_for_a_file(sealed: Path, tmp_path: Path) -> None:
-    done = call("unseal", sealed, "--key", "pkcs11:object=me", "-o", tmp_path / "out")
-    assert done.exit_code == 20
-    assert "--key-command" in done.output
-
-
 def test_rewrap_changes_the_envelope_only(
     sealed: Path, pairs: dict[str, Pair], tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "restore": ("tasks.restore", "restore a process tree from a checkpoint"),
     "rewrap": ("seal.rewrap", "give the key of a sealed checkpoint to others"),
     "seal": ("seal.seal", "encrypt a checkpoint"),
+    "sign": ("sign.command", "sign a checkpoint"),
     "uninstall": ("install.uninstall", "undo install"),
     "unseal": ("seal.unseal", "decrypt a sealed checkpoint"),
     "verify": ("verify.command", "check every byte of a checkpoint"),

@@ -31,7 +31,8 @@ def key_options(function: Decorated) -> Decorated:
             "--key",
             metavar="FILE",
             type=click.Path(path_type=Path),
-            help="The private key, PEM without a password; root's or yours, with mode 0600.",
+            help="The private key, PEM without a password; root's or yours, with mode 0600. "
+            "Or a PKCS #11 URI, which openssl is run for.",
         ),
     ):
         function = option(function)

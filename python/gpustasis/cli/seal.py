@@ -13,6 +13,8 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.key_options import keep_from_dumps, key_from, key_options
 from gpustasis.cli.options import threads_option
+from gpustasis.cli.sign import facts as signature_facts
+from gpustasis.cli.sign import sign_options, signer_from
 from gpustasis.sealing.recipients import Recipient, read_recipients
 from gpustasis.sealing.seal import Sealed
 from gpustasis.sealing.seal import seal as seal_checkpoint
@@ -44,8 +46,16 @@ _to_option = click.option(
     type=click.Path(path_type=Path),
     help="Where the sealed checkpoint goes; must not exist.",
 )
+@sign_options
 @threads_option
-def seal(checkpoint: Path, certificates: tuple[Path, ...], out: Path, threads: int) -> None:
+def seal(
+    checkpoint: Path,
+    certificates: tuple[Path, ...],
+    out: Path,
+    sign_key: Path | None,
+    sign_certificate: Path | None,
+    threads: int,
+) -> None:
     """Encrypt the checkpoint in DIR into the new directory OUT: all of its files and their names,
     but for inventory.img, which CRIU and the container engines look for.
 
@@ -54,20 +64,24 @@ def seal(checkpoint: Path, certificates: tuple[Path, ...], out: Path, threads: i
     """
     keep_from_dumps()
     recipients = _read(certificates)
+    signer = signer_from(sign_key, sign_certificate)
     with output.bars() as update:
         done = seal_checkpoint(
             checkpoint,
             recipients,
             out,
             threads=threads,
+            signer=signer,
             on_progress=lambda count: update("sealed, read back", count, None),
         )
+    signature = done.signature
     output.answer(
         {
             "checkpoint": checkpoint,
             "directory": out,
             "recipients": _facts(recipients),
             **asdict(done),
+            "signature": None if signature is None else signature_facts(signature),
         },
         lambda: _show(checkpoint, out, recipients, done),
     )
@@ -77,6 +91,7 @@ def _show(checkpoint: Path, out: Path, recipients: Sequence[Recipient], done: Se
     output.say(
         f"{out}: {plural(done.files, 'file')}, {mib(done.plain_bytes)}, sealed for "
         f"{plural(len(recipients), 'recipient')}"
+        + ("" if done.signature is None else f", signed by {done.signature.subject}")
     )
     output.say(
         f"{checkpoint} is still there, in the clear: remove it if you do not need it; what was "

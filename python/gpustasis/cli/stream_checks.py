@@ -16,6 +16,7 @@ from gpustasis.criu.plugin import driver_libraries, run_settings
 from gpustasis.errors import CheckpointError, StreamError
 from gpustasis.image.checkpoint import CheckpointFiles, has_gpu_state
 from gpustasis.sealing.keys import KeySource, Remembered, configured_key
+from gpustasis.sealing.signing import configured_trusted, verify_signed
 
 # Of criu: the job would run on, or the images would not hold all of it.
 _NOT_STREAMED = (
@@ -58,6 +59,14 @@ def require_usable(options: dict[str, Any]) -> None:
     pidfile = options["pidfile"]
     if pidfile is not None and pidfile.exists():
         raise CheckpointError(f"{pidfile} exists already; criu would fail to write the pid there")
+
+
+def require_signed(directory: Path) -> None:
+    """Raise SealError unless one whom gpustasis's configuration names as trusted has signed what
+    was received; nobody need have where it names none."""
+    trusted = configured_trusted(os.environ)
+    if trusted:
+        verify_signed(directory, trusted)
 
 
 def require_restorable(options: dict[str, Any], has_terminal: bool, files: CheckpointFiles) -> None:

@@ -21,6 +21,7 @@ from gpustasis.cli.options import criu_switches, describe, dump_options, recipie
 from gpustasis.cli.stream_checks import (
     opening_key,
     require_restorable,
+    require_signed,
     require_streamable,
     require_usable,
     seals,
@@ -239,6 +240,7 @@ def restore_from(
             may_run=may_run,
             timeout_s=place.timeout_s,
             require=partial(require_restorable, options, has_terminal),
+            signed=require_signed,
             key=key,
             foreground=not options["detached"],
         )

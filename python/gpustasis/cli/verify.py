@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 import gpustasis
-from gpustasis.cli import output
+from gpustasis.cli import output, sign
 from gpustasis.cli.framework import Command
 from gpustasis.cli.options import Size, checkpoint_argument, parent_option, threads_option
 from gpustasis.errors import CheckpointError, ImageError, SealError
@@ -17,6 +17,7 @@ from gpustasis.image.checkpoint import is_sealed
 from gpustasis.image.directory import allow_many_files
 from gpustasis.image.store_verification import is_store, verify_store
 from gpustasis.image.verification import Verification
+from gpustasis.sealing.signing import Signature
 from gpustasis.text import memory_text, mib, plural
 
 
@@ -24,6 +25,7 @@ from gpustasis.text import memory_text, mib, plural
 @checkpoint_argument("checkpoint")
 @parent_option
 @threads_option
+@sign.trusted_option
 @click.option(
     "--state",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -35,7 +37,12 @@ from gpustasis.text import memory_text, mib, plural
     help="Of a store: read at most so much in a second, for example 200MiB.",
 )
 def command(
-    checkpoint: Path, parents: tuple[Path, ...], threads: int, state: Path | None, rate: int | None
+    checkpoint: Path,
+    parents: tuple[Path, ...],
+    threads: int,
+    trusted: tuple[Path, ...],
+    state: Path | None,
+    rate: int | None,
 ) -> None:
     """Check every hash of the images in CHECKPOINT, an image directory or an archive, that hold GPU
     memory or CPU memory, and of their manifest. Or give a store, a directory of checkpoints: all of
@@ -44,20 +51,29 @@ def command(
 
     What an earlier checkpoint holds for this one is read and checked there; of an archive, where
     --parent says. Exits 0 if all is whole, 10 if anything is not; each problem is a line. CRIU's
-    own images have no checksums and are not looked at, unless they are packed.
+    own images have no checksums and are not looked at, unless they are packed, or signed: with
+    --trusted every file of a directory is checked, and exit 14 says that it is not what was
+    signed.
     """
     if rate == 0:
         raise click.UsageError("--rate 0 would read nothing")
     allow_many_files()
     if checkpoint.is_dir() and is_store(checkpoint):
+        if trusted:
+            raise click.UsageError("--trusted: name one checkpoint, not a store")
         _verify_store(checkpoint, state, rate, threads)
         return
     if state is not None or rate is not None:
         raise click.UsageError(f"--state and --rate: {checkpoint} is no store")
+    signatures = sign.check(checkpoint, trusted, threads)
+    if signatures and is_sealed(checkpoint):
+        _show_sealed(checkpoint, signatures)
+        return
     with output.bars() as update:
         found = gpustasis.open(checkpoint, parents).verify(threads=threads, on_progress=update)
 
     def show() -> None:
+        sign.say(signatures)
         for problem in found.problems:
             output.say(problem)
         if not found.problems:
@@ -67,10 +83,22 @@ def command(
                 f"{memory_text(found.plain_bytes, found.cpu_bytes)}{_other_text(found)}"
             )
 
-    output.answer({"checkpoint": checkpoint, **asdict(found)}, show)
+    answer = {"checkpoint": checkpoint, **asdict(found)}
+    output.answer(answer | {"signatures": [sign.facts(one) for one in signatures]}, show)
     if found.problems:
         count = len(found.problems)
         raise ImageError(f"{checkpoint}: {plural(count, 'problem')} found")
+
+
+def _show_sealed(checkpoint: Path, signatures: list[Signature]) -> None:
+    """What is sealed is looked into only with a key; all of its bytes were signed."""
+
+    def show() -> None:
+        sign.say(signatures)
+        output.say(f"{checkpoint}: sealed, and just as it was signed")
+
+    found = asdict(Verification()) | {"checkpoint": checkpoint}
+    output.answer(found | {"signatures": [sign.facts(one) for one in signatures]}, show)
 
 
 def _verify_store(store: Path, state: Path | None, rate: int | None, threads: int) -> None:

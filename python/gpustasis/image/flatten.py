@@ -21,6 +21,8 @@ from gpustasis._core import (
     MANIFEST_NAME,
     PACK_NAME,
     PARENT_LINK,
+    SIGNATURE_NAME,
+    STATEMENT_NAME,
     Manifest,
     ManifestTask,
     PackReader,
@@ -198,6 +200,7 @@ def _files_to_copy(directory: Path, manifest: Manifest) -> list[str]:
     """Everything but our images, manifest and what a writer left half-done; the two links to
     earlier checkpoints have no business in the copy. Raises ImageError for what is no file."""
     ours = {MANIFEST_NAME, PARENT_LINK, CRIU_PARENT_LINK, *image_names(directory)}
+    ours |= {STATEMENT_NAME, SIGNATURE_NAME}  # of other files than the copy will have
     names = []
     with os.scandir(directory) as items:
         for item in items:

@@ -16,6 +16,8 @@ from gpustasis._core import (
     MAX_ENVELOPE_SIZE,
     PARENT_LINK,
     SEALED_NAME,
+    SIGNATURE_NAME,
+    STATEMENT_NAME,
     DataKey,
     Manifest,
     ManifestTask,
@@ -35,7 +37,13 @@ from gpustasis.image.checkpoint import (
     open_pack,
 )
 from gpustasis.image.verification import require_all_in, require_no_manifest
-from gpustasis.sealing.keys import KeySource, sealed_errors
+from gpustasis.sealing.keys import (
+    KeySource,
+    KeyToken,
+    configured_key,
+    is_token,
+    sealed_errors,
+)
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +92,10 @@ def key_for_criu(
     """What opens the checkpoint in `directory`, as the plugin is told, and descriptors for criu.
     A source is asked here, and the plugin reads what it has found from a pipe. Raises as
     open_key."""
+    if is_token(key):
+        key = KeyToken(str(key))
+    elif key is None and isinstance(named := configured_key(os.environ), KeyToken):
+        key = named
     if key is None or isinstance(key, str | os.PathLike):
         yield None if key is None else str(Path(key).absolute()), ()
         return
@@ -221,8 +233,8 @@ def copy_clear(directory: Path, place: Path, sealed: SealedReader) -> tuple[int,
         modes = {name: (directory / name).lstat().st_mode for name in os.listdir(directory)}
     for name, mode in sorted(modes.items()):
         path = directory / name
-        if is_sealed_name(name) or name == PARENT_LINK:
-            continue
+        if is_sealed_name(name) or name in (PARENT_LINK, STATEMENT_NAME, SIGNATURE_NAME):
+            continue  # no signature is of what is made here
         if not stat.S_ISREG(mode):
             raise SealError(f"{path} is no ordinary file, and only such are copied")
         if name in sealed:

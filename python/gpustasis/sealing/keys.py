@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shlex
 import sys
 import termios
@@ -28,6 +29,7 @@ from gpustasis.errors import SealError, UnsupportedError
 
 COMMAND_TIMEOUT_S = 120.0  # a person may have to touch a token
 _PKCS11 = "pkcs11:"
+_PROBE_TIMEOUT_S = 30.0
 _SAID = 400  # characters of what a program said, in an error
 
 
@@ -47,11 +49,6 @@ class KeyFile:
 
     def unwrap(self, envelope: bytes, place: str) -> DataKey:
         """See KeySource."""
-        if str(self.path).startswith(_PKCS11):
-            raise UnsupportedError(
-                f"{self.path}: a PKCS#11 URI is not read; name a program that uses the token with "
-                "--key-command"
-            )
         with sealed_errors(place):
             return DataKey.unwrap(envelope, self.path)
 
@@ -113,6 +110,52 @@ class KeyCommand:
                 raise SealError(f"cannot run {self.argv[0]}: {exc.strerror}") from exc
 
 
+@dataclass(frozen=True, slots=True)
+class KeyToken:
+    """A PKCS #11 URI. openssl uses the token, in a process of its own."""
+
+    uri: str
+
+    def unwrap(self, envelope: bytes, place: str) -> DataKey:
+        """See KeySource. Raises UnsupportedError if openssl cannot use any token."""
+        words = ("openssl", "cms", "-decrypt", "-inform", "DER")
+        return KeyCommand([*words, *token_words(self.uri)]).unwrap(envelope, place)
+
+
+def token_words(uri: str) -> list[str]:
+    """Arguments for a command of openssl that takes a private key. Raises UnsupportedError."""
+    ways = {
+        ("list", "-providers", "-provider", "pkcs11"): (
+            *("-provider", "pkcs11", "-provider", "default"),
+            *("-inkey", uri),
+        ),
+        ("engine", "-t", "pkcs11"): ("-engine", "pkcs11", "-keyform", "engine", "-inkey", uri),
+    }
+    said = []
+    for probe, words in ways.items():
+        try:
+            found = process.run(["openssl", *probe], apart=True, timeout_s=_PROBE_TIMEOUT_S)
+        except (OSError, TimeoutError) as exc:
+            raise UnsupportedError(f"{_shown(uri)}: cannot run openssl: {exc}") from exc
+        if found.status == 0 and "[ unavailable ]" not in found.output:
+            return list(words)
+        said.append(found.errors.strip().splitlines()[0] if found.errors.strip() else probe[0])
+    raise UnsupportedError(
+        f"{_shown(uri)}: openssl can use no token: it has neither a provider nor an engine for "
+        f"PKCS #11 (packages pkcs11-provider, libengine-pkcs11-openssl): {'; '.join(said)}"
+    )
+
+
+def _shown(uri: str) -> str:
+    """Without a PIN."""
+    return re.sub(r"(pin-value=)[^;&?]*", r"\1...", uri)
+
+
+def is_token(name: object) -> bool:
+    """Whether that is a PKCS #11 URI."""
+    return str(name).startswith(_PKCS11)
+
+
 class Remembered:
     """Another source, which is asked once for each key."""
 
@@ -131,6 +174,8 @@ def configured_key(environ: Mapping[str, str]) -> KeySource | None:
     """The file that the plugin's configuration names as private_key. Raises CheckpointError if
     that cannot be read."""
     named = run_settings(environ).get("private_key")
+    if isinstance(named, str) and is_token(named):
+        return KeyToken(named)
     return KeyFile(Path(named)) if isinstance(named, str) and named.startswith("/") else None
 
 
@@ -148,7 +193,7 @@ def key_source(key: Path | None, command: str | None) -> KeySource:
         if argv:
             return KeyCommand(argv)
     elif key is not None:
-        return KeyFile(key)
+        return KeyToken(str(key)) if is_token(key) else KeyFile(key)
     raise ValueError("name a private key: --key FILE, or --key-command 'PROGRAM ARGUMENTS'")
 
 

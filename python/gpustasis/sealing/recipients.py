@@ -38,12 +38,17 @@ def read_recipients(paths: Sequence[Path]) -> list[Recipient]:
     return [_read(path) for path in paths]
 
 
-def _read(path: Path) -> Recipient:
+def read_pem(path: Path) -> bytes:
+    """A certificate's file, or a longer one cut short. Raises SealError."""
     try:
         with open_regular(path) as file:
-            pem = file.read(_MAX_PEM_SIZE + 1)
+            return file.read(_MAX_PEM_SIZE + 1)
     except OSError as exc:
         raise SealError(f"cannot read the certificate {path}: {exc.strerror}") from exc
+
+
+def _read(path: Path) -> Recipient:
+    pem = read_pem(path)
     try:
         subject, key, warning = check_recipient(pem)
     except KeyMemoryError as exc:

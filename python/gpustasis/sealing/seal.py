@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpustasis._core import (
@@ -34,6 +34,7 @@ from gpustasis.sealing.directory import (
 )
 from gpustasis.sealing.keys import sealed_errors
 from gpustasis.sealing.recipients import Recipient
+from gpustasis.sealing.signing import Signature, Signer, sign_held
 
 # Told how many bytes are done; each is done twice: sealed, and read back.
 OnProgress = Callable[[int], object]
@@ -41,11 +42,13 @@ OnProgress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """files: how many are in it; plain_bytes: of these; sealed_bytes: of the sealed file."""
+    """files: how many are in it; plain_bytes: of these; sealed_bytes: of the sealed file.
+    signature: None: it was not to be signed."""
 
     files: int
     plain_bytes: int
     sealed_bytes: int
+    signature: Signature | None = None
 
 
 def seal(
@@ -55,12 +58,13 @@ def seal(
     *,
     threads: int = 0,
     frame_size: int = DEFAULT_SEALED_FRAME,
+    signer: Signer | None = None,
     on_progress: OnProgress | None = None,
 ) -> Sealed:
     """Seal the checkpoint in `directory` for these into the new directory `out`.
 
     out: must not exist. threads: 0: one for each processor. frame_size:
-    in bytes, a power of two from 4 KiB to 4 MiB.
+    in bytes, a power of two from 4 KiB to 4 MiB. signer: what signs `out`.
 
     Raises SealError for what cannot be sealed or read, and if files came, went or changed
     meanwhile; CheckpointError if `out` is there, is within `directory` or cannot be written.
@@ -73,7 +77,11 @@ def seal(
         found = files_to_seal(directory)
         require_whole(directory, found)
         with new_directory(out) as place:
-            return _write(directory, found, recipients, place, threads, frame_size, on_progress)
+            done = _write(directory, found, recipients, place, threads, frame_size, on_progress)
+            if signer is None:
+                return done
+            signature = replace(sign_held(place, signer, threads=threads), directory=out)
+            return replace(done, signature=signature)
 
 
 def _write(

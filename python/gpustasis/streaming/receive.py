@@ -53,7 +53,8 @@ class Source:
     """Where a stream comes from. place: where its files go, to stay there; None: to a directory of
     our own, for as long as it takes. may_run: restore also what says that the job was left running,
     or does not say that it has ended. timeout_s: how long it may stall. require: raises
-    CheckpointError if what was received cannot be restored here. key: what opens a stream that is
+    CheckpointError if what was received cannot be restored here. signed: raises it for a directory
+    that nobody has signed who is trusted here. key: what opens a stream that is
     sealed; None: none is taken. foreground: a restore ends
     with the job, which gets what signals come."""
 
@@ -64,6 +65,7 @@ class Source:
     may_run: bool = False
     timeout_s: float
     require: Callable[[CheckpointFiles], None] = lambda files: None
+    signed: Callable[[Path], None] = lambda directory: None
     key: KeySource | None = None
     foreground: bool = False
 
@@ -128,6 +130,7 @@ class _Receiver:
             fcntl.flock(int(part.name), fcntl.LOCK_SH)  # verify shares it with us
             self._held = share(part)  # to the end: others see that somebody still works on it
             with self._source.replies.steps("verifying", lambda: self._count):
+                self._source.signed(part)
                 self._source.require(self._opening.verify(part, self._on_progress))
             with self._source.replies.steps("syncing", lambda: self._count):
                 self._sync(part)

@@ -7,7 +7,15 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from gpustasis._core import ENVELOPE_NAME, MANIFEST_NAME, PACK_NAME, SEALED_NAME, is_sealed_name
+from gpustasis._core import (
+    ENVELOPE_NAME,
+    MANIFEST_NAME,
+    PACK_NAME,
+    SEALED_NAME,
+    SIGNATURE_NAME,
+    STATEMENT_NAME,
+    is_sealed_name,
+)
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import CheckpointError, ImageError, SealError, StreamError, UnsupportedError
 from gpustasis.image.checkpoint import (
@@ -162,6 +170,7 @@ class Opening:
         """Where CRIU's images are sealed, a file in the clear belongs to nothing."""
         for path in sorted(part.iterdir()):
             known = is_sealed_name(path.name) or is_read_early(path.name)
+            known = known or path.name in (STATEMENT_NAME, SIGNATURE_NAME)
             if INVENTORY_NAME in files.names and not known:
                 raise SealError(f"{path} is in the clear, in a stream of what is sealed")
 

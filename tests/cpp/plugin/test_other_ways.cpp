@@ -49,31 +49,31 @@ void sockets_of_helpers_are_seen() {
     const sample::TempDir images;
     const sample::TempDir work;
     CHECK(::chdir(work.path().c_str()) == 0);
-    refuse_pages_elsewhere(images.fd());
-    refuse_pages_from_elsewhere(images.fd());
+    refuse_pages_elsewhere(images.fd(), "sign");
+    refuse_pages_from_elsewhere(images.fd(), "trusted");
     {
         const UniqueFd streamer = listen_at(images.path("streamer-serve.sock"));
-        refuse_pages_elsewhere(images.fd());
-        CHECK_THROWS(Errc::unsupported, refuse_pages_from_elsewhere(images.fd()));
+        refuse_pages_elsewhere(images.fd(), "sign");
+        CHECK_THROWS(Errc::unsupported, refuse_pages_from_elsewhere(images.fd(), "trusted"));
         CHECK(::unlink(images.path("streamer-serve.sock").c_str()) == 0);
     }
     {
         const UniqueFd daemon = listen_at("lazy-pages.socket");
-        refuse_pages_elsewhere(images.fd());
-        CHECK_THROWS(Errc::unsupported, refuse_pages_from_elsewhere(images.fd()));
+        refuse_pages_elsewhere(images.fd(), "sign");
+        CHECK_THROWS(Errc::unsupported, refuse_pages_from_elsewhere(images.fd(), "trusted"));
     }
     const UniqueFd streamer = listen_at(images.path("streamer-capture.sock"));
-    CHECK_THROWS(Errc::unsupported, refuse_pages_elsewhere(images.fd()));
+    CHECK_THROWS(Errc::unsupported, refuse_pages_elsewhere(images.fd(), "sign"));
 }
 
 void a_connection_for_pages_is_seen() {
     const sample::TempDir images;
     const UniqueFd connection(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     CHECK(connection);
-    refuse_pages_elsewhere(images.fd());
+    refuse_pages_elsewhere(images.fd(), "sign");
     const int corked = 1;
     CHECK(::setsockopt(connection.get(), IPPROTO_TCP, TCP_CORK, &corked, sizeof corked) == 0);
-    CHECK_THROWS(Errc::unsupported, refuse_pages_elsewhere(images.fd()));
+    CHECK_THROWS(Errc::unsupported, refuse_pages_elsewhere(images.fd(), "sign"));
 }
 
 void pages_that_are_not_there_are_missed() {
