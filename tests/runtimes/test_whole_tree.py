@@ -84,7 +84,8 @@ def tree(engines: EngineRoot, program: str) -> Iterator[Callable[..., TreeContai
 
 
 def annotations(way: Way) -> list[str]:
-    keys = dict(way.config) | ({"incremental": "true"} if way.incremental else {})
+    more = {"incremental": "true", "keep": "1"} if way.earlier else {}
+    keys = dict(way.config) | more
     words = (f"io.gpustasis.{key.replace('_', '-')}={value}" for key, value in keys.items())
     return [word for annotation in words for word in ("--annotation", annotation)]
 
@@ -100,7 +101,7 @@ def test_there_and_back(
     if how.sealed:
         lines = (f"recipients = {json.dumps([str(me.certificate)])}", f'private_key = "{me.key}"')
         write_config(root, *lines)
-    if how.incremental:
+    for _ in range(how.earlier):
         root.run("podman", "container", "checkpoint", "--keep", "--leave-running", name)
         container.await_rounds(2)
     root.run("podman", "container", "checkpoint", "--keep", name)

@@ -37,7 +37,8 @@ from gpustasis.image.verification import (
     require_all_listed,
     require_no_manifest,
 )
-from gpustasis.sealing.directory import open_sealed, read_file, seal_errors
+from gpustasis.sealing.directory import open_key, open_sealed, read_file, seal_errors
+from gpustasis.sealing.keys import KeySource, Remembered
 
 
 class SealedFiles:
@@ -122,6 +123,13 @@ class SealedFiles:
         return tuple(
             FoundSource(source=source, directory=None, state=State.MISSING) for source in sources
         )
+
+
+def manifest_opener(source: KeySource) -> Callable[[Path], Manifest | None]:
+    """What reads the manifest of a sealed checkpoint; it raises as SealedFiles. The source is asked
+    once for each key."""
+    keys = Remembered(source)
+    return lambda directory: SealedFiles(directory, open_key(directory, keys)).manifest()
 
 
 def verify_sealed(files: SealedFiles, on_progress: OnProgress, threads: int = 0) -> None:
