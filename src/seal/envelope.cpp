@@ -209,8 +209,8 @@ std::size_t ancestors_of(Bytes envelope) {
     const std::size_t size = decoded(before_code(envelope)).content_size;
     if (size < DataKey::kRecordSize || size > DataKey::kMaxRecordSize ||
         (size - DataKey::kRecordSize) % DataKey::kAncestorSize != 0)
-        throw Error(Errc::corrupt_data, "envelope holds " + std::to_string(size) +
-                                            " bytes, which are no key record");
+        throw Error(Errc::corrupt_data,
+                    "envelope holds " + std::to_string(size) + " bytes, which are no key record");
     return (size - DataKey::kRecordSize) / DataKey::kAncestorSize;
 }
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory the processes at either end of a stream take: gpustasis, criu, the plugin's worker
-and what else they start. Not the job, which a restore makes out of children of criu."""
+"""How much memory the processes at either end of a stream take: gpustasis, criu, the plugin's
+worker and what else they start. Not the job, which a restore makes out of children of criu."""
 
 from __future__ import annotations
 
@@ -110,6 +110,6 @@ def _comm(pid: int) -> str:
 
 
 def _field(status: str, name: str) -> str:
-    """"0" for one that is not there: a process that has ended has no memory."""
+    """What is not there is "0": a process that has ended has no memory."""
     found = re.search(rf"^{name}:\s*(.*)$", status, re.MULTILINE)
     return found[1] if found else "0"

@@ -50,9 +50,7 @@ def store(tmp_path: Path, me: Pair) -> Path:
     place.mkdir()
     chain = (("a-full", ""), ("a-more", "a-full"), ("a-most", "a-more"), ("b-full", ""))
     for number, (name, parent) in enumerate((*chain, ("b-more", "b-full"))):
-        make_sealed(
-            place, tmp_path / "plain", name, me, parent=parent, taken=FIRST + 60 * number
-        )
+        make_sealed(place, tmp_path / "plain", name, me, parent=parent, taken=FIRST + 60 * number)
     return place
 
 
@@ -195,7 +193,9 @@ def test_what_is_not_done_or_not_ours_stays(store: Path) -> None:
     (store / "latest").symlink_to("b-more")
     done = prune(store, LAST_ONE)
     assert names(store) == ["a-full", "a-more", "a-most", "b-full", "b-more", "latest"]
-    found = {verdict.entry.name: (str(verdict.action), verdict.reasons) for verdict in done.verdicts}
+    found = {
+        verdict.entry.name: (str(verdict.action), verdict.reasons) for verdict in done.verdicts
+    }
     assert found["a-most"][1] == ("no inventory.img: a dump that is not done or was broken off",)
     assert found["latest"] == ("ignored", (f"a link to {store / 'b-more'}",))
 

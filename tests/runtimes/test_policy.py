@@ -187,7 +187,10 @@ def test_keep_of_a_sealed_chain(
     pair = make_recipient(tmp_path)
     engines.write("/etc/gpustasis/mine.pem", pair.certificate.read_text())
     engines.write("/etc/gpustasis/mine.key", pair.key.read_text(), 0o600)
-    sealing = ('recipients = ["/etc/gpustasis/mine.pem"]', 'private_key = "/etc/gpustasis/mine.key"')
+    sealing = (
+        'recipients = ["/etc/gpustasis/mine.pem"]',
+        'private_key = "/etc/gpustasis/mine.key"',
+    )
     write_config(engines, "max_chain = 1", *sealing)
     try:
         asked = annotations(incremental="true", keep="1")

@@ -320,8 +320,8 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     ),
     "large-streams": (
         (
-            f"jobs of {LARGE_MIB >> 10} GiB are sent, in the clear and sealed; the processes of each "
-            f"end take at most {large_streams.MOST_MIB} MiB of memory together"
+            f"jobs of {LARGE_MIB >> 10} GiB are sent, in the clear and sealed; the processes of "
+            f"each end take at most {large_streams.MOST_MIB} MiB of memory together"
         ),
         _large_streams,
     ),

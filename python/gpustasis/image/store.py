@@ -292,9 +292,7 @@ class Needs:
         return [*known, *(self._by_place[p] for p in entry.links if p in self._by_place)]
 
 
-def _what_is_missing(
-    directory: Path, manifest: Manifest | None, sealed: SealedEntry | None
-) -> str:
+def _what_is_missing(directory: Path, manifest: Manifest | None, sealed: SealedEntry | None) -> str:
     if directory.name.startswith("."):
         return "hidden: not done, or not meant for others"
     if manifest is None and sealed is None:
