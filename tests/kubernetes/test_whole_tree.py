@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gpustasis._core import PACK_NAME, PARENT_LINK, SEALED_NAME
-from gpustasis.criu.plugin import Scalar, format_config
+from gpustasis.criu.plugin import Setting, format_config
 from support.certificates import Pair
 from support.containerd_node import wait_for
 from support.gpu_pod import GpuPod
@@ -81,7 +81,7 @@ def test_in_another_pod(
     cluster: KubernetesNode, program: Path, config: Callable[..., None], me: Pair, way: str
 ) -> None:
     how = WAYS[way]
-    keys: dict[str, Scalar] = dict(how.config)
+    keys: dict[str, Setting] = dict(how.config)
     if how.sealed:
         keys |= {"recipients": [str(me.certificate)], "private_key": str(me.key)}
     config(keys | ({"incremental": True} if how.earlier else {}))
