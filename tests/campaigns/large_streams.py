@@ -13,6 +13,8 @@ from support.elsewhere import Elsewhere
 
 MOST_MIB = 512  # of all processes of one end together
 SHORT_MIB = 768  # of a job in a test that is short: more than an end may hold
+_EACH_MIB = 256  # of a process, whose steps are short then
+_WAIT_S = 900.0
 _OPTIONS = ("--cpu-memory", "ours", "--stall-timeout", "120")
 
 
@@ -20,10 +22,11 @@ def run(rig: Rig, elsewhere: Elsewhere, mib: int, pair: Pair | None = None) -> T
     """One job whose memory is that large and does not compress, to another machine. pair: whom the
     stream is sealed for; None: nobody."""
     tally = Tally()
+    # A process holds what it compares its memory with, too.
+    shape = {"cuda": 0, "mib": _EACH_MIB // 2, "plain_children": mib // _EACH_MIB - 1}
     with Watch() as watch:
-        # A job holds what it compares its memory with, too.
         found = streams.send(
-            rig, elsewhere, Fault(), _OPTIONS, pair=pair, watch=watch, cuda=0, mib=mib // 2
+            rig, elsewhere, Fault(), _OPTIONS, pair=pair, watch=watch, wait_s=_WAIT_S, **shape
         )
     streams.judge(rig, elsewhere, Fault(), found, tally)
     ends = {"sender": watch.sender, "receiver": watch.receiver}

@@ -107,10 +107,12 @@ def send(
     pair: Pair | None = None,
     opens: Sequence[str] | None = None,
     watch: Watch | None = None,
+    wait_s: float = WAIT_S,
     **shape: int | Path,
 ) -> Outcome:
     """Start a job, send it, and see what runs when both ends have ended. opens: how the receiver
-    opens what is sealed; None: with the key of the pair. watch: looks at their memory."""
+    opens what is sealed; None: with the key of the pair. watch: looks at their memory. wait_s: the
+    longest that both ends may take."""
     place = rig.scratch / f"stream-{time.monotonic_ns()}"
     place.mkdir()
     environ = dict(rig.environ) | {"GPUSTASIS_CRIU": str(rig.criu.root or rig.criu.program)}
@@ -142,7 +144,7 @@ def send(
     given.close()
     killer = threading.Thread(target=_kill, args=(fault, sender, receiver, relay))
     killer.start()
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + wait_s
     while sender.poll() is None or receiver.poll() is None:
         assert time.monotonic() < deadline, f"{fault}: an end hangs: {_said(place)}"
         job.reap()
