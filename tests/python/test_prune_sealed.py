@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,8 @@ from gpustasis._core import (
     ancestors_of,
 )
 from gpustasis.errors import CheckpointError
-from gpustasis.image.directory import share
+from gpustasis.image import prune as prune_module
+from gpustasis.image.directory import share, try_exclude
 from gpustasis.image.prune import Rules, prune
 from gpustasis.sealing.files import manifest_opener
 from gpustasis.sealing.keys import KeyFile
@@ -216,16 +216,13 @@ def test_what_a_killed_prune_left_is_finished_however_much_is_left(store: Path) 
 
 
 def test_another_one_in_its_place_stays(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpustasis.image.prune as prune_module
-
-    lock: Callable[[Path], object] = prune_module.try_exclude
 
     def replace_and_lock(directory: Path) -> object:
         if directory.name == "a-most":
             shutil.rmtree(directory)
             (store / "b-full").rename(directory)
             shutil.rmtree(store / "b-more")
-        return lock(directory)
+        return try_exclude(directory)
 
     monkeypatch.setattr(prune_module, "try_exclude", replace_and_lock)
     assert reasons(store)["a-most"] == ("changed meanwhile",)
