@@ -45,7 +45,7 @@ from gpustasis.image.verification import Verification, verify_directory
 from gpustasis.recovery import Recovery, find_unharmed
 from gpustasis.recovery import recover as recover_task
 from gpustasis.sealing.directory import key_for_criu, open_key
-from gpustasis.sealing.files import find_manifest_with
+from gpustasis.sealing.files import find_manifest_with, manifest_opener
 from gpustasis.sealing.keys import KeySource, Remembered
 
 log = logging.getLogger(__name__)
@@ -345,14 +345,19 @@ def prune(
     keep_hourly: int | None = None,
     keep_daily: int | None = None,
     dry_run: bool = False,
+    key: KeySource | None = None,
 ) -> Pruned:
     """Remove the checkpoints in the directory `store` that no rule keeps and none that stays is
-    built on. At least one rule is needed. dry_run: only say what would be removed.
+    built on. At least one rule is needed. dry_run: only say what would be removed. key: what opens
+    those that are sealed (gpustasis.sealing.keys); without it their links say what they are built
+    on.
 
-    Raises CheckpointError if another prune is at work or something cannot be removed.
+    Raises CheckpointError if another prune is at work, it cannot be told what one is built on, or
+    something cannot be removed.
     """
     rules = Rules(last=keep_last, within=keep_within, hourly=keep_hourly, daily=keep_daily)
-    return prune_store(Path(store), rules, dry_run=dry_run)
+    opener = None if key is None else manifest_opener(key)
+    return prune_store(Path(store), rules, dry_run=dry_run, open_sealed=opener)
 
 
 def _settings(

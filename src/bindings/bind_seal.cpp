@@ -167,6 +167,16 @@ void bind_keys(py::module_& m) {
         py::arg("envelope"),
         "What of an envelope file other programs read: CMS, DER. Raises CorruptDataError,\n"
         "UnsupportedDataError for algorithms that the format does not have.");
+    m.def(
+        "ancestors_of",
+        [](const py::bytes& envelope) {
+            const std::string bytes(envelope);
+            return seal::ancestors_of(bytes_of(bytes));
+        },
+        py::arg("envelope"),
+        "How many checkpoints the one of this envelope is built on, as the size of what is\n"
+        "encrypted in it tells; without a key it is not known to be true. Raises\n"
+        "CorruptDataError, UnsupportedDataError as cms_part.");
     m.def("openssl_version", &seal::openssl_version,
           "Of the libcrypto that is linked in: \"OpenSSL 3.0.19 27 Jan 2026\".");
 }

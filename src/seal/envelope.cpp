@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <array>
 #include <ctime>
+#include <utility>
 
 namespace gpustasis::seal {
 namespace {
@@ -66,8 +67,13 @@ Bytes before_code(Bytes envelope) {
     return envelope.first(envelope.size() - kCodeSize);
 }
 
-/// Only what docs/format.md lets an envelope be.
-Cms decoded(Bytes bytes) {
+/// Only what docs/format.md lets an envelope be. content_size: of what is encrypted in it.
+struct Decoded {
+    Cms cms;
+    std::size_t content_size;
+};
+
+Decoded decoded(Bytes bytes) {
     const unsigned char* at = raw(bytes);
     Cms cms(d2i_CMS_ContentInfo(nullptr, &at, static_cast<long>(bytes.size())));
     if (!cms || at != raw(bytes) + bytes.size())
@@ -78,8 +84,8 @@ Cms decoded(Bytes bytes) {
     const std::vector<std::byte> der = encoded(cms);
     if (!std::ranges::equal(der, bytes))
         throw Error(Errc::corrupt_data, "envelope is damaged: no DER");
-    require_known_algorithms(cms.get(), der);
-    return cms;
+    const std::size_t content_size = require_known_algorithms(cms.get(), der);
+    return {std::move(cms), content_size};
 }
 
 bool open_transported(CMS_ContentInfo* cms, CMS_RecipientInfo* info, EVP_PKEY* key) {
@@ -198,6 +204,16 @@ Bytes cms_part(Bytes envelope) {
     return cms;
 }
 
+std::size_t ancestors_of(Bytes envelope) {
+    start_openssl();
+    const std::size_t size = decoded(before_code(envelope)).content_size;
+    if (size < DataKey::kRecordSize || size > DataKey::kMaxRecordSize ||
+        (size - DataKey::kRecordSize) % DataKey::kAncestorSize != 0)
+        throw Error(Errc::corrupt_data,
+                    "envelope holds " + std::to_string(size) + " bytes, which are no key record");
+    return (size - DataKey::kRecordSize) / DataKey::kAncestorSize;
+}
+
 std::string openssl_version() {
     return OpenSSL_version(OPENSSL_VERSION);
 }
@@ -219,7 +235,7 @@ DataKey unwrap(Bytes envelope, const PrivateKey& key) {
     const int kind = EVP_PKEY_get_base_id(key.get());
     if (kind != EVP_PKEY_RSA && kind != EVP_PKEY_EC)
         throw Error(Errc::bad_argument, "a key of " + key.kind() + " opens no envelopes");
-    const Cms cms = decoded(before_code(envelope));
+    const Cms cms = decoded(before_code(envelope)).cms;
     if (!open_any(cms.get(), key.get()))
         throw crypto_error(Errc::corrupt_data,
                            "envelope is for another key than this of " + key.kind());
@@ -228,7 +244,7 @@ DataKey unwrap(Bytes envelope, const PrivateKey& key) {
 
 void check_envelope(const DataKey& key, Bytes envelope) {
     start_openssl();
-    const Cms cms = decoded(before_code(envelope));
+    static_cast<void>(decoded(before_code(envelope)));
     const Secret record = key.record();
     if (open_record(envelope, record.bytes()).sealed_id() != key.sealed_id())
         throw Error(Errc::corrupt_data, "envelope is for another sealed checkpoint");

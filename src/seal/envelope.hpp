@@ -39,6 +39,10 @@ DataKey unwrap(Bytes envelope, const PrivateKey& key);
 /// algorithms that docs/format.md does not have.
 Bytes cms_part(Bytes envelope);
 
+/// How many checkpoints the one of this envelope is built on, for who has no key: as the size of what is encrypted
+/// tells. It is not known to be true before unwrap(). Throws Error as cms_part().
+std::size_t ancestors_of(Bytes envelope);
+
 /// Of the libcrypto that is linked in: "OpenSSL 3.0.19 27 Jan 2026".
 std::string openssl_version();
 

@@ -129,8 +129,8 @@ constexpr unsigned kContext1 = 0xa1;       // [1], constructed
 constexpr unsigned kContext0Octets = 0x80; // [0], of an OCTET STRING
 constexpr std::size_t kNonceSize = 12;
 
-/// RFC 5083 and RFC 5084.
-void require_content(Bytes der) {
+/// RFC 5083 and RFC 5084. How many bytes are encrypted: as many as there were before.
+std::size_t require_content(Bytes der) {
     DerReader whole(der);
     DerReader content_info(whole.take(kSequence));
     content_info.take(kObjectId);
@@ -154,20 +154,21 @@ void require_content(Bytes der) {
     constexpr std::array tag_size{std::byte{kTagSize}};
     const bool whole_tag =
         parameters.next_is(kInteger) && std::ranges::equal(parameters.take(kInteger), tag_size);
-    if (content.next_is(kContext0Octets))
-        content.take(kContext0Octets);
+    const std::size_t size =
+        content.next_is(kContext0Octets) ? content.take(kContext0Octets).size() : 0;
     if (fields.next_is(kContext1)) // attributes that are authenticated, too
         fields.take(kContext1);
     if (nonce_size != kNonceSize || !whole_tag || fields.take(kOctets).size() != kTagSize)
         throw Error(Errc::unsupported, "envelope has a nonce of " + std::to_string(nonce_size) +
                                            " bytes, or no tag of 16; a nonce of 12 and a tag of 16 "
                                            "are read: it is not opened");
+    return size;
 }
 
 } // namespace
 
-void require_known_algorithms(CMS_ContentInfo* cms, Bytes der) {
-    require_content(der);
+std::size_t require_known_algorithms(CMS_ContentInfo* cms, Bytes der) {
+    const std::size_t size = require_content(der);
     STACK_OF(CMS_RecipientInfo)* const infos = CMS_get0_RecipientInfos(cms);
     const int count = sk_CMS_RecipientInfo_num(infos);
     if (count > static_cast<int>(kMaxRecipients))
@@ -175,6 +176,7 @@ void require_known_algorithms(CMS_ContentInfo* cms, Bytes der) {
                     "envelope has more than " + std::to_string(kMaxRecipients) + " recipients");
     for (int number = 0; number < count; ++number)
         require_recipient(sk_CMS_RecipientInfo_value(infos, number));
+    return size;
 }
 
 } // namespace gpustasis::seal

@@ -49,7 +49,7 @@ PYTHON_ARROWS = {
     "driver": {"errors"},
     "nvml": {"errors"},
     "task": {"errors"},
-    "_core": {"_core_requirements", "_core_seal", "_core_signature"},  # stubs only
+    "_core": {"_core_dirty", "_core_requirements", "_core_seal", "_core_signature"},  # stubs only
     "watching": {"errors", "_core"},
     "image": {"errors", "_core", "criu", "files"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},

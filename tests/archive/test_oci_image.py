@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from gpustasis._core import SEALED_NAME
 from gpustasis.archive.layout import ContainerFacts
 from gpustasis.archive.oci_image import checkpoint_annotations
 from gpustasis.archive.opened import open_archive
 from gpustasis.cli import cli
-from gpustasis.errors import ArchiveError, CheckpointError, UnsupportedError
+from gpustasis.errors import ArchiveError, CheckpointError, SealError, UnsupportedError
 from support.archives import CONTAINER, ENGINES, pack
 from support.image_samples import make_checkpoint, mixture
 
@@ -89,3 +90,18 @@ def test_names_that_are_none(tmp_path: Path, facts: ContainerFacts, name: str) -
     result = CliRunner().invoke(cli, ["build-image", str(tmp_path / "cri-o.tar"), f"--tag={name}"])
     assert isinstance(result.exception, CheckpointError)
     assert "is no name for an image" in str(result.exception)
+
+
+def test_of_a_sealed_checkpoint_the_container_is_looked_at(tmp_path: Path) -> None:
+    """Who asks for more is told that it is sealed."""
+    facts = facts_of(tmp_path, "cri-o")
+    images = tmp_path / "images-cri-o"
+    for path in images.iterdir():
+        path.unlink()
+    (images / SEALED_NAME).write_bytes(b"sealed")
+    archive = pack(images, tmp_path / "sealed.tar", engine="cri-o")
+    with pytest.raises(SealError, match="is sealed"), open_archive(archive):
+        pass
+    with open_archive(archive, closed=True) as opened:
+        assert opened.sealed
+        assert opened.facts() == facts

@@ -25,6 +25,7 @@ from random import Random
 from campaigns.rig import Rig, end_strays
 from campaigns.steady_job import SteadyJob, process_state
 from campaigns.stream_faults import WAIT_S, Fault, Relay
+from campaigns.stream_memory import Watch
 from campaigns.tally import Tally
 from support.certificates import Pair
 from support.elsewhere import Elsewhere
@@ -45,9 +46,8 @@ _KILLED = ("sender", "receiver", "criu", "script")
 @dataclass(slots=True)
 class Outcome:
     """Of one stream. here, there: processes of the job that live. said: what both ends said on
-    stderr; named: the complete checkpoints that they name. seconds: from start to end. peak_kib:
-    the most memory that one of the two has had in use. was_ready: the receiver has said so. pair:
-    whom it was sealed for; None: nobody."""
+    stderr; named: the complete checkpoints that they name. seconds: from start to end. was_ready:
+    the receiver has said so. pair: whom it was sealed for; None: nobody."""
 
     job: SteadyJob
     place: Path
@@ -60,7 +60,6 @@ class Outcome:
     forward: int
     backward: int
     seconds: float
-    peak_kib: int
     was_ready: bool
     pair: Pair | None
 
@@ -107,21 +106,26 @@ def send(
     *,
     pair: Pair | None = None,
     opens: Sequence[str] | None = None,
+    watch: Watch | None = None,
+    wait_s: float = WAIT_S,
     **shape: int | Path,
 ) -> Outcome:
     """Start a job, send it, and see what runs when both ends have ended. opens: how the receiver
-    opens what is sealed; None: with the key of the pair."""
+    opens what is sealed; None: with the key of the pair. watch: looks at their memory. wait_s: the
+    longest that both ends may take."""
     place = rig.scratch / f"stream-{time.monotonic_ns()}"
     place.mkdir()
     environ = dict(rig.environ) | {"GPUSTASIS_CRIU": str(rig.criu.root or rig.criu.program)}
     program = [sys.executable, "-m", "gpustasis"]
+    marked = [environ | side.environ for side in (watch.sender, watch.receiver)] if watch else []
+    for_sender, for_receiver = marked or (environ, environ)
     common = ["--stall-timeout", str(_STALL_S if fault.kind == "stall" else _TIMEOUT_S)]
     job = SteadyJob(rig.programs.job, place / "job.log", environ, **(shape or _SHAPE))
     begin = time.monotonic()
     with (place / "receiver.log").open("wb") as errors:
         words = [*program, "restore", "-i", "-", "-D", str(place / "in"), *common]
         words += _key(pair) if opens is None else opens
-        receiver, far = elsewhere.connect(words, environ, errors)
+        receiver, far = elsewhere.connect(words, for_receiver, errors)
     near, given = socket.socketpair()
     relay = Relay(near, far, fault)
     relay.start()
@@ -131,7 +135,7 @@ def send(
     with (place / "sender.log").open("wb") as errors:
         sender = subprocess.Popen(
             [*program, *words],
-            env=environ,
+            env=for_sender,
             stdin=subprocess.DEVNULL,
             stdout=given.fileno(),
             stderr=errors,
@@ -140,12 +144,10 @@ def send(
     given.close()
     killer = threading.Thread(target=_kill, args=(fault, sender, receiver, relay))
     killer.start()
-    peak_kib = 0
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + wait_s
     while sender.poll() is None or receiver.poll() is None:
         assert time.monotonic() < deadline, f"{fault}: an end hangs: {_said(place)}"
         job.reap()
-        peak_kib = max(peak_kib, *map(_peak_kib, (sender.pid, _find("receiver", sender, receiver))))
         if sender.poll() is not None and sender.returncode < 0:
             near.shutdown(socket.SHUT_RDWR)  # the relay has its other end, and would not tell
         time.sleep(0.01)
@@ -167,7 +169,6 @@ def send(
         forward=relay.forward,
         backward=relay.backward,
         seconds=seconds,
-        peak_kib=peak_kib,
         was_ready=relay.ready.is_set(),
         pair=pair,
     )
@@ -303,14 +304,6 @@ def _find(
 
 def _asks(words: Sequence[str]) -> bool:
     return any(word.endswith("/post_dump.py") for word in words)
-
-
-def _peak_kib(pid: int | None) -> int:
-    with suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
-        return int(found[1]) if found else 0
-    return 0
 
 
 def _below(pid: int, fits: Callable[[list[str]], object]) -> list[int]:

@@ -30,12 +30,12 @@ def round_trip(rig: Rig, job: WholeTree, way: Way, elsewhere: Elsewhere, me: Pai
     if way.sealed:
         dump["recipients"] = [str(me.certificate)]
         restore["private_key"] = str(me.key)
-    if way.incremental:
-        first = rig.images()
-        dumped = rig.dump(job, first, "--leave-running", config=dump)
+    for _ in range(way.earlier):
+        earlier = rig.images()
+        dumped = rig.dump(job, earlier, "--leave-running", config=dump)
         assert dumped.status == 0, dumped.errors
         job.run_on()
-        dump["parent"] = str(first)
+        dump |= {"parent": str(earlier)} | restore  # the key opens the parent, too
     threads = job.threads()
     images = rig.scratch / f"stream-{time.monotonic_ns()}" if way.streamed else rig.images()
     if way.streamed:

@@ -14,18 +14,21 @@ from typing import Any
 
 import pytest
 
-from gpustasis._core import PACK_NAME
-from gpustasis.criu.plugin import format_config
+from gpustasis._core import PACK_NAME, PARENT_LINK, SEALED_NAME
+from gpustasis.criu.plugin import Setting, format_config
+from support.certificates import Pair
 from support.containerd_node import wait_for
 from support.gpu_pod import GpuPod
 from support.kubernetes_node import KubernetesNode
 from support.kubernetes_objects import pod_of
+from support.recipients import make_recipient
 from support.restored_pod import mounts_to_name, push
 from support.whole_tree import FLAGS, PROGRAM, ROUND_S, WAYS, rounds_said
 
 pytestmark = pytest.mark.usefixtures("tidy")
 
 CONFIG = "/etc/gpustasis/config.toml"
+MINE = "/etc/gpustasis/mine"
 # Each container has a tmpfs there, which belongs to it alone.
 ARGUMENTS = (f"/data/{PROGRAM.stem}", "--disk", "/tmp", "--tmpfs", "/dev")
 
@@ -33,6 +36,15 @@ ARGUMENTS = (f"/data/{PROGRAM.stem}", "--disk", "/tmp", "--tmpfs", "/dev")
 @pytest.fixture(scope="module")
 def program(compile_cuda: Callable[..., Path], shared: Path) -> Path:
     return Path(shutil.copy(compile_cuda(PROGRAM, *FLAGS), shared / PROGRAM.stem))
+
+
+@pytest.fixture
+def me(cluster: KubernetesNode, tmp_path: Path) -> Pair:
+    """Paths on the node."""
+    pair = make_recipient(tmp_path)
+    cluster.root.write(f"{MINE}.pem", pair.certificate.read_text())
+    cluster.root.write(f"{MINE}.key", pair.key.read_text(), 0o600)
+    return Pair(Path(f"{MINE}.pem"), Path(f"{MINE}.key"))
 
 
 @pytest.fixture
@@ -59,21 +71,34 @@ def rounds(pod: GpuPod, since: str = "") -> list[int]:
     return rounds_said(line.split(" ", 3)[3] for line in pod.lines() if line >= since)
 
 
-@pytest.mark.parametrize("way", ["plain", "packed-ours"])
+def run_on(pod: GpuPod) -> None:
+    seen = rounds(pod)[-1]
+    wait_for(lambda: rounds(pod)[-1] > seen + 1, "rounds after it", pod.story, ROUND_S)
+
+
+@pytest.mark.parametrize("way", ["plain", "packed-ours", "sealed", "sealed-incremental"])
 def test_in_another_pod(
-    cluster: KubernetesNode, program: Path, config: Callable[..., None], way: str
+    cluster: KubernetesNode, program: Path, config: Callable[..., None], me: Pair, way: str
 ) -> None:
-    config(WAYS[way].config)
+    how = WAYS[way]
+    keys: dict[str, Setting] = dict(how.config)
+    if how.sealed:
+        keys |= {"recipients": [str(me.certificate)], "private_key": str(me.key)}
+    config(keys | ({"incremental": True} if how.earlier else {}))
     cluster.apply(tree_pod(cluster, f"tree-{way}", program))
     pod = GpuPod(cluster, f"tree-{way}", "default")
     pod.wait_for_start()
     wait_for(lambda: len(rounds(pod)) > 1, "rounds of the first", pod.story, ROUND_S)
+    for _ in range(how.earlier):
+        cluster.checkpoint(pod)
+        run_on(pod)
     archive = cluster.checkpoint(pod)
     with tarfile.open(cluster.root.path(archive)) as tar:
         names = {Path(name).name for name in tar.getnames()}
-    assert (PACK_NAME in names) == (way != "plain")
-    seen = rounds(pod)[-1]
-    wait_for(lambda: rounds(pod)[-1] > seen + 1, "rounds after it", pod.story, ROUND_S)
+    assert (PACK_NAME in names) == (how.config.get("layout") == "packed")
+    assert (SEALED_NAME in names) == how.sealed
+    assert (PARENT_LINK in names) == bool(how.earlier)
+    run_on(pod)
     last = rounds(pod)[-1]
     pod.delete()
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpustasis._core import MemoryKind, image_name
+from gpustasis._core import ENVELOPE_NAME, MemoryKind, ancestors_of, image_name
 from gpustasis.policy import POLICY_DIRECTORY, STORE_DIRECTORY
 from support.engine_gpu import Steady, SteadyContainer, write_config
 from support.engine_image import IMAGE
 from support.engine_policy import add_hook
 from support.engine_root import EngineRoot
+from support.recipients import make_recipient
 
 RUNTIMES = ["runc", "crun"]
 
@@ -175,3 +176,36 @@ def test_the_policy_goes_with_the_container(steady: Steady, runtime: str) -> Non
     container.root.run("podman", "stop", "--time", "0", container.name)
     assert not found.exists()
     assert not store(container).exists()
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_keep_of_a_sealed_chain(
+    engines: EngineRoot, steady: Steady, tmp_path: Path, runtime: str
+) -> None:
+    """With max_chain = 1 the third of four is a full one, and the fourth is built on it; of these
+    four the newest stays, and what it needs. The hook that removes the others has no key."""
+    pair = make_recipient(tmp_path)
+    engines.write("/etc/gpustasis/mine.pem", pair.certificate.read_text())
+    engines.write("/etc/gpustasis/mine.key", pair.key.read_text(), 0o600)
+    sealing = (
+        'recipients = ["/etc/gpustasis/mine.pem"]',
+        'private_key = "/etc/gpustasis/mine.key"',
+    )
+    write_config(engines, "max_chain = 1", *sealing)
+    try:
+        asked = annotations(incremental="true", keep="1")
+        container = steady(f"sealed-{runtime}", runtime, *asked, mib=8)
+        for _ in range(3):
+            checkpoint(container, "--leave-running")
+            container.run_on()
+        before = {path for path in store(container).iterdir() if is_checkpoint(path)}
+        assert len(before) == 3
+        checkpoint(container)
+        kept = {path for path in store(container).iterdir() if is_checkpoint(path)}
+        assert len(kept) == 2 and len(kept & before) == 1
+        counts = [ancestors_of((path / ENVELOPE_NAME).read_bytes()) for path in kept]
+        assert sorted(counts) == [0, 1]
+        engines.run("podman", "container", "restore", container.name)
+        container.run_on()
+    finally:
+        write_config(engines)

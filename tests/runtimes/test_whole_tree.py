@@ -4,7 +4,6 @@ with runc and with crun, however it was checkpointed. Its tmpfs has files with a
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gpustasis.criu.plugin import Setting, format_config
 from support.certificates import Pair
 from support.engine_gpu import DEVICE, POLL_S, SteadyContainer, write_config
 from support.engine_image import IMAGE
@@ -21,6 +21,7 @@ from support.recipients import make_recipient
 from support.whole_tree import FLAGS, PROGRAM, ROUND_S, WAYS, Way, chosen, rounds_said
 
 MINE = "/etc/gpustasis/mine"
+CHUNKS = "chunk_size"  # has no annotation
 # A stream is of no container.
 OF_CONTAINERS = [name for name, way in WAYS.items() if not way.streamed]
 
@@ -84,7 +85,8 @@ def tree(engines: EngineRoot, program: str) -> Iterator[Callable[..., TreeContai
 
 
 def annotations(way: Way) -> list[str]:
-    keys = dict(way.config) | ({"incremental": "true"} if way.incremental else {})
+    more = {"incremental": "true", "keep": "1"} if way.earlier else {}
+    keys = {key: value for key, value in way.config.items() if key != CHUNKS} | more
     words = (f"io.gpustasis.{key.replace('_', '-')}={value}" for key, value in keys.items())
     return [word for annotation in words for word in ("--annotation", annotation)]
 
@@ -97,10 +99,11 @@ def test_there_and_back(
     how = WAYS[way]
     container = tree(f"tree-{way}-{runtime}", runtime, *annotations(how))
     root, name = container.root, container.name
+    keys: dict[str, Setting] = {key: how.config[key] for key in how.config.keys() & {CHUNKS}}
     if how.sealed:
-        lines = (f"recipients = {json.dumps([str(me.certificate)])}", f'private_key = "{me.key}"')
-        write_config(root, *lines)
-    if how.incremental:
+        keys |= {"recipients": [str(me.certificate)], "private_key": str(me.key)}
+    write_config(root, *format_config(keys).splitlines())
+    for _ in range(how.earlier):
         root.run("podman", "container", "checkpoint", "--keep", "--leave-running", name)
         container.await_rounds(2)
     root.run("podman", "container", "checkpoint", "--keep", name)

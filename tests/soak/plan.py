@@ -19,6 +19,7 @@ from campaigns import (
     hook_cost,
     kill_points,
     kill_restore,
+    large_streams,
     repetition,
     space,
     streams,
@@ -30,6 +31,8 @@ from campaigns.tally import Tally
 from soak import sealed
 from soak.bench import KILLS, KILLS_EACH_PHASE, KILLS_WITH_WORKER, STREAMS_BROKEN, Bench, Campaign
 from support.archives import pack
+from support.elsewhere import Elsewhere
+from support.recipients import make_recipient
 from support.tar_readers import build_go_reader
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -47,6 +50,7 @@ STORE_ROUNDS = 150
 FUZZ_INPUTS = 1_000_000
 ARCHIVES_CHANGED = 10_000
 TARS_COMPARED = 100_000
+LARGE_MIB = 4 << 10
 
 
 def _kill_points(bench: Bench) -> Iterator[tuple[str, Tally]]:
@@ -211,6 +215,14 @@ def _streams(bench: Bench) -> Iterator[tuple[str, Tally]]:
     yield part, streams.run(rig, bench.random(f"streams {part}"), STREAMS_BROKEN, mib=8, children=1)
 
 
+def _large_streams(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    with Elsewhere() as elsewhere:
+        for rig in bench.rigs:
+            for pair in (None, make_recipient(rig.images())):
+                part = f"criu {rig.criu.version_text}, {'sealed' if pair else 'in the clear'}"
+                yield part, large_streams.run(rig, elsewhere, LARGE_MIB, pair)
+
+
 def _whole_trees(_: Bench) -> Iterator[tuple[str, Tally]]:
     for part, folder in (("criu", "integration"), ("Podman with runc and crun", "runtimes")):
         yield part, whole_trees.run_tests(REPOSITORY, f"{folder}/test_whole_tree.py")
@@ -305,6 +317,13 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "sealed-streams": (
         "the same of sealed streams: what arrives is opened, and checked, before the job ends",
         sealed.break_streams,
+    ),
+    "large-streams": (
+        (
+            f"jobs of {LARGE_MIB >> 10} GiB are sent, in the clear and sealed; the processes of "
+            f"each end take at most {large_streams.MOST_MIB} MiB of memory together"
+        ),
+        _large_streams,
     ),
     "whole-trees": (
         (

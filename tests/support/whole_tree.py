@@ -56,19 +56,21 @@ WRONG_IN, CUDA_PROCESSES = 46, (3, 33)
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a checkpoint is made: keys of the plugin's configuration; for a recipient; on top of
-    another one; as a stream."""
+    """How a checkpoint is made: keys of the plugin's configuration; for a recipient; on top of so
+    many others; as a stream."""
 
     config: Mapping[str, Scalar] = field(default_factory=dict)
     sealed: bool = False
-    incremental: bool = False
+    earlier: int = 0
     streamed: bool = False
 
     def require_taken(self, images: Path) -> None:
         """That the checkpoint is one of this kind, and stores what it should."""
         if self.streamed:  # what a dump tells stays with the sender
             kind = "memory" if self.config.get("cpu_memory") == "ours" else "[0-9]*"
-            assert self.sealed or len(list(images.glob(f"gpustasis-{kind}*.img"))) > 1
+            kind = "sealed-[0-9]" if self.sealed else kind
+            assert len(list(images.glob(f"gpustasis-{kind}*.img"))) > 1
+            assert (images / "gpustasis-sealed.img").exists() == self.sealed
             return
         told: dict[str, Any] = json.loads((images / "gpustasis-dump.json").read_text())
         assert told["result"] == "ok"
@@ -79,21 +81,26 @@ class Way:
             assert sum(task["shared_bytes"] for task in ours) > 2 << 20
         else:
             assert not ours
-        assert (told["parent"] is not None) == self.incremental
+        assert (told["parent"] or {"chain_length": 0})["chain_length"] == self.earlier
+        if self.earlier:  # what has not changed since is there once
+            assert sum(task["ref"]["plain_bytes"] for task in ours) > 1 << 18
         packed = self.config.get("layout") == "packed" and not self.sealed
         assert (images / PACK_NAME).exists() == packed
         assert (images / "gpustasis-sealed.img").exists() == self.sealed
 
 
 _OURS: dict[str, Scalar] = {"cpu_memory": "ours"}
+_SMALL = _OURS | {"chunk_size": 4096}  # of larger ones the job changes each between two checkpoints
 WAYS = {
     "plain": Way({"cpu_memory": "criu"}),
     "ours": Way(_OURS),
     "packed": Way({"layout": "packed"}),
     "packed-ours": Way({"layout": "packed", **_OURS}),
     "sealed": Way(_OURS, sealed=True),
-    "incremental": Way(_OURS, incremental=True),
+    "incremental": Way(_SMALL, earlier=1),
+    "sealed-incremental": Way(_SMALL, sealed=True, earlier=2),
     "streamed": Way(_OURS, streamed=True),
+    "sealed-streamed": Way(_OURS, sealed=True, streamed=True),
 }
 
 

@@ -138,6 +138,11 @@ class Archive:
         """As archive.layout.crio_mounts."""
         return crio_mounts(self._small, self.name)
 
+    @property
+    def sealed(self) -> bool:
+        """Whether its checkpoint is."""
+        return CHECKPOINT + SEALED_NAME in self.members
+
     def facts(self) -> ContainerFacts:
         """What it says of its container. Raises ArchiveError."""
         return read_facts(self._small, self.members.keys(), self.name)
@@ -226,8 +231,6 @@ class Archive:
         long_tails: dict[str, int] = {}
         for member, reader in self.walk():
             self.members[member.name] = member
-            if member.name == CHECKPOINT + SEALED_NAME:
-                raise sealed_error(self.name)
             name = member_image(member)
             if name is not None:
                 self._note_image(name, member, reader, long_tails)
@@ -290,11 +293,16 @@ class Archive:
 
 @contextmanager
 def open_archive(
-    path: Path, parents: Parents | None = None, limits: Limits = DEFAULT_LIMITS
+    path: Path,
+    parents: Parents | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    closed: bool = False,
 ) -> Iterator[Archive]:
     """Open and survey the archive at `path`; parents: where to look for earlier checkpoints.
+    closed: also one whose checkpoint is sealed: only its container can be looked at.
 
-    Raises ArchiveError if it is none, is damaged, or asks for more than the limits.
+    Raises ArchiveError if it is none, is damaged, or asks for more than the limits; SealError.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -305,6 +313,8 @@ def open_archive(
             raise ArchiveError(f"{path}: is neither a directory nor an ordinary file")
         archive = Archive(path, fd, limits, parents or Parents())
         archive.survey()
+        if archive.sealed and not closed:
+            raise sealed_error(archive.name)
         yield archive
     finally:
         os.close(fd)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from gpustasis.archive.layout import Engine
+from gpustasis._core import PARENT_LINK
+from gpustasis.archive.layout import CHECKPOINT, Engine
 from gpustasis.archive.oci_image import TOOLS, build_image
 from gpustasis.archive.opened import inspect_archive, open_archive
 from gpustasis.cli import output
@@ -31,17 +32,23 @@ def command(archive: Path, name: str, tool: str | None) -> None:
     CRI-O or containerd.
 
     The archive is looked through as by `gpustasis inspect` first; memory in it is not checked:
-    `gpustasis verify` does that. Needs buildah or podman.
+    `gpustasis verify` does that. Of a sealed checkpoint only the container is looked at: it stays
+    sealed. Needs buildah or podman.
     """
     allow_many_files()
-    with open_archive(archive) as opened:
-        found = inspect_archive(opened)
-        if found.parent is not None:
+    with open_archive(archive, closed=True) as opened:
+        found = None if opened.sealed else inspect_archive(opened)
+        if CHECKPOINT + PARENT_LINK in opened.members and found is None:
+            output.warn(
+                "note: this checkpoint is sealed, and built on another one, which has to be on the "
+                "machine where it is restored"
+            )
+        if found is not None and found.parent is not None:
             output.warn(
                 f"note: this checkpoint is built on {found.parent.checkpoint_id}, which has to be "
                 "on the machine where it is restored"
             )
-        of_crio = found.archive is not None and found.archive.engine is Engine.CRI_O
+        of_crio = opened.facts().engine is Engine.CRI_O
         mounts = opened.crio_mounts() if of_crio else []
         if mounts:
             output.warn(

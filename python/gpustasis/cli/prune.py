@@ -12,6 +12,7 @@ import click
 import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
+from gpustasis.cli.key_options import find_key, key_options
 from gpustasis.image.directory import allow_many_files
 from gpustasis.image.prune import Action, Outcome, Verdict, parse_duration
 from gpustasis.text import mib
@@ -45,6 +46,7 @@ class _Duration(click.ParamType[timedelta]):
     "--keep-daily", type=click.IntRange(1), metavar="N", help="Keep the newest of N days."
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@key_options
 def command(
     store: Path,
     keep_last: int | None,
@@ -52,11 +54,14 @@ def command(
     keep_hourly: int | None,
     keep_daily: int | None,
     dry_run: bool,
+    key: Path | None,
+    key_command: str | None,
 ) -> None:
     """Remove the checkpoints in STORE that no --keep rule keeps and none that stays is built on.
 
     STORE is a directory whose subdirectories are checkpoints of one job. Their time is that of
     their manifest's last change. What is in use, or is no whole checkpoint of ours, is left alone.
+    What sealed checkpoints are built on is told by their links, or, with a key, by their manifests.
     """
     if not (keep_last or keep_within is not None or keep_hourly or keep_daily):
         raise click.UsageError("say what to keep: at least one --keep rule is needed")
@@ -68,6 +73,7 @@ def command(
         keep_hourly=keep_hourly,
         keep_daily=keep_daily,
         dry_run=dry_run,
+        key=find_key(key, key_command),
     )
 
     def show() -> None:

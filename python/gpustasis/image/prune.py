@@ -26,7 +26,15 @@ from pathlib import Path
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import sync_directory
 from gpustasis.image.directory import DirectoryLock, try_exclude
-from gpustasis.image.store import Entry, Needs, by_time, is_trash, read_store, trash_name
+from gpustasis.image.store import (
+    Entry,
+    Needs,
+    OpenSealed,
+    by_time,
+    is_trash,
+    read_store,
+    trash_name,
+)
 
 _UNITS = {
     "s": timedelta(seconds=1),
@@ -128,9 +136,12 @@ class Outcome:
     outside: dict[str, list[Path]] = field(default_factory=dict)
 
 
-def prune(store: Path, rules: Rules, *, dry_run: bool = False) -> Outcome:
+def prune(
+    store: Path, rules: Rules, *, dry_run: bool = False, open_sealed: OpenSealed | None = None
+) -> Outcome:
     """Remove from `store` what neither the rules nor a chain keep; dry_run: only say what.
 
+    open_sealed: None: what a sealed checkpoint is built on is told by its link alone.
     Raises CheckpointError if another prune is at work, a rule is missing, it cannot be told what
     one is built on, or something cannot be removed; ImageError if the store cannot be read.
     Whatever happens, each checkpoint is whole, or gone with nothing left that needs it.
@@ -139,15 +150,15 @@ def prune(store: Path, rules: Rules, *, dry_run: bool = False) -> Outcome:
         raise CheckpointError("prune needs a rule that says what to keep")
     with ExitStack() as held:
         if dry_run:
-            entries = read_store(store)
+            entries = read_store(store, open_sealed)
             return _outcome(entries, _reasons(entries, rules))
         lock = try_exclude(store)
         if lock is None:
             raise CheckpointError(f"another prune is at work in {store}")
         held.enter_context(lock)
-        before = read_store(store)
+        before = read_store(store, open_sealed)
         locks, stays = _lock(before, set(before) - set(_reasons(before, rules)), held)
-        entries = read_store(store)
+        entries = read_store(store, open_sealed)
         reasons = _reasons_after(before, entries, rules, locks.keys(), stays)
         outcome = _outcome(entries, reasons)
         for name in set(locks) & set(reasons):
@@ -188,7 +199,7 @@ def _reasons_after(
             kept[name] = ["new"]
         elif name not in kept and name not in locked:
             kept[name] = [stays[name]]
-        elif name not in kept and entry.checkpoint_id != before[name].checkpoint_id:
+        elif name not in kept and entry.identity != before[name].identity:
             kept[name] = ["changed meanwhile"]
     return _with_chains(entries, kept)
 

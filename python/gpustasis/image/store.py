@@ -9,12 +9,12 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from gpustasis._core import MANIFEST_NAME, PACK_NAME, ImageReader, Manifest
+from gpustasis._core import MANIFEST_NAME, PACK_NAME, SEALED_NAME, ImageReader, Manifest
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.criu.images import PARENT_LINK as CRIU_PARENT_LINK
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
@@ -26,9 +26,11 @@ from gpustasis.image.checkpoint import (
     open_image,
     parent_directory,
     plain_size,
+    sealed_error,
     whose,
 )
 from gpustasis.image.directory import is_directory, is_file, is_there
+from gpustasis.image.sealed_entry import SealedEntry, find_sealed, why_unknown
 
 # Refusals that say nothing of what is there: a disk or a server that does not answer now, this
 # process out of something, or not let in.
@@ -40,6 +42,9 @@ _UNTOLD = frozenset(
     }
 )
 
+# The manifest of a sealed checkpoint, out of its sealed files. Raises ImageError, UnsupportedError.
+OpenSealed = Callable[[Path], Manifest | None]
+
 _TRASH = re.compile(r"\.gpustasis-trash-[0-9a-f]{32}")
 
 
@@ -47,11 +52,12 @@ _TRASH = re.compile(r"\.gpustasis-trash-[0-9a-f]{32}")
 class Entry:
     """A subdirectory of a store, or a link there to a checkpoint.
 
-    manifest: None if there is none that can be read. taken: when the manifest was written, local
-    time. links: where the links to earlier checkpoints lead, ours and CRIU's. target: where it
-    leads if it is itself a link; that is among `links` too. incomplete: why it is not a whole
-    checkpoint of ours, in this place; "": it is one. unread: why it cannot be told now what it is
-    built on; "": that is known, or nothing that can be read says it.
+    manifest: None if there is none that can be read; of a sealed one, without its key. taken: when
+    the manifest was written, or the sealed file that holds it, local time. links: where the links
+    to earlier checkpoints lead, ours and CRIU's. target: where it leads if it is itself a link;
+    that is among `links` too. incomplete: why it is not a whole checkpoint of ours, in this place;
+    "": it is one. unread: why it cannot be told now what it is built on; "": that is known, or
+    nothing that can be read says it. sealed: None: it is in the clear.
     """
 
     directory: Path
@@ -61,6 +67,7 @@ class Entry:
     incomplete: str
     target: Path | None = None
     unread: str = ""
+    sealed: SealedEntry | None = None
 
     @property
     def name(self) -> str:
@@ -69,6 +76,18 @@ class Entry:
     @property
     def checkpoint_id(self) -> bytes | None:
         return None if self.manifest is None else self.manifest.checkpoint_id
+
+    @property
+    def identity(self) -> bytes | None:
+        """Another one in its place has another; None: nothing is known of it."""
+        return self.checkpoint_id if self.sealed is None else self.sealed.header
+
+    @property
+    def closed(self) -> str:
+        """Why what it holds cannot be looked at; "": it can."""
+        if self.sealed is None or self.incomplete:
+            return self.incomplete
+        return str(sealed_error(str(self.directory)))
 
     @property
     def size(self) -> int:
@@ -87,15 +106,16 @@ class Entry:
         return self.manifest.parent_id
 
 
-def read_store(store: Path) -> dict[str, Entry]:
-    """Every subdirectory by name, and every link to a checkpoint. Raises ImageError."""
+def read_store(store: Path, open_sealed: OpenSealed | None = None) -> dict[str, Entry]:
+    """Every subdirectory by name, and every link to a checkpoint. open_sealed: None: there is no
+    key. Raises ImageError."""
     try:
         with os.scandir(store) as items:
             names = sorted(item.name for item in items if _belongs(item))
     except OSError as exc:
         raise ImageError(f"cannot list {store}: {exc.strerror}") from exc
     place = store.resolve()
-    return {name: read_entry(place / name) for name in names}
+    return {name: read_entry(place / name, open_sealed) for name in names}
 
 
 def _belongs(item: os.DirEntry[str]) -> bool:
@@ -104,7 +124,7 @@ def _belongs(item: os.DirEntry[str]) -> bool:
     if is_trash(item.name):
         return False
     try:
-        return is_there(Path(item.path) / MANIFEST_NAME)
+        return any(is_there(Path(item.path) / name) for name in (MANIFEST_NAME, SEALED_NAME))
     except ImageError:
         return True  # its entry says why nobody can tell
 
@@ -132,7 +152,7 @@ def by_time(entry: Entry) -> tuple[float, str]:
 
 def _listed(entry: Entry) -> Listed:
     memory: int | None = None
-    problem = entry.incomplete
+    problem = entry.closed
     try:
         if entry.manifest is not None:
             images = [
@@ -166,17 +186,23 @@ def trash_name() -> str:
     return f".gpustasis-trash-{secrets.token_hex(16)}"
 
 
-def read_entry(directory: Path) -> Entry:
+def read_entry(directory: Path, open_sealed: OpenSealed | None = None) -> Entry:
     """One directory. Raises nothing: what cannot be read is an incomplete checkpoint."""
-    manifest, taken, target = None, None, None
+    manifest, taken, target, sealed = None, None, None, None
     refusal: int | None = None
     try:
         target = directory.resolve() if directory.is_symlink() else None
-        manifest = find_manifest(directory)
-        if manifest is not None:
-            seconds = (directory / MANIFEST_NAME).stat().st_mtime
-            taken = datetime.fromtimestamp(seconds).astimezone()
-        incomplete = _what_is_missing(directory, manifest)
+        sealed = find_sealed(directory)
+        if sealed is not None:
+            taken = _time_of(directory / SEALED_NAME)
+            incomplete = _what_is_missing(directory, None, sealed)
+            if open_sealed is not None and not sealed.problem:
+                manifest = open_sealed(directory)
+        else:
+            manifest = find_manifest(directory)
+            if manifest is not None:
+                taken = _time_of(directory / MANIFEST_NAME)
+            incomplete = _what_is_missing(directory, manifest, None)
     except (ImageError, UnsupportedError) as exc:
         incomplete, refusal = str(exc), exc.errno
     except OSError as exc:
@@ -186,6 +212,9 @@ def read_entry(directory: Path) -> Entry:
         incomplete = f"cannot read {directory}: {exc}"
     unread = incomplete if manifest is None and refusal in _UNTOLD else ""
     links, unread_link = _links(directory)
+    # It was told of a checkpoint before it became trash; since then its link may have been deleted.
+    if sealed is not None and manifest is None and not is_trash(directory.name):
+        unread = unread or _why_unknown(directory, sealed)
     if target is not None:
         links = (target, *links)
         incomplete = incomplete or f"a link to {target}"
@@ -197,7 +226,20 @@ def read_entry(directory: Path) -> Entry:
         incomplete=incomplete,
         target=target,
         unread=unread or unread_link,
+        sealed=sealed,
     )
+
+
+def _time_of(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.stat().st_mtime).astimezone()
+
+
+def _why_unknown(directory: Path, sealed: SealedEntry) -> str:
+    try:
+        parent = parent_directory(directory)
+        return why_unknown(directory, sealed, [] if parent is None else [parent])
+    except ImageError as exc:
+        return str(exc)
 
 
 class Needs:
@@ -250,17 +292,19 @@ class Needs:
         return [*known, *(self._by_place[p] for p in entry.links if p in self._by_place)]
 
 
-def _what_is_missing(directory: Path, manifest: Manifest | None) -> str:
+def _what_is_missing(directory: Path, manifest: Manifest | None, sealed: SealedEntry | None) -> str:
     if directory.name.startswith("."):
         return "hidden: not done, or not meant for others"
-    if manifest is None:
+    if manifest is None and sealed is None:
         return "no manifest: no checkpoint of ours, or a dump that is not done"
     if not is_file(directory / INVENTORY_NAME):
         return f"no {INVENTORY_NAME}: a dump that is not done or was broken off"
-    for task in manifest.tasks:
+    if sealed is not None and sealed.problem:
+        return sealed.problem
+    for task in () if manifest is None else manifest.tasks:
         if task.externalized and not is_file(directory / task.image_name):
             return f"{task.image_name} is missing"
-    if manifest.pack is not None and not is_file(directory / PACK_NAME):
+    if manifest is not None and manifest.pack is not None and not is_file(directory / PACK_NAME):
         return f"{PACK_NAME} is missing"
     with os.scandir(directory) as items:
         below = next((item.name for item in items if item.is_dir(follow_symlinks=False)), None)

@@ -300,7 +300,7 @@ def _why_ignored(entry: Entry) -> str:
     if not is_there(entry.directory / MANIFEST_NAME):
         if is_file(entry.directory / INVENTORY_NAME) and not is_sealed(entry.directory):
             require_no_manifest(entry.directory)
-        return entry.incomplete
+        return entry.closed
     if not is_file(entry.directory / INVENTORY_NAME):
         return f"no {INVENTORY_NAME}: a dump that is not done or was broken off"
     return ""

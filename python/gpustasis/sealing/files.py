@@ -40,7 +40,7 @@ from gpustasis.image.verification import (
     require_no_manifest,
 )
 from gpustasis.sealing.directory import open_key, open_sealed, read_file, seal_errors
-from gpustasis.sealing.keys import KeyFile, KeySource
+from gpustasis.sealing.keys import KeyFile, KeySource, Remembered
 
 
 class SealedFiles:
@@ -140,6 +140,13 @@ def find_manifest_with(
         )
     source = KeyFile(Path(key)) if isinstance(key, str | os.PathLike) else key
     return SealedFiles(directory, open_key(directory, source)).manifest()
+
+
+def manifest_opener(source: KeySource) -> Callable[[Path], Manifest | None]:
+    """What reads the manifest of a sealed checkpoint; it raises as SealedFiles. The source is asked
+    once for each key."""
+    keys = Remembered(source)
+    return lambda directory: SealedFiles(directory, open_key(directory, keys)).manifest()
 
 
 def verify_sealed(files: SealedFiles, on_progress: OnProgress, threads: int = 0) -> None:
