@@ -46,8 +46,9 @@ def job(launch: Callable[..., Job], tmp_path: Path) -> Job:
     return started
 
 
+@pytest.mark.parametrize("layout", ["criu", "packed"])
 def test_it_says_what_criu_says(
-    criu: Criu, gpustasis: Gpustasis, job: Job, images: Path, tmp_path: Path
+    criu: Criu, gpustasis: Gpustasis, job: Job, images: Path, tmp_path: Path, layout: str
 ) -> None:
     program = ("--criu", str(criu.root or criu.program))
 
@@ -63,8 +64,10 @@ def test_it_says_what_criu_says(
                 job.wait()  # what criu has killed may be a child of ours by then, and hold its pid
         return ended
 
-    dumped = gpustasis("checkpoint", str(job.pid), "-D", images, *program)
+    words = (*program, "--layout", layout)
+    dumped = gpustasis("checkpoint", str(job.pid), "-D", images, *words)
     assert dumped.returncode == 0, dumped.stderr
+    assert (images / FILES_NAME).exists() == (layout == "criu")
     job.wait()
 
     with (tmp_path / "appended").open("a") as file:
