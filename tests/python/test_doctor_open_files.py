@@ -17,6 +17,8 @@ import pytest
 from gpustasis.criu.find import Criu
 from gpustasis.criu.images import FILES_NAME, parse_open_files
 from gpustasis.errors import ImageError
+from gpustasis.image.checkpoint import find_manifest
+from gpustasis.image.pack import packed_names
 from support.job import Job
 
 _JOB = """
@@ -68,6 +70,10 @@ def test_it_says_what_criu_says(
     dumped = gpustasis("checkpoint", str(job.pid), "-D", images, *words)
     assert dumped.returncode == 0, dumped.stderr
     assert (images / FILES_NAME).exists() == (layout == "criu")
+    manifest = find_manifest(images)
+    if layout == "packed":
+        assert manifest is not None
+        assert {FILES_NAME, f"core-{job.pid}.img"} <= packed_names(images, manifest)
     job.wait()
 
     with (tmp_path / "appended").open("a") as file:
