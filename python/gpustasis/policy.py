@@ -169,8 +169,11 @@ ANNOTATIONS: dict[str, Annotation] = {
         _keep,
     ),
 }
-# What later versions may take, refused by name until then.
-NOT_YET = {"encrypt": "encryption is not supported by this version of gpustasis"}
+# Refused by name, with what to do instead.
+REFUSED = {
+    "encrypt": "the host's configuration says for whom its checkpoints are sealed (recipients), "
+    "and no annotation does"
+}
 
 
 def parse_annotations(annotations: Mapping[str, object]) -> Policy | None:
@@ -184,8 +187,8 @@ def parse_annotations(annotations: Mapping[str, object]) -> Policy | None:
     for full_name in sorted(name for name in annotations if name.startswith(PREFIX)):
         text = annotations[full_name]
         name = full_name.removeprefix(PREFIX)
-        if name in NOT_YET:
-            raise _wrong(full_name, text, NOT_YET[name])
+        if name in REFUSED:
+            raise _wrong(full_name, text, REFUSED[name])
         known = ANNOTATIONS.get(name)
         if known is None:
             known_names = ", ".join(PREFIX + other for other in ANNOTATIONS)

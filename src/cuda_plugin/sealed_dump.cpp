@@ -44,8 +44,8 @@ void require_sealable(const Config& config) {
         throw Error(Errc::bad_argument,
                     "recipients: with " +
                         std::string(config.incremental ? "incremental" : "parent") +
-                        ", private_key has to name what opens the sealed parent: what is in it "
-                        "cannot be told otherwise, nor could it be put back after a failed dump");
+                        ", private_key has to name what opens the sealed parent "
+                        "(`gpustasis checkpoint` takes it with --key)");
     if (!config.externalize)
         throw Error(Errc::bad_argument,
                     "recipients: needs externalize, which is off: CRIU would store the GPU memory, "

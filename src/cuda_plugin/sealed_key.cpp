@@ -20,7 +20,8 @@ bool holds_sealed(int dir) {
 seal::DataKey open_sealed_key(int dir, const std::string& source, const std::string& what) {
     if (source.empty())
         throw Error(Errc::bad_argument,
-                    what + " is sealed, and the configuration names no private_key that opens it");
+                    what + " is sealed, and the configuration names no private_key that opens it; "
+                           "`gpustasis restore` takes one with --key");
     try {
         const UniqueFd fd = open_regular(dir, seal::kEnvelopeName);
         const std::uint64_t size = file_size(fd.get());

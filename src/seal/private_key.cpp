@@ -27,10 +27,10 @@ Secret read_private(const std::string& path) {
     if (!S_ISREG(status.st_mode))
         throw Error(Errc::corrupt_data, "private key " + path + " is no ordinary file");
     if ((status.st_uid != 0 && status.st_uid != ::geteuid()) || (status.st_mode & kOthers) != 0)
-        throw io_error(
-            "private key " + path + " belongs to user " + std::to_string(status.st_uid) +
-                ", or others have access to it; it has to be root's or yours, with mode 0600",
-            EACCES);
+        throw io_error("private key " + path + " belongs to user " + std::to_string(status.st_uid) +
+                           ", or others have access to it; make it root's or yours, with mode 0600 "
+                           "(chmod 600)",
+                       EACCES);
     if (status.st_size <= 0 || static_cast<std::size_t>(status.st_size) > kMaxPemSize)
         throw Error(Errc::corrupt_data,
                     "private key " + path + " has " + std::to_string(status.st_size) + " bytes");

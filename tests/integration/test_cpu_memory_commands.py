@@ -67,7 +67,9 @@ def test_a_job_s_life(rig: Rig, gpustasis: Gpustasis, memory_job: Path, tmp_path
         assert told["plain_bytes"] > MIB << 20 and told["same_bytes"] == 0
         said = run("checkpoint", *words, two, "--parent", one)
         assert "no CUDA process in it, " in said
-        assert " of CPU memory, " in said and " of it in earlier checkpoints already stored" in said
+        assert (
+            " of CPU memory (" in said and " of it in earlier checkpoints already) stored" in said
+        )
         job.wait()
 
         shown = check_document(run("inspect --json", two), "inspect")

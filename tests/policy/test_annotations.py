@@ -92,7 +92,7 @@ def test_what_is_not_allowed_is_named_in_one_sentence(name: str, text: str) -> N
 
 
 def test_encryption_is_refused_and_not_ignored() -> None:
-    with pytest.raises(PolicyError, match=r"io\.gpustasis\.encrypt = .*not supported by this"):
+    with pytest.raises(PolicyError, match=r"io\.gpustasis\.encrypt = .*\(recipients\)"):
         parse_annotations(ours(encrypt="age1xyz"))
 
 

@@ -79,7 +79,7 @@ def test_after_a_checkpoint_the_policy_stays_once(made: Container, pid: int) -> 
     ("annotation", "sentence"),
     [
         ({"threads": "many"}, 'annotation io.gpustasis.threads = "many": must be a number from 0'),
-        ({"encrypt": "age1"}, "encryption is not supported by this version"),
+        ({"encrypt": "age1"}, "the host's configuration says for whom"),
         ({"colour": "red"}, "there is no such annotation"),
     ],
 )

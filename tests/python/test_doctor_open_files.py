@@ -17,6 +17,8 @@ import pytest
 from gpustasis.criu.find import Criu
 from gpustasis.criu.images import FILES_NAME, parse_open_files
 from gpustasis.errors import ImageError
+from gpustasis.image.checkpoint import find_manifest
+from gpustasis.image.pack import packed_names
 from support.job import Job
 
 _JOB = """
@@ -46,8 +48,9 @@ def job(launch: Callable[..., Job], tmp_path: Path) -> Job:
     return started
 
 
+@pytest.mark.parametrize("layout", ["criu", "packed"])
 def test_it_says_what_criu_says(
-    criu: Criu, gpustasis: Gpustasis, job: Job, images: Path, tmp_path: Path
+    criu: Criu, gpustasis: Gpustasis, job: Job, images: Path, tmp_path: Path, layout: str
 ) -> None:
     program = ("--criu", str(criu.root or criu.program))
 
@@ -63,8 +66,14 @@ def test_it_says_what_criu_says(
                 job.wait()  # what criu has killed may be a child of ours by then, and hold its pid
         return ended
 
-    dumped = gpustasis("checkpoint", str(job.pid), "-D", images, *program)
+    words = (*program, "--layout", layout)
+    dumped = gpustasis("checkpoint", str(job.pid), "-D", images, *words)
     assert dumped.returncode == 0, dumped.stderr
+    assert (images / FILES_NAME).exists() == (layout == "criu")
+    manifest = find_manifest(images)
+    if layout == "packed":
+        assert manifest is not None
+        assert {FILES_NAME, f"core-{job.pid}.img"} <= packed_names(images, manifest)
     job.wait()
 
     with (tmp_path / "appended").open("a") as file:

@@ -171,7 +171,7 @@ def describe(statistics: Statistics | None) -> str:
         plain, stored = (sum(getattr(t, n) for t in own) for n in ("plain_bytes", "file_bytes"))
         text += f", {mib(plain)} of CPU memory"
         if same := sum(task.same_bytes for task in own):
-            text += f", {mib(same)} of it in earlier checkpoints already"
+            text += f" ({mib(same)} of it in earlier checkpoints already)"
         text += f" stored in {mib(stored)}"
     return text
 
@@ -182,7 +182,7 @@ def _describe_cuda(statistics: Statistics) -> str:
     count = len(statistics.tasks)
     text = f"{plural(count, 'CUDA process', 'es')}, {mib(statistics.staged_bytes)} of GPU memory"
     if statistics.same_bytes:
-        text += f", {mib(statistics.same_bytes)} of it in earlier checkpoints already"
+        text += f" ({mib(statistics.same_bytes)} of it in earlier checkpoints already)"
     if any(task.externalized for task in statistics.tasks):
         text += f" stored in {mib(statistics.file_bytes)}"
     return text + (" (emulator: no real GPU)" if statistics.emulated else "")

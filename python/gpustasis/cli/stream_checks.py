@@ -85,11 +85,9 @@ def require_restorable(options: dict[str, Any], has_terminal: bool, files: Check
 
     libraries = driver_libraries(os.environ)
     found = restorability.check_files(files, os.environ, options["criu"], *libraries)
-    problems = [f"{one.name}: {one.text}" for one in found if one.status is Status.PROBLEM]
+    problems = [f"{x.name}: {x.text} ({x.remedy})" for x in found if x.status is Status.PROBLEM]
     if problems:
-        raise StreamError(
-            "it cannot be restored here: " + "; ".join(problems) + " (--ignore-requirements)"
-        )
+        raise StreamError("it cannot be restored here: " + "; ".join(problems))
 
 
 def _has_open_terminal(files: CheckpointFiles) -> bool:

@@ -236,9 +236,10 @@ def recover(
     """Bring back process PID, whose dump or restore was broken off by criu's death.
 
     Puts back the GPU memory that a dump had taken out already, after checking every byte of it, and
-    has the driver restore and unlock the process. A process found locked or checkpointed by the
-    dump is left so. A process with all its memory that a restore left locked is unlocked. For a
-    tree, run it for each CUDA process. A dump that is sealed takes its key.
+    has the driver restore and unlock the process. A process that another program had locked or
+    checkpointed before the dump is left so. A process that a restore left locked, with all its
+    memory, is unlocked. For a tree, run it for each CUDA process. A dump that is sealed needs
+    --key or --key-command.
     """
     from gpustasis.image.directory import allow_many_files
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from gpustasis import process
 from gpustasis.criu import log
 from gpustasis.criu.find import Criu, Version
-from gpustasis.criu.images import read_pstree
+from gpustasis.criu.images import PSTREE_NAME, read_pstree
 from gpustasis.criu.own_options import own_option
 from gpustasis.criu.plugin import (
     OVERRIDES,
@@ -24,7 +24,7 @@ from gpustasis.criu.plugin import (
     read_config,
 )
 from gpustasis.criu.statistics import Stage, Statistics, failures, find_statistics, statistics_path
-from gpustasis.errors import CheckpointError, CriuError
+from gpustasis.errors import CheckpointError, CriuError, ImageError
 
 PLUGIN_OPTION_VERSION = (4, 3)  # the first criu with --plugin-option
 
@@ -224,6 +224,10 @@ def restore(
     use = _checked(settings)
     if pidfile is not None and pidfile.exists():
         raise CheckpointError(f"{pidfile} exists already; criu would fail to write the pid there")
+    if not (images / PSTREE_NAME).exists():
+        raise ImageError(
+            f"{images} holds no checkpoint, or a dump that did not finish: it has no {PSTREE_NAME}"
+        )
     root = read_pstree(images)[0]
     shell_job = root.sid != root.pid if use.shell_job is None else use.shell_job
     with _workspace(use, "restore", images) as space:

@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 
-from gpustasis._core import PACK_NAME
+from gpustasis._core import Manifest
 from gpustasis.criu.images import (
     FILES_NAME,
     MOUNTS_PREFIX,
@@ -18,7 +18,8 @@ from gpustasis.criu.images import (
 )
 from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.errors import ImageError
-from gpustasis.image.checkpoint import CheckpointFiles
+from gpustasis.image.checkpoint import CheckpointFiles, DirectoryFiles
+from gpustasis.image.pack import packed_names
 from gpustasis.text import plural
 
 _NAME = "open files"
@@ -26,17 +27,18 @@ _SHOWN = 5
 _KERNELS = ("/proc/", "/sys/", "/dev/")  # these have sizes of their own, or none
 
 
-def check(files: CheckpointFiles, compared: Collection[str]) -> Iterator[Finding]:
+def check(
+    files: CheckpointFiles, manifest: Manifest | None, compared: Collection[str]
+) -> Iterator[Finding]:
     """Of a checkpoint of processes of the host. compared: paths of files that were looked at
-    already, as mapped ones."""
-    sizes = files.sizes()
-    if PACK_NAME in sizes:
-        yield note(_NAME, "not compared: CRIU's images are packed")
-        return
+    already, as mapped ones. Raises ImageError, UnsupportedError of what cannot be read."""
+    names = set(files.sizes())
+    if manifest is not None and isinstance(files, DirectoryFiles):
+        names |= packed_names(files.directory, manifest)
     raw, remaps = files.read(FILES_NAME), files.read(REMAPS_NAME)
     if raw is None:
         return
-    if any(name.startswith(MOUNTS_PREFIX) for name in sizes):
+    if any(name.startswith(MOUNTS_PREFIX) for name in names):
         yield note(_NAME, "not compared: the processes had mounts of their own")
         return
     try:

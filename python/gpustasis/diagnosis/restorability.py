@@ -138,7 +138,7 @@ def _findings(
 def _open_files(files: CheckpointFiles, manifest: Manifest | None) -> Iterator[Finding]:
     recorded = None if manifest is None else manifest.requirements
     mapped = () if recorded is None else recorded.files
-    return open_files.check(files, {file.path for file in mapped})
+    return open_files.check(files, manifest, {file.path for file in mapped})
 
 
 def _mapped_files(

@@ -22,6 +22,12 @@ def is_read_early(name: str) -> bool:
     return _READ_EARLY.fullmatch(name) is not None
 
 
+def packed_names(directory: Path, manifest: Manifest) -> set[str]:
+    """Names of the files that are packed there. Raises ImageError, UnsupportedError."""
+    pack = open_pack(directory, manifest)
+    return set() if pack is None else {file.name for file in pack.files}
+
+
 def verify_pack(directory: Path, manifest: Manifest, threads: int = 0) -> PackReader | None:
     """Check all of it, and that what lies in the open is what it holds. None: there is none, as the
     manifest says. Raises ImageError, UnsupportedError."""
