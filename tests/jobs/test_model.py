@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpustasis.jobs import lead, protocol
-from gpustasis.jobs.protocol import Action, Move, Phase, Place, Step
+from gpustasis.jobs.messages import Action, Ended, Move, Phase, Place, Rank, Result, Step, StoreBack
 from support import job_member
 from support.job_model import Found, Model
 
@@ -45,7 +45,7 @@ def runs_on_without_the_store(patch: pytest.MonkeyPatch) -> None:
 def runs_on_before_it_asks(patch: pytest.MonkeyPatch) -> None:
     returned = protocol.returned
 
-    def hasty(*words: Any, joined: bool, dumped: bool, **names: Any) -> protocol.Result:
+    def hasty(*words: Any, joined: bool, dumped: bool, **names: Any) -> Result:
         me, outputs = returned(*words, joined=joined, dumped=dumped, **names)
         if joined and not dumped and me.place is Place.WAITING:
             me, more = protocol._do(me, Action.RELEASE)
@@ -58,11 +58,11 @@ def runs_on_before_it_asks(patch: pytest.MonkeyPatch) -> None:
 def is_bound_by_the_answer(patch: pytest.MonkeyPatch) -> None:
     ended, answered = protocol._ended, protocol._answered
 
-    def late(me: protocol.Rank, event: protocol.Ended) -> protocol.Result:
+    def late(me: Rank, event: Ended) -> Result:
         after, outputs = ended(me, event)
         return replace(after, bound=me.bound), outputs
 
-    def bound(*words: Any) -> protocol.Result:
+    def bound(*words: Any) -> Result:
         after, outputs = answered(*words)
         return replace(after, bound=after.bound or after.step is Step.DUMPED), outputs
 
@@ -73,7 +73,7 @@ def is_bound_by_the_answer(patch: pytest.MonkeyPatch) -> None:
 def runs_on_when_late(patch: pytest.MonkeyPatch) -> None:
     abort = protocol._abort
 
-    def alone(me: protocol.Rank, reason: str) -> protocol.Result:
+    def alone(me: Rank, reason: str) -> Result:
         after, outputs = abort(me, reason)
         if outputs and after.place is Place.WAITING:
             after, more = protocol._do(after, Action.RELEASE)
@@ -119,9 +119,9 @@ def has_no_deadline(patch: pytest.MonkeyPatch) -> None:
 def says_nothing_twice(patch: pytest.MonkeyPatch) -> None:
     advance = protocol.advance
 
-    def silent(limits: Any, me: Any, event: Any, now: float) -> protocol.Result:
+    def silent(limits: Any, me: Any, event: Any, now: float) -> Result:
         after, outputs = advance(limits, me, event, now)
-        return after, () if isinstance(event, protocol.StoreBack) else outputs
+        return after, () if isinstance(event, StoreBack) else outputs
 
     patch.setattr(protocol, "advance", silent)
 
@@ -130,7 +130,7 @@ def dumps_what_it_gave_up(patch: pytest.MonkeyPatch) -> None:
     """A rank that withdrew goes on as if it had not."""
     lost = protocol._lost
 
-    def forgetful(me: protocol.Rank) -> protocol.Result:
+    def forgetful(me: Rank) -> Result:
         after, outputs = lost(me)
         return replace(after, bound=True), outputs
 
@@ -154,9 +154,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_a_mistake_in_the_protocol_is_found(
-    mistake: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_in_the_protocol_is_found(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
     with pytest.raises(Found, match=MISTAKES[mistake]):
         Model(2, 1).explore()

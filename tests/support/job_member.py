@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank in the model of a job: its keeper runs the protocol's own code; its tasks, what is stored
-of it, what is on its way, and the faults are played here.
+"""One rank in the model of a job: its keeper runs the protocol's own code; its tasks, what is
+stored of it, what is on its way, and the faults are played here.
 
 Faults: a keeper's crash, a lost node, a lease that expires early, a cut connection, an action that
 fails, a deadline that passes early, tasks that slip out of their dump (a killed criu).
@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from gpustasis.jobs import lead, protocol
-from gpustasis.jobs.protocol import (
+from gpustasis.jobs.messages import (
     Action,
     Do,
     Dumped,
@@ -24,6 +24,7 @@ from gpustasis.jobs.protocol import (
     Join,
     Limits,
     Move,
+    Output,
     Phase,
     Place,
     Rank,
@@ -31,6 +32,7 @@ from gpustasis.jobs.protocol import (
     Seen,
     Settle,
     Step,
+    Stop,
     StoreBack,
     StoreLost,
     Tick,
@@ -179,7 +181,7 @@ def _writing(member: Member, epoch: Epoch, write: Write) -> Member:
 
 
 @cache
-def _advanced(me: Rank, event: Event) -> tuple[Rank, tuple[protocol.Output, ...]]:
+def _advanced(me: Rank, event: Event) -> tuple[Rank, tuple[Output, ...]]:
     now = AFTER_ALL_DEADLINES if isinstance(event, Tick) else 0.0
     return protocol.advance(LIMITS, me, event, now)
 
@@ -201,25 +203,21 @@ def _started(member: Member, epoch: Epoch) -> Member:
     return _done(member, epoch, me, outputs)
 
 
-def _done(
-    member: Member, epoch: Epoch, me: Rank, outputs: tuple[protocol.Output, ...]
-) -> Member:
+def _done(member: Member, epoch: Epoch, me: Rank, outputs: tuple[Output, ...]) -> Member:
     me = replace(me, aborting="x" * bool(me.aborting), problem=me.problem and "x")
     member = member._replace(me=me)
     for output in outputs:
         match output:
             case Do(Action.RELEASE):
                 member = member._replace(ran=member.ran or member.dumped)
-            case Do() | protocol.Stop():
+            case Do() | Stop():
                 pass
             case _:
                 member = _writing(member, epoch, output)
     return member
 
 
-def _messages(
-    member: Member, epoch: Epoch, is_lead: bool, lead_is_gone: bool
-) -> Iterator[Change]:
+def _messages(member: Member, epoch: Epoch, is_lead: bool, lead_is_gone: bool) -> Iterator[Change]:
     me = member.me
     assert me is not None
     for revision in range(me.epoch.revision + 1 if me.epoch else 1, epoch.revision + 1):

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 from gpustasis.jobs import lead
-from gpustasis.jobs.protocol import Epoch, Phase
+from gpustasis.jobs.messages import Epoch, Phase
 from support import job_member
 from support.job_member import Member, pruned
-
 
 Node = TypeVar("Node")
 
@@ -31,7 +30,7 @@ class Found(Exception):
         self.problem = problem
 
 
-# The epoch's revision, whether it is aborted, and numbers of members; those behind the lead's sorted.
+# The epoch's revision, whether it is aborted, numbers of members; those behind the lead's sorted.
 State = tuple[int, bool, tuple[int, ...]]
 
 

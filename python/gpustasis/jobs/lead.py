@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from gpustasis.jobs.protocol import WORK, Epoch, Move, Phase, Step
+from gpustasis.jobs.messages import WORK, Epoch, Move, Phase, Step
 
 LEAD = 0
 _ORDER = list(Step)
