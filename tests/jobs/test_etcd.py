@@ -119,7 +119,9 @@ def test_user_and_password(tmp_path: Path) -> None:
         etcdctl(url, "user", "add", "root:secret")
         etcdctl(url, "user", "add", "rank:word")
         etcdctl(url, "role", "add", "ranks")
-        etcdctl(url, "role", "grant-permission", "ranks", "--prefix=true", "readwrite", "/gpustasis/")
+        etcdctl(
+            url, "role", "grant-permission", "ranks", "--prefix=true", "readwrite", "/gpustasis/"
+        )
         etcdctl(url, "user", "grant-role", "rank", "ranks")
         etcdctl(url, "user", "grant-role", "root", "root")
         etcdctl(url, "auth", "enable")

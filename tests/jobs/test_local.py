@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,13 +27,18 @@ class Clock:
         return self.now
 
 
+def kill(tree: Tree) -> None:
+    """What the kernel does with its files."""
+    tree._file.close()
+    os.close(tree._lock)
+
+
 def test_what_was_answered_outlasts_the_server(tmp_path: Path) -> None:
     clock = Clock()
     tree = Tree(tmp_path / "journal", clock)
     lease = tree.grant(10)
     revision = tree.write([], [Put("/a", "1"), Put("/b", "2", lease)]).revision
-    # Not closed: as if it were killed.
-    os.close(tree._lock)
+    kill(tree)
     again = Tree(tmp_path / "journal", clock)
     assert again.read(["/a", "/b"]) == tree.read(["/a", "/b"])
     assert again.write([Require("/a", revision)], [Put("/a", "3")]).revision == revision + 1
@@ -80,12 +87,14 @@ def test_a_full_disk_ends_the_changes_and_not_what_was_decided(tmp_path: Path) -
     tree = Tree(tmp_path / "journal", Clock())
     tree.write([], [Put("/a", "1")])
     tree._file.close()
-    tree._file = open("/dev/full", "ab")
+    tree._file = open("/dev/full", "ab")  # noqa: SIM115
     with pytest.raises(StoreError, match="No space left"):
         tree.write([], [Put("/a", "2")])
     with pytest.raises(StoreError, match="takes no more changes"):
         tree.write([], [Put("/a", "3")])
     assert tree.read(["/a"]).entries["/a"].value == "1"
+    with pytest.raises(OSError, match="No space left"):
+        tree._file.close()
     os.close(tree._lock)
     again = Tree(tmp_path / "journal", Clock())
     assert again.read(["/a"]).entries["/a"].value == "1"
@@ -116,30 +125,31 @@ def test_a_client_finds_the_next_server(tmp_path: Path) -> None:
 
 
 def test_another_user_is_not_served(tmp_path: Path) -> None:
-    for directory in (tmp_path, *tmp_path.parents[:1]):
-        directory.chmod(0o755)
-    server = Server(tmp_path / "store", tmp_path / "journal")
-    (tmp_path / "store").chmod(0o777)  # the mode alone does not decide
+    directory = Path(tempfile.mkdtemp(dir="/tmp"))
+    directory.chmod(0o755)
+    place = directory / "store"
+    server = Server(place, tmp_path / "journal")
+    place.chmod(0o777)  # the mode alone does not decide
     program = (
         "import os, socket, sys\n"
         "s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])\n"
         "os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))\n"
         "t = socket.socket(socket.AF_UNIX); t.connect(sys.argv[1])\n"
         "for x in (s, t):\n"
-        "    x.sendall(b'{\"do\":\"read\",\"keys\":[\"/a\"]}\\n'); x.settimeout(5)\n"
+        '    x.sendall(b\'{"do":"read","keys":["/a"]}\\n\'); x.settimeout(5)\n'
         "    try: print(x.recv(99))\n"
         "    except OSError: print(b'')\n"
     )
     try:
-        os.chdir("/")
         said = subprocess.run(
-            [sys.executable, "-c", program, f"/proc/{os.getpid()}/cwd{tmp_path}/store", "65534"],
+            [sys.executable, "-c", program, str(place), "65534"],
             capture_output=True,
             text=True,
             check=False,
         )
     finally:
         server.close()
+        shutil.rmtree(directory)
     assert said.stdout.splitlines() == [repr(b'{"revision":1,"entries":{}}\n'), "b''"], said.stderr
 
 

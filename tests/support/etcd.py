@@ -82,7 +82,7 @@ class EtcdCluster:
         while True:
             store = Etcd(access or Access(endpoints=self.endpoints))
             try:
-                store.read("/any")
+                store.read("/gpustasis/any")
             except StoreError as exc:
                 if time.monotonic() > deadline:
                     logs = [server.log.read_text()[-2000:] for server in self.servers]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -108,21 +109,24 @@ class LocalWatch:
     def __init__(self, line: _Line) -> None:
         self._line = line
         self._lost: WatchLost | None = None
-        self._silent_s = 0.0
+        self._heard = time.monotonic()
 
     def wait(self, timeout_s: float) -> Sequence[Change]:
         if self._lost is not None:
             raise self._lost
+        deadline = time.monotonic() + timeout_s
+        changes: Sequence[Change] = []
         try:
-            answer = self._line.hear(timeout_s)
-            self._silent_s = 0.0 if answer is not None else self._silent_s + timeout_s
-            if self._silent_s > _SILENCE_S:
-                raise WatchLost("the store's watch is silent")
-            with _Parsing():
-                return [] if answer is None else changes_of(answer)
+            while not changes and (answer := self._line.hear(deadline - time.monotonic())):
+                self._heard = time.monotonic()
+                with _Parsing():
+                    changes = changes_of(answer)
         except StoreError as exc:
             self._lost = exc if isinstance(exc, WatchLost) else WatchLost(str(exc))
             raise self._lost from exc
+        if time.monotonic() - self._heard > _SILENCE_S:
+            self._lost = WatchLost("the store's watch is silent")
+        return changes
 
     def close(self) -> None:
         self._line.close()

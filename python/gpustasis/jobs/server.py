@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -50,6 +51,7 @@ class Server:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+        self._server.end_connections()
         self.tree.close()
 
 
@@ -60,11 +62,23 @@ class _Listening(socketserver.ThreadingUnixStreamServer):
 
     def __init__(self, place: Path, tree: Tree) -> None:
         self.tree = tree
+        self._open: set[socket.socket] = set()
         mask = os.umask(0o177)
         try:
             super().__init__(str(place), _Connection)
         finally:
             os.umask(mask)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, in a thread of its own."""
+        self._open = {other for other in self._open if other.fileno() >= 0} | {request}
+        super().process_request(request, client_address)
+
+    def end_connections(self) -> None:
+        """Of those that are open: what is being written is written, and nothing more is read."""
+        for request in self._open:
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether the peer is one of ours."""

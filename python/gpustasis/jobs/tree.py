@@ -231,7 +231,7 @@ class Tree:
 
     def _rewritten(self) -> Any:
         """The journal with nothing but what is there now, open for more."""
-        lines = [{"version": _VERSION, "revision": self._revision}]
+        lines: list[dict[str, Any]] = [{"version": _VERSION, "revision": self._revision}]
         lines += [{"lease": lease, "ttl": ttl} for lease, ttl in self._ttls.items()]
         lines += [
             {"entry": [key, entry.value, self._owners[key], entry.revision]}
@@ -274,6 +274,8 @@ def _is_meant(key: str, name: str) -> bool:
 
 def _check(put: Put) -> None:
     if not put.key or len(put.key.encode()) > MAX_KEY_BYTES or put.key.endswith("/"):
-        raise StoreError(f"key {put.key[:80]!r}: must be 1 to {MAX_KEY_BYTES} bytes, no / at its end")
+        raise StoreError(
+            f"key {put.key[:80]!r}: 1 to {MAX_KEY_BYTES} bytes, no / at the end"
+        )
     if len(put.value.encode()) > MAX_VALUE_BYTES:
         raise StoreError(f"the value of {put.key} has more than {MAX_VALUE_BYTES} bytes")
