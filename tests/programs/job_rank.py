@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a job: job_rank.py DIRECTORY STORE RANK WORLD [PHASE:MOMENT]
+"""One rank of a job.
+
+job_rank.py DIRECTORY STORE RANK WORLD [PHASE:MOMENT]
 
 Its task is a process that counts, in DIRECTORY/task-RANK. It is locked and stands still by SIGSTOP;
 its dump is its count, in DIRECTORY/epoch-N-R. STORE: an etcd endpoint, or the path of a socket.
@@ -25,8 +27,8 @@ from gpustasis.jobs.messages import Limits
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Store
 
-LIMITS = Limits(look_s=6, lock_cuda_s=6, lock_network_s=6, dump_s=8)
-SETTINGS = Settings(limits=LIMITS, ttl_s=2, store_s=1.5)
+LIMITS = Limits(look_s=10, lock_cuda_s=10, lock_network_s=10, dump_s=15)
+SETTINGS = Settings(limits=LIMITS, ttl_s=4, store_s=3)
 
 
 class Task:
@@ -98,9 +100,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     store: Store
     if place.startswith("http"):
-        store = Etcd(Access(endpoints=(place,), timeout_s=0.5))
+        store = Etcd(Access(endpoints=(place,), timeout_s=1))
     else:
-        store = Local(Path(place), timeout_s=0.5)
+        store = Local(Path(place), timeout_s=1)
     task = Task(directory, rank, sys.argv[5] if len(sys.argv) > 5 else "")
     keeper = Keeper(store, Keys("job"), rank, int(world), task, SETTINGS)
     print("ready", flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts up in the first 8 bytes of a file: job_task.py FILE"""
+"""Counts up in the first 8 bytes of a file: job_task.py FILE."""
 
 import mmap
 import sys

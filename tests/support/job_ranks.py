@@ -21,7 +21,6 @@ from gpustasis.jobs import epochs
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import Keys, Plan
 from gpustasis.jobs.store import Store, Unreachable
-from support.pids import state_of
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 KEYS = Keys("job")
@@ -157,15 +156,16 @@ class Job:
             time.sleep(0.05)
 
     def has_joined(self, rank: int, number: int) -> bool:
-        entry = self.store.read(KEYS.rank(rank)).entries.get(KEYS.rank(rank))
-        return entry is not None and entry.value == str(number)
+        while True:
+            with suppress(Unreachable):
+                entry = self.store.read(KEYS.rank(rank)).entries.get(KEYS.rank(rank))
+                return entry is not None and entry.value == str(number)
 
     def log(self, rank: int) -> str:
         return (self.directory / f"keeper-{rank}").read_text()[-3000:]
 
     def require_uniform(self, now: epochs.Standing) -> None:
         """All committed, or all run on; never a mix, and nobody stands still."""
-        states = [state_of(task.pid) for task in self._tasks]
         kills = now.epoch.phase is Phase.COMMITTED and not now.plan.leave_running
         if now.epoch.phase is Phase.COMMITTED:
             assert now.is_whole, now
@@ -174,13 +174,17 @@ class Job:
                 if kills:
                     assert self.count(rank) == dumped, f"rank {rank} has run on after its dump"
         if kills:
-            assert [state in {"Z", ""} for state in states] == [True] * self.world, states
+            wait_for(lambda: set(self.states()) <= {"Z"}, "ends of tasks")
             return
+        states = self.states()
         assert not {"T", "Z", ""} & {*states}, (now, states)
         before = [self.count(rank) for rank in range(self.world)]
         wait_for(
             lambda: all(self.count(rank) > count for rank, count in enumerate(before)), "counts"
         )
+
+    def states(self) -> list[str]:
+        return [state_of(task.pid) for task in self._tasks]
 
     def close(self) -> None:
         for process in [*self.keepers, *self._tasks]:
@@ -188,6 +192,14 @@ class Job:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def state_of(pid: int) -> str:
+    """The letter of /proc/PID/stat; "": there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def wait_for(what: Callable[[], bool], name: str, timeout_s: float = END_S) -> None:

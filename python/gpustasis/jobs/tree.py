@@ -274,8 +274,6 @@ def _is_meant(key: str, name: str) -> bool:
 
 def _check(put: Put) -> None:
     if not put.key or len(put.key.encode()) > MAX_KEY_BYTES or put.key.endswith("/"):
-        raise StoreError(
-            f"key {put.key[:80]!r}: 1 to {MAX_KEY_BYTES} bytes, no / at the end"
-        )
+        raise StoreError(f"key {put.key[:80]!r}: 1 to {MAX_KEY_BYTES} bytes, no / at the end")
     if len(put.value.encode()) > MAX_VALUE_BYTES:
         raise StoreError(f"the value of {put.key} has more than {MAX_VALUE_BYTES} bytes")
