@@ -5,6 +5,7 @@ phase."""
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,6 +171,25 @@ def test_a_store_that_dies_and_comes_back(
         cluster.servers[0].start()
         now = job.end(number)
         job.require_uniform(now)
+
+
+def test_bound_ranks_wait_however_long_the_store_is_away(
+    cluster: EtcdCluster, tmp_path: Path
+) -> None:
+    with etcd_job(cluster, tmp_path) as job:
+        job.start_all({OTHER: "dump:begin:stop"})
+        number = job.begin()
+        bound = set(range(WORLD)) - {OTHER}
+        wait_for(lambda: set(job.standing(number).records) == bound, "records")
+        cluster.servers[0].kill()
+        time.sleep(8)  # more than twice as long as a rank waits that is not bound
+        assert {job.at(rank) for rank in bound} == {"dump:end"}
+        assert {job.states()[rank] for rank in bound} == {"T"}
+        cluster.servers[0].start()
+        keeper = job.keepers[OTHER]
+        assert keeper is not None
+        keeper.send_signal(signal.SIGCONT)
+        job.require_uniform(job.end(number))
 
 
 def test_all_keepers_die_at_once(cluster: EtcdCluster, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ job_rank.py DIRECTORY STORE RANK WORLD [PHASE:MOMENT]
 
 Its task is a process that counts, in DIRECTORY/task-RANK. It is locked and stands still by SIGSTOP;
 its dump is its count, in DIRECTORY/epoch-N-R. STORE: an etcd endpoint, or the path of a socket.
-At the moment `begin` or `end` of the action PHASE the keeper kills itself, once.
+At the moment `begin` or `end` of the action PHASE the keeper kills itself, once; with `:stop` after
+it, it stops itself; with `:no`, the action fails.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class Task:
         if moment == self.fault and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if f"{moment}:stop" == self.fault and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
         if f"{moment}:no" == self.fault and not mark.exists():
             mark.touch()
             raise RuntimeError(f"rank {self.rank} says no at {moment}")

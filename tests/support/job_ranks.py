@@ -132,7 +132,7 @@ class Job:
     def at(self, rank: int) -> str:
         """What this keeper has begun or ended last."""
         with suppress(FileNotFoundError):
-            return (self.directory / f"log-{rank}").read_text().splitlines()[-1]
+            return ["", *(self.directory / f"log-{rank}").read_text().splitlines()][-1]
         return ""
 
     def restart_the_dead(self) -> None:

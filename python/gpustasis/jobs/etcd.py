@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """etcd 3 as a store, over the JSON gateway that every etcd >= 3.4 serves beside gRPC.
 
-Our own small client: an action script of CRIU's must start at once, which neither grpc nor requests
-do, and every call needs a deadline, several endpoints, client certificates and a password.
+Our own small client: every call has a deadline, there are several endpoints, client certificates
+and a password, and no write is sent twice.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ class Keeper:
         """Do what an epoch that the rank was in still asks for; if there is none, wait for a new
         one and take part in it. None: is_over has become true before there was one.
 
-        Raises JobError if what is stored cannot be: the tasks are left as they are then.
+        Raises JobError if what is stored cannot be, or another process is this rank; the tasks are
+        left as they are then.
         """
         number = self._find(is_over)
         if number is None:
@@ -199,6 +200,8 @@ class _Attendance:
             raise JobError(f"{self._seat.name}: {self._me.problem}; its tasks are left as they are")
         epoch = self._me.epoch
         assert epoch is not None
+        if self._me.place is Place.OVER and not epoch.phase.is_final:
+            raise JobError(f"{self._seat.name}: {self._me.problem}")
         return Outcome(self._seat.number, epoch, self._me.problem)
 
     def close(self) -> None:
