@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
 import threading
 import time
@@ -44,6 +46,48 @@ def test_a_lost_server_is_not_noticed(cluster: EtcdCluster) -> None:
             break
         except Unreachable:
             assert time.monotonic() < deadline
+    store.close()
+
+
+def test_a_server_that_hangs_is_passed_over(cluster: EtcdCluster) -> None:
+    store = Etcd(Access(endpoints=cluster.endpoints, timeout_s=5))
+    store.write([], [Put(KEY, "1")])
+    process = cluster.servers[0].process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    assert store.read(KEY).entries[KEY].value == "1"
+    store.close()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_write_is_sent_once(writes: bool) -> None:
+    requests: list[bytes] = []
+
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            requests.append(connection.recv(65536))
+
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    threads = [threading.Thread(target=serve, args=(server,), daemon=True) for server in servers]
+    for thread in threads:
+        thread.start()
+    urls = tuple(f"http://127.0.0.1:{server.getsockname()[1]}" for server in servers)
+    store = Etcd(Access(endpoints=urls))
+    with pytest.raises(Unreachable):
+        if writes:
+            store.write([], [Put(KEY, "1")])
+        else:
+            store.read(KEY)
+    assert len(requests) == (1 if writes else 2)
+    for server in servers:
+        if len(requests) == 1:  # let the other thread end
+            with contextlib.suppress(OSError):
+                socket.create_connection(server.getsockname(), timeout=1).close()
+    for thread in threads:
+        thread.join()
+    for server in servers:
+        server.close()
     store.close()
 
 

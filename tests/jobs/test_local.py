@@ -124,22 +124,37 @@ def test_a_client_finds_the_next_server(tmp_path: Path) -> None:
     server.close()
 
 
+def test_a_change_of_servers_between_two_requests_is_not_noticed(tmp_path: Path) -> None:
+    server = Server(tmp_path / "store", tmp_path / "journal")
+    client = Local(tmp_path / "store")
+    client.write([], [Put("/a", "1")])
+    server.close()
+    server = Server(tmp_path / "store", tmp_path / "journal")
+    assert client.write([], [Put("/a", "2")]).applied
+    client.close()
+    server.close()
+
+
 def test_another_user_is_not_served(tmp_path: Path) -> None:
     directory = Path(tempfile.mkdtemp(dir="/tmp"))
     directory.chmod(0o755)
     place = directory / "store"
     server = Server(place, tmp_path / "journal")
     place.chmod(0o777)  # the mode alone does not decide
-    program = (
-        "import os, socket, sys\n"
-        "s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])\n"
-        "os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))\n"
-        "t = socket.socket(socket.AF_UNIX); t.connect(sys.argv[1])\n"
-        "for x in (s, t):\n"
-        '    x.sendall(b\'{"do":"read","keys":["/a"]}\\n\'); x.settimeout(5)\n'
-        "    try: print(x.recv(99))\n"
-        "    except OSError: print(b'')\n"
-    )
+    program = """
+import os, socket, sys
+ours, theirs = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+ours.connect(sys.argv[1])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+theirs.connect(sys.argv[1])
+for end in (ours, theirs):
+    try:
+        end.sendall(b'{"do":"read","keys":["/a"]}\\n')
+        print(end.recv(99))
+    except OSError:
+        print(b"")
+"""
     try:
         said = subprocess.run(
             [sys.executable, "-c", program, str(place), "65534"],

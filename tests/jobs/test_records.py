@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -47,10 +48,8 @@ def test_any_text_is_read_or_refused(read: Callable[..., Any], data: st.DataObje
     whole = TEXTS[read]
     at = data.draw(st.integers(0, len(whole)))
     text = whole[:at] + data.draw(st.text(max_size=3)) + whole[at + data.draw(st.integers(0, 3)) :]
-    try:
+    with contextlib.suppress(JobError):
         read("k", Entry(text, 1))
-    except JobError:
-        pass
 
 
 @pytest.mark.parametrize(
