@@ -74,6 +74,7 @@ class Seat:
         self._keys = keys
         self._keeper = keeper
         self._plan = Plan(world=1, leave_running=False)
+        self._last: Epoch | None = None
         self._lease = 0
         self._has_lease = False
         self._lock = threading.Lock()  # of what the lead has read
@@ -170,7 +171,16 @@ class Seat:
                 puts = [Put(phase, phase_text(self._plan, to, note))]
             case Settle(problem):
                 puts = [Put(keys.settled(number, rank), settled_text(problem))]
-        applied = self._store.write(requires, puts).applied
+        answer = self._store.write(requires, puts)
+        if answer.applied and self._last is not None:
+            # The epoch is what was required, or what was put there.
+            if isinstance(write, Move):
+                plan = self._plan
+                self._last = Epoch(write.phase, answer.revision, plan.leave_running, write.note)
+                return True, self._last
+            if isinstance(write, Settle) or self._last.revision == write.expect:
+                return True, self._last
+        applied = answer.applied
         snapshot = self._store.read(phase, member)
         epoch = self._epoch(snapshot)
         if isinstance(write, Join) and not applied and member in snapshot.entries:
@@ -192,8 +202,8 @@ class Seat:
         key = self._keys.phase(self.number)
         if key not in snapshot.entries:
             raise JobError(f"{self.name}: {key} is not there")
-        epoch, self._plan = epoch_of(key, snapshot.entries[key])
-        return epoch
+        self._last, self._plan = epoch_of(key, snapshot.entries[key])
+        return self._last
 
     def _note_all(self, snapshot: Snapshot) -> None:
         with self._lock:

@@ -97,8 +97,8 @@ class Store(Protocol):
         that ends in "/": all that begin with it."""
 
     def write(self, requires: Sequence[Require], puts: Sequence[Put]) -> Answer:
-        """All of the puts if all that is required holds, else nothing; durable when it returns.
-        Never sent twice. Raises LeaseGone."""
+        """All of the puts if all that is required holds, else nothing. Entries without a lease are
+        durable when it returns. Never sent twice. Raises LeaseGone."""
 
     def grant(self, ttl_s: int) -> int:
         """A lease that lives for so long after each keep."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entries of a store of our own, with revisions, leases and a journal: what server.py serves.
 
-Every change is in the journal, and on disk, before anybody is told. A journal whose last line was
-not finished is one whose last change was not told to anybody: it is left out. Anything else that is
-wrong in it is an error, since a decision may have been in it.
+Every change is in the journal before anybody is told; and on disk, if an entry without a lease is
+in it: one with a lease is of no use once the host has failed, and all its ranks with it. A journal
+whose last line was not finished is one whose last change was not told to anybody: it is left out.
+Anything else that is wrong in it is an error, since a decision may have been in it.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class Tree:
                     return Answer(False, self._revision)
             if puts:
                 entries = [[put.key, put.value, put.lease] for put in puts]
-                self._record({"puts": entries, "revision": self._revision + 1})
+                durable = not all(put.lease for put in puts)
+                self._record({"puts": entries, "revision": self._revision + 1}, durable=durable)
                 self._put(puts, self._revision + 1)
             return Answer(True, self._revision)
 
@@ -106,7 +108,7 @@ class Tree:
             raise StoreError(f"a lease of {ttl_s} s: must be 1 to {MAX_TTL_S}")
         with self.changed:
             lease = int.from_bytes(os.urandom(7)) | 1
-            self._record({"lease": lease, "ttl": ttl_s})
+            self._record({"lease": lease, "ttl": ttl_s}, durable=False)
             self._grant(lease, ttl_s)
             return lease
 
@@ -146,7 +148,7 @@ class Tree:
 
     def _end(self, leases: list[int]) -> None:
         if leases:
-            self._record({"ended": leases, "revision": self._revision + 1})
+            self._record({"ended": leases, "revision": self._revision + 1}, durable=False)
             self._remove(leases, self._revision + 1)
 
     def _grant(self, lease: int, ttl_s: int) -> None:
@@ -179,13 +181,14 @@ class Tree:
 
     # The journal.
 
-    def _record(self, line: dict[str, Any]) -> None:
+    def _record(self, line: dict[str, Any], *, durable: bool) -> None:
         if self._broken:
             raise StoreError(f"the store takes no more changes: {self._broken}")
         try:
             self._file.write(_line(line))
             self._file.flush()
-            os.fdatasync(self._file.fileno())
+            if durable:
+                os.fdatasync(self._file.fileno())
         except OSError as exc:
             # What is on disk is not known any more; only reading it again can tell.
             self._broken = f"{self._path}: {exc.strerror}"
