@@ -141,7 +141,7 @@ def test_a_rank_that_is_cut_off(
         with etcd_job(cluster, tmp_path, {rank: proxy.url}) as job:
             job.start_all()
             number = job.begin()
-            wait_for(lambda: job.at(rank).startswith(action), action)
+            job.wait_at(rank, action, number)
             proxy.cut()
             wait_for(lambda: job.standing(number).epoch.phase.is_final, "decision")
             decided = job.standing(number)

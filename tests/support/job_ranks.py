@@ -135,6 +135,16 @@ class Job:
             return ["", *(self.directory / f"log-{rank}").read_text().splitlines()][-1]
         return ""
 
+    def wait_at(self, rank: int, action: str, number: int) -> None:
+        """Until this keeper does that, in an epoch that nothing has aborted."""
+
+        def is_there() -> bool:
+            return self.at(rank).startswith(action)
+
+        wait_for(lambda: is_there() or self.standing(number).epoch.phase is Phase.ABORTED, action)
+        logs = [self.log(rank) for rank in range(self.world)]
+        assert is_there(), "\n".join([str(self.standing(number)), *logs])
+
     def restart_the_dead(self) -> None:
         """As whoever supervises keepers does."""
         for rank, keeper in enumerate(self.keepers):
