@@ -182,7 +182,7 @@ def test_bound_ranks_wait_however_long_the_store_is_away(
         bound = set(range(WORLD)) - {OTHER}
         wait_for(lambda: set(job.standing(number).records) == bound, "records")
         cluster.servers[0].kill()
-        time.sleep(8)  # more than twice as long as a rank waits that is not bound
+        time.sleep(11)  # more than twice as long as a rank waits that is not bound
         assert {job.at(rank) for rank in bound} == {"dump:end"}
         assert {job.states()[rank] for rank in bound} == {"T"}
         cluster.servers[0].start()

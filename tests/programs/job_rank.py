@@ -28,8 +28,8 @@ from gpustasis.jobs.messages import Limits
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Store
 
-LIMITS = Limits(look_s=10, lock_cuda_s=10, lock_network_s=10, dump_s=15)
-SETTINGS = Settings(limits=LIMITS, ttl_s=4, store_s=3)
+LIMITS = Limits(look_s=15, lock_cuda_s=15, lock_network_s=15, dump_s=30)
+SETTINGS = Settings(limits=LIMITS, ttl_s=6, store_s=5)
 
 
 class Task:
@@ -104,9 +104,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     store: Store
     if place.startswith("http"):
-        store = Etcd(Access(endpoints=(place,), timeout_s=1))
+        store = Etcd(Access(endpoints=(place,), timeout_s=2))
     else:
-        store = Local(Path(place), timeout_s=1)
+        store = Local(Path(place), timeout_s=2)
     task = Task(directory, rank, sys.argv[5] if len(sys.argv) > 5 else "")
     keeper = Keeper(store, Keys("job"), rank, int(world), task, SETTINGS)
     print("ready", flush=True)
