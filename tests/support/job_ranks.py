@@ -135,11 +135,16 @@ class Job:
             return ["", *(self.directory / f"log-{rank}").read_text().splitlines()][-1]
         return ""
 
+    def has_begun(self, rank: int, action: str) -> bool:
+        with suppress(FileNotFoundError):
+            return f"{action}:begin" in (self.directory / f"log-{rank}").read_text().splitlines()
+        return False
+
     def wait_at(self, rank: int, action: str, number: int) -> None:
-        """Until this keeper does that, in an epoch that nothing has aborted."""
+        """Until this keeper has begun that, in an epoch that nothing has aborted before."""
 
         def is_there() -> bool:
-            return self.at(rank).startswith(action)
+            return self.has_begun(rank, action)
 
         wait_for(lambda: is_there() or self.standing(number).epoch.phase is Phase.ABORTED, action)
         logs = [self.log(rank) for rank in range(self.world)]
