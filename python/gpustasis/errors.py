@@ -115,6 +115,18 @@ class StreamError(CheckpointError):
     exit_code = 18
 
 
+class JobError(CheckpointError):
+    """A checkpoint of a whole job was aborted, or cannot be made, or is not whole."""
+
+    exit_code = 19
+
+
+class StoreError(CheckpointError):
+    """The store in which the ranks of a job agree cannot be reached, or refused what was asked."""
+
+    exit_code = 21
+
+
 class UnsupportedError(CheckpointError):
     """What was asked for cannot be done on this machine."""
 

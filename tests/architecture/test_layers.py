@@ -65,6 +65,7 @@ PYTHON_ARROWS = {
     "dump_records": {"errors", "task", "_core"},
     "dumped": {"errors", "_core", "criu"},
     "emulator": {"errors", "files", "process"},
+    "jobs": {"errors", "files"},
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
         *("archive", "image", "_core", "policy"),

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking for a checkpoint of a whole job, and what became of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from gpustasis.errors import JobError
+from gpustasis.jobs.lead import digest_of
+from gpustasis.jobs.messages import Epoch, Phase
+from gpustasis.jobs.records import (
+    MAX_EPOCH,
+    Keys,
+    Plan,
+    epoch_of,
+    number_of,
+    phase_text,
+    rank_of,
+)
+from gpustasis.jobs.store import Put, Require, Snapshot, Store, Unreachable
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """An epoch as it is stored. records: what each rank has dumped. settled: who has done what was
+    decided."""
+
+    number: int
+    epoch: Epoch
+    plan: Plan
+    records: dict[int, str]
+    settled: frozenset[int]
+
+    @property
+    def is_whole(self) -> bool:
+        """Committed, and the records are those that were committed."""
+        return (
+            self.epoch.phase is Phase.COMMITTED
+            and set(self.records) == set(range(self.plan.world))
+            and digest_of(self.records) == self.epoch.note
+        )
+
+
+def begin(store: Store, keys: Keys, plan: Plan) -> int:
+    """A new epoch; its number. There is never a second one that is not decided.
+
+    Raises JobError if there is one; StoreError. After Unreachable nobody knows whether it has
+    begun; then it comes to its end by its deadlines.
+    """
+    snapshot = store.read(keys.newest)
+    entry = snapshot.entries.get(keys.newest)
+    last = number_of(keys.newest, entry)
+    if last >= MAX_EPOCH:
+        raise JobError(f"job {keys.job}: epoch {last} is the last that there can be")
+    requires = [Require(keys.newest, entry.revision if entry else 0)]
+    if last:
+        before = standing(store, keys, last)
+        if not before.epoch.phase.is_final:
+            raise JobError(
+                f"job {keys.job}: epoch {last} is in phase {before.epoch.phase} and not decided"
+            )
+        requires.append(Require(keys.phase(last), before.epoch.revision))
+    number = last + 1
+    requires.append(Require(keys.phase(number), 0))
+    puts = [Put(keys.newest, str(number)), Put(keys.phase(number), phase_text(plan, Phase.LOOK))]
+    if not store.write(requires, puts).applied:
+        raise JobError(f"job {keys.job}: somebody else has just begun epoch {number}")
+    return number
+
+
+def standing(store: Store, keys: Keys, number: int) -> Standing:
+    """Raises JobError if there is no such epoch; StoreError."""
+    return standing_of(keys, number, store.read(keys.epoch(number)))
+
+
+def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
+    """The same of what was read. Raises JobError."""
+    key = keys.phase(number)
+    if key not in snapshot.entries:
+        raise JobError(f"job {keys.job}: there is no epoch {number}")
+    epoch, plan = epoch_of(key, snapshot.entries[key])
+    records: dict[int, str] = {}
+    settled: set[int] = set()
+    for name, entry in snapshot.entries.items():
+        rank = rank_of(name, plan.world)
+        if rank is not None and name == keys.record(number, rank):
+            records[rank] = entry.value
+        elif rank is not None and name == keys.settled(number, rank):
+            settled.add(rank)
+    return Standing(
+        number=number, epoch=epoch, plan=plan, records=records, settled=frozenset(settled)
+    )
+
+
+def abort(store: Store, keys: Keys, number: int, reason: str) -> Epoch:
+    """Abort an epoch that is not decided; how it is decided. Raises JobError, StoreError."""
+    while True:
+        now = standing(store, keys, number)
+        if now.epoch.phase.is_final:
+            return now.epoch
+        put = Put(keys.phase(number), phase_text(now.plan, Phase.ABORTED, reason))
+        store.write([Require(keys.phase(number), now.epoch.revision)], [put])
+
+
+def decision(store: Store, keys: Keys, number: int, timeout_s: float) -> Epoch:
+    """How an epoch is decided; after `timeout_s` it is aborted, if that is possible. Raises
+    JobError, StoreError; Unreachable: only the store knows."""
+    deadline = time.monotonic() + timeout_s
+    lost: Unreachable | None = None
+    while time.monotonic() < deadline:
+        try:
+            key = keys.phase(number)
+            epoch = standing_of(keys, number, store.read(key)).epoch
+        except Unreachable as exc:
+            lost = exc
+        else:
+            if epoch.phase.is_final:
+                return epoch
+            lost = None
+        time.sleep(_POLL_S)
+    if lost is not None:
+        raise lost
+    return abort(store, keys, number, f"not decided within {timeout_s:g} s")

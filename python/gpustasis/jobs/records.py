@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is stored of a job, and where. Whatever is read is checked: others write there too.
+
+TOP/NAME/newest               the number of the newest epoch
+TOP/NAME/ranks/R              the epoch that rank R has joined last
+TOP/NAME/epochs/E/phase       the epoch: the one word that decides
+TOP/NAME/epochs/E/members/R   how far rank R says it has come, for as long as its lease lives
+TOP/NAME/epochs/E/records/R   the record of its dump
+TOP/NAME/epochs/E/settled/R   it has done what was decided
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from gpustasis.errors import JobError
+from gpustasis.jobs.messages import Epoch, Phase, Step
+from gpustasis.jobs.store import Entry
+
+TOP = "/gpustasis/jobs"
+MAX_WORLD = 1 << 20
+MAX_EPOCH = 10**8 - 1
+MAX_NOTE = 4096  # characters
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one job. Raises JobError if it may not have this name."""
+
+    job: str
+    top: str = TOP
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.job):
+            raise JobError(f"job name {self.job!r}: letters, digits, '.', '_', '-'; at most 128")
+
+    @property
+    def newest(self) -> str:
+        return f"{self.top}/{self.job}/newest"
+
+    def rank(self, rank: int) -> str:
+        return f"{self.top}/{self.job}/ranks/{rank}"
+
+    def epoch(self, number: int) -> str:
+        """The beginning of its keys."""
+        return f"{self.top}/{self.job}/epochs/{number:08d}/"
+
+    def phase(self, number: int) -> str:
+        return f"{self.epoch(number)}phase"
+
+    def member(self, number: int, rank: int) -> str:
+        return f"{self.epoch(number)}members/{rank}"
+
+    def record(self, number: int, rank: int) -> str:
+        return f"{self.epoch(number)}records/{rank}"
+
+    def settled(self, number: int, rank: int) -> str:
+        return f"{self.epoch(number)}settled/{rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What stays the same of an epoch. world: how many ranks must be in it."""
+
+    world: int
+    leave_running: bool
+
+
+def phase_text(plan: Plan, phase: Phase, note: str = "") -> str:
+    """The value of the phase key."""
+    return json.dumps(
+        {
+            "version": _VERSION,
+            "phase": phase,
+            "world": plan.world,
+            "leave_running": plan.leave_running,
+            "note": note[:MAX_NOTE],
+        }
+    )
+
+
+def epoch_of(key: str, entry: Entry) -> tuple[Epoch, Plan]:
+    """Raises JobError."""
+    value = _object(key, entry, "version", "phase", "world", "leave_running", "note")
+    phase, world, leave, note = (value[n] for n in ("phase", "world", "leave_running", "note"))
+    if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MAX_WORLD:
+        raise JobError(f"{key}: world {world!r}: must be 1 to {MAX_WORLD}")
+    if not isinstance(leave, bool) or not isinstance(note, str) or len(note) > MAX_NOTE:
+        raise JobError(f"{key}: leave_running or note is not what it should be")
+    if phase not in list(Phase):
+        raise JobError(f"{key}: phase {phase!r} is not known")
+    plan = Plan(world=world, leave_running=leave)
+    return Epoch(Phase(phase), entry.revision, leave, note), plan
+
+
+def member_text(step: Step, keeper: str) -> str:
+    """keeper: who runs the rank's side, unlike every other one."""
+    return json.dumps({"version": _VERSION, "step": step, "keeper": keeper})
+
+
+def member_of(key: str, entry: Entry) -> tuple[Step, str]:
+    """Raises JobError."""
+    value = _object(key, entry, "version", "step", "keeper")
+    if value["step"] not in list(Step) or not isinstance(value["keeper"], str):
+        raise JobError(f"{key}: step {value['step']!r} is not known")
+    return Step(value["step"]), value["keeper"]
+
+
+def settled_text(problem: str) -> str:
+    """problem: what went wrong with what was decided."""
+    return json.dumps({"version": _VERSION, "problem": problem[:MAX_NOTE]})
+
+
+def number_of(key: str, entry: Entry | None) -> int:
+    """The epoch that is named there; 0: none. Raises JobError."""
+    if entry is None:
+        return 0
+    if not re.fullmatch(r"[1-9][0-9]{0,7}", entry.value):
+        raise JobError(f"{key}: {entry.value[:20]!r} is no number of an epoch")
+    return int(entry.value)
+
+
+def rank_of(key: str, world: int) -> int | None:
+    """The rank that a key ends in; None: no rank of this world."""
+    last = key.rpartition("/")[2]
+    if not re.fullmatch(r"0|[1-9][0-9]{0,6}", last) or int(last) >= world:
+        return None
+    return int(last)
+
+
+def _object(key: str, entry: Entry, *names: str) -> dict[str, Any]:
+    try:
+        value = json.loads(entry.value)
+    except (ValueError, RecursionError) as exc:
+        raise JobError(f"{key} is not JSON: {exc}") from exc
+    if not isinstance(value, dict) or set(value) != set(names):
+        raise JobError(f"{key}: must be an object with {', '.join(names)}")
+    if value["version"] != _VERSION:
+        raise JobError(f"{key}: version {value['version']!r}, this build reads {_VERSION}")
+    return value

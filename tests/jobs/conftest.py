@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests of jobs.
+
+etcd         a real etcd-server, one for all tests of a file (support.etcd.EtcdCluster)
+new_store    new_store() -> another client of one store, etcd or the local one; tests run with both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from gpustasis.jobs.etcd import Etcd
+from gpustasis.jobs.etcd_words import Access
+from gpustasis.jobs.local import Local
+from gpustasis.jobs.server import Server
+from gpustasis.jobs.store import Store
+from support.etcd import EtcdCluster
+
+_prefixes = count(1)
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"))
+    try:
+        cluster.wait()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(params=["etcd", "local"])
+def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Store]]:
+    stores: list[Store] = []
+    server = None
+    if request.param == "local":
+        server = Server(tmp_path / "store", tmp_path / "journal")
+    else:
+        cluster = request.getfixturevalue("etcd")
+
+    def new() -> Store:
+        store: Store
+        if server is not None:
+            store = Local(tmp_path / "store")
+        else:
+            store = Etcd(Access(endpoints=cluster.endpoints))
+        stores.append(store)
+        return store
+
+    yield new
+    for store in stores:
+        store.close()
+    if server is not None:
+        server.close()
+
+
+@pytest.fixture
+def top() -> str:
+    """The beginning of the keys of this test."""
+    return f"/gpustasis/test-{next(_prefixes)}/"

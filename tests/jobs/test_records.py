@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What others have stored is checked before it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpustasis.errors import JobError
+from gpustasis.jobs.lead import digest_of, next_move
+from gpustasis.jobs.messages import Epoch, Move, Phase, Step
+from gpustasis.jobs.records import (
+    Keys,
+    Plan,
+    epoch_of,
+    member_of,
+    member_text,
+    number_of,
+    phase_text,
+    rank_of,
+)
+from gpustasis.jobs.store import Entry
+
+PLAN = Plan(world=3, leave_running=True)
+TEXTS: dict[Callable[..., Any], str] = {
+    epoch_of: phase_text(PLAN, Phase.DUMP, "why"),
+    member_of: member_text(Step.READY, "me"),
+    number_of: "7",
+}
+
+
+def test_what_is_written_is_read() -> None:
+    assert epoch_of("k", Entry(TEXTS[epoch_of], 5)) == (Epoch(Phase.DUMP, 5, True, "why"), PLAN)
+    assert member_of("k", Entry(TEXTS[member_of], 5)) == (Step.READY, "me")
+    assert number_of("k", Entry("7", 5)) == 7
+    assert number_of("k", None) == 0
+
+
+@pytest.mark.parametrize("read", TEXTS, ids=lambda read: read.__name__)
+@given(st.data())
+def test_any_text_is_read_or_refused(read: Callable[..., Any], data: st.DataObject) -> None:
+    whole = TEXTS[read]
+    at = data.draw(st.integers(0, len(whole)))
+    text = whole[:at] + data.draw(st.text(max_size=3)) + whole[at + data.draw(st.integers(0, 3)) :]
+    with contextlib.suppress(JobError):
+        read("k", Entry(text, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("version", 2),
+        ("phase", "done"),
+        ("phase", ["dump"]),
+        ("world", 0),
+        ("world", True),
+        ("world", 1 << 21),
+        ("leave_running", 1),
+        ("note", None),
+        ("note", "x" * 5000),
+        ("more", 1),
+    ],
+)
+def test_an_epoch_out_of_bounds_is_refused(name: str, value: object) -> None:
+    text = json.dumps({**json.loads(TEXTS[epoch_of]), name: value})
+    with pytest.raises(JobError):
+        epoch_of("k", Entry(text, 1))
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "07", "1.0", "９", "1" * 9, "1\n"])
+def test_a_number_out_of_bounds_is_refused(text: str) -> None:
+    with pytest.raises(JobError):
+        number_of("k", Entry(text, 1))
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "a b", "ä", "a" * 129, "a\n"])
+def test_a_job_with_such_a_name_is_refused(name: str) -> None:
+    with pytest.raises(JobError, match="job name"):
+        Keys(name)
+
+
+@pytest.mark.parametrize(
+    ("key", "rank"), [("a/0", 0), ("a/2", 2), ("a/3", None), ("a/02", None), ("a/x", None)]
+)
+def test_ranks_are_those_of_the_world(key: str, rank: int | None) -> None:
+    assert rank_of(key, 3) == rank
+
+
+@given(st.dictionaries(st.integers(0, 3), st.text(max_size=4), max_size=4))
+def test_other_records_have_another_digest(records: dict[int, str]) -> None:
+    mine = digest_of(records)
+    for rank, record in records.items():
+        assert digest_of({**records, rank: f"{record}x"}) != mine
+        assert digest_of({n: r for n, r in records.items() if n != rank}) != mine
+
+
+def test_a_rank_whose_lease_is_gone_aborts_unless_its_record_is_there() -> None:
+    epoch = Epoch(Phase.DUMP, 9)
+    steps = {0: Step.NETWORK_LOCKED}
+    assert next_move(epoch, 2, steps, {}) == Move(
+        9, Phase.ABORTED, "rank 1 lost its lease in phase dump"
+    )
+    assert next_move(epoch, 2, steps, {1: "r"}) is None
+    records = {0: "s", 1: "r"}
+    assert next_move(epoch, 2, {}, records) == Move(9, Phase.COMMITTED, digest_of(records))

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the protocol needs of a store, of each of the two."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gpustasis.jobs.store import Change, LeaseGone, Put, Require, Store, Watch
+
+NewStore = Callable[[], Store]
+SOON_S = 20
+
+
+def changes_of(watch: Watch, count: int) -> list[Change]:
+    deadline = time.monotonic() + SOON_S
+    found: list[Change] = []
+    while len(found) < count and time.monotonic() < deadline:
+        found += watch.wait(0.2)
+    return found
+
+
+def test_what_is_written_is_read(new_store: NewStore, top: str) -> None:
+    store = new_store()
+    before = store.read(top)
+    assert before.entries == {}
+    answer = store.write([], [Put(f"{top}a", "1"), Put(f"{top}b", 'ö"\n')])
+    assert answer.applied
+    assert answer.revision > before.revision
+    found = new_store().read(top)
+    assert {key: entry.value for key, entry in found.entries.items()} == {
+        f"{top}a": "1",
+        f"{top}b": 'ö"\n',
+    }
+    assert {entry.revision for entry in found.entries.values()} == {answer.revision}
+
+
+def test_several_entries_are_read_at_one_revision(new_store: NewStore, top: str) -> None:
+    store = new_store()
+    store.write([], [Put(f"{top}a", "1"), Put(f"{top}b/1", "2"), Put(f"{top}b/2", "3")])
+    store.write([], [Put(f"{top}bc", "no"), Put(f"{top}c", "no")])
+    found = store.read(f"{top}a", f"{top}b/", f"{top}missing")
+    assert sorted(found.entries) == [f"{top}a", f"{top}b/1", f"{top}b/2"]
+
+
+def test_a_transaction_is_applied_whole_or_not_at_all(new_store: NewStore, top: str) -> None:
+    store = new_store()
+    first = store.write([Require(f"{top}a", 0)], [Put(f"{top}a", "1")])
+    assert first.applied
+    assert not store.write([Require(f"{top}a", 0)], [Put(f"{top}a", "2")]).applied
+    requires = [Require(f"{top}a", first.revision), Require(f"{top}b", first.revision)]
+    assert not store.write(requires, [Put(f"{top}a", "3"), Put(f"{top}b", "3")]).applied
+    assert {key: e.value for key, e in store.read(top).entries.items()} == {f"{top}a": "1"}
+    requires[1] = Require(f"{top}b", 0)
+    assert store.write(requires, [Put(f"{top}a", "4"), Put(f"{top}b", "4")]).applied
+
+
+def test_of_many_who_want_the_same_one_gets_it(new_store: NewStore, top: str) -> None:
+    won: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def want(number: int) -> None:
+        store = new_store()
+        barrier.wait()
+        if store.write([Require(f"{top}a", 0)], [Put(f"{top}a", str(number))]).applied:
+            won.append(number)
+
+    threads = [threading.Thread(target=want, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [new_store().read(f"{top}a").entries[f"{top}a"].value] == [str(won[0])]
+    assert len(won) == 1
+
+
+def test_an_entry_goes_with_its_lease(new_store: NewStore, top: str) -> None:
+    store = new_store()
+    kept, left = store.grant(1), store.grant(1)
+    store.write([], [Put(f"{top}kept", "", kept), Put(f"{top}left", "", left), Put(f"{top}a", "")])
+    deadline = time.monotonic() + SOON_S
+    while f"{top}left" in store.read(top).entries and time.monotonic() < deadline:
+        store.keep(kept)
+        time.sleep(0.1)
+    assert sorted(store.read(top).entries) == [f"{top}a", f"{top}kept"]
+    with pytest.raises(LeaseGone):
+        store.keep(left)
+    with pytest.raises(LeaseGone):
+        store.write([], [Put(f"{top}left", "", left)])
+    store.revoke(kept)
+    store.revoke(kept)
+    assert sorted(store.read(top).entries) == [f"{top}a"]
+
+
+def test_an_entry_that_is_written_without_its_lease_stays(new_store: NewStore, top: str) -> None:
+    store = new_store()
+    lease = store.grant(60)
+    store.write([], [Put(f"{top}a", "1", lease)])
+    store.write([], [Put(f"{top}a", "2")])
+    store.revoke(lease)
+    assert store.read(f"{top}a").entries[f"{top}a"].value == "2"
+
+
+def test_a_watch_says_every_change_once_and_in_order(new_store: NewStore, top: str) -> None:
+    store, other = new_store(), new_store()
+    after = store.write([], [Put(f"{top}w/early", "0")]).revision
+    lease = other.grant(60)
+    other.write([], [Put(f"{top}w/1", "a", lease)])
+    watch = store.watch(f"{top}w/", after)
+    other.write([], [Put(f"{top}x", "no")])
+    other.write([], [Put(f"{top}w/2", "b"), Put(f"{top}w/3", "c")])
+    other.write([], [Put(f"{top}w/2", "d")])
+    other.revoke(lease)
+    found = changes_of(watch, 5)
+    assert [(c.key.removeprefix(top), c.entry and c.entry.value) for c in found] == [
+        ("w/1", "a"),
+        ("w/2", "b"),
+        ("w/3", "c"),
+        ("w/2", "d"),
+        ("w/1", None),
+    ]
+    revisions = [change.revision for change in found]
+    assert revisions == sorted(revisions)
+    assert revisions[0] == after + 1
+    assert watch.wait(0.2) == []
+
+
+def test_a_watch_of_one_entry(new_store: NewStore, top: str) -> None:
+    store = new_store()
+    watch = store.watch(f"{top}a", store.read(top).revision)
+    store.write([], [Put(f"{top}ab", "no")])
+    store.write([], [Put(f"{top}a", "yes")])
+    assert [change.key for change in changes_of(watch, 1)] == [f"{top}a"]
+
+
+def test_a_client_is_closed_with_its_watches(new_store: NewStore, top: str) -> None:
+    before = set(threading.enumerate())
+    store = new_store()
+    store.watch(top, store.read(top).revision)
+    store.close()
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if "watch" in thread.name]
