@@ -28,7 +28,7 @@ from campaigns import (
 )
 from campaigns.rig import Rig, with_driver
 from campaigns.tally import Tally
-from soak import sealed
+from soak import keepers, sealed
 from soak.bench import KILLS, KILLS_EACH_PHASE, KILLS_WITH_WORKER, STREAMS_BROKEN, Bench, Campaign
 from support.archives import pack
 from support.elsewhere import Elsewhere
@@ -331,6 +331,13 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             "and CUDA go there and back in each way with each CRIU; every byte is checked"
         ),
         _whole_trees,
+    ),
+    "keepers": (
+        (
+            "what keeps a rank of a distributed job is killed and cut off in each phase of a "
+            "coordinated checkpoint, and so is etcd; all ranks are committed, or all run on"
+        ),
+        keepers.run,
     ),
     "tar-readers": (
         "tar archives with odd headers; what our reader accepts, others read in the same way",
