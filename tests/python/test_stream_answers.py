@@ -35,7 +35,7 @@ from gpustasis.streaming.send import Sent, Target, send
 from support.certificates import Pair
 from support.job import TIMEOUT_S
 from support.recipients import make_recipient
-from support.streams import FILES, a_run
+from support.streams import FILES, a_run, write_images
 
 STALL_S = 2.0
 LARGE = {"gpustasis-sealed.img": bytes(16 << 20)}  # more than a socket holds
@@ -120,8 +120,7 @@ def send_sealed(
     files = {ENVELOPE_NAME: FreshKey().key.wrap([me.certificate.read_bytes()])} | LARGE | FILES
 
     def dump(images: Path, words: Sequence[str]) -> Run:
-        for name, content in files.items():
-            (images / name).write_bytes(content)
+        write_images(images, files)
         environ = os.environ | {"CRTOOLS_SCRIPT_ACTION": "post-dump"}
         asked = subprocess.run([words[1]], env=environ, check=False, timeout=TIMEOUT_S)
         if asked.returncode != 0:

@@ -28,7 +28,7 @@ from gpustasis.streaming.records import Kind
 from gpustasis.streaming.send import Sent, Target, send
 from gpustasis.task import boot_id, read_task
 from support.job import TIMEOUT_S, ended
-from support.streams import FILES, a_run, follow
+from support.streams import FILES, a_run, follow, write_images
 
 
 @pytest.fixture
@@ -44,8 +44,7 @@ def dumper(
     """A dump of `job`: asks, and ends it upon a yes, if `kill`; then it fails if it was to."""
 
     def dump(images: Path, words: Sequence[str]) -> Run:
-        for name, content in (FILES | (more or {})).items():
-            (images / name).write_bytes(content)
+        write_images(images, FILES | (more or {}))
         environ = os.environ | {"CRTOOLS_SCRIPT_ACTION": "post-dump"}
         asked = subprocess.run([words[1]], env=environ, check=False, timeout=60)
         if asked.returncode != 0:

@@ -33,7 +33,7 @@ from support.certificates import Pair
 from support.image_samples import make_checkpoint, mixture
 from support.job import TIMEOUT_S
 from support.recipients import make_recipient
-from support.streams import FILES, INVENTORY, PSTREE, stream_of
+from support.streams import FILES, INVENTORY, PSTREE, stream_of, write_images
 
 ENVELOPE, FILE_1 = "gpustasis-sealed.cms", "gpustasis-sealed.img"
 SECRET = b"what nobody may see" * 40
@@ -284,8 +284,7 @@ def test_a_dump_that_was_to_be_sealed_and_is_not(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "1000"]) as job:
 
         def dump(images: Path, words: Sequence[str]) -> Run:
-            for name, content in FILES.items():
-                (images / name).write_bytes(content)
+            write_images(images, FILES)
             environ = os.environ | {"CRTOOLS_SCRIPT_ACTION": "post-dump"}
             asked = subprocess.run([words[1]], env=environ, check=False, timeout=60)
             raise CriuError(f"the script said {asked.returncode}")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gpustasis.criu.run import Run
@@ -61,6 +61,14 @@ def follow(
         else:
             contents.other(record, header)
     return replies, contents.outcome
+
+
+def write_images(images: Path, files: Mapping[str, bytes]) -> None:
+    """As the plugin writes them: a file has its name when it is complete, and may be sent then."""
+    part = images / ".part"
+    for name, content in files.items():
+        part.write_bytes(content)
+        part.rename(images / name)
 
 
 def a_run(pid: int, images: Path) -> Run:
