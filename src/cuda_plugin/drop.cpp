@@ -60,11 +60,43 @@ void write_record(DropRecords& records, const TaskRecord& record, int image_dir)
                    .directory = directory_path(image_dir)});
 }
 
-Guard make_guard(InjectedSyscalls& task, pid_t pid, const std::vector<Region>& regions,
-                 bool required) {
+/// For close_left_userfaultfd() of another dump, should this criu be killed. The memory is as well
+/// guarded without.
+void record_userfaultfd(const TaskRecord& record, int image_dir) {
+    try {
+        DropRecords records({}, DropRecords::kUserfaultfd);
+        if (!find_unused_userfaultfds(record.pid).empty())
+            return; // one of its own: nobody could tell which one is ours
+        write_record(records, record, image_dir);
+        records.list(); // which removes those of the dead
+    } catch (const Error& e) {
+        host::warn("should this criu be killed now, pid " + std::to_string(record.pid) +
+                   " may keep a userfaultfd, which CRIU cannot dump: " + e.what());
+    }
+}
+
+UniqueFd make_recorded_userfaultfd(InjectedSyscalls& task, const TaskRecord& record,
+                                   int image_dir) {
+    record_userfaultfd(record, image_dir);
+    host::info("guarding the staged memory of pid " + std::to_string(record.pid));
+    const auto forget = [&record] {
+        DropRecords({}, DropRecords::kUserfaultfd).remove(identity_of(record));
+    };
+    try {
+        UniqueFd made = make_userfaultfd(task, record.pid);
+        forget();
+        return made;
+    } catch (const Error&) {
+        forget();
+        throw;
+    }
+}
+
+Guard make_guard(InjectedSyscalls& task, const TaskRecord& record,
+                 const std::vector<Region>& regions, int image_dir, bool required) {
     Guard guard;
     try {
-        guard.pages.emplace(make_userfaultfd(task, pid));
+        guard.pages.emplace(make_recorded_userfaultfd(task, record, image_dir));
         for (const Region& region : regions)
             guard.pages->add(region);
     } catch (const Error& e) {
@@ -135,6 +167,33 @@ void record_checkpoint(const TaskRecord& record, int image_dir, bool required) {
     }
 }
 
+void close_left_userfaultfd(TaskRecord& record) {
+    const std::string name = "pid " + std::to_string(record.pid);
+    try {
+        DropRecords records({}, DropRecords::kUserfaultfd);
+        if (!records.find(identity_of(record)))
+            return;
+        const std::vector<int> left = find_unused_userfaultfds(record.pid);
+        if (left.size() > 1)
+            throw Error(Errc::unsupported, "there are " + std::to_string(left.size()));
+        if (!left.empty()) {
+            InjectedSyscalls task(
+                {record.pid, record.restore_tid, record.thawed, record.signal_mask});
+            const std::int64_t result =
+                task.call(SYS_close, static_cast<std::uint64_t>(left.front()), 0, 0);
+            task.finish();
+            if (result != 0)
+                throw io_error("close", static_cast<int>(-result));
+            host::info("closed descriptor " + std::to_string(left.front()) + " of " + name +
+                       ": a userfaultfd that a dump which was killed has left there");
+        }
+        records.remove(identity_of(record));
+    } catch (const Error& e) {
+        host::warn("a dump of " + name + " that was killed may have left a userfaultfd there, " +
+                   "which CRIU cannot dump: " + e.what());
+    }
+}
+
 void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& regions,
                   const TaskTable& table, UndoImages& images, unsigned threads, bool required) {
     const std::string name = "pid " + std::to_string(record.pid);
@@ -145,7 +204,7 @@ void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& r
     if (!task.has_way_back())
         host::warn(name + " would not survive this criu being killed while its staged memory is "
                           "dropped");
-    guard = make_guard(task, record.pid, regions, required);
+    guard = make_guard(task, record, regions, images.lineage().directory(0), required);
     if (guard.pages)
         try {
             start_guardians(record, table, *guard.pages, images, threads);

@@ -275,6 +275,7 @@ void DumpSession::run_driver_checkpoint(TaskRecord& record, TaskStatistics& stat
                               "checkpointed");
     proc::wait_for_helper_threads(record.pid, threads);
     thawed.refreeze();
+    close_left_userfaultfd(record);
 }
 
 void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& regions,

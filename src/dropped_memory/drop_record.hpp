@@ -66,6 +66,8 @@ class DropRecords {
 public:
     static constexpr const char* kDropped = "dropped";
     static constexpr const char* kCheckpointed = "checkpointed"; ///< a directory beside that one
+    /// Another: of tasks in which a userfaultfd is being made, and may have been left open.
+    static constexpr const char* kUserfaultfd = "userfaultfd";
 
     /// `base`: in place of /run or /run/user/UID; for tests. It must exist.
     explicit DropRecords(std::string base = {}, std::string kind = kDropped);

@@ -150,6 +150,40 @@ def test_a_drop_that_comes_late_is_waited_for(
     assert late, "no restore thread had set out to drop pages"
 
 
+def test_a_userfaultfd_that_a_killed_dump_has_left_is_closed_by_the_next(newest_rig: Rig) -> None:
+    """criu and its worker are killed at each system call from which on the task may have one."""
+    left = 0
+    with newest_rig.job(mib=8) as job:
+        for number in range(1, 30):
+            images = newest_rig.images()
+            count = images.with_name(f"{images.name}.count")
+            killer = [str(newest_rig.programs.killer), str(count), str(number), "o"]
+            words = [*killer, "guarding the staged memory", *newest_rig.dump_words(job, images)]
+            assert newest_rig.run(words, images, "dump").status == 137
+            newest_rig.settle(images)
+            if "dropping the staged memory" in log_path(images, "dump").read_text(errors="replace"):
+                break
+            recover(newest_rig, job.pid, "-D", images)
+            job.run_on(1)
+            if not userfaultfds(job.pid):
+                continue
+            left += 1
+            images = newest_rig.images()
+            dumped = newest_rig.run(
+                newest_rig.dump_words(job, images, ["--leave-running"]), images, "dump"
+            )
+            assert dumped.status == 0, dumped.errors
+            assert "closed descriptor" in log_path(images, "dump").read_text(errors="replace")
+            assert userfaultfds(job.pid) == []
+            job.run_on(1)
+    assert left, "no kill has left one: where it is made cannot have been hit"
+
+
+def userfaultfds(pid: int) -> list[str]:
+    descriptors = Path(f"/proc/{pid}/fd").iterdir()
+    return [fd.name for fd in descriptors if os.readlink(fd) == "anon_inode:[userfaultfd]"]
+
+
 def stop_and_kill(
     rig: Rig, job: SteadyJob, images: Path, number: int, prefix: Sequence[str]
 ) -> None:
