@@ -158,15 +158,16 @@ std::string directory_path(int dir_fd) {
     return error ? "." : path.string();
 }
 
-void link_parent(int dir_fd, int parent_fd) {
+void link_parent(int dir_fd, int parent_fd, LinkText text) {
     if (same_file(status_of(dir_fd), status_of(parent_fd)))
         throw Error(Errc::bad_argument,
                     directory_path(dir_fd) + ": a checkpoint cannot be its own parent");
     const std::filesystem::path from = directory_path(dir_fd);
     const std::filesystem::path to = directory_path(parent_fd);
-    const std::string text = to.lexically_relative(from).string();
+    const std::filesystem::path leads =
+        text == LinkText::absolute ? to : to.lexically_relative(from);
     ::unlinkat(dir_fd, kNewLink, 0);
-    if (::symlinkat(text.c_str(), dir_fd, kNewLink) != 0 ||
+    if (::symlinkat(leads.c_str(), dir_fd, kNewLink) != 0 ||
         ::renameat(dir_fd, kNewLink, dir_fd, kParentLink) != 0 || ::fsync(dir_fd) != 0)
         throw io_error("cannot make " + (from / kParentLink).string(), errno);
 }

@@ -24,9 +24,13 @@ namespace gpustasis {
 /// In an image directory: leads to the directory of the parent.
 inline constexpr const char* kParentLink = "gpustasis-parent";
 
-/// Make, or replace in a single step, the parent link of `dir_fd` to the directory `parent_fd`. Its
-/// text is relative. Throws Error: bad_argument if both are the same directory, io.
-void link_parent(int dir_fd, int parent_fd);
+/// What the text of a parent link is: `relative`, so that both directories can be moved together; `absolute` to
+/// a container's store, whose place is fixed: CRI-O takes no archive in which a link leads up and out.
+enum class LinkText { relative, absolute };
+
+/// Make, or replace in a single step, the parent link of `dir_fd` to the directory `parent_fd`.
+/// Throws Error: bad_argument if both are the same directory, io.
+void link_parent(int dir_fd, int parent_fd, LinkText text = LinkText::relative);
 
 /// "3f2a…": `id` in hex.
 std::string id_text(const Id& id);

@@ -156,7 +156,8 @@ ParentChoice choose(const Config& config, Lineage& lineage, const ContainerStore
                     std::to_string(parent.chain_length));
     if (key && std::ranges::none_of(parent.tasks, &ManifestTask::externalized))
         return full(directory_path(dir.get()) + " holds no memory to build on");
-    link_parent(image_dir, dir.get());
+    const bool in_store = config.parent.empty() && store != nullptr;
+    link_parent(image_dir, dir.get(), in_store ? LinkText::absolute : LinkText::relative);
     lineage.directory(1); // and its lock: from here on nobody removes it
     const UniqueFd again = find_parent(config, image_dir, store);
     if (!again || directory_path(again.get()) != lineage.path(1))

@@ -103,6 +103,15 @@ class Relay:
         for end in (source, target) if fault.kind == "cut" else (target,):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR if fault.kind == "cut" else socket.SHUT_WR)
+        if back and fault.kind == "cut":
+            self._hear_the_rest(source)
+
+    def _hear_the_rest(self, source: socket.socket) -> None:
+        """What was said before the cut, and does not come through."""
+        with suppress(OSError):
+            while data := source.recv(_PIECE):
+                if b'"digest"' in data:
+                    self.ready.set()
 
 
 def _is_release(data: bytes) -> bool:

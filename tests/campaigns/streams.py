@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from campaigns import criu_code
 from campaigns.rig import Rig, end_strays
 from campaigns.steady_job import SteadyJob, process_state
 from campaigns.stream_faults import WAIT_S, Fault, Relay
@@ -47,7 +48,8 @@ _KILLED = ("sender", "receiver", "criu", "script")
 class Outcome:
     """Of one stream. here, there: processes of the job that live. said: what both ends said on
     stderr; named: the complete checkpoints that they name. seconds: from start to end. was_ready:
-    the receiver has said so. pair: whom it was sealed for; None: nobody."""
+    the receiver has said so. pair: whom it was sealed for; None: nobody. criu_stood: tasks in which
+    CRIU's own code was seen when its criu was killed, and by what."""
 
     job: SteadyJob
     place: Path
@@ -62,6 +64,7 @@ class Outcome:
     seconds: float
     was_ready: bool
     pair: Pair | None
+    criu_stood: dict[int, str]
 
 
 def run(
@@ -142,7 +145,9 @@ def send(
             start_new_session=True,
         )
     given.close()
-    killer = threading.Thread(target=_kill, args=(fault, sender, receiver, relay))
+    criu_stood: dict[int, str] = {}
+    pids = (job.pids, criu_stood)
+    killer = threading.Thread(target=_kill, args=(fault, sender, receiver, relay, *pids))
     killer.start()
     deadline = time.monotonic() + wait_s
     while sender.poll() is None or receiver.poll() is None:
@@ -171,6 +176,7 @@ def send(
         seconds=seconds,
         was_ready=relay.ready.is_set(),
         pair=pair,
+        criu_stood=criu_stood,
     )
 
 
@@ -200,6 +206,11 @@ def judge(rig: Rig, elsewhere: Elsewhere, fault: Fault, found: Outcome, tally: T
             assert "runs on" not in found.said, "it is said that the job runs on here"
             if fault.kind == "none":
                 assert (found.sender, found.receiver) == (0, 0), "an end says that it failed"
+        elif found.criu_stood and found.there == 0 and not found.was_ready:
+            lost = set(found.job.pids) - set(found.job.alive_pids())
+            alone = found.job.pid not in found.criu_stood  # else all others end with it
+            assert not alone or lost <= set(found.criu_stood), f"{lost} ended; {found.criu_stood}"
+            tally.counts["LOST, CRIU's own code stood there"] += 1
         else:
             assert ran == (0, 0), "it runs twice, or in part"
             assert found.was_ready, "it was ended before the receiver was ready"
@@ -271,6 +282,8 @@ def _kill(
     sender: subprocess.Popen[bytes],
     receiver: subprocess.Popen[bytes],
     relay: Relay,
+    pids: tuple[int, ...],
+    criu_stood: dict[int, str],
 ) -> None:
     """Do that at the moment that the fault names, if the victim is there."""
     if fault.kind != "kill":
@@ -283,10 +296,19 @@ def _kill(
         victim = _find(fault.victim, sender, receiver)
         if victim is not None and time.monotonic() >= wait:
             with suppress(ProcessLookupError):
+                if fault.victim == "criu":
+                    os.kill(victim, signal.SIGSTOP)
+                    _wait_until_stopped(victim)
+                    criu_stood |= criu_code.proofs(pids)
                 os.kill(victim, signal.SIGKILL)
             time.sleep(0.2 if fault.held else 0)  # until it is gone
             relay.killed.set()
             return
+        time.sleep(0.001)
+
+
+def _wait_until_stopped(pid: int) -> None:
+    while process_state(pid) not in ("T", "t", "Z", ""):
         time.sleep(0.001)
 
 

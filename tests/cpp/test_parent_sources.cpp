@@ -11,9 +11,13 @@
 #include "core/manifest.hpp"
 #include "core/parent_index.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <climits>
 #include <ctime>
 #include <initializer_list>
+#include <string>
 
 using namespace gpustasis;
 
@@ -85,9 +89,25 @@ void images_that_contradict_each_other_are_refused() {
     read(dir, {one, other}, Errc::corrupt_data);
 }
 
+void a_link_is_relative_unless_asked() {
+    const sample::TempDir parent;
+    const sample::TempDir child;
+    const std::string path = directory_path(parent.fd());
+    const auto text = [&] {
+        char link[PATH_MAX];
+        const ssize_t size = ::readlinkat(child.fd(), kParentLink, link, sizeof link);
+        return std::string(link, static_cast<std::size_t>(std::max<ssize_t>(size, 0)));
+    };
+    link_parent(child.fd(), parent.fd());
+    CHECK(text() == "../" + path.substr(path.rfind('/') + 1));
+    link_parent(child.fd(), parent.fd(), LinkText::absolute);
+    CHECK(text() == path && path.starts_with('/'));
+}
+
 } // namespace
 
 int main() {
     many_sources_take_no_more_than_their_share();
     images_that_contradict_each_other_are_refused();
+    a_link_is_relative_unless_asked();
 }
