@@ -21,6 +21,7 @@ from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import Setting
 from gpustasis.errors import CheckpointError, CriuError
+from gpustasis.preemption.network import unlock
 from gpustasis.preemption.tree import tree_of
 
 GHOST_LIMIT = 1 << 30  # bytes: what data loaders share has no name
@@ -84,7 +85,11 @@ def dump(criu: Criu, pid: int, images: Path, limits: Limits, words: Sequence[str
     except CriuError as exc:
         if not watch.stopped:
             raise
-        how = "killed" if watch.killed else "broken off"
+        how = "broken off"
+        if watch.killed:
+            how = "killed"
+            with suppress(CheckpointError):
+                unlock(images)  # the job may want its connections to end well
         raise CheckpointError(
             f"the dump into {images} was {how} after {time.monotonic() - begin:.1f} s: it would "
             "have taken too long"

@@ -36,12 +36,13 @@ _STATE_LIMIT = 1 << 16  # bytes
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """A directory of the store. record: None: it is no checkpoint of this job that could be
-    restored, for the reason `unusable`."""
+    restored, for the reason `unusable`. foreign: because it is another job's."""
 
     directory: Path
     number: int
     record: Record | None
     unusable: str
+    foreign: bool = False
 
 
 class JobStore:
@@ -92,8 +93,11 @@ class JobStore:
         os.ftruncate(self._fd, len(raw))
 
     def tell_root(self, pid: int) -> None:
-        """The job runs: process `pid` is its root."""
-        root = {"pid": pid, "start_time": read_task(pid).start_time, "boot": boot_id().hex()}
+        """The job runs, or has ended already: process `pid` is its root."""
+        try:
+            root = {"pid": pid, "start_time": read_task(pid).start_time, "boot": boot_id().hex()}
+        except CheckpointError:
+            return
         self.tell(supervisor=os.getpid(), root=root)
 
     def _refuse_two(self) -> None:
@@ -118,7 +122,7 @@ class JobStore:
         """The newest first, those that cannot be used among them."""
         done = self._ended()
         for number, directory in sorted(self._numbered(), reverse=True):
-            record, unusable = None, ""
+            record, unusable, foreign = None, "", False
             try:
                 record = read_record(directory)
                 entry = read_entry(directory)
@@ -130,6 +134,7 @@ class JobStore:
                     unusable = f"is not whole: {entry.incomplete}"
                 else:
                     unusable = job.difference(record.identity)
+                    foreign = bool(unusable)
             except ImageError as exc:
                 unusable = f"cannot be read: {exc}"
             yield Found(
@@ -137,6 +142,7 @@ class JobStore:
                 number=number,
                 record=None if unusable else record,
                 unusable=unusable,
+                foreign=foreign,
             )
 
     def new_directory(self) -> Path:

@@ -19,6 +19,7 @@ from gpustasis.errors import CheckpointError
 from gpustasis.preemption import start
 from gpustasis.preemption.dumping import Limits, criu_words, dump
 from gpustasis.preemption.estimate import estimate
+from gpustasis.preemption.network import unlock
 from gpustasis.preemption.records import Identity, Record
 from gpustasis.preemption.signals import ENDING, Signals
 from gpustasis.preemption.store import JobStore
@@ -79,6 +80,7 @@ class Supervisor:
             for outlet in self._outlets:
                 outlet.give_away()
             self._store.tell_root(root)
+            self._because = ""
             return self._stay(root)
         finally:
             for outlet in self._outlets:
@@ -94,6 +96,8 @@ class Supervisor:
                 return None
             if found.record is None:
                 self._say(f"{found.directory} {found.unusable}")
+                if not found.foreign:
+                    self._give_up(found.directory)
                 continue
             try:
                 start.verify(found.directory, lambda: self._signals.ending)
@@ -105,6 +109,7 @@ class Supervisor:
             except CheckpointError as exc:
                 lost.append(found.directory)
                 self._say(f"{found.directory} cannot be restored: {exc}")
+                self._give_up(found.directory)
                 continue
             self._say(f"process {pid} goes on, restored from {found.directory}")
             return pid
@@ -118,6 +123,12 @@ class Supervisor:
         pid = start.start(self._settings.command, self._outlets)
         self._say(f"process {pid} starts afresh")
         return pid
+
+    def _give_up(self, directory: Path) -> None:
+        try:
+            unlock(directory)
+        except CheckpointError as exc:
+            self._say(str(exc))
 
     def _stay(self, root: int) -> int:
         """Until the job has ended, or is in a checkpoint."""
@@ -137,7 +148,8 @@ class Supervisor:
                     os.kill(root, number)
 
     def _ended(self, status: int) -> int:
-        self._because = f"the job ended by itself, status {status}"
+        if not self._because:
+            self._because = f"the job ended by itself, status {status}"
         if status == 0:
             self._store.end()
         return status if status >= 0 else 128 - status
