@@ -15,6 +15,7 @@ import pytest
 
 from gpustasis.preemption.network import unlock
 from support.command import call
+from support.json_output import check_document
 from support.supervised import Supervised, end_session
 
 PAIR = Path(__file__).resolve().parent.parent / "programs" / "pair.py"
@@ -232,7 +233,7 @@ def test_preempt_asks_the_supervisor_of_any_process_of_the_job(supervise: Superv
     (child,) = Path(f"/proc/{run.root()}/task/{run.root()}/children").read_text().split()
     done = call("preempt", child, "--json")
     assert done.exit_code == 0, done.output
-    said = json.loads(done.stdout)
+    said = check_document(done.stdout, "preempt")
     assert said["supervisor"] == run.pid
     assert said["checkpoint"] == f"{run.out.parent}/store/jit-000001"
     assert run.wait() == CHECKPOINTED
