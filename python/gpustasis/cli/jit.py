@@ -18,7 +18,7 @@ from gpustasis.criu.find import find
 from gpustasis.errors import CheckpointError
 from gpustasis.image.directory import allow_many_files
 from gpustasis.preemption import asking, start, supervisor
-from gpustasis.preemption.privileges import require_privileges
+from gpustasis.preemption.privileges import own_privileges, require_privileges
 from gpustasis.preemption.records import identify
 from gpustasis.preemption.signals import Signals
 from gpustasis.preemption.store import JobStore
@@ -123,7 +123,7 @@ def command(
         raise click.UsageError("--speed 0: no checkpoint would ever be ready")
     output.start_log(30)
     allow_many_files()
-    require_privileges()
+    require_privileges(*own_privileges())
     argv, script = _command(words, module)
     try:
         identity = identify(argv, script)
