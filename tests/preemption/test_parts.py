@@ -61,21 +61,21 @@ def test_a_dump_that_is_broken_off_leaves_the_job_as_it_was(
     assert read_record(images) is None
 
 
-def test_a_checkpoint_is_not_verified_to_its_end_when_nothing_shall_start(
-    launch: Launch, images: Path
+def test_nothing_is_restored_when_it_shall_end_or_when_its_pids_are_taken(
+    launch: Launch, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = launch([sys.executable, PAIR, "100000", "8", "0.01"])
     job.wait_for("\n2 ")
-    settings = run.Settings(plugin=PLUGIN, options={"tcp-established": True})
-    run.dump(
-        newest_criu(),
-        job.pid,
-        images,
-        run.Settings(plugin=PLUGIN, options=settings.options, extra=criu_words("nftables")),
-    )
+    words = criu_words("nftables")
+    settings = run.Settings(plugin=PLUGIN, options={"tcp-established": True}, extra=words)
+    run.dump(newest_criu(), job.pid, images, settings, leave_running=True)
     start.verify(images, lambda: False)
     with pytest.raises(start.ToldToEnd):
         start.verify(images, lambda: True)
+    monkeypatch.setattr(start, "PATIENCE_S", 0.1)
+    with pytest.raises(CheckpointError, match=rf"process {job.pid} \(.*\) has a pid of the job"):
+        start.restore(newest_criu(), images, RECORD, (), words)
+    assert job.alive()
 
 
 @pytest.mark.parametrize(
