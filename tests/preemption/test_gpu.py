@@ -5,9 +5,16 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from gpustasis.errors import CheckpointError
+from gpustasis.preemption.dumping import Limits, criu_words, dump
+from support.criu_roots import preferred_criu
+from support.job import Job, check_memory
 from support.supervised import Supervised
 
 PROGRAM = Path(__file__).resolve().parent.parent / "programs" / "gpu_generations.c"
@@ -36,3 +43,22 @@ def test_gpu_memory_counts_and_comes_back(
         first.close()
         if second is not None:
             second.close()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.2])
+def test_a_dump_that_is_broken_off_leaves_gpu_memory_as_it_was(
+    gpu_generations: Callable[..., Job],
+    emulator_environ: dict[str, str],
+    images: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after_s: float,
+) -> None:
+    for name, value in emulator_environ.items():
+        monkeypatch.setenv(name, value)
+    job = gpu_generations(160)
+    stop = time.monotonic() + after_s
+    with pytest.raises(CheckpointError, match="was broken off after"):
+        limits = Limits(stop=stop, kill=stop + 60)
+        dump(preferred_criu(), job.pid, images, limits, criu_words("nftables"))
+    check_memory(job, 0)
+    check_memory(job, 1)

@@ -58,12 +58,12 @@ class _Watch:
         if now >= self._limits.stop and not self.killed:
             self.stopped = True
             for each in tree_of(pid):
-                with suppress(ProcessLookupError):
+                with suppress(OSError):  # it has ended
                     _, hard = resource.prlimit(each, resource.RLIMIT_FSIZE)
                     resource.prlimit(each, resource.RLIMIT_FSIZE, (0, hard))
         if now >= self._limits.kill and not self.killed:
             self.killed = True
-            with suppress(ProcessLookupError):
+            with suppress(OSError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
 
 
