@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gpustasis.preemption.start import FIRST_PID
 from gpustasis_bench.roots import roots_directory
 from support.engine_root import EngineRoot
 
@@ -72,7 +73,11 @@ class Example:
         wait(log)
         self.run("end")
         status = shell.wait(TIMEOUT_S)
-        assert status == CHECKPOINTED, log.with_name("first.err").read_text()
+        said = log.with_name("first.err").read_text()
+        assert status == CHECKPOINTED, said
+        # In a new pid namespace it leaves the low pids to the next supervisor and its criu.
+        (pid,) = re.findall(r"process (\d+) starts afresh", said)
+        assert int(pid) > FIRST_PID
         return log.read_text().splitlines()
 
     def processes(self, *variables: str) -> list[int]:

@@ -126,6 +126,24 @@ def test_a_second_sigterm_while_the_dump_is_at_work_changes_nothing(
     assert run.wrote() + last.wrote() == sums(100)
 
 
+def test_sigterms_that_came_while_a_dump_failed_are_passed_on_as_one(
+    supervise: Supervise, slow_criu: Callable[[float, float], Path], tmp_path: Path
+) -> None:
+    job = "trap 'echo told' TERM; echo ready; while [ ! -e go ]; do sleep 0.05; done"
+    words = ("--grace", 4, "--reserve", 1.5, "sh", "-c", job)
+    run = supervise("--criu", slow_criu(600, 0), *words)
+    run.wait_for("ready")
+    run.tell_to_end()
+    run.wait_for("checkpointing process")
+    run.tell_to_end()
+    run.wait_for("told")
+    run.tell_to_end()  # after that, each one
+    run.wait_for("told\ntold")
+    (tmp_path / "go").touch()
+    assert run.wait() == 0
+    assert run.wrote() == ["ready", "told", "told"]
+
+
 def test_sigterm_during_the_restore_makes_a_new_checkpoint(
     supervise: Supervise, slow_criu: Callable[[float, float], Path], tmp_path: Path
 ) -> None:
