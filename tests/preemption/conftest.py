@@ -3,7 +3,8 @@
 
 environ     the environment of a supervisor, which names that CRIU
 supervise   supervise(*words) -> Supervised: its store is tmp_path/"store"; ends with the test
-slow_criu   slow_criu(dump_s, restore_s) -> that CRIU, which waits so long before it begins
+slow_criu   slow_criu(dump_s, restore_s) -> that CRIU, which waits so long before it begins; a
+            restore makes the file tmp_path/"restoring" first
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ def slow_criu(tmp_path: Path) -> Callable[[float, float], Path]:
     def make(dump_s: float, restore_s: float) -> Path:
         program = tmp_path / "slow-criu"
         words = shlex.join(newest_criu().command(dict(os.environ)))
+        began = shlex.quote(str(tmp_path / "restoring"))
         program.write_text(
             "#!/bin/sh\n"
-            f"case $1 in dump) sleep {dump_s} ;; restore) sleep {restore_s} ;; esac\n"
+            f"case $1 in dump) sleep {dump_s} ;; restore) touch {began}; sleep {restore_s} ;; esac\n"
             f'exec {words} "$@"\n'
         )
         program.chmod(0o755)

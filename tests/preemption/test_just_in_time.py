@@ -4,7 +4,6 @@ CRIU, and all that it writes compared with what it writes when nobody interrupts
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -98,13 +97,13 @@ def test_a_criu_that_hangs_is_killed_and_the_job_told_in_time(
 ) -> None:
     criu = slow_criu(600, 0)
     run = supervise(
-        "--criu", criu, "--grace", 6, "--reserve", 3, "--speed", "1T", PAIR, 5000, 8, 0.02
+        "--criu", criu, "--grace", 10, "--reserve", 6, "--speed", "1T", PAIR, 5000, 8, 0.02
     )
     run.wait_for("\n3 ")
     begin = time.monotonic()
     run.tell_to_end()
     assert run.wait() == 40, run.said()
-    assert 4.5 <= time.monotonic() - begin < 6
+    assert 7 <= time.monotonic() - begin < 10
     assert "was killed after" in run.said()
     failed = supervise(PAIR, 5000, 8, 0.02)
     failed.wait_for("starts afresh")
@@ -136,9 +135,9 @@ def test_sigterms_that_came_while_a_dump_failed_are_passed_on_as_one(
     run.tell_to_end()
     run.wait_for("checkpointing process")
     run.tell_to_end()
-    run.wait_for("told")
+    run.wait_for("ready\ntold\n")
     run.tell_to_end()  # after that, each one
-    run.wait_for("told\ntold")
+    run.wait_for("ready\ntold\ntold\n")
     (tmp_path / "go").touch()
     assert run.wait() == 0
     assert run.wrote() == ["ready", "told", "told"]
@@ -153,10 +152,9 @@ def test_sigterm_during_the_restore_makes_a_new_checkpoint(
     run.tell_to_end()
     assert run.wait() == CHECKPOINTED
     second = supervise(*words)
-    state = tmp_path / "store/gpustasis-jit.lock"
-    while json.loads(state.read_bytes() or b"{}").get("supervisor") != second.pid:
+    while not (tmp_path / "restoring").exists():
+        assert second.process.poll() is None, second.said()
         time.sleep(0.02)
-    time.sleep(1)  # verified by now, and not yet restored
     second.tell_to_end()
     assert second.wait() == CHECKPOINTED, second.said()
     assert "goes on, restored from" in second.said()
