@@ -22,6 +22,7 @@ CHECKPOINTED = 75
 TIMEOUT_S = 240.0
 POLL_S = 0.01
 PLACES = "/mnt/examples"
+pytestmark = pytest.mark.timeout(600)  # PyTorch's start takes minutes where much else runs
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,8 @@ def slow_criu(tmp_path: Path) -> Callable[[float, float], Path]:
         began = shlex.quote(str(tmp_path / "restoring"))
         program.write_text(
             "#!/bin/sh\n"
-            f"case $1 in dump) sleep {dump_s} ;; restore) touch {began}; sleep {restore_s} ;; esac\n"
+            f"case $1 in dump) sleep {dump_s} ;;\n"
+            f"restore) touch {began}; sleep {restore_s} ;; esac\n"
             f'exec {words} "$@"\n'
         )
         program.chmod(0o755)
