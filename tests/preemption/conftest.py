@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from gpustasis.preemption.network import unlock
 from support.criu_roots import criu_place, newest_criu
 from support.supervised import Supervised
 
@@ -38,6 +39,8 @@ def supervise(tmp_path: Path, environ: dict[str, str]) -> Iterator[Supervise]:
     yield begin
     for each in begun:
         each.close()
+    for images in (tmp_path / "store").glob("jit-*"):
+        unlock(images)  # of a checkpoint that nobody will restore
 
 
 @pytest.fixture
