@@ -89,6 +89,8 @@ def run(
     stdout: int | None = None,
     pass_fds: Sequence[int] = (),
     timeout_s: float | None = None,
+    ignore_signals: bool = False,
+    on_start: Callable[[int], None] | None = None,
     on_tick: Callable[[], None] | None = None,
 ) -> Finished:
     """Run argv and wait for its end.
@@ -107,6 +109,9 @@ def run(
         then.
     pass_fds: descriptors that it has as well, under the same numbers.
     timeout_s: it is killed after that long.
+    ignore_signals: SIGPIPE and SIGXFSZ are ignored, as by Python: a write that they are of fails,
+        and the program lives to say so.
+    on_start: told its pid.
     on_tick: called about every TICK_S seconds while it runs.
 
     Raises OSError if it cannot be started or wrote too much, TimeoutError if it took too long.
@@ -129,7 +134,10 @@ def run(
             process_group=0 if shielded and not bounded else None,
             start_new_session=bounded,
             pass_fds=tuple(pass_fds),
+            restore_signals=not ignore_signals,
         )
+        if on_start is not None:
+            on_start(child.pid)
 
         def tick() -> None:
             if pipe is not None:

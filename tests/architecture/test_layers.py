@@ -66,13 +66,17 @@ PYTHON_ARROWS = {
     "dumped": {"errors", "_core", "criu"},
     "emulator": {"errors", "files", "process"},
     "jobs": {"errors", "files"},
+    "preemption": {
+        *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
+    },
+    "jit": {"cli"},
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
         *("archive", "image", "_core", "policy"),
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
-        *("recovery", "emulator", "diagnosis", "_core", "files"),
+        *("recovery", "emulator", "diagnosis", "_core", "files", "preemption"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
     },
 }

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "kubelet checkpoint": "kubernetes/test_checkpoint.py",
     "kubelet list": "python/test_kubelet_archives.py",
     "migrate": "integration/test_streams.py",
+    "preempt": "preemption/test_just_in_time.py",
     "rewrap": "python/test_sealed_keys.py",
     "seal": "python/test_seal.py",
     "sign": "python/test_sign.py",

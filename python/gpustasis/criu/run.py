@@ -155,6 +155,8 @@ class Settings:
     environ: criu's environment; None: this process's own.
     pass_fds: descriptors that criu has as well, under the same numbers.
     on_line: told each line of criu's log as it comes.
+    watch: called with criu's pid, ten times a second or so. That criu ignores SIGXFSZ, so that who
+        limits the size of its files (prlimit) has it fail, and undo what it did.
     """
 
     plugin: Mapping[str, Setting] | None = None
@@ -165,6 +167,7 @@ class Settings:
     environ: Mapping[str, str] | None = None
     pass_fds: Sequence[int] = ()
     on_line: OnLine | None = None
+    watch: Callable[[int], None] | None = None
 
 
 def dump(
@@ -287,6 +290,7 @@ class _Workspace:
         self._stage = stage
         self._images = images
         self._on_line = settings.on_line
+        self._watch = settings.watch
         self.statistics: Statistics | None = None  # of a run that has ended
         self._pass_fds = settings.pass_fds
         if settings.plugin:
@@ -308,11 +312,17 @@ class _Workspace:
     def run(self, criu: Criu, arguments: list[str], *, terminal: bool = False) -> float:
         """Run criu; seconds it took. Raises CriuError."""
         tail = log.LogTail(self.log)
+        started: list[int] = []
 
         def tell() -> None:
             for line in tail.poll():
                 if self._on_line is not None:
                     self._on_line(line)
+
+        def tick() -> None:
+            tell()
+            if self._watch is not None:
+                self._watch(started[0])
 
         with suppress(OSError):  # of an earlier run; a read-only image directory keeps it
             statistics_path(self._images, self._stage).unlink(missing_ok=True)
@@ -325,7 +335,9 @@ class _Workspace:
                 shielded=not terminal,
                 terminal=terminal,
                 pass_fds=self._pass_fds,
-                on_tick=tell,
+                ignore_signals=self._watch is not None,
+                on_start=started.append,
+                on_tick=tick,
             )
         except OSError as exc:
             raise CriuError(f"cannot run {argv[0]}: {exc.strerror}") from exc

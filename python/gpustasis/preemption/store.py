@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of one job's checkpoints, which one supervisor at a time holds.
+
+jit-000001/ ...       the checkpoints, with a record in each that is whole
+gpustasis-jit.lock    locked by the supervisor; says who it is, which process is the job's root,
+                      and in the end what became of it
+gpustasis-jit-ended   the job has ended well: the number of the last checkpoint before that
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gpustasis.criu.images import prepare_directory
+from gpustasis.errors import CheckpointError, ImageError
+from gpustasis.files import changeable_by_others, replace_file
+from gpustasis.image.prune import Rules, prune
+from gpustasis.image.store import read_entry
+from gpustasis.preemption.records import Identity, Record, read_json, read_record
+from gpustasis.task import boot_id, read_task
+
+LOCK_NAME = "gpustasis-jit.lock"
+ENDED_NAME = "gpustasis-jit-ended"
+_NAME = re.compile(r"jit-([0-9]{6,12})")
+_STATE_LIMIT = 1 << 16  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A directory of the store. record: None: it is no checkpoint of this job that could be
+    restored, for the reason `unusable`. foreign: because it is another job's."""
+
+    directory: Path
+    number: int
+    record: Record | None
+    unusable: str
+    foreign: bool = False
+
+
+class JobStore:
+    """A context manager: the store is held until it is closed.
+
+    Raises CheckpointError if another supervisor holds it, others could write to it, or a job that
+    is left of an earlier supervisor still runs.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            wrong = next(changeable_by_others(str(self.directory), owners=(0, os.geteuid())), None)
+        except OSError as exc:
+            raise CheckpointError(f"cannot use {self.directory}: {exc.strerror}") from exc
+        if wrong is not None:
+            raise CheckpointError(
+                f"{self.directory} is no safe place for a job's memory: {wrong}; whoever can "
+                "change a checkpoint decides what runs when it is restored"
+            )
+        self._fd = _open_lock(self.directory / LOCK_NAME)
+        try:
+            self._refuse_two()
+            self.tell(supervisor=os.getpid())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def tell(self, **facts: object) -> None:
+        """What whoever asks is told of this supervisor from now on."""
+        raw = json.dumps(facts).encode()
+        os.pwrite(self._fd, raw, 0)
+        os.ftruncate(self._fd, len(raw))
+
+    def tell_root(self, pid: int) -> None:
+        """The job runs, or has ended already: process `pid` is its root."""
+        try:
+            root = {"pid": pid, "start_time": read_task(pid).start_time, "boot": boot_id().hex()}
+        except CheckpointError:
+            return
+        self.tell(supervisor=os.getpid(), root=root)
+
+    def _refuse_two(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = read_state(self._fd).get("supervisor")
+            raise CheckpointError(
+                f"another supervisor holds {self.directory}: process {owner or 'unknown'}; a job "
+                "has one store for itself"
+            ) from None
+        root = read_state(self._fd).get("root")
+        if isinstance(root, dict) and root.get("boot") == boot_id().hex():
+            pid = root.get("pid")
+            if isinstance(pid, int) and 1 < pid < 1 << 31 and _is(pid, root.get("start_time")):
+                raise CheckpointError(
+                    f"the job of {self.directory} still runs as process {pid}, whose supervisor "
+                    "was killed: end it first, for it would run twice"
+                )
+
+    def checkpoints(self, job: Identity) -> Iterator[Found]:
+        """The newest first, those that cannot be used among them."""
+        done = self._ended()
+        for number, directory in sorted(self._numbered(), reverse=True):
+            record, unusable, foreign = None, "", False
+            try:
+                record = read_record(directory)
+                entry = read_entry(directory)
+                if record is None:
+                    unusable = "is no whole checkpoint: its dump failed or was broken off"
+                elif number <= done:
+                    unusable = "is of before the job's end: it ended well afterwards"
+                elif entry.incomplete:
+                    unusable = f"is not whole: {entry.incomplete}"
+                else:
+                    unusable = job.difference(record.identity)
+                    foreign = bool(unusable)
+            except ImageError as exc:
+                unusable = f"cannot be read: {exc}"
+            yield Found(
+                directory=directory,
+                number=number,
+                record=None if unusable else record,
+                unusable=unusable,
+                foreign=foreign,
+            )
+
+    def new_directory(self) -> Path:
+        """An empty one for the next checkpoint. Raises CheckpointError."""
+        number = max((number for number, _ in self._numbered()), default=0)
+        number = max(number, self._ended(), 0) + 1
+        directory = self.directory / f"jit-{number:06d}"
+        prepare_directory(directory)
+        return directory
+
+    def free_bytes(self) -> int:
+        found = os.statvfs(self.directory)
+        return found.f_bavail * found.f_frsize
+
+    def end(self) -> None:
+        """The job has ended well: what is here now is not for the next start. Raises OSError."""
+        last = max((number for number, _ in self._numbered()), default=0)
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            replace_file(fd, ENDED_NAME, json.dumps({"last": last}).encode(), 0o600)
+        finally:
+            os.close(fd)
+
+    def keep_last(self, count: int) -> int:
+        """Remove older checkpoints, as `gpustasis prune --keep-last`; how many went. Raises
+        CheckpointError."""
+        done = prune(self.directory, Rules(last=count))
+        return sum(verdict.action == "removed" for verdict in done.verdicts)
+
+    def _numbered(self) -> list[tuple[int, Path]]:
+        try:
+            names = os.listdir(self.directory)
+        except OSError as exc:
+            raise ImageError(f"cannot list {self.directory}: {exc.strerror}") from exc
+        found = [(name, _NAME.fullmatch(name)) for name in names]
+        return [(int(match[1]), self.directory / name) for name, match in found if match]
+
+    def _ended(self) -> int:
+        """Raises ImageError: which checkpoints are to be restored cannot be told then."""
+        raw = read_json(self.directory / ENDED_NAME)
+        if raw is None:
+            return -1
+        last = raw.get("last") if isinstance(raw, dict) else None
+        if not isinstance(last, int) or isinstance(last, bool):
+            raise ImageError(f"{self.directory / ENDED_NAME} is damaged: last is {last!r:.80}")
+        return last
+
+
+def read_state(fd: int) -> dict[str, Any]:
+    """What is told in a lock file; nothing if that is no such file."""
+    try:
+        found = json.loads(os.pread(fd, _STATE_LIMIT, 0) or b"{}")
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as exc:
+        raise CheckpointError(f"cannot open {path}: {exc.strerror}") from exc
+
+
+def _is(pid: int, start_time: object) -> bool:
+    try:
+        return read_task(pid).start_time == start_time
+    except CheckpointError:
+        return False

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job's life under its supervisor: restored or started, and checkpointed when it is told to end.
+
+Whatever goes wrong with a checkpoint, the job gets its SIGTERM, in time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpustasis.criu.find import Criu
+from gpustasis.errors import CheckpointError
+from gpustasis.preemption import start
+from gpustasis.preemption.dumping import Limits, criu_words, dump
+from gpustasis.preemption.estimate import estimate
+from gpustasis.preemption.network import unlock
+from gpustasis.preemption.records import Identity, Record
+from gpustasis.preemption.signals import ENDING, Signals
+from gpustasis.preemption.store import JobStore
+from gpustasis.preemption.streams import Outlet
+from gpustasis.preemption.tree import describe, memory_of, strays
+from gpustasis.text import mib
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+STOPPED_STATUS = 128 + ENDING  # told to end when nothing ran
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """grace_s: from SIGTERM to SIGKILL. reserve_s: of that, what the job is left with when there is
+    no checkpoint. rate: bytes per second of a dump; None: as measured, or assumed.
+    checkpointed_status: of this process, once there is a checkpoint. afresh: the job is started
+    when none of its checkpoints can be restored; else that is an error."""
+
+    command: tuple[str, ...]
+    identity: Identity
+    criu: Criu
+    grace_s: float
+    reserve_s: float
+    keep_last: int
+    rate: int | None
+    checkpointed_status: int
+    afresh: bool
+    network_lock: str
+
+
+class Supervisor:
+    """say: told what happens, in sentences for people."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: JobStore,
+        signals: Signals,
+        outlets: Sequence[Outlet],
+        say: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._signals = signals
+        self._outlets = outlets
+        self._say = say
+        self._words = criu_words(settings.network_lock)
+        self._made: Path | None = None
+        self._because = "the job was told to end before it ran"
+
+    def run(self) -> int:
+        """The status to end with. Raises CheckpointError if the job cannot be started, or may not
+        be started afresh."""
+        try:
+            root = self._begin()
+            if root is None:
+                return STOPPED_STATUS
+            for outlet in self._outlets:
+                outlet.give_away()
+            self._store.tell_root(root)
+            self._because = ""
+            return self._stay(root)
+        finally:
+            for outlet in self._outlets:
+                outlet.finish()
+            made = "" if self._made is None else str(self._made)
+            self._store.tell(supervisor=os.getpid(), because=self._because, checkpoint=made)
+
+    def _begin(self) -> int | None:
+        """The root of the job; None: it was told to end before there was one."""
+        lost: list[Path] = []
+        for found in self._store.checkpoints(self._settings.identity):
+            if self._signals.ending:
+                return None
+            if found.record is None:
+                self._say(f"{found.directory} {found.unusable}")
+                if not found.foreign:
+                    self._give_up(found.directory)
+                continue
+            try:
+                start.verify(found.directory, lambda: self._signals.ending)
+                pid = start.restore(
+                    self._settings.criu, found.directory, found.record, self._outlets, self._words
+                )
+            except start.ToldToEnd:
+                return None
+            except CheckpointError as exc:
+                lost.append(found.directory)
+                self._say(f"{found.directory} cannot be restored: {exc}")
+                self._give_up(found.directory)
+                continue
+            self._say(f"process {pid} goes on, restored from {found.directory}")
+            return pid
+        if lost and not self._settings.afresh:
+            raise CheckpointError(
+                f"none of the job's checkpoints can be restored, {lost[0]} among them, and it may "
+                "not be started afresh"
+            )
+        if self._signals.ending:
+            return None
+        pid = start.start(self._settings.command, self._outlets)
+        self._say(f"process {pid} starts afresh")
+        return pid
+
+    def _give_up(self, directory: Path) -> None:
+        try:
+            unlock(directory)
+        except CheckpointError as exc:
+            self._say(str(exc))
+
+    def _stay(self, root: int) -> int:
+        """Until the job has ended, or is in a checkpoint."""
+        asked = False
+        while True:
+            self._signals.wait()
+            status = _reap(root)
+            if status is not None:
+                return self._ended(status)
+            for number, moment in self._signals.take():
+                if number == ENDING and not asked:
+                    asked = True
+                    made = self._checkpoint(root, moment)
+                    if made is not None:
+                        return made
+                with suppress(ProcessLookupError):
+                    os.kill(root, number)
+
+    def _ended(self, status: int) -> int:
+        if not self._because:
+            self._because = f"the job ended by itself, status {status}"
+        if status == 0:
+            self._store.end()
+        return status if status >= 0 else 128 - status
+
+    def _checkpoint(self, root: int, moment: float) -> int | None:
+        """The status to end with; None: there is no checkpoint, and the job is to be told."""
+        try:
+            made = self._dump(root, moment)
+        except (CheckpointError, OSError) as exc:
+            self._because = str(exc)
+            self._say(f"no checkpoint, the job is told to end: {exc}")
+            self._signals.forget(ENDING)  # they meant the checkpoint
+            return None
+        self._made = made
+        try:
+            removed = self._store.keep_last(self._settings.keep_last)
+        except CheckpointError as exc:
+            self._say(f"older checkpoints stay: {exc}")
+        else:
+            if removed:
+                self._say(f"{removed} older removed")
+        return self._settings.checkpointed_status
+
+    def _dump(self, root: int, moment: float) -> Path:
+        """Where the job now is. Raises CheckpointError, OSError: it runs on."""
+        limits = Limits(
+            stop=moment + self._settings.grace_s - self._settings.reserve_s,
+            kill=moment + self._settings.grace_s - self._settings.reserve_s / 2,
+        )
+        if others := strays(root):
+            raise CheckpointError(
+                f"process {describe(others[0])} of the job is no longer below its root {root}, and "
+                "would not be in the checkpoint"
+            )
+        memory = memory_of(root)
+        expected = estimate(memory, self._last(), self._settings.rate)
+        left = limits.stop - time.monotonic()
+        text = f"about {expected.seconds:.1f} s ({expected.because})"
+        if expected.seconds > left:
+            raise CheckpointError(f"it would take {text}, and {max(left, 0):.1f} s are left for it")
+        if (free := self._store.free_bytes()) < memory.total:
+            raise CheckpointError(
+                f"{self._store.directory} has {mib(free)} free, and {mib(memory.total)} may be "
+                "needed"
+            )
+        images = self._store.new_directory()
+        self._say(f"checkpointing process {root} into {images}: {text}, {left:.1f} s are left")
+        record = Record(
+            identity=self._settings.identity,
+            pipes=(self._outlets[0].number, self._outlets[1].number),
+            memory_bytes=memory.total,
+            seconds=expected.seconds,
+        )
+        record.prepare(images)  # what a full disk could refuse, before the job is gone
+        dump(self._settings.criu, root, images, limits, self._words)
+        seconds = time.monotonic() - moment
+        record.commit(images)
+        _await_end(root)
+        with suppress(OSError):  # the expected time stands there then
+            replace(record, seconds=seconds).write(images)
+        self._because = f"checkpointed in {seconds:.1f} s"
+        self._say(f"the job is in {images}, {seconds:.1f} s after the signal")
+        return images
+
+    def _last(self) -> Record | None:
+        """Of the newest checkpoint of this job."""
+        with suppress(CheckpointError):
+            for found in self._store.checkpoints(self._settings.identity):
+                if found.record is not None:
+                    return found.record
+        return None
+
+
+def _reap(root: int) -> int | None:
+    """Collect every child that has ended; the root's status, negative for a signal."""
+    ended = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        if pid == root:
+            ended = os.waitstatus_to_exitcode(status)
+
+
+def _await_end(root: int) -> None:
+    """criu has killed it: its end, and that of what it leaves to us, is a moment away."""
+    with suppress(ChildProcessError):
+        os.waitpid(root, 0)
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def become_subreaper() -> None:
+    """What criu restores, and what the job leaves behind, comes to this process."""
+    start.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)

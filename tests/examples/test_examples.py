@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands in the READMEs of examples/, in a Debian root with its PyTorch: SIGTERM in the
+middle of a step, the same command again, and every loss is as without it, to the bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpustasis.preemption.start import FIRST_PID
+from gpustasis_bench.roots import roots_directory
+from support.engine_root import EngineRoot
+
+CHECKPOINTED = 75
+TIMEOUT_S = 240.0
+POLL_S = 0.01
+PLACES = "/mnt/examples"
+pytestmark = pytest.mark.timeout(600)  # PyTorch's start takes minutes where much else runs
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Iterator[EngineRoot]:
+    place = tmp_path_factory.mktemp("torch") / "root"
+    place.mkdir()
+    with EngineRoot(place, binds={PLACES: repository / "examples"}, suite="torch") as system:
+        # Its python3 has become that of the environment that runs the tests: PyTorch is Debian's.
+        (debians,) = (roots_directory() / "torch/usr/bin").glob("python3.*[0-9]")
+        system.path("/usr/local/bin/python3").symlink_to(f"/usr/bin/{debians.name}")
+        yield system
+
+
+class Example:
+    """One of them, in a folder of its own in the root."""
+
+    def __init__(self, root: EngineRoot, repository: Path, name: str) -> None:
+        self._root = root
+        self._readme = (repository / "examples" / name / "README.md").read_text()
+        self.folder = f"/tmp/{name}"
+        root.run("mkdir", self.folder)
+        root.run("cp", f"{PLACES}/{name}/train.py", self.folder)
+        # What people have: their `python3`, which has PyTorch, before the environment of gpustasis.
+        self._environ = {
+            "PATH": f"/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{Path(sys.executable).parent}",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+
+    def block(self, kind: str) -> str:
+        (found,) = re.findall(rf"^```sh {kind}\n(.*?)^```$", self._readme, re.MULTILINE | re.DOTALL)
+        return str(found)
+
+    def command(self, *kinds: str) -> list[str]:
+        return ["sh", "-ec", f"cd {self.folder}\n" + "".join(map(self.block, kinds))]
+
+    def run(self, *kinds: str) -> list[str]:
+        done = self._root.run(*self.command(*kinds), environ=self._environ, timeout_s=TIMEOUT_S)
+        return done.stdout.splitlines()
+
+    def interrupt(self, kinds: tuple[str, ...], wait: Callable[[Path], None]) -> list[str]:
+        """Start it, end it once `wait` returns; what it wrote until then."""
+        log = self._root.path(f"{self.folder}/first.log")
+        with log.open("w") as out, log.with_name("first.err").open("w") as err:
+            shell = self._root.start(
+                *self.command(*kinds), environ=self._environ, stdout=out, stderr=err
+            )
+        wait(log)
+        self.run("end")
+        status = shell.wait(TIMEOUT_S)
+        said = log.with_name("first.err").read_text()
+        assert status == CHECKPOINTED, said
+        # In a new pid namespace it leaves the low pids to the next supervisor and its criu.
+        (pid,) = re.findall(r"process (\d+) starts afresh", said)
+        assert int(pid) > FIRST_PID
+        return log.read_text().splitlines()
+
+    def processes(self, *variables: str) -> list[int]:
+        """Of this root, those that run train.py with these in their environment."""
+        inside = os.stat(f"/proc/{self._root.init}/ns/pid")
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                if (
+                    b"train.py" in words
+                    and all(word.encode() in environ for word in variables)
+                    and os.path.samestat(os.stat(entry / "ns/pid"), inside)
+                ):
+                    found.append(int(entry.name))
+            except OSError:
+                continue  # it has ended
+        return found
+
+
+def await_line(log: Path, text: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while text not in log.read_text():
+        assert time.monotonic() < deadline, log.with_name("first.err").read_text()
+        time.sleep(POLL_S)
+
+
+def test_ddp(root: EngineRoot, repository: Path) -> None:
+    example = Example(root, repository, "ddp")
+    whole = example.run("debian", "whole")
+    assert [line.split(" loss ")[0] for line in whole[:-1]] == [f"step {n}" for n in range(1, 25)]
+
+    def stop_rank_1(log: Path) -> None:
+        """Rank 0 is then in a step that it cannot finish: it waits for the other's gradients."""
+        await_line(log, "step 5 ")
+        (rank_1,) = example.processes("RANK=1")
+        (rank_0,) = example.processes("RANK=0")
+        os.kill(rank_1, signal.SIGSTOP)
+        used = -1
+        deadline = time.monotonic() + TIMEOUT_S
+        while (now := processor_time(rank_0)) != used:
+            assert time.monotonic() < deadline
+            used = now
+            time.sleep(0.3)
+
+    first = example.interrupt(("debian", "start"), stop_rank_1)
+    assert 5 <= len(first) < 24 and first == whole[: len(first)]
+
+    log = root.path(f"{example.folder}/second.log")
+    with log.open("w") as out, log.with_name("second.err").open("w") as err:
+        shell = root.start(
+            *example.command("debian", "start"), environ=example._environ, stdout=out, stderr=err
+        )
+    deadline = time.monotonic() + TIMEOUT_S
+    while "goes on, restored from" not in log.with_name("second.err").read_text():
+        assert time.monotonic() < deadline and shell.poll() is None
+        time.sleep(POLL_S)
+    (rank_1,) = example.processes("RANK=1")
+    assert log.read_text() == ""  # the step that was cut in two is not done yet
+    os.kill(rank_1, signal.SIGCONT)  # it is stopped, as it was
+    assert shell.wait(TIMEOUT_S) == 0, log.with_name("second.err").read_text()
+    assert first + log.read_text().splitlines() == whole
+
+
+def processor_time(pid: int) -> int:
+    """Of all its threads, in ticks."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return sum(map(int, stat[stat.rindex(")") + 2 :].split()[11:13]))
+
+
+def test_trainer(root: EngineRoot, repository: Path) -> None:
+    example = Example(root, repository, "trainer")
+    whole = told(example.run("whole"))
+    assert len(whole) == 60 + 60 + 1
+
+    def half_a_step(log: Path) -> None:
+        await_line(log, "'loss'")
+        begin = time.monotonic()
+        while log.read_text().count("'loss'") < 6:
+            time.sleep(POLL_S / 10)
+        time.sleep((time.monotonic() - begin) / 10)
+
+    first = told(example.interrupt(("start",), half_a_step))
+    assert 6 <= len(first) < 60 and first == whole[: len(first)]
+    assert first + told(example.run("start")) == whole
+
+
+def told(lines: list[str]) -> list[str]:
+    """What depends on the training, and not on the clock."""
+    return [line for line in lines if line.startswith(("{'loss'", "step ", "weights "))]
