@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How figures of a plan are written for people."""
+
+from __future__ import annotations
+
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+def span(seconds: float) -> str:
+    """Such as "45 s", "12.3 min", "2.5 h" or "30 d"."""
+    for size, unit in _UNITS:
+        if seconds >= 2 * size or unit == "s":
+            return f"{short(seconds / size)} {unit}"
+    raise AssertionError
+
+
+def short(value: float) -> str:
+    """Three digits of a number, with no power of ten: "12.3", "1,234", "0.00123"."""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:.3g}"
+    return f"{value:.3f}" if "e" in text else text
+
+
+def percent(share: float) -> str:
+    """Such as "97.1 %"; one digit more from 99 % on."""
+    return f"{100 * share:.{2 if 0.99 <= share < 1 else 1}f} %"
