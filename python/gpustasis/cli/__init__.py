@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "kubelet": ("kubelet.command", "checkpoint containers of a cluster, through the kubelets"),
     "list": ("list.command", "list the checkpoints in a directory of them"),
     "migrate": ("streams.migrate", "move a process tree to another host"),
+    "plan": ("plan.command", "say how often to take checkpoints, and what they cost and save"),
     "plugin-dir": ("install.plugin_dir", "print the directory to give to criu as --libdir"),
     "podman": ("podman.command", "checkpoint and restore Podman's containers"),
     "prune": ("prune.command", "remove old checkpoints from a directory of them"),

@@ -9,7 +9,7 @@ well as in colour. The same plan makes the same file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -29,7 +29,10 @@ _LINES = {
     "disk": ("#000000", "", 2.6),
     "peer": ("#2b7bba", "12 4 2 4", 2.2),
 }
-_SPANS = (1, 10, 60, 600, 3600, 6 * 3600, 86400, 7 * 86400, 30 * 86400)
+_SPANS = (
+    *((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"), (3600.0, "1 h")),
+    *((6 * 3600.0, "6 h"), (86400.0, "1 d"), (7 * 86400.0, "7 d"), (30 * 86400.0, "30 d")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,7 @@ def _parts(plan: Plan) -> Iterator[str]:
     lowest = min([curve.mark[1] for curve in curves])
     floor = max(0.0, math.floor(10 * lowest - 2) / 10)
     axes = _Axes(*_LEFT, low, high, floor)
-    ticks = [(float(tick), span(tick) if tick > 1 else "1 s") for tick in _SPANS]
-    yield from _frame(axes, "Which interval", "work between two checkpoints", ticks)
+    yield from _frame(axes, "Which interval", "work between two checkpoints", _SPANS)
     for curve in curves:
         yield from _curve(axes, curve)
     (low, high), curves = by_size(plan)
@@ -83,7 +85,9 @@ def _parts(plan: Plan) -> Iterator[str]:
     yield "</svg>"
 
 
-def _frame(axes: _Axes, title: str, label: str, ticks: list[tuple[float, str]]) -> Iterator[str]:
+def _frame(
+    axes: _Axes, title: str, label: str, ticks: Iterable[tuple[float, str]]
+) -> Iterator[str]:
     yield _text(axes.left, _TOP - 26, title, weight="bold")
     yield _text(axes.left, _TOP - 9, "ETTR: share of time that is training which counts", size=12)
     step = 0.1 if axes.floor >= 0.5 else 0.2
