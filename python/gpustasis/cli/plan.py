@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -134,9 +135,13 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _with_option(message: str) -> str:
-    """The same, with the option of a figure that it begins with."""
-    key = message.split(" ", 1)[0]
-    return f"{message} ({_word(BY_KEY[key])})" if key in BY_KEY else message
+    """The same, with the options of the figures that it names."""
+    words = [
+        _word(BY_KEY[key])
+        for key in re.findall(r"[a-z_.]*_[a-z_.]*[a-z]", message)
+        if key in BY_KEY
+    ]
+    return f"{message} ({', '.join(dict.fromkeys(words))})" if words else message
 
 
 def _write(path: Path, text: str) -> None:

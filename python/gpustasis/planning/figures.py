@@ -164,7 +164,11 @@ FIGURES: tuple[Figure, ...] = (
         low=1e-6,
         high=1e6,
     ),
-    Figure(group="peer", name="drain_s", help="As of gpustasis; without it, what holds there."),
+    Figure(
+        group="peer",
+        name="drain_s",
+        help="Seconds before a copy, as --drain, which it is if left out.",
+    ),
     Figure(
         group="peer",
         name="restore_s",
@@ -172,7 +176,10 @@ FIGURES: tuple[Figure, ...] = (
         default=0,
     ),
     Figure(
-        group="peer", name="size_gb", help="As of gpustasis; without it, what holds there.", low=0
+        group="peer",
+        name="size_gb",
+        help="GB of one copy of the whole job; without it, --size.",
+        low=0,
     ),
     Figure(
         group="peer",
