@@ -68,8 +68,8 @@ def check(random: Random, costs: Costs, interval_s: float, tally: Tally, accurac
     tally.counts["within 1 %"] += off <= BOUND / 2 * wanted
     if off > BOUND * wanted or off > _ERRORS * found.error:
         tally.failures.append(
-            f"{costs}, interval {interval_s:.6g} s, MTBF {MTBF_S:g} s: {wanted:.5f} by the formula, "
-            f"{found.ratio:.5f} by simulation, standard error {found.error:.5f}"
+            f"{costs}, interval {interval_s:.6g} s, MTBF {MTBF_S:g} s: {wanted:.5f} wanted, "
+            f"{found.ratio:.5f} simulated, standard error {found.error:.5f}"
         )
 
 
