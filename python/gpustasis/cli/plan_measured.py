@@ -16,7 +16,7 @@ from gpustasis.criu.images import (
 from gpustasis.criu.statistics import Stage, Statistics, find_statistics
 from gpustasis.errors import ImageError
 from gpustasis.files import open_regular
-from gpustasis.image.inspection import inspect_directory
+from gpustasis.image.inspection import Inspection, inspect_directory
 
 _LIMIT = 1 << 20  # bytes of CRIU's statistics, which are less than a hundred
 
@@ -33,13 +33,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """One checkpoint. Times in seconds; restore_s: None, it was not restored from there."""
+    """One checkpoint. Times in seconds; restore_s: None, it was not restored from there. gpus: UUIDs
+    of those that it had memory on."""
 
     drain_s: float
     downtime_s: float
     restore_s: float | None
     size: int
-    gpus: int
+    gpus: frozenset[str]
     emulated: bool
 
 
@@ -49,9 +50,9 @@ def measure(directories: tuple[Path, ...], gpus: float | None) -> Measured:
     gpus: of the job; None: those of these checkpoints. Raises ImageError if one cannot be read or
     says nothing of its dump.
     """
-    ranks = [_rank(directory) for directory in directories]
+    ranks = [_rank(path) for path in dict.fromkeys(path.resolve() for path in directories)]
     slowest = max(ranks, key=lambda rank: rank.drain_s + rank.downtime_s)
-    seen = sum(rank.gpus for rank in ranks)
+    seen = len(frozenset[str]().union(*(rank.gpus for rank in ranks))) or len(ranks)
     found = Measured(emulated=any(rank.emulated for rank in ranks))
     size = sum(rank.size for rank in ranks) * ((gpus or seen) / seen)
     found.values |= {
@@ -89,9 +90,17 @@ def _rank(directory: Path) -> _Rank:
         downtime_s=max(0.0, stopped_s - drain_s),
         restore_s=restore_s,
         size=inspection.gpu_image_bytes + inspection.cpu_image_bytes + inspection.other_bytes,
-        gpus=max(1, len(inspection.needed_gpus())),
+        gpus=_gpus(inspection),
         emulated=dumped.emulated,
     )
+
+
+def _gpus(inspection: Inspection) -> frozenset[str]:
+    """Those that a process had memory on; where that is not known, those that it could see."""
+    used = [gpu for one in inspection.processes if one.cuda is not None for gpu in one.cuda.gpus]
+    if not used or any(gpu.memory_bytes is None for gpu in used):
+        return frozenset(gpu.uuid for gpu in inspection.needed_gpus())
+    return frozenset(gpu.uuid for gpu in used if gpu.memory_bytes)
 
 
 def _restore_s(directory: Path) -> float | None:

@@ -25,9 +25,9 @@ _ROW = 22
 # By name of a way: colour, dashes, width. Darker and lighter in grey, too.
 _LINES = {
     "none": ("#767676", "2 4", 2.0),
-    "user": ("#c04a00", "9 4", 2.0),
+    "user": ("#9c3400", "9 4", 2.0),
     "disk": ("#000000", "", 2.6),
-    "peer": ("#2b7bba", "12 4 2 4", 2.2),
+    "peer": ("#4a9bd9", "12 4 2 4", 2.2),
 }
 _SPANS = (
     *((1.0, "1 s"), (10.0, "10 s"), (60.0, "1 min"), (600.0, "10 min"), (3600.0, "1 h")),
@@ -149,8 +149,8 @@ def _mark(way: Way, x: float, y: float) -> str:
     colour = _LINES[way.name][0]
     style = f'fill="#ffffff" stroke="{colour}" stroke-width="2"'
     corners: dict[str, Callable[[], str]] = {
-        "user": lambda: _polygon(x, y, ((-6, 5), (6, 5), (0, -6)), style),
-        "disk": lambda: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5.5" {style}/>',
+        "user": lambda: _polygon(x, y, ((-9, 7), (9, 7), (0, -9)), style),
+        "disk": lambda: f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" {style}/>',
         "peer": lambda: _polygon(x, y, ((0, -7), (7, 0), (0, 7), (-7, 0)), style),
         "none": lambda: _polygon(x, y, ((-5, -5), (5, -5), (5, 5), (-5, 5)), style),
     }

@@ -23,5 +23,5 @@ def short(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Such as "97.1 %"; one digit more from 99 % on."""
-    return f"{100 * share:.{2 if 0.99 <= share < 1 else 1}f} %"
+    """Such as "97.1 %"; one digit more from 99 % on, as long as it is not 100."""
+    return f"{100 * share:.{2 if 0.99 <= share < 0.99995 else 1}f} %"
