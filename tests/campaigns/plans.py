@@ -11,6 +11,7 @@ from gpustasis.planning.interval import Costs, best, ettr
 from support.plan_simulation import exponential, simulate
 
 BOUND = 0.02  # of the ratio
+_ACCURACY = 0.006  # of the ratio: a standard error
 _ERRORS = 4.5  # standard errors: chance alone does that once in 150,000 trials
 MTBF_S = 10_000.0
 # As shares of the MTBF. A job of 16,384 GPUs that fails every 3 hours, stops for 30 s and recovers
@@ -77,7 +78,7 @@ def run(random: Random, cases: int) -> tuple[Tally, Tally]:
     """The whole grid, and so many random cases."""
     of_grid, of_chance = Tally(), Tally()
     for costs, interval_s in grid():
-        check(random, costs, interval_s, of_grid, 0.004)
+        check(random, costs, interval_s, of_grid, _ACCURACY)
     for _ in range(cases):
-        check(random, *random_case(random), of_chance, 0.004)
+        check(random, *random_case(random), of_chance, _ACCURACY)
     return of_grid, of_chance

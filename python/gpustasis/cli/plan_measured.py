@@ -33,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """One checkpoint. Times in seconds; restore_s: None, it was not restored from there. gpus: UUIDs
+    """One checkpoint. Times in seconds; restore_s: None, it was not restored there. gpus: UUIDs
     of those that it had memory on."""
 
     drain_s: float
