@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from random import Random
 
 from campaigns.tally import Tally
@@ -46,7 +47,7 @@ def random_case(random: Random) -> tuple[Costs, float]:
     interval is the best one half of the time."""
 
     def pick(low: float, high: float) -> float:
-        return low * (high / low) ** random.random() * MTBF_S
+        return MTBF_S * low * math.pow(high / low, random.random())
 
     costs = Costs(
         stop_s=pick(0.0001, 0.5),

@@ -21,7 +21,7 @@ from gpustasis.files import open_regular, replace_file
 from gpustasis.planning.figures import BY_KEY, FIGURES, GROUPS, Figure, Figures
 from gpustasis.planning.picture import draw
 from gpustasis.planning.plan import Outcome, Plan, Way, make_plan
-from gpustasis.planning.words import percent, short, span
+from gpustasis.planning.words import count, percent, short, span
 
 _LIMIT = 1 << 20  # bytes of a file of figures
 _UNITS = ("_gb_per_s", "_gb", "_s", "_h")
@@ -167,7 +167,8 @@ def _show(plan: Plan, figures: Figures, found: Measured) -> None:
     output.grid(
         [*titles, *(["Lost", "Storage"] if money else [])],
         [rows, chosen] if chosen else [rows],
-        title=f"{plan.gpus:,} GPUs on {plan.nodes:,} nodes, a failure every {span(plan.mtbf_s)}; "
+        title=f"{count(plan.gpus, 'GPU')} on {count(plan.nodes, 'node')}, a failure every "
+        f"{span(plan.mtbf_s)}; "
         "hours and money of a month",
     )
     for way in plan.ways:
@@ -200,7 +201,7 @@ def _row(way: Way, outcome: Outcome) -> list[str]:
         percent(outcome.ettr),
         percent(outcome.shares.stops + outcome.shares.slowdown),
         percent(outcome.shares.again + outcome.shares.recovery),
-        f"{outcome.lost_gpu_hours:,.0f}",
+        short(outcome.lost_gpu_hours),
     ]
 
 

@@ -15,13 +15,14 @@ from xml.sax.saxutils import escape
 
 from gpustasis.planning.curves import Curve, by_interval, by_size
 from gpustasis.planning.plan import Plan, Way
-from gpustasis.planning.words import percent, span
+from gpustasis.planning.words import count, percent, short, span
 
 _WIDTH, _HEIGHT = 1040, 560
 _TOP, _BOTTOM = 84, 400  # of both pairs of axes
 _LEFT, _RIGHT = (76, 500), (596, 1020)
 _LEGEND = 476
 _ROW = 22
+_STEPS = 5  # of the axis of ETTR
 # By name of a way: colour, dashes, width. Darker and lighter in grey, too.
 _LINES = {
     "none": ("#767676", "2 4", 2.0),
@@ -65,12 +66,11 @@ def _parts(plan: Plan) -> Iterator[str]:
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="13">'
     )
     yield f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>'
-    title = f"{plan.gpus:,} GPUs, {plan.nodes:,} nodes, a failure every {span(plan.mtbf_s)}"
+    title = f"{count(plan.gpus, 'GPU')}, {count(plan.nodes, 'node')}, a failure every "
+    title += span(plan.mtbf_s)
     yield _text(_LEFT[0], 28, title, size=16, weight="bold")
     (low, high), curves = by_interval(plan)
-    lowest = min([curve.mark[1] for curve in curves])
-    floor = max(0.0, math.floor(10 * lowest - 2) / 10)
-    axes = _Axes(*_LEFT, low, high, floor)
+    axes = _Axes(*_LEFT, low, high, 1 - _depth(4 * max(1 - curve.mark[1] for curve in curves)))
     yield from _frame(axes, "Which interval", "work between two checkpoints", _SPANS)
     for curve in curves:
         yield from _curve(axes, curve)
@@ -85,19 +85,22 @@ def _parts(plan: Plan) -> Iterator[str]:
     yield "</svg>"
 
 
+def _depth(wanted: float) -> float:
+    """How far below 1 the axis begins: 1, 2 or 5 times a power of ten, and at most 1."""
+    depths = (digit * 10.0**power for power in range(-6, 0) for digit in (1, 2, 5))
+    return next((depth for depth in depths if depth >= wanted), 1.0)
+
+
 def _frame(
     axes: _Axes, title: str, label: str, ticks: Iterable[tuple[float, str]]
 ) -> Iterator[str]:
     yield _text(axes.left, _TOP - 26, title, weight="bold")
     yield _text(axes.left, _TOP - 9, "ETTR: share of time that is training which counts", size=12)
-    step = 0.1 if axes.floor >= 0.5 else 0.2
-    for number in range(round((1 - axes.floor) / step) + 1):
-        value = 1 - number * step
-        if value < axes.floor - 1e-9:
-            break
+    for number in range(_STEPS + 1):
+        value = 1 - (1 - axes.floor) * number / _STEPS
         y = axes.y(value)
         yield _line(axes.left, y, axes.right, y, "#dddddd")
-        yield _text(axes.left - 8, y + 4, f"{100 * value:.0f} %", anchor="end")
+        yield _text(axes.left - 8, y + 4, f"{100 * value:.6g} %", anchor="end")
     for tick, text in ticks:
         if not axes.low <= tick <= axes.high:
             continue
@@ -172,7 +175,7 @@ def _legend(plan: Plan) -> Iterator[str]:
         interval = f"every {span(way.best.interval_s)}" if way.takes_checkpoints else ""
         yield _text(_LEFT[0] + 340, y, interval)
         yield _text(_LEFT[0] + 470, y, f"ETTR {percent(way.best.ettr)}")
-        hours = f"{way.best.lost_gpu_hours:,.0f} GPU hours lost in a month"
+        hours = f"{short(way.best.lost_gpu_hours)} GPU hours lost in a month"
         yield _text(_LEFT[0] + 590, y, hours)
 
 

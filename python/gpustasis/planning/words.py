@@ -22,6 +22,11 @@ def short(value: float) -> str:
     return f"{value:.3f}" if "e" in text else text
 
 
+def count(number: int, noun: str) -> str:
+    """Such as "1 node" or "2,048 nodes"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def percent(share: float) -> str:
     """Such as "97.1 %"; one digit more from 99 % on, as long as it is not 100."""
     return f"{100 * share:.{2 if 0.99 <= share < 0.99995 else 1}f} %"
