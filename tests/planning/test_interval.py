@@ -98,6 +98,13 @@ def test_extremes_are_figures() -> None:
     assert best(dear, 1000.0, 1.0) == pytest.approx(1000)  # not longer than a job lives
 
 
+def test_no_rounding_makes_it_more_than_all() -> None:
+    never = Costs(stop_s=0, lag_s=0, recovery_s=0)
+    found = [ettr(never, 1.07**power, 0.001) for power in range(100, 450)]
+    assert max(found) == 1
+    assert min(found) > 0.9999
+
+
 def test_a_checkpoint_is_not_begun_before_the_last_is_written() -> None:
     costs = Costs(stop_s=1, lag_s=600, recovery_s=60)
     assert best(costs, 3600, 60) == 599

@@ -23,7 +23,7 @@ _HOUR_S, _DAY_S = 3600.0, 86400.0
 def test_formula_and_simulation_agree(number: int) -> None:
     random = Random(f"plan {number}")
     tally = Tally()
-    plans.check(random, *random.choice(plans.grid()), tally, accuracy=0.007)
+    plans.check(random, *random.choice(plans.grid()), tally, accuracy=0.005)
     tally.require_clean()
 
 

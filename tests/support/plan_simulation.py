@@ -72,7 +72,7 @@ def simulate(
     parts: Sequence[TimeToFailure],
     *,
     accuracy: float,
-    most_events: int = 3_000_000,
+    most_events: int = 20_000_000,
 ) -> Simulated:
     """Until the standard error is at most `accuracy` of the ratio, or so many events have been.
 
@@ -103,7 +103,7 @@ def simulate(
             push(now + costs.recovery_s, _RECOVERED, run)
             if seen.count % _BETWEEN_LOOKS == 0:
                 found = seen.ratio(costs)
-                if found.error <= accuracy * found.ratio:
+                if 0 < found.error <= accuracy * found.ratio:
                     return found
         elif of != run:
             continue

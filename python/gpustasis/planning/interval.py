@@ -112,7 +112,8 @@ def ettr(costs: Costs, mtbf_s: float, interval_s: float) -> float:
         )
     share, period = interval_s / mtbf_s, (interval_s + costs.stop_s) / mtbf_s
     lost = (costs.lag_s + costs.recovery_s) / mtbf_s
-    return (1 - costs.slowdown) * math.exp(math.log(share) - lost - _log_expm1(period))
+    counted = math.exp(math.log(share) - lost - _log_expm1(period))
+    return (1 - costs.slowdown) * min(1.0, counted)  # of rounding, where next to nothing is lost
 
 
 def shares(costs: Costs, mtbf_s: float, interval_s: float) -> Shares:
