@@ -13,7 +13,7 @@ from campaigns.tally import Tally
 from gpustasis.planning.figures import Figures
 from gpustasis.planning.interval import Costs, best, ettr
 from gpustasis.planning.plan import job_mtbf_s
-from support.plan_simulation import exponential, simulate
+from support.plan_simulation import exponential, simulate, weibull
 
 _CASES = 12
 _HOUR_S, _DAY_S = 3600.0, 86400.0
@@ -53,6 +53,21 @@ def test_failures_of_parts_are_failures_of_the_job() -> None:
     found = simulate(Random("parts"), costs, 900, [gpu] * 12 + [node] * 2, accuracy=0.004)
     assert found.ratio == pytest.approx(ettr(costs, mtbf_s, 900), rel=plans.BOUND)
     assert found.ratio != pytest.approx(ettr(costs, mtbf_s * 2, 900), rel=plans.BOUND)
+
+
+@pytest.mark.parametrize(("stop_s", "recovery_s"), [(42.0, 360.0), (8.0, 900.0)])
+def test_bursts_of_failures_cost_no_more(stop_s: float, recovery_s: float) -> None:
+    """The model does not know of them; docs/planner.md says what they do to its answers."""
+    costs, mtbf_s = Costs(stop_s=stop_s, lag_s=0, recovery_s=recovery_s), 10_000.0
+    interval = best(costs, mtbf_s, 60)
+    found = [
+        simulate(
+            Random("bursts"), costs, interval * factor, [weibull(mtbf_s, 0.7)], accuracy=0.002
+        ).ratio
+        for factor in (0.6, 1.0, 1.7)
+    ]
+    assert found[1] == max(found)
+    assert 0.002 < found[1] - ettr(costs, mtbf_s, interval) < 0.015
 
 
 def test_a_wrong_formula_is_found() -> None:
