@@ -6,7 +6,6 @@ its checkpoints: rates, sizes, intervals.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from typing import Self
 
 from gpustasis._core import DirtyTracker
 from gpustasis.errors import CheckpointError, UnsupportedError
+from gpustasis.planning.interval import young
 
 MIB = 1 << 20
 
@@ -78,27 +78,13 @@ def incremental_bytes(rate: float, tracked_bytes: int, interval_s: float) -> flo
     return min(rate * interval_s, float(tracked_bytes))
 
 
-def best_interval(cost_s: float, mtbf_s: float) -> float:
-    """Seconds between checkpoints that lose the least time, where one stops the job for cost_s and
-    a failure comes every mtbf_s on average: sqrt(2 cost MTBF).
-
-    Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval",
-    CACM 17(9), 1974; J. T. Daly, "A higher order estimate of the optimum checkpoint interval for
-    restart dumps", FGCS 22(3), 2006, whose first term it is. Good while cost_s is much smaller
-    than mtbf_s. Raises ValueError unless both are positive.
-    """
-    if cost_s <= 0 or mtbf_s <= 0:
-        raise ValueError(f"cost {cost_s} s and MTBF {mtbf_s} s must be positive")
-    return math.sqrt(2 * cost_s * mtbf_s)
-
-
 def best_incremental_interval(
     rate: float, tracked_bytes: int, bandwidth: float, mtbf_s: float
 ) -> tuple[float, float]:
     """(interval, cost), both in seconds, where the cost is that of writing what has changed.
 
     rate and bandwidth in bytes per second. What has changed grows with the interval: with
-    cost = rate x interval / bandwidth, best_interval() has one fixed point, 2 rate MTBF /
+    cost = rate x interval / bandwidth, young() has one fixed point, 2 rate MTBF /
     bandwidth; where all memory has changed by then, the cost is that of all. (0, 0) if nothing is
     written. Raises ValueError unless bandwidth and mtbf_s are positive.
     """
@@ -107,7 +93,7 @@ def best_incremental_interval(
     if rate <= 0 or tracked_bytes <= 0:
         return 0.0, 0.0
     growing = 2 * rate * mtbf_s / bandwidth
-    full = best_interval(tracked_bytes / bandwidth, mtbf_s)
+    full = young(tracked_bytes / bandwidth, mtbf_s)
     interval = min(growing, full)
     return interval, incremental_bytes(rate, tracked_bytes, interval) / bandwidth
 

@@ -50,7 +50,8 @@ PYTHON_ARROWS = {
     "nvml": {"errors"},
     "task": {"errors"},
     "_core": {"_core_dirty", "_core_requirements", "_core_seal", "_core_signature"},  # stubs only
-    "watching": {"errors", "_core"},
+    "watching": {"errors", "_core", "planning"},
+    "planning": set[str](),
     "image": {"errors", "_core", "criu", "files"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
     "sealing": {"errors", "_core", "image", "criu", "process", "files"},
@@ -78,6 +79,7 @@ PYTHON_ARROWS = {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
         *("recovery", "emulator", "diagnosis", "_core", "files", "preemption"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
+        "planning",
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of

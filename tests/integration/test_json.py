@@ -27,6 +27,7 @@ Generations = Callable[..., Job]
 HERE = Path(__file__).resolve()
 # Commands that need an engine or keys, and the tests that check what they print.
 ELSEWHERE = {
+    "plan": "planning/test_command.py",
     "podman checkpoint": "runtimes/test_podman_service.py",
     "podman restore": "runtimes/test_podman_service.py",
     "build-image": "runtimes/test_archives.py",

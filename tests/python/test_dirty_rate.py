@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpustasis.planning.interval import young
 from gpustasis.watching import (
     Meter,
     Sample,
     best_incremental_interval,
-    best_interval,
     incremental_bytes,
 )
 
@@ -43,10 +43,10 @@ def test_no_more_can_change_than_there_is() -> None:
 
 
 def test_the_interval_of_young() -> None:
-    assert best_interval(60.0, 24 * 3600.0) == pytest.approx(math.sqrt(2 * 60 * 86400))
+    assert young(60.0, 24 * 3600.0) == pytest.approx(math.sqrt(2 * 60 * 86400))
     for cost, mtbf in ((0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)):
         with pytest.raises(ValueError, match="must be positive"):
-            best_interval(cost, mtbf)
+            young(cost, mtbf)
 
 
 @given(cost=st.floats(0.1, 100.0), mtbf=st.floats(1e4, 1e7), factor=st.floats(0.2, 5.0))
@@ -56,7 +56,7 @@ def test_no_other_interval_loses_less(cost: float, mtbf: float, factor: float) -
     def loss(interval: float) -> float:
         return cost / interval + interval / 2 / mtbf
 
-    best = best_interval(cost, mtbf)
+    best = young(cost, mtbf)
     assert loss(best) <= loss(best * factor) * (1 + 1e-9)
 
 
@@ -66,8 +66,8 @@ def test_the_incremental_interval_is_its_own_cost_s(
 ) -> None:
     interval, cost = best_incremental_interval(rate, tracked, bandwidth, mtbf)
     assert cost == pytest.approx(incremental_bytes(rate, tracked, interval) / bandwidth)
-    assert interval <= best_interval(tracked / bandwidth, mtbf) * (1 + 1e-9)
-    assert interval == pytest.approx(best_interval(cost, mtbf))
+    assert interval <= young(tracked / bandwidth, mtbf) * (1 + 1e-9)
+    assert interval == pytest.approx(young(cost, mtbf))
 
 
 def test_a_job_that_writes_nothing_needs_no_interval() -> None:

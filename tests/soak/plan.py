@@ -20,6 +20,7 @@ from campaigns import (
     kill_points,
     kill_restore,
     large_streams,
+    plans,
     repetition,
     space,
     streams,
@@ -50,6 +51,7 @@ STORE_ROUNDS = 150
 FUZZ_INPUTS = 1_000_000
 ARCHIVES_CHANGED = 10_000
 TARS_COMPARED = 100_000
+JOBS_PLANNED = 60
 LARGE_MIB = 4 << 10
 
 
@@ -228,6 +230,12 @@ def _whole_trees(_: Bench) -> Iterator[tuple[str, Tally]]:
         yield part, whole_trees.run_tests(REPOSITORY, f"{folder}/test_whole_tree.py")
 
 
+def _plan(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    of_grid, of_chance = plans.run(bench.random("plan"), JOBS_PLANNED)
+    yield "every case of the grid", of_grid
+    yield "cases at random", of_chance
+
+
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kill-points": (
         (
@@ -338,6 +346,13 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             "coordinated checkpoint, and so is etcd; all ranks are committed, or all run on"
         ),
         keepers.run,
+    ),
+    "plan": (
+        (
+            "jobs that fail are simulated, event by event; the planner's ETTR has to be within "
+            f"{100 * plans.BOUND:.0f} % of what comes of them"
+        ),
+        _plan,
     ),
     "tar-readers": (
         "tar archives with odd headers; what our reader accepts, others read in the same way",

@@ -9,6 +9,7 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
+from gpustasis.planning.interval import young
 from gpustasis.text import mib
 from gpustasis.watching import (
     MIB,
@@ -16,7 +17,6 @@ from gpustasis.watching import (
     Sample,
     Watch,
     best_incremental_interval,
-    best_interval,
     incremental_bytes,
 )
 
@@ -92,7 +92,7 @@ def command(
         if mtbf_s is None:
             return None
         if cost_s is not None:
-            return best_interval(cost_s, mtbf_s), cost_s
+            return young(cost_s, mtbf_s), cost_s
         assert bandwidth_mib is not None
         return best_incremental_interval(
             meter.mean_rate, meter.last.tracked_bytes, bandwidth_mib * MIB, mtbf_s

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 PSTREE_NAME = "pstree.img"
 INVENTORY_NAME = "inventory.img"  # CRIU writes it last: without it a checkpoint is not complete
 STATISTICS_NAME = "stats-dump"
+RESTORE_STATISTICS_NAME = "stats-restore"
 FILES_NAME = "files.img"
 REMAPS_NAME = "remap-fpath.img"  # files that a restore makes or finds otherwise than by their paths
 MOUNTS_PREFIX = "mountpoints-"  # only of a tree with mounts of its own
@@ -57,7 +58,7 @@ _PE_PARENT = 1
 _FILE_TYPE, _REGULAR, _REGULAR_FILE = 1, 1, 3  # file_entry.type, fd_types.REG, file_entry.reg
 _FILE_ID, _FILE_PATH, _FILE_SIZE, _EXTERNAL, _MODE = 1, 6, 8, 9, 10  # reg_file_entry
 _ORIGINAL = 1  # remap_file_path_entry.orig_id
-_DUMP = 1  # stats_entry.dump
+_DUMP, _RESTORE = 1, 2  # stats_entry.dump, stats_entry.restore
 _DUMP_FIGURES = {  # dump_stats_entry, in part; times in microseconds
     1: "freezing_time",
     2: "frozen_time",
@@ -66,6 +67,7 @@ _DUMP_FIGURES = {  # dump_stats_entry, in part; times in microseconds
     5: "pages_scanned",
     7: "pages_written",
 }
+_RESTORE_FIGURES = {3: "forking_time", 4: "restore_time"}  # restore_stats_entry, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,16 +211,24 @@ def parse_remapped(raw: bytes, path: str) -> frozenset[int]:
 def dump_figures(raw: bytes) -> dict[str, int]:
     """CRIU's own figures of a dump from its file stats-dump, times in microseconds; empty if that
     is not what it is."""
+    return _statistics(raw, _DUMP, _DUMP_FIGURES)
+
+
+def restore_figures(raw: bytes) -> dict[str, int]:
+    """The same of a restore, from its file stats-restore. restore_time: of all of it, but for what
+    plugins do when all tasks are restored."""
+    return _statistics(raw, _RESTORE, _RESTORE_FIGURES)
+
+
+def _statistics(raw: bytes, part: int, names: dict[int, str]) -> dict[str, int]:
     if (_word(raw, 0), _word(raw, 4)) != (_SERVICE_MAGIC, _STATISTICS_MAGIC):
         return {}
     try:
-        found = dict(fields(_part(next(_records(raw)), _DUMP)))
+        found = dict(fields(_part(next(_records(raw)), part)))
     except (ValueError, IndexError, StopIteration):
         return {}
     return {
-        name: value
-        for number, name in _DUMP_FIGURES.items()
-        if isinstance(value := found.get(number), int)
+        name: value for number, name in names.items() if isinstance(value := found.get(number), int)
     }
 
 
