@@ -66,13 +66,17 @@ PYTHON_ARROWS = {
     "dumped": {"errors", "_core", "criu"},
     "emulator": {"errors", "files", "process"},
     "jobs": {"errors", "files"},
+    "agent": {
+        *("__init__", "errors", "files", "task", "process", "nvml", "criu", "image", "streaming"),
+        *("runtimes", "jobs", "recovery", "dump_records"),
+    },
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
         *("archive", "image", "_core", "policy"),
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
-        *("recovery", "emulator", "diagnosis", "_core", "files"),
+        *("recovery", "emulator", "diagnosis", "_core", "files", "agent"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
     },
 }
