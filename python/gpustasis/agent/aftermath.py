@@ -25,7 +25,8 @@ from gpustasis.task import find_users
 
 log = logging.getLogger(__name__)
 
-_CRIU = ("criu", "ld-linux-x86-64", "ld-linux-x86-6")
+# By its name, or that of the loader of its root.
+_CRIU = ("criu", "ld-linux-x86-64")
 _POLL_S = 0.2
 PATIENCE_S = 600.0
 _RECOVER_S = 120.0

@@ -29,7 +29,7 @@ _SIZE = re.compile(r"(\d{1,15})([KMGT]?)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _PORTS = (0, 65535)
 _SOCKET_LIMIT = 107  # bytes of a Unix socket's path
-MIN_INTERVAL_S = 10.0
+MIN_INTERVAL_S = 1.0
 PROTOCOL_VERSION = 1  # of what goes over the socket
 
 
@@ -118,9 +118,8 @@ def parse(raw: Mapping[str, Any]) -> Config:
     """Raises ValueError that names the key."""
     taken = dict(raw)
     targets = taken.pop("target", [])
-    if not isinstance(targets, list) or len(targets) > _MAX_TARGETS:
-        text = f"'target' is no list of at most {_MAX_TARGETS} tables"
-        raise ValueError(text)  # noqa: TRY004 - one kind of error for what a file holds
+    if type(targets) is not list or len(targets) > _MAX_TARGETS:
+        raise ValueError(f"'target' is no list of at most {_MAX_TARGETS} tables")
     values = _values(taken, _KEYS, "")
     found = tuple(_target(one) for one in targets)
     names = [one.name for one in found]
@@ -130,7 +129,7 @@ def parse(raw: Mapping[str, Any]) -> Config:
 
 
 def _target(raw: object) -> Target:
-    if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
+    if type(raw) is not dict or type(raw.get("name")) is not str:
         raise ValueError("a target has no 'name'")
     name = raw["name"]
     if not _NAME.fullmatch(name):

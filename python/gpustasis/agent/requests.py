@@ -46,7 +46,8 @@ def parse(line: bytes) -> dict[str, Any]:
         raise RequestError("a request is one JSON object on a line")
     if raw.get("version") != PROTOCOL_VERSION:
         raise RequestError(
-            f"a request of version {str(raw.get('version'))[:20]!r}; this agent speaks {PROTOCOL_VERSION}"
+            f"a request of version {str(raw.get('version'))[:20]!r}; this agent speaks "
+            f"{PROTOCOL_VERSION}"
         )
     return raw
 

@@ -81,6 +81,8 @@ class Server:
             pass  # it is gone, or too slow
         except asyncio.CancelledError:
             pass  # the agent stops
+        except Exception:
+            log.exception("a connection")
         finally:
             self._tasks.discard(task)
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
@@ -132,10 +134,12 @@ class Server:
         gone = asyncio.ensure_future(reader.read(1))
         try:
             await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
-            return {"operation": operation.as_json()} if ended.done() else None
+            # One that hangs up, or goes on before it has its answer, gets none.
+            return None if gone.done() else {"operation": operation.as_json()}
         finally:
             for one in (ended, gone):
                 one.cancel()
+            await asyncio.gather(ended, gone, return_exceptions=True)
             with suppress(KeyError, ValueError):
                 self._ended[operation.id].remove(event)
 
