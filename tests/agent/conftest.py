@@ -7,6 +7,7 @@ agents   agents(lines="") -> support.agent.Agent, started: with the newest CRIU,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,3 +33,12 @@ def agents(emulator_environ: dict[str, str]) -> Iterator[Callable[..., Agent]]:
         yield start
         for agent in made:
             agent.close()
+
+
+@pytest.fixture(scope="module")
+def module_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    """One for all tests of a file, which ask it for nothing that it does."""
+    with TemporaryDirectory(prefix="agent-") as name:
+        agent = Agent(Path(name), dict(os.environ), newest_criu())
+        yield agent.start()
+        agent.close()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -69,8 +70,9 @@ def test_a_job_s_life(
     assert agent.metric('gpustasis_checkpoint_duration_seconds_count{target=""}') == 2
     done = 'gpustasis_checkpoint_operations_total{operation="checkpoint",result="done"}'
     assert agent.metric(done) == 2
-    assert agent.metric('gpustasis_checkpoint_last_success_timestamp_seconds{target=""}') == (
-        second["ended"]
+    assert (
+        agent.metric('gpustasis_checkpoint_last_success_timestamp_seconds{target=""}')
+        == (second["ended"])
     )
     over = gpustasis("agent", "cancel", first["id"], *words)
     assert check_document(over.stdout, "agent cancel")["error"]["code"] == over.returncode == 23
@@ -145,11 +147,9 @@ def test_one_tree_is_never_dumped_twice_at_once(
         done = [client.show(one, wait=True) for one in asked]
     assert [one["state"] for one in done] == ["done"] * 6, done
     for job in jobs:
-        spans = [
-            (one["began"], one["ended"]) for one in done if one["subject"]["pid"] == job.pid
-        ]
+        spans = [(one["began"], one["ended"]) for one in done if one["subject"]["pid"] == job.pid]
         assert len(spans) == 3
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         check_memory(job, 0)
     first, second = done[0], done[1]
     assert second["began"] < first["ended"], "the two jobs have waited for each other"

@@ -46,7 +46,11 @@ class Agent:
         self.config.write_text(text + lines)
         self.config.chmod(0o600)
 
+    def _times_ready(self) -> int:
+        return sum(one["message"].startswith("ready") for one in self.lines())
+
     def start(self, ready: bool = True) -> Agent:
+        before = self._times_ready() if self.log.exists() else 0
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "gpustasis", "agent", "run", "--config", str(self.config)],
@@ -56,7 +60,7 @@ class Agent:
                 start_new_session=True,
             )
         if ready:
-            self.wait_for(lambda: any(one["message"].startswith("ready") for one in self.lines()))
+            self.wait_for(lambda: self._times_ready() > before)
         return self
 
     def lines(self) -> list[dict[str, Any]]:
@@ -85,9 +89,9 @@ class Agent:
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of an HTTP request."""
-        head, _, body = say(self.http, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()).partition(
-            b"\r\n\r\n"
-        )
+        head, _, body = say(
+            self.http, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+        ).partition(b"\r\n\r\n")
         return int(head.split()[1]), body.decode()
 
     def metric(self, name: str) -> float:
@@ -133,7 +137,10 @@ def ask(place: Path, *requests: dict[str, Any] | bytes) -> list[dict[str, Any]]:
         one if isinstance(one, bytes) else json.dumps({"version": 1, **one}).encode()
         for one in requests
     ]
-    return [json.loads(line) for line in say(place, b"".join(b"%s\n" % one for one in lines)).splitlines()]
+    return [
+        json.loads(line)
+        for line in say(place, b"".join(b"%s\n" % one for one in lines)).splitlines()
+    ]
 
 
 def as_user(uid: int, *words: str, groups: Sequence[int] = ()) -> list[str]:

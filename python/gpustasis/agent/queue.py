@@ -184,6 +184,7 @@ class Queue:
                 cancelled = operation.cancel
                 self._end(job, State.CANCELLED if cancelled else State.REFUSED, refused)
                 return
+            job.work.prepare()
             self._journal.write(operation)
             self._log("begun", operation)
             job.work.last = self.last_done(operation.subject.key)

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import gpustasis
+from gpustasis.agent import containers
 from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import Figures, Operation
 from gpustasis.agent.space import disk_used
@@ -46,29 +47,29 @@ class Work:
     process: Held | None = None
     last: Operation | None = None
 
+    def prepare(self) -> None:
+        """Say where it will be, so that this can be written down before anything is done there.
+        Raises AgentError."""
+        directory = self._directory()
+        _make(self.config.store, directory)
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{self.operation.id}"
+        self.operation.place = str(directory / (name if self.process else f"{name}.tar"))
+
     def run(self) -> Figures:
         """Make the checkpoint. Raises CheckpointError: then the job runs on, but for what
         operation.note says."""
         begin = time.monotonic()
-        directory = self.directory()
-        _make(self.config.store, directory)
-        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{self.operation.id}"
-        if self.process is None:
-            from gpustasis.agent import containers
-
-            place = directory / f"{name}.tar"
-            self.operation.place = str(place)
-            figures = containers.checkpoint(self.operation, self.config, place, begin)
-            if self.target is not None:
-                containers.keep_last(directory, self.target.keep_last)
+        place = Path(self.operation.place)
+        if self.process is not None:
+            figures = self._process(self.process, place, begin)
+            self._tidy(place.parent)
             return figures
-        images = directory / name
-        self.operation.place = str(images)
-        figures = self._process(self.process, images, begin)
-        self._tidy(directory)
+        figures = containers.checkpoint(self.operation, self.config, place, begin)
+        if self.target is not None:
+            containers.keep_last(place.parent, self.target.keep_last)
         return figures
 
-    def directory(self) -> Path:
+    def _directory(self) -> Path:
         """Where checkpoints of this job lie, beside each other."""
         operation = self.operation
         if self.target is not None:
