@@ -32,7 +32,7 @@ from gpustasis.jobs import server as jobs
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
-_STOP_S = 80.0  # for what is at work; the unit gives the agent longer
+STOP_S = 80.0  # for what is at work; the unit gives the agent longer
 
 
 class JsonLines(logging.Formatter):
@@ -111,7 +111,7 @@ class _Agent:
             notify("STOPPING=1")
             log.info("stopping")
             self._stopped.set()
-            done = await asyncio.to_thread(self._queue.close, _STOP_S)
+            done = await asyncio.to_thread(self._queue.close, STOP_S)
             if not done:
                 log.warning("a checkpoint is still at work: criu ends it without the agent")
             await asyncio.sleep(0)  # whoever waits hears of the end first
