@@ -114,7 +114,7 @@ def test_a_file_that_others_could_change_is_refused(tmp_path: Path) -> None:
 def table(repository: Path, title: str) -> dict[str, str]:
     """Key and default of the table below a title of docs/agent.md."""
     text = (repository / "docs/agent.md").read_text().partition(f"### {title}\n")[2]
-    rows = re.findall(r"^\| `([a-z_]+)` \| ([^|]+) \|", text.partition("\n##")[0], re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_]+)` \|([^|]*)\|", text.partition("\n##")[0], re.MULTILINE)
     return {key: default.strip() for key, default in rows}
 
 

@@ -15,7 +15,7 @@ from gpustasis.agent.subjects import Subject
 from gpustasis.errors import AgentError, CheckpointError, EngineError
 from gpustasis.runtimes import containerd, podman
 from gpustasis.runtimes.cri import Cri
-from gpustasis.runtimes.podman_service import Service
+from gpustasis.runtimes.podman_service import RefusedError, Service
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,10 @@ def root_pid(subject: Subject, config: Config) -> int | None:
     if subject.engine != "podman":
         return None
     with Service(config.podman) as service:
-        found = service.inspect(subject.name)
+        try:
+            found = service.inspect(subject.name)
+        except RefusedError as exc:
+            raise EngineError(f"{subject}: {exc}") from exc
     try:
         pid = int(found["State"]["Pid"])
     except (KeyError, TypeError, ValueError) as exc:
