@@ -242,6 +242,15 @@ def test_the_queue_has_an_end(
         assert client.show(last, wait=True)["state"] == "done"
 
 
+def test_the_agent_does_not_freeze_itself(agents: Agents) -> None:
+    """Nobody would be left to let it go."""
+    agent = agents()
+    assert agent.process is not None
+    for pid in (agent.process.pid, os.getpid()):
+        (refused,) = ask(agent.socket, {"do": "checkpoint", "pid": pid, "wait": True})
+        assert "it cannot checkpoint itself" in refused["error"]["message"]
+
+
 def test_another_process_is_not_taken_for_the_one_that_was_meant(
     agents: Agents, plain_job: Callable[[], Job]
 ) -> None:

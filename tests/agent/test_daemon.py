@@ -231,6 +231,12 @@ def test_metrics_and_health(agents: Agents) -> None:
             one.close()
 
 
+def test_an_agent_without_room_is_not_healthy(agents: Agents) -> None:
+    agent = agents('disk_reserve = "900T"\n')
+    agent.wait_for(lambda: agent.get("/healthz")[0] == 503)
+    assert "disk_reserve is more" in json.loads(agent.get("/healthz")[1])["wrong"]
+
+
 def test_the_store_for_jobs_on_this_host(agents: Agents) -> None:
     agent = agents()
     key, place = "/gpustasis/jobs/x/newest", agent.place / "jobs.sock"

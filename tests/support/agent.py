@@ -119,8 +119,8 @@ def say(place: Path, data: bytes, timeout_s: float = 30.0) -> bytes:
     """Send this, and nothing more; all that is answered until the other end hangs up."""
     found = b""
     with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(place))  # without a time limit, which a full backlog would not wait for
         sock.settimeout(timeout_s)
-        sock.connect(str(place))
         try:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)

@@ -25,9 +25,11 @@ from gpustasis.agent.periodic import Periodic
 from gpustasis.agent.queue import Queue
 from gpustasis.agent.requests import Requests
 from gpustasis.agent.server import Server
+from gpustasis.agent.space import free_disk
 from gpustasis.errors import AgentError, UnsupportedError
 from gpustasis.files import make_directories
 from gpustasis.jobs import server as jobs
+from gpustasis.text import mib
 
 log = logging.getLogger(__name__)
 
@@ -167,4 +169,10 @@ class _Agent:
 def _why_not_writable(config: Config) -> str:
     if not os.access(config.store, os.W_OK):
         return f"{config.store} cannot be written to"
+    try:
+        free = free_disk(config.store)
+    except OSError as exc:
+        return f"{config.store}: {exc.strerror}"
+    if free < config.disk_reserve:
+        return f"{mib(free)} are free in {config.store}, and disk_reserve is more"
     return ""

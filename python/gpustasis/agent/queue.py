@@ -217,7 +217,7 @@ class Queue:
                     f"{mib(need.disk)} more, and disk_per_user is {mib(self._config.disk_per_user)}"
                 )
         with self._changed:
-            while not operation.cancel:
+            while not operation.cancel and not self._closing:
                 others = [one for one in self._at_work.values() if one is not job]
                 # Of a container the processes are known only now.
                 free = not any(one.pids & job.pids for one in others if one.claim is not _NOTHING)
@@ -231,6 +231,7 @@ class Queue:
                 if free and all(one is _NOTHING for one in claims):
                     return why_not
                 self._changed.wait(_LOOK_S)
+            operation.cancel = True
             return "it was cancelled before it began"
 
     def _end(self, job: _Job, state: State, error: str) -> None:

@@ -17,7 +17,14 @@ from gpustasis.agent.config import PROTOCOL_VERSION, Config, Target
 from gpustasis.agent.operations import Operation
 from gpustasis.agent.peers import Peer, may_see, require_same_pids
 from gpustasis.agent.queue import Queue
-from gpustasis.agent.subjects import Held, Subject, from_pidfile, parse_container, require_all_of
+from gpustasis.agent.subjects import (
+    Held,
+    Subject,
+    from_pidfile,
+    parse_container,
+    require_all_of,
+    require_not_ours,
+)
 from gpustasis.errors import AgentError
 
 SHOWN = 50  # operations in a status
@@ -119,6 +126,7 @@ class Requests:
             if not peer.is_root:
                 require_all_of(pid, peer.uid)
                 process.require_alive(pid)  # what was looked at was of this one
+            require_not_ours(pid)
         except AgentError:
             process.close()
             raise

@@ -122,6 +122,13 @@ def tree_pids(root: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def require_not_ours(root: int) -> None:
+    """Raise AgentError if this process is in the tree: it would be frozen in its own dump, and
+    nobody would be left to let it go."""
+    if os.getpid() in tree_pids(root):
+        raise AgentError(f"the agent is in the tree of process {root}: it cannot checkpoint itself")
+
+
 def require_all_of(root: int, uid: int) -> None:
     """Raise AgentError unless every process of the tree is `uid`'s, by all its user ids, and in the
     namespaces of users and pids of the agent."""

@@ -19,19 +19,22 @@ from gpustasis.agent import containers
 from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import Figures, Operation
 from gpustasis.agent.space import disk_used
-from gpustasis.agent.subjects import Held, require_all_of
+from gpustasis.agent.subjects import Held, require_all_of, require_not_ours
 from gpustasis.criu.images import dump_figures
 from gpustasis.criu.run import Run
 from gpustasis.errors import AgentError, CheckpointError
 from gpustasis.files import open_own_directory
 from gpustasis.image.directory import try_exclude
 from gpustasis.image.store import read_entry, read_store
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.dumping import TICK_S, Dumping
+from gpustasis.task import find_users
 
 log = logging.getLogger(__name__)
 
 _STATISTICS = "stats-dump"  # CRIU's
 _END_S = 60.0  # for criu to end a job that it was told to end
+_REFILL_S = 30.0  # for the plugin to put memory back
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 REQUESTED, TARGETS = "users", "targets"  # directories of the store
 
@@ -80,6 +83,7 @@ class Work:
 
     def _process(self, process: Held, images: Path, begin: float) -> Figures:
         process.require_alive(process.pid)
+        require_not_ours(process.pid)
         if self.operation.uid != 0:
             require_all_of(process.pid, self.operation.uid)
         parent = self._parent()
@@ -108,9 +112,10 @@ class Work:
             done = dump(images, ())
             if not process.is_alive():
                 # Whatever has its pid by now may be what was dumped.
-                shutil.rmtree(images, ignore_errors=True)
+                left = "" if _remove_failed(images) else f", but for what is in use in {images}"
                 raise AgentError(
                     f"process {process.pid} ended while it was dumped: the checkpoint was removed"
+                    + left
                 )
         verified = self._verify(images)
         return _figures(done, images, time.monotonic() - begin, parent is not None, verified)
@@ -182,12 +187,20 @@ def _make(store: Path, directory: Path) -> None:
         raise AgentError(f"cannot use {exc.filename or directory}: {exc.strerror or exc}") from exc
 
 
-def _remove_failed(directory: Path) -> None:
-    """What a failed dump has left, unless it is in use: memory may still be put back from it."""
+def _remove_failed(directory: Path) -> bool:
+    """Remove what a failed dump has left, unless it is in use: memory may still be put back from
+    it. Whether it is gone."""
+    deadline = time.monotonic() + _REFILL_S
+    while find_users(directory, WORKER_COMM, GUARDIAN_COMM):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(TICK_S)
     lock = try_exclude(directory)
-    if lock is not None:
-        with lock:
-            shutil.rmtree(directory, ignore_errors=True)
+    if lock is None:
+        return False
+    with lock:
+        shutil.rmtree(directory, ignore_errors=True)
+    return not directory.exists()
 
 
 def _figures(
