@@ -169,7 +169,7 @@ def test_checkpoints_by_the_clock(
         asked = client.checkpoint(target="train")
         assert asked["state"] == "done" and asked["origin"] == "request"
         assert client.status()["targets"][0]["next_due"] > asked["ended"]
-    agent.wait_for(lambda: len(done()) >= 4)
+    agent.wait_for(lambda: len(done()) >= 5)
     pidfile.unlink()
     assert agent.stop() == 0
     agent.start()
