@@ -21,10 +21,15 @@ import pytest
 
 import gpustasis
 from gpustasis.agent.client import Client
+from gpustasis.agent.config import Config, Target
+from gpustasis.agent.operations import Operation
+from gpustasis.agent.subjects import Subject
+from gpustasis.agent.work import Work
 from gpustasis.emulator import Emulator
 from gpustasis.errors import AgentError
 from gpustasis.task import read_task
 from support.agent import Agent, ask
+from support.criu_roots import newest_criu
 from support.job import Job, check_memory
 from support.json_output import check_document
 
@@ -130,6 +135,31 @@ def checkpoint_of_a_traced(job: Job, client: Client) -> dict[str, Any]:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_a_damaged_one_does_not_count(plain_job: Callable[[], Job], tmp_path: Path) -> None:
+    """It would be kept in place of a good one."""
+    job, images = plain_job(), tmp_path / "images"
+    criu = newest_criu()
+    place = str(criu.root or criu.program)
+    gpustasis.checkpoint(job.pid, images, leave_running=True, layout="packed", criu=place)
+    target = Target(name="job", pidfile=tmp_path / "pid", verify=True)
+    operation = Operation(subject=Subject(pid=job.pid), uid=0)
+    work = Work(operation, Config(), target)
+    assert work._verify(images)
+    pack = images / "gpustasis-files.img"
+    with pack.open("r+b") as file:
+        file.seek(pack.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    operation.stop = True
+    with pytest.raises(AgentError, match=r"is damaged: .*it was left there"):
+        work._verify(images)
+    operation.stop = False
+    with pytest.raises(AgentError, match=r"is damaged: .*it was removed"):
+        work._verify(images)
+    assert not images.exists()
 
 
 def test_one_tree_is_never_dumped_twice_at_once(

@@ -162,9 +162,13 @@ class Work:
         if self.target is None or not self.target.verify:
             return False
         found = gpustasis.open(images).verify()
-        if found.problems:
-            raise AgentError(f"the checkpoint in {images} is damaged: {found.problems[0]}")
-        return True
+        if not found.problems:
+            return True
+        # It must not count as one of the last that are kept. The only one of a job that has ended
+        # stays: what is right in it may be of use.
+        gone = not self.operation.stop and _remove_failed(images)
+        left = "it was removed" if gone else "it was left there"
+        raise AgentError(f"the checkpoint in {images} is damaged: {found.problems[0]}; {left}")
 
     def _tidy(self, directory: Path) -> None:
         """After a success: remove what is older than the last ones, by prune's rules, and what
@@ -175,7 +179,7 @@ class Work:
             for entry in read_store(directory).values():
                 if entry.incomplete:
                     _remove_failed(entry.directory)
-        except CheckpointError as exc:
+        except (CheckpointError, OSError) as exc:
             log.warning("old checkpoints in %s stay: %s", directory, exc)
 
 
