@@ -137,3 +137,9 @@ class InstallError(CheckpointError):
     """A host cannot be set up as asked, or what is installed there is not as recorded."""
 
     exit_code = 22
+
+
+class AgentError(CheckpointError):
+    """The agent of this node cannot be reached, or refuses what was asked, or cannot begin it."""
+
+    exit_code = 23

@@ -71,13 +71,17 @@ PYTHON_ARROWS = {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
     },
     "jit": {"cli"},
+    "agent": {
+        *("__init__", "errors", "files", "task", "process", "nvml", "criu", "image", "streaming"),
+        *("runtimes", "jobs", "recovery", "dump_records"),
+    },
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
         *("archive", "image", "_core", "policy"),
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
-        *("recovery", "emulator", "diagnosis", "_core", "files", "preemption"),
+        *("recovery", "emulator", "diagnosis", "_core", "files", "preemption", "agent"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
         "planning",
     },

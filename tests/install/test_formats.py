@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gpustasis.agent import daemon
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import parse_options
 from gpustasis.errors import CriuError
@@ -62,6 +64,31 @@ def test_the_hook_starts_where_it_was_made_for(root: Path) -> None:
         [sys.executable, "-IS", "-c", code], capture_output=True, text=True, check=True
     )
     assert Path(ended.stdout.strip()).parent.parent == Path(layout.packages())
+
+
+def test_the_agent_starts_where_it_was_made_for(root: Path) -> None:
+    install_into(root)
+    program = root / layout.AGENT[1:]
+    assert program.stat().st_mode & 0o7777 == 0o755
+    words = [program, "--help"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("Usage: agent agent run [OPTIONS]") or "Be the agent" in said
+
+
+def test_the_agent_s_unit(root: Path) -> None:
+    """systemd.service(5): the agent says when it is ready, has time to end, and takes nothing along
+    that holds memory of jobs."""
+    install_into(root)
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string((root / layout.UNIT[1:]).read_text())
+    assert set(unit.sections()) == {"Unit", "Service", "Install"}
+    service = unit["Service"]
+    assert service["ExecStart"] == layout.AGENT
+    assert service["Type"] == "notify"
+    assert service["KillMode"] == "process"
+    assert float(service["TimeoutStopSec"]) > daemon.STOP_S
+    assert float(service["WatchdogSec"]) > 10
 
 
 ODD_NAMES = [

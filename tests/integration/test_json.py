@@ -28,6 +28,10 @@ HERE = Path(__file__).resolve()
 # Commands that need an engine or keys, and the tests that check what they print.
 ELSEWHERE = {
     "plan": "planning/test_command.py",
+    "agent cancel": "agent/test_checkpoint.py",
+    "agent checkpoint": "agent/test_checkpoint.py",
+    "agent run": "agent/test_daemon.py",
+    "agent status": "agent/test_checkpoint.py",
     "podman checkpoint": "runtimes/test_podman_service.py",
     "podman restore": "runtimes/test_podman_service.py",
     "build-image": "runtimes/test_archives.py",

@@ -16,6 +16,7 @@ from gpustasis.cli.framework import Group, run
 # Name -> the command, as module.name in this package, and one line of help. Modules are imported
 # when a command of theirs runs: `--help` and completion stay fast.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "agent": ("agent.command", "have one daemon per node make checkpoints, and ask it"),
     "build-image": ("build_image.command", "make an OCI image of a checkpoint archive"),
     "checkpoint": ("tasks.checkpoint", "dump a process tree, GPU memory included"),
     "containerd": ("containerd.command", "checkpoint a container of containerd's, through CRI"),

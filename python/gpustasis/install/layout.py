@@ -36,13 +36,15 @@ HOOK = "/usr/libexec/gpustasis/oci-hook"
 # Not /etc/containers/oci/hooks.d: of the two, Podman and CRI-O look only here unless told.
 HOOK_DEFINITION = "/usr/share/containers/oci/hooks.d/50-gpustasis.json"
 CRIO_DROP_IN = "/etc/crio/crio.conf.d/50-gpustasis.conf"
+AGENT = "/usr/libexec/gpustasis/agent"
+UNIT = "/usr/lib/systemd/system/gpustasis-agent.service"
 CONFIG = str(SYSTEM_CONFIG)
 
 # The commands, and where they are, with a Python of their own (install/bundle.py).
 BUNDLE = "/opt/gpustasis"
 COMMAND_PATHS = ("/usr/local/bin/gpustasis", "/usr/local/bin/checkpointctl-gpustasis")
 
-FILE_PATHS = frozenset({PLUGIN, HOOK, HOOK_DEFINITION, CRIO_DROP_IN, CONFIG})
+FILE_PATHS = frozenset({PLUGIN, HOOK, HOOK_DEFINITION, CRIO_DROP_IN, CONFIG, AGENT, UNIT})
 BLOCK_PATHS = frozenset({DEFAULT_FILE, RUNC_FILE, CRUN_FILE})
 
 
@@ -106,6 +108,13 @@ def files(python: str) -> tuple[File, ...]:
         ),
         File(HOOK_DEFINITION, _filled("oci/50-gpustasis.json", HOOK=HOOK), 0o644, Kind.DROP_IN),
         File(CRIO_DROP_IN, _filled("crio/50-gpustasis.conf"), 0o644, Kind.DROP_IN),
+        File(
+            AGENT,
+            _filled("agent/agent", PYTHON=python, PACKAGES=ascii(packages())),
+            0o755,
+            Kind.PROGRAM,
+        ),
+        File(UNIT, _filled("agent/gpustasis-agent.service", AGENT=AGENT), 0o644, Kind.DROP_IN),
         File(CONFIG, _filled("gpustasis/config.toml"), 0o644, Kind.CONFIGURATION),
     )
 

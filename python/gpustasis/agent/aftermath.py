@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of a checkpoint that was at work when the agent was killed.
+
+criu is not the agent's to take along: it goes on, and ends the dump, or was killed too, and then
+the plugin has let the job run on. So the new agent waits for that criu, looks, and says.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from gpustasis import process
+from gpustasis.agent.operations import Operation, State
+from gpustasis.agent.subjects import held
+from gpustasis.dump_records import find_begun, find_dropped
+from gpustasis.errors import AgentError, CheckpointError, ImageError
+from gpustasis.image.store import read_entry
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
+from gpustasis.task import find_users
+
+log = logging.getLogger(__name__)
+
+# By its name, or that of the loader of its root.
+_CRIU = ("criu", "ld-linux-x86-64")
+_POLL_S = 0.2
+PATIENCE_S = 600.0
+_RECOVER_S = 120.0
+
+
+def settle(operation: Operation, stopped: Callable[[], bool]) -> None:
+    """Wait until nobody is at work on it any more, and set its state and what there is to say.
+
+    stopped: asked again and again whether to give up.
+    """
+    if operation.state is State.QUEUED:
+        operation.state, operation.ended = State.CANCELLED, time.time()
+        operation.error = "the agent ended before it began"
+        return
+    operation.error = "the agent ended while it was at work"
+    place = Path(operation.place) if operation.place else None
+    if operation.subject.engine or place is None:
+        operation.state, operation.ended = State.INTERRUPTED, time.time()
+        if operation.subject.engine:
+            operation.note = f"ask {operation.subject.engine} what became of it"
+        return
+    deadline = time.monotonic() + PATIENCE_S
+    while place.is_dir() and _users(place):
+        if stopped() or time.monotonic() > deadline:
+            operation.note = f"criu is still at work in {place}"
+            return  # the next agent looks again
+        time.sleep(_POLL_S)
+    whole = not read_entry(place).incomplete
+    job = _job(operation)
+    if whole:
+        operation.state = State.DONE
+        operation.error = ""
+        operation.note = f"the agent ended while it was at work; the checkpoint is whole; {job}"
+    else:
+        operation.state, operation.note = State.INTERRUPTED, job
+    operation.ended = time.time()
+
+
+def _users(place: Path) -> list[int]:
+    with suppress(OSError):
+        return find_users(place, *_CRIU, WORKER_COMM, GUARDIAN_COMM)
+    return []
+
+
+def _job(operation: Operation) -> str:
+    """What became of the process, which is brought back if it needs that."""
+    subject = operation.subject
+    try:
+        with held(subject.pid, subject.start_time):
+            if find_dropped(subject.pid) is None and find_begun(subject.pid) is None:
+                return f"{subject} runs"
+            argv = [sys.executable, "-m", "gpustasis", "recover", str(subject.pid)]
+            ended = process.run(argv, timeout_s=_RECOVER_S, shielded=True)
+            return ended.output.strip()[-500:] or f"recover ended with {ended.ending}"
+    except AgentError as exc:
+        return str(exc)
+    except (CheckpointError, ImageError, OSError) as exc:
+        return f"it cannot be told whether {subject} runs: {exc}"

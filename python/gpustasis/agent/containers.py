@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of containers, through the engines that run them, into archives."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import gpustasis
+from gpustasis.agent.config import Config
+from gpustasis.agent.operations import Figures, Operation
+from gpustasis.agent.subjects import Subject
+from gpustasis.errors import AgentError, CheckpointError, EngineError
+from gpustasis.runtimes import containerd, podman
+from gpustasis.runtimes.cri import Cri
+from gpustasis.runtimes.podman_service import RefusedError, Service
+
+log = logging.getLogger(__name__)
+
+_PODMAN_WORKS = 1e6  # its figures are in microseconds
+
+
+def root_pid(subject: Subject, config: Config) -> int | None:
+    """The first process of the container, if its engine says; None: that is not known.
+
+    Raises EngineError if there is no such container, or its engine does not answer.
+    """
+    if subject.engine != "podman":
+        return None
+    with Service(config.podman) as service:
+        try:
+            found = service.inspect(subject.name)
+        except RefusedError as exc:
+            raise EngineError(f"{subject}: {exc}") from exc
+    try:
+        pid = int(found["State"]["Pid"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise EngineError(f"Podman's description of {subject.name} lacks its pid") from exc
+    if pid < 2:
+        raise AgentError(f"{subject} does not run")
+    return pid
+
+
+def checkpoint(operation: Operation, config: Config, archive: Path, begin: float) -> Figures:
+    """Raises CheckpointError: the container runs on then."""
+    subject = operation.subject
+    if subject.engine == "podman":
+        return _podman(operation, config, archive, begin)
+    if operation.stop:
+        raise AgentError(f"{subject} cannot be ended with its checkpoint: its engine leaves it on")
+    address = {
+        "containerd": config.containerd or containerd.DEFAULT_ADDRESS,
+        "crio": config.crio or containerd.CRIO_ADDRESS,
+    }[subject.engine]
+    with Cri(address) as cri:
+        found = containerd.find(cri, subject.name)
+        made = containerd.checkpoint(cri, found, archive, stop=lambda: operation.cancel)
+    return Figures(
+        duration_s=time.monotonic() - begin,
+        downtime_s=None,
+        size_bytes=made.size,
+        stored_bytes=made.size,
+        gpu_bytes=0,
+        incremental=False,
+        emulated=False,
+        verified=False,
+    )
+
+
+def _podman(operation: Operation, config: Config, archive: Path, begin: float) -> Figures:
+    options = podman.CheckpointOptions(export=archive, leave_running=not operation.stop)
+    with Service(config.podman) as service:
+        made = podman.checkpoint(service, operation.subject.name, options)
+    stood = [made.criu[name] for name in ("freezing_time", "frozen_time") if name in made.criu]
+    plugin = made.plugin
+    size = archive.stat().st_size
+    return Figures(
+        duration_s=time.monotonic() - begin,
+        downtime_s=sum(stood) / _PODMAN_WORKS if stood else None,
+        size_bytes=size,
+        stored_bytes=size,
+        gpu_bytes=0 if plugin is None else plugin.staged_bytes,
+        incremental=plugin is not None and plugin.same_bytes > 0,
+        emulated=plugin is not None and plugin.emulated,
+        verified=False,
+    )
+
+
+def keep_last(directory: Path, count: int) -> None:
+    """Remove all but the newest archives. Where any of them is built on an earlier checkpoint, or
+    it cannot be told whether, all stay."""
+    archives = sorted(directory.glob("*.tar"))
+    try:
+        if any(gpustasis.open(one).inspect().parent is not None for one in archives):
+            log.info("archives in %s are built on others: all stay", directory)
+            return
+    except CheckpointError as exc:
+        log.warning("archives in %s stay: %s", directory, exc)
+        return
+    for one in archives[:-count]:
+        with suppress(OSError):
+            one.unlink()

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one queue: what is asked for, by whom and in which order it is done, and what became of it.
+
+Threads: whoever asks, and one for each checkpoint that is at work. One lock guards what they share;
+nothing that may take long is done with it held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from gpustasis.agent import containers, space
+from gpustasis.agent.config import Config, Target
+from gpustasis.agent.operations import KEPT, Journal, Operation, State
+from gpustasis.agent.space import Need, disk_used
+from gpustasis.agent.subjects import Held, tree_pids
+from gpustasis.agent.work import REQUESTED, Work
+from gpustasis.errors import AgentError, CheckpointError
+from gpustasis.text import mib
+
+log = logging.getLogger(__name__)
+
+_NOTHING = Need(0, 0)
+_LOOK_S = 0.2
+# Told of each operation that has ended.
+OnEnd = Callable[[Operation], None]
+
+
+@dataclass(slots=True)
+class _Job:
+    """One that has not ended. claim: what it needs; None: not looked up yet. pids: of its tree,
+    while it is at work."""
+
+    work: Work
+    pids: frozenset[int] = frozenset()
+    claim: Need = field(default=_NOTHING)
+
+
+class Queue:
+    """Until close() is called. operations: all that are known, by id, oldest first."""
+
+    def __init__(self, config: Config, journal: Journal, on_end: OnEnd) -> None:
+        self._config = config
+        self._journal = journal
+        self._on_end = on_end
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting: list[_Job] = []
+        self._at_work: dict[str, _Job] = {}
+        self._closing = False
+        self.operations: dict[str, Operation] = {}
+
+    # Asked by others
+
+    def submit(
+        self, operation: Operation, process: Held | None = None, target: Target | None = None
+    ) -> Operation:
+        """Put it in the queue, which owns `process` from now on, whatever happens. Raises
+        AgentError if it is refused."""
+        job = _Job(Work(operation, self._config, target, process))
+        try:
+            with self._lock:
+                self._require_room(operation)
+                self._journal.write(operation)
+                self.operations[operation.id] = operation
+                self._waiting.append(job)
+        except BaseException:
+            _let_go(job)
+            raise
+        self._log("queued", operation)
+        self._start_those_that_can()
+        return operation
+
+    def cancel(self, operation: Operation) -> str:
+        """What was done about it, for a sentence. Raises AgentError if nothing can be."""
+        with self._lock:
+            for job in self._waiting:
+                if job.work.operation is operation:
+                    self._waiting.remove(job)
+                    break
+            else:
+                job = None
+            if job is None and operation.state.is_over:
+                raise AgentError(f"operation {operation.id} is over: it is {operation.state}")
+            if job is None and operation.state is State.QUEUED:  # until there is room for it
+                operation.cancel = True
+                self._changed.notify_all()
+                return "is cancelled: it had not begun"
+            if job is None:
+                if not operation.stop and operation.subject.engine not in ("containerd", "crio"):
+                    raise AgentError(
+                        f"operation {operation.id} is at work, and leaves {operation.subject} "
+                        "running: it ends by itself"
+                    )
+                operation.cancel = True
+                return "is told to let the job run on"
+        self._end(job, State.CANCELLED, "")
+        return "is cancelled: it had not begun"
+
+    def pending(self, key: str) -> bool:
+        """Whether a checkpoint of that subject waits or is at work."""
+        with self._lock:
+            jobs = [*self._waiting, *self._at_work.values()]
+            return any(job.work.operation.subject.key == key for job in jobs)
+
+    def counts(self) -> tuple[int, int]:
+        """How many wait, and how many are at work."""
+        with self._lock:
+            return len(self._waiting), len(self._at_work)
+
+    def known(self) -> list[Operation]:
+        """All, oldest first, as they are now."""
+        with self._lock:
+            return list(self.operations.values())
+
+    def add_known(self, operation: Operation) -> None:
+        """One that an agent before this one has done or begun."""
+        with self._lock:
+            self.operations[operation.id] = operation
+
+    def last_done(self, key: str) -> Operation | None:
+        """The last checkpoint of that subject."""
+        with self._lock:
+            done = [
+                one
+                for one in self.operations.values()
+                if one.state is State.DONE and one.subject.key == key
+            ]
+        return max(done, key=lambda one: one.ended, default=None)
+
+    def close(self, timeout_s: float) -> bool:
+        """Begin nothing more, and wait for what is at work; whether it has ended."""
+        with self._lock:
+            self._closing = True
+            waiting, self._waiting = self._waiting, []
+        for job in waiting:
+            self._end(job, State.CANCELLED, "the agent was stopped before it began")
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._at_work, timeout_s)
+
+    # The queue itself
+
+    def _require_room(self, operation: Operation) -> None:
+        if self._closing:
+            raise AgentError("the agent is about to stop")
+        if len(self._waiting) >= self._config.queue:
+            raise AgentError(f"the queue is full: {len(self._waiting)} wait already")
+        own = sum(job.work.operation.uid == operation.uid for job in self._waiting)
+        if operation.uid != 0 and own >= self._config.queue_per_user:
+            raise AgentError(f"user {operation.uid} has {own} in the queue already")
+
+    def _start_those_that_can(self) -> None:
+        begun: list[_Job] = []
+        with self._lock:
+            for job in list(self._waiting):
+                if len(self._at_work) >= self._config.concurrency:
+                    break
+                job.pids = _pids_of(job)
+                if not self._is_free(job):
+                    continue
+                self._waiting.remove(job)
+                self._at_work[job.work.operation.id] = job
+                begun.append(job)
+        for job in begun:
+            threading.Thread(target=self._work, args=(job,), daemon=True).start()
+
+    def _is_free(self, job: _Job) -> bool:
+        """Whether nothing of its tree is at work."""
+        key = job.work.operation.subject.key
+        return all(
+            other.work.operation.subject.key != key and not other.pids & job.pids
+            for other in self._at_work.values()
+        )
+
+    def _work(self, job: _Job) -> None:
+        operation = job.work.operation
+        try:
+            if refused := self._claim(job):
+                cancelled = operation.cancel
+                self._end(job, State.CANCELLED if cancelled else State.REFUSED, refused)
+                return
+            job.work.prepare()
+            self._journal.write(operation)
+            self._log("begun", operation)
+            job.work.last = self.last_done(operation.subject.key)
+            operation.figures = job.work.run()
+        except CheckpointError as exc:
+            self._end(job, State.FAILED, str(exc))
+        except Exception as exc:
+            log.exception("operation %s", operation.id)
+            self._end(job, State.FAILED, f"this is a bug in gpustasis: {exc!r}")
+        else:
+            self._end(job, State.DONE, "")
+
+    def _claim(self, job: _Job) -> str:
+        """Set aside what it needs, once there is room or nothing else is at work; why not."""
+        operation = job.work.operation
+        if job.work.process is None:
+            pid = containers.root_pid(operation.subject, self._config)
+            if pid is not None:
+                job.pids = frozenset(tree_pids(pid))
+        else:
+            pid = operation.subject.pid
+        last = self.last_done(operation.subject.key)
+        gpu = None if last is None or last.figures is None else last.figures.gpu_bytes
+        need = _NOTHING if pid is None else space.estimate(pid, gpu)
+        if operation.uid != 0:
+            used = disk_used(self._config.store / REQUESTED / str(operation.uid))
+            if used + need.disk > self._config.disk_per_user:
+                return (
+                    f"user {operation.uid} has {mib(used)} of checkpoints, this one needs up to "
+                    f"{mib(need.disk)} more, and disk_per_user is {mib(self._config.disk_per_user)}"
+                )
+        with self._changed:
+            while not operation.cancel and not self._closing:
+                others = [one for one in self._at_work.values() if one is not job]
+                # Of a container the processes are known only now.
+                free = not any(one.pids & job.pids for one in others if one.claim is not _NOTHING)
+                claims = [one.claim for one in others]
+                claimed = Need(sum(one.memory for one in claims), sum(one.disk for one in claims))
+                why_not = space.why_not(need, claimed, self._config)
+                if free and not why_not:
+                    job.claim = need
+                    operation.state, operation.began = State.RUNNING, time.time()
+                    return ""
+                if free and all(one is _NOTHING for one in claims):
+                    return why_not
+                self._changed.wait(_LOOK_S)
+            operation.cancel = True
+            return "it was cancelled before it began"
+
+    def _end(self, job: _Job, state: State, error: str) -> None:
+        operation = job.work.operation
+        operation.error, operation.ended = error, time.time()
+        operation.state = state
+        _let_go(job)
+        try:
+            self._journal.write(operation)
+        except AgentError as exc:
+            log.warning("%s", exc)
+        self._log("ended", operation)
+        with self._changed:
+            self._at_work.pop(operation.id, None)
+            over = [one for one in self.operations.values() if one.state.is_over]
+            for one in over[: max(0, len(over) - KEPT)]:
+                del self.operations[one.id]
+                self._journal.forget(one)
+            self._changed.notify_all()
+        self._on_end(operation)
+        self._start_those_that_can()
+
+    def _log(self, what: str, operation: Operation) -> None:
+        level = logging.WARNING if operation.error else logging.INFO
+        log.log(level, "operation %s", what, extra={"operation": operation.as_json()})
+
+
+def _pids_of(job: _Job) -> frozenset[int]:
+    process = job.work.process
+    return frozenset() if process is None else frozenset(tree_pids(process.pid))
+
+
+def _let_go(job: _Job) -> None:
+    process, job.work.process = job.work.process, None
+    if process is not None:
+        with suppress(OSError):
+            process.close()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint will need of memory and disk, looked up before it begins, and what there is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpustasis import nvml
+from gpustasis.agent.config import Config
+from gpustasis.agent.subjects import tree_pids
+from gpustasis.criu.plugin import driver_libraries
+from gpustasis.errors import AgentError, CheckpointError, DriverError
+from gpustasis.task import PROC, has_driver_thread
+from gpustasis.text import mib
+
+log = logging.getLogger(__name__)
+
+# What CRIU and the plugin take besides: images of descriptors and the like, buffers, threads.
+_DISK_BESIDES = 16 << 20
+_MEMORY_BESIDES = 64 << 20
+# Memory that is in a checkpoint: not that of files, which is on a disk already.
+_DUMPED = ("RssAnon", "RssShmem", "VmSwap")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes. disk: at most; compression and an earlier checkpoint make it less."""
+
+    memory: int
+    disk: int
+
+
+def estimate(root: int, measured_gpu: int | None) -> Need:
+    """Of the tree below `root`. measured_gpu: what its last checkpoint has held of GPUs' memory;
+    None: there is none: then all that is in use on this node's GPUs, if it uses any."""
+    pids = tree_pids(root)
+    plain = sum(map(_plain_bytes, pids))
+    gpu = measured_gpu
+    if gpu is None:
+        gpu = _gpu_bytes() if any(map(_uses_gpu, pids)) else 0
+    # The driver puts the GPUs' memory into the host's before it is stored.
+    return Need(memory=gpu + _MEMORY_BESIDES, disk=plain + gpu + _DISK_BESIDES)
+
+
+def _plain_bytes(pid: int) -> int:
+    total = 0
+    with suppress(OSError, ValueError):  # it has ended
+        for line in (PROC / str(pid) / "status").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name in _DUMPED:
+                total += int(value.split()[0]) << 10
+    return total
+
+
+def _uses_gpu(pid: int) -> bool:
+    try:
+        return has_driver_thread(pid)
+    except CheckpointError:
+        return False
+
+
+def _gpu_bytes() -> int:
+    try:
+        return nvml.memory_used(driver_libraries(os.environ)[1])
+    except DriverError as exc:
+        log.warning("memory of GPUs is left out of an estimate: %s", exc)
+        return 0
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping."""
+    for line in (PROC / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise AgentError("/proc/meminfo names no MemAvailable")
+
+
+def free_disk(place: Path) -> int:
+    """Bytes that are free where `place` lies."""
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def disk_used(place: Path) -> int:
+    """Bytes that all below `place` takes on the disk; what vanishes meanwhile counts 0."""
+    total = 0
+    for above, _, names in os.walk(place):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(above, name)).st_blocks * 512
+    return total
+
+
+def why_not(need: Need, claimed: Need, config: Config) -> str:
+    """Why it does not fit beside what those at work have claimed; "": it fits."""
+    memory = available_memory() - claimed.memory - config.memory_reserve
+    if need.memory > memory:
+        return (
+            f"it needs up to {mib(need.memory)} of memory, and {mib(max(memory, 0))} are there "
+            f"beyond memory_reserve ({mib(config.memory_reserve)}) and what is at work"
+        )
+    disk = free_disk(config.store) - claimed.disk - config.disk_reserve
+    if need.disk > disk:
+        return (
+            f"it needs up to {mib(need.disk)} in {config.store}, and {mib(max(disk, 0))} are free "
+            f"beyond disk_reserve ({mib(config.disk_reserve)}) and what is at work"
+        )
+    return ""

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One checkpoint, from its begin to its end; in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import gpustasis
+from gpustasis.agent import containers
+from gpustasis.agent.config import Config, Target
+from gpustasis.agent.operations import Figures, Operation
+from gpustasis.agent.space import disk_used
+from gpustasis.agent.subjects import Held, require_all_of, require_not_ours
+from gpustasis.criu.images import dump_figures
+from gpustasis.criu.run import Run
+from gpustasis.errors import AgentError, CheckpointError
+from gpustasis.files import open_own_directory
+from gpustasis.image.directory import try_exclude
+from gpustasis.image.store import read_entry, read_store
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
+from gpustasis.streaming.dumping import TICK_S, Dumping
+from gpustasis.task import find_users
+
+log = logging.getLogger(__name__)
+
+_STATISTICS = "stats-dump"  # CRIU's
+_END_S = 60.0  # for criu to end a job that it was told to end
+_REFILL_S = 30.0  # for the plugin to put memory back
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+REQUESTED, TARGETS = "users", "targets"  # directories of the store
+
+
+@dataclass(slots=True)
+class Work:
+    """What the thread needs. process: held since it was asked for; None: it is a container. last:
+    the last checkpoint of the same process that was made."""
+
+    operation: Operation
+    config: Config
+    target: Target | None
+    process: Held | None = None
+    last: Operation | None = None
+
+    def prepare(self) -> None:
+        """Say where it will be, so that this can be written down before anything is done there.
+        Raises AgentError."""
+        directory = self._directory()
+        _make(self.config.store, directory)
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{self.operation.id}"
+        self.operation.place = str(directory / (name if self.process else f"{name}.tar"))
+
+    def run(self) -> Figures:
+        """Make the checkpoint. Raises CheckpointError: then the job runs on, but for what
+        operation.note says."""
+        begin = time.monotonic()
+        place = Path(self.operation.place)
+        if self.process is not None:
+            figures = self._process(self.process, place, begin)
+            self._tidy(place.parent)
+            return figures
+        figures = containers.checkpoint(self.operation, self.config, place, begin)
+        if self.target is not None:
+            containers.keep_last(place.parent, self.target.keep_last)
+        return figures
+
+    def _directory(self) -> Path:
+        """Where checkpoints of this job lie, beside each other."""
+        operation = self.operation
+        if self.target is not None:
+            return self.config.store / TARGETS / self.target.name
+        subject = operation.subject
+        name = f"{subject.engine or 'process'}-{subject.name.replace('/', '_') or subject.key}"
+        return self.config.store / REQUESTED / str(operation.uid) / name
+
+    def _process(self, process: Held, images: Path, begin: float) -> Figures:
+        process.require_alive(process.pid)
+        require_not_ours(process.pid)
+        if self.operation.uid != 0:
+            require_all_of(process.pid, self.operation.uid)
+        parent = self._parent()
+        images.mkdir(0o700)
+        chain = 0 if self.target is None else self.target.max_chain
+
+        def dump(place: Path, words: Sequence[str]) -> Run:
+            made = gpustasis.checkpoint(
+                process.pid,
+                place,
+                parent=parent,
+                whole=parent is None,
+                max_chain=chain if parent is not None else None,
+                leave_running=not self.operation.stop,
+                cpu_memory=self.config.cpu_memory,
+                layout="packed",
+                criu=self.config.criu,
+                criu_args=tuple(words),
+            )
+            assert made.dump is not None
+            return made.dump
+
+        if self.operation.stop:
+            done = self._ending(process, images, dump)
+        else:
+            done = dump(images, ())
+            if not process.is_alive():
+                # Whatever has its pid by now may be what was dumped.
+                left = "" if _remove_failed(images) else f", but for what is in use in {images}"
+                raise AgentError(
+                    f"process {process.pid} ended while it was dumped: the checkpoint was removed"
+                    + left
+                )
+        verified = self._verify(images)
+        return _figures(done, images, time.monotonic() - begin, parent is not None, verified)
+
+    def _ending(
+        self, process: Held, images: Path, dump: Callable[[Path, Sequence[str]], Run]
+    ) -> Run:
+        """A dump that ends the job, once it is complete and it is seen that it is of this process:
+        if the agent dies before, the job runs on."""
+        with tempfile.TemporaryDirectory(prefix="gpustasis-agent-") as private:
+            dumping = Dumping(dump, process.pid, images, Path(private), _END_S, keep=False)
+            try:
+                dumping.start()
+                while not dumping.is_over() and not dumping.is_complete():
+                    time.sleep(TICK_S)
+                if not dumping.is_over():
+                    dumping.end_job(lambda: self._still_wanted(process), lambda: None)
+                dumping.require_dumped()
+            except CheckpointError as exc:
+                fate = dumping.fate()
+                self.operation.note = fate.wrong or f"the job runs on: {fate.runs}"
+                raise AgentError(f"{exc}; {self.operation.note}") from exc
+            finally:
+                dumping.close()
+        assert dumping.done is not None
+        return dumping.done
+
+    def _still_wanted(self, process: Held) -> None:
+        """While the tree stands, all of it dumped."""
+        process.require_alive(process.pid)
+        if self.operation.uid != 0:
+            require_all_of(process.pid, self.operation.uid)
+        if self.operation.cancel:
+            raise AgentError("it was cancelled")
+
+    def _parent(self) -> Path | None:
+        """The last checkpoint of the same process, if it is still there, and whole."""
+        if self.target is None or not self.target.max_chain or self.last is None:
+            return None
+        place = Path(self.last.place)
+        return None if read_entry(place).incomplete else place
+
+    def _verify(self, images: Path) -> bool:
+        if self.target is None or not self.target.verify:
+            return False
+        found = gpustasis.open(images).verify()
+        if not found.problems:
+            return True
+        # It must not count as one of the last that are kept. The only one of a job that has ended
+        # stays: what is right in it may be of use.
+        gone = not self.operation.stop and _remove_failed(images)
+        left = "it was removed" if gone else "it was left there"
+        raise AgentError(f"the checkpoint in {images} is damaged: {found.problems[0]}; {left}")
+
+    def _tidy(self, directory: Path) -> None:
+        """After a success: remove what is older than the last ones, by prune's rules, and what
+        failed."""
+        keep = self.config.keep_last if self.target is None else self.target.keep_last
+        try:
+            gpustasis.prune(directory, keep_last=keep)
+            for entry in read_store(directory).values():
+                if entry.incomplete:
+                    _remove_failed(entry.directory)
+        except (CheckpointError, OSError) as exc:
+            log.warning("old checkpoints in %s stay: %s", directory, exc)
+
+
+def _make(store: Path, directory: Path) -> None:
+    levels = len(directory.relative_to(store).parts) + 1
+    try:
+        os.close(open_own_directory(str(directory), levels, 0o700))
+    except OSError as exc:
+        raise AgentError(f"cannot use {exc.filename or directory}: {exc.strerror or exc}") from exc
+
+
+def _remove_failed(directory: Path) -> bool:
+    """Remove what a failed dump has left, unless it is in use: memory may still be put back from
+    it. Whether it is gone."""
+    deadline = time.monotonic() + _REFILL_S
+    while find_users(directory, WORKER_COMM, GUARDIAN_COMM):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(TICK_S)
+    lock = try_exclude(directory)
+    if lock is None:
+        return False
+    with lock:
+        shutil.rmtree(directory, ignore_errors=True)
+    return not directory.exists()
+
+
+def _figures(
+    done: Run, images: Path, duration_s: float, incremental: bool, verified: bool
+) -> Figures:
+    statistics = done.statistics
+    criu: dict[str, int] = {}
+    with suppress(OSError):
+        criu = dump_figures((images / _STATISTICS).read_bytes())
+    gpu = 0 if statistics is None else statistics.staged_bytes
+    cpu = 0 if statistics is None else sum(one.plain_bytes for one in statistics.cpu_memory)
+    stood = [criu[name] for name in ("freezing_time", "frozen_time") if name in criu]
+    return Figures(
+        duration_s=duration_s,
+        downtime_s=sum(stood) / 1e6 if stood else None,
+        size_bytes=gpu + cpu + criu.get("pages_written", 0) * _PAGE,
+        stored_bytes=disk_used(images),
+        gpu_bytes=gpu,
+        incremental=incremental and not (statistics is not None and statistics.full_because),
+        emulated=statistics is not None and statistics.emulated,
+        verified=verified,
+    )

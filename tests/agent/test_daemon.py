@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent as a service: its start and end, killed at work, checkpoints by the clock, metrics."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpustasis
+from gpustasis.emulator import Emulator
+from gpustasis.jobs.local import Local
+from gpustasis.jobs.store import Put
+from gpustasis.task import find_users, read_task
+from support.agent import Agent, say
+from support.faults import await_hit
+from support.job import Job, check_memory, reap_workers
+from support.json_output import check_document
+
+Agents = Callable[..., Agent]
+Generations = Callable[..., Job]
+SETTLE_S = 30.0
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def criu_at(place: Path) -> list[int]:
+    try:
+        return find_users(place, "criu", "ld-linux-x86-64")
+    except FileNotFoundError:
+        return []
+
+
+def begin(agent: Agent, emulator: Emulator, pid: int, *, stop: bool) -> dict[str, Any]:
+    """A checkpoint whose criu is in the middle of it."""
+    emulator.add_fault("checkpoint", "delay", delay_ms=1500)
+    with agent.client() as client:
+        id = client.checkpoint(pid=pid, stop=stop, wait=False)["id"]
+    agent.wait_for(lambda: agent.operation(id)["place"])
+    found = agent.operation(id)
+    await_hit(emulator)
+    assert criu_at(Path(found["place"]))
+    return found
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("criu_too", [False, True])
+def test_a_killed_agent_leaves_no_job_frozen_and_the_next_one_says_what_became_of_it(
+    agents: Agents, gpu_generations: Generations, emulator: Emulator, criu_too: bool, stop: bool
+) -> None:
+    agent, job = agents(), gpu_generations()
+    found = begin(agent, emulator, job.pid, stop=stop)
+    place = Path(found["place"])
+    agent.stop(signal.SIGKILL)
+    if criu_too:
+        for pid in criu_at(place):
+            os.kill(pid, signal.SIGKILL)
+    agent.start()
+    known = agent.wait_for_state(found["id"], "done", "interrupted")
+    # A criu that nobody answers any more whether it may end the job gives up.
+    whole = not criu_too and not stop
+    assert known["state"] == ("done" if whole else "interrupted"), known
+    assert "the agent ended while it was at work" in known["error"] + known["note"]
+    assert "runs" in known["note"], known
+    task = read_task(job.pid)
+    assert task.tracer == 0 and task.state not in "Tt"
+    check_memory(job, 0)
+    if whole:
+        assert gpustasis.open(place).verify().problems == []
+    emulator.clear_faults()
+    with agent.client() as client:
+        assert client.checkpoint(pid=job.pid)["state"] == "done"
+    # What failed is removed, what was good stays.
+    assert place.exists() == whole
+    reap_workers()
+
+
+def test_stopping_waits_for_what_is_at_work(
+    agents: Agents, gpu_generations: Generations, emulator: Emulator
+) -> None:
+    agent, job = agents(), gpu_generations()
+    found = begin(agent, emulator, job.pid, stop=False)
+    with agent.client() as client:
+        waits = client.checkpoint(pid=job.pid, wait=False)["id"]
+    assert agent.stop() == 0
+    assert not agent.socket.exists()
+    states = {
+        one: json.loads((agent.store / "operations" / f"{one}.json").read_text())["state"]
+        for one in (found["id"], waits)
+    }
+    assert states == {found["id"]: "done", waits: "cancelled"}
+    check_memory(job, 0)
+
+
+def test_a_service_tells_systemd(agents: Agents, tmp_path: Path) -> None:
+    agent = agents(ready=False)
+    agent.close()
+    place = agent.place / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(place))
+        sock.settimeout(SETTLE_S)
+        agent._environ = dict(agent._environ) | {
+            "NOTIFY_SOCKET": str(place),
+            "WATCHDOG_USEC": "400000",
+        }
+        agent.start(ready=False)
+        assert sock.recv(100) == b"READY=1"
+        begun = time.monotonic()
+        assert [sock.recv(100) for _ in range(4)] == [b"WATCHDOG=1"] * 4
+        assert time.monotonic() - begun < 4 * 0.4
+        assert agent.stop() == 0
+        while (said := sock.recv(100)) == b"WATCHDOG=1":
+            pass
+        assert said == b"STOPPING=1"
+
+
+def test_there_is_one_agent_at_a_socket(agents: Agents) -> None:
+    agent = agents()
+    words = ["agent", "run", "--config", str(agent.config), "--json"]
+    argv = [sys.executable, "-m", "gpustasis", *words]
+    again = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    found = check_document(again.stdout, "agent run")["error"]
+    assert "there is an agent at" in found["message"] and again.returncode == 23
+    with agent.client() as client:
+        assert client.status()["at_work"] == 0
+
+
+TARGET = """
+[[target]]
+name = "train"
+pidfile = "{pidfile}"
+interval = "1s"
+keep_last = 2
+max_chain = 2
+verify = true
+"""
+
+
+def test_checkpoints_by_the_clock(
+    agents: Agents, gpu_generations: Generations, tmp_path: Path
+) -> None:
+    """Incremental, checked, the last ones kept; a request for the target is one of them."""
+    job, pidfile = gpu_generations(), tmp_path / "train.pid"
+    agent = agents(TARGET.format(pidfile=pidfile))
+    agent.wait_for(lambda: any("cannot read the pid" in line["message"] for line in agent.lines()))
+    pidfile.write_text(f"{job.pid}\n")
+
+    def done() -> list[dict[str, Any]]:
+        with agent.client() as client:
+            return [one for one in client.status()["operations"] if one["state"] == "done"]
+
+    agent.wait_for(lambda: len(done()) >= 2)
+    with agent.client() as client:
+        asked = client.checkpoint(target="train")
+        assert asked["state"] == "done" and asked["origin"] == "request"
+        assert client.status()["targets"][0]["next_due"] > asked["ended"]
+    agent.wait_for(lambda: len(done()) >= 5)
+    pidfile.unlink()
+    assert agent.stop() == 0
+    agent.start()
+    found = done()
+    spans = [(one["began"], one["ended"]) for one in found]
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    assert all(one["figures"]["verified"] for one in found)
+    kinds = [one["figures"]["incremental"] for one in found]
+    assert kinds[:4] == [False, True, True, False], kinds
+    there = [one for one in found if Path(one["place"]).is_dir()]
+    assert there[-2:] == found[-2:] and len(there) < len(found)
+    for one in there:
+        assert gpustasis.open(one["place"]).verify().problems == []
+    check_memory(job, 0)
+
+
+def test_a_target_s_pidfile_of_another_user_is_refused(
+    agents: Agents, gpu_generations: Generations, tmp_path: Path
+) -> None:
+    """Else who may write it could have any process checkpointed."""
+    job, pidfile = gpu_generations(), tmp_path / "train.pid"
+    pidfile.write_text(str(job.pid))
+    os.chown(pidfile, 65534, 65534)
+    agent = agents(TARGET.format(pidfile=pidfile))
+    refused = [f"{pidfile} is refused: it belongs to user 65534"]
+    agent.wait_for(lambda: any(refused[0] in line["message"] for line in agent.lines()))
+    with agent.client() as client:
+        assert client.status()["operations"] == []
+
+
+def test_metrics_and_health(agents: Agents) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    agent = agents(f"http_port = {port}\n")
+    assert agent.get("/healthz")[0] == 200
+    assert json.loads(agent.get("/healthz")[1])["healthy"] is True
+    assert agent.get("/nothing")[0] == 404
+    assert agent.metric("gpustasis_agent_waiting") == 0
+    assert say(agent.http, b"POST /metrics HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 405 ")
+    assert say(agent.http, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    head = b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 20000 + b"\r\n\r\n"
+    assert say(agent.http, head)[:13] in (b"HTTP/1.1 400 ", b"")
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as tcp:
+        tcp.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        found = b""
+        while piece := tcp.recv(1 << 16):
+            found += piece
+    assert b"gpustasis_checkpoint_operations_total{" in found
+    slow = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+    try:
+        for one in slow:
+            one.connect(str(agent.http))
+        with agent.client() as client:
+            client.status()
+        wait_for(lambda: say(agent.http, b"GET /healthz HTTP/1.1\r\n\r\n"))
+    finally:
+        for one in slow:
+            one.close()
+
+
+def test_an_agent_without_room_is_not_healthy(agents: Agents) -> None:
+    agent = agents('disk_reserve = "900T"\n')
+    agent.wait_for(lambda: agent.get("/healthz")[0] == 503)
+    assert "disk_reserve is more" in json.loads(agent.get("/healthz")[1])["wrong"]
+
+
+def test_the_store_for_jobs_on_this_host(agents: Agents) -> None:
+    agent = agents()
+    key, place = "/gpustasis/jobs/x/newest", agent.place / "jobs.sock"
+    store = Local(place)
+    store.write([], [Put(key, "7", 0)])
+    store.close()
+    agent.stop(signal.SIGKILL)
+    agent.start()
+    store = Local(place)
+    assert store.read(key).entries[key].value == "7"
+    store.close()
