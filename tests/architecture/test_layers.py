@@ -65,7 +65,10 @@ PYTHON_ARROWS = {
     "dump_records": {"errors", "task", "_core"},
     "dumped": {"errors", "_core", "criu"},
     "emulator": {"errors", "files", "process"},
-    "jobs": {"errors", "files"},
+    "jobs": {
+        *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
+        "streaming",
+    },
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
         *("archive", "image", "_core", "policy"),
@@ -74,6 +77,7 @@ PYTHON_ARROWS = {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
         *("recovery", "emulator", "diagnosis", "_core", "files"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
+        "jobs",
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of

@@ -23,7 +23,7 @@ from pathlib import Path
 from gpustasis.jobs.etcd import Etcd
 from gpustasis.jobs.etcd_words import Access
 from gpustasis.jobs.local import Local
-from gpustasis.jobs.member import Keeper, Settings
+from gpustasis.jobs.member import Keeper, Order, Settings
 from gpustasis.jobs.messages import Limits
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Store
@@ -58,6 +58,12 @@ class Task:
         if f"{moment}:no" == self.fault and not mark.exists():
             mark.touch()
             raise RuntimeError(f"rank {self.rank} says no at {moment}")
+
+    def enter(self, order: Order) -> None:
+        self.order = order
+
+    def slipped(self) -> str:
+        return ""
 
     def look(self) -> None:
         self.at("look:begin")
