@@ -114,6 +114,7 @@ class Supervisor:
                 signal.signal(number, handler)
             if self._held[1] >= 0:
                 os.close(self._held[1])
+            _reap_all()
 
     def _part(self, order: Order) -> Part:
         return (Restoring if order.restores else Checkpointing)(self._context, order)
@@ -176,6 +177,14 @@ class Supervisor:
         if self._context.state.lives:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
+
+
+def _reap_all() -> None:
+    """Of the tasks, and whatever else has come to this process, nothing is left that has ended: a
+    restore needs their pids. No program of ours is being waited for any more."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _children() -> list[int]:
