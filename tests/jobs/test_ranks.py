@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from gpustasis.emulator import Emulator
+from gpustasis.errors import JobError
+from gpustasis.jobs.gate import Gate
 from support.etcd import EtcdCluster
 from support.ring import WORLD, Network, Ring, ring_of, ring_state
 
@@ -67,3 +74,63 @@ def test_a_job_is_checkpointed_killed_and_restored(ring: Ring) -> None:
     assert ring.locked() == []
     for rank in range(WORLD):
         assert ring.output(rank).splitlines()[-1] == f"done {ring_state(ring.steps)}", ring.logs()
+
+
+def test_a_rank_whose_dump_fails_lets_all_run_on(ring: Ring, emulator: Emulator) -> None:
+    ring.start_all()
+    ring.wait(lambda: min(ring.steps_now()) > 100)
+    emulator.add_fault("checkpoint", "error", code=999, count=1)
+    made = ring.job("checkpoint", "--world", str(WORLD))
+    assert made.returncode == JobError.exit_code, made.stderr
+    assert "was aborted: criu" in made.stderr
+    ring.wait_for_progress()
+    assert ring.locked() == []
+    assert list(ring.directory.glob("kept/rank-*/epoch-*")) == []
+
+    again = ring.job("checkpoint", "--leave-running")  # nothing of it is left in the way
+    assert again.returncode == 0, again.stderr + ring.logs()
+    ring.wait_for_progress()
+    listed = json.loads(ring.job("list", "--json").stdout)["epochs"]
+    assert [one["state"] for one in listed] == ["aborted", "committed"]
+
+
+def test_a_rank_that_says_no_is_not_locked(ring: Ring) -> None:
+    (ring.directory / "kept/rank-2/epoch-00000001").mkdir(parents=True)
+    ring.start_all()
+    ring.wait(lambda: min(ring.steps_now()) > 100)
+    made = ring.job("checkpoint", "--world", str(WORLD))
+    assert made.returncode == JobError.exit_code, made.stderr
+    assert "aborted: rank 2: " in made.stderr
+    assert "exists: a job of this name has left it there" in made.stderr
+    assert "lock-cuda" not in ring.logs()
+    assert (ring.directory / "kept/rank-2/epoch-00000001").is_dir()  # it is none of ours
+    ring.wait_for_progress()
+
+
+def test_the_next_keeper_finds_the_tasks_as_they_were_left(ring: Ring) -> None:
+    ring.start_all()
+    ring.wait(lambda: min(ring.steps_now()) > 100)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ring.job, "checkpoint", "--world", str(WORLD), "--leave-running")
+        ring.wait(lambda: "acting dump" in ring.log(1))
+        ring.signal(1, signal.SIGSTOP)
+        gate = Gate(ring.directory / "run" / ring.name / "2", Path("/none"))
+        ring.wait(gate.is_held)
+        ring.wait(lambda: "is waiting" in ring.log(2).splitlines()[-1])
+        ring.signal(2, signal.SIGKILL)
+        ring.wait(lambda: ring.status(2) is not None)
+        stands = ring.step(2)
+        time.sleep(0.5)
+        assert gate.is_held()
+        assert ring.step(2) == stands
+        ring.start(2, command=False)
+        ring.signal(1, signal.SIGCONT)
+        done = asked.result()
+    listed = json.loads(ring.job("list", "--json").stdout)["epochs"]
+    assert listed[0]["state"] == ("committed" if done.returncode == 0 else "aborted"), done.stderr
+    ring.wait_for_progress()
+    assert ring.locked() == []
+    assert not gate.is_held()
+    again = ring.job("checkpoint")
+    assert again.returncode == 0, again.stderr + ring.logs()
+    assert ring.ends() == [0] * WORLD

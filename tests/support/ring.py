@@ -185,6 +185,18 @@ class Ring:
                 raise AssertionError(self.logs()) from None
         return found
 
+    def signal(self, rank: int, number: int) -> None:
+        """To a keeper."""
+        keeper = self.keepers[rank]
+        assert keeper is not None
+        keeper.send_signal(number)
+
+    def status(self, rank: int) -> int | None:
+        """How a keeper has ended; None: it has not."""
+        keeper = self.keepers[rank]
+        assert keeper is not None
+        return keeper.poll()
+
     def locked(self) -> list[str]:
         """Tables of ours that are left in the ranks' namespaces."""
         nft = str(self.directory / "bin/nft")

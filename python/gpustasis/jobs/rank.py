@@ -27,7 +27,7 @@ from gpustasis.jobs.network import Lock, own_addresses
 from gpustasis.jobs.place import Place, State
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Put, Store
-from gpustasis.task import find_users, has_driver_thread, read_task
+from gpustasis.task import has_driver_thread, read_task
 
 log = logging.getLogger(__name__)
 
@@ -161,8 +161,7 @@ class CriuAtGate:
         """Whether it has not ended."""
         if self._thread is not None:
             return self._thread.is_alive()
-        images = self._images
-        return images.is_dir() and bool(find_users(images, *_CRIU_COMMS))
+        return _has_criu(self._images)
 
     def wait(self) -> None:
         """A moment."""
@@ -181,6 +180,22 @@ class CriuAtGate:
         if self._context.gate.is_held():
             return ""
         return f"{self._context.name}: criu has ended before anything was decided"
+
+
+def _has_criu(images: Path) -> bool:
+    """Whether a criu of this user was started for this directory. By its words: it has them before
+    it has opened anything."""
+    wanted = str(images).encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            place = Path("/proc") / pid
+            if place.stat().st_uid != os.geteuid():
+                continue
+            if (place / "comm").read_text().rstrip("\n") in _CRIU_COMMS:
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                if wanted in words:
+                    return True
+    return False
 
 
 def cuda_processes(pids: Iterable[int]) -> list[int]:
