@@ -67,7 +67,7 @@ def test_a_job_is_checkpointed_killed_and_restored(ring: Ring) -> None:
     assert ring.pids() == []
     assert ring.locked() == []
 
-    ring.start_all("--restore", command=False)
+    ring.start_restoring()
     back = ring.job("restore")
     assert back.returncode == 0, back.stderr + ring.logs()
     assert ring.ends() == [0] * WORLD

@@ -121,6 +121,16 @@ class Ring:
         for rank in range(WORLD):
             self.start(rank, *words, command=command)
 
+    def start_restoring(self) -> None:
+        """Keepers that wait for `job restore`, all of them."""
+        before = [self.log(rank).count("waits to be restored") for rank in range(WORLD)]
+        self.start_all("--restore", command=False)
+        self.wait(
+            lambda: all(
+                self.log(rank).count("waits to be restored") > before[rank] for rank in range(WORLD)
+            )
+        )
+
     def job(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """`gpustasis job WORD NAME ...`."""
         argv = [sys.executable, "-m", "gpustasis", "job", words[0], self.name, *words[1:]]
@@ -139,7 +149,7 @@ class Ring:
         return ""
 
     def log(self, rank: int) -> str:
-        return (self.directory / f"keeper-{rank}").read_text()[-3000:]
+        return (self.directory / f"keeper-{rank}").read_text()[-12000:]
 
     def logs(self) -> str:
         return "\n".join(f"rank {r}:\n{self.log(r)}{self.output(r)[-300:]}" for r in range(WORLD))

@@ -130,9 +130,13 @@ def run(
         try:
             context = Context(place, world, store, keys, use)
             supervisor = Supervisor(context, settings, output.say)
+            if words or restore:
+                context.say_where()
             if words:
                 pid = supervisor.start(words, os.environ)
                 output.say(f"job {job}, rank {rank}: process {pid}, output in {place.log}")
+            elif restore:
+                output.say(f"job {job}, rank {rank}: waits to be restored")
             ended = supervisor.run(restoring=restore)
         finally:
             os.close(held)

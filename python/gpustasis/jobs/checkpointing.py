@@ -166,6 +166,8 @@ class Checkpointing(HasCriu):
 
     def release(self) -> None:
         """The tasks run on; what was dumped is of no use, and removed."""
+        if self.context.state.epoch != self.order.number:
+            return  # nothing was touched
         self.criu.end(yes=False)
         self._bring_back()
         if self.context.state.images == str(self.images):  # this epoch has made it
@@ -174,6 +176,12 @@ class Checkpointing(HasCriu):
 
     def finish(self, *, leave_running: bool) -> None:
         """Kill them, or let them run on."""
+        state = self.context.state
+        if state.epoch != self.order.number and state.lives:
+            raise JobError(
+                f"{self.context.name}: process {state.pid} was not dumped by epoch "
+                f"{self.order.number}: it is left as it is"
+            )
         if leave_running:
             self.criu.end(yes=True)
             self._bring_back()

@@ -117,6 +117,22 @@ def look(pids: Collection[int]) -> Network:
     return Network(ports, frozenset(found))
 
 
+def owned(wanted: Collection[Connection]) -> set[Connection]:
+    """Those that a process of this network namespace has."""
+    return {one for one, inode in _here() if inode and one in wanted}
+
+
+def remembered(wanted: Collection[Connection]) -> set[Connection]:
+    """Those that this network namespace knows, of no process."""
+    return {one for one, inode in _here() if not inode and one in wanted}
+
+
+def _here() -> Iterable[tuple[Connection, int]]:
+    for row in _rows("self"):
+        if row.state != _LISTEN and row.remote_port:
+            yield Connection(row.address, row.port, row.remote, row.remote_port), row.inode
+
+
 def own_addresses(pid: int | str = "self") -> frozenset[str]:
     """Of the network namespace of a process, loopback among them."""
     place = Path(f"/proc/{pid}/net")
@@ -207,7 +223,7 @@ class _Row:
     inode: int
 
 
-def _rows(pid: int) -> Iterable[_Row]:
+def _rows(pid: int | str) -> Iterable[_Row]:
     for name in ("tcp", "tcp6"):
         place = Path(f"/proc/{pid}/net/{name}")
         if not place.exists():

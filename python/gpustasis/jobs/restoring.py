@@ -9,7 +9,7 @@ from pathlib import Path
 from gpustasis.criu import run
 from gpustasis.criu.images import read_pstree
 from gpustasis.errors import CheckpointError, JobError
-from gpustasis.jobs import epochs
+from gpustasis.jobs import epochs, leftover
 from gpustasis.jobs.dumps import DumpRecord, record_of, require_same
 from gpustasis.jobs.member import Order
 from gpustasis.jobs.network import find_nft, own_addresses
@@ -53,6 +53,7 @@ class Restoring(HasCriu):
                 f"{context.name}: there is no nft to lock its connections with until all ranks "
                 "are there: install nftables"
             )
+        leftover.require_unused(record.network.connections)
         own = own_addresses()
         for connection in sorted(record.network.connections):
             if connection.local not in own:
@@ -72,6 +73,7 @@ class Restoring(HasCriu):
         if not context.options.tcp_close and record.network.connections | record.network.ports:
             context.note(network=True)
             context.lock.take(record.network)
+            leftover.end(record.network.connections)
 
     def dump(self) -> str:
         """Bring the tasks back; they stand."""
@@ -93,17 +95,23 @@ class Restoring(HasCriu):
         )
         if not reached:
             raise self.criu.failed or JobError(f"{context.name}: criu has ended without asking")
-        context.note(pid=root)
-        tree = Tree(root)
         try:
-            tree.require_all(images)
-        finally:
-            tree.close()
+            context.note(pid=root)
+            tree = Tree(root)
+            try:
+                tree.require_all(images)
+            finally:
+                tree.close()
+        except CheckpointError as exc:  # the plugin has killed what it could not prove right
+            self.release()
+            raise self.criu.failed or exc from None
         return json.dumps({"version": 1, "restored": self.order.restores, "pid": root})
 
     def release(self) -> None:
-        """None of it may run."""
+        """None of it may run. Tasks that ran before this epoch are none of it."""
         context = self.context
+        if context.state.epoch != self.order.number:
+            return
         while self.criu.is_there() and not context.gate.is_held():
             self.criu.wait()
         tree = Tree(context.state.pid) if context.state.lives else self._restored()

@@ -93,7 +93,6 @@ class Supervisor:
 
         Raises JobError if that epoch was aborted, and what Keeper.take_part raises.
         """
-        self._context.say_where()
         waits = restoring and not self._context.state.lives
 
         def is_over() -> bool:
