@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from gpustasis.emulator import Emulator
 from gpustasis.errors import JobError
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
+from support.json_output import check_document
 from support.ring import PORT, WORLD, Network, Ring
 
 
@@ -83,19 +83,21 @@ def test_all_ranks_are_restored_or_none(
     assert "runs, as process" in again.stderr
     ring.wait_for_progress()
 
-    shown = json.loads(ring.job("show", "--json").stdout)
+    shown = check_document(ring.job("show", "--json").stdout, "job show")
     assert shown["epoch"] == 2
     assert [one["directory"] for one in shown["ranks"]] == list(map(str, last))
     assert all(len(one["network"]["connections"]) >= 2 for one in shown["ranks"])
     assert all(one["network"]["ports"] == [PORT] for one in shown["ranks"])
     assert all(len(one["id"]) == 32 for one in shown["ranks"])
 
-    pruned = json.loads(ring.job("prune", "--keep-last", "1", "--json").stdout)
+    done = ring.job("prune", "--keep-last", "1", "--json")
+    pruned = check_document(done.stdout, "job prune")
     assert [one["epoch"] for one in pruned["epochs"]] == [1]
     assert all(len(one["directories"]) == WORLD for one in pruned["epochs"])
     left = sorted(ring.directory.glob("kept/rank-*/epoch-*"))
     assert left == sorted(last)
-    assert ring.job("verify").returncode == 0
+    whole = check_document(ring.job("verify", "--json").stdout, "job verify")
+    assert all(one["checked"] and not one["problems"] for one in whole["ranks"])
     gone = ring.job("restore", "--epoch", "1")
     assert "epoch 1 is no whole checkpoint: pruned" in gone.stderr
     shutil.rmtree(last[0])  # and so it is found that one is gone

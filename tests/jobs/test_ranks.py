@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,9 @@ import pytest
 from gpustasis.emulator import Emulator
 from gpustasis.errors import JobError
 from gpustasis.jobs.gate import Gate
+from gpustasis.jobs.server import Server
 from support.etcd import EtcdCluster
+from support.json_output import check_document
 from support.ring import WORLD, Network, Ring, ring_of, ring_state
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
@@ -57,8 +58,9 @@ def test_a_job_is_checkpointed_killed_and_restored(ring: Ring) -> None:
     ring.start_all()
     ring.wait(lambda: min(ring.steps_now()) > 100)
 
-    left = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+    left = ring.job("checkpoint", "--world", str(WORLD), "--leave-running", "--json")
     assert left.returncode == 0, left.stderr + ring.logs()
+    assert check_document(left.stdout, "job checkpoint")["state"] == "committed"
     ring.wait_for_progress()
 
     made = ring.job("checkpoint")
@@ -68,8 +70,9 @@ def test_a_job_is_checkpointed_killed_and_restored(ring: Ring) -> None:
     assert ring.locked() == []
 
     ring.start_restoring()
-    back = ring.job("restore")
+    back = ring.job("restore", "--json")
     assert back.returncode == 0, back.stderr + ring.logs()
+    assert check_document(back.stdout, "job restore")["restores"] == 2
     assert ring.ends() == [0] * WORLD
     assert ring.locked() == []
     for rank in range(WORLD):
@@ -90,7 +93,7 @@ def test_a_rank_whose_dump_fails_lets_all_run_on(ring: Ring, emulator: Emulator)
     again = ring.job("checkpoint", "--leave-running")  # nothing of it is left in the way
     assert again.returncode == 0, again.stderr + ring.logs()
     ring.wait_for_progress()
-    listed = json.loads(ring.job("list", "--json").stdout)["epochs"]
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
     assert [one["state"] for one in listed] == ["aborted", "committed"]
 
 
@@ -126,7 +129,7 @@ def test_the_next_keeper_finds_the_tasks_as_they_were_left(ring: Ring) -> None:
         ring.start(2, command=False)
         ring.signal(1, signal.SIGCONT)
         done = asked.result()
-    listed = json.loads(ring.job("list", "--json").stdout)["epochs"]
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
     assert listed[0]["state"] == ("committed" if done.returncode == 0 else "aborted"), done.stderr
     ring.wait_for_progress()
     assert ring.locked() == []
@@ -134,3 +137,31 @@ def test_the_next_keeper_finds_the_tasks_as_they_were_left(ring: Ring) -> None:
     again = ring.job("checkpoint")
     assert again.returncode == 0, again.stderr + ring.logs()
     assert ring.ends() == [0] * WORLD
+
+
+def test_one_host_needs_no_etcd(ring: Ring) -> None:
+    """The same with the store for one host. A rank that ends is reported with its own status."""
+    server = Server(ring.directory / "store", ring.directory / "journal")
+    try:
+        ring.store = ["--store", str(ring.directory / "store")]
+        ring.steps = 1500
+        ring.start_all("--json")
+        ring.wait(lambda: min(ring.steps_now()) > 100)
+        left = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+        assert left.returncode == 0, left.stderr + ring.logs()
+        assert ring.ends() == [0] * WORLD
+        assert ring.output(0).splitlines()[-1] == f"done {ring_state(ring.steps)}"
+        document = ring.log(0)[ring.log(0).rindex("\n{") :]
+        found = check_document(document, "job run")
+        assert (found["rank"], found["status"], found["epoch"]) == (0, 0, None)
+    finally:
+        server.close()
+
+
+def test_a_job_without_keepers_is_not_checkpointed(ring: Ring) -> None:
+    made = ring.job("checkpoint", "--world", str(WORLD), "--look-limit", "1")
+    assert made.returncode == JobError.exit_code
+    assert "4 ranks not joined within 1 s: 0, 1, 2, 3" in made.stderr
+    unknown = ring.job("restore")
+    assert unknown.returncode == JobError.exit_code
+    assert "no epoch is a whole checkpoint" in unknown.stderr

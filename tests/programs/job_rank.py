@@ -23,10 +23,11 @@ from pathlib import Path
 from gpustasis.jobs.etcd import Etcd
 from gpustasis.jobs.etcd_words import Access
 from gpustasis.jobs.local import Local
-from gpustasis.jobs.member import Keeper, Order, Settings
+from gpustasis.jobs.member import Keeper, Settings
 from gpustasis.jobs.messages import Limits
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Store
+from gpustasis.jobs.work import Order
 
 LIMITS = Limits(look_s=15, lock_cuda_s=15, lock_network_s=15, dump_s=30)
 SETTINGS = Settings(limits=LIMITS, ttl_s=6, store_s=5)

@@ -21,15 +21,23 @@ from gpustasis.text import mib, plural
 
 if TYPE_CHECKING:
     from gpustasis.jobs.epochs import Standing
-    from gpustasis.jobs.records import Keys
+    from gpustasis.jobs.records import Keys, Plan
     from gpustasis.jobs.store import Store
 
 _POLL_S = 0.02
-_LATE_S = 5.0  # for ranks that do what is decided already
 _SHOWN = 16  # characters of a digest
 
 _epoch_option = click.option(
     "--epoch", type=click.IntRange(1), metavar="E", help="[default: the newest whole checkpoint]"
+)
+
+_look_limit_option = click.option(
+    "--look-limit",
+    type=click.FloatRange(min=0.1),
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="It is aborted if a rank has not joined by then.",
 )
 
 
@@ -54,9 +62,15 @@ command.add_command(run)
     metavar="S",
     help="It is aborted if it is not decided by then.",
 )
+@_look_limit_option
 @store_options
 def checkpoint(
-    name: str, world: int | None, leave_running: bool, timeout_s: float, **options: Any
+    name: str,
+    world: int | None,
+    leave_running: bool,
+    timeout_s: float,
+    look_limit: float,
+    **options: Any,
 ) -> None:
     """Checkpoint job NAME: every rank's dump is in it, or every rank runs on.
 
@@ -70,7 +84,7 @@ def checkpoint(
         if world is None:
             world = _world(store, keys)
         plan = Plan(world=world, leave_running=leave_running)
-        _hold(store, keys, plan, timeout_s)
+        _hold(store, keys, plan, timeout_s, look_limit)
 
 
 @command.command("restore")
@@ -85,8 +99,11 @@ def checkpoint(
     metavar="S",
     help="Nothing is restored if not all ranks are back by then.",
 )
+@_look_limit_option
 @store_options
-def restore(name: str, epoch: int | None, timeout_s: float, **options: Any) -> None:
+def restore(
+    name: str, epoch: int | None, timeout_s: float, look_limit: float, **options: Any
+) -> None:
     """Restore job NAME from a whole checkpoint: every rank runs again, or none does.
 
     Each rank needs a `gpustasis job run --restore`, on the host where its dump is and in the
@@ -100,7 +117,7 @@ def restore(name: str, epoch: int | None, timeout_s: float, **options: Any) -> N
         keys = Keys(name)
         found = find_epoch(store, keys, epoch)
         plan = Plan(world=found.plan.world, leave_running=True, restores=found.number)
-        _hold(store, keys, plan, timeout_s)
+        _hold(store, keys, plan, timeout_s, look_limit)
 
 
 @command.command("list")
@@ -252,43 +269,55 @@ def _world(store: Store, keys: Keys) -> int:
     return epochs.standing(store, keys, newest).plan.world
 
 
-def _hold(store: Store, keys: Keys, plan: Any, timeout_s: float) -> None:
+def _hold(store: Store, keys: Keys, plan: Plan, timeout_s: float, look_limit: float) -> None:
     """Begin an epoch, show how far its ranks are, and see that it is done. Raises JobError if it is
     aborted; StoreError."""
     from gpustasis.jobs import epochs
-    from gpustasis.jobs.messages import Phase
     from gpustasis.jobs.store import Unreachable
 
     begin = time.monotonic()
     number = epochs.begin(store, keys, plan)
     what = f"job {keys.job}, epoch {number}"
     found = epochs.standing(store, keys, number)
-    aborted = False
+    decided = 0.0
     with output.status(what) as update:
-        late: float | None = None
         while True:
             with suppress(Unreachable):  # the ranks decide without us
                 found = epochs.standing(store, keys, number)
                 steps = epochs.steps(store, keys, number, plan.world)
                 update(partial(_progress, what, found, steps))
-            now = time.monotonic()
+                reason = _too_late(found, steps, time.monotonic() - begin, timeout_s, look_limit)
+                if reason:
+                    epochs.abort(store, keys, number, reason)
             if found.epoch.phase.is_final:
-                late = late or now
-                waited = found.settled if found.epoch.phase is Phase.COMMITTED else range(0)
-                if len(waited) >= plan.world or now > late + _LATE_S + _more(found, timeout_s):
+                decided = decided or time.monotonic()
+                if _is_done(found) or time.monotonic() > decided + timeout_s:
                     break
-                if found.epoch.phase is Phase.ABORTED and now > late + _POLL_S:
-                    break
-            elif now > begin + timeout_s and not aborted:
-                epochs.abort(store, keys, number, f"not decided within {timeout_s:g} s")
-                aborted = True
             time.sleep(_POLL_S)
     _tell(keys, found, time.monotonic() - begin)
 
 
-def _more(found: Standing, timeout_s: float) -> float:
-    """A commit waits for every rank to do what it says."""
-    return timeout_s if len(found.settled) < found.plan.world else 0.0
+def _too_late(
+    found: Standing, steps: dict[int, str], seconds: float, timeout_s: float, look_limit: float
+) -> str:
+    """Why the epoch has to be aborted from here; empty: it has not."""
+    from gpustasis.jobs.messages import Phase
+
+    if found.epoch.phase.is_final:
+        return ""
+    missing = [rank for rank in range(found.plan.world) if rank not in steps]
+    if found.epoch.phase is Phase.LOOK and missing and seconds > look_limit:
+        ranks = ", ".join(map(str, missing[:_SHOWN]))
+        return f"{plural(len(missing), 'rank')} not joined within {look_limit:g} s: {ranks}"
+    return f"not decided within {timeout_s:g} s" if seconds > timeout_s else ""
+
+
+def _is_done(found: Standing) -> bool:
+    """A commit waits for every rank to do what it says; the ranks of an abort run on by
+    themselves."""
+    from gpustasis.jobs.messages import Phase
+
+    return found.epoch.phase is Phase.ABORTED or len(found.settled) >= found.plan.world
 
 
 def _progress(what: str, found: Standing, steps: dict[int, str]) -> str:

@@ -16,9 +16,9 @@ from gpustasis.criu.plugin import plugin_directory
 from gpustasis.driver import ProcessState
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
-from gpustasis.jobs.member import Order
 from gpustasis.jobs.network import Network, find_nft, look, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
+from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree, resident_bytes
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gpustasis.errors import JobError, StoreError
 from gpustasis.jobs import epochs
@@ -47,52 +46,12 @@ from gpustasis.jobs.protocol import advance, returned
 from gpustasis.jobs.records import Keys, number_of
 from gpustasis.jobs.seat import Found, Gone, Seat
 from gpustasis.jobs.store import LeaseGone, Store, Unreachable, Watch, WatchLost
+from gpustasis.jobs.work import Order, Work
 
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.2  # how often a loop looks whether it is to end
 _AGAIN_S = 0.2  # before something is asked again that the store did not answer
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What an epoch was begun for. restores: the epoch whose dumps are brought back; 0: it is a
-    checkpoint."""
-
-    number: int
-    leave_running: bool
-    restores: int
-
-
-class Work(Protocol):
-    """What can be done with a rank's tasks (messages.Action says what each is for). Each raises an
-    exception with its reason; release and finish do only what is still to be done. In an epoch that
-    restores, dump brings the tasks back, which stand still then, release ends them, and finish lets
-    them run."""
-
-    def enter(self, order: Order) -> None:
-        """Before anything else of an epoch."""
-
-    def look(self) -> None: ...
-
-    def lock_cuda(self) -> None: ...
-
-    def lock_network(self) -> None: ...
-
-    def dump(self, number: int) -> str:
-        """Epoch `number`. The record, once the dump is durable; the tasks stand still then, and
-        until release or finish, also if the keeper is gone."""
-
-    def release(self) -> None: ...
-
-    def finish(self, *, leave_running: bool) -> None: ...
-
-    def stop(self) -> None:
-        """Another thread's call: what is being done is to end early, if it can."""
-
-    def slipped(self) -> str:
-        """Another thread's call: why the tasks do not stand still any more, although nothing is
-        decided; empty: they do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,11 @@ from gpustasis.criu.run import Run, Settings
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs.gate import Gate
-from gpustasis.jobs.member import Order
 from gpustasis.jobs.network import Lock, own_addresses
 from gpustasis.jobs.place import Place, State
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Put, Store
+from gpustasis.jobs.work import Order
 from gpustasis.task import has_driver_thread, read_task
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Context:
 
 
 class Part(Protocol):
-    """The work of one epoch; as member.Work."""
+    """The work of one epoch; as work.Work."""
 
     def look(self) -> None: ...
 
@@ -232,7 +232,7 @@ def unlock_cuda(pids: Iterable[int]) -> list[str]:
 
 
 class RankWork:
-    """A member.Work. make: the part for an order."""
+    """A work.Work. make: the part for an order."""
 
     def __init__(self, make: Callable[[Order], Part]) -> None:
         self._make = make

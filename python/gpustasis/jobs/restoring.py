@@ -11,9 +11,9 @@ from gpustasis.criu.images import read_pstree
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs import epochs, leftover
 from gpustasis.jobs.dumps import DumpRecord, record_of, require_same
-from gpustasis.jobs.member import Order
 from gpustasis.jobs.network import find_nft, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu
+from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
 
 _ENDED_S = 60.0

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from gpustasis.errors import JobError
 from gpustasis.jobs.checkpointing import Checkpointing
-from gpustasis.jobs.member import Keeper, Order, Outcome, Settings
+from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context, Part, RankWork
 from gpustasis.jobs.restoring import Restoring
+from gpustasis.jobs.work import Order
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 
 log = logging.getLogger(__name__)
