@@ -41,7 +41,8 @@ static struct sockaddr_in address_of(const char* text) {
         fail(text);
     memcpy(host, text, (size_t)(colon - text));
     host[colon - text] = 0;
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(colon + 1))};
+    struct sockaddr_in address = {.sin_family = AF_INET,
+                                  .sin_port = htons((uint16_t)atoi(colon + 1))};
     if (inet_pton(AF_INET, host, &address.sin_addr) != 1)
         fail(text);
     return address;
@@ -78,7 +79,8 @@ int main(int argc, char** argv) {
     const uint64_t steps = strtoull(argv[2], NULL, 10);
     setvbuf(stdout, NULL, _IOLBF, 0);
 
-    const struct sockaddr_in own = address_of(argv[3 + rank]), next = address_of(argv[3 + (rank + 1) % world]);
+    const struct sockaddr_in own = address_of(argv[3 + rank]),
+                             next = address_of(argv[3 + (rank + 1) % world]);
     const int listening = socket(AF_INET, SOCK_STREAM, 0), on = 1;
     setsockopt(listening, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (bind(listening, (const struct sockaddr*)&own, sizeof own) != 0 || listen(listening, 4) != 0)
@@ -121,7 +123,8 @@ int main(int argc, char** argv) {
         state = state * 6364136223846793005u + sum;
         const size_t at = step % kWords;
         words[at] = state;
-        require(cuMemcpyHtoD(memory + at * sizeof *words, &words[at], sizeof *words), "cuMemcpyHtoD");
+        require(cuMemcpyHtoD(memory + at * sizeof *words, &words[at], sizeof *words),
+                "cuMemcpyHtoD");
         if (step % kEvery == 0) {
             require(cuMemcpyDtoH(read, memory, kWords * sizeof *words), "cuMemcpyDtoH");
             if (memcmp(read, words, kWords * sizeof *words) != 0) {

@@ -25,13 +25,15 @@ TIMEOUT_S = 60.0
 _MASK = (1 << 64) - 1
 
 
-def ring_state(steps: int, world: int = WORLD) -> str:
-    """What every rank says at the end."""
+def ring_states(steps: int, world: int = WORLD) -> list[str]:
+    """What every rank of an uninterrupted run says after each step."""
     state = 1
+    states = []
     for step in range(steps):
         total = sum((state ^ step) * (rank + 1) for rank in range(world))
         state = (state * 6364136223846793005 + total) & _MASK
-    return f"{state:016x}"
+        states.append(f"{state:016x}")
+    return states
 
 
 def put_nft(directory: Path) -> None:
@@ -163,9 +165,27 @@ class Ring:
         return [self.step(rank) for rank in range(WORLD)]
 
     def wait_for_progress(self) -> None:
-        """Every rank takes further steps."""
+        """Every rank takes further steps, and all that it has said is as in an uninterrupted
+        run."""
         before = self.steps_now()
         self.wait(lambda: all(now > was for now, was in zip(self.steps_now(), before, strict=True)))
+        self.check()
+
+    def check(self) -> None:
+        """What the ranks have said so far."""
+        states = ring_states(max(self.steps_now()) + 1000)
+        for rank in range(WORLD):
+            lines = self.output(rank).splitlines(keepends=True)
+            for line in lines:
+                if line.endswith("\n"):  # else it is being written
+                    word, step, state = line.split()
+                    assert (word, state) == ("step", states[int(step)]), (rank, line, self.logs())
+
+    def end(self) -> list[int]:
+        """Ask the keepers to end; they pass it on to the programs. Their statuses."""
+        for rank in range(WORLD):
+            self.signal(rank, signal.SIGTERM)
+        return self.ends()
 
     def pids(self) -> list[int]:
         """Of the ranks' programs that live."""

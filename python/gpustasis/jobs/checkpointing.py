@@ -160,6 +160,7 @@ class Checkpointing(HasCriu):
             bytes=size,
             digest=digest,
             pid=pid,
+            dump_ms=round(self.criu.seconds * 1000),
             addresses=tuple(sorted(own_addresses())),
             network=self._network,
         ).to_text()
@@ -212,14 +213,28 @@ class Checkpointing(HasCriu):
             except CheckpointError as exc:
                 wrong.append(str(exc))
             else:
-                wrong += filter(None, [tree.why_not_running(self.images)])
-                if context.state.cuda and not wrong:
-                    wrong += unlock_cuda(tree.pids)
-                    context.note(cuda=bool(wrong))
+                wrong += self._unlock(tree)
                 tree.close()
         context.unlock_network()
         if wrong:
             raise JobError("; ".join(wrong))
+
+    def _unlock(self, tree: Tree) -> list[str]:
+        """What is wrong with the tasks. A criu that has succeeded has brought back all that is
+        theirs: they need not wait until that is looked at. Of another one the plugin's worker does
+        it, after criu's end."""
+        context = self.context
+        if self.criu.done is not None:
+            wrong = unlock_cuda(tree.pids) if context.state.cuda else []
+            context.unlock_network()
+        elif looked := tree.why_not_running(self.images):
+            return [looked]
+        else:
+            wrong = unlock_cuda(tree.pids) if context.state.cuda else []
+        context.note(cuda=bool(wrong))
+        if self.criu.done is not None:
+            wrong += filter(None, [tree.why_not_running(self.images)])
+        return wrong
 
     def _close_tree(self, tree: Tree | None) -> None:
         if tree is not None:

@@ -31,7 +31,8 @@ _NOT_COVERED = re.compile(r".*\.log|stats-(dump|restore)|gpustasis-(dump|restore
 class DumpRecord:
     """id: of the checkpoint, empty if gpustasis has stored nothing of it: CRIU has all. parent: of
     the one that it is built on. directory: on `host`. bytes, digest: of its files. addresses: that
-    the host, or its network namespace, had. pid: of the root."""
+    the host, or its network namespace, had. pid: of the root. dump_ms: from the start of criu until
+    everything was dumped."""
 
     id: str
     parent: str
@@ -40,6 +41,7 @@ class DumpRecord:
     bytes: int
     digest: str
     pid: int
+    dump_ms: int
     addresses: tuple[str, ...]
     network: Network
 
@@ -58,7 +60,7 @@ def record_of(text: str, whose: str) -> DumpRecord:
         addresses = tuple(value.pop("addresses"))
         record = DumpRecord(**value, addresses=addresses, network=network)
         words = (record.id, record.parent, record.directory, record.host, record.digest, *addresses)
-        numbers = (record.bytes, record.pid)
+        numbers = (record.bytes, record.pid, record.dump_ms)
         if not all(isinstance(word, str) and len(word) <= _MAX_TEXT for word in words):
             raise ValueError("a text is none, or too long")
         if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):

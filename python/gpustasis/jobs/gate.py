@@ -106,5 +106,8 @@ class Arrival:
         """Whether it has, by then."""
         return bool(select.select([self._descriptor], [], [], timeout_s)[0])
 
+    def fileno(self) -> int:
+        return self._descriptor
+
     def close(self) -> None:
         os.close(self._descriptor)

@@ -124,7 +124,7 @@ class Part(Protocol):
 
 class CriuAtGate:
     """A criu that was started, and waits at the gate; or one that an earlier keeper has left there.
-    failed: how it ended."""
+    failed: how it ended. seconds: until it was at the gate."""
 
     def __init__(self, context: Context, images: Path) -> None:
         self._context = context
@@ -132,6 +132,7 @@ class CriuAtGate:
         self._thread: threading.Thread | None = None
         self.done: Run | None = None
         self.failed: BaseException | None = None
+        self.seconds = 0.0
 
     def start(self, action: str, run: Callable[[Settings], Run], settings: Settings) -> bool:
         """Until it is at the gate; False: it has ended before."""
@@ -147,6 +148,7 @@ class CriuAtGate:
                 self.failed = exc
 
         arrival = gate.listen()
+        begin = time.monotonic()
         try:
             self._thread = threading.Thread(target=work, daemon=True)
             self._thread.start()
@@ -155,6 +157,7 @@ class CriuAtGate:
                     return False
         finally:
             arrival.close()
+        self.seconds = time.monotonic() - begin
         return True
 
     def is_there(self) -> bool:
