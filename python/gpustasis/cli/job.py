@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gpustasis.jobs.store import Store
 
 _POLL_S = 0.02
+_RELEASE_S = 60.0  # for the ranks of an aborted epoch to run on
 _SHOWN = 16  # characters of a digest
 
 _epoch_option = click.option(
@@ -273,6 +274,7 @@ def _hold(store: Store, keys: Keys, plan: Plan, timeout_s: float, look_limit: fl
     """Begin an epoch, show how far its ranks are, and see that it is done. Raises JobError if it is
     aborted; StoreError."""
     from gpustasis.jobs import epochs
+    from gpustasis.jobs.messages import Phase
     from gpustasis.jobs.store import Unreachable
 
     begin = time.monotonic()
@@ -280,18 +282,23 @@ def _hold(store: Store, keys: Keys, plan: Plan, timeout_s: float, look_limit: fl
     what = f"job {keys.job}, epoch {number}"
     found = epochs.standing(store, keys, number)
     decided = 0.0
+    joined: set[int] = set()
     with output.status(what) as update:
         while True:
             with suppress(Unreachable):  # the ranks decide without us
                 found = epochs.standing(store, keys, number)
                 steps = epochs.steps(store, keys, number, plan.world)
+                joined |= steps.keys()
                 update(partial(_progress, what, found, steps))
                 reason = _too_late(found, steps, time.monotonic() - begin, timeout_s, look_limit)
                 if reason:
                     epochs.abort(store, keys, number, reason)
             if found.epoch.phase.is_final:
                 decided = decided or time.monotonic()
-                if _is_done(found) or time.monotonic() > decided + timeout_s:
+                is_committed = found.epoch.phase is Phase.COMMITTED
+                waited_for = set(range(plan.world)) if is_committed else joined
+                limit = timeout_s if is_committed else _RELEASE_S
+                if waited_for <= found.settled or time.monotonic() > decided + limit:
                     break
             time.sleep(_POLL_S)
     _tell(keys, found, time.monotonic() - begin)
@@ -310,14 +317,6 @@ def _too_late(
         ranks = ", ".join(map(str, missing[:_SHOWN]))
         return f"{plural(len(missing), 'rank')} not joined within {look_limit:g} s: {ranks}"
     return f"not decided within {timeout_s:g} s" if seconds > timeout_s else ""
-
-
-def _is_done(found: Standing) -> bool:
-    """A commit waits for every rank to do what it says; the ranks of an abort run on by
-    themselves."""
-    from gpustasis.jobs.messages import Phase
-
-    return found.epoch.phase is Phase.ABORTED or len(found.settled) >= found.plan.world
 
 
 def _progress(what: str, found: Standing, steps: dict[int, str]) -> str:

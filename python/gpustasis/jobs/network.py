@@ -166,8 +166,7 @@ class Lock:
 
     def release(self) -> None:
         """Whether or not it is held."""
-        if find_nft() is not None:
-            self._nft(f"table inet {self._name}\ndelete table inet {self._name}\n")
+        self._nft(f"table inet {self._name}\ndelete table inet {self._name}\n")
 
     def _nft(self, script: str) -> None:
         program = find_nft()
