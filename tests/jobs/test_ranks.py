@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from gpustasis.emulator import Emulator
 from gpustasis.errors import JobError
 from gpustasis.jobs.gate import Gate
 from gpustasis.jobs.server import Server
+from gpustasis.task import read_task
 from support.etcd import EtcdCluster
 from support.json_output import check_document
 from support.ring import WORLD, Network, Ring, ring_of
@@ -162,3 +165,26 @@ def test_a_job_without_keepers_is_not_checkpointed(ring: Ring) -> None:
     unknown = ring.job("restore")
     assert unknown.returncode == JobError.exit_code
     assert "no epoch is a whole checkpoint" in unknown.stderr
+
+
+def test_a_criu_that_dies_before_the_decision_aborts_the_epoch(ring: Ring) -> None:
+    """Its rank has run on meanwhile. (With a connection it may not come far: docs/jobs.md.)"""
+    ring.start_all()
+    ring.wait(lambda: min(ring.steps_now()) > 100)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ring.job, "checkpoint", "--world", str(WORLD))
+        ring.wait(lambda: "acting dump" in ring.log(1))
+        ring.signal(1, signal.SIGSTOP)
+        place = ring.directory / "run" / ring.name / "2"
+        ring.wait(Gate(place, Path("/none")).is_held)
+        ring.wait(lambda: "is waiting" in ring.log(2).splitlines()[-1])
+        criu = read_task(json.loads((place / "state.json").read_text())["pid"]).tracer
+        os.kill(criu, signal.SIGKILL)
+        ring.wait(lambda: "acting release" in ring.log(2))
+        ring.signal(1, signal.SIGCONT)
+        done = asked.result()
+    assert done.returncode == JobError.exit_code, done.stderr
+    assert "rank 2: criu has ended before anything was decided" in done.stderr
+    ring.wait(lambda: ring.locked() == [])
+    assert not Gate(place, Path("/none")).is_held()
+    assert not (ring.directory / "kept/rank-0/epoch-00000001").exists()

@@ -175,12 +175,13 @@ class CriuAtGate:
         while self.is_there():
             self._context.gate.say(yes=yes)
             time.sleep(POLL_S)
+        self._context.gate.say(yes=yes)  # a script outlives the criu that was killed
         if self._thread is not None:
             self._thread.join()
 
     def slipped(self) -> str:
-        """Why it does not wait any more."""
-        if self._context.gate.is_held():
+        """Why it does not wait any more. A script outlives the criu that was killed."""
+        if self.is_there() and self._context.gate.is_held():
             return ""
         return f"{self._context.name}: criu has ended before anything was decided"
 
