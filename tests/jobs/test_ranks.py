@@ -168,7 +168,7 @@ def test_a_job_without_keepers_is_not_checkpointed(ring: Ring) -> None:
 
 
 def test_a_criu_that_dies_before_the_decision_aborts_the_epoch(ring: Ring) -> None:
-    """Its rank has run on meanwhile. (With a connection it may not come far: docs/jobs.md.)"""
+    """Its rank has run on meanwhile; with a connection it may not come far (docs/jobs.md)."""
     ring.start_all()
     ring.wait(lambda: min(ring.steps_now()) > 100)
     with ThreadPoolExecutor() as pool:
