@@ -66,7 +66,10 @@ PYTHON_ARROWS = {
     "dump_records": {"errors", "task", "_core"},
     "dumped": {"errors", "_core", "criu"},
     "emulator": {"errors", "files", "process"},
-    "jobs": {"errors", "files"},
+    "jobs": {
+        *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
+        "streaming",
+    },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
     },
@@ -84,6 +87,7 @@ PYTHON_ARROWS = {
         *("recovery", "emulator", "diagnosis", "_core", "files", "preemption", "agent"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
         "planning",
+        "jobs",
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of

@@ -27,6 +27,7 @@ from gpustasis.jobs.member import Keeper, Settings
 from gpustasis.jobs.messages import Limits
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Store
+from gpustasis.jobs.work import Order
 
 LIMITS = Limits(look_s=15, lock_cuda_s=15, lock_network_s=15, dump_s=30)
 SETTINGS = Settings(limits=LIMITS, ttl_s=6, store_s=5)
@@ -58,6 +59,12 @@ class Task:
         if f"{moment}:no" == self.fault and not mark.exists():
             mark.touch()
             raise RuntimeError(f"rank {self.rank} says no at {moment}")
+
+    def enter(self, order: Order) -> None:
+        self.order = order
+
+    def slipped(self) -> str:
+        return ""
 
     def look(self) -> None:
         self.at("look:begin")

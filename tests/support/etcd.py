@@ -19,8 +19,8 @@ from support.certificates import Authority
 START_S = 60
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    sockets = [socket.create_server((host, 0)) for _ in range(count)]
     ports = [listening.getsockname()[1] for listening in sockets]
     for listening in sockets:
         listening.close()
@@ -49,18 +49,24 @@ class Server:
 
 
 class EtcdCluster:
-    """count: servers. authority: they speak TLS only, with certificates of its, and take only
-    clients who have one."""
+    """count: servers, at addresses of `host`. authority: they speak TLS only, with certificates of
+    its, and take only clients who have one."""
 
-    def __init__(self, directory: Path, count: int = 1, authority: Authority | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        count: int = 1,
+        authority: Authority | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
         scheme = "http" if authority is None else "https"
-        ports = free_ports(2 * count)
-        urls = [f"{scheme}://127.0.0.1:{port}" for port in ports[:count]]
-        peers = [f"http://127.0.0.1:{port}" for port in ports[count:]]
+        ports = free_ports(2 * count, host)
+        urls = [f"{scheme}://{host}:{port}" for port in ports[:count]]
+        peers = [f"http://{host}:{port}" for port in ports[count:]]
         cluster = ",".join(f"n{number}={peer}" for number, peer in enumerate(peers))
         tls: list[str] = []
         if authority is not None:
-            pair = authority.server("127.0.0.1")
+            pair = authority.server(host)
             tls = ["--cert-file", str(pair.certificate), "--key-file", str(pair.key)]
             tls += ["--trusted-ca-file", str(authority.certificate), "--client-cert-auth"]
         self.servers = []

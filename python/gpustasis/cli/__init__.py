@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "flatten": ("flatten.command", "copy a checkpoint so that it needs no other"),
     "inspect": ("inspect.command", "say what a checkpoint holds"),
     "install": ("install.command", "have the container runtimes of a host use gpustasis"),
+    "job": ("job.command", "checkpoint and restore jobs of several ranks: all, or none"),
     "kubelet": ("kubelet.command", "checkpoint containers of a cluster, through the kubelets"),
     "list": ("list.command", "list the checkpoints in a directory of them"),
     "migrate": ("streams.migrate", "move a process tree to another host"),

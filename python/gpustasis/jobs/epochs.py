@@ -14,9 +14,11 @@ from gpustasis.jobs.records import (
     Keys,
     Plan,
     epoch_of,
+    member_of,
     number_of,
     phase_text,
     rank_of,
+    settled_of,
 )
 from gpustasis.jobs.store import Put, Require, Snapshot, Store, Unreachable
 
@@ -26,19 +28,23 @@ _POLL_S = 0.2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """An epoch as it is stored. records: what each rank has dumped. settled: who has done what was
-    decided."""
+    decided; problems: what went wrong with that, empty if nothing did."""
 
     number: int
     epoch: Epoch
     plan: Plan
     records: dict[int, str]
     settled: frozenset[int]
+    problems: dict[int, str]
+    pruned: bool = False
 
     @property
     def is_whole(self) -> bool:
-        """Committed, and the records are those that were committed."""
+        """A checkpoint that is committed and not pruned, with the records that were committed."""
         return (
             self.epoch.phase is Phase.COMMITTED
+            and not self.plan.restores
+            and not self.pruned
             and set(self.records) == set(range(self.plan.world))
             and digest_of(self.records) == self.epoch.note
         )
@@ -65,6 +71,8 @@ def begin(store: Store, keys: Keys, plan: Plan) -> int:
         requires.append(Require(keys.phase(last), before.epoch.revision))
     number = last + 1
     requires.append(Require(keys.phase(number), 0))
+    if plan.restores:
+        requires.append(Require(keys.pruned(plan.restores), 0))
     puts = [Put(keys.newest, str(number)), Put(keys.phase(number), phase_text(plan, Phase.LOOK))]
     if not store.write(requires, puts).applied:
         raise JobError(f"job {keys.job}: somebody else has just begun epoch {number}")
@@ -83,16 +91,29 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
         raise JobError(f"job {keys.job}: there is no epoch {number}")
     epoch, plan = epoch_of(key, snapshot.entries[key])
     records: dict[int, str] = {}
-    settled: set[int] = set()
+    problems: dict[int, str] = {}
     for name, entry in snapshot.entries.items():
         rank = rank_of(name, plan.world)
         if rank is not None and name == keys.record(number, rank):
             records[rank] = entry.value
         elif rank is not None and name == keys.settled(number, rank):
-            settled.add(rank)
+            problems[rank] = settled_of(name, entry)
     return Standing(
-        number=number, epoch=epoch, plan=plan, records=records, settled=frozenset(settled)
+        number=number,
+        epoch=epoch,
+        plan=plan,
+        records=records,
+        settled=frozenset(problems),
+        problems=problems,
+        pruned=keys.pruned(number) in snapshot.entries,
     )
+
+
+def steps(store: Store, keys: Keys, number: int, world: int) -> dict[int, str]:
+    """How far each rank says that it has come, of those whose lease lives. Raises JobError."""
+    wanted = {keys.member(number, rank): rank for rank in range(world)}
+    found = store.read(f"{keys.epoch(number)}members/").entries
+    return {wanted[k]: str(member_of(k, entry)[0]) for k, entry in found.items() if k in wanted}
 
 
 def abort(store: Store, keys: Keys, number: int, reason: str) -> Epoch:

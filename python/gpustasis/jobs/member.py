@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gpustasis.errors import JobError, StoreError
 from gpustasis.jobs import epochs
@@ -34,6 +33,7 @@ from gpustasis.jobs.messages import (
     Report,
     Result,
     Seen,
+    Step,
     Stop,
     StoreBack,
     StoreLost,
@@ -46,33 +46,12 @@ from gpustasis.jobs.protocol import advance, returned
 from gpustasis.jobs.records import Keys, number_of
 from gpustasis.jobs.seat import Found, Gone, Seat
 from gpustasis.jobs.store import LeaseGone, Store, Unreachable, Watch, WatchLost
+from gpustasis.jobs.work import Order, Work
 
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.2  # how often a loop looks whether it is to end
 _AGAIN_S = 0.2  # before something is asked again that the store did not answer
-
-
-class Work(Protocol):
-    """What can be done with a rank's tasks (messages.Action says what each is for). Each raises an
-    exception with its reason; release and finish do only what is still to be done."""
-
-    def look(self) -> None: ...
-
-    def lock_cuda(self) -> None: ...
-
-    def lock_network(self) -> None: ...
-
-    def dump(self, number: int) -> str:
-        """Epoch `number`. The record, once the dump is durable; the tasks stand still then, and
-        until release or finish, also if the keeper is gone."""
-
-    def release(self) -> None: ...
-
-    def finish(self, *, leave_running: bool) -> None: ...
-
-    def stop(self) -> None:
-        """Another thread's call: what is being done is to end early, if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +112,15 @@ class Keeper:
 
     def _find(self, is_over: Callable[[], bool]) -> int | None:
         keys = self._keys
-        while not is_over():
+        while True:
             try:
                 found = self._store.read(keys.newest, keys.rank(self._rank))
                 joined = number_of(keys.rank(self._rank), found.entries.get(keys.rank(self._rank)))
                 newest = number_of(keys.newest, found.entries.get(keys.newest))
                 if joined and self._is_open(joined):
                     return joined
+                if is_over():
+                    return None
                 if newest > joined and self._is_new(newest):
                     return newest
                 watch = self._store.watch(keys.newest, found.revision)
@@ -150,8 +131,9 @@ class Keeper:
                     watch.close()
             except (Unreachable, WatchLost) as exc:
                 log.info("rank %d waits for the store: %s", self._rank, exc)
+                if is_over():
+                    return None
                 time.sleep(_AGAIN_S)
-        return None
 
     def _is_open(self, number: int) -> bool:
         settled = self._keys.settled(number, self._rank)
@@ -196,6 +178,7 @@ class _Attendance:
                 event = Tick()
             self._take(event)
             self._happens(Tick())
+            self._require_standing()
         if self._me.place is Place.BROKEN:
             raise JobError(f"{self._seat.name}: {self._me.problem}; its tasks are left as they are")
         epoch = self._me.epoch
@@ -231,6 +214,8 @@ class _Attendance:
                 self._unwatch()
                 time.sleep(_AGAIN_S)
         self._contact = time.monotonic()
+        epoch = found.epoch
+        self._work.enter(Order(self._seat.number, epoch.leave_running, epoch.restores))
         now = time.monotonic()
         self._after(
             returned(
@@ -243,6 +228,13 @@ class _Attendance:
             )
         )
         self._led()
+
+    def _require_standing(self) -> None:
+        """Tasks that run on after their dump: the epoch must not be committed with them."""
+        me = self._me
+        waits = me.place is Place.WAITING and me.step is Step.DUMPED and not me.aborting
+        if waits and (reason := self._work.slipped()):
+            self._happens(Trouble(reason))
 
     def _take(self, event: Event | Found | Gone | _Lost) -> None:
         match event:

@@ -88,12 +88,14 @@ class Limits:
 class Epoch:
     """The epoch as it stands in the store. revision: of the store, when this was written.
     leave_running: what a commit asks for. note: why it was aborted, or the digest of what was
-    committed (lead.digest_of)."""
+    committed (lead.digest_of). restores: the epoch that is restored by this one; 0: it is a
+    checkpoint."""
 
     phase: Phase
     revision: int
     leave_running: bool = False
     note: str = ""
+    restores: int = 0
 
 
 # What a rank, or the lead, asks the store to write. Each is refused unless the epoch still has

@@ -7,6 +7,8 @@ TOP/NAME/epochs/E/phase       the epoch: the one word that decides
 TOP/NAME/epochs/E/members/R   how far rank R says it has come, for as long as its lease lives
 TOP/NAME/epochs/E/records/R   the record of its dump
 TOP/NAME/epochs/E/settled/R   it has done what was decided
+TOP/NAME/epochs/E/pruned      its dumps are removed, or are about to be
+TOP/NAME/addresses/R          where rank R is, so that the others know whose connections are whose
 """
 
 from __future__ import annotations
@@ -59,16 +61,24 @@ class Keys:
     def record(self, number: int, rank: int) -> str:
         return f"{self.epoch(number)}records/{rank}"
 
+    def pruned(self, number: int) -> str:
+        return f"{self.epoch(number)}pruned"
+
+    def addresses(self, rank: int) -> str:
+        return f"{self.top}/{self.job}/addresses/{rank}"
+
     def settled(self, number: int, rank: int) -> str:
         return f"{self.epoch(number)}settled/{rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What stays the same of an epoch. world: how many ranks must be in it."""
+    """What stays the same of an epoch. world: how many ranks must be in it. restores: the epoch
+    that it brings back; 0: it is a checkpoint."""
 
     world: int
     leave_running: bool
+    restores: int = 0
 
 
 def phase_text(plan: Plan, phase: Phase, note: str = "") -> str:
@@ -79,6 +89,7 @@ def phase_text(plan: Plan, phase: Phase, note: str = "") -> str:
             "phase": phase,
             "world": plan.world,
             "leave_running": plan.leave_running,
+            "restores": plan.restores,
             "note": note[:MAX_NOTE],
         }
     )
@@ -86,16 +97,19 @@ def phase_text(plan: Plan, phase: Phase, note: str = "") -> str:
 
 def epoch_of(key: str, entry: Entry) -> tuple[Epoch, Plan]:
     """Raises JobError."""
-    value = _object(key, entry, "version", "phase", "world", "leave_running", "note")
+    value = _object(key, entry, "version", "phase", "world", "leave_running", "restores", "note")
     phase, world, leave, note = (value[n] for n in ("phase", "world", "leave_running", "note"))
+    restores = value["restores"]
     if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MAX_WORLD:
         raise JobError(f"{key}: world {world!r}: must be 1 to {MAX_WORLD}")
     if not isinstance(leave, bool) or not isinstance(note, str) or len(note) > MAX_NOTE:
         raise JobError(f"{key}: leave_running or note is not what it should be")
     if phase not in list(Phase):
         raise JobError(f"{key}: phase {phase!r} is not known")
-    plan = Plan(world=world, leave_running=leave)
-    return Epoch(Phase(phase), entry.revision, leave, note), plan
+    if type(restores) is not int or not 0 <= restores <= MAX_EPOCH or (restores and not leave):
+        raise JobError(f"{key}: restores {restores!r}: no epoch, or its job would not run on")
+    plan = Plan(world=world, leave_running=leave, restores=restores)
+    return Epoch(Phase(phase), entry.revision, leave, note, restores), plan
 
 
 def member_text(step: Step, keeper: str) -> str:
@@ -114,6 +128,14 @@ def member_of(key: str, entry: Entry) -> tuple[Step, str]:
 def settled_text(problem: str) -> str:
     """problem: what went wrong with what was decided."""
     return json.dumps({"version": _VERSION, "problem": problem[:MAX_NOTE]})
+
+
+def settled_of(key: str, entry: Entry) -> str:
+    """What went wrong; empty: nothing. Raises JobError."""
+    value = _object(key, entry, "version", "problem")
+    if not isinstance(value["problem"], str):
+        raise JobError(f"{key}: problem is no text")
+    return value["problem"]
 
 
 def number_of(key: str, entry: Entry | None) -> int:

@@ -176,7 +176,9 @@ class Seat:
             # The epoch is what was required, or what was put there.
             if isinstance(write, Move):
                 plan = self._plan
-                self._last = Epoch(write.phase, answer.revision, plan.leave_running, write.note)
+                self._last = Epoch(
+                    write.phase, answer.revision, plan.leave_running, write.note, plan.restores
+                )
                 return True, self._last
             if isinstance(write, Settle) or self._last.revision == write.expect:
                 return True, self._last

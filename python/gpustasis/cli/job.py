@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gpustasis job`: checkpoints of whole jobs, whose ranks agree on them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpustasis.cli import output
+from gpustasis.cli.framework import Group
+from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.cli.job_run import run
+from gpustasis.cli.options import threads_option
+from gpustasis.errors import JobError
+from gpustasis.text import mib, plural
+
+if TYPE_CHECKING:
+    from gpustasis.jobs.epochs import Standing
+    from gpustasis.jobs.records import Keys, Plan
+    from gpustasis.jobs.store import Store
+
+_POLL_S = 0.02
+_RELEASE_S = 60.0  # for the ranks of an aborted epoch to run on
+_SHOWN = 16  # characters of a digest
+
+_epoch_option = click.option(
+    "--epoch", type=click.IntRange(1), metavar="E", help="[default: the newest whole checkpoint]"
+)
+
+_look_limit_option = click.option(
+    "--look-limit",
+    type=click.FloatRange(min=0.1),
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="It is aborted if a rank has not joined by then.",
+)
+
+
+@click.group("job", cls=Group)
+def command() -> None:
+    """Checkpoint and restore a job of several ranks: all of them, or none."""
+
+
+command.add_command(run)
+
+
+@command.command("checkpoint")
+@click.argument("name")
+@click.option("--world", type=click.IntRange(1), metavar="N", help="[default: as last time]")
+@click.option("-R", "--leave-running", is_flag=True, help="The job runs on afterwards.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=3600.0,
+    show_default=True,
+    metavar="S",
+    help="It is aborted if it is not decided by then.",
+)
+@_look_limit_option
+@store_options
+def checkpoint(
+    name: str,
+    world: int | None,
+    leave_running: bool,
+    timeout_s: float,
+    look_limit: float,
+    **options: Any,
+) -> None:
+    """Checkpoint job NAME: every rank's dump is in it, or every rank runs on.
+
+    Each rank has a `gpustasis job run`, which does the work. The job ends, unless it is left
+    running. Ends with status 19 if the checkpoint was aborted.
+    """
+    from gpustasis.jobs.records import Keys, Plan
+
+    with open_store(options) as store:
+        keys = Keys(name)
+        if world is None:
+            world = _world(store, keys)
+        plan = Plan(world=world, leave_running=leave_running)
+        _hold(store, keys, plan, timeout_s, look_limit)
+
+
+@command.command("restore")
+@click.argument("name")
+@_epoch_option
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=3600.0,
+    show_default=True,
+    metavar="S",
+    help="Nothing is restored if not all ranks are back by then.",
+)
+@_look_limit_option
+@store_options
+def restore(
+    name: str, epoch: int | None, timeout_s: float, look_limit: float, **options: Any
+) -> None:
+    """Restore job NAME from a whole checkpoint: every rank runs again, or none does.
+
+    Each rank needs a `gpustasis job run --restore`, on the host where its dump is and in the
+    network namespace that it had; they wait for this command. No rank runs before all are back.
+    Ends with status 19 if nothing was restored.
+    """
+    from gpustasis.jobs.kept import find_epoch
+    from gpustasis.jobs.records import Keys, Plan
+
+    with open_store(options) as store:
+        keys = Keys(name)
+        found = find_epoch(store, keys, epoch)
+        plan = Plan(world=found.plan.world, leave_running=True, restores=found.number)
+        _hold(store, keys, plan, timeout_s, look_limit)
+
+
+@command.command("list")
+@click.argument("name", required=False)
+@store_options
+def list_(name: str | None, **options: Any) -> None:
+    """List the epochs of job NAME, oldest first; without NAME all jobs."""
+    from gpustasis.jobs import kept
+    from gpustasis.jobs.records import Keys
+
+    with open_store(options) as store:
+        names = kept.jobs(store) if name is None else [name]
+        found = [(one, epoch) for one in names for epoch in kept.all_epochs(store, Keys(one))]
+    rows = [
+        {
+            "job": job,
+            "epoch": one.number,
+            "kind": "restore" if one.plan.restores else "checkpoint",
+            "restores": one.plan.restores or None,
+            "state": kept.state_of(one),
+            "whole": one.is_whole,
+            "world": one.plan.world,
+            "leave_running": one.plan.leave_running,
+            "settled": len(one.settled),
+            "note": "" if one.is_whole else one.epoch.note,
+        }
+        for job, one in found
+    ]
+    titles = ("JOB", "EPOCH", "KIND", "STATE", "RANKS", "NOTE")
+    words = ("job", "epoch", "kind", "state", "world", "note")
+    output.answer(
+        {"epochs": rows},
+        lambda: output.table(titles, [[row[word] or "-" for word in words] for row in rows]),
+    )
+
+
+@command.command("show")
+@click.argument("name")
+@_epoch_option
+@store_options
+def show(name: str, epoch: int | None, **options: Any) -> None:
+    """Say what a whole checkpoint of job NAME holds: where each rank's dump is, and what it is."""
+    from gpustasis.jobs import kept
+    from gpustasis.jobs.records import Keys
+
+    with open_store(options) as store:
+        found = kept.find_epoch(store, Keys(name), epoch)
+        records = kept.records_of(found)
+    titles = ("RANK", "HOST", "SIZE", "DIGEST", "CONNECTIONS", "DIRECTORY")
+    rows = [
+        (
+            *(str(rank), one.host, mib(one.bytes), one.digest[:_SHOWN]),
+            *(len(one.network.connections), one.directory),
+        )
+        for rank, one in enumerate(records)
+    ]
+    fields = [
+        {"rank": rank, **asdict(one), "network": one.network.to_json()}
+        for rank, one in enumerate(records)
+    ]
+    output.answer(
+        {"job": name, "epoch": found.number, "digest": found.epoch.note, "ranks": fields},
+        lambda: output.table(titles, rows),
+    )
+
+
+@command.command("verify")
+@click.argument("name")
+@_epoch_option
+@threads_option
+@store_options
+def verify(name: str, epoch: int | None, threads: int, **options: Any) -> None:
+    """Check that a checkpoint of job NAME is whole, and every byte of the dumps on this host.
+
+    Dumps on other hosts are named, and not looked at: run it there, too. Ends with status 19 if
+    something is wrong.
+    """
+    from gpustasis.jobs import kept
+    from gpustasis.jobs.records import Keys
+
+    with open_store(options) as store:
+        found = kept.find_epoch(store, Keys(name), epoch)
+        checked = kept.verify(found, threads)
+    fields = [
+        {
+            "rank": one.rank,
+            "host": one.record.host,
+            "directory": one.record.directory,
+            "checked": one.problems is not None,
+            "problems": one.problems or [],
+        }
+        for one in checked
+    ]
+
+    def tell() -> None:
+        for one in checked:
+            if one.problems is None:
+                output.say(f"rank {one.rank}: on {one.record.host}, not looked at")
+            for problem in one.problems or []:
+                output.say(f"rank {one.rank}: {problem}")
+        looked = sum(one.problems is not None for one in checked)
+        output.say(
+            f"job {name}, epoch {found.number}: whole; {looked} of {len(checked)} dumps read"
+        )
+
+    output.answer({"job": name, "epoch": found.number, "ranks": fields}, tell)
+    wrong = sum(len(one.problems or []) for one in checked)
+    if wrong:
+        raise JobError(f"job {name}, epoch {found.number}: {plural(wrong, 'problem')}")
+
+
+@command.command("prune")
+@click.argument("name")
+@click.option(
+    "--keep-last",
+    type=click.IntRange(1),
+    required=True,
+    metavar="N",
+    help="Keep the newest N whole checkpoints.",
+)
+@store_options
+def prune(name: str, keep_last: int, **options: Any) -> None:
+    """Remove old checkpoints of job NAME; the newest whole one always stays.
+
+    Dumps on this host are removed. Those on others go when this is run there.
+    """
+    from gpustasis.jobs import kept
+    from gpustasis.jobs.records import Keys
+
+    with open_store(options) as store:
+        done = kept.prune(store, Keys(name), keep_last)
+
+    def tell() -> None:
+        for one in done:
+            here = plural(len(one.directories), "dump")
+            output.say(f"job {name}, epoch {one.epoch}: pruned, {here} removed here")
+
+    output.answer({"job": name, "epochs": [asdict(one) for one in done]}, tell)
+
+
+def _world(store: Store, keys: Keys) -> int:
+    """As in the newest epoch; else as many ranks as have said where they are."""
+    from gpustasis.jobs import epochs
+    from gpustasis.jobs.records import number_of
+
+    newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+    if not newest:
+        raise JobError(f"job {keys.job} has no epoch yet: say by --world how many ranks it has")
+    return epochs.standing(store, keys, newest).plan.world
+
+
+def _hold(store: Store, keys: Keys, plan: Plan, timeout_s: float, look_limit: float) -> None:
+    """Begin an epoch, show how far its ranks are, and see that it is done. Raises JobError if it is
+    aborted; StoreError."""
+    from gpustasis.jobs import epochs
+    from gpustasis.jobs.messages import Phase
+    from gpustasis.jobs.store import Unreachable
+
+    begin = time.monotonic()
+    number = epochs.begin(store, keys, plan)
+    what = f"job {keys.job}, epoch {number}"
+    found = epochs.standing(store, keys, number)
+    decided = 0.0
+    joined: set[int] = set()
+    with output.status(what) as update:
+        while True:
+            with suppress(Unreachable):  # the ranks decide without us
+                found = epochs.standing(store, keys, number)
+                steps = epochs.steps(store, keys, number, plan.world)
+                joined |= steps.keys()
+                update(partial(_progress, what, found, steps))
+                reason = _too_late(found, steps, time.monotonic() - begin, timeout_s, look_limit)
+                if reason:
+                    epochs.abort(store, keys, number, reason)
+            if found.epoch.phase.is_final:
+                decided = decided or time.monotonic()
+                is_committed = found.epoch.phase is Phase.COMMITTED
+                waited_for = set(range(plan.world)) if is_committed else joined
+                limit = timeout_s if is_committed else _RELEASE_S
+                if waited_for <= found.settled or time.monotonic() > decided + limit:
+                    break
+            time.sleep(_POLL_S)
+    _tell(keys, found, time.monotonic() - begin)
+
+
+def _too_late(
+    found: Standing, steps: dict[int, str], seconds: float, timeout_s: float, look_limit: float
+) -> str:
+    """Why the epoch has to be aborted from here; empty: it has not."""
+    from gpustasis.jobs.messages import Phase
+
+    if found.epoch.phase.is_final:
+        return ""
+    missing = [rank for rank in range(found.plan.world) if rank not in steps]
+    if found.epoch.phase is Phase.LOOK and missing and seconds > look_limit:
+        ranks = ", ".join(map(str, missing[:_SHOWN]))
+        return f"{plural(len(missing), 'rank')} not joined within {look_limit:g} s: {ranks}"
+    return f"not decided within {timeout_s:g} s" if seconds > timeout_s else ""
+
+
+def _progress(what: str, found: Standing, steps: dict[int, str]) -> str:
+    ranks = ", ".join(
+        f"{rank}: {'dumped' if rank in found.records else steps.get(rank, '-')}"
+        for rank in range(min(found.plan.world, _SHOWN))
+    )
+    return f"{what}: {found.epoch.phase} ({ranks})"
+
+
+def _tell(keys: Keys, found: Standing, seconds: float) -> None:
+    from gpustasis.jobs.messages import Phase
+
+    job, number = keys.job, found.number
+    kind = "restored" if found.plan.restores else "checkpointed"
+    missing = sorted(set(range(found.plan.world)) - found.settled)
+    fields = {
+        "job": job,
+        "epoch": number,
+        "restores": found.plan.restores or None,
+        "state": str(found.epoch.phase),
+        "world": found.plan.world,
+        "leave_running": found.plan.leave_running,
+        "seconds": round(seconds, 3),
+        "ranks": [
+            {"rank": rank, "dumped": rank in found.records, "problem": found.problems.get(rank, "")}
+            for rank in range(found.plan.world)
+        ],
+    }
+    if found.epoch.phase is Phase.ABORTED:
+        output.answer(fields)
+        raise JobError(f"job {job}, epoch {number} was aborted: {found.epoch.note}")
+    ranks = plural(found.plan.world, "rank")
+    output.answer(
+        fields, lambda: output.say(f"job {job} {kind}, epoch {number}: {ranks}, {seconds:.2f} s")
+    )
+    if wrong := [f"rank {rank}: {text}" for rank, text in sorted(found.problems.items()) if text]:
+        raise JobError(f"job {job}, epoch {number} is committed, but: {'; '.join(wrong)}")
+    if missing:
+        raise JobError(
+            f"job {job}, epoch {number} is committed, but not yet done by ranks "
+            f"{', '.join(map(str, missing))}: their keepers do it when they are there again"
+        )

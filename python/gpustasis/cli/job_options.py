@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a job's ranks agree: options of the `gpustasis job` commands, and the store they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from gpustasis.errors import StoreError
+
+if TYPE_CHECKING:
+    from gpustasis.jobs.store import Store
+
+Decorated = TypeVar("Decorated", bound=Callable[..., object])
+_MAX_PASSWORD = 4096
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def store_options(function: Decorated) -> Decorated:
+    """--store and what belongs to it; find_store takes them."""
+    for option in reversed(
+        (
+            click.option(
+                "--store",
+                "places",
+                multiple=True,
+                required=True,
+                envvar="GPUSTASIS_STORE",
+                metavar="URL|SOCKET",
+                help="Where the ranks agree: an endpoint of etcd, http:// or https://, several "
+                "times for a cluster; or the socket of a store on this host. Also in "
+                "GPUSTASIS_STORE, separated by blanks.",
+            ),
+            click.option(
+                "--store-ca",
+                envvar="GPUSTASIS_STORE_CA",
+                type=_FILE,
+                help="Certificates (PEM) that etcd's must come from.  [default: the system's]",
+            ),
+            click.option(
+                "--store-cert",
+                envvar="GPUSTASIS_STORE_CERT",
+                type=_FILE,
+                help="Our certificate for etcd, in PEM.",
+            ),
+            click.option(
+                "--store-key", envvar="GPUSTASIS_STORE_KEY", type=_FILE, help="Its key, in PEM."
+            ),
+            click.option(
+                "--store-user", envvar="GPUSTASIS_STORE_USER", help="Our name there.", default=""
+            ),
+            click.option(
+                "--store-password-file",
+                envvar="GPUSTASIS_STORE_PASSWORD_FILE",
+                type=_FILE,
+                help="Holds our password, without a line's end.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+@contextmanager
+def open_store(options: dict[str, Any]) -> Iterator[Store]:
+    """The store that store_options have named; they are taken out of `options`. Raises
+    StoreError."""
+    from gpustasis.jobs.etcd import Etcd
+    from gpustasis.jobs.etcd_words import Access
+    from gpustasis.jobs.local import Local
+
+    places = options.pop("places")
+    names = ("store_ca", "store_cert", "store_key", "store_password_file")
+    ca, certificate, key, password = (options.pop(name) for name in names)
+    user = options.pop("store_user")
+    urls = [place for place in places if "://" in place]
+    store: Store
+    if urls:
+        if len(urls) != len(places):
+            raise click.UsageError("--store names either endpoints of etcd or one socket")
+        store = Etcd(
+            Access(
+                endpoints=tuple(urls),
+                ca=str(ca or ""),
+                certificate=str(certificate or ""),
+                key=str(key or ""),
+                user=user,
+                password=_password(password),
+            )
+        )
+    else:
+        if len(places) > 1 or any((ca, certificate, key, user, password)):
+            raise click.UsageError("a store on this host is one socket, without further options")
+        store = Local(Path(places[0]))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _password(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_PASSWORD).decode().removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise StoreError(f"cannot read the password in {path}: {exc}") from exc

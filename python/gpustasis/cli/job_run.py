@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gpustasis job run`: one rank of a job, under a keeper."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gpustasis.cli import output
+from gpustasis.cli.framework import Command
+from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.jobs.messages import Limits
+
+_LIMITS = Limits()
+_RUN = "/run/gpustasis/jobs"
+
+
+def _seconds(
+    name: str, default: float, text: str
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    return click.option(
+        name,
+        type=click.FloatRange(min=0.1),
+        default=default,
+        show_default=True,
+        metavar="S",
+        help=text,
+    )
+
+
+@click.command("run", cls=Command)
+@click.option("--job", required=True, metavar="NAME", help="The job's name, the same for all.")
+@click.option("--rank", required=True, type=click.IntRange(0), metavar="R", help="From 0.")
+@click.option("--world", required=True, type=click.IntRange(1), metavar="N", help="How many.")
+@click.option(
+    *("-D", "--directory"),
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="For checkpoints and the command's output, in a subdirectory of the rank; the same at a "
+    "restore.",
+)
+@click.option("--restore", is_flag=True, help="Wait for `gpustasis job restore`; no COMMAND.")
+@click.option("--tcp-close", is_flag=True, help="Connections come back closed.")
+@click.option("--outside", is_flag=True, help="Allow connections that lead to no rank of the job.")
+@click.option(
+    "--criu",
+    "criu_program",
+    metavar="PATH",
+    help="The criu program, or a root directory that holds one.",
+)
+@click.option(
+    "--run-directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(_RUN),
+    show_default=True,
+    help="For what is of this boot only.",
+)
+@click.option(
+    "--ttl",
+    type=click.IntRange(2),
+    default=10,
+    show_default=True,
+    metavar="S",
+    help="How long the others wait for a rank that says nothing.",
+)
+@_seconds("--away", 8.0, "How long the store may be away before a rank acts, if it may.")
+@_seconds("--look-limit", _LIMITS.look_s, "For all ranks to be there, and to look.")
+@_seconds("--cuda-limit", _LIMITS.lock_cuda_s, "To lock CUDA.")
+@_seconds("--network-limit", _LIMITS.lock_network_s, "To lock the network.")
+@_seconds("--dump-limit", _LIMITS.dump_s, "For all dumps, or restores, and their decision.")
+@store_options
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
+def run(
+    job: str,
+    rank: int,
+    world: int,
+    directory: Path,
+    restore: bool,
+    tcp_close: bool,
+    outside: bool,
+    criu_program: str | None,
+    run_directory: Path,
+    ttl: int,
+    away: float,
+    look_limit: float,
+    cuda_limit: float,
+    network_limit: float,
+    dump_limit: float,
+    words: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Run COMMAND as one rank of a job, and checkpoint it when `gpustasis job checkpoint` asks.
+
+    What COMMAND prints goes to DIRECTORY/rank-R/output.log. Without COMMAND and --restore, be the
+    keeper of a rank whose keeper has died: its tasks were left as they were.
+
+    Ends as COMMAND does, with its status; with 0 when a checkpoint has ended it. Has to run in the
+    network namespace of the rank, as root.
+    """
+    from gpustasis.criu.find import find
+    from gpustasis.jobs.member import Settings
+    from gpustasis.jobs.place import place_of
+    from gpustasis.jobs.rank import Context, Options
+    from gpustasis.jobs.records import Keys
+    from gpustasis.jobs.supervise import Supervisor
+
+    if restore and words:
+        raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
+    if rank >= world:
+        raise click.UsageError(f"--rank {rank}: must be 0 to {world - 1}")
+    limits = Limits(
+        look_s=look_limit, lock_cuda_s=cuda_limit, lock_network_s=network_limit, dump_s=dump_limit
+    )
+    settings = Settings(limits=limits, ttl_s=ttl, store_s=away)
+    use = Options(
+        criu=find(criu_program),
+        tcp_close=tcp_close,
+        outside=outside,
+        cuda_timeout_ms=max(1, int(cuda_limit * 500)),
+    )
+    keys = Keys(job)
+    with open_store(options) as store:
+        place = place_of(job, rank, directory, run_directory)
+        place.make()
+        held = place.only_keeper()
+        try:
+            context = Context(place, world, store, keys, use)
+            supervisor = Supervisor(context, settings, output.say)
+            if words or restore:
+                context.say_where()
+            if words:
+                pid = supervisor.start(words, os.environ)
+                output.say(f"job {job}, rank {rank}: process {pid}, output in {place.log}")
+            elif restore:
+                output.say(f"job {job}, rank {rank}: waits to be restored")
+            ended = supervisor.run(restoring=restore)
+        finally:
+            os.close(held)
+    fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
+
+    def show() -> None:
+        if ended.epoch:
+            output.say(f"job {job}, rank {rank}: ended by the checkpoint of epoch {ended.epoch}")
+        elif ended.status is None:
+            output.say(f"job {job}, rank {rank}: ended, its status is not known")
+
+    output.answer(fields, show)
+    if ended.status:
+        output.finish()
+        raise click.exceptions.Exit(ended.status)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of a rank in an epoch that is a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+from contextlib import suppress
+
+from gpustasis.criu import run
+from gpustasis.criu.images import prepare_directory
+from gpustasis.criu.plugin import plugin_directory
+from gpustasis.driver import ProcessState
+from gpustasis.errors import CheckpointError, JobError
+from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
+from gpustasis.jobs.network import Network, find_nft, look, own_addresses
+from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
+from gpustasis.jobs.work import Order
+from gpustasis.streaming.tree import Tree, resident_bytes
+
+log = logging.getLogger(__name__)
+
+_ENDING_S = 5.0  # for tasks that are being killed, before they are killed once more
+_ENDED_S = 60.0
+_LOOPBACK = ("127.", "::1")
+
+
+class Checkpointing(HasCriu):
+    """A rank.Part."""
+
+    def __init__(self, context: Context, order: Order) -> None:
+        super().__init__(context, order, context.place.images(order.number))
+        self._tree: Tree | None = None
+        self._network = Network()
+
+    def look(self) -> None:
+        """May the tasks be dumped? Nothing is touched."""
+        context = self.context
+        if not context.state.lives:
+            raise JobError(f"{context.name} has no tasks: there is nothing to checkpoint")
+        if context.gate.is_held():
+            raise JobError(f"{context.name}: a criu still waits for a decision of an earlier epoch")
+        pid = context.state.pid
+        if not os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), os.stat("/proc/self/ns/net")):
+            raise JobError(f"{context.name}: its keeper is not in the network namespace of {pid}")
+        plugin_directory()
+        if self.images.exists():
+            raise JobError(
+                f"{context.name}: {self.images} exists: a job of this name has left it there; "
+                "give another directory"
+            )
+        tree = Tree(pid)
+        try:
+            pids = tree.pids
+            using = cuda_processes(pids)
+            driver = load_driver() if using else None
+            for one in using:
+                assert driver is not None
+                state = driver.get_state(one)
+                if state is not ProcessState.RUNNING:
+                    raise JobError(f"{context.name}: process {one} is {state.name.lower()} already")
+            self._require_known(look(pids))
+        finally:
+            tree.close()
+        needed = resident_bytes(pid)
+        free = shutil.disk_usage(context.place.directory).free
+        if free < needed:
+            raise JobError(
+                f"{context.name}: {context.place.directory} has {free} bytes free, and the tasks "
+                f"have {needed} in use"
+            )
+
+    def _require_known(self, network: Network) -> None:
+        """Connections lead to other ranks, as far as addresses tell."""
+        context = self.context
+        if not network.connections or context.options.tcp_close:
+            return
+        if find_nft() is None:
+            raise JobError(
+                f"{context.name} has {len(network.connections)} connections, and there is no nft "
+                "to lock them with: install nftables"
+            )
+        if context.options.outside:
+            return
+        keys = [context.keys.addresses(rank) for rank in range(context.world)]
+        known: set[str] = set(own_addresses())
+        for key, entry in context.store.read(*keys).entries.items():
+            try:
+                known.update(map(str, json.loads(entry.value)["addresses"]))
+            except (ValueError, KeyError, TypeError) as exc:
+                raise JobError(f"{key} cannot be used: {exc!r}") from exc
+        for connection in sorted(network.connections):
+            if connection.remote not in known and not connection.remote.startswith(_LOOPBACK):
+                raise JobError(
+                    f"{context.name}: the connection of {connection} leads to no rank of the job: "
+                    "close it first, or allow it with --outside"
+                )
+
+    def lock_cuda(self) -> None:
+        """Work that was given to the GPUs ends; new work waits."""
+        context = self.context
+        context.note(epoch=self.order.number, images="", cuda=True)
+        tree = Tree(context.state.pid)
+        try:
+            using = cuda_processes(tree.pids)
+        finally:
+            tree.close()
+        driver = load_driver() if using else None
+        for pid in using:
+            assert driver is not None
+            driver.lock(pid, context.options.cuda_timeout_ms)
+
+    def lock_network(self) -> None:
+        """From here on nothing that the others send is answered, and nothing is sent."""
+        context = self.context
+        tree = Tree(context.state.pid)
+        try:
+            pids = tree.pids
+            if not context.options.tcp_close and (found := look(pids)) != Network():
+                context.note(network=True)
+                self._network = context.lock.take_of(pids) if found.connections else found
+                if not found.connections:
+                    context.lock.take(found)
+        finally:
+            tree.close()
+
+    def dump(self) -> str:
+        """The record, with criu at the gate."""
+        context, images = self.context, self.images
+        prepare_directory(images)
+        context.note(images=str(images))
+        pid = context.state.pid
+        closing = context.options.tcp_close
+        settings = run.Settings(
+            plugin={"found_locked": "dump", "incremental": False},
+            options={"tcp-established": not closing, "tcp-close": closing},
+            extra=("--network-lock", "skip", *context.options.extra),
+        )
+        criu, leave = context.options.criu, self.order.leave_running
+        reached = self.criu.start(
+            "post-dump",
+            lambda use: run.dump(criu, pid, images, use, leave_running=leave),
+            settings,
+        )
+        if not reached:
+            raise self.criu.failed or JobError(f"{context.name}: criu has ended without asking")
+        self._tree = Tree(pid)
+        self._tree.require_all(images)
+        make_durable(images)
+        size, digest = seal_of(images)
+        identity, parent = identity_of(images)
+        return DumpRecord(
+            id=identity,
+            parent=parent,
+            directory=str(images),
+            host=socket.gethostname(),
+            bytes=size,
+            digest=digest,
+            pid=pid,
+            dump_ms=round(self.criu.seconds * 1000),
+            addresses=tuple(sorted(own_addresses())),
+            network=self._network,
+        ).to_text()
+
+    def release(self) -> None:
+        """The tasks run on; what was dumped is of no use, and removed."""
+        if self.context.state.epoch != self.order.number:
+            return  # nothing was touched
+        self.criu.end(yes=False)
+        self._bring_back()
+        if self.context.state.images == str(self.images):  # this epoch has made it
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.images)
+
+    def finish(self, *, leave_running: bool) -> None:
+        """Kill them, or let them run on."""
+        state = self.context.state
+        if state.epoch != self.order.number and state.lives:
+            raise JobError(
+                f"{self.context.name}: process {state.pid} was not dumped by epoch "
+                f"{self.order.number}: it is left as it is"
+            )
+        if leave_running:
+            self.criu.end(yes=True)
+            self._bring_back()
+            return
+        context = self.context
+        tree = self._tree
+        if tree is None and context.state.lives:
+            tree = Tree(context.state.pid)
+        self.criu.end(yes=True)
+        if tree is not None and not tree.all_ended(_ENDING_S, lambda: None):
+            tree.kill()
+            if not tree.all_ended(_ENDED_S, lambda: None):
+                raise JobError(f"{context.name}: not every process has ended, of {tree.pids}")
+        self._close_tree(tree)
+        context.unlock_network()
+        context.note(pid=0, cuda=False)
+
+    def _bring_back(self) -> None:
+        """Wait until they have all that is theirs, and unlock them."""
+        context = self.context
+        wrong: list[str] = []
+        self._close_tree(self._tree)
+        if not context.state.lives:
+            wrong.append(f"{context.name}: its tasks have ended")
+        else:
+            try:
+                tree = Tree(context.state.pid)
+            except CheckpointError as exc:
+                wrong.append(str(exc))
+            else:
+                wrong += self._unlock(tree)
+                tree.close()
+        context.unlock_network()
+        if wrong:
+            raise JobError("; ".join(wrong))
+
+    def _unlock(self, tree: Tree) -> list[str]:
+        """What is wrong with the tasks. A criu that has succeeded has brought back all that is
+        theirs: they need not wait until that is looked at. Of another one the plugin's worker does
+        it, after criu's end."""
+        context = self.context
+        if self.criu.done is not None:
+            wrong = unlock_cuda(tree.pids) if context.state.cuda else []
+            context.unlock_network()
+        elif looked := tree.why_not_running(self.images):
+            return [looked]
+        else:
+            wrong = unlock_cuda(tree.pids) if context.state.cuda else []
+        context.note(cuda=bool(wrong))
+        if self.criu.done is not None:
+            wrong += filter(None, [tree.why_not_running(self.images)])
+        return wrong
+
+    def _close_tree(self, tree: Tree | None) -> None:
+        if tree is not None:
+            tree.close()
+        self._tree = None

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of jobs that a store knows: which there are, whether they are whole, and which
+of them go."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpustasis.errors import JobError
+from gpustasis.jobs import epochs
+from gpustasis.jobs.dumps import DumpRecord, problems_of, record_of
+from gpustasis.jobs.epochs import Standing
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.records import TOP, Keys, number_of
+from gpustasis.jobs.store import Put, Require, Store
+
+_NEWEST = re.compile(re.escape(TOP) + r"/([^/]+)/newest")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One rank's dump. problems: None: it is on another host, and was not looked at."""
+
+    rank: int
+    record: DumpRecord
+    problems: list[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """epoch: whose dumps go. directories: that were on this host, and are removed."""
+
+    epoch: int
+    directories: list[str]
+
+
+def jobs(store: Store) -> list[str]:
+    """Names of all jobs that have ever had an epoch. Raises StoreError."""
+    found = store.read(f"{TOP}/").entries
+    return sorted(match[1] for key in found if (match := _NEWEST.fullmatch(key)))
+
+
+def all_epochs(store: Store, keys: Keys) -> list[Standing]:
+    """Oldest first. Raises JobError if there is none, or what is stored cannot be; StoreError."""
+    newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+    if not newest:
+        raise JobError(f"job {keys.job}: the store knows none of this name")
+    return [epochs.standing(store, keys, number) for number in range(1, newest + 1)]
+
+
+def newest_whole(store: Store, keys: Keys) -> Standing:
+    """Raises JobError if there is none."""
+    for found in reversed(all_epochs(store, keys)):
+        if found.is_whole:
+            return found
+    raise JobError(f"job {keys.job}: no epoch is a whole checkpoint")
+
+
+def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
+    """A whole checkpoint: that of this number, or the newest. Raises JobError."""
+    if number is None:
+        return newest_whole(store, keys)
+    found = epochs.standing(store, keys, number)
+    if not found.is_whole:
+        raise JobError(f"job {keys.job}: epoch {number} is no whole checkpoint: {state_of(found)}")
+    return found
+
+
+def state_of(found: Standing) -> str:
+    """In a word or two."""
+    if found.pruned:
+        return "pruned"
+    if found.epoch.phase is not Phase.COMMITTED or found.plan.restores or found.is_whole:
+        return str(found.epoch.phase)
+    return "damaged: its records are not those that were committed"
+
+
+def records_of(found: Standing) -> list[DumpRecord]:
+    """Of all ranks, in their order. Raises JobError."""
+    return [
+        record_of(text, f"epoch {found.number}, rank {rank}")
+        for rank, text in sorted(found.records.items())
+    ]
+
+
+def verify(found: Standing, threads: int = 0) -> list[Checked]:
+    """Look at every byte of what is on this host, or shared with it. Raises JobError."""
+    checked = []
+    for rank, record in enumerate(records_of(found)):
+        is_here = record.host == socket.gethostname() or Path(record.directory).is_dir()
+        problems = problems_of(record, threads) if is_here else None
+        checked.append(Checked(rank, record, problems))
+    return checked
+
+
+def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
+    """Remove the dumps of all but the newest `keep_last` whole checkpoints, as far as they are on
+    this host; and of those that were pruned from another host. The newest whole one stays.
+
+    Raises JobError if an epoch is under way, or something cannot be removed; StoreError.
+    """
+    if keep_last < 1:
+        raise JobError("the newest whole checkpoint always stays: keep at least 1")
+    found = all_epochs(store, keys)
+    last = found[-1]
+    if not last.epoch.phase.is_final:
+        raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
+    whole = [one for one in found if one.is_whole]
+    newest = store.read(keys.newest).entries[keys.newest]
+    done = []
+    for one in found:
+        if one.plan.restores or one.epoch.phase is not Phase.COMMITTED:
+            continue
+        if not one.pruned:
+            if one not in whole[:-keep_last]:
+                continue
+            # Nobody has begun to restore it, and nobody will.
+            requires = [Require(keys.newest, newest.revision), Require(keys.pruned(one.number), 0)]
+            if not store.write(requires, [Put(keys.pruned(one.number), "1")]).applied:
+                raise JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
+        removed = [place for record in records_of(one) if (place := _remove(record, one.number))]
+        if removed or not one.pruned:
+            done.append(Pruned(one.number, removed))
+    return done
+
+
+def _remove(record: DumpRecord, number: int) -> str:
+    """What was removed; empty: nothing was there. Raises JobError."""
+    place = Path(record.directory)
+    if record.host != socket.gethostname() or not place.is_dir() or place.is_symlink():
+        return ""
+    # The store is others' as well: only what is named as keepers name it, and holds a dump.
+    if place.name != f"epoch-{number:08d}" or not (place / "inventory.img").is_file():
+        raise JobError(f"{place} is not named as a dump of epoch {number}, or is none: left alone")
+    try:
+        shutil.rmtree(place)
+    except OSError as exc:
+        raise JobError(f"cannot remove {place}: {exc.strerror}") from exc
+    return str(place)

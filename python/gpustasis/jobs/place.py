@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a rank's things are on its host, and what its keeper leaves there for the next one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gpustasis.errors import CheckpointError, JobError
+from gpustasis.files import make_directories, replace_file
+from gpustasis.task import boot_id, read_task
+
+STATE_DIRECTORY = "/run/gpustasis/jobs"
+_NAME = "state.json"
+_MAX_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What there is to undo or to finish, of this boot only.
+
+    pid, start_time: of the root of the tasks; 0: there are none. epoch: that was begun last.
+    images: where it dumps to, or is restored from. cuda, network: are locked, or may be.
+    """
+
+    boot: str
+    pid: int = 0
+    start_time: int = 0
+    epoch: int = 0
+    images: str = ""
+    cuda: bool = False
+    network: bool = False
+
+    @property
+    def lives(self) -> bool:
+        """Whether the root is there, and the same process."""
+        try:
+            return self.pid > 0 and read_task(self.pid).start_time == self.start_time
+        except CheckpointError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """directory: of the rank's checkpoints and of what its command prints; it must be the same at a
+    restore. run: of what is of this boot only."""
+
+    job: str
+    rank: int
+    directory: Path
+    run: Path
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "output.log"
+
+    @property
+    def script(self) -> Path:
+        return self.directory / ".gate"
+
+    def images(self, epoch: int) -> Path:
+        return self.directory / f"epoch-{epoch:08d}"
+
+    def make(self) -> None:
+        """Raises JobError."""
+        try:
+            make_directories(str(self.directory), 0o700)
+            make_directories(str(self.run), 0o700)
+        except OSError as exc:
+            raise JobError(f"cannot make {exc.filename}: {exc.strerror}") from exc
+
+    def only_keeper(self) -> int:
+        """Be the keeper of the rank on this host for as long as the descriptor is open. Raises
+        JobError if there is one."""
+        descriptor = os.open(self.run / "keeper", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            os.close(descriptor)
+            raise JobError(
+                f"job {self.job}: rank {self.rank} has a keeper on this host, which holds "
+                f"{self.run}; end that one first"
+            ) from exc
+        return descriptor
+
+    def load(self) -> State:
+        """As the last keeper left it; of another boot nothing is left. Raises JobError."""
+        boot = boot_id().hex()
+        place = self.run / _NAME
+        try:
+            with place.open("rb") as file:
+                value = json.loads(file.read(_MAX_BYTES))
+            state = State(**value)
+            for name, wanted in State.__annotations__.items():
+                if type(getattr(state, name)).__name__ != wanted:
+                    raise TypeError(f"{name} is no {wanted}")
+        except FileNotFoundError:
+            return State(boot=boot)
+        except (OSError, ValueError, TypeError) as exc:
+            raise JobError(f"{place} cannot be used: {exc}") from exc
+        return state if state.boot == boot else State(boot=boot)
+
+    def store(self, state: State) -> None:
+        """Raises OSError."""
+        directory = os.open(self.run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            data = json.dumps(asdict(state)).encode()
+            replace_file(directory, _NAME, data, 0o600, durable=False)
+        finally:
+            os.close(directory)
+
+
+def place_of(job: str, rank: int, directory: Path, run: Path) -> Place:
+    """Of a rank of a job whose checkpoints are below `directory`."""
+    return Place(job, rank, directory.absolute() / f"rank-{rank}", run.absolute() / job / f"{rank}")

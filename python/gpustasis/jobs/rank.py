@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's keeper does with real tasks: CRIU, the driver's checkpoint API, and the lock on the
+network. docs/jobs.md says which step of CRIU belongs to which phase."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from gpustasis.criu.find import Criu
+from gpustasis.criu.plugin import driver_libraries
+from gpustasis.criu.run import Run, Settings
+from gpustasis.driver import Driver, ProcessState
+from gpustasis.errors import CheckpointError, JobError
+from gpustasis.jobs.gate import Gate
+from gpustasis.jobs.network import Lock, own_addresses
+from gpustasis.jobs.place import Place, State
+from gpustasis.jobs.records import Keys
+from gpustasis.jobs.store import Put, Store
+from gpustasis.jobs.work import Order
+from gpustasis.task import has_driver_thread, read_task
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.02
+# A criu of another root runs on that root's loader, and has its name.
+_CRIU_COMMS = ("criu", "ld-linux-x86-64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """criu: the program. tcp_close: connections come back closed. outside: connections to addresses
+    that no rank has are no obstacle. extra: further arguments for criu. cuda_timeout_ms: for work
+    that was given to a GPU."""
+
+    criu: Criu
+    tcp_close: bool = False
+    outside: bool = False
+    extra: tuple[str, ...] = ()
+    cuda_timeout_ms: int = 10_000
+
+
+@dataclass(slots=True)
+class Context:
+    """Of one rank, for as long as its keeper lives."""
+
+    place: Place
+    world: int
+    store: Store
+    keys: Keys
+    options: Options
+    state: State = field(init=False)
+    gate: Gate = field(init=False)
+    lock: Lock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = self.place.load()
+        self.gate = Gate(self.place.run, self.place.script)
+        self.lock = Lock(self.place.job, self.place.rank)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.place.rank}"
+
+    def note(
+        self,
+        *,
+        pid: int | None = None,
+        epoch: int | None = None,
+        images: str | None = None,
+        cuda: bool | None = None,
+        network: bool | None = None,
+    ) -> None:
+        """Change what the next keeper finds, before what it is about is done. pid 0: none."""
+        state = self.state
+        if pid is not None:
+            start = read_task(pid).start_time if pid else 0
+            state = replace(state, pid=pid, start_time=start)
+        self.state = replace(
+            state,
+            epoch=state.epoch if epoch is None else epoch,
+            images=state.images if images is None else images,
+            cuda=state.cuda if cuda is None else cuda,
+            network=state.network if network is None else network,
+        )
+        self.place.store(self.state)
+
+    def say_where(self) -> None:
+        """Have the other ranks know this one's addresses. Raises StoreError."""
+        value = {"host": socket.gethostname(), "addresses": sorted(own_addresses())}
+        self.store.write([], [Put(self.keys.addresses(self.place.rank), json.dumps(value))])
+
+    def unlock_network(self) -> None:
+        """If it may be locked."""
+        if self.state.network:
+            self.lock.release()
+            self.note(network=False)
+
+
+class Part(Protocol):
+    """The work of one epoch; as work.Work."""
+
+    def look(self) -> None: ...
+
+    def lock_cuda(self) -> None: ...
+
+    def lock_network(self) -> None: ...
+
+    def dump(self) -> str: ...
+
+    def release(self) -> None: ...
+
+    def finish(self, *, leave_running: bool) -> None: ...
+
+
+class CriuAtGate:
+    """A criu that was started, and waits at the gate; or one that an earlier keeper has left there.
+    failed: how it ended. seconds: until it was at the gate."""
+
+    def __init__(self, context: Context, images: Path) -> None:
+        self._context = context
+        self._images = images
+        self._thread: threading.Thread | None = None
+        self.done: Run | None = None
+        self.failed: BaseException | None = None
+        self.seconds = 0.0
+
+    def start(self, action: str, run: Callable[[Settings], Run], settings: Settings) -> bool:
+        """Until it is at the gate; False: it has ended before."""
+        gate = self._context.gate
+        gate.prepare(action)
+        words = ("--action-script", str(gate.script))
+        settings = replace(settings, extra=(*settings.extra, *words))
+
+        def work() -> None:
+            try:
+                self.done = run(settings)
+            except BaseException as exc:  # noqa: BLE001 - told by whoever waits for it
+                self.failed = exc
+
+        arrival = gate.listen()
+        begin = time.monotonic()
+        try:
+            self._thread = threading.Thread(target=work, daemon=True)
+            self._thread.start()
+            while not arrival.wait(POLL_S):
+                if not self._thread.is_alive():
+                    return False
+        finally:
+            arrival.close()
+        self.seconds = time.monotonic() - begin
+        return True
+
+    def is_there(self) -> bool:
+        """Whether it has not ended."""
+        if self._thread is not None:
+            return self._thread.is_alive()
+        return _has_criu(self._images)
+
+    def wait(self) -> None:
+        """A moment."""
+        time.sleep(POLL_S)
+
+    def end(self, *, yes: bool) -> None:
+        """Tell it, as soon as it is at the gate, and wait for its end."""
+        while self.is_there():
+            self._context.gate.say(yes=yes)
+            time.sleep(POLL_S)
+        self._context.gate.say(yes=yes)  # a script outlives the criu that was killed
+        if self._thread is not None:
+            self._thread.join()
+
+    def slipped(self) -> str:
+        """Why it does not wait any more. A script outlives the criu that was killed."""
+        if self.is_there() and self._context.gate.is_held():
+            return ""
+        return f"{self._context.name}: criu has ended before anything was decided"
+
+
+def _has_criu(images: Path) -> bool:
+    """Whether a criu of this user was started for this directory. By its words: it has them before
+    it has opened anything."""
+    wanted = str(images).encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            place = Path("/proc") / pid
+            if place.stat().st_uid != os.geteuid():
+                continue
+            if (place / "comm").read_text().rstrip("\n") in _CRIU_COMMS:
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                if wanted in words:
+                    return True
+    return False
+
+
+def cuda_processes(pids: Iterable[int]) -> list[int]:
+    """Those that the driver has a thread in."""
+    found = []
+    for pid in pids:
+        with suppress(CheckpointError):  # it has ended
+            if has_driver_thread(pid):
+                found.append(pid)
+    return found
+
+
+def load_driver() -> Driver:
+    """As the plugin would. Raises DriverError."""
+    return Driver(driver_libraries(os.environ)[0])
+
+
+def unlock_cuda(pids: Iterable[int]) -> list[str]:
+    """Unlock those that are locked; what is wrong with the others."""
+    wrong = []
+    using = cuda_processes(pids)
+    driver = load_driver() if using else None
+    for pid in using:
+        assert driver is not None
+        try:
+            state = driver.get_state(pid)
+            if state is ProcessState.LOCKED:
+                driver.unlock(pid)
+            elif state is not ProcessState.RUNNING:
+                wrong.append(f"process {pid} is {state.name.lower()}")
+        except Exception as exc:  # noqa: BLE001 - the others are unlocked all the same
+            wrong.append(str(exc))
+    return wrong
+
+
+class RankWork:
+    """A work.Work. make: the part for an order."""
+
+    def __init__(self, make: Callable[[Order], Part]) -> None:
+        self._make = make
+        self._part: Part | None = None
+        self.order: Order | None = None
+
+    def enter(self, order: Order) -> None:
+        self.order = order
+        self._part = self._make(order)
+
+    @property
+    def part(self) -> Part:
+        if self._part is None:
+            raise JobError("no epoch was entered")
+        return self._part
+
+    def look(self) -> None:
+        self.part.look()
+
+    def lock_cuda(self) -> None:
+        self.part.lock_cuda()
+
+    def lock_network(self) -> None:
+        self.part.lock_network()
+
+    def dump(self, number: int) -> str:
+        if self.order is None or self.order.number != number:
+            raise JobError(f"epoch {number} was not entered")
+        return self.part.dump()
+
+    def release(self) -> None:
+        self.part.release()
+
+    def finish(self, *, leave_running: bool) -> None:
+        self.part.finish(leave_running=leave_running)
+
+    def stop(self) -> None:
+        """criu is not stopped half-way: it comes to the gate, and is told there."""
+
+    def slipped(self) -> str:
+        part = self.part
+        return part.criu.slipped() if isinstance(part, HasCriu) else ""
+
+
+class HasCriu:
+    """What both kinds of parts share."""
+
+    def __init__(self, context: Context, order: Order, images: Path) -> None:
+        self.context = context
+        self.order = order
+        self.images = images
+        self.criu = CriuAtGate(context, images)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of a rank in an epoch that restores an earlier one: all ranks run again, or none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gpustasis.criu import run
+from gpustasis.criu.images import read_pstree
+from gpustasis.errors import CheckpointError, JobError
+from gpustasis.jobs import epochs, leftover
+from gpustasis.jobs.dumps import DumpRecord, record_of, require_same
+from gpustasis.jobs.network import find_nft, own_addresses
+from gpustasis.jobs.rank import Context, HasCriu
+from gpustasis.jobs.work import Order
+from gpustasis.streaming.tree import Tree
+
+_ENDED_S = 60.0
+
+
+class Restoring(HasCriu):
+    """A rank.Part. Its dump is the restore, at whose end the tasks stand."""
+
+    def __init__(self, context: Context, order: Order) -> None:
+        super().__init__(context, order, context.place.images(order.restores))
+        self._record: DumpRecord | None = None
+
+    def look(self) -> None:
+        """The dump is there, as it was committed, and its tasks can be made."""
+        context, images = self.context, self.images
+        if context.state.lives:
+            raise JobError(
+                f"{context.name} runs, as process {context.state.pid}: end the job before it is "
+                "restored"
+            )
+        if context.gate.is_held():
+            raise JobError(f"{context.name}: a criu still waits for a decision of an earlier epoch")
+        record = self._read()
+        if Path(record.directory) != images:
+            raise JobError(
+                f"{context.name}: its dump is in {record.directory} on {record.host}, and this "
+                f"keeper has {images}: give the directory that it had, on that host or shared"
+            )
+        require_same(record)
+        for task in read_pstree(images):
+            if Path(f"/proc/{task.pid}").exists():
+                raise JobError(f"{context.name}: process {task.pid} exists, and is to be restored")
+        if context.options.tcp_close or not record.network.connections:
+            return
+        if find_nft() is None:
+            raise JobError(
+                f"{context.name}: there is no nft to lock its connections with until all ranks "
+                "are there: install nftables"
+            )
+        leftover.require_unused(record.network.connections)
+        own = own_addresses()
+        for connection in sorted(record.network.connections):
+            if connection.local not in own:
+                raise JobError(
+                    f"{context.name}: the connection of {connection} needs the address "
+                    f"{connection.local}, which is not here: CRIU binds a socket to the address "
+                    "that it had; add the address, or restore with --tcp-close"
+                )
+
+    def lock_cuda(self) -> None:
+        """There is nothing yet."""
+
+    def lock_network(self) -> None:
+        """What an other rank sends, that is back before this one, must find no closed port."""
+        context, record = self.context, self._read()
+        context.note(epoch=self.order.number, images=str(self.images), cuda=False)
+        if not context.options.tcp_close and record.network.connections | record.network.ports:
+            context.note(network=True)
+            context.lock.take(record.network)
+            leftover.end(record.network.connections)
+
+    def dump(self) -> str:
+        """Bring the tasks back; they stand."""
+        context, images = self.context, self.images
+        require_same(self._read())
+        pidfile = context.place.run / "pid"
+        pidfile.unlink(missing_ok=True)
+        closing = context.options.tcp_close
+        settings = run.Settings(
+            options={"tcp-established": not closing, "tcp-close": closing},
+            extra=context.options.extra,
+        )
+        criu = context.options.criu
+        root = read_pstree(images)[0].pid
+        reached = self.criu.start(
+            "pre-resume",
+            lambda use: run.restore(criu, images, use, pidfile=pidfile),
+            settings,
+        )
+        if not reached:
+            raise self.criu.failed or JobError(f"{context.name}: criu has ended without asking")
+        try:
+            context.note(pid=root)
+            tree = Tree(root)
+            try:
+                tree.require_all(images)
+            finally:
+                tree.close()
+        except CheckpointError as exc:  # the plugin has killed what it could not prove right
+            self.release()
+            raise self.criu.failed or exc from None
+        return json.dumps({"version": 1, "restored": self.order.restores, "pid": root})
+
+    def release(self) -> None:
+        """None of it may run. Tasks that ran before this epoch are none of it."""
+        context = self.context
+        if context.state.epoch != self.order.number:
+            return
+        while self.criu.is_there() and not context.gate.is_held():
+            self.criu.wait()
+        tree = Tree(context.state.pid) if context.state.lives else self._restored()
+        if tree is not None:
+            tree.kill()
+        self.criu.end(yes=False)
+        if tree is not None:
+            ended = tree.all_ended(_ENDED_S, lambda: None)
+            tree.close()
+            if not ended:
+                raise JobError(f"{context.name}: not every process has ended, of {tree.pids}")
+        context.unlock_network()
+        context.note(pid=0)
+
+    def _restored(self) -> Tree | None:
+        """What criu has made so far, and holds at the gate; no keeper has noted it."""
+        if not self.context.gate.is_held():
+            return None
+        try:
+            return Tree(read_pstree(self.images)[0].pid)
+        except CheckpointError:
+            return None
+
+    def finish(self, *, leave_running: bool) -> None:
+        """They run. leave_running is always true: nobody begins another restore."""
+        context = self.context
+        self.criu.end(yes=True)
+        context.unlock_network()
+        if self.criu.failed is not None:
+            raise self.criu.failed
+        if not leave_running or not context.state.lives:
+            raise JobError(f"{context.name}: its tasks have ended")
+
+    def _read(self) -> DumpRecord:
+        if self._record is None:
+            context = self.context
+            found = epochs.standing(context.store, context.keys, self.order.restores)
+            if not found.is_whole or found.plan.world != context.world:
+                raise JobError(
+                    f"epoch {self.order.restores} is no whole checkpoint of {context.world} ranks"
+                )
+            whose = f"epoch {self.order.restores}, {context.name}"
+            self._record = record_of(found.records[context.place.rank], whose)
+        return self._record

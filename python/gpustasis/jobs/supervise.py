@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank from its start to its end: its command, and the epochs that it takes part in."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import select
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gpustasis.errors import JobError
+from gpustasis.jobs.checkpointing import Checkpointing
+from gpustasis.jobs.member import Keeper, Outcome, Settings
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.rank import Context, Part, RankWork
+from gpustasis.jobs.restoring import Restoring
+from gpustasis.jobs.work import Order
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
+
+log = logging.getLogger(__name__)
+
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_NAMED = frozenset((WORKER_COMM, GUARDIAN_COMM))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How it came to an end for this rank. epoch: of the checkpoint that ended its tasks; 0: none
+    did. status: of its command, as a shell has it; None: it is not known, for the tasks were
+    started by another keeper."""
+
+    epoch: int
+    status: int | None
+
+
+class Supervisor:
+    """told: is called with what happens, in words. Its descriptors of the keeper's lock and of the
+    tasks live as long as it does."""
+
+    def __init__(self, context: Context, settings: Settings, told: Callable[[str], object]) -> None:
+        self._context = context
+        self._told = told
+        self._work = RankWork(self._part)
+        place = context.place
+        self._keeper = Keeper(
+            context.store, context.keys, place.rank, context.world, self._work, settings
+        )
+        self._held: tuple[int, int] = (0, -1)  # the root and its pidfd
+        self._status: int | None = None
+        # What criu restores is this process's child then, and its end is seen.
+        if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise JobError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """The rank's command, in a session of its own, with nothing open but what it prints to.
+        Its pid. Raises JobError."""
+        context = self._context
+        if context.state.lives:
+            raise JobError(
+                f"{context.name} runs already, as process {context.state.pid}: give no command to "
+                "be its keeper"
+            )
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2:
+                with suppress(OSError):  # listdir's own
+                    os.set_inheritable(int(name), False)
+        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        try:
+            pid = os.posix_spawnp(
+                command[0],
+                list(command),
+                dict(environ),
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, str(context.place.log), append, 0o600),
+                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                ],
+                setsid=True,
+                setsigmask=(),
+                setsigdef=_FORWARDED,
+            )
+        except OSError as exc:
+            raise JobError(f"cannot start {command[0]}: {exc.strerror}") from exc
+        context.note(pid=pid, cuda=False)
+        return pid
+
+    def run(self, *, restoring: bool) -> Ended:
+        """Until the tasks have ended. restoring: there are none yet, and an epoch brings them.
+
+        Raises JobError if that epoch was aborted, and what Keeper.take_part raises.
+        """
+        waits = restoring and not self._context.state.lives
+
+        def is_over() -> bool:
+            return self._has_ended() and not waits
+
+        before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        try:
+            while True:
+                outcome = self._keeper.take_part(is_over)
+                if outcome is None:
+                    return Ended(epoch=0, status=self._status)
+                done = self._after(outcome)
+                if done is not None:
+                    return done
+                waits = waits and not self._context.state.lives
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            if self._held[1] >= 0:
+                os.close(self._held[1])
+            _reap_all()
+
+    def _part(self, order: Order) -> Part:
+        return (Restoring if order.restores else Checkpointing)(self._context, order)
+
+    def _after(self, outcome: Outcome) -> Ended | None:
+        """What follows from an epoch; None: the tasks run on."""
+        name, epoch = self._context.name, outcome.epoch
+        what = f"{name}, epoch {outcome.number}: {epoch.phase}"
+        if epoch.phase is Phase.ABORTED:
+            what += f": {epoch.note}"
+        if outcome.problem:
+            raise JobError(f"{what}, but: {outcome.problem}")
+        self._told(what)
+        if epoch.restores and epoch.phase is Phase.ABORTED and not self._context.state.lives:
+            raise JobError(f"{what}; nothing was restored")
+        if epoch.phase is Phase.COMMITTED and not epoch.leave_running:
+            return Ended(epoch=outcome.number, status=None)
+        return None
+
+    def _has_ended(self) -> bool:
+        """Whether the root has, by now; its status is kept."""
+        self._reap()
+        pid = self._context.state.pid
+        if pid == 0:
+            return True
+        held, descriptor = self._held
+        if held != pid:
+            if descriptor >= 0:
+                os.close(descriptor)
+            self._held = (0, -1)
+            try:
+                self._held = (pid, os.pidfd_open(pid))
+            except ProcessLookupError:
+                return True
+            if not self._context.state.lives and not self._is_child(pid):
+                return True  # another process has its number
+        if not select.select([self._held[1]], [], [], 0)[0]:
+            return False
+        with suppress(ChildProcessError):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                code = os.waitstatus_to_exitcode(status)
+                self._status = code if code >= 0 else 128 - code
+        return True
+
+    def _is_child(self, pid: int) -> bool:
+        return pid in _children()
+
+    def _reap(self) -> None:
+        """The plugin's helpers that have come to this process and ended."""
+        for pid in _children():
+            with suppress(OSError):
+                with open(f"/proc/{pid}/comm") as file:
+                    comm = file.read().rstrip("\n")
+                if comm in _NAMED:
+                    os.waitpid(pid, os.WNOHANG)
+
+    def _forward(self, number: int, _: object) -> None:
+        pid = self._context.state.pid
+        if self._context.state.lives:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+def _reap_all() -> None:
+    """Of the tasks, and whatever else has come to this process, nothing is left that has ended: a
+    restore needs their pids. No program of ours is being waited for any more."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
+            found += map(int, file.read().split())
+    return found

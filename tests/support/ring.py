@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job of four ranks in network namespaces of their own, with TCP between them, emulated GPUs and
+a real etcd: tests/programs/ring_rank.c under `gpustasis job run`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpustasis_bench.roots import roots_directory
+from support.job import reap_workers
+
+WORLD = 4
+PORT = 4711
+TIMEOUT_S = 60.0
+_MASK = (1 << 64) - 1
+
+
+def ring_states(steps: int, world: int = WORLD) -> list[str]:
+    """What every rank of an uninterrupted run says after each step."""
+    state = 1
+    states = []
+    for step in range(steps):
+        total = sum((state ^ step) * (rank + 1) for rank in range(world))
+        state = (state * 6364136223846793005 + total) & _MASK
+        states.append(f"{state:016x}")
+    return states
+
+
+def put_nft(directory: Path) -> None:
+    """nftables' program, which this machine may lack: that of the test root of engines."""
+    root = roots_directory() / "engines"
+    words = [str(root / "lib64/ld-linux-x86-64.so.2"), "--library-path"]
+    words += [str(root / "usr/lib/x86_64-linux-gnu"), str(root / "usr/sbin/nft")]
+    directory.mkdir(exist_ok=True)
+    script = directory / "nft"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    script.chmod(0o755)
+
+
+class Network:
+    """A namespace for each rank, on a bridge of the host. host: the bridge's address."""
+
+    def __init__(self, count: int = WORLD) -> None:
+        number = os.getpid()
+        self._bridge = f"gsb{number}"
+        self._names = [f"gs{number}-{rank}" for rank in range(count)]
+        part = f"10.{100 + (number >> 8) % 100}.{number % 256}"
+        self.host = f"{part}.254"
+        self.addresses = [f"{part}.{rank + 1}" for rank in range(count)]
+        try:
+            _ip("link", "add", self._bridge, "type", "bridge")
+            _ip("addr", "add", f"{self.host}/24", "dev", self._bridge)
+            _ip("link", "set", self._bridge, "up")
+            for rank, name in enumerate(self._names):
+                outer = f"{self._bridge}v{rank}"
+                _ip("netns", "add", name)
+                _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
+                _ip("link", "set", outer, "master", self._bridge, "up")
+                self.inside(rank, "ip", "link", "set", "lo", "up")
+                self.inside(rank, "ip", "addr", "add", f"{self.addresses[rank]}/24", "dev", "eth0")
+                self.inside(rank, "ip", "link", "set", "eth0", "up")
+        except BaseException:
+            self.close()
+            raise
+
+    def words(self, rank: int) -> list[str]:
+        """Before a command that runs inside."""
+        return ["nsenter", f"--net=/run/netns/{self._names[rank]}"]
+
+    def inside(self, rank: int, *words: str) -> str:
+        argv = [*self.words(rank), *words]
+        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+
+    def close(self) -> None:
+        for name in self._names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", self._bridge], check=False, capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@dataclass(slots=True)
+class Ring:
+    """store: words that name it. criu: of each rank; None: as the environment has it."""
+
+    directory: Path
+    network: Network
+    program: Path
+    environ: Mapping[str, str]
+    store: Sequence[str]
+    name: str = "ring"
+    steps: int = 100_000
+    criu: str = ""
+    keepers: list[subprocess.Popen[bytes] | None] = field(default_factory=lambda: [None] * WORLD)
+
+    def start(self, rank: int, *words: str, command: bool = True) -> None:
+        """The keeper of a rank; with its command, or with other words for `job run`."""
+        argv = [*self.network.words(rank), sys.executable, "-m", "gpustasis", "-v", "job", "run"]
+        argv += ["--job", self.name, "--rank", str(rank), "--world", str(WORLD), *self.store]
+        argv += ["-D", str(self.directory / "kept"), "--run-directory", str(self.directory / "run")]
+        argv += ["--ttl", "5", "--away", "4", *(["--criu", self.criu] if self.criu else []), *words]
+        if command:
+            places = [f"{address}:{PORT}" for address in self.network.addresses]
+            argv += ["--", str(self.program), str(rank), str(self.steps), *places]
+        with (self.directory / f"keeper-{rank}").open("ab") as log:
+            self.keepers[rank] = subprocess.Popen(
+                argv, env=dict(self.environ), stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+
+    def start_all(self, *words: str, command: bool = True) -> None:
+        for rank in range(WORLD):
+            self.start(rank, *words, command=command)
+
+    def start_restoring(self) -> None:
+        """Keepers that wait for `job restore`, all of them."""
+        before = [self.log(rank).count("waits to be restored") for rank in range(WORLD)]
+        self.start_all("--restore", command=False)
+        self.wait(
+            lambda: all(
+                self.log(rank).count("waits to be restored") > before[rank] for rank in range(WORLD)
+            )
+        )
+
+    def job(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """`gpustasis job WORD NAME ...`."""
+        argv = [sys.executable, "-m", "gpustasis", "job", words[0], self.name, *words[1:]]
+        return subprocess.run(
+            [*argv, *self.store],
+            env=dict(self.environ),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+
+    def output(self, rank: int) -> str:
+        with suppress(FileNotFoundError):
+            return (self.directory / f"kept/rank-{rank}/output.log").read_text()
+        return ""
+
+    def log(self, rank: int) -> str:
+        return (self.directory / f"keeper-{rank}").read_text()[-12000:]
+
+    def logs(self) -> str:
+        return "\n".join(f"rank {r}:\n{self.log(r)}{self.output(r)[-300:]}" for r in range(WORLD))
+
+    def step(self, rank: int) -> int:
+        """The last that it has told of."""
+        found = re.findall(r"^step (\d+) ", self.output(rank), re.MULTILINE)
+        return int(found[-1]) if found else -1
+
+    def steps_now(self) -> list[int]:
+        return [self.step(rank) for rank in range(WORLD)]
+
+    def wait_for_progress(self) -> None:
+        """Every rank takes further steps, and all that it has said is as in an uninterrupted
+        run."""
+        before = self.steps_now()
+        self.wait(lambda: all(now > was for now, was in zip(self.steps_now(), before, strict=True)))
+        self.check()
+
+    def check(self) -> None:
+        """What the ranks have said so far."""
+        states = ring_states(max(self.steps_now()) + 1000)
+        for rank in range(WORLD):
+            lines = self.output(rank).splitlines(keepends=True)
+            for line in lines:
+                if line.startswith("step ") and line.endswith("\n"):  # the emulator speaks as well
+                    _, step, state = line.split()
+                    assert state == states[int(step)], (rank, line, self.logs())
+
+    def end(self) -> list[int]:
+        """Ask the keepers to end; they pass it on to the programs. Their statuses."""
+        for rank in range(WORLD):
+            self.signal(rank, signal.SIGTERM)
+        return self.ends()
+
+    def pids(self) -> list[int]:
+        """Of the ranks' programs that live."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    if words[0] == str(self.program).encode():
+                        found.append(int(entry.name))
+        return sorted(found)
+
+    def wait(self, what: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.02)
+
+    def ends(self, timeout_s: float = TIMEOUT_S) -> list[int]:
+        """Of all keepers: their statuses."""
+        found = []
+        for keeper in self.keepers:
+            assert keeper is not None
+            try:
+                found.append(keeper.wait(timeout_s))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(self.logs()) from None
+        return found
+
+    def signal(self, rank: int, number: int) -> None:
+        """To a keeper."""
+        keeper = self.keepers[rank]
+        assert keeper is not None
+        keeper.send_signal(number)
+
+    def status(self, rank: int) -> int | None:
+        """How a keeper has ended; None: it has not."""
+        keeper = self.keepers[rank]
+        assert keeper is not None
+        return keeper.poll()
+
+    def locked(self) -> list[str]:
+        """Tables of ours that are left in the ranks' namespaces."""
+        nft = str(self.directory / "bin/nft")
+        texts = [self.network.inside(rank, nft, "list", "tables") for rank in range(WORLD)]
+        return [line for text in texts for line in text.splitlines() if "gpustasis" in line]
+
+    def close(self) -> None:
+        for keeper in self.keepers:
+            if keeper is not None:
+                keeper.kill()
+                keeper.wait()
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap_workers()
+
+
+@contextmanager
+def ring_of(
+    directory: Path,
+    network: Network,
+    program: Path,
+    environ: Mapping[str, str],
+    store: Sequence[str],
+) -> Iterator[Ring]:
+    put_nft(directory / "bin")
+    use = dict(environ) | {"PATH": f"{directory / 'bin'}:{environ['PATH']}"}
+    ring = Ring(directory, network, program, use, store)
+    try:
+        yield ring
+    finally:
+        ring.close()
