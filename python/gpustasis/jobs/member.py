@@ -43,7 +43,7 @@ from gpustasis.jobs.messages import (
     Written,
 )
 from gpustasis.jobs.protocol import advance, returned
-from gpustasis.jobs.records import Keys, number_of
+from gpustasis.jobs.records import Keys, number_of, storable
 from gpustasis.jobs.seat import Found, Gone, Seat
 from gpustasis.jobs.store import LeaseGone, Store, Unreachable, Watch, WatchLost
 
@@ -158,7 +158,7 @@ class Keeper:
         return settled not in self._store.read(settled).entries
 
     def _is_new(self, number: int) -> bool:
-        return epochs.standing(self._store, self._keys, number).epoch.phase is Phase.LOOK
+        return epochs.phase(self._store, self._keys, number)[0].phase is Phase.LOOK
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class _Attendance:
 
         def act() -> None:
             try:
-                ended = Ended(action, calls[action]() or "")
+                ended = Ended(action, storable(calls[action]() or ""))
             except Exception as exc:  # whatever it is, it is this rank's no
                 log.info("%s: %s failed", self._seat.name, action, exc_info=True)
                 ended = Ended(action, problem=str(exc) or type(exc).__name__)
@@ -335,7 +335,8 @@ class _Attendance:
         found = self._seat.read()
         if not self._watching:
             self._watch_all(found.revision)
-        self._contact = time.monotonic()
+        if self._next_write() is None:  # a store that answers and takes nothing is away, too
+            self._contact = time.monotonic()
         self._happens(Seen(found.epoch) if self._me.reachable else StoreBack(found.epoch))
         self._led()
         if reason := self._seat.trouble(found):

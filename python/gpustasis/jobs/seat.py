@@ -81,6 +81,7 @@ class Seat:
         self._steps: dict[int, Step] = {}
         self._records: dict[int, str] = {}
         self._read_at = 0
+        self._noted_at = 0
 
     def take(self, ttl_s: int) -> Found:
         """Have a lease, and read how things are."""
@@ -162,6 +163,9 @@ class Seat:
         match write:
             case Join():
                 requires.append(Require(member, 0))
+                # What an older life of the store has left would stand for what is to come.
+                requires.append(Require(keys.record(number, rank), 0))
+                requires.append(Require(keys.settled(number, rank), 0))
                 puts = [self._member(Step.JOINED), Put(keys.rank(rank), str(number))]
             case Report(_, step):
                 puts = [self._member(step)]
@@ -207,6 +211,8 @@ class Seat:
 
     def _note_all(self, snapshot: Snapshot) -> None:
         with self._lock:
+            if snapshot.revision < self._noted_at:  # the watch has said more in the meantime
+                return
             self._steps.clear()
             self._records.clear()
             self._read_at = snapshot.revision
@@ -218,6 +224,7 @@ class Seat:
         with self._lock:
             if change.revision > self._read_at:
                 self._note(change.key, change.entry)
+                self._noted_at = max(self._noted_at, change.revision)
         yield Tick()
 
     def _note(self, key: str, entry: Entry | None) -> None:
