@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,15 @@ def test_what_is_no_request_is_refused(tmp_path: Path) -> None:
             client._ask(request)
     client.close()
     server.close()
+
+
+def test_a_watch_does_not_look_at_all_that_ever_changed(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "journal", Clock())
+    lease = tree.grant(60)
+    for number in range(50_000):
+        revision = tree.write([], [Put("/a", str(number), lease)]).revision
+    begin = time.monotonic()
+    for _ in range(1000):
+        assert [change.revision for change in tree.changes("/a", revision - 1)] == [revision]
+    assert time.monotonic() - begin < 2  # through all of it, it takes more than that each 1000th
+    tree.close()

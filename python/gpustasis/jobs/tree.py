@@ -15,6 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +132,9 @@ class Tree:
             self._expire()
             if after < self._forgotten:
                 raise WatchLost(f"changes after revision {after} are forgotten")
-            return [
-                change
-                for change in self._history
-                if change.revision > after and _is_meant(change.key, key)
-            ]
+            # Backwards: a watch lags behind by a few changes, and there may be many older ones.
+            newer = takewhile(lambda change: change.revision > after, reversed(self._history))
+            return [change for change in newer if _is_meant(change.key, key)][::-1]
 
     def changed_since(self, revision: int) -> bool:
         """Whether there may be changes later than this revision; or none will come any more."""
