@@ -195,5 +195,5 @@ def test_a_watch_does_not_look_at_all_that_ever_changed(tmp_path: Path) -> None:
     begin = time.monotonic()
     for _ in range(1000):
         assert [change.revision for change in tree.changes("/a", revision - 1)] == [revision]
-    assert time.monotonic() - begin < 2  # through all of it, it takes more than that each 1000th
+    assert time.monotonic() - begin < 0.5  # through all of it: more than 1.5 s
     tree.close()

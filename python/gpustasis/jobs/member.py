@@ -44,7 +44,7 @@ from gpustasis.jobs.messages import (
 )
 from gpustasis.jobs.protocol import advance, returned
 from gpustasis.jobs.records import Keys, number_of, storable
-from gpustasis.jobs.seat import Found, Gone, Seat
+from gpustasis.jobs.seat import Found, Seat
 from gpustasis.jobs.store import LeaseGone, Store, Unreachable, Watch, WatchLost
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class _Attendance:
         self._work = work
         self._settings = settings
         self._me = Rank()
-        self._events: queue.SimpleQueue[Event | Found | Gone | _Lost] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | Found | _Lost] = queue.SimpleQueue()
         self._pending: dict[type, Write] = {}
         self._lead_asks: Write | None = None
         self._watching: list[tuple[Watch, threading.Thread]] = []
@@ -230,8 +230,7 @@ class _Attendance:
                 log.info("%s waits for the store: %s", self._seat.name, exc)
                 self._unwatch()
                 time.sleep(_AGAIN_S)
-        self._contact = time.monotonic()
-        now = time.monotonic()
+        self._contact = self._beaten = now = time.monotonic()
         self._after(
             returned(
                 self._settings.limits,
@@ -244,13 +243,11 @@ class _Attendance:
         )
         self._led()
 
-    def _take(self, event: Event | Found | Gone | _Lost) -> None:
+    def _take(self, event: Event | Found | _Lost) -> None:
         match event:
             case Found():
                 self._happens(Seen(event.epoch))
                 self._led()
-            case Gone(reason):
-                self._happens(Trouble(reason))
             case _Lost(watch):
                 if any(watch is one for one, _ in self._watching):
                     self._beaten = -1e9  # read, and watch from there
@@ -332,7 +329,7 @@ class _Attendance:
 
     def _beat(self) -> None:
         self._beaten = time.monotonic()
-        found = self._seat.read()
+        found = self._seat.read(anew=not self._watching)
         if not self._watching:
             self._watch_all(found.revision)
         if self._next_write() is None:  # a store that answers and takes nothing is away, too

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpustasis.errors import JobError, StoreError
 from gpustasis.jobs import epochs
-from gpustasis.jobs.lead import LEAD, next_move
+from gpustasis.jobs.lead import LEAD, Roll, next_move
 from gpustasis.jobs.messages import (
     Dumped,
     Epoch,
@@ -39,6 +39,8 @@ from gpustasis.jobs.store import Change, Entry, LeaseGone, Put, Require, Snapsho
 
 log = logging.getLogger(__name__)
 
+_READ_EACH_TIME = 1024  # ranks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -53,13 +55,6 @@ class Found:
     settled: bool = False
     is_there: bool = False
     lead_is_there: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The lead's lease has expired."""
-
-    reason: str
 
 
 class Seat:
@@ -78,8 +73,8 @@ class Seat:
         self._lease = 0
         self._has_lease = False
         self._lock = threading.Lock()  # of what the lead has read
-        self._steps: dict[int, Step] = {}
-        self._records: dict[int, str] = {}
+        self._roll = Roll(1)
+        self._readings = 0
         self._read_at = 0
         self._noted_at = 0
 
@@ -88,7 +83,7 @@ class Seat:
         if not self._has_lease:
             self._lease = self._store.grant(ttl_s)
             self._has_lease = True
-        return self.read()
+        return self.read(anew=True)
 
     def leave(self) -> None:
         """End the lease, if the store can be told; if not, it ends by itself."""
@@ -106,15 +101,17 @@ class Seat:
         if self._has_lease:
             self._store.keep(self._lease)
 
-    def read(self) -> Found:
-        """How things are; the lead reads what all ranks say."""
+    def read(self, *, anew: bool = False) -> Found:
+        """How things are. The lead reads what all ranks say; of many ranks not each time, since its
+        watch says it too. anew: there is no watch that goes on from what was read before."""
         keys, number, rank = self._keys, self.number, self.rank
         wanted = [keys.phase(number), keys.member(number, rank), keys.member(number, LEAD)]
         wanted += [keys.record(number, rank), keys.settled(number, rank), keys.rank(rank)]
-        if rank == LEAD:
+        self._readings += 1
+        reads_all = anew or self._readings % (1 + self._plan.world // _READ_EACH_TIME) == 0
+        if rank == LEAD and reads_all:
             wanted = [keys.epoch(number), keys.rank(rank)]
-        snapshot = self._store.read(*wanted)
-        return self._found(snapshot)
+        return self._found(self._store.read(*wanted), reads_all=reads_all)
 
     def trouble(self, found: Found) -> str:
         """Why the epoch cannot go on, by what was read."""
@@ -125,35 +122,29 @@ class Seat:
         return ""
 
     def watches(self, after: int) -> list[Watch]:
-        """On what matters to this rank."""
-        if self.rank == LEAD:
-            return [self._store.watch(self._keys.epoch(self.number), after)]
-        phase = self._store.watch(self._keys.phase(self.number), after)
-        try:
-            lead = self._keys.member(self.number, LEAD)
-            return [phase, self._store.watch(lead, after)]
-        except BaseException:
-            phase.close()
-            raise
+        """On what matters to this rank. That the lead's lease is gone is read in time: a watch of
+        it would tell every rank of each step of the lead's."""
+        key = self._keys.epoch(self.number) if self.rank == LEAD else self._keys.phase(self.number)
+        return [self._store.watch(key, after)]
 
-    def events(self, change: Change) -> Iterator[Found | Gone | Tick]:
+    def events(self, change: Change) -> Iterator[Found | Tick]:
         """What a change that was watched means."""
         try:
             if change.key == self._keys.phase(self.number):
                 if change.entry is not None:
                     epoch, plan = epoch_of(change.key, change.entry)
+                    if self._last is None or self._last.revision < epoch.revision:
+                        self._last = epoch
                     yield Found(revision=change.revision, epoch=epoch, world=plan.world)
             elif self.rank == LEAD:
                 yield from self._noted(change)
-            elif change.entry is None:
-                yield Gone(f"the lead, rank {LEAD}, lost its lease")
         except JobError as exc:  # the next reading says the same, to those who must know
             log.info("%s: %s", self.name, exc)
 
     def next_move(self, epoch: Epoch, world: int) -> Move | None:
         """What the lead asks for, by what it has read."""
         with self._lock:
-            return next_move(epoch, world, self._steps, self._records)
+            return next_move(epoch, self._roll) if self._roll.world == world else None
 
     def write(self, write: Write) -> tuple[bool, Epoch]:
         """Whether it was applied, and the epoch then. Raises LeaseGone."""
@@ -176,14 +167,15 @@ class Seat:
             case Settle(problem):
                 puts = [Put(keys.settled(number, rank), settled_text(problem))]
         answer = self._store.write(requires, puts)
-        if answer.applied and self._last is not None:
+        last = self._last
+        if answer.applied and last is not None:
             # The epoch is what was required, or what was put there.
             if isinstance(write, Move):
                 plan = self._plan
                 self._last = Epoch(write.phase, answer.revision, plan.leave_running, write.note)
                 return True, self._last
-            if isinstance(write, Settle) or self._last.revision == write.expect:
-                return True, self._last
+            if isinstance(write, Settle) or last.revision == write.expect:
+                return True, last
         applied = answer.applied
         snapshot = self._store.read(phase, member)
         epoch = self._epoch(snapshot)
@@ -213,8 +205,7 @@ class Seat:
         with self._lock:
             if snapshot.revision < self._noted_at:  # the watch has said more in the meantime
                 return
-            self._steps.clear()
-            self._records.clear()
+            self._roll = Roll(self._plan.world)
             self._read_at = snapshot.revision
             for key, entry in snapshot.entries.items():
                 self._note(key, entry)
@@ -232,17 +223,17 @@ class Seat:
         if rank is None:
             return
         if key == self._keys.member(self.number, rank):
-            self._steps.pop(rank, None)
+            self._roll.note_step(rank, None)
             if entry is not None:
-                self._steps[rank] = member_of(key, entry)[0]
+                self._roll.note_step(rank, member_of(key, entry)[0])
         elif key == self._keys.record(self.number, rank) and entry is not None:
-            self._records[rank] = entry.value
+            self._roll.note_record(rank, entry.value)
 
-    def _found(self, snapshot: Snapshot) -> Found:
+    def _found(self, snapshot: Snapshot, *, reads_all: bool) -> Found:
         keys, number, rank = self._keys, self.number, self.rank
         entries = snapshot.entries
         epoch = self._epoch(snapshot)
-        if rank == LEAD:
+        if rank == LEAD and reads_all:
             self._note_all(snapshot)
         mine = entries.get(keys.rank(rank))
         member = entries.get(keys.member(number, rank))
