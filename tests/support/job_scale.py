@@ -18,12 +18,23 @@ from itertools import count
 from typing import Any, TypeVar, cast
 from unittest import mock
 
-from gpustasis.jobs import epochs, member
+from gpustasis.jobs import epochs, exchange, member
 from gpustasis.jobs.member import Keeper, Settings, Work, _Attendance
 from gpustasis.jobs.messages import Action, Ended, Epoch, Tick
+from gpustasis.jobs.pace import Pace
 from gpustasis.jobs.records import Keys, Plan
 from gpustasis.jobs.seat import Seat
-from gpustasis.jobs.store import Answer, Change, Entry, LeaseGone, Put, Require, Snapshot, Unreachable, Watch
+from gpustasis.jobs.store import (
+    Answer,
+    Change,
+    Entry,
+    LeaseGone,
+    Put,
+    Require,
+    Snapshot,
+    Unreachable,
+    Watch,
+)
 
 KEYS = Keys("job")
 _Answer = TypeVar("_Answer")
@@ -53,10 +64,12 @@ class Load:
 
 
 class World:
-    """The clock, and what is to happen when."""
+    """The clock, and what is to happen when. turn_at: since when somebody has their turn; in it,
+    now goes on for them alone."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.turn_at = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
 
@@ -66,6 +79,7 @@ class World:
     def run(self, until: Callable[[], bool]) -> None:
         while self._queue and not until():
             self.now, _, what = heapq.heappop(self._queue)
+            self.turn_at = self.now
             what()
 
     # What member.py takes of the module time.
@@ -95,9 +109,10 @@ class PlayedEtcd:
     def _serve(self, kind: str, cost_s: float) -> bool:
         """Whether the client has heard of it in time. It is done in any case."""
         self.load.calls[kind] += 1
-        begin = max(self._world.now + self._rates.way_s / 2, self._free_at)
-        self._free_at = begin + cost_s
-        answered = self._free_at + self._rates.way_s / 2
+        half_s = self._rates.way_s / 2
+        # Somebody's second call of a turn may be ahead of the others: it does not hold them up.
+        self._free_at = max(self._world.turn_at, self._free_at) + cost_s
+        answered = max(self._free_at, self._world.now + half_s + cost_s) + half_s
         waits_s = answered - self._world.now
         self.load.longest_s = max(self.load.longest_s, waits_s)
         if waits_s > self._timeout_s:
@@ -191,8 +206,8 @@ class PlayedEtcd:
             for watch in self._watches.get(name, ()):
                 if not watch.closed and watch.after < change.revision:
                     self.load.calls["events"] += 1
-                    self._free_at = max(self._free_at, self._world.now) + 1 / self._rates.events
-                    told = self._free_at + self._rates.way_s / 2
+                    self._free_at = max(self._free_at, self._world.turn_at) + 1 / self._rates.events
+                    told = max(self._free_at, self._world.now) + self._rates.way_s / 2
                     self._world.at(told, lambda watch=watch: watch.told(change))
 
 
@@ -240,7 +255,8 @@ class Played(_Attendance):
     for an event."""
 
     def __init__(self, scale: Scale, seat: Seat, rank: int) -> None:
-        super().__init__(seat, scale.ranks, cast("Work", PlayedTasks()), scale.settings)
+        pace = Pace(rank, scale.ranks, scale.settings.writes_per_s)
+        super().__init__(seat, scale.ranks, cast("Work", PlayedTasks()), scale.settings, pace)
         self._scale = scale
         self._rank = rank
         self._events: Any = Events(self._wake)
@@ -331,23 +347,24 @@ class Scale:
         """Begin an epoch, and let all ranks end it."""
         etcd = PlayedEtcd(self.world, self.rates, self.timeout_s)
         began = time.process_time()
-        with mock.patch.object(member, "time", self.world):
+        with (
+            mock.patch.object(member, "time", self.world),
+            mock.patch.object(exchange, "time", self.world),
+        ):
             plan = Plan(world=self.ranks, leave_running=True)
             epochs.begin(etcd, KEYS, plan)
             start, etcd.load.calls = self.world.now, Counter()
             self._left = self.ranks
             for rank in range(self.ranks):  # their watches tell them, one after the other
                 etcd.load.calls["events"] += 1
-                moment = start + (rank + 1) / self.rates.events
+                pace = Pace(rank, self.ranks, self.settings.writes_per_s)
+                moment = start + (rank + 1) / self.rates.events + pace.starting_s
                 self.world.at(moment, lambda rank=rank: self._attend(etcd, rank))
             phase = KEYS.phase(1)
-            while self._left:
-                seen = etcd.revision
-                self.world.run(lambda: etcd.revision != seen or not self._left)
-                text = etcd.entries[phase].value
-                if not self.decided_s and ('"committed"' in text or '"aborted"' in text):
-                    self.decided_s = self.world.now - start
-                    etcd.load.decided = etcd.load.calls.copy()
+            self.world.run(lambda: is_decided(etcd.entries[phase].value))
+            self.decided_s = self.world.now - start
+            etcd.load.decided = etcd.load.calls.copy()
+            self.world.run(lambda: not self._left)
             self.over_s = self.world.now - start
         self.busy_s = time.process_time() - began
         return etcd.load
@@ -361,6 +378,10 @@ class Scale:
         number = keeper._find(lambda: False)
         assert number is not None
         Played(self, Seat(etcd, KEYS, number, rank, str(rank)), rank).begin()
+
+
+def is_decided(phase: str) -> bool:
+    return '"committed"' in phase or '"aborted"' in phase
 
 
 @contextmanager

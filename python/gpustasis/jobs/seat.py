@@ -39,8 +39,6 @@ from gpustasis.jobs.store import Change, Entry, LeaseGone, Put, Require, Snapsho
 
 log = logging.getLogger(__name__)
 
-_READ_EACH_TIME = 1024  # ranks
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -74,7 +72,6 @@ class Seat:
         self._has_lease = False
         self._lock = threading.Lock()  # of what the lead has read
         self._roll = Roll(1)
-        self._readings = 0
         self._read_at = 0
         self._noted_at = 0
 
@@ -83,7 +80,7 @@ class Seat:
         if not self._has_lease:
             self._lease = self._store.grant(ttl_s)
             self._has_lease = True
-        return self.read(anew=True)
+        return self.read()
 
     def leave(self) -> None:
         """End the lease, if the store can be told; if not, it ends by itself."""
@@ -101,17 +98,18 @@ class Seat:
         if self._has_lease:
             self._store.keep(self._lease)
 
-    def read(self, *, anew: bool = False) -> Found:
-        """How things are. The lead reads what all ranks say; of many ranks not each time, since its
-        watch says it too. anew: there is no watch that goes on from what was read before."""
+    @property
+    def has_lease(self) -> bool:
+        return self._has_lease
+
+    def read(self) -> Found:
+        """How things are; the lead reads what all ranks say."""
         keys, number, rank = self._keys, self.number, self.rank
         wanted = [keys.phase(number), keys.member(number, rank), keys.member(number, LEAD)]
         wanted += [keys.record(number, rank), keys.settled(number, rank), keys.rank(rank)]
-        self._readings += 1
-        reads_all = anew or self._readings % (1 + self._plan.world // _READ_EACH_TIME) == 0
-        if rank == LEAD and reads_all:
+        if rank == LEAD:
             wanted = [keys.epoch(number), keys.rank(rank)]
-        return self._found(self._store.read(*wanted), reads_all=reads_all)
+        return self._found(self._store.read(*wanted))
 
     def trouble(self, found: Found) -> str:
         """Why the epoch cannot go on, by what was read."""
@@ -229,11 +227,11 @@ class Seat:
         elif key == self._keys.record(self.number, rank) and entry is not None:
             self._roll.note_record(rank, entry.value)
 
-    def _found(self, snapshot: Snapshot, *, reads_all: bool) -> Found:
+    def _found(self, snapshot: Snapshot) -> Found:
         keys, number, rank = self._keys, self.number, self.rank
         entries = snapshot.entries
         epoch = self._epoch(snapshot)
-        if rank == LEAD and reads_all:
+        if rank == LEAD:
             self._note_all(snapshot)
         mine = entries.get(keys.rank(rank))
         member = entries.get(keys.member(number, rank))
