@@ -2,8 +2,9 @@
 """An epoch of a job with many ranks, on a virtual clock. Keepers, seats, the state machine and the
 lead are the code that runs; played are the tasks, the threads, the network and etcd.
 
-etcd is one queue: it serves requests in the order in which they come, and what it tells watches
-goes through the same queue. What each costs is measured with a real one (Rates).
+etcd serves requests in the order in which they come, and tells watches in the order of changes;
+while it has both to do, each takes twice as long. What each costs is measured with a real one
+(Rates).
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class PlayedEtcd:
         self.revision = 1
         self._world = world
         self._rates = rates
-        self._free_at = 0.0
+        self._free_at = 0.0  # of requests
+        self._told_at = 0.0  # all that watches are to be told
         self._numbers = count(1)
         self._leases: dict[int, tuple[int, float, set[str]]] = {}
         self._watches: dict[str, list[PlayedWatch]] = {}
@@ -110,6 +112,8 @@ class PlayedEtcd:
         """Whether the client has heard of it in time. It is done in any case."""
         self.load.calls[kind] += 1
         half_s = self._rates.way_s / 2
+        if self._told_at > self._world.turn_at:
+            cost_s *= 2  # it has watches to tell something, too
         # Somebody's second call of a turn may be ahead of the others: it does not hold them up.
         self._free_at = max(self._world.turn_at, self._free_at) + cost_s
         answered = max(self._free_at, self._world.now + half_s + cost_s) + half_s
@@ -206,8 +210,9 @@ class PlayedEtcd:
             for watch in self._watches.get(name, ()):
                 if not watch.closed and watch.after < change.revision:
                     self.load.calls["events"] += 1
-                    self._free_at = max(self._free_at, self._world.turn_at) + 1 / self._rates.events
-                    told = max(self._free_at, self._world.now) + self._rates.way_s / 2
+                    cost_s = (2 if self._free_at > self._world.turn_at else 1) / self._rates.events
+                    self._told_at = max(self._told_at, self._world.turn_at) + cost_s
+                    told = max(self._told_at, self._world.now) + self._rates.way_s / 2
                     self._world.at(told, lambda watch=watch: watch.told(change))
 
 

@@ -164,8 +164,8 @@ class Seat:
                 puts = [Put(phase, phase_text(self._plan, to, note))]
             case Settle(problem):
                 puts = [Put(keys.settled(number, rank), settled_text(problem))]
+        last = self._last  # it goes on as soon as this is written
         answer = self._store.write(requires, puts)
-        last = self._last
         if answer.applied and last is not None:
             # The epoch is what was required, or what was put there.
             if isinstance(write, Move):
