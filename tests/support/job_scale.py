@@ -3,7 +3,7 @@
 lead are the code that runs; played are the tasks, the threads, the network and etcd.
 
 etcd serves requests in the order in which they come, and tells watches in the order of changes;
-while it has both to do, each takes twice as long. What each costs is measured with a real one
+while it has both to do, they share it. What each costs is measured with a real one
 (Rates).
 """
 
@@ -112,8 +112,7 @@ class PlayedEtcd:
         """Whether the client has heard of it in time. It is done in any case."""
         self.load.calls[kind] += 1
         half_s = self._rates.way_s / 2
-        if self._told_at > self._world.turn_at:
-            cost_s *= 2  # it has watches to tell something, too
+        cost_s += min(cost_s, max(0.0, self._told_at - self._world.turn_at))
         # Somebody's second call of a turn may be ahead of the others: it does not hold them up.
         self._free_at = max(self._world.turn_at, self._free_at) + cost_s
         answered = max(self._free_at, self._world.now + half_s + cost_s) + half_s
@@ -210,7 +209,8 @@ class PlayedEtcd:
             for watch in self._watches.get(name, ()):
                 if not watch.closed and watch.after < change.revision:
                     self.load.calls["events"] += 1
-                    cost_s = (2 if self._free_at > self._world.turn_at else 1) / self._rates.events
+                    cost_s = 1 / self._rates.events
+                    cost_s += min(cost_s, max(0.0, self._free_at - self._world.turn_at))
                     self._told_at = max(self._told_at, self._world.turn_at) + cost_s
                     told = max(self._told_at, self._world.now) + self._rates.way_s / 2
                     self._world.at(told, lambda watch=watch: watch.told(change))
