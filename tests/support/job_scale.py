@@ -355,6 +355,7 @@ class Scale:
         with (
             mock.patch.object(member, "time", self.world),
             mock.patch.object(exchange, "time", self.world),
+            mock.patch.object(exchange, "_IDLE_S", 1e9),  # there is nothing to look at
         ):
             plan = Plan(world=self.ranks, leave_running=True)
             epochs.begin(etcd, KEYS, plan)

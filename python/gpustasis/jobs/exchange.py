@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 SLICE_S = 0.2  # how often a loop looks whether it is to end
 _SOON_S = 0.001
+_IDLE_S = 1.0  # a keeper looks around after that, whatever happens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +127,10 @@ class Exchange:
     def _beat(self) -> None:
         self._beaten = time.monotonic()
         self._beats += 1
-        reads = self._pace.reads_in(self._beats) or not self._seat.has_lease
-        if reads or not self._watching or not self._me.reachable:
+        reads = self._pace.reads_in(self._beats)
+        if reads and self._pace.trusts_watches:
+            reads = not self._seat.was_told()
+        if reads or not self._seat.has_lease or not self._watching or not self._me.reachable:
             self._look()
         self._seat.keep()
         self._failures = 0
@@ -164,7 +167,7 @@ class Exchange:
 
     def _pause(self) -> float:
         now = time.monotonic()
-        until = [self._beaten + self._settings.ttl_s / 4, now + 1.0]
+        until = [self._beaten + self._settings.ttl_s / 4, now + _IDLE_S]
         if self._me.deadline is not None:
             until.append(self._me.deadline)
         if self._me.reachable:

@@ -51,6 +51,12 @@ class Pace:
         """Whether this rank reads in this beat how things are. Some rank does so in each."""
         return (beat + self.rank) % (1 + self.world // _READ_EACH_TIME) == 0
 
+    @property
+    def trusts_watches(self) -> bool:
+        """Whether a rank whose watch has just told it something does without reading: what the lead
+        of many ranks reads is long."""
+        return self.world > _READ_EACH_TIME
+
     def again_s(self, failures: int, most_s: float) -> float:
         """Until something is asked again that the store has not answered so many times."""
         longest_s = min(most_s, _AGAIN_S * 2 ** min(failures, 10))

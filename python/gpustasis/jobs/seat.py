@@ -74,6 +74,7 @@ class Seat:
         self._roll = Roll(1)
         self._read_at = 0
         self._noted_at = 0
+        self._told = False
 
     def take(self, ttl_s: int) -> Found:
         """Have a lease, and read how things are."""
@@ -127,6 +128,7 @@ class Seat:
 
     def events(self, change: Change) -> Iterator[Found | Tick]:
         """What a change that was watched means."""
+        self._told = True
         try:
             if change.key == self._keys.phase(self.number):
                 if change.entry is not None:
@@ -138,6 +140,11 @@ class Seat:
                 yield from self._noted(change)
         except JobError as exc:  # the next reading says the same, to those who must know
             log.info("%s: %s", self.name, exc)
+
+    def was_told(self) -> bool:
+        """Whether a watch has told something since this was asked last."""
+        told, self._told = self._told, False
+        return told
 
     def next_move(self, epoch: Epoch, world: int) -> Move | None:
         """What the lead asks for, by what it has read."""
