@@ -26,7 +26,8 @@ from gpustasis.jobs.member import Settings
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.store import Put, Require
 from support.etcd import EtcdCluster
-from support.job_scale import Rates, Scale
+from support.job_scale import Scale
+from support.played_etcd import Rates
 
 SIZES = (16, 64, 256, 1024, 4096, 16_384)
 WHAT_IF = Rates(writes=10_000, reads=17_000, keeps=28_000, events=50_000, entries=400_000)
@@ -223,8 +224,8 @@ def draw(rows: list[Row], path: Path) -> None:
         axes.grid(alpha=0.3, which="major")
         axes.legend()
     figure.suptitle("One epoch on a virtual clock, with the keepers' own code", fontsize=11)
-    for kind in (path, path.with_suffix(".png")):
-        figure.savefig(kind, metadata={"Date": None} if kind.suffix == ".svg" else None, dpi=110)
+    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
 def main() -> None:

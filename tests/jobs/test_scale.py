@@ -19,7 +19,8 @@ from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import Plan
 from support.etcd import EtcdCluster
 from support.job_ranks import wait_for
-from support.job_scale import KEYS, Rates, Scale, counted
+from support.job_scale import KEYS, Scale, counted
+from support.played_etcd import Rates
 
 RATES = Rates(writes=1000, reads=1700, keeps=2800, events=5000, entries=40_000)
 SETTINGS = Settings(writes_per_s=700)

@@ -40,6 +40,8 @@ from gpustasis.jobs.records import Keys, number_of, storable
 from gpustasis.jobs.seat import Found, Seat
 from gpustasis.jobs.store import Store, Unreachable, WatchLost
 
+__all__ = ["Keeper", "Outcome", "Settings", "Work"]
+
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.2  # before something is asked again that the store did not answer
