@@ -31,7 +31,7 @@ from support.played_etcd import Rates
 
 SIZES = (16, 64, 256, 1024, 4096, 16_384)
 WHAT_IF = Rates(writes=10_000, reads=17_000, keeps=28_000, events=50_000, entries=400_000)
-PART = 0.6  # of etcd's writes are for the job
+PART = 0.5  # of etcd's writes are for the job
 KEY = "/gpustasis/rates/"
 PROCESSES, THREADS = 2, 16
 MEASURE_S = 2.0

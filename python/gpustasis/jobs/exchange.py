@@ -98,10 +98,12 @@ class Exchange:
         """Tell the store what it has to know; and now and then, ask it how things are."""
         if time.monotonic() < self._again_at:
             return
+        writing = False
         try:
             due = time.monotonic() >= self._beaten + self._settings.ttl_s / 4
             if due or not self._me.reachable:
                 self._beat()
+            writing = True
             while self._me.reachable and (write := self._next_write()) is not None:
                 self._say(write)
         except LeaseGone as exc:
@@ -113,8 +115,8 @@ class Exchange:
                 self._happens(Trouble(str(exc)))
         except (StoreError, JobError) as exc:
             log.info("%s: %s", self._seat.name, exc)
-            self._unwatch()
-            self._beaten = -1e9
+            if not writing:  # else the watch goes on, and nothing has to be read again
+                self._unwatch()
             again_s = self._pace.again_s(self._failures, self._settings.ttl_s / 4)
             self._again_at = time.monotonic() + again_s
             self._failures += 1
@@ -125,7 +127,6 @@ class Exchange:
                 self._happens(StoreLost())
 
     def _beat(self) -> None:
-        self._beaten = time.monotonic()
         self._beats += 1
         reads = self._pace.reads_in(self._beats)
         if reads and self._pace.trusts_watches:
@@ -133,6 +134,7 @@ class Exchange:
         if reads or not self._seat.has_lease or not self._watching or not self._me.reachable:
             self._look()
         self._seat.keep()
+        self._beaten = time.monotonic()
         self._failures = 0
         if self._next_write() is None:  # a store that answers and takes nothing is away, too
             self._contact = time.monotonic()
