@@ -39,6 +39,11 @@ class Tasks:
         if action == self._hold:
             assert self._stopped.wait(60)
 
+    def enter(self, order: object) -> None: ...
+
+    def slipped(self) -> str:
+        return ""
+
     def look(self) -> None:
         self._do("look")
 

@@ -30,6 +30,11 @@ MOVES = 4  # of the lead
 class QuickTasks:
     """Of a rank whose tasks need no time."""
 
+    def enter(self, order: object) -> None: ...
+
+    def slipped(self) -> str:
+        return ""
+
     def look(self) -> None: ...
 
     def lock_cuda(self) -> None: ...

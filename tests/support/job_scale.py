@@ -40,7 +40,14 @@ class Events:
 
 
 class PlayedTasks:
-    """Nothing of them is asked but this: the world says when an action ends."""
+    """The world says when an action ends. Nothing else is asked of them but this."""
+
+    def enter(self, order: object) -> None:
+        """They need not know what the epoch is for."""
+
+    def slipped(self) -> str:
+        """They stand still."""
+        return ""
 
     def stop(self) -> None:
         """It ends when it would have ended."""
