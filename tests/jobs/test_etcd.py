@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,23 @@ from support.certificates import Authority
 from support.etcd import EtcdCluster, etcdctl
 
 KEY = "/gpustasis/a"
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """The address of a server that answers so, once."""
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
 
 
 @pytest.fixture
@@ -181,12 +199,41 @@ def test_user_and_password(tmp_path: Path) -> None:
         cluster.servers[0].kill()  # its tokens are forgotten with it
         cluster.servers[0].start()
         cluster.wait(access)
+        store.keep(lease)
         assert store.read(KEY).entries[KEY].value == "1"
         store.close()
         with pytest.raises(StoreError, match="authentication failed") as caught:
             Etcd(replace(access, password="wrong")).read(KEY)
         assert not isinstance(caught.value, Unreachable)
         assert "wrong" not in repr(replace(access, password="wrong"))
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("kind", ["simple", "jwt"])
+def test_a_change_of_users_does_not_cut_off_those_that_stay(kind: str, tmp_path: Path) -> None:
+    pair = Authority(tmp_path).client("tokens")
+    public = ["openssl", "x509", "-in", str(pair.certificate), "-noout", "-pubkey"]
+    (tmp_path / "public").write_bytes(
+        subprocess.run(public, check=True, capture_output=True).stdout
+    )
+    keys = f"pub-key={tmp_path / 'public'},priv-key={pair.key},sign-method=ES256"
+    words = {"simple": "simple", "jwt": f"jwt,{keys}"}
+    cluster = EtcdCluster(tmp_path, flags=["--auth-token", words[kind]])
+    try:
+        cluster.wait()
+        url = cluster.endpoints[0]
+        etcdctl(url, "user", "add", "root:secret")
+        etcdctl(url, "user", "grant-role", "root", "root")
+        etcdctl(url, "auth", "enable")
+        store = Etcd(Access(endpoints=(url,), user="root", password="secret"))
+        store.write([], [Put(KEY, "1")])
+        flags = ["--user", "root:secret"]
+        etcdctl(url, "user", "add", "other:word", flags=flags)
+        assert store.write([], [Put(KEY, "2")]).applied
+        etcdctl(url, "user", "delete", "other", flags=flags)
+        assert store.read(KEY).entries[KEY].value == "2"
+        store.close()
     finally:
         cluster.close()
 
@@ -206,30 +253,40 @@ def test_a_server_that_says_nothing_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        ("502 Bad Gateway", b"<html>", Unreachable),
+        ("404 Not Found", b'{"error":"Not Found","code":5}', StoreError),
+        ("200 OK", b'{"error":{"grpc_code":14,"message":"no leader"}}', Unreachable),
+        ("503 Unavailable", b'{"error":{"grpc_code":14,"message":"no leader"}}', Unreachable),
+    ],
+)
+def test_an_error_is_what_it_is(status: str, body: bytes, kind: type[StoreError]) -> None:
+    with answering(
+        f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    ) as url:
+        store = Etcd(Access(endpoints=(url,)))
+        with pytest.raises(StoreError) as caught:
+            store.read(KEY)
+        assert caught.type is kind
+        store.close()
+
+
+@pytest.mark.parametrize(
     "body",
     [b"", b"[]", b"{", b'{"header": 5}', b'{"header":{"revision":"x"}}', b'{"responses":[{}]}'],
 )
 def test_an_answer_that_is_none_is_refused(body: bytes) -> None:
-    def serve() -> None:
-        connection, _ = listening.accept()
-        with connection:
-            connection.recv(65536)
-            head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
-            connection.sendall(head + body)
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as url:
         store = Etcd(Access(endpoints=(url,)))
         with pytest.raises(StoreError):
             store.read(KEY)
         store.close()
-        thread.join()
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:2379", "ftp://a:1", "http://", "http://a:x", "http://a:1/path"]
+    "url",
+    ["127.0.0.1:2379", "ftp://a:1", "http://", "http://a:x", "http://a:1/path", "http://b:c@a:1"],
 )
 def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(StoreError, match="endpoint"):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,30 @@ def test_what_is_no_request_is_refused(tmp_path: Path) -> None:
             client._ask(request)
     client.close()
     server.close()
+
+
+def test_a_watch_of_what_does_not_change_is_quiet(tmp_path: Path) -> None:
+    server = Server(tmp_path / "store", tmp_path / "journal")
+    client = Local(tmp_path / "store")
+    watch = client.watch("/quiet", client.write([], [Put("/a", "1")]).revision)
+    client.write([], [Put("/a", "2")])
+    heard = 0
+    end = time.monotonic() + 1.2
+    while time.monotonic() < end:
+        heard += watch._line.hear(0.1) is not None
+    assert 1 <= heard <= 4  # twice a second, that it lives
+    client.close()
+    server.close()
+
+
+def test_a_watch_does_not_look_at_all_that_ever_changed(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "journal", Clock())
+    lease = tree.grant(60)
+    for number in range(50_000):
+        revision = tree.write([], [Put("/a", str(number), lease)]).revision
+    begin = time.monotonic()
+    for _ in range(1000):
+        changes, until = tree.changes("/a", revision - 1)
+        assert ([change.revision for change in changes], until) == ([revision], revision)
+    assert time.monotonic() - begin < 0.5  # through all of it: more than 1.5 s
+    tree.close()

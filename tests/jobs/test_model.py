@@ -95,17 +95,30 @@ def moves_without_looking(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_the_last_rank(patch: pytest.MonkeyPatch) -> None:
-    move = lead.next_move
-    patch.setattr(lead, "next_move", lambda epoch, world, *seen: move(epoch, world - 1, *seen))
+    roll = lead.Roll
+
+    class Short(roll):
+        def __init__(self, world: int) -> None:
+            super().__init__(world - 1)
+
+        def note_step(self, rank: int, step: Step | None) -> None:
+            if rank < self.world:
+                super().note_step(rank, step)
+
+        def note_record(self, rank: int, record: str) -> None:
+            if rank < self.world:
+                super().note_record(rank, record)
+
+    patch.setattr(lead, "Roll", Short)
 
 
 def leaves_out_a_barrier(patch: pytest.MonkeyPatch) -> None:
-    there = lead._is_there
+    there = lead._are_there
 
-    def hasty(phase: Phase, rank: int, *seen: Any) -> bool:
-        return (phase is Phase.LOCK_CUDA and rank != 0) or there(phase, rank, *seen)
+    def hasty(phase: Phase, roll: lead.Roll) -> bool:
+        return phase is Phase.LOCK_CUDA or there(phase, roll)
 
-    patch.setattr(lead, "_is_there", hasty)
+    patch.setattr(lead, "_are_there", hasty)
 
 
 def kills_when_aborted(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpustasis.errors import JobError
-from gpustasis.jobs.lead import digest_of, next_move
+from gpustasis.jobs.lead import Roll, digest_of, next_move
 from gpustasis.jobs.messages import Epoch, Move, Phase, Step
 from gpustasis.jobs.records import (
     Keys,
@@ -102,10 +102,40 @@ def test_other_records_have_another_digest(records: dict[int, str]) -> None:
 
 def test_a_rank_whose_lease_is_gone_aborts_unless_its_record_is_there() -> None:
     epoch = Epoch(Phase.DUMP, 9)
-    steps = {0: Step.NETWORK_LOCKED}
-    assert next_move(epoch, 2, steps, {}) == Move(
-        9, Phase.ABORTED, "rank 1 lost its lease in phase dump"
-    )
-    assert next_move(epoch, 2, steps, {1: "r"}) is None
-    records = {0: "s", 1: "r"}
-    assert next_move(epoch, 2, {}, records) == Move(9, Phase.COMMITTED, digest_of(records))
+    roll = Roll(2)
+    roll.note_step(0, Step.NETWORK_LOCKED)
+    assert next_move(epoch, roll) == Move(9, Phase.ABORTED, "rank 1 lost its lease in phase dump")
+    roll.note_record(1, "r")
+    assert next_move(epoch, roll) is None
+    roll.note_step(0, None)
+    assert next_move(epoch, roll) == Move(9, Phase.ABORTED, "rank 0 lost its lease in phase dump")
+    roll.note_record(0, "s")
+    assert next_move(epoch, roll) == Move(9, Phase.COMMITTED, digest_of({0: "s", 1: "r"}))
+    roll.note_record(0, "t")
+    assert next_move(epoch, roll) == Move(9, Phase.COMMITTED, digest_of({0: "t", 1: "r"}))
+
+
+SAID = st.tuples(st.integers(0, 2), st.sampled_from([None, "record", *Step]))
+
+
+@given(st.lists(SAID, max_size=30))
+def test_what_is_counted_is_what_was_said(said: list[tuple[int, Step | str | None]]) -> None:
+    roll = Roll(3)
+    steps: dict[int, Step] = {}
+    records: dict[int, str] = {}
+    for rank, what in said:
+        if what == "record":
+            records[rank] = what
+            roll.note_record(rank, what)
+        else:
+            step = None if what is None else Step(what)
+            steps = {other: steps[other] for other in steps if other != rank}
+            steps |= {rank: step} if step else {}
+            roll.note_step(rank, step)
+        known = set(steps) | set(records)
+        assert roll.missing() == next((rank for rank in range(3) if rank not in known), None)
+        assert roll.have_dumped() == (len(records) == 3)
+        order = list(Step)
+        for number, wanted in enumerate(order):
+            there = [rank for rank, step in steps.items() if order.index(step) >= number]
+            assert roll.have_reached(wanted) == (len(there) == 3)

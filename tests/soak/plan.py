@@ -17,6 +17,7 @@ from campaigns import (
     damage,
     driver_faults,
     hook_cost,
+    job_scale,
     kill_points,
     kill_restore,
     large_streams,
@@ -353,6 +354,13 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             f"{100 * plans.BOUND:.0f} % of what comes of them"
         ),
         _plan,
+    ),
+    "job-scale": (
+        (
+            "jobs of 16 to 16,384 ranks agree on a checkpoint, on a virtual clock, with rates of "
+            "a real etcd; each is committed, and no request is answered too late"
+        ),
+        job_scale.run,
     ),
     "tar-readers": (
         "tar archives with odd headers; what our reader accepts, others read in the same way",

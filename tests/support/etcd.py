@@ -50,7 +50,7 @@ class Server:
 
 class EtcdCluster:
     """count: servers, at addresses of `host`. authority: they speak TLS only, with certificates of
-    its, and take only clients who have one."""
+    its, and take only clients who have one. flags: more words for each."""
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class EtcdCluster:
         count: int = 1,
         authority: Authority | None = None,
         host: str = "127.0.0.1",
+        flags: Sequence[str] = (),
     ) -> None:
         scheme = "http" if authority is None else "https"
         ports = free_ports(2 * count, host)
@@ -74,7 +75,7 @@ class EtcdCluster:
             argv = ["etcd", "--name", f"n{number}", "--data-dir", str(directory / f"n{number}")]
             argv += ["--listen-client-urls", url, "--advertise-client-urls", url]
             argv += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-            argv += ["--initial-cluster", cluster, "--log-level", "error", *tls]
+            argv += ["--initial-cluster", cluster, "--log-level", "error", *tls, *flags]
             self.servers.append(Server(url, argv, directory / f"n{number}.log"))
             self.servers[-1].start()
 

@@ -152,9 +152,12 @@ def asked(first: Member, epoch: Epoch, views: Sequence[tuple[Step | None, bool]]
     """The lead, once it has asked for what follows from what it has read."""
     if first.me is None or first.me.epoch is None or not first.connected:
         return first
-    steps = {rank: step for rank, (step, _) in enumerate(views) if step}
-    records = {rank: "record" for rank, (_, dumped) in enumerate(views) if dumped}
-    move = lead.next_move(first.me.epoch, len(views), steps, records)
+    roll = lead.Roll(len(views))
+    for rank, (step, dumped) in enumerate(views):
+        roll.note_step(rank, step)
+        if dumped:
+            roll.note_record(rank, "record")
+    move = lead.next_move(first.me.epoch, roll)
     return first if move is None else _writing(first, epoch, move)
 
 

@@ -63,12 +63,12 @@ def begin(store: Store, keys: Keys, plan: Plan) -> int:
         raise JobError(f"job {keys.job}: epoch {last} is the last that there can be")
     requires = [Require(keys.newest, entry.revision if entry else 0)]
     if last:
-        before = standing(store, keys, last)
-        if not before.epoch.phase.is_final:
+        before, _ = phase(store, keys, last)
+        if not before.phase.is_final:
             raise JobError(
-                f"job {keys.job}: epoch {last} is in phase {before.epoch.phase} and not decided"
+                f"job {keys.job}: epoch {last} is in phase {before.phase} and not decided"
             )
-        requires.append(Require(keys.phase(last), before.epoch.revision))
+        requires.append(Require(keys.phase(last), before.revision))
     number = last + 1
     requires.append(Require(keys.phase(number), 0))
     if plan.restores:
@@ -77,6 +77,15 @@ def begin(store: Store, keys: Keys, plan: Plan) -> int:
     if not store.write(requires, puts).applied:
         raise JobError(f"job {keys.job}: somebody else has just begun epoch {number}")
     return number
+
+
+def phase(store: Store, keys: Keys, number: int) -> tuple[Epoch, Plan]:
+    """Of an epoch, without reading its ranks. Raises JobError if there is none; StoreError."""
+    key = keys.phase(number)
+    snapshot = store.read(key)
+    if key not in snapshot.entries:
+        raise JobError(f"job {keys.job}: there is no epoch {number}")
+    return epoch_of(key, snapshot.entries[key])
 
 
 def standing(store: Store, keys: Keys, number: int) -> Standing:
@@ -119,11 +128,11 @@ def steps(store: Store, keys: Keys, number: int, world: int) -> dict[int, str]:
 def abort(store: Store, keys: Keys, number: int, reason: str) -> Epoch:
     """Abort an epoch that is not decided; how it is decided. Raises JobError, StoreError."""
     while True:
-        now = standing(store, keys, number)
-        if now.epoch.phase.is_final:
-            return now.epoch
-        put = Put(keys.phase(number), phase_text(now.plan, Phase.ABORTED, reason))
-        store.write([Require(keys.phase(number), now.epoch.revision)], [put])
+        epoch, plan = phase(store, keys, number)
+        if epoch.phase.is_final:
+            return epoch
+        put = Put(keys.phase(number), phase_text(plan, Phase.ABORTED, reason))
+        store.write([Require(keys.phase(number), epoch.revision)], [put])
 
 
 def decision(store: Store, keys: Keys, number: int, timeout_s: float) -> Epoch:
@@ -133,8 +142,7 @@ def decision(store: Store, keys: Keys, number: int, timeout_s: float) -> Epoch:
     lost: Unreachable | None = None
     while time.monotonic() < deadline:
         try:
-            key = keys.phase(number)
-            epoch = standing_of(keys, number, store.read(key)).epoch
+            epoch, _ = phase(store, keys, number)
         except Unreachable as exc:
             lost = exc
         else:

@@ -31,6 +31,7 @@ from gpustasis.jobs.etcd_words import (
     object_of,
     parsing,
     range_of,
+    refused_of,
     server_of,
 )
 from gpustasis.jobs.store import (
@@ -46,8 +47,7 @@ from gpustasis.jobs.store import (
 )
 
 _MAX_ANSWER_BYTES = 256 << 20
-_UNAUTHENTICATED = 16  # gRPC's codes
-_UNAVAILABLE = {4, 8, 14}  # deadline exceeded, resource exhausted, unavailable
+_UNAVAILABLE = {4, 8, 14}  # gRPC's codes: deadline exceeded, resource exhausted, unavailable
 _NOT_FOUND = 5
 # A peer that vanished without a word is found out after about this many seconds.
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
@@ -156,7 +156,10 @@ class Etcd:
             data = response.read(_MAX_ANSWER_BYTES + 1)
             if len(data) > _MAX_ANSWER_BYTES:
                 raise StoreError(f"etcd: an answer has more than {_MAX_ANSWER_BYTES} bytes")
-            return object_of(data)
+            answer = object_of(data)
+            if "error" in answer:  # of a stream, whose status says nothing
+                raise refused_of(data, response.status)
+            return answer
 
         with self._lock:
             return self._withserver_of(ask, fresh=False, again=again)
@@ -182,7 +185,7 @@ class Etcd:
                 result = self._authenticated(connection, use)
             except Refused as exc:
                 self._drop(connection)
-                if exc.code == _NOT_FOUND:
+                if exc.code == _NOT_FOUND and "lease" in str(exc):
                     raise LeaseGone(f"etcd: {exc}") from exc
                 if exc.code not in _UNAVAILABLE:
                     raise StoreError(f"etcd at {server.url} refused: {exc}") from exc
@@ -239,7 +242,7 @@ class Etcd:
         try:
             return use(connection)
         except Refused as exc:
-            if not self._access.user or exc.code != _UNAUTHENTICATED:
+            if not self._access.user or not exc.is_of_old_token:
                 raise
         self._token = self._new_token(connection)
         return use(connection)
@@ -262,13 +265,8 @@ class Etcd:
         response = connection.getresponse()
         if response.status == http.client.OK:
             return response
-        data = response.read(MAX_LINE_BYTES)
-        try:
-            said = json.loads(data)
-            code, message = int(said["code"]), str(said.get("message") or said["error"])
-        except (ValueError, KeyError, TypeError):
-            code, message = -1, data[:200].decode("ascii", "replace")
-        raise Refused(code, f"{message} ({path}, HTTP status {response.status})")
+        refused = refused_of(response.read(MAX_LINE_BYTES), response.status)
+        raise Refused(refused.code, f"{refused} ({path}, HTTP status {response.status})")
 
 
 class EtcdWatch:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import ssl
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from gpustasis.errors import StoreError
 from gpustasis.jobs.store import Change, Entry, WatchLost
 
 MAX_LINE_BYTES = 64 << 20
+_UNAUTHENTICATED = 16  # gRPC's codes
+_UNAVAILABLE = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,11 @@ class Refused(Exception):
         super().__init__(message)
         self.code = code
 
+    @property
+    def is_of_old_token(self) -> bool:
+        """Whether another token may help: users and roles were changed since, or it is too old."""
+        return self.code == _UNAUTHENTICATED or "revision of auth store is old" in str(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -60,6 +68,8 @@ def server_of(url: str) -> Server:
         port = parts.port or 2379
     except ValueError as exc:
         raise StoreError(f"etcd endpoint {url!r}: {exc}") from exc
+    if parts.username is not None or parts.password is not None:
+        raise StoreError(f"etcd endpoint at {parts.hostname}: user and password do not belong here")
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
         raise StoreError(f"etcd endpoint {url!r}: must be http://HOST:PORT or https://HOST:PORT")
     return Server(url, parts.hostname, port, parts.scheme == "https")
@@ -99,6 +109,19 @@ def object_of(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StoreError("etcd's answer is not a JSON object")
     return value
+
+
+def refused_of(data: bytes, status: int) -> Refused:
+    """What an answer that is an error says; one of a stream says it in another way."""
+    try:
+        said = json.loads(data)
+        if isinstance(said["error"], dict):
+            said = said["error"] | {"code": said["error"]["grpc_code"]}
+        return Refused(int(said["code"]), str(said.get("message") or said["error"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        # It comes from something in between, that may not have reached etcd.
+        code = _UNAVAILABLE if status >= http.client.INTERNAL_SERVER_ERROR else -1
+        return Refused(code, data[:200].decode("ascii", "replace"))
 
 
 def entry_of(item: dict[str, Any]) -> tuple[str, Entry]:

@@ -14,10 +14,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gpustasis.errors import JobError, StoreError
 from gpustasis.jobs import epochs
+from gpustasis.jobs.exchange import SLICE_S, Exchange, Lost, Settings
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import (
     Action,
@@ -25,43 +26,27 @@ from gpustasis.jobs.messages import (
     Ended,
     Epoch,
     Event,
-    Join,
-    Limits,
     Phase,
     Place,
-    Rank,
-    Report,
     Result,
     Seen,
     Step,
     Stop,
-    StoreBack,
-    StoreLost,
     Tick,
     Trouble,
-    Write,
-    Written,
 )
+from gpustasis.jobs.pace import Pace
 from gpustasis.jobs.protocol import advance, returned
-from gpustasis.jobs.records import Keys, number_of
-from gpustasis.jobs.seat import Found, Gone, Seat
-from gpustasis.jobs.store import LeaseGone, Store, Unreachable, Watch, WatchLost
+from gpustasis.jobs.records import Keys, number_of, storable
+from gpustasis.jobs.seat import Found, Seat
+from gpustasis.jobs.store import Store, Unreachable, WatchLost
 from gpustasis.jobs.work import Order, Work
+
+__all__ = ["Keeper", "Outcome", "Settings", "Work"]
 
 log = logging.getLogger(__name__)
 
-_SLICE_S = 0.2  # how often a loop looks whether it is to end
 _AGAIN_S = 0.2  # before something is asked again that the store did not answer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """limits: of the phases. ttl_s: how long the others wait for a rank that says nothing. store_s:
-    how long the store may be away before a rank acts without it, if it may."""
-
-    limits: Limits = field(default_factory=Limits)
-    ttl_s: int = 10
-    store_s: float = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +72,7 @@ class Keeper:
         self._world = world
         self._work = work
         self._settings = settings
+        self._pace = Pace(rank, world, settings.writes_per_s)
         self._name = uuid.uuid4().hex
 
     def take_part(self, is_over: Callable[[], bool]) -> Outcome | None:
@@ -104,6 +90,7 @@ class Keeper:
             self._world,
             self._work,
             self._settings,
+            self._pace,
         )
         try:
             return attendance.run()
@@ -125,10 +112,13 @@ class Keeper:
                     return newest
                 watch = self._store.watch(keys.newest, found.revision)
                 try:
-                    while not is_over() and not watch.wait(_SLICE_S):
+                    while not is_over() and not watch.wait(SLICE_S):
                         pass
                 finally:
                     watch.close()
+                turn = time.monotonic() + self._pace.starting_s
+                while not is_over() and time.monotonic() < turn:
+                    time.sleep(min(SLICE_S, turn - time.monotonic()))
             except (Unreachable, WatchLost) as exc:
                 log.info("rank %d waits for the store: %s", self._rank, exc)
                 if is_over():
@@ -140,32 +130,17 @@ class Keeper:
         return settled not in self._store.read(settled).entries
 
     def _is_new(self, number: int) -> bool:
-        return epochs.standing(self._store, self._keys, number).epoch.phase is Phase.LOOK
+        return epochs.phase(self._store, self._keys, number)[0].phase is Phase.LOOK
 
 
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """A watch says nothing any more."""
-
-    watch: Watch
-
-
-class _Attendance:
+class _Attendance(Exchange):
     """One epoch, one rank. Events come in through one queue; the store is spoken to, and the state
     machine advanced, by one thread."""
 
-    def __init__(self, seat: Seat, world: int, work: Work, settings: Settings) -> None:
-        self._seat = seat
+    def __init__(self, seat: Seat, world: int, work: Work, settings: Settings, pace: Pace) -> None:
+        super().__init__(seat, settings, pace)
         self._world = world
         self._work = work
-        self._settings = settings
-        self._me = Rank()
-        self._events: queue.SimpleQueue[Event | Found | Gone | _Lost] = queue.SimpleQueue()
-        self._pending: dict[type, Write] = {}
-        self._lead_asks: Write | None = None
-        self._watching: list[tuple[Watch, threading.Thread]] = []
-        self._beaten = -1e9
-        self._contact = time.monotonic()
 
     def run(self) -> Outcome:
         """Until the rank has done what was decided."""
@@ -213,13 +188,12 @@ class _Attendance:
                 log.info("%s waits for the store: %s", self._seat.name, exc)
                 self._unwatch()
                 time.sleep(_AGAIN_S)
-        self._contact = time.monotonic()
         epoch = found.epoch
         self._work.enter(Order(self._seat.number, epoch.leave_running, epoch.restores))
-        now = time.monotonic()
+        self._contact = self._beaten = now = time.monotonic()
         self._after(
             returned(
-                self._settings.limits,
+                self._limits,
                 found.epoch,
                 joined=found.joined,
                 dumped=found.dumped,
@@ -236,14 +210,12 @@ class _Attendance:
         if waits and (reason := self._work.slipped()):
             self._happens(Trouble(reason))
 
-    def _take(self, event: Event | Found | Gone | _Lost) -> None:
+    def _take(self, event: Event | Found | Lost) -> None:
         match event:
             case Found():
                 self._happens(Seen(event.epoch))
                 self._led()
-            case Gone(reason):
-                self._happens(Trouble(reason))
-            case _Lost(watch):
+            case Lost(watch):
                 if any(watch is one for one, _ in self._watching):
                     self._beaten = -1e9  # read, and watch from there
                     self._unwatch()
@@ -251,7 +223,7 @@ class _Attendance:
                 self._happens(event)
 
     def _happens(self, event: Event) -> None:
-        self._after(advance(self._settings.limits, self._me, event, time.monotonic()))
+        self._after(advance(self._limits, self._me, event, time.monotonic()))
 
     def _after(self, result: Result) -> None:
         before = self._me
@@ -265,7 +237,7 @@ class _Attendance:
                 case Stop():
                     self._work.stop()
                 case _:
-                    self._pending[type(output)] = output
+                    self._ask(output)
         self._led()
 
     def _start(self, action: Action, *, leave_running: bool) -> None:
@@ -281,7 +253,7 @@ class _Attendance:
 
         def act() -> None:
             try:
-                ended = Ended(action, calls[action]() or "")
+                ended = Ended(action, storable(calls[action]() or ""))
             except Exception as exc:  # whatever it is, it is this rank's no
                 log.info("%s: %s failed", self._seat.name, action, exc_info=True)
                 ended = Ended(action, problem=str(exc) or type(exc).__name__)
@@ -294,87 +266,3 @@ class _Attendance:
         if self._seat.rank != LEAD or self._me.epoch is None or self._me.aborting:
             return
         self._lead_asks = self._seat.next_move(self._me.epoch, self._world)
-
-    # What the store is told and asked.
-
-    def _exchange(self) -> None:
-        """Tell the store what it has to know; and now and then, ask it how things are."""
-        try:
-            due = time.monotonic() >= self._beaten + self._settings.ttl_s / 4
-            if due or not self._me.reachable:
-                self._beat()
-            while self._me.reachable and (write := self._next_write()) is not None:
-                self._say(write)
-        except LeaseGone as exc:
-            self._pending.pop(Join, None)
-            self._pending.pop(Report, None)
-            self._contact = time.monotonic()
-            self._seat.lose_lease()
-            if not self._me.bound:  # else its record stands, and nobody needs the lease
-                self._happens(Trouble(str(exc)))
-        except (StoreError, JobError) as exc:
-            log.info("%s: %s", self._seat.name, exc)
-            self._unwatch()
-            self._beaten = time.monotonic() - self._settings.ttl_s / 4 + _AGAIN_S
-            away_s = time.monotonic() - self._contact
-            if self._me.reachable and away_s > self._settings.store_s:
-                self._pending.clear()
-                self._lead_asks = None
-                self._happens(StoreLost())
-
-    def _beat(self) -> None:
-        self._beaten = time.monotonic()
-        found = self._seat.read()
-        if not self._watching:
-            self._watch_all(found.revision)
-        self._contact = time.monotonic()
-        self._happens(Seen(found.epoch) if self._me.reachable else StoreBack(found.epoch))
-        self._led()
-        if reason := self._seat.trouble(found):
-            self._happens(Trouble(reason))
-        self._seat.keep()
-
-    def _next_write(self) -> Write | None:
-        if self._pending:
-            return next(iter(self._pending.values()))
-        return self._lead_asks
-
-    def _say(self, write: Write) -> None:
-        applied, epoch = self._seat.write(write)
-        self._contact = time.monotonic()
-        if self._pending.get(type(write)) is write:
-            del self._pending[type(write)]
-        if self._lead_asks == write:
-            self._lead_asks = None
-        self._happens(Written(write, applied, epoch))
-
-    def _pause(self) -> float:
-        now = time.monotonic()
-        until = [self._beaten + self._settings.ttl_s / 4, now + 1.0]
-        if self._me.deadline is not None:
-            until.append(self._me.deadline)
-        if self._next_write() is not None and self._me.reachable:
-            until.append(now + _AGAIN_S)
-        return max(0.0, min(until) - now)
-
-    def _watch_all(self, revision: int) -> None:
-        for watch in self._seat.watches(revision):
-            thread = threading.Thread(target=self._pump, args=(watch,), daemon=True)
-            self._watching.append((watch, thread))
-            thread.start()
-
-    def _unwatch(self) -> None:
-        watching, self._watching = self._watching, []
-        for watch, thread in watching:
-            watch.close()
-            thread.join()
-
-    def _pump(self, watch: Watch) -> None:
-        while True:
-            try:
-                for change in watch.wait(_SLICE_S):
-                    for event in self._seat.events(change):
-                        self._events.put(event)
-            except WatchLost:
-                self._events.put(_Lost(watch))
-                return

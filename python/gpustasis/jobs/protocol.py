@@ -50,6 +50,10 @@ from gpustasis.jobs.messages import (
     Written,
 )
 
+_WITHOUT_IT = "the epoch was committed without this rank's dump"
+_TOO_EARLY = "the store says that it has settled, and the epoch is not decided"
+_TAKEN = "another process is this rank, or was in an older epoch of this number"
+
 
 def returned(
     limits: Limits, epoch: Epoch, *, joined: bool, dumped: bool, settled: bool, now: float
@@ -57,10 +61,15 @@ def returned(
     """A rank whose keeper starts, with what the store says of it: the epoch, and whether the rank
     had joined it, stored the record of its dump, and settled. The tasks are as they were left.
 
-    Whoever had joined is bound, even without a record in the store: one may be on its way.
+    Whoever had joined is bound, even without a record in the store: one may be on its way. It is
+    not when the epoch is committed: then this rank's record is not what was committed.
     """
+    if settled and not epoch.phase.is_final:
+        return Rank(place=Place.BROKEN, epoch=epoch, problem=_TOO_EARLY), ()
     if settled:
         return Rank(place=Place.OVER, epoch=epoch), ()
+    if joined and not dumped and epoch.phase is Phase.COMMITTED:
+        return Rank(place=Place.BROKEN, epoch=epoch, problem=_WITHOUT_IT), ()
     if not joined:
         return _read(limits, Rank(), epoch, now)
     me = Rank(place=Place.WAITING, bound=True, step=Step.DUMPED if dumped else Step.JOINED)
@@ -124,8 +133,7 @@ def _decided(me: Rank, epoch: Epoch) -> Result:
             return me, ()
         case _ if epoch.phase is Phase.COMMITTED and not me.bound:
             # Somebody else's record stands for this rank. Neither to kill nor to run on is safe.
-            problem = "the epoch was committed without this rank's dump"
-            return replace(me, place=Place.BROKEN, problem=problem), ()
+            return replace(me, place=Place.BROKEN, problem=_WITHOUT_IT), ()
         case Place.WITHDRAWN:
             return replace(me, place=Place.SETTLING), (Settle(me.problem),)
         case Place.ACTING if me.action in {Action.RELEASE, Action.FINISH}:
@@ -185,7 +193,7 @@ def _answered(limits: Limits, me: Rank, event: Written, now: float) -> Result:
                 return _do(me, Action.LOOK)
             me = replace(me, place=Place.WAITING)
         case Join(expect) if me.place is Place.JOINING and event.epoch.revision == expect:
-            return replace(me, place=Place.OVER, problem="another process is this rank"), ()
+            return replace(me, place=Place.OVER, problem=_TAKEN), ()
     # A refused write: the epoch has gone on, and what it is now says what to do.
     return _read(limits, me, event.epoch, now)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from gpustasis.errors import JobError
 from gpustasis.jobs.messages import Epoch, Phase, Step
-from gpustasis.jobs.store import Entry
+from gpustasis.jobs.store import MAX_VALUE_BYTES, Entry
 
 TOP = "/gpustasis/jobs"
 MAX_WORLD = 1 << 20
@@ -123,6 +123,17 @@ def member_of(key: str, entry: Entry) -> tuple[Step, str]:
     if value["step"] not in list(Step) or not isinstance(value["keeper"], str):
         raise JobError(f"{key}: step {value['step']!r} is not known")
     return Step(value["step"]), value["keeper"]
+
+
+def storable(record: str) -> str:
+    """A record. Raises JobError if no store would take it: its rank would be bound, and stay so."""
+    try:
+        size = len(record.encode())
+    except UnicodeEncodeError as exc:
+        raise JobError(f"the dump's record is not UTF-8: {exc}") from exc
+    if size > MAX_VALUE_BYTES:
+        raise JobError(f"the dump's record has {size} bytes: at most {MAX_VALUE_BYTES}")
+    return record
 
 
 def settled_text(problem: str) -> str:

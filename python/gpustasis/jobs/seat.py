@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpustasis.errors import JobError, StoreError
 from gpustasis.jobs import epochs
-from gpustasis.jobs.lead import LEAD, next_move
+from gpustasis.jobs.lead import LEAD, Roll, next_move
 from gpustasis.jobs.messages import (
     Dumped,
     Epoch,
@@ -55,13 +55,6 @@ class Found:
     lead_is_there: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """The lead's lease has expired."""
-
-    reason: str
-
-
 class Seat:
     """keeper: a name of whoever sits there, unlike every other one. Methods raise StoreError, and
     JobError if what is stored cannot be."""
@@ -78,9 +71,10 @@ class Seat:
         self._lease = 0
         self._has_lease = False
         self._lock = threading.Lock()  # of what the lead has read
-        self._steps: dict[int, Step] = {}
-        self._records: dict[int, str] = {}
+        self._roll = Roll(1)
         self._read_at = 0
+        self._noted_at = 0
+        self._told = False
 
     def take(self, ttl_s: int) -> Found:
         """Have a lease, and read how things are."""
@@ -105,6 +99,10 @@ class Seat:
         if self._has_lease:
             self._store.keep(self._lease)
 
+    @property
+    def has_lease(self) -> bool:
+        return self._has_lease
+
     def read(self) -> Found:
         """How things are; the lead reads what all ranks say."""
         keys, number, rank = self._keys, self.number, self.rank
@@ -112,8 +110,7 @@ class Seat:
         wanted += [keys.record(number, rank), keys.settled(number, rank), keys.rank(rank)]
         if rank == LEAD:
             wanted = [keys.epoch(number), keys.rank(rank)]
-        snapshot = self._store.read(*wanted)
-        return self._found(snapshot)
+        return self._found(self._store.read(*wanted))
 
     def trouble(self, found: Found) -> str:
         """Why the epoch cannot go on, by what was read."""
@@ -124,35 +121,35 @@ class Seat:
         return ""
 
     def watches(self, after: int) -> list[Watch]:
-        """On what matters to this rank."""
-        if self.rank == LEAD:
-            return [self._store.watch(self._keys.epoch(self.number), after)]
-        phase = self._store.watch(self._keys.phase(self.number), after)
-        try:
-            lead = self._keys.member(self.number, LEAD)
-            return [phase, self._store.watch(lead, after)]
-        except BaseException:
-            phase.close()
-            raise
+        """On what matters to this rank. That the lead's lease is gone is read in time: a watch of
+        it would tell every rank of each step of the lead's."""
+        key = self._keys.epoch(self.number) if self.rank == LEAD else self._keys.phase(self.number)
+        return [self._store.watch(key, after)]
 
-    def events(self, change: Change) -> Iterator[Found | Gone | Tick]:
+    def events(self, change: Change) -> Iterator[Found | Tick]:
         """What a change that was watched means."""
+        self._told = True
         try:
             if change.key == self._keys.phase(self.number):
                 if change.entry is not None:
                     epoch, plan = epoch_of(change.key, change.entry)
+                    if self._last is None or self._last.revision < epoch.revision:
+                        self._last = epoch
                     yield Found(revision=change.revision, epoch=epoch, world=plan.world)
             elif self.rank == LEAD:
                 yield from self._noted(change)
-            elif change.entry is None:
-                yield Gone(f"the lead, rank {LEAD}, lost its lease")
         except JobError as exc:  # the next reading says the same, to those who must know
             log.info("%s: %s", self.name, exc)
+
+    def was_told(self) -> bool:
+        """Whether a watch has told something since this was asked last."""
+        told, self._told = self._told, False
+        return told
 
     def next_move(self, epoch: Epoch, world: int) -> Move | None:
         """What the lead asks for, by what it has read."""
         with self._lock:
-            return next_move(epoch, world, self._steps, self._records)
+            return next_move(epoch, self._roll) if self._roll.world == world else None
 
     def write(self, write: Write) -> tuple[bool, Epoch]:
         """Whether it was applied, and the epoch then. Raises LeaseGone."""
@@ -162,6 +159,9 @@ class Seat:
         match write:
             case Join():
                 requires.append(Require(member, 0))
+                # What an older life of the store has left would stand for what is to come.
+                requires.append(Require(keys.record(number, rank), 0))
+                requires.append(Require(keys.settled(number, rank), 0))
                 puts = [self._member(Step.JOINED), Put(keys.rank(rank), str(number))]
             case Report(_, step):
                 puts = [self._member(step)]
@@ -171,8 +171,9 @@ class Seat:
                 puts = [Put(phase, phase_text(self._plan, to, note))]
             case Settle(problem):
                 puts = [Put(keys.settled(number, rank), settled_text(problem))]
+        last = self._last  # it goes on as soon as this is written
         answer = self._store.write(requires, puts)
-        if answer.applied and self._last is not None:
+        if answer.applied and last is not None:
             # The epoch is what was required, or what was put there.
             if isinstance(write, Move):
                 plan = self._plan
@@ -180,8 +181,8 @@ class Seat:
                     write.phase, answer.revision, plan.leave_running, write.note, plan.restores
                 )
                 return True, self._last
-            if isinstance(write, Settle) or self._last.revision == write.expect:
-                return True, self._last
+            if isinstance(write, Settle) or last.revision == write.expect:
+                return True, last
         applied = answer.applied
         snapshot = self._store.read(phase, member)
         epoch = self._epoch(snapshot)
@@ -209,8 +210,9 @@ class Seat:
 
     def _note_all(self, snapshot: Snapshot) -> None:
         with self._lock:
-            self._steps.clear()
-            self._records.clear()
+            if snapshot.revision < self._noted_at:  # the watch has said more in the meantime
+                return
+            self._roll = Roll(self._plan.world)
             self._read_at = snapshot.revision
             for key, entry in snapshot.entries.items():
                 self._note(key, entry)
@@ -220,6 +222,7 @@ class Seat:
         with self._lock:
             if change.revision > self._read_at:
                 self._note(change.key, change.entry)
+                self._noted_at = max(self._noted_at, change.revision)
         yield Tick()
 
     def _note(self, key: str, entry: Entry | None) -> None:
@@ -227,11 +230,11 @@ class Seat:
         if rank is None:
             return
         if key == self._keys.member(self.number, rank):
-            self._steps.pop(rank, None)
+            self._roll.note_step(rank, None)
             if entry is not None:
-                self._steps[rank] = member_of(key, entry)[0]
+                self._roll.note_step(rank, member_of(key, entry)[0])
         elif key == self._keys.record(self.number, rank) and entry is not None:
-            self._records[rank] = entry.value
+            self._roll.note_record(rank, entry.value)
 
     def _found(self, snapshot: Snapshot) -> Found:
         keys, number, rank = self._keys, self.number, self.rank

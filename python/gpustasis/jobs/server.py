@@ -115,14 +115,16 @@ class _Connection(socketserver.StreamRequestHandler):
         self.wfile.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
 
     def _watch(self, tree: Tree, key: str, after: int) -> None:
+        said_at = 0.0
         while True:
             try:
-                changes = tree.changes(key, after)
+                changes, after = tree.changes(key, after)
             except WatchLost as exc:
                 self._say({"lost": str(exc)})
                 return
-            self._say({"changes": [asdict(change) for change in changes]})
-            after = max([after, *(change.revision for change in changes)])
+            if changes or time.monotonic() >= said_at + _BEAT_S:
+                self._say({"changes": [asdict(change) for change in changes]})
+                said_at = time.monotonic()
             with tree.changed:
                 if not tree.changed_since(after):
                     tree.changed.wait(_BEAT_S)

@@ -15,6 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +126,16 @@ class Tree:
         with self.changed:
             self._end([lease] if lease in self._ttls else [])
 
-    def changes(self, key: str, after: int) -> list[Change]:
-        """Those that are later than this revision. Raises WatchLost if some are forgotten."""
+    def changes(self, key: str, after: int) -> tuple[list[Change], int]:
+        """Those that are later than this revision, and the revision up to which that is all. Raises
+        WatchLost if some are forgotten."""
         with self.changed:
             self._expire()
             if after < self._forgotten:
                 raise WatchLost(f"changes after revision {after} are forgotten")
-            return [
-                change
-                for change in self._history
-                if change.revision > after and _is_meant(change.key, key)
-            ]
+            # Backwards: a watch lags behind by a few changes, and there may be many older ones.
+            newer = takewhile(lambda change: change.revision > after, reversed(self._history))
+            return [c for c in newer if _is_meant(c.key, key)][::-1], max(after, self._revision)
 
     def changed_since(self, revision: int) -> bool:
         """Whether there may be changes later than this revision; or none will come any more."""
