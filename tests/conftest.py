@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from gpustasis.criu.find import Criu
@@ -48,6 +49,9 @@ EMULATED_DRIVER = "580.95.05"
 EMULATED_MEMORY_SIZE = 256 << 20  # bytes of each GPU
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 TESTS_OF_ENGINES = re.compile(r"\bcriu-|/(runtimes|containerd)/|/test_hierarchies\.py")
+# An example takes as long as the machine is busy: what hangs is found by the limit of each test.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 KEPT = pytest.StashKey[bool]()
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 Launch = Callable[..., Job]

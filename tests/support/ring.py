@@ -53,7 +53,8 @@ class Network:
     def __init__(self, count: int = WORLD) -> None:
         number = os.getpid()
         self._bridge = f"gsb{number}"
-        self._names = [f"gs{number}-{rank}" for rank in range(count)]
+        # Not by `ip netns`: its mounts below /run/netns are in the way of every other dump here.
+        self._holders: list[subprocess.Popen[bytes]] = []
         part = f"10.{100 + (number >> 8) % 100}.{number % 256}"
         self.host = f"{part}.254"
         self.addresses = [f"{part}.{rank + 1}" for rank in range(count)]
@@ -61,10 +62,10 @@ class Network:
             _ip("link", "add", self._bridge, "type", "bridge")
             _ip("addr", "add", f"{self.host}/24", "dev", self._bridge)
             _ip("link", "set", self._bridge, "up")
-            for rank, name in enumerate(self._names):
+            for rank in range(count):
                 outer = f"{self._bridge}v{rank}"
-                _ip("netns", "add", name)
-                _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
+                peer = ("peer", "name", "eth0", "netns", str(self._hold_namespace()))
+                _ip("link", "add", outer, "type", "veth", *peer)
                 _ip("link", "set", outer, "master", self._bridge, "up")
                 self.inside(rank, "ip", "link", "set", "lo", "up")
                 self.inside(rank, "ip", "addr", "add", f"{self.addresses[rank]}/24", "dev", "eth0")
@@ -75,15 +76,26 @@ class Network:
 
     def words(self, rank: int) -> list[str]:
         """Before a command that runs inside."""
-        return ["nsenter", f"--net=/run/netns/{self._names[rank]}"]
+        return ["nsenter", f"--net=/proc/{self._holders[rank].pid}/ns/net"]
+
+    def _hold_namespace(self) -> int:
+        """A process in a new network namespace, which is there while the process is."""
+        ready = "echo; exec sleep infinity"
+        holder = subprocess.Popen(["unshare", "--net", "sh", "-c", ready], stdout=subprocess.PIPE)
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        with holder.stdout as said:
+            assert said.readline() == b"\n"
+        return holder.pid
 
     def inside(self, rank: int, *words: str) -> str:
         argv = [*self.words(rank), *words]
         return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
 
     def close(self) -> None:
-        for name in self._names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        for holder in self._holders:
+            holder.kill()
+            holder.wait()
         subprocess.run(["ip", "link", "del", self._bridge], check=False, capture_output=True)
 
 
