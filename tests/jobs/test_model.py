@@ -95,9 +95,7 @@ def moves_without_looking(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_the_last_rank(patch: pytest.MonkeyPatch) -> None:
-    roll = lead.Roll
-
-    class Short(roll):
+    class Short(lead.Roll):
         def __init__(self, world: int) -> None:
             super().__init__(world - 1)
 
