@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -283,3 +285,22 @@ def test_what_left_the_tree_stops_the_dump(supervise: Supervise) -> None:
     assert run.wait() == 128 + signal.SIGTERM
     assert f"process {stray} (sleep) of the job is no longer below its root" in run.said()
     os.kill(stray, signal.SIGKILL)
+
+
+def test_a_reader_of_stderr_that_went_away_costs_no_checkpoint(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    words = [sys.executable, "-m", "gpustasis.jit", "--store", "store", "sleep", "614"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as run:
+        assert run.stderr is not None
+        root = int(run.stderr.readline().split()[2])
+        run.stderr.close()
+        run.terminate()
+        try:
+            assert run.wait(120) == CHECKPOINTED
+        finally:
+            end_session(root)
+    assert (tmp_path / "store/jit-000001/gpustasis-jit.json").exists()
+    unlock(tmp_path / "store/jit-000001")

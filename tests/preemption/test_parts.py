@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,11 +17,12 @@ import pytest
 
 from gpustasis.criu import run
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
-from gpustasis.preemption import start
+from gpustasis.preemption import start, supervisor
 from gpustasis.preemption.dumping import PLUGIN, Limits, criu_words, dump
 from gpustasis.preemption.estimate import estimate
 from gpustasis.preemption.privileges import own_privileges, require_privileges
 from gpustasis.preemption.records import RECORD_NAME, Identity, Record, identify, read_record
+from gpustasis.preemption.signals import Signals
 from gpustasis.preemption.store import LOCK_NAME, JobStore
 from gpustasis.preemption.streams import Outlet
 from gpustasis.preemption.tree import Memory
@@ -194,6 +196,35 @@ def test_a_damaged_note_of_the_end_is_an_error(tmp_path: Path) -> None:
         (tmp_path / "gpustasis-jit-ended").write_text('{"last": "x"}')
         with pytest.raises(ImageError, match="gpustasis-jit-ended is damaged"):
             list(store.checkpoints(JOB))
+
+
+def test_a_supervisor_that_fails_tells_the_job_to_end_and_still_names_it(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        raise RuntimeError("a bug")
+
+    settings = supervisor.Settings(
+        command=("/bin/sleep", "616"),
+        identity=JOB,
+        criu=newest_criu(),
+        grace_s=30,
+        reserve_s=5,
+        keep_last=2,
+        rate=None,
+        checkpointed_status=75,
+        afresh=True,
+        network_lock="nftables",
+    )
+    with Signals() as signals, JobStore(tmp_path) as store:
+        outlets = (Outlet(1), Outlet(2))
+        with pytest.raises(RuntimeError, match="a bug"):
+            supervisor.Supervisor(settings, store, signals, outlets, say).run()
+        root = int(said[0].split()[1])
+        assert os.waitstatus_to_exitcode(os.waitpid(root, 0)[1]) == -signal.SIGTERM
+        lock = json.loads((tmp_path / LOCK_NAME).read_text())
+        assert lock["root"]["pid"] == root
 
 
 def test_an_outlet_hands_on_what_came_and_waits_for_no_one_else() -> None:

@@ -9,6 +9,7 @@ gpustasis-jit-ended   the job has ended well: the number of the last checkpoint 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -30,7 +31,8 @@ from gpustasis.task import boot_id, read_task
 LOCK_NAME = "gpustasis-jit.lock"
 ENDED_NAME = "gpustasis-jit-ended"
 _NAME = re.compile(r"jit-([0-9]{6,12})")
-_STATE_LIMIT = 1 << 16  # bytes
+_STATE_SIZE = 1 << 16  # bytes: always written whole, so that no part of an older one shows
+_BECAUSE_LIMIT = 2000  # characters; with a path of the longest, and escapes, it fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +88,18 @@ class JobStore:
     def close(self) -> None:
         os.close(self._fd)
 
-    def tell(self, **facts: object) -> None:
-        """What whoever asks is told of this supervisor from now on."""
-        raw = json.dumps(facts).encode()
-        os.pwrite(self._fd, raw, 0)
-        os.ftruncate(self._fd, len(raw))
+    def tell(self, *, because: str = "", **facts: object) -> None:
+        """What whoever asks is told of this supervisor from now on: all of it, in one step. Raises
+        CheckpointError."""
+        raw = json.dumps({**facts, "because": because[:_BECAUSE_LIMIT]}).encode()
+        try:
+            if os.pwrite(self._fd, raw.ljust(_STATE_SIZE), 0) < _STATE_SIZE:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.ftruncate(self._fd, _STATE_SIZE)  # of what another program left there
+        except OSError as exc:
+            raise CheckpointError(
+                f"cannot write {self.directory / LOCK_NAME}: {exc.strerror}"
+            ) from exc
 
     def tell_root(self, pid: int) -> None:
         """The job runs, or has ended already: process `pid` is its root."""
@@ -194,7 +203,7 @@ class JobStore:
 def read_state(fd: int) -> dict[str, Any]:
     """What is told in a lock file; nothing if that is no such file."""
     try:
-        found = json.loads(os.pread(fd, _STATE_LIMIT, 0) or b"{}")
+        found = json.loads(os.pread(fd, _STATE_SIZE, 0) or b"{}")
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -20,7 +20,7 @@ from gpustasis.preemption import start
 from gpustasis.preemption.dumping import Limits, criu_words, dump
 from gpustasis.preemption.estimate import estimate
 from gpustasis.preemption.network import unlock
-from gpustasis.preemption.records import Identity, Record
+from gpustasis.preemption.records import RECORD_NAME, Identity, Record
 from gpustasis.preemption.signals import ENDING, Signals
 from gpustasis.preemption.store import JobStore
 from gpustasis.preemption.streams import Outlet
@@ -67,6 +67,7 @@ class Supervisor:
         self._outlets = outlets
         self._say = say
         self._words = criu_words(settings.network_lock)
+        self._root: int | None = None  # of the job: a child that was not collected yet
         self._made: Path | None = None
         self._because = "the job was told to end before it ran"
 
@@ -79,14 +80,25 @@ class Supervisor:
                 return STOPPED_STATUS
             for outlet in self._outlets:
                 outlet.give_away()
-            self._store.tell_root(root)
             self._because = ""
             return self._stay(root)
         finally:
-            for outlet in self._outlets:
-                outlet.finish()
+            self._finish()
+
+    def _finish(self) -> None:
+        """A job that is still there, upon an error of ours, is told to end; the lock file goes on
+        to name it, so that nobody starts it again beside itself."""
+        if self._root is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._root, ENDING)
+        for outlet in self._outlets:
+            outlet.finish()
+        if self._root is None:
             made = "" if self._made is None else str(self._made)
-            self._store.tell(supervisor=os.getpid(), because=self._because, checkpoint=made)
+            try:
+                self._store.tell(supervisor=os.getpid(), because=self._because, checkpoint=made)
+            except CheckpointError as exc:
+                self._say(str(exc))
 
     def _begin(self) -> int | None:
         """The root of the job; None: it was told to end before there was one."""
@@ -111,8 +123,7 @@ class Supervisor:
                 self._say(f"{found.directory} cannot be restored: {exc}")
                 self._give_up(found.directory)
                 continue
-            self._say(f"process {pid} goes on, restored from {found.directory}")
-            return pid
+            return self._has_begun(pid, f"goes on, restored from {found.directory}")
         if lost and not self._settings.afresh:
             raise CheckpointError(
                 f"none of the job's checkpoints can be restored, {lost[0]} among them, and it may "
@@ -120,9 +131,16 @@ class Supervisor:
             )
         if self._signals.ending:
             return None
-        pid = start.start(self._settings.command, self._outlets)
-        self._say(f"process {pid} starts afresh")
-        return pid
+        return self._has_begun(start.start(self._settings.command, self._outlets), "starts afresh")
+
+    def _has_begun(self, root: int, how: str) -> int:
+        self._root = root
+        try:
+            self._store.tell_root(root)
+        except CheckpointError as exc:
+            self._say(str(exc))
+        self._say(f"process {root} {how}")
+        return root
 
     def _give_up(self, directory: Path) -> None:
         try:
@@ -137,6 +155,7 @@ class Supervisor:
             self._signals.wait()
             status = _reap(root)
             if status is not None:
+                self._root = None
                 return self._ended(status)
             for number, moment in self._signals.take():
                 if number == ENDING and not asked:
@@ -157,24 +176,32 @@ class Supervisor:
     def _checkpoint(self, root: int, moment: float) -> int | None:
         """The status to end with; None: there is no checkpoint, and the job is to be told."""
         try:
-            made = self._dump(root, moment)
+            images, record = self._dump(root, moment)
         except (CheckpointError, OSError) as exc:
             self._because = str(exc)
             self._say(f"no checkpoint, the job is told to end: {exc}")
             self._signals.forget(ENDING)  # they meant the checkpoint
             return None
-        self._made = made
+        # From here on the job is in the checkpoint: nothing that goes wrong changes that.
+        self._made = images
+        self._because = f"checkpointed in {record.seconds:.1f} s"
+        _await_end(root)
+        self._root = None
+        with suppress(OSError):  # the expected time stands there then
+            record.write(images)
+        self._say(f"the job is in {images}, {record.seconds:.1f} s after the signal")
         try:
             removed = self._store.keep_last(self._settings.keep_last)
-        except CheckpointError as exc:
+        except (CheckpointError, OSError) as exc:
             self._say(f"older checkpoints stay: {exc}")
         else:
             if removed:
                 self._say(f"{removed} older removed")
         return self._settings.checkpointed_status
 
-    def _dump(self, root: int, moment: float) -> Path:
-        """Where the job now is. Raises CheckpointError, OSError: it runs on."""
+    def _dump(self, root: int, moment: float) -> tuple[Path, Record]:
+        """Where the job now is, and the record with the time that it took, which may still be
+        written. Raises CheckpointError, OSError: it runs on."""
         limits = Limits(
             stop=moment + self._settings.grace_s - self._settings.reserve_s,
             kill=moment + self._settings.grace_s - self._settings.reserve_s / 2,
@@ -206,13 +233,13 @@ class Supervisor:
         record.prepare(images)  # what a full disk could refuse, before the job is gone
         dump(self._settings.criu, root, images, limits, self._words)
         seconds = time.monotonic() - moment
-        record.commit(images)
-        _await_end(root)
-        with suppress(OSError):  # the expected time stands there then
-            replace(record, seconds=seconds).write(images)
-        self._because = f"checkpointed in {seconds:.1f} s"
-        self._say(f"the job is in {images}, {seconds:.1f} s after the signal")
-        return images
+        try:
+            record.commit(images)
+        except OSError as exc:
+            if not (images / RECORD_NAME).exists():
+                raise
+            self._say(f"{images / RECORD_NAME} may not outlast a power failure: {exc.strerror}")
+        return images, replace(record, seconds=seconds)
 
     def _last(self) -> Record | None:
         """Of the newest checkpoint of this job."""
