@@ -304,3 +304,37 @@ def test_a_reader_of_stderr_that_went_away_costs_no_checkpoint(
             end_session(root)
     assert (tmp_path / "store/jit-000001/gpustasis-jit.json").exists()
     unlock(tmp_path / "store/jit-000001")
+
+
+def test_a_job_restored_by_a_supervisor_that_was_killed_meanwhile_is_not_run_twice(
+    supervise: Supervise, slow_criu: Callable[[float, float], Path], tmp_path: Path
+) -> None:
+    words = ("sleep", 617)
+    run = supervise(*words)
+    root = run.root()
+    run.tell_to_end()
+    assert run.wait() == CHECKPOINTED
+    killed = supervise("--criu", slow_criu(0, 3), *words)
+    while not (tmp_path / "restoring").exists():
+        assert killed.process.poll() is None, killed.said()
+        time.sleep(0.02)
+    killed.process.kill()
+    killed.wait()
+    try:
+        early = supervise(*words)
+        assert early.wait() == NOT_THE_STATUS_OF_A_BUG
+        assert "jit-000001, whose supervisor was killed, is still at work" in early.said()
+        deadline = time.monotonic() + 60
+        last = early
+        while "still at work" in last.said() and time.monotonic() < deadline:
+            last = supervise(*words)
+            assert last.wait() == NOT_THE_STATUS_OF_A_BUG
+        assert f"still runs as process {root}, restored from" in last.said()
+        (tmp_path / "store/gpustasis-jit.lock").unlink()  # nothing says so any more
+        late = supervise(*words)
+        assert late.wait() == NOT_THE_STATUS_OF_A_BUG
+        assert f"process {root} (sleep) has a pid of the job; if that is the job" in late.said()
+    finally:
+        end_session(root)
+    again = supervise(*words)
+    again.wait_for("goes on, restored from")

@@ -20,9 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gpustasis.criu.images import prepare_directory
+from gpustasis.criu.images import prepare_directory, read_pstree
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import changeable_by_others, replace_file
+from gpustasis.image.directory import try_exclude
 from gpustasis.image.prune import Rules, prune
 from gpustasis.image.store import read_entry
 from gpustasis.preemption.records import Identity, Record, read_json, read_record
@@ -109,6 +110,16 @@ class JobStore:
             return
         self.tell(supervisor=os.getpid(), root=root)
 
+    def tell_restoring(self, images: Path) -> None:
+        """criu is about to bring the job back from `images`, a directory of this store. Raises
+        CheckpointError."""
+        restoring = {
+            "images": images.name,
+            "since": read_task(os.getpid()).start_time,
+            "boot": boot_id().hex(),
+        }
+        self.tell(supervisor=os.getpid(), restoring=restoring)
+
     def _refuse_two(self) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,13 +129,39 @@ class JobStore:
                 f"another supervisor holds {self.directory}: process {owner or 'unknown'}; a job "
                 "has one store for itself"
             ) from None
-        root = read_state(self._fd).get("root")
+        state = read_state(self._fd)
+        root = state.get("root")
         if isinstance(root, dict) and root.get("boot") == boot_id().hex():
             pid = root.get("pid")
             if isinstance(pid, int) and 1 < pid < 1 << 31 and _is(pid, root.get("start_time")):
                 raise CheckpointError(
                     f"the job of {self.directory} still runs as process {pid}, whose supervisor "
                     "was killed: end it first, for it would run twice"
+                )
+        self._refuse_restored(state.get("restoring"))
+
+    def _refuse_restored(self, restoring: object) -> None:
+        """A supervisor that was killed during a restore knew no root; criu goes on without it."""
+        if not isinstance(restoring, dict) or restoring.get("boot") != boot_id().hex():
+            return
+        name, since = restoring.get("images"), restoring.get("since")
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(since, int):
+            return
+        images = self.directory / name
+        if not images.is_dir():
+            return
+        lock = try_exclude(images)
+        if lock is None:
+            raise CheckpointError(
+                f"a restore of {images}, whose supervisor was killed, is still at work, or somebody "
+                "reads it: wait for its end"
+            )
+        lock.close()
+        for pid in (task.pid for task in read_pstree(images)):
+            if _began(pid, since):
+                raise CheckpointError(
+                    f"the job of {self.directory} still runs as process {pid}, restored from "
+                    f"{images}, whose supervisor was killed: end it first, for it would run twice"
                 )
 
     def checkpoints(self, job: Identity) -> Iterator[Found]:
@@ -214,6 +251,14 @@ def _open_lock(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:
         raise CheckpointError(f"cannot open {path}: {exc.strerror}") from exc
+
+
+def _began(pid: int, since: int) -> bool:
+    """Whether there is such a process, and it is not older than that."""
+    try:
+        return read_task(pid).start_time >= since
+    except CheckpointError:
+        return False
 
 
 def _is(pid: int, start_time: object) -> bool:

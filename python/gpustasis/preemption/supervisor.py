@@ -68,6 +68,7 @@ class Supervisor:
         self._say = say
         self._words = criu_words(settings.network_lock)
         self._root: int | None = None  # of the job: a child that was not collected yet
+        self._restoring = False  # what became of it is not known
         self._made: Path | None = None
         self._because = "the job was told to end before it ran"
 
@@ -93,7 +94,7 @@ class Supervisor:
                 os.kill(self._root, ENDING)
         for outlet in self._outlets:
             outlet.finish()
-        if self._root is None:
+        if self._root is None and not self._restoring:
             made = "" if self._made is None else str(self._made)
             try:
                 self._store.tell(supervisor=os.getpid(), because=self._because, checkpoint=made)
@@ -113,12 +114,21 @@ class Supervisor:
                 continue
             try:
                 start.verify(found.directory, lambda: self._signals.ending)
+                self._store.tell_restoring(found.directory)
+                self._restoring = True
                 pid = start.restore(
                     self._settings.criu, found.directory, found.record, self._outlets, self._words
                 )
             except start.ToldToEnd:
                 return None
+            except start.PidTakenError as exc:
+                self._restoring = False
+                raise CheckpointError(
+                    f"{found.directory} cannot be restored: {exc}; if that is the job itself, it "
+                    "would run twice"
+                ) from exc
             except CheckpointError as exc:
+                self._restoring = False
                 lost.append(found.directory)
                 self._say(f"{found.directory} cannot be restored: {exc}")
                 self._give_up(found.directory)
@@ -134,7 +144,7 @@ class Supervisor:
         return self._has_begun(start.start(self._settings.command, self._outlets), "starts afresh")
 
     def _has_begun(self, root: int, how: str) -> int:
-        self._root = root
+        self._root, self._restoring = root, False
         try:
             self._store.tell_root(root)
         except CheckpointError as exc:
