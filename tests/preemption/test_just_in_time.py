@@ -5,6 +5,8 @@ CRIU, and all that it writes compared with what it writes when nobody interrupts
 from __future__ import annotations
 
 import os
+import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from gpustasis.preemption.network import unlock
+from gpustasis.preemption.records import RECORD_NAME
 from support.command import call
+from support.criu_roots import newest_criu
 from support.json_output import check_document
 from support.supervised import Supervised, end_session
 
@@ -95,7 +99,7 @@ def test_a_dump_that_would_take_too_long_is_not_begun(supervise: Supervise, tmp_
 
 
 def test_a_criu_that_hangs_is_killed_and_the_job_told_in_time(
-    supervise: Supervise, slow_criu: Callable[[float, float], Path]
+    supervise: Supervise, slow_criu: Callable[[float, float], Path], tmp_path: Path
 ) -> None:
     criu = slow_criu(600, 0)
     run = supervise(
@@ -107,9 +111,15 @@ def test_a_criu_that_hangs_is_killed_and_the_job_told_in_time(
     assert run.wait() == 40, run.said()
     assert 7 <= time.monotonic() - begin < 10
     assert "was killed after" in run.said()
+    store = tmp_path / "store"
+    assert names(store) == []
+    (store / "jit-000002").mkdir()  # as a supervisor that was killed leaves it
+    (store / "jit-000002/dump.log").write_text("why")
     failed = supervise(PAIR, 5000, 8, 0.02)
     failed.wait_for("starts afresh")
-    assert "jit-000001 is no whole checkpoint: its dump failed or was broken off" in failed.said()
+    assert "jit-000002 is no whole checkpoint: its dump failed or was broken off" in failed.said()
+    assert names(store) == []
+    assert (store / "gpustasis-jit-failed.log").read_text() == "why"
 
 
 def test_a_second_sigterm_while_the_dump_is_at_work_changes_nothing(
@@ -338,3 +348,60 @@ def test_a_job_restored_by_a_supervisor_that_was_killed_meanwhile_is_not_run_twi
         end_session(root)
     again = supervise(*words)
     again.wait_for("goes on, restored from")
+
+
+def checkpointed(supervise: Supervise, *words: object) -> Supervised:
+    run = supervise(*words)
+    run.root()
+    run.tell_to_end()
+    assert run.wait() == CHECKPOINTED, run.said()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [(RECORD_NAME, "is damaged"), ("inventory.img", "whole")]
+)
+def test_a_broken_checkpoint_of_the_job_counts_as_one(
+    supervise: Supervise, tmp_path: Path, name: str, said: str
+) -> None:
+    words = ("sleep", 618)
+    checkpointed(supervise, *words)
+    images = tmp_path / "store/jit-000001"
+    (images / name).unlink()
+    if name == RECORD_NAME:
+        (images / name).write_text("{")
+    failed = supervise("--never-afresh", *words)
+    assert failed.wait() == NOT_THE_STATUS_OF_A_BUG
+    assert said in failed.said()
+    assert f"none of the job's checkpoints can be restored, {images} among" in failed.said()
+    assert images.is_dir()
+
+
+def test_a_checkpoint_that_was_not_restored_this_time_outlives_the_next_one(
+    supervise: Supervise, tmp_path: Path
+) -> None:
+    words = ("--keep-last", 1, "sleep", 619)
+    checkpointed(supervise, *words)
+    criu = tmp_path / "refusing-criu"
+    command = shlex.join(newest_criu().command(dict(os.environ)))
+    criu.write_text(f'#!/bin/sh\n[ $1 != restore ] && exec {command} "$@"\nexit 1\n')
+    criu.chmod(0o755)
+    afresh = checkpointed(supervise, "--criu", criu, *words)
+    assert "jit-000001 cannot be restored: criu " in afresh.said()
+    assert names(tmp_path / "store") == ["jit-000001", "jit-000002"]
+
+
+def test_a_job_that_ended_well_on_a_full_disk_is_not_gone_on_with(
+    supervise: Supervise, tmp_path: Path
+) -> None:
+    words = ("sh", "-c", "while [ ! -e go ]; do sleep 0.05; done")
+    checkpointed(supervise, *words)
+    run = supervise(*words)
+    run.wait_for("goes on")
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (0, 0))  # it can write nothing more
+    (tmp_path / "go").touch()
+    assert run.wait() == 0
+    again = supervise(*words)
+    assert again.wait() == 0
+    assert "starts afresh" in again.said()
+    assert names(tmp_path / "store") == ["jit-000001"]

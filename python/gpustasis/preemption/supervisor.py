@@ -22,12 +22,13 @@ from gpustasis.preemption.estimate import estimate
 from gpustasis.preemption.network import unlock
 from gpustasis.preemption.records import RECORD_NAME, Identity, Record
 from gpustasis.preemption.signals import ENDING, Signals
-from gpustasis.preemption.store import JobStore
+from gpustasis.preemption.store import JobStore, says_nothing
 from gpustasis.preemption.streams import Outlet
 from gpustasis.preemption.tree import describe, memory_of, strays
 from gpustasis.text import mib
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+OUTPUT_S = 60.0  # waited for whoever reads what the job wrote last, when there is time
 STOPPED_STATUS = 128 + ENDING  # told to end when nothing ran
 
 
@@ -69,6 +70,9 @@ class Supervisor:
         self._words = criu_words(settings.network_lock)
         self._root: int | None = None  # of the job: a child that was not collected yet
         self._restoring = False  # what became of it is not known
+        self._asked = False  # for a checkpoint
+        self._lost: list[Path] = []  # checkpoints of the job that could not be restored
+        self._failed: list[Path] = []  # of dumps
         self._made: Path | None = None
         self._because = "the job was told to end before it ran"
 
@@ -92,8 +96,14 @@ class Supervisor:
         if self._root is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._root, ENDING)
+        end = time.monotonic() + (OUTPUT_S if not self._asked else self._settings.reserve_s / 2)
         for outlet in self._outlets:
-            outlet.finish()
+            if not outlet.finish(max(end - time.monotonic(), 0)):
+                self._say("the last that the job wrote is lost: nobody has read it in time")
+        if self._root is None:
+            for directory in self._failed:
+                self._give_up(directory)
+                self._discard(directory)
         if self._root is None and not self._restoring:
             made = "" if self._made is None else str(self._made)
             try:
@@ -103,7 +113,6 @@ class Supervisor:
 
     def _begin(self) -> int | None:
         """The root of the job; None: it was told to end before there was one."""
-        lost: list[Path] = []
         for found in self._store.checkpoints(self._settings.identity):
             if self._signals.ending:
                 return None
@@ -111,6 +120,10 @@ class Supervisor:
                 self._say(f"{found.directory} {found.unusable}")
                 if not found.foreign:
                     self._give_up(found.directory)
+                if found.broken:
+                    self._lost.append(found.directory)
+                if found.failed:
+                    self._discard(found.directory)
                 continue
             try:
                 start.verify(found.directory, lambda: self._signals.ending)
@@ -129,15 +142,17 @@ class Supervisor:
                 ) from exc
             except CheckpointError as exc:
                 self._restoring = False
-                lost.append(found.directory)
+                if says_nothing(exc):
+                    raise
+                self._lost.append(found.directory)
                 self._say(f"{found.directory} cannot be restored: {exc}")
                 self._give_up(found.directory)
                 continue
             return self._has_begun(pid, f"goes on, restored from {found.directory}")
-        if lost and not self._settings.afresh:
+        if self._lost and not self._settings.afresh:
             raise CheckpointError(
-                f"none of the job's checkpoints can be restored, {lost[0]} among them, and it may "
-                "not be started afresh"
+                f"none of the job's checkpoints can be restored, {self._lost[0]} among them, and "
+                "it may not be started afresh"
             )
         if self._signals.ending:
             return None
@@ -158,9 +173,16 @@ class Supervisor:
         except CheckpointError as exc:
             self._say(str(exc))
 
+    def _discard(self, directory: Path) -> None:
+        """Criu's table of its connections is gone by now."""
+        try:
+            if not self._store.discard(directory):
+                self._say(f"{directory} stays for now: it is in use, or whole")
+        except (CheckpointError, OSError) as exc:
+            self._say(f"{directory} stays for now: {exc}")
+
     def _stay(self, root: int) -> int:
         """Until the job has ended, or is in a checkpoint."""
-        asked = False
         while True:
             self._signals.wait()
             status = _reap(root)
@@ -168,8 +190,8 @@ class Supervisor:
                 self._root = None
                 return self._ended(status)
             for number, moment in self._signals.take():
-                if number == ENDING and not asked:
-                    asked = True
+                if number == ENDING and not self._asked:
+                    self._asked = True
                     made = self._checkpoint(root, moment)
                     if made is not None:
                         return made
@@ -180,8 +202,18 @@ class Supervisor:
         if not self._because:
             self._because = f"the job ended by itself, status {status}"
         if status == 0:
-            self._store.end()
+            self._end()
         return status if status >= 0 else 128 - status
+
+    def _end(self) -> None:
+        try:
+            self._store.end()
+        except (CheckpointError, OSError) as exc:
+            self._say(f"cannot note that the job ended well, its checkpoints are given up: {exc}")
+            try:
+                self._store.disown()
+            except (CheckpointError, OSError) as again:
+                self._say(f"checkpoints are left that the next start would restore: {again}")
 
     def _checkpoint(self, root: int, moment: float) -> int | None:
         """The status to end with; None: there is no checkpoint, and the job is to be told."""
@@ -200,6 +232,9 @@ class Supervisor:
         with suppress(OSError):  # the expected time stands there then
             record.write(images)
         self._say(f"the job is in {images}, {record.seconds:.1f} s after the signal")
+        if self._lost:
+            self._say(f"older checkpoints stay, for {self._lost[0]} could not be restored")
+            return self._settings.checkpointed_status
         try:
             removed = self._store.keep_last(self._settings.keep_last)
         except (CheckpointError, OSError) as exc:
@@ -233,6 +268,7 @@ class Supervisor:
                 "needed"
             )
         images = self._store.new_directory()
+        self._failed = [images]
         self._say(f"checkpointing process {root} into {images}: {text}, {left:.1f} s are left")
         record = Record(
             identity=self._settings.identity,
@@ -249,6 +285,7 @@ class Supervisor:
             if not (images / RECORD_NAME).exists():
                 raise
             self._say(f"{images / RECORD_NAME} may not outlast a power failure: {exc.strerror}")
+        self._failed = []
         return images, replace(record, seconds=seconds)
 
     def _last(self) -> Record | None:
