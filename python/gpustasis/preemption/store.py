@@ -245,8 +245,11 @@ class JobStore:
             sync_directory(directory)
 
     def discard(self, directory: Path) -> bool:
-        """Remove what a failed dump has left, but for its log, unless it is whole, or in use: memory
-        may still be put back from it. Whether it is gone. Raises CheckpointError, OSError."""
+        """Remove what a failed dump has left, but for its log, unless it is whole, or in use:
+        memory may still be put back from it. Whether it is gone.
+
+        Raises CheckpointError, OSError.
+        """
         entry = read_entry(directory)
         if not entry.incomplete or entry.unread:
             return False
