@@ -23,10 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gpustasis.criu.images import prepare_directory, read_pstree
+from gpustasis.criu.images import PSTREE_NAME, prepare_directory, read_pstree
 from gpustasis.errors import CheckpointError, ImageError
 from gpustasis.files import changeable_by_others, replace_file, sync_directory
-from gpustasis.image.directory import try_exclude
+from gpustasis.image.directory import is_file, try_exclude
 from gpustasis.image.prune import Rules, prune
 from gpustasis.image.store import read_entry
 from gpustasis.preemption.records import RECORD_NAME, Identity, Record, read_json, read_record
@@ -108,7 +108,9 @@ class JobStore:
     def tell(self, *, because: str = "", **facts: object) -> None:
         """What whoever asks is told of this supervisor from now on: all of it, in one step. Raises
         CheckpointError."""
-        raw = json.dumps({**facts, "because": because[:_BECAUSE_LIMIT]}).encode()
+        if because:
+            facts["because"] = because[:_BECAUSE_LIMIT]
+        raw = json.dumps(facts).encode()
         try:
             if os.pwrite(self._fd, raw.ljust(_STATE_SIZE), 0) < _STATE_SIZE:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -164,7 +166,7 @@ class JobStore:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(since, int):
             return
         images = self.directory / name
-        if not images.is_dir():
+        if not is_file(images / PSTREE_NAME):
             return
         lock = try_exclude(images)
         if lock is None:

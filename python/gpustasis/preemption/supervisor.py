@@ -70,7 +70,7 @@ class Supervisor:
         self._words = criu_words(settings.network_lock)
         self._root: int | None = None  # of the job: a child that was not collected yet
         self._restoring = False  # what became of it is not known
-        self._asked = False  # for a checkpoint
+        self._asked: float | None = None  # when this process was told to end, by time.monotonic()
         self._lost: list[Path] = []  # checkpoints of the job that could not be restored
         self._failed: list[Path] = []  # of dumps
         self._made: Path | None = None
@@ -96,7 +96,7 @@ class Supervisor:
         if self._root is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._root, ENDING)
-        end = time.monotonic() + (OUTPUT_S if not self._asked else self._settings.reserve_s / 2)
+        end = self._end_of_output()
         for outlet in self._outlets:
             if not outlet.finish(max(end - time.monotonic(), 0)):
                 self._say("the last that the job wrote is lost: nobody has read it in time")
@@ -110,6 +110,13 @@ class Supervisor:
                 self._store.tell(supervisor=os.getpid(), because=self._because, checkpoint=made)
             except CheckpointError as exc:
                 self._say(str(exc))
+
+    def _end_of_output(self) -> float:
+        """Until when whoever reads what the job wrote is waited for."""
+        now, spare = time.monotonic(), self._settings.reserve_s / 4
+        if self._asked is None:
+            return now + OUTPUT_S
+        return max(now, self._asked + self._settings.grace_s - 2 * spare) + spare
 
     def _begin(self) -> int | None:
         """The root of the job; None: it was told to end before there was one."""
@@ -190,8 +197,8 @@ class Supervisor:
                 self._root = None
                 return self._ended(status)
             for number, moment in self._signals.take():
-                if number == ENDING and not self._asked:
-                    self._asked = True
+                if number == ENDING and self._asked is None:
+                    self._asked = moment
                     made = self._checkpoint(root, moment)
                     if made is not None:
                         return made
