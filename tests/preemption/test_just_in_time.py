@@ -93,7 +93,7 @@ def test_a_dump_that_would_take_too_long_is_not_begun(supervise: Supervise, tmp_
 
 
 def test_a_criu_that_hangs_is_killed_and_the_job_told_in_time(
-    supervise: Supervise, slow_criu: Callable[[float, float], Path]
+    supervise: Supervise, slow_criu: Callable[[float, float], Path], tmp_path: Path
 ) -> None:
     criu = slow_criu(600, 0)
     run = supervise(
@@ -105,9 +105,15 @@ def test_a_criu_that_hangs_is_killed_and_the_job_told_in_time(
     assert run.wait() == 40, run.said()
     assert 7 <= time.monotonic() - begin < 10
     assert "was killed after" in run.said()
+    store = tmp_path / "store"
+    assert names(store) == []
+    (store / "jit-000002").mkdir()  # as a supervisor that was killed leaves it
+    (store / "jit-000002/dump.log").write_text("why")
     failed = supervise(PAIR, 5000, 8, 0.02)
     failed.wait_for("starts afresh")
-    assert "jit-000001 is no whole checkpoint: its dump failed or was broken off" in failed.said()
+    assert "jit-000002 is no whole checkpoint: its dump failed or was broken off" in failed.said()
+    assert names(store) == []
+    assert (store / "gpustasis-jit-failed.log").read_text() == "why"
 
 
 def test_a_second_sigterm_while_the_dump_is_at_work_changes_nothing(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -16,11 +18,12 @@ import pytest
 
 from gpustasis.criu import run
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
-from gpustasis.preemption import start
+from gpustasis.preemption import asking, start, supervisor
 from gpustasis.preemption.dumping import PLUGIN, Limits, criu_words, dump
 from gpustasis.preemption.estimate import estimate
 from gpustasis.preemption.privileges import own_privileges, require_privileges
 from gpustasis.preemption.records import RECORD_NAME, Identity, Record, identify, read_record
+from gpustasis.preemption.signals import Signals
 from gpustasis.preemption.store import LOCK_NAME, JobStore
 from gpustasis.preemption.streams import Outlet
 from gpustasis.preemption.tree import Memory
@@ -187,6 +190,21 @@ def test_a_damaged_lock_file_stops_nobody(tmp_path: Path, text: str) -> None:
         assert store.new_directory().name == "jit-000002"
 
 
+def test_a_disk_that_does_not_answer_is_no_reason_to_start_afresh(tmp_path: Path) -> None:
+    with JobStore(tmp_path) as store:
+        for _ in range(2):
+            RECORD.write(store.new_directory())
+        found = store.checkpoints(JOB)
+        assert next(found).broken  # it has nothing but a record
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        try:
+            with pytest.raises(ImageError, match="Too many open files"):
+                next(found)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_damaged_note_of_the_end_is_an_error(tmp_path: Path) -> None:
     """Whether the job is to be restored cannot be told."""
     with JobStore(tmp_path) as store:
@@ -196,6 +214,35 @@ def test_a_damaged_note_of_the_end_is_an_error(tmp_path: Path) -> None:
             list(store.checkpoints(JOB))
 
 
+def test_a_supervisor_that_fails_tells_the_job_to_end_and_still_names_it(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        raise RuntimeError("a bug")
+
+    settings = supervisor.Settings(
+        command=("/bin/sleep", "616"),
+        identity=JOB,
+        criu=newest_criu(),
+        grace_s=30,
+        reserve_s=5,
+        keep_last=2,
+        rate=None,
+        checkpointed_status=75,
+        afresh=True,
+        network_lock="nftables",
+    )
+    with Signals() as signals, JobStore(tmp_path) as store:
+        outlets = (Outlet(1), Outlet(2))
+        with pytest.raises(RuntimeError, match="a bug"):
+            supervisor.Supervisor(settings, store, signals, outlets, say).run()
+        root = int(said[0].split()[1])
+        assert os.waitstatus_to_exitcode(os.waitpid(root, 0)[1]) == -signal.SIGTERM
+        lock = json.loads((tmp_path / LOCK_NAME).read_text())
+        assert lock["root"]["pid"] == root
+
+
 def test_an_outlet_hands_on_what_came_and_waits_for_no_one_else() -> None:
     reading, writing = os.pipe()
     outlet = Outlet(writing)
@@ -203,12 +250,63 @@ def test_an_outlet_hands_on_what_came_and_waits_for_no_one_else() -> None:
     os.write(kept, b"first ")
     outlet.give_away()
     os.write(kept, b"last")
-    outlet.finish()
+    assert outlet.finish(30)
     assert os.read(reading, 100) == b"first last"
     with pytest.raises(BrokenPipeError):
         os.write(kept, b"nobody")
     for each in (kept, reading, writing):
         os.close(each)
+
+
+def test_an_outlet_does_not_wait_for_ever_for_who_does_not_read() -> None:
+    reading, writing = os.pipe()
+    outlet = Outlet(writing)
+    os.write(outlet.writing, bytes(60000))
+    time.sleep(0.1)
+    os.write(outlet.writing, bytes(60000))
+    begin = time.monotonic()
+    assert not outlet.finish(0.2)
+    assert time.monotonic() - begin < 10
+    os.close(reading)
+
+
+def test_a_signal_goes_to_the_supervisor_that_was_found_and_to_no_later_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import os, sys, time\n"
+        "f = open(sys.argv[1], 'w')\n"
+        "f.write('{\"supervisor\": %d}' % os.getpid())\n"
+        "f.flush()\n"
+        "time.sleep(600)\n"
+    )
+    lock = tmp_path / LOCK_NAME
+    asked = subprocess.Popen([sys.executable, "-c", code, str(lock)])
+    while not lock.exists() or not lock.read_text():
+        time.sleep(0.01)
+    real = asking._lock_of
+    later: list[subprocess.Popen[bytes]] = []
+
+    def look(pid: int) -> int | None:
+        found = real(pid)
+        asked.kill()
+        asked.wait()
+        for _ in range(100):  # others on this machine take pids too
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+            later.append(subprocess.Popen(["/bin/sleep", "620"]))
+            if later[-1].pid == pid:
+                return found
+        raise AssertionError("no process has got the pid")
+
+    monkeypatch.setattr(asking, "_lock_of", look)
+    try:
+        with pytest.raises(CheckpointError, match="ended before it was asked"):
+            asking.preempt(asked.pid, 5)
+        assert later[-1].poll() is None
+    finally:
+        for each in later:
+            each.kill()
+            each.wait()
 
 
 def test_a_job_whose_reader_went_away_learns_of_it() -> None:
@@ -220,7 +318,7 @@ def test_a_job_whose_reader_went_away_learns_of_it() -> None:
         while time.monotonic() < deadline:
             os.write(outlet.writing, b"x")
             time.sleep(0.01)
-    outlet.finish()
+    assert outlet.finish(30)
     os.close(writing)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -149,7 +150,9 @@ def command(
 
 
 def _say(text: str) -> None:
-    output.warn(f"gpustasis.jit: {text}")
+    """Whoever reads it may be gone: that is nothing to the job."""
+    with suppress(OSError, ValueError):
+        output.warn(f"gpustasis.jit: {text}")
 
 
 def _command(words: tuple[str, ...], module: bool) -> tuple[tuple[str, ...], Path | None]:

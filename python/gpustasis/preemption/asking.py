@@ -31,9 +31,8 @@ def preempt(pid: int, timeout_s: float) -> Answer:
 
     Raises CheckpointError if there is none, or it has not ended in time: it is still at it then.
     """
-    supervisor, state = _find_supervisor(pid)
+    supervisor, handle, state = _find_supervisor(pid)
     try:
-        handle = os.pidfd_open(supervisor)
         try:
             signal.pidfd_send_signal(handle, signal.SIGTERM)
             if not select.select([handle], [], [], timeout_s)[0]:
@@ -57,13 +56,26 @@ def preempt(pid: int, timeout_s: float) -> Answer:
     )
 
 
-def _find_supervisor(pid: int) -> tuple[int, int]:
-    """Its pid, and a descriptor of its lock file."""
+def _find_supervisor(pid: int) -> tuple[int, int, int]:
+    """Its pid, a pidfd of it, and a descriptor of its lock file."""
     at = pid
     while at > 0:
-        if (state := _lock_of(at)) is not None:
-            return at, state
-        at = _parent(at)
+        try:
+            handle = os.pidfd_open(at)  # before the look: of what was looked at, and no later one
+        except ProcessLookupError as exc:
+            raise CheckpointError(f"there is no process {at}") from exc
+        except OSError as exc:
+            raise CheckpointError(f"{at} is no process, but a thread of one") from exc
+        try:
+            state = _lock_of(at)
+            above = 0 if state is not None else _parent(at)
+        except BaseException:
+            os.close(handle)
+            raise
+        if state is not None:
+            return at, handle, state
+        os.close(handle)
+        at = above
     raise CheckpointError(
         f"process {pid} runs under no `python -m gpustasis.jit`; `gpustasis checkpoint` dumps any "
         "process tree"

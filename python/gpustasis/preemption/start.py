@@ -16,6 +16,7 @@ from gpustasis.criu.find import Criu
 from gpustasis.criu.images import read_pstree
 from gpustasis.errors import CheckpointError
 from gpustasis.image.checkpoint import is_sealed
+from gpustasis.image.directory import share
 from gpustasis.image.verification import verify_directory
 from gpustasis.preemption.dumping import OPTIONS
 from gpustasis.preemption.records import Record
@@ -31,6 +32,10 @@ _PID_MAX = Path("/proc/sys/kernel/pid_max")
 
 class ToldToEnd(Exception):
     """Told to end while nothing of the job ran."""
+
+
+class PidTakenError(CheckpointError):
+    """A pid of the job is another's, who may be the job itself: nothing may be started."""
 
 
 def verify(directory: Path, told_to_end: Callable[[], bool]) -> None:
@@ -58,24 +63,36 @@ def restore(
     outlets: Sequence[Outlet],
     words: Sequence[str],
 ) -> int:
-    """The root's pid: it runs, and writes to `outlets`. Raises CheckpointError: nothing runs."""
-    _await_pids(directory)
+    """The root's pid: it runs, and writes to `outlets`. Raises CheckpointError: nothing runs;
+    PidTakenError.
+
+    criu has a lock on `directory` as long as it is at work, even if this process is killed.
+    """
+    await_pids(directory)
     extra = list(words)
     for outlet, number in zip(outlets, record.pipes, strict=True):
         extra += ["--inherit-fd", f"fd[{outlet.writing}]:pipe:[{number}]"]
-    settings = run.Settings(
-        options=OPTIONS, extra=extra, pass_fds=[outlet.writing for outlet in outlets]
-    )
-    return run.restore(criu, directory, settings).pid
+    with share(directory) as lock:
+        passed = [lock.fd, *(outlet.writing for outlet in outlets)]
+        settings = run.Settings(options=OPTIONS, extra=extra, pass_fds=passed)
+        try:
+            return run.restore(criu, directory, settings).pid
+        except CheckpointError:
+            await_pids(directory)  # was that why?
+            raise
 
 
-def _await_pids(directory: Path) -> None:
-    """A job has the pids that it had. Those that are taken by what ends in a moment come free."""
+def await_pids(directory: Path) -> None:
+    """A job has the pids that it had. Those that are taken by what ends in a moment come free.
+    Raises PidTakenError if they do not."""
     pids = [task.pid for task in read_pstree(directory)]
     end = time.monotonic() + PATIENCE_S
     while others := taken(pids):
+        for pid in others:  # of a restore that has failed
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
         if time.monotonic() >= end:
-            raise CheckpointError(f"process {describe(others[0])} has a pid of the job")
+            raise PidTakenError(f"process {describe(others[0])} has a pid of the job")
         time.sleep(_POLL_S)
 
 

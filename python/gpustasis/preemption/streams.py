@@ -34,13 +34,17 @@ class Outlet:
         os.close(self.writing)
         self.writing = -1
 
-    def finish(self) -> None:
-        """Hand on what is in the pipe, and no more: what outlives the job may hold its end."""
+    def finish(self, patience_s: float) -> bool:
+        """Hand on what is in the pipe, and no more: what outlives the job may hold its end. Whether
+        all of it went: who gets it may not read. Then this process is to end."""
         if self.writing >= 0:
             self.give_away()
         os.eventfd_write(self._last, 1)
-        self._thread.join()
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            return False
         os.close(self._last)
+        return True
 
     def _hand_on(self) -> None:
         try:

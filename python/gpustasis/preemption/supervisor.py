@@ -20,14 +20,15 @@ from gpustasis.preemption import start
 from gpustasis.preemption.dumping import Limits, criu_words, dump
 from gpustasis.preemption.estimate import estimate
 from gpustasis.preemption.network import unlock
-from gpustasis.preemption.records import Identity, Record
+from gpustasis.preemption.records import RECORD_NAME, Identity, Record
 from gpustasis.preemption.signals import ENDING, Signals
-from gpustasis.preemption.store import JobStore
+from gpustasis.preemption.store import JobStore, says_nothing
 from gpustasis.preemption.streams import Outlet
 from gpustasis.preemption.tree import describe, memory_of, strays
 from gpustasis.text import mib
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+OUTPUT_S = 60.0  # waited for whoever reads what the job wrote last, when there is time
 STOPPED_STATUS = 128 + ENDING  # told to end when nothing ran
 
 
@@ -67,6 +68,11 @@ class Supervisor:
         self._outlets = outlets
         self._say = say
         self._words = criu_words(settings.network_lock)
+        self._root: int | None = None  # of the job: a child that was not collected yet
+        self._restoring = False  # what became of it is not known
+        self._asked: float | None = None  # when this process was told to end, by time.monotonic()
+        self._lost: list[Path] = []  # checkpoints of the job that could not be restored
+        self._failed: list[Path] = []  # of dumps
         self._made: Path | None = None
         self._because = "the job was told to end before it ran"
 
@@ -79,18 +85,41 @@ class Supervisor:
                 return STOPPED_STATUS
             for outlet in self._outlets:
                 outlet.give_away()
-            self._store.tell_root(root)
             self._because = ""
             return self._stay(root)
         finally:
-            for outlet in self._outlets:
-                outlet.finish()
+            self._finish()
+
+    def _finish(self) -> None:
+        """A job that is still there, upon an error of ours, is told to end; the lock file goes on
+        to name it, so that nobody starts it again beside itself."""
+        if self._root is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._root, ENDING)
+        end = self._end_of_output()
+        for outlet in self._outlets:
+            if not outlet.finish(max(end - time.monotonic(), 0)):
+                self._say("the last that the job wrote is lost: nobody has read it in time")
+        if self._root is None:
+            for directory in self._failed:
+                self._give_up(directory)
+                self._discard(directory)
+        if self._root is None and not self._restoring:
             made = "" if self._made is None else str(self._made)
-            self._store.tell(supervisor=os.getpid(), because=self._because, checkpoint=made)
+            try:
+                self._store.tell(supervisor=os.getpid(), because=self._because, checkpoint=made)
+            except CheckpointError as exc:
+                self._say(str(exc))
+
+    def _end_of_output(self) -> float:
+        """Until when whoever reads what the job wrote is waited for."""
+        now, spare = time.monotonic(), self._settings.reserve_s / 4
+        if self._asked is None:
+            return now + OUTPUT_S
+        return max(now, self._asked + self._settings.grace_s - 2 * spare) + spare
 
     def _begin(self) -> int | None:
         """The root of the job; None: it was told to end before there was one."""
-        lost: list[Path] = []
         for found in self._store.checkpoints(self._settings.identity):
             if self._signals.ending:
                 return None
@@ -98,31 +127,52 @@ class Supervisor:
                 self._say(f"{found.directory} {found.unusable}")
                 if not found.foreign:
                     self._give_up(found.directory)
+                if found.broken:
+                    self._lost.append(found.directory)
+                if found.failed:
+                    self._discard(found.directory)
                 continue
             try:
                 start.verify(found.directory, lambda: self._signals.ending)
+                self._store.tell_restoring(found.directory)
+                self._restoring = True
                 pid = start.restore(
                     self._settings.criu, found.directory, found.record, self._outlets, self._words
                 )
             except start.ToldToEnd:
                 return None
+            except start.PidTakenError as exc:
+                self._restoring = False
+                raise CheckpointError(
+                    f"{found.directory} cannot be restored: {exc}; if that is the job itself, it "
+                    "would run twice"
+                ) from exc
             except CheckpointError as exc:
-                lost.append(found.directory)
+                self._restoring = False
+                if says_nothing(exc):
+                    raise
+                self._lost.append(found.directory)
                 self._say(f"{found.directory} cannot be restored: {exc}")
                 self._give_up(found.directory)
                 continue
-            self._say(f"process {pid} goes on, restored from {found.directory}")
-            return pid
-        if lost and not self._settings.afresh:
+            return self._has_begun(pid, f"goes on, restored from {found.directory}")
+        if self._lost and not self._settings.afresh:
             raise CheckpointError(
-                f"none of the job's checkpoints can be restored, {lost[0]} among them, and it may "
-                "not be started afresh"
+                f"none of the job's checkpoints can be restored, {self._lost[0]} among them, and "
+                "it may not be started afresh"
             )
         if self._signals.ending:
             return None
-        pid = start.start(self._settings.command, self._outlets)
-        self._say(f"process {pid} starts afresh")
-        return pid
+        return self._has_begun(start.start(self._settings.command, self._outlets), "starts afresh")
+
+    def _has_begun(self, root: int, how: str) -> int:
+        self._root, self._restoring = root, False
+        try:
+            self._store.tell_root(root)
+        except CheckpointError as exc:
+            self._say(str(exc))
+        self._say(f"process {root} {how}")
+        return root
 
     def _give_up(self, directory: Path) -> None:
         try:
@@ -130,17 +180,25 @@ class Supervisor:
         except CheckpointError as exc:
             self._say(str(exc))
 
+    def _discard(self, directory: Path) -> None:
+        """Criu's table of its connections is gone by now."""
+        try:
+            if not self._store.discard(directory):
+                self._say(f"{directory} stays for now: it is in use, or whole")
+        except (CheckpointError, OSError) as exc:
+            self._say(f"{directory} stays for now: {exc}")
+
     def _stay(self, root: int) -> int:
         """Until the job has ended, or is in a checkpoint."""
-        asked = False
         while True:
             self._signals.wait()
             status = _reap(root)
             if status is not None:
+                self._root = None
                 return self._ended(status)
             for number, moment in self._signals.take():
-                if number == ENDING and not asked:
-                    asked = True
+                if number == ENDING and self._asked is None:
+                    self._asked = moment
                     made = self._checkpoint(root, moment)
                     if made is not None:
                         return made
@@ -151,30 +209,51 @@ class Supervisor:
         if not self._because:
             self._because = f"the job ended by itself, status {status}"
         if status == 0:
-            self._store.end()
+            self._end()
         return status if status >= 0 else 128 - status
+
+    def _end(self) -> None:
+        try:
+            self._store.end()
+        except (CheckpointError, OSError) as exc:
+            self._say(f"cannot note that the job ended well, its checkpoints are given up: {exc}")
+            try:
+                self._store.disown()
+            except (CheckpointError, OSError) as again:
+                self._say(f"checkpoints are left that the next start would restore: {again}")
 
     def _checkpoint(self, root: int, moment: float) -> int | None:
         """The status to end with; None: there is no checkpoint, and the job is to be told."""
         try:
-            made = self._dump(root, moment)
+            images, record = self._dump(root, moment)
         except (CheckpointError, OSError) as exc:
             self._because = str(exc)
             self._say(f"no checkpoint, the job is told to end: {exc}")
             self._signals.forget(ENDING)  # they meant the checkpoint
             return None
-        self._made = made
+        # From here on the job is in the checkpoint: nothing that goes wrong changes that.
+        self._made = images
+        self._because = f"checkpointed in {record.seconds:.1f} s"
+        _await_end(root)
+        self._root = None
+        with suppress(OSError):  # the expected time stands there then
+            record.write(images)
+        self._say(f"the job is in {images}, {record.seconds:.1f} s after the signal")
+        if self._lost:
+            self._say(f"older checkpoints stay, for {self._lost[0]} could not be restored")
+            return self._settings.checkpointed_status
         try:
             removed = self._store.keep_last(self._settings.keep_last)
-        except CheckpointError as exc:
+        except (CheckpointError, OSError) as exc:
             self._say(f"older checkpoints stay: {exc}")
         else:
             if removed:
                 self._say(f"{removed} older removed")
         return self._settings.checkpointed_status
 
-    def _dump(self, root: int, moment: float) -> Path:
-        """Where the job now is. Raises CheckpointError, OSError: it runs on."""
+    def _dump(self, root: int, moment: float) -> tuple[Path, Record]:
+        """Where the job now is, and the record with the time that it took, which may still be
+        written. Raises CheckpointError, OSError: it runs on."""
         limits = Limits(
             stop=moment + self._settings.grace_s - self._settings.reserve_s,
             kill=moment + self._settings.grace_s - self._settings.reserve_s / 2,
@@ -196,6 +275,7 @@ class Supervisor:
                 "needed"
             )
         images = self._store.new_directory()
+        self._failed = [images]
         self._say(f"checkpointing process {root} into {images}: {text}, {left:.1f} s are left")
         record = Record(
             identity=self._settings.identity,
@@ -206,13 +286,14 @@ class Supervisor:
         record.prepare(images)  # what a full disk could refuse, before the job is gone
         dump(self._settings.criu, root, images, limits, self._words)
         seconds = time.monotonic() - moment
-        record.commit(images)
-        _await_end(root)
-        with suppress(OSError):  # the expected time stands there then
-            replace(record, seconds=seconds).write(images)
-        self._because = f"checkpointed in {seconds:.1f} s"
-        self._say(f"the job is in {images}, {seconds:.1f} s after the signal")
-        return images
+        try:
+            record.commit(images)
+        except OSError as exc:
+            if not (images / RECORD_NAME).exists():
+                raise
+            self._say(f"{images / RECORD_NAME} may not outlast a power failure: {exc.strerror}")
+        self._failed = []
+        return images, replace(record, seconds=seconds)
 
     def _last(self) -> Record | None:
         """Of the newest checkpoint of this job."""
