@@ -123,13 +123,16 @@ class Queue:
         with self._lock:
             self.operations[operation.id] = operation
 
-    def last_done(self, key: str) -> Operation | None:
-        """The last checkpoint of that subject."""
+    def last_done(self, like: Operation) -> Operation | None:
+        """The last checkpoint of that subject that the same user has asked for, of the same target,
+        since the node was started."""
         with self._lock:
             done = [
                 one
                 for one in self.operations.values()
-                if one.state is State.DONE and one.subject.key == key
+                if one.state is State.DONE
+                and (one.subject.key, one.target, one.uid, one.boot)
+                == (like.subject.key, like.target, like.uid, like.boot)
             ]
         return max(done, key=lambda one: one.ended, default=None)
 
@@ -187,7 +190,7 @@ class Queue:
             job.work.prepare()
             self._journal.write(operation)
             self._log("begun", operation)
-            job.work.last = self.last_done(operation.subject.key)
+            job.work.last = self.last_done(operation)
             operation.figures = job.work.run()
         except CheckpointError as exc:
             self._end(job, State.FAILED, str(exc))
@@ -206,7 +209,7 @@ class Queue:
                 job.pids = frozenset(tree_pids(pid))
         else:
             pid = operation.subject.pid
-        last = self.last_done(operation.subject.key)
+        last = self.last_done(operation)
         gpu = None if last is None or last.figures is None else last.figures.gpu_bytes
         need = _NOTHING if pid is None else space.estimate(pid, gpu)
         if operation.uid != 0:

@@ -152,10 +152,13 @@ class Work:
             raise AgentError("it was cancelled")
 
     def _parent(self) -> Path | None:
-        """The last checkpoint of the same process, if it is still there, and whole."""
+        """The last checkpoint of the same process, if it is still there, and whole. Only one in the
+        same directory: there it is kept for as long as one that is built on it."""
         if self.target is None or not self.target.max_chain or self.last is None:
             return None
         place = Path(self.last.place)
+        if place.parent != self._directory():
+            return None
         return None if read_entry(place).incomplete else place
 
     def _verify(self, images: Path) -> bool:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue and what it knows of operations, without an agent around it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import gpustasis
+from gpustasis.agent.config import Config, Target
+from gpustasis.agent.operations import Journal, Operation, State
+from gpustasis.agent.queue import Queue
+from gpustasis.agent.subjects import Subject
+from gpustasis.agent.work import Work
+from support.criu_roots import newest_criu
+from support.job import Job
+
+US = Subject(pid=os.getpid(), start_time=7)
+SLEEP = "print('ready', flush=True)\nwhile True: __import__('time').sleep(0.1)"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(store=tmp_path / "store")
+
+
+@pytest.fixture
+def journal(config: Config) -> Iterator[Journal]:
+    found = Journal(config.store / "operations")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def queue(config: Config, journal: Journal) -> Queue:
+    return Queue(config, journal, lambda _: None)
+
+
+def done(config: Config, target: str = "", uid: int = 0, ended: float = 1.0) -> Operation:
+    above = f"targets/{target}" if target else f"users/{uid}/process-{US.key}"
+    place = config.store / above / f"{ended}"
+    return Operation(
+        subject=US, uid=uid, target=target, state=State.DONE, ended=ended, place=str(place)
+    )
+
+
+def test_a_checkpoint_is_built_on_one_of_its_own_target_and_user_only(
+    config: Config, queue: Queue
+) -> None:
+    """Those of others are removed by the rules of others."""
+    own = done(config, target="train")
+    foreign = Operation(subject=US, uid=0, target="train", state=State.DONE, ended=9.0, boot="0")
+    for one in (own, done(config, ended=2.0), done(config, uid=5, ended=3.0), foreign):
+        queue.add_known(one)
+    assert queue.last_done(Operation(subject=US, uid=0, target="train")) is own
+    assert queue.last_done(Operation(subject=US, uid=0, target="other")) is None
+
+
+def test_a_checkpoint_is_built_on_one_in_its_own_directory_only(
+    config: Config, tmp_path: Path, launch: Callable[..., Job]
+) -> None:
+    """The store may have been another one when that was made."""
+    job = launch([sys.executable, "-c", SLEEP])
+    job.wait_for("ready")
+    own, other = done(config, target="train"), done(config)
+    for one in (own, other):
+        Path(one.place).parent.mkdir(parents=True)
+        checkpoint(job.pid, one.place)
+    target = Target(name="train", pidfile=tmp_path / "pid")
+    operation = Operation(subject=US, uid=0, target="train")
+    assert Work(operation, config, target, last=own)._parent() == Path(own.place)
+    assert Work(operation, config, target, last=other)._parent() is None
+
+
+def checkpoint(pid: int, place: str | Path) -> None:
+    criu = newest_criu()
+    program = str(criu.root or criu.program)
+    gpustasis.checkpoint(pid, place, leave_running=True, layout="packed", criu=program)
+
+
+def test_an_operation_is_on_the_disk_with_its_boot_and_long_words(journal: Journal) -> None:
+    """What is damaged is left out when it is read again: the words may not make it too long."""
+    words = "\N{PILE OF POO}" * 4096
+    operation = Operation(subject=US, uid=0, error=words, note=words)
+    journal.write(operation)
+    (found,) = journal.load()
+    assert (found.id, found.boot) == (operation.id, operation.boot) and len(found.boot) == 32
+    assert words.startswith(found.error) and len(found.error) > 100
+    assert {"boot", "to_resume"}.isdisjoint(operation.as_json())
