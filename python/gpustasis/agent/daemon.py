@@ -34,6 +34,7 @@ from gpustasis.text import mib
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_LOOK_S = 30.0  # for what is looked at by the clock
 STOP_S = 80.0  # for what is at work; the unit gives the agent longer
 
 
@@ -123,8 +124,15 @@ class _Agent:
     async def _until(self, stop: asyncio.Event) -> None:
         beat = watchdog_s()
         last = 0.0
+        looking, begun = threading.Thread(target=self._look), 0.0
         while not stop.is_set():
-            await asyncio.to_thread(self._look)
+            # A pidfile in a file system that does not answer holds up what is to be done by the
+            # clock, not the agent.
+            if not looking.is_alive():
+                looking, begun = threading.Thread(target=self._look, daemon=True), time.monotonic()
+                looking.start()
+            elif time.monotonic() > begun + _LOOK_S:
+                self._http.wrong = f"a target or the store has not answered for {_LOOK_S:.0f} s"
             if beat is not None and time.monotonic() >= last + min(beat, _TICK_S):
                 notify("WATCHDOG=1")
                 last = time.monotonic()
@@ -134,9 +142,13 @@ class _Agent:
 
     def _look(self) -> None:
         """What is to be done by the clock."""
-        if not self._settling.is_alive():
-            self._periodic.submit_due(time.time())
-        self._http.wrong = _why_not_writable(self._config)
+        try:
+            if not self._settling.is_alive():
+                self._periodic.submit_due(time.time())
+            self._http.wrong = _why_not_writable(self._config)
+        except Exception as exc:
+            log.exception("what is to be done by the clock")
+            self._http.wrong = f"this is a bug in gpustasis: {exc!r}"
 
     def _load(self) -> list[Operation]:
         """Those that an agent before this one did not see the end of."""
