@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpustasis import process
+from gpustasis.agent import containers
+from gpustasis.agent.config import Config
 from gpustasis.agent.operations import Operation, State
 from gpustasis.agent.subjects import held
 from gpustasis.dump_records import find_begun, find_dropped
@@ -32,8 +34,9 @@ PATIENCE_S = 600.0
 _RECOVER_S = 120.0
 
 
-def settle(operation: Operation, stopped: Callable[[], bool]) -> None:
-    """Wait until nobody is at work on it any more, and set its state and what there is to say.
+def settle(operation: Operation, config: Config, stopped: Callable[[], bool]) -> None:
+    """Wait until nobody is at work on it any more, and set its state and what there is to say. A
+    container that was left paused runs on.
 
     stopped: asked again and again whether to give up.
     """
@@ -44,9 +47,9 @@ def settle(operation: Operation, stopped: Callable[[], bool]) -> None:
     operation.error = "the agent ended while it was at work"
     place = Path(operation.place) if operation.place else None
     if operation.subject.engine or place is None:
-        operation.state, operation.ended = State.INTERRUPTED, time.time()
         if operation.subject.engine:
-            operation.note = f"ask {operation.subject.engine} what became of it"
+            operation.note = _container(operation, config)
+        operation.state, operation.ended = State.INTERRUPTED, time.time()
         return
     deadline = time.monotonic() + PATIENCE_S
     while place.is_dir() and _users(place):
@@ -63,6 +66,17 @@ def settle(operation: Operation, stopped: Callable[[], bool]) -> None:
     else:
         operation.state, operation.note = State.INTERRUPTED, job
     operation.ended = time.time()
+
+
+def _container(operation: Operation, config: Config) -> str:
+    """What became of the container, which is resumed if it needs that."""
+    subject = operation.subject
+    try:
+        if containers.resume(operation, config):
+            return f"{subject} was left paused, and runs on"
+    except (CheckpointError, OSError) as exc:
+        return f"{subject} may stand still: {exc}"
+    return f"ask {subject.engine} what became of it"
 
 
 def _users(place: Path) -> list[int]:

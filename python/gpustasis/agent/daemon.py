@@ -161,7 +161,7 @@ class _Agent:
 
     def _settle(self, unfinished: list[Operation]) -> None:
         for operation in unfinished:
-            settle(operation, self._stopped.is_set)
+            settle(operation, self._config, self._stopped.is_set)
             if operation.state.is_over:
                 with contextlib.suppress(AgentError):
                     self._journal.write(operation)

@@ -62,7 +62,7 @@ class Queue:
     ) -> Operation:
         """Put it in the queue, which owns `process` from now on, whatever happens. Raises
         AgentError if it is refused."""
-        job = _Job(Work(operation, self._config, target, process))
+        job = _Job(Work(operation, self._config, target, process, write_down=self._journal.write))
         try:
             with self._lock:
                 self._require_room(operation)
@@ -92,7 +92,7 @@ class Queue:
                 self._changed.notify_all()
                 return "is cancelled: it had not begun"
             if job is None:
-                if not operation.stop and operation.subject.engine not in ("containerd", "crio"):
+                if not operation.stop and operation.subject.engine not in containers.LEFT_PAUSED:
                     raise AgentError(
                         f"operation {operation.id} is at work, and leaves {operation.subject} "
                         "running: it ends by itself"
@@ -137,14 +137,21 @@ class Queue:
         return max(done, key=lambda one: one.ended, default=None)
 
     def close(self, timeout_s: float) -> bool:
-        """Begin nothing more, and wait for what is at work; whether it has ended."""
+        """Begin nothing more, and wait for what is at work; whether it has ended. After half of
+        the time checkpoints of engines that keep a container paused until somebody resumes it are
+        cancelled: their containers run on then."""
         with self._lock:
             self._closing = True
             waiting, self._waiting = self._waiting, []
         for job in waiting:
             self._end(job, State.CANCELLED, "the agent was stopped before it began")
         with self._changed:
-            return self._changed.wait_for(lambda: not self._at_work, timeout_s)
+            if self._changed.wait_for(lambda: not self._at_work, timeout_s / 2):
+                return True
+            for job in self._at_work.values():
+                if job.work.operation.subject.engine in containers.LEFT_PAUSED:
+                    job.work.operation.cancel = True
+            return self._changed.wait_for(lambda: not self._at_work, timeout_s / 2)
 
     # The queue itself
 

@@ -42,13 +42,15 @@ REQUESTED, TARGETS = "users", "targets"  # directories of the store
 @dataclass(slots=True)
 class Work:
     """What the thread needs. process: held since it was asked for; None: it is a container. last:
-    the last checkpoint of the same process that was made."""
+    the last checkpoint of the same process that was made. write_down: puts the operation on the
+    disk, or raises AgentError."""
 
     operation: Operation
     config: Config
     target: Target | None
     process: Held | None = None
     last: Operation | None = None
+    write_down: Callable[[Operation], None] = lambda _: None
 
     def prepare(self) -> None:
         """Say where it will be, so that this can be written down before anything is done there.
@@ -67,7 +69,7 @@ class Work:
             figures = self._process(self.process, place, begin)
             self._tidy(place.parent)
             return figures
-        figures = containers.checkpoint(self.operation, self.config, place, begin)
+        figures = containers.checkpoint(self.operation, self.config, place, begin, self.write_down)
         if self.target is not None:
             containers.keep_last(place.parent, self.target.keep_last)
         return figures
