@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,18 +16,21 @@ import gpustasis
 from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import Journal, Operation, State
 from gpustasis.agent.queue import Queue
-from gpustasis.agent.subjects import Subject
+from gpustasis.agent.subjects import Held, Subject, held
 from gpustasis.agent.work import Work
+from gpustasis.errors import AgentError
 from support.criu_roots import newest_criu
 from support.job import Job
 
+USER = 12345
+WAIT_S = 30.0
 US = Subject(pid=os.getpid(), start_time=7)
 SLEEP = "print('ready', flush=True)\nwhile True: __import__('time').sleep(0.1)"
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config(store=tmp_path / "store")
+    return Config(store=tmp_path / "store", memory_reserve=0, disk_reserve=0)
 
 
 @pytest.fixture
@@ -91,3 +96,60 @@ def test_an_operation_is_on_the_disk_with_its_boot_and_long_words(journal: Journ
     assert (found.id, found.boot) == (operation.id, operation.boot) and len(found.boot) == 32
     assert words.startswith(found.error) and len(found.error) > 100
     assert {"boot", "to_resume"}.isdisjoint(operation.as_json())
+
+
+def test_what_cannot_be_cancelled_says_so(config: Config, queue: Queue) -> None:
+    """An answer that the job runs on, and then it is ended, costs a job."""
+    podman = Operation(subject=Subject(engine="podman", name="x"), uid=0, stop=True)
+    with pytest.raises(AgentError, match="Podman's service cannot be told"):
+        Work(podman, config, None).cancel()
+    with held(os.getpid()) as process:
+        work = Work(Operation(subject=process.subject(), uid=0, stop=True), config, None, process)
+        work._still_wanted(process)  # the last that criu waits for
+        with pytest.raises(AgentError, match="criu is told to end process"):
+            work.cancel()
+        assert not work.operation.cancel
+        again = Work(work.operation, config, None, process)
+        again.cancel()
+        with pytest.raises(AgentError, match="it was cancelled"):
+            again._still_wanted(process)
+    before = Operation(subject=US, uid=0, stop=True, state=State.RUNNING)
+    queue.add_known(before)
+    with pytest.raises(AgentError, match="is not at work here"):
+        queue.cancel(before)
+
+
+def test_what_a_user_has_done_is_forgotten_by_itself(
+    config: Config, journal: Journal, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what root has done; and never the last checkpoint of a target."""
+    monkeypatch.setattr("gpustasis.agent.queue.KEPT", 3)
+    last = done(config, target="train")
+    root_s = [last, *(done(config) for _ in range(3))]
+    for one in (*root_s, *(done(config, uid=USER) for _ in range(8))):
+        journal.write(one)
+        queue.add_known(one)
+    refuse(queue, USER)
+    assert [one.uid for one in queue.known()] == [0] * 4 + [USER] * 3
+    refuse(queue, 0)
+    assert [one.uid for one in queue.known()] == [0] * 3 + [USER] * 3 + [0]
+    assert last in queue.known()
+    assert {one.id for one in journal.load()} == {one.id for one in queue.known()}
+
+
+def refuse(queue: Queue, uid: int) -> None:
+    """An operation that ends: there is no such process."""
+    child = subprocess.Popen(["sleep", "60"])
+    process = Held(child.pid)
+    child.kill()
+    child.wait()
+    found = queue.submit(Operation(subject=process.subject(), uid=uid), process)
+    wait_for(lambda: not any(queue.counts()))
+    assert found.state.is_over
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -24,7 +24,7 @@ from gpustasis.task import boot_id
 
 log = logging.getLogger(__name__)
 
-KEPT = 1000  # of those that have ended
+KEPT = 1000  # of those of one user that have ended
 _MAX_BYTES = 1 << 16
 _MAX_ERROR = 4096  # bytes in JSON
 _ID = re.compile(r"[0-9a-f]{16}")

@@ -85,19 +85,20 @@ class Queue:
                     break
             else:
                 job = None
-            if job is None and operation.state.is_over:
-                raise AgentError(f"operation {operation.id} is over: it is {operation.state}")
-            if job is None and operation.state is State.QUEUED:  # until there is room for it
-                operation.cancel = True
-                self._changed.notify_all()
-                return "is cancelled: it had not begun"
             if job is None:
-                if not operation.stop and operation.subject.engine not in containers.LEFT_PAUSED:
+                if operation.state.is_over:
+                    raise AgentError(f"operation {operation.id} is over: it is {operation.state}")
+                at_work = self._at_work.get(operation.id)
+                if at_work is None:
                     raise AgentError(
-                        f"operation {operation.id} is at work, and leaves {operation.subject} "
-                        "running: it ends by itself"
+                        f"operation {operation.id} is not at work here: it ends just now, or an "
+                        "agent before this one has begun it"
                     )
-                operation.cancel = True
+                if operation.state is State.QUEUED:  # until there is room for it
+                    operation.cancel = True
+                    self._changed.notify_all()
+                    return "is cancelled: it had not begun"
+                at_work.work.cancel()
                 return "is told to let the job run on"
         self._end(job, State.CANCELLED, "")
         return "is cancelled: it had not begun"
@@ -256,13 +257,24 @@ class Queue:
         self._log("ended", operation)
         with self._changed:
             self._at_work.pop(operation.id, None)
-            over = [one for one in self.operations.values() if one.state.is_over]
-            for one in over[: max(0, len(over) - KEPT)]:
-                del self.operations[one.id]
-                self._journal.forget(one)
+            self._forget_old(operation.uid)
             self._changed.notify_all()
         self._on_end(operation)
         self._start_those_that_can()
+
+    def _forget_old(self, uid: int) -> None:
+        """All but the last that this user has asked for; and never the last checkpoint of a target,
+        which the next one is due after. With the lock held."""
+        over = [one for one in self.operations.values() if one.uid == uid and one.state.is_over]
+        last: dict[str, Operation] = {}
+        for one in over:
+            if one.state is State.DONE and one.target:
+                last[one.target] = max(one, last.get(one.target, one), key=lambda each: each.ended)
+        kept = {one.id for one in last.values()}
+        for one in over[: max(0, len(over) - KEPT)]:
+            if one.id not in kept:
+                del self.operations[one.id]
+                self._journal.forget(one)
 
     def _log(self, what: str, operation: Operation) -> None:
         level = logging.WARNING if operation.error else logging.INFO

@@ -7,10 +7,11 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -43,7 +44,8 @@ REQUESTED, TARGETS = "users", "targets"  # directories of the store
 class Work:
     """What the thread needs. process: held since it was asked for; None: it is a container. last:
     the last checkpoint of the same process that was made. write_down: puts the operation on the
-    disk, or raises AgentError."""
+    disk, or raises AgentError. told: criu is told to end the job: there is no way back. lock: of
+    `told` and operation.cancel."""
 
     operation: Operation
     config: Config
@@ -51,6 +53,29 @@ class Work:
     process: Held | None = None
     last: Operation | None = None
     write_down: Callable[[Operation], None] = lambda _: None
+    told: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cancel(self) -> None:
+        """While it is at work. Raises AgentError if that is too late, or nothing can be done."""
+        operation = self.operation
+        if operation.subject.engine == "podman":
+            raise AgentError(
+                f"operation {operation.id} is at work, and Podman's service cannot be told to give "
+                "up: it ends by itself"
+            )
+        if not operation.stop and not operation.subject.engine:
+            raise AgentError(
+                f"operation {operation.id} is at work, and leaves {operation.subject} running: it "
+                "ends by itself"
+            )
+        with self.lock:
+            if self.told:
+                raise AgentError(
+                    f"operation {operation.id} cannot be cancelled: its checkpoint is complete, "
+                    f"and criu is told to end {operation.subject}"
+                )
+            operation.cancel = True
 
     def prepare(self) -> None:
         """Say where it will be, so that this can be written down before anything is done there.
@@ -150,8 +175,10 @@ class Work:
         process.require_alive(process.pid)
         if self.operation.uid != 0:
             require_all_of(process.pid, self.operation.uid)
-        if self.operation.cancel:
-            raise AgentError("it was cancelled")
+        with self.lock:
+            if self.operation.cancel:
+                raise AgentError("it was cancelled")
+            self.told = True
 
     def _parent(self) -> Path | None:
         """The last checkpoint of the same process, if it is still there, and whole. Only one in the
