@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from gpustasis.agent.aftermath import settle
@@ -26,6 +27,7 @@ from gpustasis.agent.queue import Queue
 from gpustasis.agent.requests import Requests
 from gpustasis.agent.server import Server
 from gpustasis.agent.space import free_disk
+from gpustasis.agent.threads import in_thread
 from gpustasis.errors import AgentError, UnsupportedError
 from gpustasis.files import make_directories
 from gpustasis.jobs import server as jobs
@@ -114,7 +116,7 @@ class _Agent:
             notify("STOPPING=1")
             log.info("stopping")
             self._stopped.set()
-            done = await asyncio.to_thread(self._queue.close, STOP_S)
+            done = await in_thread(partial(self._queue.close, STOP_S))
             if not done:
                 log.warning("a checkpoint is still at work: criu ends it without the agent")
             await asyncio.sleep(0)  # whoever waits hears of the end first

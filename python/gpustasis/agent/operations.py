@@ -25,6 +25,7 @@ from gpustasis.task import boot_id
 log = logging.getLogger(__name__)
 
 KEPT = 1000  # of those of one user that have ended
+INTERVAL = "interval"  # the origin of what nobody has asked for
 _MAX_BYTES = 1 << 16
 _MAX_ERROR = 4096  # bytes in JSON
 _ID = re.compile(r"[0-9a-f]{16}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from gpustasis.agent import containers, space
 from gpustasis.agent.config import Config, Target
-from gpustasis.agent.operations import KEPT, Journal, Operation, State
+from gpustasis.agent.operations import INTERVAL, KEPT, Journal, Operation, State
 from gpustasis.agent.space import Need, disk_used
 from gpustasis.agent.subjects import Held, tree_pids
 from gpustasis.agent.work import REQUESTED, Work
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _NOTHING = Need(0, 0)
 _LOOK_S = 0.2
+_ROOT = 0
 # Told of each operation that has ended.
 OnEnd = Callable[[Operation], None]
 
@@ -159,19 +160,29 @@ class Queue:
     def _require_room(self, operation: Operation) -> None:
         if self._closing:
             raise AgentError("the agent is about to stop")
-        if len(self._waiting) >= self._config.queue:
-            raise AgentError(f"the queue is full: {len(self._waiting)} wait already")
-        own = sum(job.work.operation.uid == operation.uid for job in self._waiting)
-        if operation.uid != 0 and own >= self._config.queue_per_user:
+        asked = [job.work.operation for job in self._waiting]
+        asked = [one for one in asked if one.origin != INTERVAL]  # of which a target has only one
+        # What users ask for keeps nobody else out.
+        beside = sum((one.uid == _ROOT) == (operation.uid == _ROOT) for one in asked)
+        if operation.origin != INTERVAL and beside >= self._config.queue:
+            raise AgentError(f"the queue is full: {beside} wait already")
+        own = sum(one.uid == operation.uid for one in asked)
+        if operation.uid != _ROOT and own >= self._config.queue_per_user:
             raise AgentError(f"user {operation.uid} has {own} in the queue already")
 
     def _start_those_that_can(self) -> None:
         begun: list[_Job] = []
         with self._lock:
-            for job in list(self._waiting):
+            full = len(self._at_work) >= self._config.concurrency
+            waiting = [] if full else list(self._waiting)
+        looked_up = [(job, _pids_of(job)) for job in waiting]
+        with self._lock:
+            for job, pids in looked_up:
                 if len(self._at_work) >= self._config.concurrency:
                     break
-                job.pids = _pids_of(job)
+                if job not in self._waiting:  # by another thread
+                    continue
+                job.pids = pids
                 if not self._is_free(job):
                     continue
                 self._waiting.remove(job)
@@ -220,7 +231,7 @@ class Queue:
         last = self.last_done(operation)
         gpu = None if last is None or last.figures is None else last.figures.gpu_bytes
         need = _NOTHING if pid is None else space.estimate(pid, gpu)
-        if operation.uid != 0:
+        if operation.uid != _ROOT:
             used = disk_used(self._config.store / REQUESTED / str(operation.uid))
             if used + need.disk > self._config.disk_per_user:
                 return (
@@ -283,7 +294,12 @@ class Queue:
 
 def _pids_of(job: _Job) -> frozenset[int]:
     process = job.work.process
-    return frozenset() if process is None else frozenset(tree_pids(process.pid))
+    if process is None:
+        return frozenset()
+    try:
+        return frozenset(tree_pids(process.pid))
+    except AgentError:  # it is refused before it begins
+        return frozenset((process.pid,))
 
 
 def _let_go(job: _Job) -> None:

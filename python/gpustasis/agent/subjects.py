@@ -18,6 +18,7 @@ from gpustasis.task import PROC, read_task
 
 CONTAINERS = ("podman", "containerd", "crio")
 MAX_NAME = 255
+MAX_THREADS = 1 << 16  # of a tree
 _PIDFILE_LIMIT = 64  # bytes
 _ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -113,11 +114,15 @@ def _uids(pid: int) -> frozenset[int]:
 
 
 def tree_pids(root: int) -> tuple[int, ...]:
-    """The process and all below it, as far as they are there."""
-    found = [root]
+    """The process and all below it, as far as they are there. Raises AgentError if they have more
+    than MAX_THREADS threads: whoever looks at a tree may not be held up by its owner."""
+    found, threads = [root], 0
     for pid in found:
         with suppress(OSError):
             for thread in (PROC / str(pid) / "task").iterdir():
+                threads += 1
+                if threads > MAX_THREADS:
+                    raise AgentError(f"the tree of process {root} has over {MAX_THREADS} threads")
                 with suppress(OSError):
                     found += map(int, (thread / "children").read_text().split())
     return tuple(dict.fromkeys(found))
