@@ -26,7 +26,7 @@ from gpustasis.agent.periodic import Periodic
 from gpustasis.agent.queue import Queue
 from gpustasis.agent.requests import Requests
 from gpustasis.agent.server import Server
-from gpustasis.agent.space import free_disk
+from gpustasis.agent.space import free_disk, require_own_way
 from gpustasis.agent.threads import in_thread
 from gpustasis.errors import AgentError, UnsupportedError
 from gpustasis.files import make_directories
@@ -69,6 +69,9 @@ def run(config: Config) -> None:
     """Until SIGTERM or SIGINT. Raises CheckpointError if it cannot start."""
     if os.geteuid() != 0:
         raise UnsupportedError("the agent dumps processes of others: run it as root")
+    for place in (config.store, config.socket, config.http_socket, config.jobs_socket):
+        if place is not None:
+            require_own_way(place)
     try:
         make_directories(str(config.store.parent), 0o755)
     except OSError as exc:

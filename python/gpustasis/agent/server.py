@@ -18,6 +18,7 @@ from gpustasis.agent.config import PROTOCOL_VERSION, Config
 from gpustasis.agent.operations import Operation
 from gpustasis.agent.peers import Peer, may_connect, peer_of
 from gpustasis.agent.requests import Answer, RequestError, Requests, parse
+from gpustasis.agent.space import require_own_way
 from gpustasis.agent.threads import in_thread
 from gpustasis.errors import AgentError, CheckpointError
 
@@ -153,8 +154,9 @@ class Server:
 
 
 def listen(place: Path, mode: int) -> socket.socket:
-    """A socket at `place`, in a directory that only root, or this user, can change. One that nobody
-    answers at any more is replaced. Raises AgentError."""
+    """A socket at `place`, which nobody but root, or this user, can put something else at. One that
+    nobody answers at any more is replaced. Raises AgentError."""
+    require_own_way(place)
     try:
         place.parent.mkdir(mode=0o755, exist_ok=True)
         with socket.socket(socket.AF_UNIX) as asking:
@@ -168,12 +170,12 @@ def listen(place: Path, mode: int) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         place.unlink(missing_ok=True)
-        mask = os.umask(0o177)
+        # With its mode from the first moment: chmod() would follow a link in its place.
+        mask = os.umask(0o777 & ~mode)
         try:
             sock.bind(str(place))
         finally:
             os.umask(mask)
-        place.chmod(mode)
         sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError as exc:
