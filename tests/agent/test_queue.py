@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,3 +156,54 @@ def wait_for(what: Callable[[], object]) -> None:
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_user_s_checkpoints_at_work_count_for_the_disk(
+    config: Config, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that begin at once may take no more than one after the other."""
+    # The first one's claim is there when the second asks, and nothing of it is on the disk yet.
+    bounds = replace(config, concurrency=2, disk_per_user=(16 << 20) + (12 << 20))
+    queue = Queue(bounds, journal, lambda _: None)
+    go_on, begun = threading.Event(), threading.Event()
+
+    def wait(work: Work) -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+        raise AgentError("enough")
+
+    monkeypatch.setattr(Work, "run", wait)
+    with started() as first, started() as second:
+        asked = queue.submit(Operation(subject=first.subject(), uid=USER), first)
+        assert begun.wait(WAIT_S)
+        later = queue.submit(Operation(subject=second.subject(), uid=USER), second)
+        wait_for(lambda: later.state.is_over)
+        assert later.state is State.REFUSED and "and disk_per_user is 28.0 MiB" in later.error
+        go_on.set()
+        wait_for(lambda: asked.state.is_over)
+        assert queue.close(WAIT_S)
+
+
+@contextmanager
+def started() -> Iterator[Held]:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            yield Held(child.pid)
+        finally:
+            child.kill()
+
+
+def test_what_is_at_work_is_not_taken_for_what_failed(
+    config: Config, queue: Queue, tmp_path: Path
+) -> None:
+    """It has begun, and its directory holds nothing yet."""
+    directory = config.store / "targets" / "train"
+    for name in ("failed", "begun"):
+        (directory / name).mkdir(parents=True)
+    begun = Operation(subject=US, uid=0, target="train", state=State.RUNNING)
+    begun.place = str(directory / "begun")
+    queue.add_known(begun)
+    target = Target(name="train", pidfile=tmp_path / "pid")
+    operation = Operation(subject=US, uid=0, target="train")
+    Work(operation, config, target, not_over=queue._not_over)._tidy(directory)
+    assert [one.name for one in directory.iterdir()] == ["begun"]

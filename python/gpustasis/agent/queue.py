@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gpustasis.agent import containers, space
 from gpustasis.agent.config import Config, Target
@@ -63,7 +64,9 @@ class Queue:
     ) -> Operation:
         """Put it in the queue, which owns `process` from now on, whatever happens. Raises
         AgentError if it is refused."""
-        job = _Job(Work(operation, self._config, target, process, write_down=self._journal.write))
+        work = Work(operation, self._config, target, process)
+        work.write_down, work.not_over = self._journal.write, self._not_over
+        job = _Job(work)
         try:
             with self._lock:
                 self._require_room(operation)
@@ -157,6 +160,10 @@ class Queue:
 
     # The queue itself
 
+    def _not_over(self) -> set[Path]:
+        """Where the checkpoints are that have not ended."""
+        return {Path(one.place) for one in self.known() if one.place and not one.state.is_over}
+
     def _require_room(self, operation: Operation) -> None:
         if self._closing:
             raise AgentError("the agent is about to stop")
@@ -212,6 +219,7 @@ class Queue:
             job.work.last = self.last_done(operation)
             operation.figures = job.work.run()
         except CheckpointError as exc:
+            job.work.discard()
             self._end(job, State.FAILED, str(exc))
         except Exception as exc:
             log.exception("operation %s", operation.id)
@@ -231,13 +239,8 @@ class Queue:
         last = self.last_done(operation)
         gpu = None if last is None or last.figures is None else last.figures.gpu_bytes
         need = _NOTHING if pid is None else space.estimate(pid, gpu)
-        if operation.uid != _ROOT:
-            used = disk_used(self._config.store / REQUESTED / str(operation.uid))
-            if used + need.disk > self._config.disk_per_user:
-                return (
-                    f"user {operation.uid} has {mib(used)} of checkpoints, this one needs up to "
-                    f"{mib(need.disk)} more, and disk_per_user is {mib(self._config.disk_per_user)}"
-                )
+        if refused := self._why_over(operation, need.disk):
+            return refused
         with self._changed:
             while not operation.cancel and not self._closing:
                 others = [one for one in self._at_work.values() if one is not job]
@@ -248,13 +251,38 @@ class Queue:
                 why_not = space.why_not(need, claimed, self._config)
                 if free and not why_not:
                     job.claim = need
-                    operation.state, operation.began = State.RUNNING, time.time()
-                    return ""
+                    break
                 if free and all(one is _NOTHING for one in claims):
                     return why_not
                 self._changed.wait(_LOOK_S)
-            operation.cancel = True
-            return "it was cancelled before it began"
+            else:
+                operation.cancel = True
+                return "it was cancelled before it began"
+            beside = sum(
+                one.claim.disk for one in others if one.work.operation.uid == operation.uid
+            )
+        # What has ended since counts twice: better than not at all.
+        refused = self._why_over(operation, need.disk, beside)
+        with self._changed:
+            if refused:
+                job.claim = _NOTHING
+            else:
+                operation.state, operation.began = State.RUNNING, time.time()
+            self._changed.notify_all()
+        return refused
+
+    def _why_over(self, operation: Operation, disk: int, beside: int = 0) -> str:
+        """Why one that takes so much is more than its user may have; "": it is not. beside: what
+        those of the user that are at work may take."""
+        if operation.uid == _ROOT:
+            return ""
+        used = disk_used(self._config.store / REQUESTED / str(operation.uid)) + beside
+        if used + disk <= self._config.disk_per_user:
+            return ""
+        return (
+            f"user {operation.uid} has {mib(used)} of checkpoints, this one needs up to "
+            f"{mib(disk)} more, and disk_per_user is {mib(self._config.disk_per_user)}"
+        )
 
     def _end(self, job: _Job, state: State, error: str) -> None:
         operation = job.work.operation
