@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,9 @@ from typing import Any
 import pytest
 
 import gpustasis
+from gpustasis.agent import daemon
+from gpustasis.agent.config import Config
+from gpustasis.agent.operations import Journal
 from gpustasis.emulator import Emulator
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.store import Put
@@ -248,3 +253,38 @@ def test_the_store_for_jobs_on_this_host(agents: Agents) -> None:
     store = Local(place)
     assert store.read(key).entries[key].value == "7"
     store.close()
+
+
+def test_a_pidfile_that_does_not_answer_does_not_stop_the_watchdog_s_beat(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one in a file system that nobody serves: whoever looks there waits."""
+    config = Config(store=tmp_path / "store", socket=tmp_path / "s", http_socket=None)
+    journal = Journal(config.store / "operations")
+    agent = daemon._Agent(config, journal)
+    answered, asked = threading.Event(), threading.Event()
+    monkeypatch.setattr(agent._periodic, "submit_due", lambda _: (asked.set(), answered.wait()))
+    monkeypatch.setattr(daemon, "_LOOK_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(str(tmp_path / "n"))
+        sock.settimeout(SETTLE_S)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "n"))
+        monkeypatch.setenv("WATCHDOG_USEC", "100000")
+        agent._settling.start()
+        agent._settling.join()
+
+        async def until_beaten() -> None:
+            stop = asyncio.Event()
+            running = asyncio.ensure_future(agent._until(stop))
+            assert await asyncio.to_thread(asked.wait, SETTLE_S)
+            for _ in range(4):
+                assert await asyncio.to_thread(sock.recv, 100) == b"WATCHDOG=1"
+            assert "has not answered" in agent._http.wrong
+            stop.set()
+            await running
+
+        try:
+            asyncio.run(until_beaten())
+        finally:
+            answered.set()
+            journal.close()

@@ -15,25 +15,27 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpustasis import process
+from gpustasis.agent import containers
+from gpustasis.agent.config import Config
 from gpustasis.agent.operations import Operation, State
 from gpustasis.agent.subjects import held
+from gpustasis.agent.work import CRIU, require_whole
 from gpustasis.dump_records import find_begun, find_dropped
 from gpustasis.errors import AgentError, CheckpointError, ImageError
 from gpustasis.image.store import read_entry
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
-from gpustasis.task import find_users
+from gpustasis.task import boot_id, find_users
 
 log = logging.getLogger(__name__)
 
-# By its name, or that of the loader of its root.
-_CRIU = ("criu", "ld-linux-x86-64")
 _POLL_S = 0.2
 PATIENCE_S = 600.0
 _RECOVER_S = 120.0
 
 
-def settle(operation: Operation, stopped: Callable[[], bool]) -> None:
-    """Wait until nobody is at work on it any more, and set its state and what there is to say.
+def settle(operation: Operation, config: Config, stopped: Callable[[], bool]) -> None:
+    """Wait until nobody is at work on it any more, and set its state and what there is to say. A
+    container that was left paused runs on.
 
     stopped: asked again and again whether to give up.
     """
@@ -44,9 +46,9 @@ def settle(operation: Operation, stopped: Callable[[], bool]) -> None:
     operation.error = "the agent ended while it was at work"
     place = Path(operation.place) if operation.place else None
     if operation.subject.engine or place is None:
-        operation.state, operation.ended = State.INTERRUPTED, time.time()
         if operation.subject.engine:
-            operation.note = f"ask {operation.subject.engine} what became of it"
+            operation.note = _container(operation, config)
+        operation.state, operation.ended = State.INTERRUPTED, time.time()
         return
     deadline = time.monotonic() + PATIENCE_S
     while place.is_dir() and _users(place):
@@ -54,26 +56,68 @@ def settle(operation: Operation, stopped: Callable[[], bool]) -> None:
             operation.note = f"criu is still at work in {place}"
             return  # the next agent looks again
         time.sleep(_POLL_S)
-    whole = not read_entry(place).incomplete
     job = _job(operation)
-    if whole:
+    why_not = _why_not_done(operation, config, place)
+    if why_not:
+        operation.state, operation.note = State.INTERRUPTED, f"{why_not}; {job}"
+    else:
         operation.state = State.DONE
         operation.error = ""
         operation.note = f"the agent ended while it was at work; the checkpoint is whole; {job}"
-    else:
-        operation.state, operation.note = State.INTERRUPTED, job
     operation.ended = time.time()
+
+
+def _why_not_done(operation: Operation, config: Config, place: Path) -> str:
+    """Why what is in `place` does not count as the checkpoint that was asked for; "": it does."""
+    if read_entry(place).incomplete:
+        return "there is no whole checkpoint"
+    if not operation.stop and not _is_same(operation):
+        # The agent would have looked at once. Now whatever had its pid may be what was dumped.
+        return f"{operation.subject} has ended: whether {place} is of it cannot be told"
+    target = config.target(operation.target)
+    if operation.target and target is None:
+        return f"the configuration has no target {operation.target} any more"
+    if target is not None and target.verify:
+        try:
+            require_whole(place, keep=operation.stop)
+        except (CheckpointError, ImageError, OSError) as exc:
+            return str(exc)
+    return ""
+
+
+def _is_same(operation: Operation) -> bool:
+    """Whether the process that was meant is still there."""
+    if operation.boot != boot_id().hex():
+        return False
+    try:
+        with held(operation.subject.pid, operation.subject.start_time):
+            return True
+    except AgentError:
+        return False
+
+
+def _container(operation: Operation, config: Config) -> str:
+    """What became of the container, which is resumed if it needs that."""
+    subject = operation.subject
+    try:
+        if containers.resume(operation, config):
+            return f"{subject} was left paused, and runs on"
+    except (CheckpointError, OSError) as exc:
+        return f"{subject} may stand still: {exc}"
+    return f"ask {subject.engine} what became of it"
 
 
 def _users(place: Path) -> list[int]:
     with suppress(OSError):
-        return find_users(place, *_CRIU, WORKER_COMM, GUARDIAN_COMM)
+        return find_users(place, *CRIU, WORKER_COMM, GUARDIAN_COMM)
     return []
 
 
 def _job(operation: Operation) -> str:
     """What became of the process, which is brought back if it needs that."""
     subject = operation.subject
+    if operation.boot != boot_id().hex():
+        return f"{subject} has ended: the node was started anew"
     try:
         with held(subject.pid, subject.start_time):
             if find_dropped(subject.pid) is None and find_begun(subject.pid) is None:

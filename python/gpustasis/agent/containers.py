@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from gpustasis.runtimes.podman_service import RefusedError, Service
 
 log = logging.getLogger(__name__)
 
+# Engines that leave a container paused when nobody waits for the answer to its checkpoint.
+LEFT_PAUSED = ("containerd", "crio")
 _PODMAN_WORKS = 1e6  # its figures are in microseconds
 
 
@@ -43,19 +46,28 @@ def root_pid(subject: Subject, config: Config) -> int | None:
     return pid
 
 
-def checkpoint(operation: Operation, config: Config, archive: Path, begin: float) -> Figures:
-    """Raises CheckpointError: the container runs on then."""
+def checkpoint(
+    operation: Operation,
+    config: Config,
+    archive: Path,
+    begin: float,
+    write_down: Callable[[Operation], None],
+) -> Figures:
+    """Raises CheckpointError: the container runs on then. write_down: puts the operation on the
+    disk, or raises."""
     subject = operation.subject
     if subject.engine == "podman":
         return _podman(operation, config, archive, begin)
     if operation.stop:
         raise AgentError(f"{subject} cannot be ended with its checkpoint: its engine leaves it on")
-    address = {
-        "containerd": config.containerd or containerd.DEFAULT_ADDRESS,
-        "crio": config.crio or containerd.CRIO_ADDRESS,
-    }[subject.engine]
-    with Cri(address) as cri:
+    with Cri(_address(subject, config)) as cri:
         found = containerd.find(cri, subject.name)
+        paused_before = False
+        with suppress(EngineError):  # if it cannot be told, its runtime refuses to pause it twice
+            paused_before = containerd.is_paused(cri, found)
+        if not paused_before:
+            operation.to_resume = found.id
+            write_down(operation)
         made = containerd.checkpoint(cri, found, archive, stop=lambda: operation.cancel)
     return Figures(
         duration_s=time.monotonic() - begin,
@@ -67,6 +79,26 @@ def checkpoint(operation: Operation, config: Config, archive: Path, begin: float
         emulated=False,
         verified=False,
     )
+
+
+def resume(operation: Operation, config: Config) -> bool:
+    """Have the container run on that an agent which has ended had its engine pause; False: it was
+    not paused, or before that already. Waits for a dump that is under way.
+
+    Raises CheckpointError if it may stand still.
+    """
+    if not operation.to_resume:
+        return False
+    with Cri(_address(operation.subject, config)) as cri:
+        found = containerd.find(cri, operation.to_resume, containerd.PERHAPS_PAUSED)
+        return containerd.resume(cri, found)
+
+
+def _address(subject: Subject, config: Config) -> str:
+    return {
+        "containerd": config.containerd or containerd.DEFAULT_ADDRESS,
+        "crio": config.crio or containerd.CRIO_ADDRESS,
+    }[subject.engine]
 
 
 def _podman(operation: Operation, config: Config, archive: Path, begin: float) -> Figures:

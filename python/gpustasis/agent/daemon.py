@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from gpustasis.agent.aftermath import settle
@@ -25,7 +26,8 @@ from gpustasis.agent.periodic import Periodic
 from gpustasis.agent.queue import Queue
 from gpustasis.agent.requests import Requests
 from gpustasis.agent.server import Server
-from gpustasis.agent.space import free_disk
+from gpustasis.agent.space import free_disk, require_own_way
+from gpustasis.agent.threads import in_thread
 from gpustasis.errors import AgentError, UnsupportedError
 from gpustasis.files import make_directories
 from gpustasis.jobs import server as jobs
@@ -34,6 +36,7 @@ from gpustasis.text import mib
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_LOOK_S = 30.0  # for what is looked at by the clock
 STOP_S = 80.0  # for what is at work; the unit gives the agent longer
 
 
@@ -66,6 +69,9 @@ def run(config: Config) -> None:
     """Until SIGTERM or SIGINT. Raises CheckpointError if it cannot start."""
     if os.geteuid() != 0:
         raise UnsupportedError("the agent dumps processes of others: run it as root")
+    for place in (config.store, config.socket, config.http_socket, config.jobs_socket):
+        if place is not None:
+            require_own_way(place)
     try:
         make_directories(str(config.store.parent), 0o755)
     except OSError as exc:
@@ -113,7 +119,7 @@ class _Agent:
             notify("STOPPING=1")
             log.info("stopping")
             self._stopped.set()
-            done = await asyncio.to_thread(self._queue.close, STOP_S)
+            done = await in_thread(partial(self._queue.close, STOP_S))
             if not done:
                 log.warning("a checkpoint is still at work: criu ends it without the agent")
             await asyncio.sleep(0)  # whoever waits hears of the end first
@@ -123,8 +129,15 @@ class _Agent:
     async def _until(self, stop: asyncio.Event) -> None:
         beat = watchdog_s()
         last = 0.0
+        looking, begun = threading.Thread(target=self._look), 0.0
         while not stop.is_set():
-            await asyncio.to_thread(self._look)
+            # A pidfile in a file system that does not answer holds up what is to be done by the
+            # clock, not the agent.
+            if not looking.is_alive():
+                looking, begun = threading.Thread(target=self._look, daemon=True), time.monotonic()
+                looking.start()
+            elif time.monotonic() > begun + _LOOK_S:
+                self._http.wrong = f"a target or the store has not answered for {_LOOK_S:.0f} s"
             if beat is not None and time.monotonic() >= last + min(beat, _TICK_S):
                 notify("WATCHDOG=1")
                 last = time.monotonic()
@@ -134,9 +147,13 @@ class _Agent:
 
     def _look(self) -> None:
         """What is to be done by the clock."""
-        if not self._settling.is_alive():
-            self._periodic.submit_due(time.time())
-        self._http.wrong = _why_not_writable(self._config)
+        try:
+            if not self._settling.is_alive():
+                self._periodic.submit_due(time.time())
+            self._http.wrong = _why_not_writable(self._config)
+        except Exception as exc:
+            log.exception("what is to be done by the clock")
+            self._http.wrong = f"this is a bug in gpustasis: {exc!r}"
 
     def _load(self) -> list[Operation]:
         """Those that an agent before this one did not see the end of."""
@@ -149,7 +166,7 @@ class _Agent:
 
     def _settle(self, unfinished: list[Operation]) -> None:
         for operation in unfinished:
-            settle(operation, self._stopped.is_set)
+            settle(operation, self._config, self._stopped.is_set)
             if operation.state.is_over:
                 with contextlib.suppress(AgentError):
                     self._journal.write(operation)

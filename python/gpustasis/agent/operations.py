@@ -20,12 +20,14 @@ from typing import Any
 from gpustasis.agent.subjects import CONTAINERS, Subject
 from gpustasis.errors import AgentError
 from gpustasis.files import open_own_directory, open_regular, replace_file
+from gpustasis.task import boot_id
 
 log = logging.getLogger(__name__)
 
-KEPT = 1000  # of those that have ended
+KEPT = 1000  # of those of one user that have ended
+INTERVAL = "interval"  # the origin of what nobody has asked for
 _MAX_BYTES = 1 << 16
-_MAX_ERROR = 4096  # characters
+_MAX_ERROR = 4096  # bytes in JSON
 _ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -66,7 +68,8 @@ class Operation:
     """One checkpoint. uid: of who asked for it. target: its name in the configuration; "": none.
     stop: the job ends with it. origin: "request" or "interval". place: the checkpoint, a directory
     or an archive. note: what became of the job after a failure. Times: seconds since 1970; 0: not
-    yet."""
+    yet. boot: what the node was started as when it was asked for: pids are of that time. to_resume:
+    the id of the container that its engine pauses for it, and that nobody had paused before."""
 
     subject: Subject
     uid: int
@@ -83,12 +86,27 @@ class Operation:
     note: str = ""
     figures: Figures | None = None
     cancel: bool = False
+    boot: str = field(default_factory=lambda: boot_id().hex())
+    to_resume: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For clients and for the disk."""
+        """For clients."""
         found = asdict(self)
-        found["error"], found["note"] = self.error[:_MAX_ERROR], self.note[:_MAX_ERROR]
+        found["error"], found["note"] = _cut(self.error), _cut(self.note)
+        for private in ("boot", "to_resume"):
+            del found[private]
         return found
+
+    def as_record(self) -> dict[str, Any]:
+        """For the disk."""
+        return self.as_json() | {"boot": self.boot, "to_resume": self.to_resume}
+
+
+def _cut(text: str) -> str:
+    """As much of it as takes _MAX_ERROR bytes in JSON."""
+    while (size := len(json.dumps(text))) > _MAX_ERROR:
+        text = text[: min(len(text) - 1, len(text) * _MAX_ERROR // size)]
+    return text
 
 
 def from_json(raw: Mapping[str, Any]) -> Operation:
@@ -116,6 +134,8 @@ def from_json(raw: Mapping[str, Any]) -> Operation:
         place=str(raw["place"]),
         error=str(raw["error"]),
         note=str(raw["note"]),
+        boot=str(raw.get("boot", "")),
+        to_resume=str(raw.get("to_resume", "")),
         figures=None if figures is None else Figures(**figures),
     )
 
@@ -152,7 +172,7 @@ class Journal:
 
     def write(self, operation: Operation) -> None:
         """Raises AgentError: then it must not begin."""
-        data = json.dumps(operation.as_json()).encode()
+        data = json.dumps(operation.as_record()).encode()
         try:
             replace_file(self._fd, f"{operation.id}.json", data, 0o600)
         except OSError as exc:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gpustasis.agent.config import Config, Target
 from gpustasis.agent.intervals import MEASURED, automatic
-from gpustasis.agent.operations import Operation, State
+from gpustasis.agent.operations import INTERVAL, Operation, State
 from gpustasis.agent.queue import Queue
 from gpustasis.agent.requests import find
 from gpustasis.errors import AgentError
@@ -93,7 +93,7 @@ class Periodic:
                 plan.due = now + plan.interval_s
                 continue
             operation = Operation(
-                subject=subject, uid=_ROOT, target=plan.target.name, origin="interval"
+                subject=subject, uid=_ROOT, target=plan.target.name, origin=INTERVAL
             )
             plan.due = now + plan.interval_s  # until it has ended
             try:
@@ -101,6 +101,7 @@ class Periodic:
                 plan.said = ""
             except AgentError as exc:
                 self._say(plan, str(exc))
+                plan.due = now + min(RETRY_S, plan.interval_s)
 
     def _say(self, plan: _Plan, text: str) -> None:
         """Once, until it is something else."""

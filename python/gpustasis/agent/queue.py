@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gpustasis.agent import containers, space
 from gpustasis.agent.config import Config, Target
-from gpustasis.agent.operations import KEPT, Journal, Operation, State
+from gpustasis.agent.operations import INTERVAL, KEPT, Journal, Operation, State
 from gpustasis.agent.space import Need, disk_used
 from gpustasis.agent.subjects import Held, tree_pids
 from gpustasis.agent.work import REQUESTED, Work
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _NOTHING = Need(0, 0)
 _LOOK_S = 0.2
+_ROOT = 0
 # Told of each operation that has ended.
 OnEnd = Callable[[Operation], None]
 
@@ -62,7 +64,9 @@ class Queue:
     ) -> Operation:
         """Put it in the queue, which owns `process` from now on, whatever happens. Raises
         AgentError if it is refused."""
-        job = _Job(Work(operation, self._config, target, process))
+        work = Work(operation, self._config, target, process)
+        work.write_down, work.not_over = self._journal.write, self._not_over
+        job = _Job(work)
         try:
             with self._lock:
                 self._require_room(operation)
@@ -85,19 +89,20 @@ class Queue:
                     break
             else:
                 job = None
-            if job is None and operation.state.is_over:
-                raise AgentError(f"operation {operation.id} is over: it is {operation.state}")
-            if job is None and operation.state is State.QUEUED:  # until there is room for it
-                operation.cancel = True
-                self._changed.notify_all()
-                return "is cancelled: it had not begun"
             if job is None:
-                if not operation.stop and operation.subject.engine not in ("containerd", "crio"):
+                if operation.state.is_over:
+                    raise AgentError(f"operation {operation.id} is over: it is {operation.state}")
+                at_work = self._at_work.get(operation.id)
+                if at_work is None:
                     raise AgentError(
-                        f"operation {operation.id} is at work, and leaves {operation.subject} "
-                        "running: it ends by itself"
+                        f"operation {operation.id} is not at work here: it ends just now, or an "
+                        "agent before this one has begun it"
                     )
-                operation.cancel = True
+                if operation.state is State.QUEUED:  # until there is room for it
+                    operation.cancel = True
+                    self._changed.notify_all()
+                    return "is cancelled: it had not begun"
+                at_work.work.cancel()
                 return "is told to let the job run on"
         self._end(job, State.CANCELLED, "")
         return "is cancelled: it had not begun"
@@ -123,44 +128,68 @@ class Queue:
         with self._lock:
             self.operations[operation.id] = operation
 
-    def last_done(self, key: str) -> Operation | None:
-        """The last checkpoint of that subject."""
+    def last_done(self, like: Operation) -> Operation | None:
+        """The last checkpoint of that subject that the same user has asked for, of the same target,
+        since the node was started."""
         with self._lock:
             done = [
                 one
                 for one in self.operations.values()
-                if one.state is State.DONE and one.subject.key == key
+                if one.state is State.DONE
+                and (one.subject.key, one.target, one.uid, one.boot)
+                == (like.subject.key, like.target, like.uid, like.boot)
             ]
         return max(done, key=lambda one: one.ended, default=None)
 
     def close(self, timeout_s: float) -> bool:
-        """Begin nothing more, and wait for what is at work; whether it has ended."""
+        """Begin nothing more, and wait for what is at work; whether it has ended. After half of
+        the time checkpoints of engines that keep a container paused until somebody resumes it are
+        cancelled: their containers run on then."""
         with self._lock:
             self._closing = True
             waiting, self._waiting = self._waiting, []
         for job in waiting:
             self._end(job, State.CANCELLED, "the agent was stopped before it began")
         with self._changed:
-            return self._changed.wait_for(lambda: not self._at_work, timeout_s)
+            if self._changed.wait_for(lambda: not self._at_work, timeout_s / 2):
+                return True
+            for job in self._at_work.values():
+                if job.work.operation.subject.engine in containers.LEFT_PAUSED:
+                    job.work.operation.cancel = True
+            return self._changed.wait_for(lambda: not self._at_work, timeout_s / 2)
 
     # The queue itself
+
+    def _not_over(self) -> set[Path]:
+        """Where the checkpoints are that have not ended."""
+        return {Path(one.place) for one in self.known() if one.place and not one.state.is_over}
 
     def _require_room(self, operation: Operation) -> None:
         if self._closing:
             raise AgentError("the agent is about to stop")
-        if len(self._waiting) >= self._config.queue:
-            raise AgentError(f"the queue is full: {len(self._waiting)} wait already")
-        own = sum(job.work.operation.uid == operation.uid for job in self._waiting)
-        if operation.uid != 0 and own >= self._config.queue_per_user:
+        asked = [job.work.operation for job in self._waiting]
+        asked = [one for one in asked if one.origin != INTERVAL]  # of which a target has only one
+        # What users ask for keeps nobody else out.
+        beside = sum((one.uid == _ROOT) == (operation.uid == _ROOT) for one in asked)
+        if operation.origin != INTERVAL and beside >= self._config.queue:
+            raise AgentError(f"the queue is full: {beside} wait already")
+        own = sum(one.uid == operation.uid for one in asked)
+        if operation.uid != _ROOT and own >= self._config.queue_per_user:
             raise AgentError(f"user {operation.uid} has {own} in the queue already")
 
     def _start_those_that_can(self) -> None:
         begun: list[_Job] = []
         with self._lock:
-            for job in list(self._waiting):
+            full = len(self._at_work) >= self._config.concurrency
+            waiting = [] if full else list(self._waiting)
+        looked_up = [(job, _pids_of(job)) for job in waiting]
+        with self._lock:
+            for job, pids in looked_up:
                 if len(self._at_work) >= self._config.concurrency:
                     break
-                job.pids = _pids_of(job)
+                if job not in self._waiting:  # by another thread
+                    continue
+                job.pids = pids
                 if not self._is_free(job):
                     continue
                 self._waiting.remove(job)
@@ -187,9 +216,10 @@ class Queue:
             job.work.prepare()
             self._journal.write(operation)
             self._log("begun", operation)
-            job.work.last = self.last_done(operation.subject.key)
+            job.work.last = self.last_done(operation)
             operation.figures = job.work.run()
         except CheckpointError as exc:
+            job.work.discard()
             self._end(job, State.FAILED, str(exc))
         except Exception as exc:
             log.exception("operation %s", operation.id)
@@ -206,16 +236,11 @@ class Queue:
                 job.pids = frozenset(tree_pids(pid))
         else:
             pid = operation.subject.pid
-        last = self.last_done(operation.subject.key)
+        last = self.last_done(operation)
         gpu = None if last is None or last.figures is None else last.figures.gpu_bytes
         need = _NOTHING if pid is None else space.estimate(pid, gpu)
-        if operation.uid != 0:
-            used = disk_used(self._config.store / REQUESTED / str(operation.uid))
-            if used + need.disk > self._config.disk_per_user:
-                return (
-                    f"user {operation.uid} has {mib(used)} of checkpoints, this one needs up to "
-                    f"{mib(need.disk)} more, and disk_per_user is {mib(self._config.disk_per_user)}"
-                )
+        if refused := self._why_over(operation, need.disk):
+            return refused
         with self._changed:
             while not operation.cancel and not self._closing:
                 others = [one for one in self._at_work.values() if one is not job]
@@ -226,13 +251,38 @@ class Queue:
                 why_not = space.why_not(need, claimed, self._config)
                 if free and not why_not:
                     job.claim = need
-                    operation.state, operation.began = State.RUNNING, time.time()
-                    return ""
+                    break
                 if free and all(one is _NOTHING for one in claims):
                     return why_not
                 self._changed.wait(_LOOK_S)
-            operation.cancel = True
-            return "it was cancelled before it began"
+            else:
+                operation.cancel = True
+                return "it was cancelled before it began"
+            beside = sum(
+                one.claim.disk for one in others if one.work.operation.uid == operation.uid
+            )
+        # What has ended since counts twice: better than not at all.
+        refused = self._why_over(operation, need.disk, beside)
+        with self._changed:
+            if refused:
+                job.claim = _NOTHING
+            else:
+                operation.state, operation.began = State.RUNNING, time.time()
+            self._changed.notify_all()
+        return refused
+
+    def _why_over(self, operation: Operation, disk: int, beside: int = 0) -> str:
+        """Why one that takes so much is more than its user may have; "": it is not. beside: what
+        those of the user that are at work may take."""
+        if operation.uid == _ROOT:
+            return ""
+        used = disk_used(self._config.store / REQUESTED / str(operation.uid)) + beside
+        if used + disk <= self._config.disk_per_user:
+            return ""
+        return (
+            f"user {operation.uid} has {mib(used)} of checkpoints, this one needs up to "
+            f"{mib(disk)} more, and disk_per_user is {mib(self._config.disk_per_user)}"
+        )
 
     def _end(self, job: _Job, state: State, error: str) -> None:
         operation = job.work.operation
@@ -246,13 +296,24 @@ class Queue:
         self._log("ended", operation)
         with self._changed:
             self._at_work.pop(operation.id, None)
-            over = [one for one in self.operations.values() if one.state.is_over]
-            for one in over[: max(0, len(over) - KEPT)]:
-                del self.operations[one.id]
-                self._journal.forget(one)
+            self._forget_old(operation.uid)
             self._changed.notify_all()
         self._on_end(operation)
         self._start_those_that_can()
+
+    def _forget_old(self, uid: int) -> None:
+        """All but the last that this user has asked for; and never the last checkpoint of a target,
+        which the next one is due after. With the lock held."""
+        over = [one for one in self.operations.values() if one.uid == uid and one.state.is_over]
+        last: dict[str, Operation] = {}
+        for one in over:
+            if one.state is State.DONE and one.target:
+                last[one.target] = max(one, last.get(one.target, one), key=lambda each: each.ended)
+        kept = {one.id for one in last.values()}
+        for one in over[: max(0, len(over) - KEPT)]:
+            if one.id not in kept:
+                del self.operations[one.id]
+                self._journal.forget(one)
 
     def _log(self, what: str, operation: Operation) -> None:
         level = logging.WARNING if operation.error else logging.INFO
@@ -261,7 +322,12 @@ class Queue:
 
 def _pids_of(job: _Job) -> frozenset[int]:
     process = job.work.process
-    return frozenset() if process is None else frozenset(tree_pids(process.pid))
+    if process is None:
+        return frozenset()
+    try:
+        return frozenset(tree_pids(process.pid))
+    except AgentError:  # it is refused before it begins
+        return frozenset((process.pid,))
 
 
 def _let_go(job: _Job) -> None:

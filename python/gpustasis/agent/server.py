@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from gpustasis.agent.config import PROTOCOL_VERSION, Config
 from gpustasis.agent.operations import Operation
 from gpustasis.agent.peers import Peer, may_connect, peer_of
 from gpustasis.agent.requests import Answer, RequestError, Requests, parse
+from gpustasis.agent.space import require_own_way
+from gpustasis.agent.threads import in_thread
 from gpustasis.errors import AgentError, CheckpointError
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ class Server:
         self._requests = requests
         self._idle_s = idle_s
         self._open: Counter[int] = Counter()
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)  # of each user
         self._ended: dict[str, list[asyncio.Event]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -77,6 +81,9 @@ class Server:
                 await self._converse(peer, reader, writer)
             finally:
                 self._open[peer.uid] -= 1
+                if not self._open[peer.uid]:
+                    del self._open[peer.uid]
+                    self._turns.pop(peer.uid, None)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # it is gone, or too slow
         except asyncio.CancelledError:
@@ -110,7 +117,9 @@ class Server:
                 await _say(writer, _error(RequestError(text)))
                 return
             try:
-                answer = await asyncio.to_thread(self._requests.answer, peer, parse(line))
+                raw = parse(line)
+                async with self._turns[peer.uid]:
+                    answer = await in_thread(partial(self._requests.answer, peer, raw))
                 fields = await self._waited(answer, reader)
                 if fields is None:
                     return
@@ -126,10 +135,10 @@ class Server:
         operation = answer.wait_for
         if operation is None:
             return answer.fields
-        event = asyncio.Event()
-        self._ended.setdefault(operation.id, []).append(event)
         if operation.state.is_over:
             return {"operation": operation.as_json()}
+        event = asyncio.Event()  # tell() comes after this: in this thread, once it is over
+        self._ended.setdefault(operation.id, []).append(event)
         ended = asyncio.ensure_future(event.wait())
         gone = asyncio.ensure_future(reader.read(1))
         try:
@@ -145,8 +154,9 @@ class Server:
 
 
 def listen(place: Path, mode: int) -> socket.socket:
-    """A socket at `place`, in a directory that only root, or this user, can change. One that nobody
-    answers at any more is replaced. Raises AgentError."""
+    """A socket at `place`, which nobody but root, or this user, can put something else at. One that
+    nobody answers at any more is replaced. Raises AgentError."""
+    require_own_way(place)
     try:
         place.parent.mkdir(mode=0o755, exist_ok=True)
         with socket.socket(socket.AF_UNIX) as asking:
@@ -160,12 +170,12 @@ def listen(place: Path, mode: int) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         place.unlink(missing_ok=True)
-        mask = os.umask(0o177)
+        # With its mode from the first moment: chmod() would follow a link in its place.
+        mask = os.umask(0o777 & ~mode)
         try:
             sock.bind(str(place))
         finally:
             os.umask(mask)
-        place.chmod(mode)
         sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError as exc:

@@ -14,6 +14,7 @@ from gpustasis.agent.config import Config
 from gpustasis.agent.subjects import tree_pids
 from gpustasis.criu.plugin import driver_libraries
 from gpustasis.errors import AgentError, CheckpointError, DriverError
+from gpustasis.files import changeable_by_others
 from gpustasis.task import PROC, has_driver_thread
 from gpustasis.text import mib
 
@@ -93,6 +94,20 @@ def disk_used(place: Path) -> int:
             with suppress(OSError):
                 total += os.lstat(os.path.join(above, name)).st_blocks * 512
     return total
+
+
+def require_own_way(place: Path) -> None:
+    """Raise AgentError if others than root, or this user, could put something else at `place`, or
+    at what is there already of the way to it."""
+    there = place.parent
+    while not os.path.lexists(there):
+        there = there.parent
+    try:
+        wrong = next(changeable_by_others(str(there), owners=(0, os.geteuid())), None)
+    except OSError as exc:
+        raise AgentError(f"cannot look at {exc.filename or there}: {exc.strerror}") from exc
+    if wrong is not None:
+        raise AgentError(f"{place} is refused: others could replace it: {wrong}")
 
 
 def why_not(need: Need, claimed: Need, config: Config) -> str:

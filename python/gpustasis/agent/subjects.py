@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis.errors import AgentError, CheckpointError
-from gpustasis.files import open_regular
+from gpustasis.files import changeable_by_others, open_regular
 from gpustasis.task import PROC, read_task
 
 CONTAINERS = ("podman", "containerd", "crio")
 MAX_NAME = 255
+MAX_THREADS = 1 << 16  # of a tree
 _PIDFILE_LIMIT = 64  # bytes
 _ROOT = 0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +114,15 @@ def _uids(pid: int) -> frozenset[int]:
 
 
 def tree_pids(root: int) -> tuple[int, ...]:
-    """The process and all below it, as far as they are there."""
-    found = [root]
+    """The process and all below it, as far as they are there. Raises AgentError if they have more
+    than MAX_THREADS threads: whoever looks at a tree may not be held up by its owner."""
+    found, threads = [root], 0
     for pid in found:
         with suppress(OSError):
             for thread in (PROC / str(pid) / "task").iterdir():
+                threads += 1
+                if threads > MAX_THREADS:
+                    raise AgentError(f"the tree of process {root} has over {MAX_THREADS} threads")
                 with suppress(OSError):
                     found += map(int, (thread / "children").read_text().split())
     return tuple(dict.fromkeys(found))
@@ -158,18 +164,28 @@ def require_all_of(root: int, uid: int) -> None:
 
 
 def from_pidfile(path: Path) -> Held:
-    """The process that the file names. It must be of the file's owner, unless that is root.
+    """The process that the file names. It must be of the file's owner, unless that is root; then
+    nobody else may be able to put another file in its place.
 
     Raises AgentError.
     """
     try:
-        with open_regular(path) as file:
+        before = os.lstat(path)
+        if not stat.S_ISREG(before.st_mode):  # not even to be opened, and nobody's link to follow
+            raise AgentError(f"{path} is refused: it is no ordinary file")
+        with open_regular(path, os.O_NOFOLLOW) as file:
             found = os.fstat(file.fileno())
             raw = file.read(_PIDFILE_LIMIT + 1)
+        wrong = "" if found.st_uid != _ROOT else _why_not_root_s(path)
     except OSError as exc:
         raise AgentError(f"cannot read the pid in {path}: {exc.strerror}") from exc
-    if found.st_mode & stat.S_IWOTH:
-        raise AgentError(f"{path} is refused: everybody can write to it")
+    if found.st_mode & _OTHERS_WRITE:
+        raise AgentError(
+            f"{path} is refused: with mode {stat.S_IMODE(found.st_mode):04o} others than its owner "
+            "can write to it"
+        )
+    if wrong:
+        raise AgentError(f"{path} is refused: others than root could replace it: {wrong}")
     text = raw.decode("ascii", "replace").strip()
     if len(raw) > _PIDFILE_LIMIT or not text.isdecimal() or int(text) < 2:
         raise AgentError(f"{path} holds no pid: {text[:20]!r}")
@@ -180,3 +196,12 @@ def from_pidfile(path: Path) -> Held:
             f"{path} is refused: it belongs to user {found.st_uid}, and process {text} does not"
         )
     return process
+
+
+def _why_not_root_s(path: Path) -> str:
+    """Why a file of root's may be there by the doing of others; "": only root can have put it
+    there. Raises OSError."""
+    above = os.stat(path.parent)
+    if above.st_mode & _OTHERS_WRITE:  # sticky or not: a file of root's can be moved there
+        return f"everybody can write to {path.parent}"
+    return next(changeable_by_others(str(path)), "")

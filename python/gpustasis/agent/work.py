@@ -7,10 +7,11 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from gpustasis.agent import containers
 from gpustasis.agent.config import Config, Target
 from gpustasis.agent.operations import Figures, Operation
 from gpustasis.agent.space import disk_used
-from gpustasis.agent.subjects import Held, require_all_of, require_not_ours
+from gpustasis.agent.subjects import Held, require_all_of, require_not_ours, tree_pids
 from gpustasis.criu.images import dump_figures
 from gpustasis.criu.run import Run
+from gpustasis.dump_records import find_begun, find_dropped
 from gpustasis.errors import AgentError, CheckpointError
 from gpustasis.files import open_own_directory
 from gpustasis.image.directory import try_exclude
@@ -32,6 +34,8 @@ from gpustasis.task import find_users
 
 log = logging.getLogger(__name__)
 
+CRIU = ("criu", "ld-linux-x86-64")  # by its name, or that of the loader of its root
+_LOGS = "*.log"  # CRIU's
 _STATISTICS = "stats-dump"  # CRIU's
 _END_S = 60.0  # for criu to end a job that it was told to end
 _REFILL_S = 30.0  # for the plugin to put memory back
@@ -42,13 +46,40 @@ REQUESTED, TARGETS = "users", "targets"  # directories of the store
 @dataclass(slots=True)
 class Work:
     """What the thread needs. process: held since it was asked for; None: it is a container. last:
-    the last checkpoint of the same process that was made."""
+    the last checkpoint of the same process that was made. write_down: puts the operation on the
+    disk, or raises AgentError. not_over: where those are that have not ended. told: criu is told to
+    end the job: there is no way back. lock: of `told` and operation.cancel."""
 
     operation: Operation
     config: Config
     target: Target | None
     process: Held | None = None
     last: Operation | None = None
+    write_down: Callable[[Operation], None] = lambda _: None
+    not_over: Callable[[], Collection[Path]] = tuple
+    told: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def cancel(self) -> None:
+        """While it is at work. Raises AgentError if that is too late, or nothing can be done."""
+        operation = self.operation
+        if operation.subject.engine == "podman":
+            raise AgentError(
+                f"operation {operation.id} is at work, and Podman's service cannot be told to give "
+                "up: it ends by itself"
+            )
+        if not operation.stop and not operation.subject.engine:
+            raise AgentError(
+                f"operation {operation.id} is at work, and leaves {operation.subject} running: it "
+                "ends by itself"
+            )
+        with self.lock:
+            if self.told:
+                raise AgentError(
+                    f"operation {operation.id} cannot be cancelled: its checkpoint is complete, "
+                    f"and criu is told to end {operation.subject}"
+                )
+            operation.cancel = True
 
     def prepare(self) -> None:
         """Say where it will be, so that this can be written down before anything is done there.
@@ -67,7 +98,7 @@ class Work:
             figures = self._process(self.process, place, begin)
             self._tidy(place.parent)
             return figures
-        figures = containers.checkpoint(self.operation, self.config, place, begin)
+        figures = containers.checkpoint(self.operation, self.config, place, begin, self.write_down)
         if self.target is not None:
             containers.keep_last(place.parent, self.target.keep_last)
         return figures
@@ -110,13 +141,14 @@ class Work:
             done = self._ending(process, images, dump)
         else:
             done = dump(images, ())
-            if not process.is_alive():
+            try:
                 # Whatever has its pid by now may be what was dumped.
-                left = "" if _remove_failed(images) else f", but for what is in use in {images}"
-                raise AgentError(
-                    f"process {process.pid} ended while it was dumped: the checkpoint was removed"
-                    + left
-                )
+                process.require_alive(process.pid)
+                if self.operation.uid != 0:  # one may have joined it that is not the user's
+                    require_all_of(process.pid, self.operation.uid)
+            except AgentError as exc:
+                left = "" if remove_failed(images) else f", but for what is in use in {images}"
+                raise AgentError(f"while it was dumped: {exc}; it was removed{left}") from exc
         verified = self._verify(images)
         return _figures(done, images, time.monotonic() - begin, parent is not None, verified)
 
@@ -148,27 +180,42 @@ class Work:
         process.require_alive(process.pid)
         if self.operation.uid != 0:
             require_all_of(process.pid, self.operation.uid)
-        if self.operation.cancel:
-            raise AgentError("it was cancelled")
+        with self.lock:
+            if self.operation.cancel:
+                raise AgentError("it was cancelled")
+            self.told = True
 
     def _parent(self) -> Path | None:
-        """The last checkpoint of the same process, if it is still there, and whole."""
+        """The last checkpoint of the same process, if it is still there, and whole. Only one in the
+        same directory: there it is kept for as long as one that is built on it."""
         if self.target is None or not self.target.max_chain or self.last is None:
             return None
         place = Path(self.last.place)
+        if place.parent != self._directory():
+            return None
         return None if read_entry(place).incomplete else place
 
     def _verify(self, images: Path) -> bool:
         if self.target is None or not self.target.verify:
             return False
-        found = gpustasis.open(images).verify()
-        if not found.problems:
-            return True
-        # It must not count as one of the last that are kept. The only one of a job that has ended
-        # stays: what is right in it may be of use.
-        gone = not self.operation.stop and _remove_failed(images)
-        left = "it was removed" if gone else "it was left there"
-        raise AgentError(f"the checkpoint in {images} is damaged: {found.problems[0]}; {left}")
+        require_whole(images, keep=self.operation.stop)
+        return True
+
+    def discard(self) -> None:
+        """After a failure: remove what it has written, but for CRIU's log, if nobody needs it: it
+        would count as the user's, and fill the disk. What failed before goes with its log."""
+        images, process = Path(self.operation.place), self.process
+        if process is None or not images.is_dir() or not read_entry(images).incomplete:
+            return
+        alive = process.is_alive()
+        if self.operation.stop and not alive:
+            return  # what is right in it may be of use
+        try:
+            if not alive or not any(map(_needs_recovery, tree_pids(process.pid))):
+                remove_failed(images, keep_log=True)
+            self._remove_others(images.parent, _is_stripped)
+        except (CheckpointError, OSError) as exc:
+            log.warning("%s stays, of a checkpoint that has failed: %s", images, exc)
 
     def _tidy(self, directory: Path) -> None:
         """After a success: remove what is older than the last ones, by prune's rules, and what
@@ -176,11 +223,20 @@ class Work:
         keep = self.config.keep_last if self.target is None else self.target.keep_last
         try:
             gpustasis.prune(directory, keep_last=keep)
-            for entry in read_store(directory).values():
-                if entry.incomplete:
-                    _remove_failed(entry.directory)
+            self._remove_others(directory)
         except (CheckpointError, OSError) as exc:
             log.warning("old checkpoints in %s stay: %s", directory, exc)
+
+    def _remove_others(
+        self, directory: Path, which: Callable[[Path], bool] = lambda _: True
+    ) -> None:
+        """What failed. which: whether that one."""
+        for entry in read_store(directory).values():
+            if not entry.incomplete or entry.directory in self.not_over():
+                continue
+            # Of one that has ended since it was looked at, what counts is how it is now.
+            if read_entry(entry.directory).incomplete and which(entry.directory):
+                remove_failed(entry.directory)
 
 
 def _make(store: Path, directory: Path) -> None:
@@ -191,11 +247,31 @@ def _make(store: Path, directory: Path) -> None:
         raise AgentError(f"cannot use {exc.filename or directory}: {exc.strerror or exc}") from exc
 
 
-def _remove_failed(directory: Path) -> bool:
+def _needs_recovery(pid: int) -> bool:
+    """Whether the memory of its GPUs may be in a checkpoint alone."""
+    return find_dropped(pid) is not None or find_begun(pid) is not None
+
+
+def _is_stripped(directory: Path) -> bool:
+    """Whether only logs are left there."""
+    return set(directory.iterdir()) == set(directory.glob(_LOGS))
+
+
+def require_whole(images: Path, *, keep: bool) -> None:
+    """Read all of a checkpoint, and raise AgentError if it is damaged. It is removed then: it must
+    not count as one of the last that are kept. keep: the only one of a job that has ended stays:
+    what is right in it may be of use."""
+    found = gpustasis.open(images).verify()
+    if found.problems:
+        left = "it was removed" if not keep and remove_failed(images) else "it was left there"
+        raise AgentError(f"the checkpoint in {images} is damaged: {found.problems[0]}; {left}")
+
+
+def remove_failed(directory: Path, *, keep_log: bool = False) -> bool:
     """Remove what a failed dump has left, unless it is in use: memory may still be put back from
     it. Whether it is gone."""
     deadline = time.monotonic() + _REFILL_S
-    while find_users(directory, WORKER_COMM, GUARDIAN_COMM):
+    while find_users(directory, *CRIU, WORKER_COMM, GUARDIAN_COMM):
         if time.monotonic() > deadline:
             return False
         time.sleep(TICK_S)
@@ -203,7 +279,11 @@ def _remove_failed(directory: Path) -> bool:
     if lock is None:
         return False
     with lock:
-        shutil.rmtree(directory, ignore_errors=True)
+        if keep_log:
+            for one in set(directory.iterdir()) - set(directory.glob(_LOGS)):
+                shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+        if not keep_log or not any(directory.iterdir()):
+            shutil.rmtree(directory, ignore_errors=True)
     return not directory.exists()
 
 

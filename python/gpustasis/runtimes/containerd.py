@@ -176,7 +176,7 @@ def _checkpoint(
     part = archive.with_name(f".{archive.name[:200]}.{secrets.token_hex(4)}.part")
     paused_before = False
     with suppress(EngineError):  # if it cannot be told, its runtime refuses to pause it twice
-        paused_before = _is_paused(cri, container)
+        paused_before = is_paused(cri, container)
     begin = time.monotonic()
     try:
         try:
@@ -250,10 +250,10 @@ def _resume(cri: Cri, container: Container) -> bool:
     """For those who hold the lock."""
     _wait_for_dump(cri, container)
     try:
-        if not _is_paused(cri, container):
+        if not is_paused(cri, container):
             return False
         resume_task(cri, container)
-        if not _is_paused(cri, container):
+        if not is_paused(cri, container):
             return True
         reason = "it is still paused"
     except CallError as exc:
@@ -264,7 +264,7 @@ def _resume(cri: Cri, container: Container) -> bool:
     )
 
 
-def _is_paused(cri: Cri, container: Container) -> bool:
+def is_paused(cri: Cri, container: Container) -> bool:
     """As containerd's own API has it, or its control groups: to CRI a paused container is a running
     one. Raises CallError."""
     try:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Containers under containerd, which leaves one paused when nobody waits for its checkpoint; played
+by a server that only answers."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpustasis.agent.aftermath import settle
+from gpustasis.agent.config import Config
+from gpustasis.agent.operations import Journal, Operation, State
+from gpustasis.agent.queue import Queue
+from gpustasis.agent.subjects import Subject
+from gpustasis.runtimes.cri import GET_TASK, RESUME_TASK, TASK_PAUSED
+from support.cri_server import CriServer, inventory
+
+ID = "fedcba9876543210" * 4
+WAIT_S = 30.0
+TASK_RUNNING = 2  # Status.RUNNING of containerd.v1.types
+
+
+class Containerd:
+    """Pauses its one container for a checkpoint, which lasts until `go_on` is set or its call is
+    cut off, and then leaves it so."""
+
+    def __init__(self, path: Path) -> None:
+        self.paused = False
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.config = Config(
+            store=path / "store", containerd=str(path / "cri"), memory_reserve=0, disk_reserve=0
+        )
+        self.journal = Journal(self.config.store / "operations")
+        self.written: list[Operation] = []  # when the checkpoint began
+        answers: dict[str, Any] = inventory("containerd", "v2.1.0", {ID: 1})
+        answers |= {
+            "CheckpointContainer": self._checkpoint,
+            GET_TASK: self._get,
+            RESUME_TASK: self._resume,
+        }
+        self.server = CriServer(path / "cri", answers)
+
+    def _checkpoint(self, request: Any, context: Any) -> Mapping[str, object]:
+        self.written = self.journal.load()
+        self.paused = True
+        context.add_callback(self.go_on.set)
+        self.begun.set()
+        self.go_on.wait(WAIT_S)
+        return {}
+
+    def _get(self, request: Any, context: Any) -> Mapping[str, object]:
+        return {"process": {"status": TASK_PAUSED if self.paused else TASK_RUNNING}}
+
+    def _resume(self, request: Any, context: Any) -> Mapping[str, object]:
+        self.paused = False
+        return {}
+
+
+@pytest.fixture
+def containerd() -> Iterator[Containerd]:
+    with tempfile.TemporaryDirectory(prefix="agent-") as name:
+        made = Containerd(Path(name))
+        with made.server:
+            yield made
+        made.journal.close()
+
+
+def operation(**more: Any) -> Operation:
+    return Operation(subject=Subject(engine="containerd", name=ID[:12]), uid=0, **more)
+
+
+def begun(containerd: Containerd) -> tuple[Queue, Operation]:
+    queue = Queue(containerd.config, containerd.journal, lambda _: None)
+    asked = queue.submit(operation())
+    assert containerd.begun.wait(WAIT_S), asked
+    return queue, asked
+
+
+def test_an_agent_that_stops_lets_a_container_run_on(containerd: Containerd) -> None:
+    queue, asked = begun(containerd)
+    assert containerd.paused
+    assert queue.close(8.0)
+    assert asked.state is State.FAILED and not containerd.paused, asked
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_container_that_a_killed_agent_left_paused_is_resumed(
+    containerd: Containerd, before: bool
+) -> None:
+    """Not one that was paused before its checkpoint: somebody wants it so."""
+    containerd.paused = before
+    queue, _ = begun(containerd)
+    containerd.go_on.set()
+    queue.close(WAIT_S)
+    (found,) = containerd.written  # what a killed agent would have left behind
+    assert not found.state.is_over
+    containerd.paused = True
+    settle(found, containerd.config, lambda: False)
+    assert containerd.paused == before
+    assert found.state is State.INTERRUPTED
+    assert ("was left paused, and runs on" in found.note) != before, found

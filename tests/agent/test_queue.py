@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue and what it knows of operations, without an agent around it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import gpustasis
+from gpustasis.agent.config import Config, Target
+from gpustasis.agent.operations import Journal, Operation, State
+from gpustasis.agent.queue import Queue
+from gpustasis.agent.subjects import Held, Subject, held
+from gpustasis.agent.work import Work
+from gpustasis.errors import AgentError
+from support.criu_roots import newest_criu
+from support.job import Job
+
+USER = 12345
+WAIT_S = 30.0
+US = Subject(pid=os.getpid(), start_time=7)
+SLEEP = "print('ready', flush=True)\nwhile True: __import__('time').sleep(0.1)"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(store=tmp_path / "store", memory_reserve=0, disk_reserve=0)
+
+
+@pytest.fixture
+def journal(config: Config) -> Iterator[Journal]:
+    found = Journal(config.store / "operations")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def queue(config: Config, journal: Journal) -> Queue:
+    return Queue(config, journal, lambda _: None)
+
+
+def done(config: Config, target: str = "", uid: int = 0, ended: float = 1.0) -> Operation:
+    above = f"targets/{target}" if target else f"users/{uid}/process-{US.key}"
+    place = config.store / above / f"{ended}"
+    return Operation(
+        subject=US, uid=uid, target=target, state=State.DONE, ended=ended, place=str(place)
+    )
+
+
+def test_a_checkpoint_is_built_on_one_of_its_own_target_and_user_only(
+    config: Config, queue: Queue
+) -> None:
+    """Those of others are removed by the rules of others."""
+    own = done(config, target="train")
+    foreign = Operation(subject=US, uid=0, target="train", state=State.DONE, ended=9.0, boot="0")
+    for one in (own, done(config, ended=2.0), done(config, uid=5, ended=3.0), foreign):
+        queue.add_known(one)
+    assert queue.last_done(Operation(subject=US, uid=0, target="train")) is own
+    assert queue.last_done(Operation(subject=US, uid=0, target="other")) is None
+
+
+def test_a_checkpoint_is_built_on_one_in_its_own_directory_only(
+    config: Config, tmp_path: Path, launch: Callable[..., Job]
+) -> None:
+    """The store may have been another one when that was made."""
+    job = launch([sys.executable, "-c", SLEEP])
+    job.wait_for("ready")
+    own, other = done(config, target="train"), done(config)
+    for one in (own, other):
+        Path(one.place).parent.mkdir(parents=True)
+        checkpoint(job.pid, one.place)
+    target = Target(name="train", pidfile=tmp_path / "pid")
+    operation = Operation(subject=US, uid=0, target="train")
+    assert Work(operation, config, target, last=own)._parent() == Path(own.place)
+    assert Work(operation, config, target, last=other)._parent() is None
+
+
+def checkpoint(pid: int, place: str | Path) -> None:
+    criu = newest_criu()
+    program = str(criu.root or criu.program)
+    gpustasis.checkpoint(pid, place, leave_running=True, layout="packed", criu=program)
+
+
+def test_an_operation_is_on_the_disk_with_its_boot_and_long_words(journal: Journal) -> None:
+    """What is damaged is left out when it is read again: the words may not make it too long."""
+    words = "\N{PILE OF POO}" * 4096
+    operation = Operation(subject=US, uid=0, error=words, note=words)
+    journal.write(operation)
+    (found,) = journal.load()
+    assert (found.id, found.boot) == (operation.id, operation.boot) and len(found.boot) == 32
+    assert words.startswith(found.error) and len(found.error) > 100
+    assert {"boot", "to_resume"}.isdisjoint(operation.as_json())
+
+
+def test_what_cannot_be_cancelled_says_so(config: Config, queue: Queue) -> None:
+    """An answer that the job runs on, and then it is ended, costs a job."""
+    podman = Operation(subject=Subject(engine="podman", name="x"), uid=0, stop=True)
+    with pytest.raises(AgentError, match="Podman's service cannot be told"):
+        Work(podman, config, None).cancel()
+    with held(os.getpid()) as process:
+        work = Work(Operation(subject=process.subject(), uid=0, stop=True), config, None, process)
+        work._still_wanted(process)  # the last that criu waits for
+        with pytest.raises(AgentError, match="criu is told to end process"):
+            work.cancel()
+        assert not work.operation.cancel
+        again = Work(work.operation, config, None, process)
+        again.cancel()
+        with pytest.raises(AgentError, match="it was cancelled"):
+            again._still_wanted(process)
+    before = Operation(subject=US, uid=0, stop=True, state=State.RUNNING)
+    queue.add_known(before)
+    with pytest.raises(AgentError, match="is not at work here"):
+        queue.cancel(before)
+
+
+def test_what_a_user_has_done_is_forgotten_by_itself(
+    config: Config, journal: Journal, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what root has done; and never the last checkpoint of a target."""
+    monkeypatch.setattr("gpustasis.agent.queue.KEPT", 3)
+    last = done(config, target="train")
+    root_s = [last, *(done(config) for _ in range(3))]
+    for one in (*root_s, *(done(config, uid=USER) for _ in range(8))):
+        journal.write(one)
+        queue.add_known(one)
+    refuse(queue, USER)
+    assert [one.uid for one in queue.known()] == [0] * 4 + [USER] * 3
+    refuse(queue, 0)
+    assert [one.uid for one in queue.known()] == [0] * 3 + [USER] * 3 + [0]
+    assert last in queue.known()
+    assert {one.id for one in journal.load()} == {one.id for one in queue.known()}
+
+
+def refuse(queue: Queue, uid: int) -> None:
+    """An operation that ends: there is no such process."""
+    child = subprocess.Popen(["sleep", "60"])
+    process = Held(child.pid)
+    child.kill()
+    child.wait()
+    found = queue.submit(Operation(subject=process.subject(), uid=uid), process)
+    wait_for(lambda: not any(queue.counts()))
+    assert found.state.is_over
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_user_s_checkpoints_at_work_count_for_the_disk(
+    config: Config, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that begin at once may take no more than one after the other."""
+    # The first one's claim is there when the second asks, and nothing of it is on the disk yet.
+    bounds = replace(config, concurrency=2, disk_per_user=(16 << 20) + (12 << 20))
+    queue = Queue(bounds, journal, lambda _: None)
+    go_on, begun = threading.Event(), threading.Event()
+
+    def wait(work: Work) -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+        raise AgentError("enough")
+
+    monkeypatch.setattr(Work, "run", wait)
+    with started() as first, started() as second:
+        asked = queue.submit(Operation(subject=first.subject(), uid=USER), first)
+        assert begun.wait(WAIT_S)
+        later = queue.submit(Operation(subject=second.subject(), uid=USER), second)
+        wait_for(lambda: later.state.is_over)
+        assert later.state is State.REFUSED and "and disk_per_user is 28.0 MiB" in later.error
+        go_on.set()
+        wait_for(lambda: asked.state.is_over)
+        assert queue.close(WAIT_S)
+
+
+@contextmanager
+def started() -> Iterator[Held]:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            yield Held(child.pid)
+        finally:
+            child.kill()
+
+
+def test_what_is_at_work_is_not_taken_for_what_failed(
+    config: Config, queue: Queue, tmp_path: Path
+) -> None:
+    """It has begun, and its directory holds nothing yet."""
+    directory = config.store / "targets" / "train"
+    for name in ("failed", "begun"):
+        (directory / name).mkdir(parents=True)
+    begun = Operation(subject=US, uid=0, target="train", state=State.RUNNING)
+    begun.place = str(directory / "begun")
+    queue.add_known(begun)
+    target = Target(name="train", pidfile=tmp_path / "pid")
+    operation = Operation(subject=US, uid=0, target="train")
+    Work(operation, config, target, not_over=queue._not_over)._tidy(directory)
+    assert [one.name for one in directory.iterdir()] == ["begun"]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the agent keeps and opens what is its own."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpustasis.agent import daemon
+from gpustasis.agent.config import Config
+from gpustasis.agent.server import listen
+from gpustasis.errors import AgentError
+
+USER = 12345
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="agent-") as name:
+        yield Path(name)
+
+
+@pytest.mark.parametrize("key", ["store", "socket", "http_socket", "jobs_socket"])
+def test_what_others_could_replace_is_refused(place: Path, key: str) -> None:
+    """The directory above a store can be another one's, with a store of his in it."""
+    users = place / "users"
+    users.mkdir(mode=0o755)
+    os.chown(users, USER, USER)
+    there = place / "link"
+    there.symlink_to(users)
+    config = Config(
+        store=place / "store", socket=place / "s", http_socket=place / "h", jobs_socket=place / "j"
+    )
+    with pytest.raises(AgentError, match=f"is refused: others could replace it: .* user {USER}"):
+        daemon.run(replace(config, **{key: there / "more" / "x"}))
+    assert not list(users.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o666])
+def test_a_socket_has_its_mode_from_the_first_moment(
+    place: Path, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mode that is given later goes to whatever a link leads to by then."""
+    monkeypatch.setattr("os.chmod", None)
+    monkeypatch.setattr("pathlib.Path.chmod", None)
+    with listen(place / "s", mode):
+        assert stat.S_IMODE((place / "s").stat().st_mode) == mode
