@@ -102,6 +102,7 @@ class Checkpointing(HasCriu):
     def lock_cuda(self) -> None:
         """Work that was given to the GPUs ends; new work waits."""
         context = self.context
+        self.touched = True
         context.note(epoch=self.order.number, images="", cuda=True)
         tree = Tree(context.state.pid)
         try:
@@ -167,8 +168,8 @@ class Checkpointing(HasCriu):
 
     def release(self) -> None:
         """The tasks run on; what was dumped is of no use, and removed."""
-        if self.context.state.epoch != self.order.number:
-            return  # nothing was touched
+        if not self.is_touched():
+            return
         self.criu.end(yes=False)
         self._bring_back()
         if self.context.state.images == str(self.images):  # this epoch has made it
@@ -183,10 +184,16 @@ class Checkpointing(HasCriu):
                 f"{self.context.name}: process {state.pid} was not dumped by epoch "
                 f"{self.order.number}: it is left as it is"
             )
-        if leave_running:
-            self.criu.end(yes=True)
-            self._bring_back()
-            return
+        try:
+            if leave_running:
+                self.criu.end(yes=True)
+                self._bring_back()
+            else:
+                self._end_tasks()
+        finally:
+            self.context.note(images="")  # it is committed: nobody may remove it as undone
+
+    def _end_tasks(self) -> None:
         context = self.context
         tree = self._tree
         if tree is None and context.state.lives:

@@ -97,6 +97,13 @@ class Keeper:
         finally:
             attendance.close()
 
+    def has_open(self) -> bool:
+        """Whether the rank had joined an epoch that it has not settled. Raises JobError,
+        StoreError: only the store knows."""
+        key = self._keys.rank(self._rank)
+        joined = number_of(key, self._store.read(key).entries.get(key))
+        return joined != 0 and self._is_open(joined)
+
     def _find(self, is_over: Callable[[], bool]) -> int | None:
         keys = self._keys
         while True:
@@ -189,7 +196,8 @@ class _Attendance(Exchange):
                 self._unwatch()
                 time.sleep(_AGAIN_S)
         epoch = found.epoch
-        self._work.enter(Order(self._seat.number, epoch.leave_running, epoch.restores))
+        order = Order(self._seat.number, epoch.leave_running, epoch.restores, found.joined)
+        self._work.enter(order)
         self._contact = self._beaten = now = time.monotonic()
         self._after(
             returned(

@@ -282,10 +282,16 @@ class RankWork:
 
 
 class HasCriu:
-    """What both kinds of parts share."""
+    """What both kinds of parts share. touched: this epoch may have done something to the tasks: the
+    state's number alone does not tell, for a store that has lost its entries counts anew."""
 
     def __init__(self, context: Context, order: Order, images: Path) -> None:
         self.context = context
         self.order = order
         self.images = images
+        self.touched = order.joined
         self.criu = CriuAtGate(context, images)
+
+    def is_touched(self) -> bool:
+        """Whether there may be something to undo."""
+        return self.touched and self.context.state.epoch == self.order.number

@@ -69,6 +69,7 @@ class Restoring(HasCriu):
     def lock_network(self) -> None:
         """What an other rank sends, that is back before this one, must find no closed port."""
         context, record = self.context, self._read()
+        self.touched = True
         context.note(epoch=self.order.number, images=str(self.images), cuda=False)
         if not context.options.tcp_close and record.network.connections | record.network.ports:
             context.note(network=True)
@@ -110,7 +111,7 @@ class Restoring(HasCriu):
     def release(self) -> None:
         """None of it may run. Tasks that ran before this epoch are none of it."""
         context = self.context
-        if context.state.epoch != self.order.number:
+        if not self.is_touched():
             return
         while self.criu.is_there() and not context.gate.is_held():
             self.criu.wait()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's keeper undoes, finishes and leaves alone of what an earlier one has left: with real
+processes, states and stores, and without criu."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gpustasis.criu.find import Criu
+from gpustasis.errors import JobError, StoreError
+from gpustasis.jobs import epochs
+from gpustasis.jobs.checkpointing import Checkpointing
+from gpustasis.jobs.local import Local
+from gpustasis.jobs.member import Outcome, Settings
+from gpustasis.jobs.messages import Epoch, Phase
+from gpustasis.jobs.place import place_of
+from gpustasis.jobs.rank import Context, Options
+from gpustasis.jobs.records import Keys, Plan, phase_text
+from gpustasis.jobs.restoring import Restoring
+from gpustasis.jobs.server import Server
+from gpustasis.jobs.store import Put
+from gpustasis.jobs.supervise import Supervisor
+from gpustasis.jobs.work import Order
+from gpustasis.task import read_task
+from support.job_ranks import wait_for
+
+KEYS = Keys("job")
+SETTINGS = Settings(ttl_s=4, store_s=2)
+NO_CRIU = Criu(program=Path("/none"), root=None, version=(4, 2), origin="test")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "store", tmp_path / "journal")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def context(server: Server, tmp_path: Path) -> Iterator[Context]:
+    store = Local(tmp_path / "store")
+    place = place_of("job", 0, tmp_path / "kept", tmp_path / "run")
+    place.make()
+    yield Context(place, 1, store, KEYS, Options(criu=NO_CRIU))
+    store.close()
+
+
+@contextmanager
+def at_the_gate(context: Context, action: str = "post-dump") -> Iterator[subprocess.Popen[bytes]]:
+    """The script that a criu would wait in."""
+    context.gate.prepare(action)
+    environ = {"CRTOOLS_SCRIPT_ACTION": action, "PATH": os.defpath}
+    with subprocess.Popen([context.gate.script], env=environ) as script:
+        try:
+            wait_for(context.gate.is_held, "the gate")
+            yield script
+        finally:
+            script.kill()
+
+
+@pytest.fixture
+def task() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as task:
+        yield task
+        task.kill()
+
+
+def decided(context: Context, plan: Plan, phase: Phase) -> int:
+    """An epoch that this rank was in, and in which it has not done yet what was decided."""
+    number = epochs.begin(context.store, KEYS, plan)
+    puts = {KEYS.phase(number): phase_text(plan, phase, "x"), KEYS.rank(0): str(number)}
+    if phase is Phase.COMMITTED:
+        puts[KEYS.record(number, 0)] = "record"
+    context.store.write([], [Put(key, value) for key, value in puts.items()])
+    return number
+
+
+def supervisor_of(context: Context) -> Supervisor:
+    return Supervisor(context, SETTINGS, lambda _: None)
+
+
+def test_a_release_leaves_what_an_older_epoch_of_its_number_has_made(context: Context) -> None:
+    images = context.place.images(7)
+    images.mkdir()
+    context.note(epoch=7, images=str(images))
+    Checkpointing(context, Order(7, leave_running=True, restores=0)).release()
+    assert images.is_dir()
+
+
+def test_a_release_leaves_tasks_that_an_older_epoch_of_its_number_has_restored(
+    context: Context, task: subprocess.Popen[bytes]
+) -> None:
+    context.note(pid=task.pid, epoch=7, images=str(context.place.images(2)))
+    Restoring(context, Order(7, leave_running=True, restores=2)).release()
+    assert task.poll() is None
+
+
+def test_nothing_is_left_to_undo_of_an_epoch_that_is_over(context: Context) -> None:
+    context.note(epoch=7, images="/none")
+    supervisor_of(context)._after(Outcome(7, Epoch(Phase.ABORTED, 1), ""))
+    assert (context.state.epoch, context.state.images) == (0, "")
+
+
+def test_what_is_committed_is_not_removed_as_undone(context: Context) -> None:
+    context.note(epoch=7, images=str(context.place.images(7)))
+    Checkpointing(context, Order(7, leave_running=False, restores=0)).finish(leave_running=False)
+    assert context.state.images == ""
+
+
+def test_a_new_command_is_not_ended_by_what_was_decided_of_the_one_before(context: Context) -> None:
+    number = decided(context, Plan(world=1, leave_running=False), Phase.COMMITTED)
+    context.note(epoch=number, images=str(context.place.images(number)))
+    supervisor = supervisor_of(context)
+    pid = supervisor.start(["sleep", "1000"], os.environ)
+    try:
+        supervisor._keeper.take_part(lambda: True)
+        assert read_task(pid).pid == pid
+        assert epochs.standing(context.store, KEYS, number).settled == {0}
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_no_command_is_started_while_the_store_is_away_or_a_criu_waits(
+    context: Context, tmp_path: Path
+) -> None:
+    supervisor = supervisor_of(context)
+    with at_the_gate(context), pytest.raises(JobError, match="a criu still waits"):
+        supervisor.start(["touch", str(tmp_path / "started")], os.environ)
+    context.store = Local(tmp_path / "nowhere")
+    with pytest.raises(StoreError):
+        supervisor_of(context).start(["touch", str(tmp_path / "started")], os.environ)
+    assert context.state.pid == 0
