@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,3 +139,71 @@ def test_no_command_is_started_while_the_store_is_away_or_a_criu_waits(
     with pytest.raises(StoreError):
         supervisor_of(context).start(["touch", str(tmp_path / "started")], os.environ)
     assert context.state.pid == 0
+
+
+def pstree(pid: int) -> bytes:
+    """CRIU's image of a tree that is this process alone (criu/images.py)."""
+    number = bytes([0x80 | pid & 0x7F, 0x80 | pid >> 7 & 0x7F, 0x80 | pid >> 14 & 0x7F, pid >> 21])
+    message = b"".join(bytes([field << 3]) + number for field in (1, 3, 4, 5))
+    message += bytes([2 << 3, 0])
+    return struct.pack("<III", 0x54564319, 0x50273030, len(message)) + message
+
+
+def restored(context: Context, number: int) -> tuple[Restoring, Path]:
+    """A part that an earlier keeper has begun, and criu's file of what it has made."""
+    images = context.place.images(2)
+    images.mkdir()
+    context.note(epoch=number, images=str(images))
+    part = Restoring(context, Order(number, leave_running=True, restores=2, joined=True))
+    return part, context.place.run / "pid"
+
+
+def test_tasks_that_no_keeper_has_noted_are_ended_before_criu_is_told(
+    context: Context, task: subprocess.Popen[bytes]
+) -> None:
+    part, pidfile = restored(context, 3)
+    (part.images / "pstree.img").write_bytes(pstree(task.pid))
+    pidfile.write_text(str(task.pid))
+    with at_the_gate(context, "pre-resume") as script:
+        part.release()
+        assert script.wait(10) != 0
+    assert task.wait(10) == -signal.SIGKILL
+
+
+def test_a_criu_of_whose_tasks_nothing_is_known_is_not_told(context: Context) -> None:
+    part, _ = restored(context, 3)
+    with at_the_gate(context, "pre-resume") as script:
+        with pytest.raises(JobError, match="does not say what it has made"):
+            part.release()
+        assert script.poll() is None
+        assert context.gate.is_held()
+
+
+def test_an_earlier_keepers_criu_is_found_whatever_its_program_is_called(context: Context) -> None:
+    part, _ = restored(context, 3)
+    words = [str(part.images), "--action-script", "/none"]
+    argv = ["sh", "-c", "read -r line", "criu-4.2", *words]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as criu:
+        try:
+            wait_for(part.criu.is_there, "criu", 5)
+        finally:
+            criu.kill()
+    assert not part.criu.is_there()
+
+
+@pytest.mark.parametrize("which", ["kept", "run"])
+def test_a_place_that_others_can_change_is_refused(which: str, tmp_path: Path) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    places = {name: tmp_path / name for name in ("kept", "run")} | {which: open_to_all}
+    with pytest.raises(JobError, match="with mode 0777; whoever can change it"):
+        place_of("job", 0, places["kept"], places["run"]).make()
+
+
+def test_output_is_not_written_through_a_link(context: Context, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    context.place.log.symlink_to(target)
+    with pytest.raises(JobError, match="cannot start"):
+        supervisor_of(context).start(["true"], os.environ)
+    assert not target.exists()

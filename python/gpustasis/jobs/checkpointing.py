@@ -16,6 +16,7 @@ from gpustasis.criu.plugin import plugin_directory
 from gpustasis.driver import ProcessState
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
+from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, find_nft, look, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
 from gpustasis.jobs.work import Order
@@ -140,7 +141,7 @@ class Checkpointing(HasCriu):
             options={"tcp-established": not closing, "tcp-close": closing},
             extra=("--network-lock", "skip", *context.options.extra),
         )
-        criu, leave = context.options.criu, self.order.leave_running
+        criu, leave = unsignalled(context.options.criu), self.order.leave_running
         reached = self.criu.start(
             "post-dump",
             lambda use: run.dump(criu, pid, images, use, leave_running=leave),

@@ -32,8 +32,6 @@ from gpustasis.task import has_driver_thread, read_task
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
-# A criu of another root runs on that root's loader, and has its name.
-_CRIU_COMMS = ("criu", "ld-linux-x86-64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +162,20 @@ class CriuAtGate:
         """Whether it has not ended."""
         if self._thread is not None:
             return self._thread.is_alive()
-        return _has_criu(self._images)
+        return bool(self._pids())
+
+    def traced(self) -> list[int]:
+        """Processes that it holds."""
+        tracers = self._pids()
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc") if tracers else ()):
+            with suppress(CheckpointError):  # it has ended
+                if read_task(int(pid)).tracer in tracers:
+                    found.append(int(pid))
+        return found
+
+    def _pids(self) -> list[int]:
+        return _criu_pids(str(self._images), self._context.state.images)
 
     def wait(self) -> None:
         """A moment."""
@@ -186,20 +197,19 @@ class CriuAtGate:
         return f"{self._context.name}: criu has ended before anything was decided"
 
 
-def _has_criu(images: Path) -> bool:
-    """Whether a criu of this user was started for this directory. By its words: it has them before
-    it has opened anything."""
-    wanted = str(images).encode()
+def _criu_pids(*images: str) -> list[int]:
+    """Those of this user that were started for one of these directories, with a gate. By their
+    words: a criu has them before it has opened anything, whatever its program is called."""
+    wanted = {one.encode() for one in images if one}
+    found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
             place = Path("/proc") / pid
-            if place.stat().st_uid != os.geteuid():
-                continue
-            if (place / "comm").read_text().rstrip("\n") in _CRIU_COMMS:
+            if place.stat().st_uid == os.geteuid():
                 words = (place / "cmdline").read_bytes().split(b"\0")
-                if wanted in words:
-                    return True
-    return False
+                if b"--action-script" in words and wanted.intersection(words):
+                    found.append(int(pid))
+    return found
 
 
 def cuda_processes(pids: Iterable[int]) -> list[int]:

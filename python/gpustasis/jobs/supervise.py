@@ -84,7 +84,7 @@ class Supervisor:
             if int(name) > 2:
                 with suppress(OSError):  # listdir's own
                     os.set_inheritable(int(name), False)
-        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             pid = os.posix_spawnp(
                 command[0],
