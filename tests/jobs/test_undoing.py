@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import struct
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.member import Outcome, Settings
 from gpustasis.jobs.messages import Epoch, Phase
+from gpustasis.jobs.network import Network, look
 from gpustasis.jobs.place import place_of
 from gpustasis.jobs.rank import Context, Options
 from gpustasis.jobs.records import Keys, Plan, phase_text
@@ -29,8 +32,10 @@ from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Supervisor
 from gpustasis.jobs.work import Order
+from gpustasis.streaming.tree import Tree
 from gpustasis.task import read_task
-from support.job_ranks import wait_for
+from support.job_ranks import state_of, wait_for
+from support.ring import put_nft
 
 KEYS = Keys("job")
 SETTINGS = Settings(ttl_s=4, store_s=2)
@@ -207,3 +212,97 @@ def test_output_is_not_written_through_a_link(context: Context, tmp_path: Path) 
     with pytest.raises(JobError, match="cannot start"):
         supervisor_of(context).start(["true"], os.environ)
     assert not target.exists()
+
+
+def test_a_connection_that_came_after_the_lock_aborts(context: Context) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        part = Checkpointing(context, Order(1, leave_running=True, restores=0))
+        part._tree = Tree(os.getpid())
+        with pytest.raises(JobError, match=r"port .* was opened after the network had been locked"):
+            part._require_locked()
+        part._network = look(part._tree.pids)
+        part._require_locked()
+        with (
+            socket.create_connection(listening.getsockname()),
+            pytest.raises(JobError, match=r"the connection of .* after the network"),
+        ):
+            part._require_locked()
+        part._tree.close()
+
+
+def test_ports_without_nft_are_refused_before_anything_is_locked(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpustasis.jobs.rank.find_nft", lambda: None)
+    monkeypatch.setattr("gpustasis.jobs.network.find_nft", lambda: None)
+    part = Checkpointing(context, Order(1, leave_running=True, restores=0))
+    with pytest.raises(JobError, match="no nft"):
+        part._require_known(Network(ports=frozenset([80])))
+    with socket.create_server(("127.0.0.1", 0)):
+        context.note(pid=os.getpid())
+        with pytest.raises(JobError, match="no nft"):
+            part.lock_network()
+    assert not context.state.network
+
+
+@pytest.fixture
+def nft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_nft(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("nft")
+@pytest.mark.parametrize("images", ["", "epoch"])
+def test_what_cannot_be_said_of_the_tasks_leaves_nothing_locked(
+    images: str,
+    context: Context,
+    task: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def why_not_running(tree: Tree, place: Path) -> str:
+        asked.append(place)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(Tree, "why_not_running", why_not_running)
+    context.note(pid=task.pid, epoch=1, images=images, cuda=True, network=True)
+    part = Checkpointing(context, Order(1, leave_running=True, restores=0, joined=True))
+    if images:
+        with pytest.raises(JobError, match="no answer"):
+            part.release()
+    else:
+        part.release()  # there was no criu: nobody is asked
+    assert bool(asked) is bool(images)
+    assert not context.state.network
+    assert not context.state.cuda
+
+
+@pytest.mark.usefixtures("nft")
+def test_the_next_keeper_unlocks_what_was_left_locked(context: Context) -> None:
+    context.note(network=True)
+    assert supervisor_of(context).run(restoring=False).status is None
+    assert not context.state.network
+
+
+def test_tasks_that_run_although_they_are_committed_are_killed_at_once(context: Context) -> None:
+    script = "for i in 1 2 3 4 5 6 7 8 9 10; do sleep 1000 & sleep 0.02; done; wait"
+    with subprocess.Popen(["sh", "-c", script], start_new_session=True) as task:
+        context.note(pid=task.pid, epoch=1)
+        part = Checkpointing(context, Order(1, leave_running=False, restores=0, joined=True))
+        part._tree = Tree(task.pid)
+        begin = time.monotonic()
+        time.sleep(0.1)  # others are made meanwhile
+        part.finish(leave_running=False)
+        assert time.monotonic() - begin < 3
+        assert living(task.pid) == []
+
+
+def living(group: int) -> list[int]:
+    """Processes of a process group that are no zombies."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):
+            if os.getpgid(pid) == group and state_of(pid) != "Z":
+                found.append(pid)
+    return found

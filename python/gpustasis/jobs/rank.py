@@ -22,7 +22,7 @@ from gpustasis.criu.run import Run, Settings
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs.gate import Gate
-from gpustasis.jobs.network import Lock, own_addresses
+from gpustasis.jobs.network import Lock, find_nft, own_addresses
 from gpustasis.jobs.place import Place, State
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Put, Store
@@ -96,6 +96,14 @@ class Context:
         """Have the other ranks know this one's addresses. Raises StoreError."""
         value = {"host": socket.gethostname(), "addresses": sorted(own_addresses())}
         self.store.write([], [Put(self.keys.addresses(self.place.rank), json.dumps(value))])
+
+    def require_nft(self) -> None:
+        """For what the rank has of TCP. Raises JobError."""
+        if find_nft() is None:
+            raise JobError(
+                f"{self.name}: there is no nft to lock its connections and ports with: install "
+                "nftables"
+            )
 
     def unlock_network(self) -> None:
         """If it may be locked."""
@@ -231,7 +239,10 @@ def unlock_cuda(pids: Iterable[int]) -> list[str]:
     """Unlock those that are locked; what is wrong with the others."""
     wrong = []
     using = cuda_processes(pids)
-    driver = load_driver() if using else None
+    try:
+        driver = load_driver() if using else None
+    except CheckpointError as exc:
+        return [str(exc)]
     for pid in using:
         assert driver is not None
         try:

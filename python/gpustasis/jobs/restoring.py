@@ -12,7 +12,7 @@ from gpustasis.errors import CheckpointError, ImageError, JobError
 from gpustasis.jobs import epochs, leftover
 from gpustasis.jobs.dumps import DumpRecord, record_of, require_same
 from gpustasis.jobs.gate import unsignalled
-from gpustasis.jobs.network import find_nft, own_addresses
+from gpustasis.jobs.network import Network, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
@@ -48,13 +48,9 @@ class Restoring(HasCriu):
         for task in read_pstree(images):
             if Path(f"/proc/{task.pid}").exists():
                 raise JobError(f"{context.name}: process {task.pid} exists, and is to be restored")
-        if context.options.tcp_close or not record.network.connections:
+        if context.options.tcp_close or record.network == Network():
             return
-        if find_nft() is None:
-            raise JobError(
-                f"{context.name}: there is no nft to lock its connections with until all ranks "
-                "are there: install nftables"
-            )
+        context.require_nft()
         leftover.require_unused(record.network.connections)
         own = own_addresses()
         for connection in sorted(record.network.connections):
@@ -75,6 +71,7 @@ class Restoring(HasCriu):
         self.touched = True
         context.note(epoch=self.order.number, images=str(self.images), cuda=False)
         if not context.options.tcp_close and record.network.connections | record.network.ports:
+            context.require_nft()
             context.note(network=True)
             context.lock.take(record.network)
             leftover.end(record.network.connections)

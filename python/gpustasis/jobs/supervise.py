@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gpustasis.errors import JobError, StoreError
+from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
@@ -150,17 +150,19 @@ class Supervisor:
 
     def _unlock_first(self, is_over: Callable[[], bool]) -> None:
         """As soon as the store says that nothing is open, which would do it."""
-        if not self._context.state.cuda and not self._context.state.network:
-            return
-        while not is_over():
+        while self._context.state.cuda or self._context.state.network:
             try:
-                if self._keeper.has_open():
-                    return
+                if not self._keeper.has_open():
+                    self._unlock_left()
             except StoreError as exc:
                 log.info("%s waits for the store: %s", self._context.name, exc)
+                if is_over():
+                    return
                 time.sleep(_AGAIN_S)
+            except CheckpointError as exc:  # the tasks have a keeper all the same
+                self._told(str(exc))
+                return
             else:
-                self._unlock_left()
                 return
 
     def _part(self, order: Order) -> Part:
