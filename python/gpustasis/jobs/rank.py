@@ -27,7 +27,7 @@ from gpustasis.jobs.place import Place, State
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.work import Order
-from gpustasis.task import has_driver_thread, read_task
+from gpustasis.task import has_driver_thread, misleading_thread, read_task
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,15 @@ def _criu_pids(*images: str) -> list[int]:
 
 
 def cuda_processes(pids: Iterable[int]) -> list[int]:
-    """Those that the driver has a thread in."""
+    """Those that the driver has a thread in. Raises JobError if one of them would mislead it."""
+    using = _using(pids)
+    for pid in using:
+        if misled := misleading_thread(pid):
+            raise JobError(f"{misled}; the driver is not asked about it")
+    return using
+
+
+def _using(pids: Iterable[int]) -> list[int]:
     found = []
     for pid in pids:
         with suppress(CheckpointError):  # it has ended
@@ -237,13 +245,14 @@ def load_driver() -> Driver:
 
 def unlock_cuda(pids: Iterable[int]) -> list[str]:
     """Unlock those that are locked; what is wrong with the others."""
-    wrong = []
-    using = cuda_processes(pids)
+    using = {pid: misleading_thread(pid) for pid in _using(pids)}
+    wrong = [f"{misled}; the driver is not asked about it" for misled in using.values() if misled]
+    asked = [pid for pid, misled in using.items() if not misled]
     try:
-        driver = load_driver() if using else None
+        driver = load_driver() if asked else None
     except CheckpointError as exc:
-        return [str(exc)]
-    for pid in using:
+        return [*wrong, str(exc)]
+    for pid in asked:
         assert driver is not None
         try:
             state = driver.get_state(pid)
@@ -257,16 +266,20 @@ def unlock_cuda(pids: Iterable[int]) -> list[str]:
 
 
 class RankWork:
-    """A work.Work. make: the part for an order."""
+    """A work.Work. make: the part for an order. lives: whether the rank's tasks do."""
 
-    def __init__(self, make: Callable[[Order], Part]) -> None:
+    def __init__(self, make: Callable[[Order], Part], lives: Callable[[], bool]) -> None:
         self._make = make
+        self._lives = lives
         self._part: Part | None = None
         self.order: Order | None = None
 
     def enter(self, order: Order) -> None:
         self.order = order
         self._part = self._make(order)
+
+    def has_tasks(self) -> bool:
+        return self._lives()
 
     @property
     def part(self) -> Part:

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _AGAIN_S = 0.2  # before a store is asked again that has not answered
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _NAMED = frozenset((WORKER_COMM, GUARDIAN_COMM))
 
 
@@ -48,13 +49,14 @@ class Supervisor:
     def __init__(self, context: Context, settings: Settings, told: Callable[[str], object]) -> None:
         self._context = context
         self._told = told
-        self._work = RankWork(self._part)
+        self._work = RankWork(self._part, lambda: context.state.lives)
         place = context.place
         self._keeper = Keeper(
             context.store, context.keys, place.rank, context.world, self._work, settings
         )
         self._held: tuple[int, int] = (0, -1)  # the root and its pidfd
         self._status: int | None = None
+        self._is_asked_to_end = False
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
             raise JobError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
@@ -112,7 +114,7 @@ class Supervisor:
         waits = restoring and not self._context.state.lives
 
         def is_over() -> bool:
-            return self._has_ended() and not waits
+            return self._has_ended() and (not waits or self._is_asked_to_end)
 
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
@@ -229,7 +231,11 @@ class Supervisor:
 
     def _forward(self, number: int, _: object) -> None:
         pid = self._context.state.pid
-        if self._context.state.lives:
+        if not self._context.state.lives:
+            if number in _ENDING:  # as soon as no epoch is under way, which may bring tasks
+                self._is_asked_to_end = True
+                self._status = 128 + number
+        else:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 

@@ -27,6 +27,9 @@ class Work(Protocol):
     def enter(self, order: Order) -> None:
         """Before anything else of an epoch."""
 
+    def has_tasks(self) -> bool:
+        """Whether the rank's tasks live here."""
+
     def look(self) -> None: ...
 
     def lock_cuda(self) -> None: ...
