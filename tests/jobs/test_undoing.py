@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,19 @@ def test_tasks_that_no_keeper_has_noted_are_ended_before_criu_is_told(
         part.release()
         assert script.wait(10) != 0
     assert task.wait(10) == -signal.SIGKILL
+
+
+def test_a_later_process_of_the_number_is_left_alone(
+    context: Context, task: subprocess.Popen[bytes]
+) -> None:
+    part, pidfile = restored(context, 3)
+    (part.images / "pstree.img").write_bytes(pstree(task.pid))
+    pidfile.write_text(str(task.pid))
+    context.note(pid=task.pid)
+    context.state = replace(context.state, start_time=context.state.start_time - 1)
+    part.release()
+    assert task.poll() is None
+    assert not pidfile.exists()
 
 
 def test_a_criu_of_whose_tasks_nothing_is_known_is_not_told(context: Context) -> None:

@@ -69,7 +69,7 @@ class Restoring(HasCriu):
         context, record = self.context, self._read()
         self._pidfile.unlink(missing_ok=True)  # of an earlier one
         self.touched = True
-        context.note(epoch=self.order.number, images=str(self.images), cuda=False)
+        context.note(pid=0, epoch=self.order.number, images=str(self.images), cuda=False)
         if not context.options.tcp_close and record.network.connections | record.network.ports:
             context.require_nft()
             context.note(network=True)
@@ -124,6 +124,7 @@ class Restoring(HasCriu):
             tree.close()
             if not ended:
                 raise JobError(f"{context.name}: not every process has ended, of {tree.pids}")
+        self._pidfile.unlink(missing_ok=True)  # the number is another process's from here on
         context.unlock_network()
         context.note(pid=0)
 
@@ -146,7 +147,7 @@ class Restoring(HasCriu):
                 "made: it is not answered; end its tasks, and then criu"
             ) from exc
         try:
-            if read_task(pid).inner_pid == read_pstree(self.images)[0].pid:
+            if self._is_root(pid):
                 return Tree(pid)
         except ImageError:
             raise
@@ -159,6 +160,13 @@ class Restoring(HasCriu):
                 f"{left[0]}: it is not answered; end that one, and then criu"
             )
         return None
+
+    def _is_root(self, pid: int) -> bool:
+        """Whether the process of this number is what criu has made, and not a later one. Raises
+        CheckpointError."""
+        task, state = read_task(pid), self.context.state
+        is_noted = state.pid != pid or state.start_time == task.start_time
+        return is_noted and task.inner_pid == read_pstree(self.images)[0].pid
 
     def finish(self, *, leave_running: bool) -> None:
         """They run. leave_running is always true: nobody begins another restore."""
