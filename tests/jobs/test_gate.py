@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.jobs.gate import Gate
+from gpustasis.criu.find import Criu
+from gpustasis.jobs.gate import Gate, unsignalled
+from support.job_ranks import wait_for
 
 START_MS = 30
 
@@ -72,6 +74,28 @@ def test_a_script_that_is_killed_is_a_no(gate: Gate) -> None:
         script.send_signal(signal.SIGKILL)
         assert script.wait(10) != 0
     assert not gate.is_held()
+
+
+@pytest.mark.parametrize("name", ["HUP", "INT", "QUIT", "ALRM", "TERM", "USR1", "USR2", "PIPE"])
+def test_what_ends_a_keeper_ends_no_script_and_no_criu(gate: Gate, name: str) -> None:
+    number = signal.Signals[f"SIG{name}"]
+    with criu(gate, "post-dump") as script:
+        wait_until_held(gate)
+        script.send_signal(number)
+        time.sleep(0.05)
+        assert script.poll() is None
+        assert gate.say(yes=True)
+        assert script.wait(10) == 0
+    sleep = Criu(program=Path("/bin/sleep"), root=None, version=(4, 2), origin="test")
+    with subprocess.Popen([*unsignalled(sleep).command(os.environ), "1000"]) as program:
+        try:
+            comm = Path(f"/proc/{program.pid}/comm")
+            wait_for(lambda: comm.read_text() == "sleep\n", "sleep")
+            program.send_signal(number)
+            time.sleep(0.05)
+            assert program.poll() is None
+        finally:
+            program.kill()
 
 
 def test_where_nothing_may_be_written_criu_does_not_go_on(gate: Gate, tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ class QuickTasks:
 
     def enter(self, order: object) -> None: ...
 
+    def has_tasks(self) -> bool:
+        return True
+
     def slipped(self) -> str:
         return ""
 

@@ -63,6 +63,9 @@ class Task:
     def enter(self, order: Order) -> None:
         self.order = order
 
+    def has_tasks(self) -> bool:
+        return True
+
     def slipped(self) -> str:
         return ""
 

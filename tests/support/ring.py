@@ -137,13 +137,14 @@ class Ring:
 
     def start_restoring(self) -> None:
         """Keepers that wait for `job restore`, all of them."""
-        before = [self.log(rank).count("waits to be restored") for rank in range(WORLD)]
+
+        def waiting() -> list[int]:  # of a log that is cut, the first ones are gone
+            logs = [(self.directory / f"keeper-{rank}").read_text() for rank in range(WORLD)]
+            return [log.count("waits to be restored") for log in logs]
+
+        before = waiting()
         self.start_all("--restore", command=False)
-        self.wait(
-            lambda: all(
-                self.log(rank).count("waits to be restored") > before[rank] for rank in range(WORLD)
-            )
-        )
+        self.wait(lambda: all(now > was for now, was in zip(waiting(), before, strict=True)))
 
     def job(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """`gpustasis job WORD NAME ...`."""

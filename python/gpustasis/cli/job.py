@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from gpustasis.cli.framework import Group
 from gpustasis.cli.job_options import open_store, store_options
 from gpustasis.cli.job_run import run
 from gpustasis.cli.options import threads_option
-from gpustasis.errors import JobError
+from gpustasis.errors import CheckpointError, JobError
 from gpustasis.text import mib, plural
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ def _hold(store: Store, keys: Keys, plan: Plan, timeout_s: float, look_limit: fl
     found = epochs.standing(store, keys, number)
     decided = 0.0
     joined: set[int] = set()
-    with output.status(what) as update:
+    with output.status(what) as update, _withdrawn(store, keys, number):
         while True:
             with suppress(Unreachable):  # the ranks decide without us
                 found = epochs.standing(store, keys, number)
@@ -302,6 +303,22 @@ def _hold(store: Store, keys: Keys, plan: Plan, timeout_s: float, look_limit: fl
                     break
             time.sleep(_POLL_S)
     _tell(keys, found, time.monotonic() - begin)
+
+
+@contextmanager
+def _withdrawn(store: Store, keys: Keys, number: int) -> Iterator[None]:
+    """An order that nobody waits for any more must not be carried out later, when its ranks come:
+    it is aborted, if no rank has been locked for it."""
+    from gpustasis.jobs import epochs
+    from gpustasis.jobs.messages import Phase
+
+    try:
+        yield
+    except BaseException:
+        with suppress(CheckpointError):  # whatever has ended us is told
+            if epochs.phase(store, keys, number)[0].phase is Phase.LOOK:
+                epochs.abort(store, keys, number, "whoever asked has gone")
+        raise
 
 
 def _too_late(

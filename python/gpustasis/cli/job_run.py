@@ -72,6 +72,14 @@ def _seconds(
 @_seconds("--cuda-limit", _LIMITS.lock_cuda_s, "To lock CUDA.")
 @_seconds("--network-limit", _LIMITS.lock_network_s, "To lock the network.")
 @_seconds("--dump-limit", _LIMITS.dump_s, "For all dumps, or restores, and their decision.")
+@click.option(
+    "--writes",
+    type=click.FloatRange(min=1),
+    default=1000.0,
+    show_default=True,
+    metavar="N",
+    help="Writes a second that the whole job may ask of the store; the same for all ranks.",
+)
 @store_options
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 def run(
@@ -90,6 +98,7 @@ def run(
     cuda_limit: float,
     network_limit: float,
     dump_limit: float,
+    writes: float,
     words: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -115,7 +124,7 @@ def run(
     limits = Limits(
         look_s=look_limit, lock_cuda_s=cuda_limit, lock_network_s=network_limit, dump_s=dump_limit
     )
-    settings = Settings(limits=limits, ttl_s=ttl, store_s=away)
+    settings = Settings(limits=limits, ttl_s=ttl, store_s=away, writes_per_s=writes)
     use = Options(
         criu=find(criu_program),
         tcp_close=tcp_close,

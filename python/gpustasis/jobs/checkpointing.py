@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 from contextlib import suppress
 
@@ -16,7 +17,8 @@ from gpustasis.criu.plugin import plugin_directory
 from gpustasis.driver import ProcessState
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
-from gpustasis.jobs.network import Network, find_nft, look, own_addresses
+from gpustasis.jobs.gate import unsignalled
+from gpustasis.jobs.network import Network, look, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree, resident_bytes
@@ -76,14 +78,10 @@ class Checkpointing(HasCriu):
     def _require_known(self, network: Network) -> None:
         """Connections lead to other ranks, as far as addresses tell."""
         context = self.context
-        if not network.connections or context.options.tcp_close:
+        if network == Network() or context.options.tcp_close:
             return
-        if find_nft() is None:
-            raise JobError(
-                f"{context.name} has {len(network.connections)} connections, and there is no nft "
-                "to lock them with: install nftables"
-            )
-        if context.options.outside:
+        context.require_nft()
+        if context.options.outside or not network.connections:
             return
         keys = [context.keys.addresses(rank) for rank in range(context.world)]
         known: set[str] = set(own_addresses())
@@ -102,6 +100,7 @@ class Checkpointing(HasCriu):
     def lock_cuda(self) -> None:
         """Work that was given to the GPUs ends; new work waits."""
         context = self.context
+        self.touched = True
         context.note(epoch=self.order.number, images="", cuda=True)
         tree = Tree(context.state.pid)
         try:
@@ -119,11 +118,10 @@ class Checkpointing(HasCriu):
         tree = Tree(context.state.pid)
         try:
             pids = tree.pids
-            if not context.options.tcp_close and (found := look(pids)) != Network():
+            if not context.options.tcp_close and look(pids) != Network():
+                context.require_nft()
                 context.note(network=True)
-                self._network = context.lock.take_of(pids) if found.connections else found
-                if not found.connections:
-                    context.lock.take(found)
+                self._network = context.lock.take_of(pids)
         finally:
             tree.close()
 
@@ -139,7 +137,7 @@ class Checkpointing(HasCriu):
             options={"tcp-established": not closing, "tcp-close": closing},
             extra=("--network-lock", "skip", *context.options.extra),
         )
-        criu, leave = context.options.criu, self.order.leave_running
+        criu, leave = unsignalled(context.options.criu), self.order.leave_running
         reached = self.criu.start(
             "post-dump",
             lambda use: run.dump(criu, pid, images, use, leave_running=leave),
@@ -149,6 +147,7 @@ class Checkpointing(HasCriu):
             raise self.criu.failed or JobError(f"{context.name}: criu has ended without asking")
         self._tree = Tree(pid)
         self._tree.require_all(images)
+        self._require_locked()
         make_durable(images)
         size, digest = seal_of(images)
         identity, parent = identity_of(images)
@@ -165,10 +164,24 @@ class Checkpointing(HasCriu):
             network=self._network,
         ).to_text()
 
+    def _require_locked(self) -> None:
+        """Nothing was connected after the lock, which does not hold it then. They stand still."""
+        if self.context.options.tcp_close or self._tree is None:
+            return
+        found = look(self._tree.pids)
+        new = sorted(found.connections - self._network.connections)
+        ports = sorted(found.ports - self._network.ports)
+        if new or ports:
+            what = f"the connection of {new[0]}" if new else f"port {ports[0]}"
+            raise JobError(
+                f"{self.context.name}: {what} was opened after the network had been locked; try "
+                "again"
+            )
+
     def release(self) -> None:
         """The tasks run on; what was dumped is of no use, and removed."""
-        if self.context.state.epoch != self.order.number:
-            return  # nothing was touched
+        if not self.is_touched():
+            return
         self.criu.end(yes=False)
         self._bring_back()
         if self.context.state.images == str(self.images):  # this epoch has made it
@@ -183,17 +196,24 @@ class Checkpointing(HasCriu):
                 f"{self.context.name}: process {state.pid} was not dumped by epoch "
                 f"{self.order.number}: it is left as it is"
             )
-        if leave_running:
-            self.criu.end(yes=True)
-            self._bring_back()
-            return
+        try:
+            if leave_running:
+                self.criu.end(yes=True)
+                self._bring_back()
+            else:
+                self._end_tasks()
+        finally:
+            self.context.note(images="")  # it is committed: nobody may remove it as undone
+
+    def _end_tasks(self) -> None:
         context = self.context
         tree = self._tree
         if tree is None and context.state.lives:
             tree = Tree(context.state.pid)
+        slipped = self.criu.slipped()
         self.criu.end(yes=True)
-        if tree is not None and not tree.all_ended(_ENDING_S, lambda: None):
-            tree.kill()
+        if tree is not None and (slipped or not tree.all_ended(_ENDING_S, lambda: None)):
+            tree = _killed(tree)
             if not tree.all_ended(_ENDED_S, lambda: None):
                 raise JobError(f"{context.name}: not every process has ended, of {tree.pids}")
         self._close_tree(tree)
@@ -201,42 +221,68 @@ class Checkpointing(HasCriu):
         context.note(pid=0, cuda=False)
 
     def _bring_back(self) -> None:
-        """Wait until they have all that is theirs, and unlock them."""
+        """Wait until they have all that is theirs, and unlock them, whatever is wrong with them:
+        nobody does it later."""
         context = self.context
         wrong: list[str] = []
         self._close_tree(self._tree)
-        if not context.state.lives:
-            wrong.append(f"{context.name}: its tasks have ended")
-        else:
-            try:
-                tree = Tree(context.state.pid)
-            except CheckpointError as exc:
-                wrong.append(str(exc))
+        try:
+            if not context.state.lives:
+                wrong.append(f"{context.name}: its tasks have ended")
             else:
-                wrong += self._unlock(tree)
-                tree.close()
-        context.unlock_network()
+                tree = Tree(context.state.pid)
+                try:
+                    wrong += self._unlock(tree)
+                finally:
+                    tree.close()
+        except CheckpointError as exc:
+            wrong.append(str(exc))
+        finally:
+            context.unlock_network()
         if wrong:
             raise JobError("; ".join(wrong))
 
     def _unlock(self, tree: Tree) -> list[str]:
         """What is wrong with the tasks. A criu that has succeeded has brought back all that is
         theirs: they need not wait until that is looked at. Of another one the plugin's worker does
-        it, after criu's end."""
+        it, after criu's end. Where no criu was, nothing has to be brought back."""
         context = self.context
-        if self.criu.done is not None:
-            wrong = unlock_cuda(tree.pids) if context.state.cuda else []
-            context.unlock_network()
-        elif looked := tree.why_not_running(self.images):
-            return [looked]
-        else:
-            wrong = unlock_cuda(tree.pids) if context.state.cuda else []
-        context.note(cuda=bool(wrong))
-        if self.criu.done is not None:
-            wrong += filter(None, [tree.why_not_running(self.images)])
-        return wrong
+        has_succeeded = self.criu.done is not None
+        wrong: list[str] = []
+        if not has_succeeded and context.state.images:
+            wrong += self._why_not_running(tree)
+        locked = unlock_cuda(tree.pids) if context.state.cuda else []
+        context.note(cuda=bool(locked))
+        context.unlock_network()
+        if has_succeeded:
+            wrong += self._why_not_running(tree)
+        return wrong + locked
+
+    def _why_not_running(self, tree: Tree) -> list[str]:
+        try:
+            looked = tree.why_not_running(self.images)
+        except Exception as exc:  # noqa: BLE001 - they are unlocked all the same
+            looked = str(exc) or type(exc).__name__
+        return [looked] if looked else []
 
     def _close_tree(self, tree: Tree | None) -> None:
         if tree is not None:
             tree.close()
         self._tree = None
+
+
+def _killed(tree: Tree) -> Tree:
+    """The tree, which may run and have made others since it was walked; all of it is killed."""
+    while True:
+        tree.kill(signal.SIGSTOP)  # no process makes another from here on
+        try:
+            again = Tree(tree.root)
+        except CheckpointError:  # the root has ended
+            break
+        is_all = set(again.pids) <= set(tree.pids)
+        tree.close()
+        tree = again
+        if is_all:
+            break
+    tree.kill()
+    return tree

@@ -176,7 +176,7 @@ class Exchange:
             until += [max(self._turns[kind], now + _SOON_S) for kind in self._pending]
             until += [now + _SOON_S] * (self._lead_asks is not None)
         if now < self._again_at:
-            until = [self._again_at]
+            until = [min(self._again_at, now + _IDLE_S)]  # time passes meanwhile
         return max(0.0, min(until) - now)
 
     def _watch_all(self, revision: int) -> None:

@@ -3,8 +3,8 @@
 `pre-resume`. The tasks stand until then.
 
 The script belongs to no keeper: one that ends leaves it waiting, and the next one of the rank finds
-it. It is a shell, and reads the decision from a FIFO; only criu's death, or its own, ends it before
-one comes.
+it. It is a shell, and reads the decision from a FIFO; only criu's death, or its own by SIGKILL,
+ends it before one comes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,42 @@ import errno
 import os
 import select
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from gpustasis.criu.find import Criu
 from gpustasis.errors import JobError
 
+# By criu and its script: a supervisor that ends the keeper often tells all that it has started.
+IGNORED = "HUP INT QUIT ALRM TERM USR1 USR2 PIPE"
 _YES, _NO = b"yes\n", b"no\n"
 # Of read and write, so that it neither waits for the other end nor sees it close.
 _SCRIPT = """\
 #!/bin/sh
+trap '' {ignored}
 [ "$CRTOOLS_SCRIPT_ACTION" = {action} ] || exit 0
 exec 3<>{decision} 4<>{reached} || exit 1
 echo "$CRTOOLS_INIT_PID" >&4
 read -r word <&3
 [ "$word" = yes ]
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Unsignalled(Criu):
+    """A criu that ignores what its script ignores. Tasks are restored with their own handling."""
+
+    def command(self, environ: Mapping[str, str]) -> list[str]:
+        """As Criu.command."""
+        words = ["/bin/sh", "-c", f"trap '' {IGNORED}; exec \"$@\"", "sh"]
+        return [*words, *Criu.command(self, environ)]
+
+
+def unsignalled(criu: Criu) -> Unsignalled:
+    """The same program."""
+    return Unsignalled(**{one.name: getattr(criu, one.name) for one in fields(criu)})
 
 
 class Gate:
@@ -46,6 +67,7 @@ class Gate:
             os.mkfifo(fifo, 0o600)
         self.script.unlink(missing_ok=True)
         text = _SCRIPT.format(
+            ignored=IGNORED,
             action=action,
             decision=shlex.quote(str(self._decision)),
             reached=shlex.quote(str(self._reached)),

@@ -4,12 +4,14 @@ of them go."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs
 from gpustasis.jobs.dumps import DumpRecord, problems_of, record_of
@@ -112,6 +114,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     whole = [one for one in found if one.is_whole]
     newest = store.read(keys.newest).entries[keys.newest]
     done = []
+    problems: list[str] = []  # the others go all the same
     for one in found:
         if one.plan.restores or one.epoch.phase is not Phase.COMMITTED:
             continue
@@ -122,9 +125,16 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
             requires = [Require(keys.newest, newest.revision), Require(keys.pruned(one.number), 0)]
             if not store.write(requires, [Put(keys.pruned(one.number), "1")]).applied:
                 raise JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
-        removed = [place for record in records_of(one) if (place := _remove(record, one.number))]
+        removed = []
+        for record in records_of(one):
+            try:
+                removed += [place] if (place := _remove(record, one.number)) else []
+            except JobError as exc:
+                problems.append(str(exc))
         if removed or not one.pruned:
             done.append(Pruned(one.number, removed))
+    if problems:
+        raise JobError("; ".join(problems))
     return done
 
 
@@ -134,10 +144,19 @@ def _remove(record: DumpRecord, number: int) -> str:
     if record.host != socket.gethostname() or not place.is_dir() or place.is_symlink():
         return ""
     # The store is others' as well: only what is named as keepers name it, and holds a dump.
-    if place.name != f"epoch-{number:08d}" or not (place / "inventory.img").is_file():
+    names = os.listdir(place)
+    is_dump = not names or (place / INVENTORY_NAME).is_file()
+    if place.name != f"epoch-{number:08d}" or not is_dump:
         raise JobError(f"{place} is not named as a dump of epoch {number}, or is none: left alone")
     try:
-        shutil.rmtree(place)
+        # Last, so that what is left of a prune that was killed is known as a dump.
+        for name in sorted(names, key=lambda one: (one == INVENTORY_NAME, one)):
+            part = place / name
+            if part.is_dir() and not part.is_symlink():
+                shutil.rmtree(part)
+            else:
+                part.unlink()
+        place.rmdir()
     except OSError as exc:
         raise JobError(f"cannot remove {place}: {exc.strerror}") from exc
     return str(place)

@@ -39,7 +39,7 @@ from gpustasis.jobs.pace import Pace
 from gpustasis.jobs.protocol import advance, returned
 from gpustasis.jobs.records import Keys, number_of, storable
 from gpustasis.jobs.seat import Found, Seat
-from gpustasis.jobs.store import Store, Unreachable, WatchLost
+from gpustasis.jobs.store import Store, WatchLost
 from gpustasis.jobs.work import Order, Work
 
 __all__ = ["Keeper", "Outcome", "Settings", "Work"]
@@ -97,6 +97,13 @@ class Keeper:
         finally:
             attendance.close()
 
+    def has_open(self) -> bool:
+        """Whether the rank had joined an epoch that it has not settled. Raises JobError,
+        StoreError: only the store knows."""
+        key = self._keys.rank(self._rank)
+        joined = number_of(key, self._store.read(key).entries.get(key))
+        return joined != 0 and self._is_open(joined)
+
     def _find(self, is_over: Callable[[], bool]) -> int | None:
         keys = self._keys
         while True:
@@ -119,7 +126,7 @@ class Keeper:
                 turn = time.monotonic() + self._pace.starting_s
                 while not is_over() and time.monotonic() < turn:
                     time.sleep(min(SLICE_S, turn - time.monotonic()))
-            except (Unreachable, WatchLost) as exc:
+            except StoreError as exc:
                 log.info("rank %d waits for the store: %s", self._rank, exc)
                 if is_over():
                     return None
@@ -159,6 +166,8 @@ class _Attendance(Exchange):
         epoch = self._me.epoch
         assert epoch is not None
         if self._me.place is Place.OVER and not epoch.phase.is_final:
+            if self._work.has_tasks():  # another one must not dump, or restore, this rank
+                self._seat.refuse(f"rank {self._seat.rank}: {self._me.problem}, and its tasks run")
             raise JobError(f"{self._seat.name}: {self._me.problem}")
         return Outcome(self._seat.number, epoch, self._me.problem)
 
@@ -189,7 +198,8 @@ class _Attendance(Exchange):
                 self._unwatch()
                 time.sleep(_AGAIN_S)
         epoch = found.epoch
-        self._work.enter(Order(self._seat.number, epoch.leave_running, epoch.restores))
+        order = Order(self._seat.number, epoch.leave_running, epoch.restores, found.joined)
+        self._work.enter(order)
         self._contact = self._beaten = now = time.monotonic()
         self._after(
             returned(
@@ -263,6 +273,9 @@ class _Attendance(Exchange):
 
     def _led(self) -> None:
         """The lead asks for what follows from what it has read."""
-        if self._seat.rank != LEAD or self._me.epoch is None or self._me.aborting:
+        if self._seat.rank != LEAD or self._me.epoch is None:
+            return
+        if self._me.aborting:
+            self._lead_asks = None
             return
         self._lead_asks = self._seat.next_move(self._me.epoch, self._world)

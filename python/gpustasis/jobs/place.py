@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError, JobError
-from gpustasis.files import make_directories, replace_file
+from gpustasis.files import changeable_by_others, make_directories, replace_file
 from gpustasis.task import boot_id, read_task
 
 STATE_DIRECTORY = "/run/gpustasis/jobs"
@@ -65,10 +65,17 @@ class Place:
         return self.directory / f"epoch-{epoch:08d}"
 
     def make(self) -> None:
-        """Raises JobError."""
+        """Raises JobError, also if others than root and this user can change what is there."""
         try:
             make_directories(str(self.directory), 0o700)
             make_directories(str(self.run), 0o700)
+            for place in (self.directory, self.run):
+                wrong = next(changeable_by_others(str(place), owners=(0, os.geteuid())), None)
+                if wrong is not None:
+                    raise JobError(
+                        f"{place} cannot be used: {wrong}; whoever can change it decides what is "
+                        "run as this user"
+                    )
         except OSError as exc:
             raise JobError(f"cannot make {exc.filename}: {exc.strerror}") from exc
 

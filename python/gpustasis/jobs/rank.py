@@ -22,18 +22,16 @@ from gpustasis.criu.run import Run, Settings
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs.gate import Gate
-from gpustasis.jobs.network import Lock, own_addresses
+from gpustasis.jobs.network import Lock, find_nft, own_addresses
 from gpustasis.jobs.place import Place, State
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.work import Order
-from gpustasis.task import has_driver_thread, read_task
+from gpustasis.task import has_driver_thread, misleading_thread, read_task
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
-# A criu of another root runs on that root's loader, and has its name.
-_CRIU_COMMS = ("criu", "ld-linux-x86-64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +96,14 @@ class Context:
         """Have the other ranks know this one's addresses. Raises StoreError."""
         value = {"host": socket.gethostname(), "addresses": sorted(own_addresses())}
         self.store.write([], [Put(self.keys.addresses(self.place.rank), json.dumps(value))])
+
+    def require_nft(self) -> None:
+        """For what the rank has of TCP. Raises JobError."""
+        if find_nft() is None:
+            raise JobError(
+                f"{self.name}: there is no nft to lock its connections and ports with: install "
+                "nftables"
+            )
 
     def unlock_network(self) -> None:
         """If it may be locked."""
@@ -164,7 +170,20 @@ class CriuAtGate:
         """Whether it has not ended."""
         if self._thread is not None:
             return self._thread.is_alive()
-        return _has_criu(self._images)
+        return bool(self._pids())
+
+    def traced(self) -> list[int]:
+        """Processes that it holds."""
+        tracers = self._pids()
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc") if tracers else ()):
+            with suppress(CheckpointError):  # it has ended
+                if read_task(int(pid)).tracer in tracers:
+                    found.append(int(pid))
+        return found
+
+    def _pids(self) -> list[int]:
+        return _criu_pids(str(self._images), self._context.state.images)
 
     def wait(self) -> None:
         """A moment."""
@@ -186,24 +205,31 @@ class CriuAtGate:
         return f"{self._context.name}: criu has ended before anything was decided"
 
 
-def _has_criu(images: Path) -> bool:
-    """Whether a criu of this user was started for this directory. By its words: it has them before
-    it has opened anything."""
-    wanted = str(images).encode()
+def _criu_pids(*images: str) -> list[int]:
+    """Those of this user that were started for one of these directories, with a gate. By their
+    words: a criu has them before it has opened anything, whatever its program is called."""
+    wanted = {one.encode() for one in images if one}
+    found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
             place = Path("/proc") / pid
-            if place.stat().st_uid != os.geteuid():
-                continue
-            if (place / "comm").read_text().rstrip("\n") in _CRIU_COMMS:
+            if place.stat().st_uid == os.geteuid():
                 words = (place / "cmdline").read_bytes().split(b"\0")
-                if wanted in words:
-                    return True
-    return False
+                if b"--action-script" in words and wanted.intersection(words):
+                    found.append(int(pid))
+    return found
 
 
 def cuda_processes(pids: Iterable[int]) -> list[int]:
-    """Those that the driver has a thread in."""
+    """Those that the driver has a thread in. Raises JobError if one of them would mislead it."""
+    using = _using(pids)
+    for pid in using:
+        if misled := misleading_thread(pid):
+            raise JobError(f"{misled}; the driver is not asked about it")
+    return using
+
+
+def _using(pids: Iterable[int]) -> list[int]:
     found = []
     for pid in pids:
         with suppress(CheckpointError):  # it has ended
@@ -219,10 +245,14 @@ def load_driver() -> Driver:
 
 def unlock_cuda(pids: Iterable[int]) -> list[str]:
     """Unlock those that are locked; what is wrong with the others."""
-    wrong = []
-    using = cuda_processes(pids)
-    driver = load_driver() if using else None
-    for pid in using:
+    using = {pid: misleading_thread(pid) for pid in _using(pids)}
+    wrong = [f"{misled}; the driver is not asked about it" for misled in using.values() if misled]
+    asked = [pid for pid, misled in using.items() if not misled]
+    try:
+        driver = load_driver() if asked else None
+    except CheckpointError as exc:
+        return [*wrong, str(exc)]
+    for pid in asked:
         assert driver is not None
         try:
             state = driver.get_state(pid)
@@ -236,16 +266,20 @@ def unlock_cuda(pids: Iterable[int]) -> list[str]:
 
 
 class RankWork:
-    """A work.Work. make: the part for an order."""
+    """A work.Work. make: the part for an order. lives: whether the rank's tasks do."""
 
-    def __init__(self, make: Callable[[Order], Part]) -> None:
+    def __init__(self, make: Callable[[Order], Part], lives: Callable[[], bool]) -> None:
         self._make = make
+        self._lives = lives
         self._part: Part | None = None
         self.order: Order | None = None
 
     def enter(self, order: Order) -> None:
         self.order = order
         self._part = self._make(order)
+
+    def has_tasks(self) -> bool:
+        return self._lives()
 
     @property
     def part(self) -> Part:
@@ -282,10 +316,16 @@ class RankWork:
 
 
 class HasCriu:
-    """What both kinds of parts share."""
+    """What both kinds of parts share. touched: this epoch may have done something to the tasks: the
+    state's number alone does not tell, for a store that has lost its entries counts anew."""
 
     def __init__(self, context: Context, order: Order, images: Path) -> None:
         self.context = context
         self.order = order
         self.images = images
+        self.touched = order.joined
         self.criu = CriuAtGate(context, images)
+
+    def is_touched(self) -> bool:
+        """Whether there may be something to undo."""
+        return self.touched and self.context.state.epoch == self.order.number

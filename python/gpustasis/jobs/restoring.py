@@ -8,13 +8,15 @@ from pathlib import Path
 
 from gpustasis.criu import run
 from gpustasis.criu.images import read_pstree
-from gpustasis.errors import CheckpointError, JobError
+from gpustasis.errors import CheckpointError, ImageError, JobError
 from gpustasis.jobs import epochs, leftover
 from gpustasis.jobs.dumps import DumpRecord, record_of, require_same
-from gpustasis.jobs.network import find_nft, own_addresses
+from gpustasis.jobs.gate import unsignalled
+from gpustasis.jobs.network import Network, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
+from gpustasis.task import read_task
 
 _ENDED_S = 60.0
 
@@ -46,13 +48,9 @@ class Restoring(HasCriu):
         for task in read_pstree(images):
             if Path(f"/proc/{task.pid}").exists():
                 raise JobError(f"{context.name}: process {task.pid} exists, and is to be restored")
-        if context.options.tcp_close or not record.network.connections:
+        if context.options.tcp_close or record.network == Network():
             return
-        if find_nft() is None:
-            raise JobError(
-                f"{context.name}: there is no nft to lock its connections with until all ranks "
-                "are there: install nftables"
-            )
+        context.require_nft()
         leftover.require_unused(record.network.connections)
         own = own_addresses()
         for connection in sorted(record.network.connections):
@@ -69,8 +67,11 @@ class Restoring(HasCriu):
     def lock_network(self) -> None:
         """What an other rank sends, that is back before this one, must find no closed port."""
         context, record = self.context, self._read()
-        context.note(epoch=self.order.number, images=str(self.images), cuda=False)
+        self._pidfile.unlink(missing_ok=True)  # of an earlier one
+        self.touched = True
+        context.note(pid=0, epoch=self.order.number, images=str(self.images), cuda=False)
         if not context.options.tcp_close and record.network.connections | record.network.ports:
+            context.require_nft()
             context.note(network=True)
             context.lock.take(record.network)
             leftover.end(record.network.connections)
@@ -79,38 +80,38 @@ class Restoring(HasCriu):
         """Bring the tasks back; they stand."""
         context, images = self.context, self.images
         require_same(self._read())
-        pidfile = context.place.run / "pid"
-        pidfile.unlink(missing_ok=True)
+        pidfile = self._pidfile
         closing = context.options.tcp_close
         settings = run.Settings(
             options={"tcp-established": not closing, "tcp-close": closing},
             extra=context.options.extra,
         )
-        criu = context.options.criu
-        root = read_pstree(images)[0].pid
+        criu = unsignalled(context.options.criu)
         reached = self.criu.start(
             "pre-resume",
             lambda use: run.restore(criu, images, use, pidfile=pidfile),
             settings,
         )
-        if not reached:
-            raise self.criu.failed or JobError(f"{context.name}: criu has ended without asking")
         try:
-            context.note(pid=root)
-            tree = Tree(root)
+            tree = self._restored()
+            if tree is None or not reached:
+                if tree is not None:  # they run: criu does not heed how its script ends
+                    tree.close()
+                raise JobError(f"{context.name}: criu has ended without asking")
             try:
+                context.note(pid=tree.root)
                 tree.require_all(images)
             finally:
                 tree.close()
         except CheckpointError as exc:  # the plugin has killed what it could not prove right
             self.release()
             raise self.criu.failed or exc from None
-        return json.dumps({"version": 1, "restored": self.order.restores, "pid": root})
+        return json.dumps({"version": 1, "restored": self.order.restores, "pid": tree.root})
 
     def release(self) -> None:
         """None of it may run. Tasks that ran before this epoch are none of it."""
         context = self.context
-        if context.state.epoch != self.order.number:
+        if not self.is_touched():
             return
         while self.criu.is_there() and not context.gate.is_held():
             self.criu.wait()
@@ -123,17 +124,49 @@ class Restoring(HasCriu):
             tree.close()
             if not ended:
                 raise JobError(f"{context.name}: not every process has ended, of {tree.pids}")
+        self._pidfile.unlink(missing_ok=True)  # the number is another process's from here on
         context.unlock_network()
         context.note(pid=0)
 
+    @property
+    def _pidfile(self) -> Path:
+        """Where criu puts the root's pid as this host sees it, before it comes to the gate."""
+        return self.context.place.run / "pid"
+
     def _restored(self) -> Tree | None:
-        """What criu has made so far, and holds at the gate; no keeper has noted it."""
-        if not self.context.gate.is_held():
-            return None
+        """What this epoch's criu has made, whether or not a keeper has noted it. None: there is no
+        such process. Raises CheckpointError if that cannot be told: what criu has made would run
+        once it is answered."""
         try:
-            return Tree(read_pstree(self.images)[0].pid)
+            pid = int(self._pidfile.read_text())
+        except (FileNotFoundError, ValueError) as exc:
+            if not self.context.gate.is_held():
+                return None
+            raise JobError(
+                f"{self.context.name}: criu waits, and {self._pidfile} does not say what it has "
+                "made: it is not answered; end its tasks, and then criu"
+            ) from exc
+        try:
+            if self._is_root(pid):
+                return Tree(pid)
+        except ImageError:
+            raise
         except CheckpointError:
-            return None
+            if not _is_dead(pid):
+                raise
+        if left := self.criu.traced():
+            raise JobError(
+                f"{self.context.name}: the root of its tasks has ended, and criu holds process "
+                f"{left[0]}: it is not answered; end that one, and then criu"
+            )
+        return None
+
+    def _is_root(self, pid: int) -> bool:
+        """Whether the process of this number is what criu has made, and not a later one. Raises
+        CheckpointError."""
+        task, state = read_task(pid), self.context.state
+        is_noted = state.pid != pid or state.start_time == task.start_time
+        return is_noted and task.inner_pid == read_pstree(self.images)[0].pid
 
     def finish(self, *, leave_running: bool) -> None:
         """They run. leave_running is always true: nobody begins another restore."""
@@ -156,3 +189,11 @@ class Restoring(HasCriu):
             whose = f"epoch {self.order.restores}, {context.name}"
             self._record = record_of(found.records[context.place.rank], whose)
         return self._record
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        read_task(pid)
+    except CheckpointError:
+        return True
+    return False

@@ -8,23 +8,27 @@ import logging
 import os
 import select
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gpustasis.errors import JobError
+from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
-from gpustasis.jobs.rank import Context, Part, RankWork
+from gpustasis.jobs.rank import Context, Part, RankWork, unlock_cuda
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.work import Order
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
+from gpustasis.streaming.tree import Tree
 
 log = logging.getLogger(__name__)
 
+_AGAIN_S = 0.2  # before a store is asked again that has not answered
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _NAMED = frozenset((WORKER_COMM, GUARDIAN_COMM))
 
 
@@ -45,31 +49,44 @@ class Supervisor:
     def __init__(self, context: Context, settings: Settings, told: Callable[[str], object]) -> None:
         self._context = context
         self._told = told
-        self._work = RankWork(self._part)
+        self._work = RankWork(self._part, lambda: context.state.lives)
         place = context.place
         self._keeper = Keeper(
             context.store, context.keys, place.rank, context.world, self._work, settings
         )
         self._held: tuple[int, int] = (0, -1)  # the root and its pidfd
         self._status: int | None = None
+        self._is_asked_to_end = False
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
             raise JobError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """The rank's command, in a session of its own, with nothing open but what it prints to.
-        Its pid. Raises JobError."""
+        Its pid. What an earlier keeper has left open is done before.
+
+        Raises JobError, StoreError."""
         context = self._context
+        while self._keeper.has_open():
+            outcome = self._keeper.take_part(lambda: True)
+            if outcome is not None:
+                self._tell(outcome)
+        if context.gate.is_held():
+            raise JobError(
+                f"{context.name}: a criu still waits for a decision of epoch {context.state.epoch},"
+                " and the store knows of none: end that criu before a command is started"
+            )
         if context.state.lives:
             raise JobError(
                 f"{context.name} runs already, as process {context.state.pid}: give no command to "
                 "be its keeper"
             )
+        self._unlock_left()
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2:
                 with suppress(OSError):  # listdir's own
                     os.set_inheritable(int(name), False)
-        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             pid = os.posix_spawnp(
                 command[0],
@@ -86,7 +103,7 @@ class Supervisor:
             )
         except OSError as exc:
             raise JobError(f"cannot start {command[0]}: {exc.strerror}") from exc
-        context.note(pid=pid, cuda=False)
+        context.note(pid=pid, epoch=0, images="", cuda=False)
         return pid
 
     def run(self, *, restoring: bool) -> Ended:
@@ -97,10 +114,11 @@ class Supervisor:
         waits = restoring and not self._context.state.lives
 
         def is_over() -> bool:
-            return self._has_ended() and not waits
+            return self._has_ended() and (not waits or self._is_asked_to_end)
 
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
+            self._unlock_first(is_over)
             while True:
                 outcome = self._keeper.take_part(is_over)
                 if outcome is None:
@@ -116,18 +134,57 @@ class Supervisor:
                 os.close(self._held[1])
             _reap_all()
 
+    def _unlock_left(self) -> None:
+        """What a release that failed has left locked, when no epoch is open. Raises JobError."""
+        context = self._context
+        if context.gate.is_held():
+            return  # the tasks stand
+        context.unlock_network()
+        if context.state.cuda and context.state.lives:
+            tree = Tree(context.state.pid)
+            try:
+                wrong = unlock_cuda(tree.pids)
+            finally:
+                tree.close()
+            if wrong:
+                raise JobError(f"{context.name} was left locked: {'; '.join(wrong)}")
+            context.note(cuda=False)
+
+    def _unlock_first(self, is_over: Callable[[], bool]) -> None:
+        """As soon as the store says that nothing is open, which would do it."""
+        while self._context.state.cuda or self._context.state.network:
+            try:
+                if not self._keeper.has_open():
+                    self._unlock_left()
+            except StoreError as exc:
+                log.info("%s waits for the store: %s", self._context.name, exc)
+                if is_over():
+                    return
+                time.sleep(_AGAIN_S)
+            except CheckpointError as exc:  # the tasks have a keeper all the same
+                self._told(str(exc))
+                return
+            else:
+                return
+
     def _part(self, order: Order) -> Part:
         return (Restoring if order.restores else Checkpointing)(self._context, order)
 
-    def _after(self, outcome: Outcome) -> Ended | None:
-        """What follows from an epoch; None: the tasks run on."""
+    def _tell(self, outcome: Outcome) -> str:
+        """What has become of an epoch, in words. Raises JobError if this rank has not done it."""
         name, epoch = self._context.name, outcome.epoch
         what = f"{name}, epoch {outcome.number}: {epoch.phase}"
         if epoch.phase is Phase.ABORTED:
             what += f": {epoch.note}"
         if outcome.problem:
             raise JobError(f"{what}, but: {outcome.problem}")
+        self._context.note(epoch=0, images="")  # nothing of it is left to undo
         self._told(what)
+        return what
+
+    def _after(self, outcome: Outcome) -> Ended | None:
+        """What follows from an epoch; None: the tasks run on."""
+        epoch, what = outcome.epoch, self._tell(outcome)
         if epoch.restores and epoch.phase is Phase.ABORTED and not self._context.state.lives:
             raise JobError(f"{what}; nothing was restored")
         if epoch.phase is Phase.COMMITTED and not epoch.leave_running:
@@ -174,7 +231,11 @@ class Supervisor:
 
     def _forward(self, number: int, _: object) -> None:
         pid = self._context.state.pid
-        if self._context.state.lives:
+        if not self._context.state.lives:
+            if number in _ENDING:  # as soon as no epoch is under way, which may bring tasks
+                self._is_asked_to_end = True
+                self._status = 128 + number
+        else:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 

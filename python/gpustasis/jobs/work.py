@@ -10,11 +10,12 @@ from typing import Protocol
 @dataclass(frozen=True, slots=True)
 class Order:
     """What an epoch was begun for. restores: the epoch whose dumps are brought back; 0: it is a
-    checkpoint."""
+    checkpoint. joined: an earlier keeper of this rank had joined it, and may have done a part."""
 
     number: int
     leave_running: bool
     restores: int
+    joined: bool = False
 
 
 class Work(Protocol):
@@ -25,6 +26,9 @@ class Work(Protocol):
 
     def enter(self, order: Order) -> None:
         """Before anything else of an epoch."""
+
+    def has_tasks(self) -> bool:
+        """Whether the rank's tasks live here."""
 
     def look(self) -> None: ...
 

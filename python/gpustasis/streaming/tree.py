@@ -141,11 +141,11 @@ class Tree:
                     return True
         return False
 
-    def kill(self) -> None:
-        """End those that have not."""
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send this signal to those that have not ended."""
         for fd in self._fds.values():
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                signal.pidfd_send_signal(fd, number)
 
     def why_not_running(self, images: Path, *, maybe_killed: bool = False) -> str:
         """What keeps it from being said that the job runs on, if that has not passed after a while.
