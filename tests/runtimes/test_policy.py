@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpustasis._core import ENVELOPE_NAME, PARENT_LINK, MemoryKind, ancestors_of, image_name
+from gpustasis.archive.layout import CHECKPOINT
+from gpustasis.archive.opened import open_archive
 from gpustasis.policy import POLICY_DIRECTORY, STORE_DIRECTORY
 from support.engine_gpu import Steady, SteadyContainer, write_config
 from support.engine_image import IMAGE
@@ -106,8 +107,8 @@ def test_a_chain_across_stops_and_hosts(
         container.run_on()
 
     checkpoint(container, "--export", archive := f"/mnt/shared/{container.name}.tar")
-    with tarfile.open(engines.path(archive)) as tar:  # CRI-O takes none that leads out by ".."
-        link = tar.getmember(f"checkpoint/{PARENT_LINK}").linkname
+    with open_archive(engines.path(archive)) as opened:  # CRI-O takes none that leads out by ".."
+        link = opened.members[CHECKPOINT + PARENT_LINK].target
         assert Path(link).is_relative_to(STORE_DIRECTORY)
     write_config(engines)
     assert_restores_with_its_chain_only(container, elsewhere, runtime)
