@@ -73,6 +73,22 @@ void write_at(int fd, std::uint64_t offset, Bytes bytes) {
     }
 }
 
+void begin_write_back(int fd, std::uint64_t offset, std::uint64_t size) noexcept {
+    const std::uint64_t first = offset / kAheadSpan;
+    const std::uint64_t last = (offset + size) / kAheadSpan;
+    if (first != last)
+        (void)::sync_file_range(fd, static_cast<off_t>(first * kAheadSpan),
+                                static_cast<off_t>((last - first) * kAheadSpan),
+                                SYNC_FILE_RANGE_WRITE);
+}
+
+void begin_read_ahead(int fd, std::uint64_t offset, std::uint64_t size) noexcept {
+    const std::uint64_t last = (offset + size) / kAheadSpan;
+    if (offset < size || offset / kAheadSpan != last)
+        (void)::posix_fadvise(fd, static_cast<off_t>((last + 1) * kAheadSpan),
+                              static_cast<off_t>(kAheadSpan), POSIX_FADV_WILLNEED);
+}
+
 bool lock_file(int fd, int how, int patience_ms, const std::string& what) {
     for (int waited = 0; ::flock(fd, how | LOCK_NB) != 0;) {
         if (errno == EINTR)

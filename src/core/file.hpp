@@ -27,6 +27,18 @@ std::vector<std::byte> read_part(int fd, std::uint64_t offset, std::uint64_t siz
 /// Write all of `bytes` at `offset`. Throws Error: io.
 void write_at(int fd, std::uint64_t offset, Bytes bytes);
 
+/// Of a file that is written, or read, from its front to its end in parts: each time one of them ends in
+/// another span of this size, the medium is given work to do beside the processors.
+inline constexpr std::uint64_t kAheadSpan = 16U << 20;
+
+/// Begin to bring the spans that `size` bytes at `offset` have ended to the medium. A hint: it fails
+/// silently, and sync() is needed all the same.
+void begin_write_back(int fd, std::uint64_t offset, std::uint64_t size) noexcept;
+
+/// Begin to read the span behind the one in which `size` bytes at `offset` end, if they are the first of it.
+/// A hint.
+void begin_read_ahead(int fd, std::uint64_t offset, std::uint64_t size) noexcept;
+
 /// flock() `fd`, trying again for `patience_ms` (0: once). `how`: LOCK_EX or LOCK_SH. False if another
 /// holds it all that time; `what` names it in errors. Throws Error: io.
 bool lock_file(int fd, int how, int patience_ms, const std::string& what);

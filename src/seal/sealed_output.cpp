@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <memory>
 #include <utility>
 
 namespace gpustasis::seal {
@@ -67,7 +68,7 @@ void SealedOutput::put(std::uint64_t offset, Bytes bytes) {
 
 // Numbers are taken in order, so that each is that of a frame's place: with one goes every one before
 // it, and commit() seals what nothing was put into.
-SealedOutput::OpenFrame& SealedOutput::open_frame(std::uint64_t number) {
+SealedOutput::OpenFrames::iterator SealedOutput::open_frame(std::uint64_t number) {
     while (next_ <= number) {
         open_.try_emplace(next_, sealer_.take());
         ++next_;
@@ -75,9 +76,7 @@ SealedOutput::OpenFrame& SealedOutput::open_frame(std::uint64_t number) {
     const auto found = open_.find(number);
     if (found == open_.end())
         throw Error(Errc::bad_argument, options_.name + ": bytes were put twice");
-    if (found->second.plain.empty())
-        found->second.plain.resize(options_.frame_size);
-    return found->second;
+    return found;
 }
 
 void SealedOutput::fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded) {
@@ -85,44 +84,92 @@ void SealedOutput::fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded)
     if (end > kMaxContentSize || end < offset)
         throw Error(Errc::bad_argument, options_.name + " would be too long");
     while (offset < end) {
-        const std::uint64_t number = offset / options_.frame_size;
-        const auto at = static_cast<std::size_t>(offset % options_.frame_size);
-        const auto size = static_cast<std::size_t>(
-            std::min<std::uint64_t>(options_.frame_size - at, end - offset));
-        const Bytes piece = bytes.first(std::min(size, bytes.size()));
-        std::byte* plain = nullptr;
-        {
-            const std::lock_guard lock(mutex_);
-            plain = open_frame(number).plain.data();
-        }
-        // Nobody else puts anything there, and the frame stays until it is full.
-        std::ranges::copy(piece, plain + at);
-        std::map<std::uint64_t, OpenFrame>::node_type full;
-        {
-            const std::lock_guard lock(mutex_);
-            OpenFrame& frame = open_.at(number);
-            frame.filled += size;
-            if (frame.filled == options_.frame_size)
-                full = open_.extract(number);
-        }
-        if (full) {
-            const Wiped wiped{full.mapped().plain};
-            seal(std::move(full.mapped().number), FrameKind::content, wiped.bytes,
-                 end_of_frames(kSealedHeaderSize, number * options_.frame_size,
-                               options_.frame_size));
-        }
+        const std::uint64_t at = offset % options_.frame_size;
+        const std::size_t whole = std::min<std::size_t>(bytes.size(), kMaxSealedFrame) /
+                                  options_.frame_size * options_.frame_size;
+        const std::uint64_t size =
+            at == 0 && whole != 0 ? whole
+                                  : std::min<std::uint64_t>(options_.frame_size - at, end - offset);
+        const Bytes piece = bytes.first(std::min<std::size_t>(size, bytes.size()));
+        if (at == 0 && whole != 0)
+            seal_whole(offset, piece);
+        else
+            fill_frame(offset, piece, size);
         bytes = bytes.subspan(piece.size());
         offset += size;
     }
 }
 
-void SealedOutput::seal(FrameNumber&& number, FrameKind kind, Bytes plain, std::uint64_t at) {
+// Frames that come whole are sealed out of the caller's memory, and written with one call.
+void SealedOutput::seal_whole(std::uint64_t offset, Bytes plain) {
+    const std::uint64_t first = offset / options_.frame_size;
+    const std::uint64_t count = plain.size() / options_.frame_size;
+    std::vector<FrameNumber> numbers;
+    {
+        const std::lock_guard lock(mutex_);
+        for (std::uint64_t number = first; number < first + count; ++number) {
+            const auto found = open_frame(number);
+            if (!found->second.plain.empty())
+                throw Error(Errc::bad_argument, options_.name + ": bytes were put twice");
+            numbers.push_back(std::move(found->second.number));
+            open_.erase(found);
+        }
+    }
+    const std::size_t step = options_.frame_size + kFrameOverhead;
+    const std::size_t size = count * step;
+    const auto sealed = std::make_unique_for_overwrite<std::byte[]>(size);
+    for (std::size_t i = 0; i < count; ++i)
+        seal(std::move(numbers[i]), FrameKind::content,
+             plain.subspan(i * options_.frame_size, options_.frame_size),
+             {sealed.get() + i * step, step});
+    const std::uint64_t at = end_of_frames(kSealedHeaderSize, offset, options_.frame_size);
+    writing([&] { write_at(part_.fd(), at, Bytes(sealed.get(), size)); });
+    begin_write_back(part_.fd(), at, size);
+}
+
+// A part of one frame; `padded` bytes of it are spoken for, with zeros behind `piece`.
+void SealedOutput::fill_frame(std::uint64_t offset, Bytes piece, std::uint64_t padded) {
+    const std::uint64_t number = offset / options_.frame_size;
+    std::byte* plain = nullptr;
+    {
+        const std::lock_guard lock(mutex_);
+        OpenFrame& frame = open_frame(number)->second;
+        if (frame.plain.empty())
+            frame.plain.resize(options_.frame_size);
+        plain = frame.plain.data();
+    }
+    // Nobody else puts anything there, and the frame stays until it is full.
+    std::ranges::copy(piece, plain + offset % options_.frame_size);
+    OpenFrames::node_type full;
+    {
+        const std::lock_guard lock(mutex_);
+        OpenFrame& frame = open_.at(number);
+        frame.filled += padded;
+        if (frame.filled == options_.frame_size)
+            full = open_.extract(number);
+    }
+    if (!full)
+        return;
+    const Wiped wiped{full.mapped().plain};
+    write_frame(
+        std::move(full.mapped().number), FrameKind::content, wiped.bytes,
+        end_of_frames(kSealedHeaderSize, number * options_.frame_size, options_.frame_size));
+}
+
+// `sealed` has plain.size() + kFrameOverhead bytes.
+void SealedOutput::seal(FrameNumber&& number, FrameKind kind, Bytes plain, MutBytes sealed) const {
     const auto head =
         encode_frame_header({number.value(), static_cast<std::uint32_t>(plain.size()), kind});
+    std::ranges::copy(head, sealed.begin());
+    sealer_.seal(std::move(number), head, plain, sealed.subspan(kFrameHeaderSize));
+}
+
+void SealedOutput::write_frame(FrameNumber&& number, FrameKind kind, Bytes plain,
+                               std::uint64_t at) {
     std::vector<std::byte> out(plain.size() + kFrameOverhead);
-    std::ranges::copy(head, out.begin());
-    sealer_.seal(std::move(number), head, plain, MutBytes(out).subspan(kFrameHeaderSize));
+    seal(std::move(number), kind, plain, out);
     writing([&] { write_at(part_.fd(), at, out); });
+    begin_write_back(part_.fd(), at, out.size());
     if (kind == FrameKind::end)
         std::ranges::copy(Bytes(out).last(kTagSize), end_tag_.begin());
 }
@@ -139,10 +186,10 @@ void SealedOutput::commit(std::uint64_t size) {
         frame.mapped().plain.resize(step);
         const Wiped wiped{frame.mapped().plain};
         const std::uint64_t offset = frame.key() * step;
-        seal(std::move(frame.mapped().number), FrameKind::content,
-             wiped.bytes.first(
-                 static_cast<std::size_t>(std::min<std::uint64_t>(step, size - offset))),
-             end_of_frames(kSealedHeaderSize, offset, step));
+        write_frame(std::move(frame.mapped().number), FrameKind::content,
+                    wiped.bytes.first(
+                        static_cast<std::size_t>(std::min<std::uint64_t>(step, size - offset))),
+                    end_of_frames(kSealedHeaderSize, offset, step));
     }
     const std::vector<std::byte> index =
         encode_index({{{options_.name, kMode, size, now_ns()}}, options_.others});
@@ -152,12 +199,12 @@ void SealedOutput::commit(std::uint64_t size) {
     for (std::size_t done = 0; done < index.size(); done += step) {
         const Bytes rest = Bytes(index).subspan(done);
         const Bytes piece = rest.first(std::min<std::size_t>(rest.size(), step));
-        seal(sealer_.take(), FrameKind::index, piece, at);
+        write_frame(sealer_.take(), FrameKind::index, piece, at);
         at += piece.size() + kFrameOverhead;
     }
     const SealedEnd end{size, index.size(), 1, at + kFrameOverhead + kEndSize,
                         options_.others.size()};
-    seal(sealer_.take(), FrameKind::end, encode_end(end), at);
+    write_frame(sealer_.take(), FrameKind::end, encode_end(end), at);
     writing([&] { part_.commit(); });
 }
 

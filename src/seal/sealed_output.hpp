@@ -18,7 +18,7 @@ namespace gpustasis::seal {
 
 /// Frames are sealed as soon as all their bytes are there. Holds the plain text of those that are not
 /// full: with chunks that arrive nearly in order about one more than those chunks span, and the first,
-/// as the image's header comes last; and one more, sealed, for each thread that writes. All is wiped.
+/// as the image's header comes last; and what each thread is writing, sealed. All is wiped.
 class SealedOutput final : public ImageOutput {
 public:
     struct Options {
@@ -48,17 +48,22 @@ private:
         std::vector<std::byte> plain{}; ///< none: nothing was put yet
         std::size_t filled = 0;         ///< bytes, padding among them
     };
+    using OpenFrames = std::map<std::uint64_t, OpenFrame>; ///< by number
+
     void fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded);
-    OpenFrame& open_frame(std::uint64_t number);
-    void seal(FrameNumber&& number, FrameKind kind, Bytes plain, std::uint64_t at);
+    void seal_whole(std::uint64_t offset, Bytes plain);
+    void fill_frame(std::uint64_t offset, Bytes piece, std::uint64_t padded);
+    OpenFrames::iterator open_frame(std::uint64_t number);
+    void seal(FrameNumber&& number, FrameKind kind, Bytes plain, MutBytes sealed) const;
+    void write_frame(FrameNumber&& number, FrameKind kind, Bytes plain, std::uint64_t at);
 
     Options options_;
     std::vector<std::byte> header_;
     FrameSealer sealer_;
     PartFile part_;
     std::mutex mutex_;
-    std::map<std::uint64_t, OpenFrame> open_; ///< by number
-    std::uint64_t next_ = 0;                  ///< frames before it are sealed, or open
+    OpenFrames open_;
+    std::uint64_t next_ = 0; ///< frames before it are sealed, or open
     Tag end_tag_{};
 };
 

@@ -8,10 +8,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 namespace gpustasis::seal {
 namespace {
+
+constexpr std::size_t kMaxRun = kMaxSealedFrame; // read at once
 
 struct Wiped {
     std::vector<std::byte>& bytes;
@@ -81,13 +84,17 @@ SealedReader::SealedReader(int dir, const std::string& name, const DataKey& key,
 
 void SealedReader::open_frame(std::uint64_t number, FrameKind kind, std::uint64_t at,
                               MutBytes plain) const {
+    open_stored(number, kind, read_part(fd_.get(), at, plain.size() + kFrameOverhead), plain);
+}
+
+void SealedReader::open_stored(std::uint64_t number, FrameKind kind, Bytes stored,
+                               MutBytes plain) const {
     const auto expected =
         encode_frame_header({number, static_cast<std::uint32_t>(plain.size()), kind});
-    const std::vector<std::byte> stored = read_part(fd_.get(), at, plain.size() + kFrameOverhead);
-    if (!std::ranges::equal(expected, Bytes(stored).first(kFrameHeaderSize)))
+    if (!std::ranges::equal(expected, stored.first(kFrameHeaderSize)))
         throw Error(Errc::corrupt_data, "frame " + std::to_string(number) +
                                             " is not where it should be: another is there");
-    opener_.open(number, expected, Bytes(stored).subspan(kFrameHeaderSize), plain);
+    opener_.open(number, expected, stored.subspan(kFrameHeaderSize), plain);
 }
 
 MutBytes SealedReader::open_content(std::uint64_t number, MutBytes plain) const {
@@ -110,16 +117,47 @@ void SealedReader::read(std::size_t file, std::uint64_t offset, MutBytes out) co
     if (file >= entries().size() || offset > entries()[file].size ||
         out.size() > entries()[file].size - offset)
         throw Error(Errc::bad_argument, "past the end of a sealed file");
-    std::vector<std::byte> plain(header_.frame_size);
-    const Wiped wiped{plain};
-    std::uint64_t at = map_.begin_of(file) + offset;
-    while (!out.empty()) {
-        const Bytes frame = open_content(at / header_.frame_size, plain);
-        const Bytes found = frame.subspan(static_cast<std::size_t>(at % header_.frame_size));
-        const std::size_t size = std::min(found.size(), out.size());
-        std::ranges::copy(found.first(size), out.begin());
+    for (std::uint64_t at = map_.begin_of(file) + offset; !out.empty();) {
+        const std::size_t size = std::min<std::size_t>(out.size(), kMaxRun - at % kMaxRun);
+        read_run(at, out.first(size));
         out = out.subspan(size);
         at += size;
+    }
+}
+
+// The frames that hold `out`, which is not empty, are read with one call; those that it needs whole
+// are opened in it.
+void SealedReader::read_run(std::uint64_t at, MutBytes out) const {
+    const std::uint64_t step = header_.frame_size;
+    const std::uint64_t first = at / step * step;
+    const std::uint64_t end =
+        std::min<std::uint64_t>((at + out.size() + step - 1) / step * step, end_.content_size);
+    const std::size_t size = end_of_frames(0, end - first, header_.frame_size);
+    const std::uint64_t stored_at = end_of_frames(kSealedHeaderSize, first, header_.frame_size);
+    begin_read_ahead(fd_.get(), stored_at, size);
+    const auto memory = std::make_unique_for_overwrite<std::byte[]>(size);
+    read_at(fd_.get(), stored_at, MutBytes(memory.get(), size));
+    Bytes stored(memory.get(), size);
+    std::vector<std::byte> scratch;
+    const Wiped wiped{scratch};
+    while (!out.empty()) {
+        const std::uint64_t number = at / step;
+        const auto skip = static_cast<std::size_t>(at % step);
+        const auto plain_size =
+            static_cast<std::size_t>(std::min(step, end_.content_size - number * step));
+        const Bytes frame = stored.first(plain_size + kFrameOverhead);
+        const std::size_t wanted = std::min(out.size(), plain_size - skip);
+        if (wanted == plain_size) {
+            open_stored(number, FrameKind::content, frame, out.first(wanted));
+        } else {
+            scratch.resize(step);
+            const MutBytes plain = MutBytes(scratch).first(plain_size);
+            open_stored(number, FrameKind::content, frame, plain);
+            std::ranges::copy(plain.subspan(skip, wanted), out.begin());
+        }
+        stored = stored.subspan(frame.size());
+        out = out.subspan(wanted);
+        at += wanted;
     }
 }
 

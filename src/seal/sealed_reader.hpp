@@ -47,6 +47,8 @@ public:
 
 private:
     void open_frame(std::uint64_t number, FrameKind kind, std::uint64_t at, MutBytes plain) const;
+    void read_run(std::uint64_t at, MutBytes out) const;
+    void open_stored(std::uint64_t number, FrameKind kind, Bytes stored, MutBytes plain) const;
     /// Content frame `number`, into the front of `plain`; what of that it fills.
     MutBytes open_content(std::uint64_t number, MutBytes plain) const;
 

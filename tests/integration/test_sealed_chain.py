@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,10 +140,10 @@ def test_nothing_but_that_chain_is_taken_for_it(newest_rig: Rig, chain: Chain, m
 
 
 def spoil_chunks(image: Path) -> None:
-    """A byte in each frame that holds chunks alone."""
+    """A byte in each frame that holds chunks alone: the image's index is in the last ones."""
     content = bytearray(image.read_bytes())
-    frame = (128 << 10) + 32
-    for at in range(128 + frame + 64, len(content) - 2 * frame, frame):
+    frame = struct.unpack("<I", content[48:52])[0] + 32
+    for at in range(128 + frame + 64, len(content) - (256 << 10), frame):
         content[at] ^= 1
     image.write_bytes(content)
 
