@@ -257,9 +257,15 @@ def test_bounds_of_cpu_memory_and_of_sealing(by: float) -> None:
             "ratios": {
                 "sealed": {"dump_seconds": ratio(1.1 + by), "restore_seconds": ratio(1.1 - by)}
             },
+            "contenders": {
+                "packed": {"dump_seconds": 2.0, "restore_seconds": 1.0, "stored_bytes": 10**9}
+            },
+            "aes_256_gcm": 2 * 10**9,
         }
     ]
-    found = {each["name"]: (each["bound"], each["met"]) for each in evaluate(whole)}
+    bounds = evaluate(whole)
+    assert [each["in_turn"] for each in bounds if "packed alone" in each["name"]] == [1.25, 1.5]
+    found = {each["name"]: (each["bound"], each["met"]) for each in bounds}
     assert found == {
         "CPU memory of cpu: dump, stock over ours": (">= 2", by > 0),
         "CPU memory of cpu: restore, stock over ours": (">= 2", by > 0),

@@ -147,7 +147,8 @@ def command(
     write_json(whole, out)
     if docs is not None:
         plot = docs.with_suffix(".svg")
-        write_plot(whole, plot)
+        if whole["results"]:  # cpu, mixed and sealed are tables
+            write_plot(whole, plot)
         write_page(whole, docs, plot)
     console.print(_bounds_table(whole["bounds"]))
     console.print(f"written to {out}" + (f" and {docs}" if docs else ""))

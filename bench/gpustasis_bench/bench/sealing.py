@@ -9,7 +9,7 @@ from typing import Any
 
 from gpustasis.criu.plugin import Setting
 from gpustasis_bench.bench import cpu_memory
-from gpustasis_bench.bench.ciphers import Keys, end_agent, make_keys
+from gpustasis_bench.bench.ciphers import Keys, aes_gcm_rate, end_agent, make_keys
 from gpustasis_bench.bench.contenders import CONTENDERS, STOCK, Contender
 from gpustasis_bench.bench.content import Workload
 from gpustasis_bench.bench.course import Course
@@ -25,13 +25,15 @@ def measure_sealing(
     course: Course, workload: Workload, medium: Medium, pairs: int, size: int, seed: int
 ) -> dict[str, Any]:
     """`pairs` rounds of each on a process with CUDA that holds `size` bytes, half of them its
-    GPU's, in turns. ratios: each one over packed, for times and sizes.
+    GPU's, in turns. ratios: each one over packed, for times and sizes. aes_256_gcm: bytes a second
+    that all cores encrypt.
 
     Raises BenchError, UnsupportedError without one of the programs, WrongMemoryError if the memory
     is not what it was.
     """
     keys = make_keys(course.work / f"keys-{medium.name}")
     try:
+        rate = aes_gcm_rate()
         contenders = contenders_with(keys)
         with cpu_memory.target_of(course, False, size, seed) as target:
             course.say(workload.name)
@@ -51,6 +53,7 @@ def measure_sealing(
         "bytes": size,
         "medium": medium.name,
         "pairs": pairs,
+        "aes_256_gcm": rate,
         "versions": {name: cipher.version() for name, cipher in keys.ciphers.items()},
         "contenders": {
             name: {figure: round(median(found[figure]), 6) for figure in _FIGURES}
