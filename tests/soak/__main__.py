@@ -3,8 +3,8 @@
 
 Each campaign's result is kept in build/soak/; one that has a result for the same seed and the same
 tree (sources, tests and what is installed) is not run again, unless it is named, so that what was
-broken off can be taken up. The report is build/soak.json; --docs writes docs/soak.md too. Exit
-status 1 if anything failed.
+broken off can be taken up. The report is build/soak.json; --docs writes docs/soak.md too, and what
+job-faults has found into docs/reliability.md. Exit status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import PLUGIN_NAME, plugin_directory
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of, library_directory
 from gpustasis_bench.bench.programs import compile_program as compile_packaged
-from soak import report
+from soak import job_table, report
 from soak.bench import Bench
 from soak.plan import CAMPAIGNS, REPOSITORY
 from support.criu_roots import criu_versions
@@ -76,6 +76,8 @@ def main() -> int:
     report.write_json(REPOSITORY / "build" / "soak.json", whole)
     if arguments.docs:
         report.write_markdown(REPOSITORY / "docs" / "soak.md", whole)
+        if "job-faults" in whole["campaigns"]:
+            job_table.write(REPOSITORY / "docs" / "reliability.md", whole)
     failed = sum(len(part["failures"]) for parts in found.values() for part in parts or [])
     missing = f", not run: {', '.join(whole['missing'])}" if whole["missing"] else ""
     print(f"soak on the emulator: {failed} failures{missing}; report: build/soak.json")
@@ -86,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ci/soak", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--docs", action="store_true", help="write docs/soak.md too")
+    parser.add_argument("--docs", action="store_true", help="write the pages of docs too")
     parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=", ".join(CAMPAIGNS))
     arguments = parser.parse_args()
     if unknown := set(arguments.campaigns) - set(CAMPAIGNS):

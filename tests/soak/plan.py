@@ -30,7 +30,7 @@ from campaigns import (
 )
 from campaigns.rig import Rig, with_driver
 from campaigns.tally import Tally
-from soak import keepers, sealed
+from soak import job_faults, keepers, sealed
 from soak.bench import KILLS, KILLS_EACH_PHASE, KILLS_WITH_WORKER, STREAMS_BROKEN, Bench, Campaign
 from support.archives import pack
 from support.elsewhere import Elsewhere
@@ -347,6 +347,15 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             "coordinated checkpoint, and so is etcd; all ranks are committed, or all run on"
         ),
         keepers.run,
+    ),
+    "job-faults": (
+        (
+            "in each phase of a checkpoint of four ranks with CRIU and emulated GPUs, criu, its "
+            "script, a rank, a keeper and the store are killed, a link goes down, a disk is full, "
+            "a rank is away or votes no; all are committed, or all run on, and the last whole "
+            "checkpoint comes back"
+        ),
+        job_faults.run,
     ),
     "plan": (
         (

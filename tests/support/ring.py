@@ -78,6 +78,10 @@ class Network:
         """Before a command that runs inside."""
         return ["nsenter", f"--net=/proc/{self._holders[rank].pid}/ns/net"]
 
+    def set_link(self, rank: int, *, up: bool) -> None:
+        """Of its namespace, at the host's end: what is sent is lost, and nobody is told."""
+        _ip("link", "set", f"{self._bridge}v{rank}", "up" if up else "down")
+
     def _hold_namespace(self) -> int:
         """A process in a new network namespace, which is there while the process is."""
         ready = "echo; exec sleep infinity"
@@ -158,13 +162,27 @@ class Ring:
             timeout=timeout_s,
         )
 
+    def ask(self, *words: str) -> subprocess.Popen[str]:
+        """As job(); it runs."""
+        argv = [sys.executable, "-m", "gpustasis", "job", words[0], self.name, *words[1:]]
+        return subprocess.Popen(
+            [*argv, *self.store],
+            env=dict(self.environ),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
     def output(self, rank: int) -> str:
         with suppress(FileNotFoundError):
             return (self.directory / f"kept/rank-{rank}/output.log").read_text()
         return ""
 
+    def log_whole(self, rank: int) -> str:
+        return (self.directory / f"keeper-{rank}").read_text()
+
     def log(self, rank: int) -> str:
-        return (self.directory / f"keeper-{rank}").read_text()[-12000:]
+        return self.log_whole(rank)[-12000:]
 
     def logs(self) -> str:
         return "\n".join(f"rank {r}:\n{self.log(r)}{self.output(r)[-300:]}" for r in range(WORLD))
@@ -186,13 +204,16 @@ class Ring:
 
     def check(self) -> None:
         """What the ranks have said so far."""
-        states = ring_states(max(self.steps_now()) + 1000)
+        told: list[tuple[int, str, int, str]] = []
         for rank in range(WORLD):
-            lines = self.output(rank).splitlines(keepends=True)
-            for line in lines:
+            for line in self.output(rank).splitlines(keepends=True):
                 if line.startswith("step ") and line.endswith("\n"):  # the emulator speaks as well
-                    _, step, state = line.split()
-                    assert state == states[int(step)], (rank, line, self.logs())
+                    _, number, value = line.split()
+                    told.append((rank, line, int(number), value))
+        # A rank that was restored has said further steps before.
+        states = ring_states(max((step for _, _, step, _ in told), default=-1) + 1)
+        for rank, line, step, state in told:
+            assert state == states[step], (rank, line, self.logs())
 
     def end(self) -> list[int]:
         """Ask the keepers to end; they pass it on to the programs. Their statuses."""
