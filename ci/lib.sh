@@ -18,6 +18,13 @@ use_cuda_include() {
     export CUDA_INCLUDE
 }
 
+# What was compiled once on this machine is not compiled again, in another clone neither.
+use_compiler_cache() {
+    command -v ccache >/dev/null || return 0
+    export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache
+    export CCACHE_DIR=${CCACHE_DIR:-$cache/ccache} CCACHE_BASEDIR=$repo CCACHE_NOHASHDIR=1
+}
+
 # A criu for what runs gpustasis: the one that GPUSTASIS_CRIU names, this machine's own if the plugin
 # can use it, else that of the first of these test roots that is there. gpustasis looks for none.
 use_criu() { # SUITE...
@@ -88,6 +95,14 @@ step() {
 digest() {
     (cd "$repo" && find "$@" -type f ! -name '*.pyc' ! -path '*/__pycache__/*' -print0 |
         LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
+}
+
+# passed NAME VALUE: true if a check of this name has passed on this machine with this value, a digest of
+# all that can change what it finds; pass NAME VALUE says so.
+passed() { [ -e "$cache/passed/$1-$(sha256sum <<<"$2" | cut -d ' ' -f 1)" ]; }
+pass() {
+    mkdir -p "$cache/passed"
+    : >"$cache/passed/$1-$(sha256sum <<<"$2" | cut -d ' ' -f 1)"
 }
 
 # fresh STAMP VALUE: true if the stamp holds this value. mark STAMP VALUE sets it.
