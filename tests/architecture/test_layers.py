@@ -68,7 +68,7 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "files", "process"},
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
-        "streaming",
+        *("streaming", "nvml"),
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),

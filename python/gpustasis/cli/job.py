@@ -15,6 +15,7 @@ import click
 from gpustasis.cli import output
 from gpustasis.cli.framework import Group
 from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.cli.job_recovery import COMMANDS
 from gpustasis.cli.job_run import run
 from gpustasis.cli.options import threads_option
 from gpustasis.errors import CheckpointError, JobError
@@ -49,6 +50,8 @@ def command() -> None:
 
 
 command.add_command(run)
+for _one in COMMANDS:
+    command.add_command(_one)
 
 
 @command.command("checkpoint")

@@ -4,19 +4,28 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.cli.job_recovery import Choice, choice_of, recovery_options
 from gpustasis.jobs.messages import Limits
+
+if TYPE_CHECKING:
+    from gpustasis.jobs.member import Settings
+    from gpustasis.jobs.rank import Context
+    from gpustasis.jobs.recovering import Recovering
+    from gpustasis.jobs.supervise import Ended
 
 _LIMITS = Limits()
 _RUN = "/run/gpustasis/jobs"
+_POLL_S = 0.2
 
 
 def _seconds(
@@ -80,6 +89,7 @@ def _seconds(
     metavar="N",
     help="Writes a second that the whole job may ask of the store; the same for all ranks.",
 )
+@recovery_options
 @store_options
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 def run(
@@ -108,15 +118,15 @@ def run(
     keeper of a rank whose keeper has died: its tasks were left as they were.
 
     Ends as COMMAND does, with its status; with 0 when a checkpoint has ended it. Has to run in the
-    network namespace of the rank, as root.
+    network namespace of the rank, as root. With --restarts it ends when the whole job does.
     """
     from gpustasis.criu.find import find
     from gpustasis.jobs.member import Settings
     from gpustasis.jobs.place import place_of
     from gpustasis.jobs.rank import Context, Options
     from gpustasis.jobs.records import Keys
-    from gpustasis.jobs.supervise import Supervisor
 
+    choice = choice_of(options)
     if restore and words:
         raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
     if rank >= world:
@@ -131,22 +141,13 @@ def run(
         outside=outside,
         cuda_timeout_ms=max(1, int(cuda_limit * 500)),
     )
-    keys = Keys(job)
     with open_store(options) as store:
         place = place_of(job, rank, directory, run_directory)
         place.make()
-        held = place.only_keeper()
+        held = place.only_keeper(_wait if choice.standby else None)
         try:
-            context = Context(place, world, store, keys, use)
-            supervisor = Supervisor(context, settings, output.say)
-            if words or restore:
-                context.say_where()
-            if words:
-                pid = supervisor.start(words, os.environ)
-                output.say(f"job {job}, rank {rank}: process {pid}, output in {place.log}")
-            elif restore:
-                output.say(f"job {job}, rank {rank}: waits to be restored")
-            ended = supervisor.run(restoring=restore)
+            context = Context(place, world, store, Keys(job), use)
+            ended = _keep(context, settings, choice, words, restore=restore)
         finally:
             os.close(held)
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
@@ -161,3 +162,75 @@ def run(
     if ended.status:
         output.finish()
         raise click.exceptions.Exit(ended.status)
+
+
+def _keep(
+    context: Context,
+    settings: Settings,
+    choice: Choice,
+    words: tuple[str, ...],
+    *,
+    restore: bool,
+) -> Ended:
+    """Until the rank has ended."""
+    from gpustasis.jobs.supervise import Supervisor
+
+    what = f"job {context.place.job}, rank {context.place.rank}"
+    recovering = None
+    try:
+        starts = bool(words)
+        if choice.restarts is not None:
+            recovering = _recovering(context, settings.ttl_s, choice)
+        supervisor = Supervisor(context, settings, output.say, recovering)
+        if words or restore or choice.standby:
+            context.say_where()
+        if recovering is not None:
+            is_new = bool(words or restore) and not choice.standby
+            starts = recovering.begin(new=is_new, can_start=bool(words))
+        if starts:
+            pid = supervisor.start(words, os.environ)
+            output.say(f"{what}: process {pid}, output in {context.place.log}")
+        elif restore:
+            output.say(f"{what}: waits to be restored")
+        return supervisor.run(restoring=restore, command=(words, os.environ) if words else None)
+    finally:
+        if recovering is not None:
+            recovering.close()
+
+
+def _wait() -> bool:
+    time.sleep(_POLL_S)
+    return True
+
+
+def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
+    """As the options say; once the rank has no keeper, if that is waited for."""
+    from gpustasis.jobs.guard import Guard, where
+    from gpustasis.jobs.hanging import Watcher
+    from gpustasis.jobs.lives import Terms
+    from gpustasis.jobs.recovering import Recovering
+
+    assert choice.restarts is not None
+    place = context.place
+    terms = Terms(
+        restarts=choice.restarts,
+        afresh=choice.afresh,
+        evidence=choice.evidence,
+        back_off_s=choice.back_off,
+    )
+    guard = Guard(
+        context.store,
+        context.keys,
+        place.rank,
+        context.world,
+        terms,
+        where(place.run),
+        ttl_s=ttl,
+        told=output.say,
+    )
+    while choice.standby and not guard.has_seat():
+        _wait()
+    watcher = None
+    if choice.hang_after is not None:
+        watcher = Watcher(choice.hang_after, place.log, choice.progress)
+    return Recovering(context, guard, watcher, output.say)

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 from contextlib import suppress
 
@@ -20,6 +19,7 @@ from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
 from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, look, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
+from gpustasis.jobs.stopping import killed
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree, resident_bytes
 
@@ -213,7 +213,7 @@ class Checkpointing(HasCriu):
         slipped = self.criu.slipped()
         self.criu.end(yes=True)
         if tree is not None and (slipped or not tree.all_ended(_ENDING_S, lambda: None)):
-            tree = _killed(tree)
+            tree = killed(tree)
             if not tree.all_ended(_ENDED_S, lambda: None):
                 raise JobError(f"{context.name}: not every process has ended, of {tree.pids}")
         self._close_tree(tree)
@@ -269,20 +269,3 @@ class Checkpointing(HasCriu):
         if tree is not None:
             tree.close()
         self._tree = None
-
-
-def _killed(tree: Tree) -> Tree:
-    """The tree, which may run and have made others since it was walked; all of it is killed."""
-    while True:
-        tree.kill(signal.SIGSTOP)  # no process makes another from here on
-        try:
-            again = Tree(tree.root)
-        except CheckpointError:  # the root has ended
-            break
-        is_all = set(again.pids) <= set(tree.pids)
-        tree.close()
-        tree = again
-        if is_all:
-            break
-    tree.kill()
-    return tree
