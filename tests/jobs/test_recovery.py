@@ -10,8 +10,9 @@ from typing import Any
 
 from gpustasis.errors import JobError
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
+from support.job_ranks import state_of
 from support.json_output import check_document
-from support.ring import WORLD, Ring
+from support.ring import WORLD, Ring, reap
 
 STEPS = 1500
 
@@ -110,6 +111,58 @@ def test_a_node_that_is_killed_is_taken_over_by_the_next_keeper(ring: Ring) -> N
     ring.check_end()
     (recovery,) = shown(ring)["recoveries"]
     assert recovery["restored"] == 1
+
+
+def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa: F811
+    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence")
+    os.kill(ring.program_of(1), signal.SIGUSR1)
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
+    (recovery,) = shown(ring)["recoveries"]
+    assert "hangs: CPU and GPU are idle and its log is silent for 3 s" in recovery["reason"]
+    assert recovery["unnoticed_s"] >= 3
+    assert (recovery["restored"], recovery["epoch"]) == (1, 3)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+
+    for rank in range(WORLD):
+        stacks = list((ring.directory / f"kept/rank-{rank}/evidence-00000000").glob("*.proc"))
+        assert any("wchan" in path.read_text() for path in stacks), rank
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+    kinds = [(one["kind"], one["state"]) for one in listed]
+    assert kinds == [
+        ("checkpoint", "committed"),
+        ("evidence", "committed"),
+        ("restore", "committed"),
+    ]
+    assert check_document(ring.job("show", "--json").stdout, "job show")["epoch"] == 1
+    pruned = ring.job("prune", "--keep-last", "1", "--json")
+    assert check_document(pruned.stdout, "job prune")["epochs"] == []
+    assert (ring.directory / "kept/rank-1/epoch-00000002").is_dir()
+    look_at(ring, 2)
+
+
+def look_at(ring: Ring, epoch: int) -> None:  # noqa: F811
+    """Replay it: every rank stands, in a network that leads nowhere."""
+    words = ["--criu", ring.criu] if ring.criu else []
+    made = ring.job("replay", str(epoch), "--json", *words)
+    assert made.returncode == 0, made.stderr
+    ranks = check_document(made.stdout, "job replay")["ranks"]
+    try:
+        assert [one["rank"] for one in ranks] == list(range(WORLD))
+        assert sorted(one["pid"] for one in ranks) == ring.pids()
+        spaces = {os.readlink(f"/proc/{one['pid']}/ns/net") for one in ranks}
+        assert len(spaces) == WORLD
+        for one in ranks:
+            assert state_of(one["pid"]) == "T"
+            links = Path(f"/proc/{one['pid']}/net/dev").read_text().splitlines()[2:]
+            assert [line.split(":")[0].strip() for line in links] == ["lo"]
+        again = ring.job("replay", str(epoch), *words)
+        assert again.returncode == JobError.exit_code
+        assert "exists, and is to be restored" in again.stderr
+    finally:
+        for one in ranks:
+            os.kill(one["pid"], signal.SIGKILL)
+            reap(one["pid"])
 
 
 def test_a_keeper_that_is_only_cut_off_is_not_restored_elsewhere(ring: Ring) -> None:  # noqa: F811

@@ -116,10 +116,12 @@ def restore(
     Ends with status 19 if nothing was restored.
     """
     from gpustasis.jobs.kept import find_epoch
+    from gpustasis.jobs.leading import require_no_recovery
     from gpustasis.jobs.records import Keys, Plan
 
     with open_store(options) as store:
         keys = Keys(name)
+        require_no_recovery(store, keys)
         found = find_epoch(store, keys, epoch)
         plan = Plan(world=found.plan.world, leave_running=True, restores=found.number)
         _hold(store, keys, plan, timeout_s, look_limit)
@@ -140,7 +142,7 @@ def list_(name: str | None, **options: Any) -> None:
         {
             "job": job,
             "epoch": one.number,
-            "kind": "restore" if one.plan.restores else "checkpoint",
+            "kind": kept.kind_of(one),
             "restores": one.plan.restores or None,
             "state": kept.state_of(one),
             "whole": one.is_whole,

@@ -195,4 +195,61 @@ def give_up(name: str, **options: Any) -> None:
     )
 
 
-COMMANDS = (recoveries, fence, give_up)
+@click.command("replay", cls=Command)
+@click.argument("name")
+@click.argument("epoch", type=click.IntRange(1))
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.IntRange(0),
+    multiple=True,
+    metavar="R",
+    help="This one only; several times for several.  [default: all whose dumps are here]",
+)
+@click.option("--run", "runs", is_flag=True, help="They run; else they stand, to be looked at.")
+@click.option(
+    "--criu",
+    "criu_program",
+    metavar="PATH",
+    help="The criu program, or a root directory that holds one.",
+)
+@store_options
+def replay(
+    name: str,
+    epoch: int,
+    ranks: tuple[int, ...],
+    runs: bool,
+    criu_program: str | None,
+    **options: Any,
+) -> None:
+    """Restore ranks of job NAME from checkpoint EPOCH, cut off from the network, to look at.
+
+    It is no part of the job: no keeper takes part, and the store hears nothing of it. Each rank is
+    in a network namespace of its own that leads nowhere. Kill the processes when done. With --run
+    they go on, as far as they come alone, and write to the files that they had open.
+    """
+    from gpustasis.criu.find import find
+    from gpustasis.jobs import kept
+    from gpustasis.jobs.records import Keys
+    from gpustasis.jobs.replay import is_here
+    from gpustasis.jobs.replay import replay as bring_back
+
+    with open_store(options) as store:
+        records = kept.records_of(kept.find_epoch(store, Keys(name), epoch))
+    if wrong := [rank for rank in ranks if rank >= len(records)]:
+        raise click.UsageError(f"--rank {wrong[0]}: must be 0 to {len(records) - 1}")
+    chosen = [
+        (rank, record)
+        for rank, record in enumerate(records)
+        if (rank in ranks if ranks else is_here(record))
+    ]
+    done = bring_back(name, chosen, find(criu_program), runs=runs)
+    output.answer(
+        {"job": name, "epoch": epoch, "ranks": [asdict(one) for one in done]},
+        lambda: output.table(
+            ("RANK", "PID", "DIRECTORY"), [(one.rank, one.pid, one.directory) for one in done]
+        ),
+    )
+
+
+COMMANDS = (recoveries, fence, give_up, replay)

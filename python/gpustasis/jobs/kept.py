@@ -93,6 +93,13 @@ def state_of(found: Standing) -> str:
     return "damaged: its records are not those that were committed"
 
 
+def kind_of(found: Standing) -> str:
+    """In a word."""
+    if found.plan.restores:
+        return "restore"
+    return "evidence" if found.is_evidence else "checkpoint"
+
+
 def records_of(found: Standing) -> list[DumpRecord]:
     """Of all ranks, in their order. Raises JobError."""
     return [

@@ -331,3 +331,14 @@ def give_up(store: Store, keys: Keys) -> Life:
         answer = store.write([Require(keys.life, life.revision)], [Put(keys.life, after.to_text())])
         if answer.applied:
             return replace(after, revision=answer.revision)
+
+
+def require_no_recovery(store: Store, keys: Keys) -> None:
+    """The job is not just being restored by itself. Raises JobError, StoreError."""
+    entry = store.read(keys.life).entries.get(keys.life)
+    life = None if entry is None else life_of(keys.life, entry)
+    if life is not None and life.stage in {Stage.LOOKS, Stage.STOPS, Stage.RESTORES}:
+        raise JobError(
+            f"job {keys.job} is being restored by itself, in life {life.number}: wait for it, or "
+            "end it with `gpustasis job give-up`"
+        )
