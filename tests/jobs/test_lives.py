@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, leading
-from gpustasis.jobs.guard import Guard
+from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.hanging import Watcher
 from gpustasis.jobs.lead import digest_of
 from gpustasis.jobs.leading import Leading, Ranks
@@ -214,13 +214,13 @@ def test_all_keepers_are_told_the_same(keepers: Keepers) -> None:
 
 
 def test_only_who_knows_says_that_a_rank_has_stopped(keepers: Keepers) -> None:
-    keepers.start(0).say(0, Way.HERE)
+    keepers.start(0).say(1, Way.HERE)
     first = keepers.start(1)
-    assert first.say(0, Way.HERE)
+    assert first.say(1, Way.HERE)
     first.close()
     other = keepers.start(1, replace(HERE, run="/run/b", host="b"))
-    assert not other.say(0, Way.STOPPED)
-    found = other.standing(0)
+    assert not other.say(1, Way.STOPPED)
+    found = other.standing(1)
     assert found is not None
     assert (found.way, found.where) == (Way.HERE, HERE)
 
@@ -228,8 +228,8 @@ def test_only_who_knows_says_that_a_rank_has_stopped(keepers: Keepers) -> None:
 def test_of_two_failures_one_is_taken(keepers: Keepers) -> None:
     both = [keepers.start(rank) for rank in range(2)]
     for rank, one in enumerate(both):
-        one.say(0, Way.HERE)
-        one.report(0, f"rank {rank} has ended", unnoticed_s=0.1)
+        one.say(1, Way.HERE)
+        one.report(1, f"rank {rank} has ended", unnoticed_s=0.1)
     life = keepers.life()
     assert (life.stage, life.begun, life.why()) == (Stage.STOPS, 1, "rank 0 has ended")
 
@@ -238,8 +238,8 @@ def stopped(keepers: Keepers) -> list[Guard]:
     """A job of two ranks that has failed; both have said that they have stopped."""
     both = [keepers.start(rank) for rank in range(2)]
     for one in both:
-        one.say(0, Way.HERE)
-    both[1].report(0, "rank 1 has ended", unnoticed_s=0.1)
+        one.say(1, Way.HERE)
+    both[1].report(1, "rank 1 has ended", unnoticed_s=0.1)
     return both
 
 
@@ -247,9 +247,9 @@ def test_it_is_restored_when_all_have_stopped_and_no_epoch_is_open(keepers: Keep
     checkpoint = keepers.commit()
     both = stopped(keepers)
     open_one = epochs.begin(keepers.store, keepers.keys, Plan(world=2, leave_running=True))
-    both[0].say(0, Way.STOPPED)
+    both[0].say(1, Way.STOPPED)
     keepers.wait(lambda: any("rank 1 has not stopped yet" in one for one in keepers.said))
-    both[1].say(0, Way.STOPPED)
+    both[1].say(1, Way.STOPPED)
     keepers.wait(lambda: any("an epoch is not decided yet" in one for one in keepers.said))
     assert keepers.life().stage is Stage.STOPS
     assert epochs_of(keepers) == open_one
@@ -265,7 +265,7 @@ def test_what_was_kept_as_evidence_is_not_restored(keepers: Keepers) -> None:
     checkpoint = keepers.commit()
     keepers.commit(evidence=True)
     for one in stopped(keepers):
-        one.say(0, Way.STOPPED)
+        one.say(1, Way.STOPPED)
     keepers.wait(lambda: keepers.life().stage is Stage.RESTORES)
     assert keepers.life().restored == checkpoint
 
@@ -273,7 +273,7 @@ def test_what_was_kept_as_evidence_is_not_restored(keepers: Keepers) -> None:
 def test_a_restore_that_is_aborted_is_tried_again_and_then_given_up(keepers: Keepers) -> None:
     keepers.commit()
     both = stopped(keepers)
-    for number in range(2):
+    for number in (1, 2):
         for one in both:
             one.say(number, Way.STOPPED)
         keepers.wait(lambda: keepers.life().stage is Stage.RESTORES)
@@ -282,7 +282,7 @@ def test_a_restore_that_is_aborted_is_tried_again_and_then_given_up(keepers: Kee
         for one in both:
             one.say(number + 1, Way.HERE)
     life = keepers.life()
-    assert (life.stage, life.number) == (Stage.FAILED, 2)
+    assert (life.stage, life.number) == (Stage.FAILED, 3)
     assert "has not restored it: a damaged dump; it was restarted 2 times already" in life.why()
 
 
@@ -290,7 +290,7 @@ def test_a_keeper_that_is_gone_is_missed(keepers: Keepers) -> None:
     """By the lead; and the lead by the others."""
     both = [keepers.start(rank) for rank in range(2)]
     for one in both:
-        one.say(0, Way.HERE)
+        one.say(1, Way.HERE)
     both[1].close()
     keepers.wait(lambda: keepers.life().stage is Stage.STOPS)
     life = keepers.life()
@@ -302,7 +302,7 @@ def test_a_keeper_that_is_gone_is_missed(keepers: Keepers) -> None:
 def test_the_lead_is_missed_too(keepers: Keepers) -> None:
     both = [keepers.start(rank) for rank in range(2)]
     for one in both:
-        one.say(0, Way.HERE)
+        one.say(1, Way.HERE)
     both[0].close()
     keepers.wait(lambda: keepers.life().stage is Stage.STOPS)
     assert keepers.life().why() == "rank 0: its keeper's lease is gone"
@@ -311,12 +311,12 @@ def test_the_lead_is_missed_too(keepers: Keepers) -> None:
 def test_a_rank_that_has_ended_well_is_not_missed(keepers: Keepers) -> None:
     both = [keepers.start(rank) for rank in range(2)]
     for one in both:
-        one.say(0, Way.HERE)
-    both[1].say(0, Way.ENDED)
+        one.say(1, Way.HERE)
+    both[1].say(1, Way.ENDED)
     both[1].close()
     time.sleep(2 * TTL_S)
     assert keepers.life().stage is Stage.RUNS
-    both[0].say(0, Way.ENDED)
+    both[0].say(1, Way.ENDED)
     keepers.wait(lambda: keepers.life().stage is Stage.DONE)
 
 
@@ -325,7 +325,7 @@ def test_a_person_says_that_a_host_is_off(keepers: Keepers) -> None:
     with pytest.raises(JobError, match="is not one that is recovered"):
         leading.fence(keepers.store, keepers.keys, 1)
     both = stopped(keepers)
-    both[0].say(0, Way.STOPPED)
+    both[0].say(1, Way.STOPPED)
     with pytest.raises(JobError, match="it stops them itself"):
         leading.fence(keepers.store, keepers.keys, 1)
     both[1].close()
@@ -342,14 +342,36 @@ def test_a_job_that_has_ended_begins_anew(keepers: Keepers) -> None:
     for one in both:
         one.close()
     again = keepers.start(0)
-    assert (again.life.stage, again.life.number, again.life.begun) == (Stage.RUNS, 1, 0)
+    assert (again.life.stage, again.life.number, again.life.begun) == (Stage.RUNS, 2, 0)
     assert again.life.run != life.run
+
+
+def test_a_store_that_has_lost_what_it_held_is_not_believed(keepers: Keepers) -> None:
+    one = keepers.start(1)
+    older = keepers.life()
+    one.report(1, "rank 1 has ended", unnoticed_s=0.1)
+    one._note(replace(one.life, revision=one.life.revision + 10_000))
+    with pytest.raises(JobError, match="has lost what it held"):
+        one.report(1, "rank 1 has ended", unnoticed_s=0.1)
+    assert older.number == 1
+
+
+def test_a_place_is_known_by_what_is_noted_there(tmp_path: Path) -> None:
+    """Not by its path: containers have the same ones."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    first = where(places[0])
+    assert first.is_mine(where(places[0]))
+    assert not first.is_mine(where(places[1]))
+    (places[0] / "place").unlink()  # and with it, what the tasks are
+    assert not first.is_mine(where(places[0]))
 
 
 def test_a_store_that_was_away_has_not_lost_a_rank(keepers: Keepers) -> None:
     """A lease that has ended while nobody could keep it says nothing of its rank."""
     lead = Leading(keepers.store, keepers.keys, 10, keepers.said.append)
-    keepers.start(1).say(0, Way.HERE)
+    keepers.start(1).say(1, Way.HERE)
     life = keepers.life()
     keepers.open.close()
     lead.turn(life)

@@ -125,7 +125,7 @@ def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa:
     ring.check_end()
 
     for rank in range(WORLD):
-        stacks = list((ring.directory / f"kept/rank-{rank}/evidence-00000000").glob("*.proc"))
+        stacks = list((ring.directory / f"kept/rank-{rank}/evidence-00000001").glob("*.proc"))
         assert any("wchan" in path.read_text() for path in stacks), rank
     listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
     kinds = [(one["kind"], one["state"]) for one in listed]

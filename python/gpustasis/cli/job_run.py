@@ -15,6 +15,7 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
 from gpustasis.cli.job_recovery import Choice, choice_of, recovery_options
+from gpustasis.errors import JobError
 from gpustasis.jobs.messages import Limits
 
 if TYPE_CHECKING:
@@ -181,6 +182,8 @@ def _keep(
         starts = bool(words)
         if choice.restarts is not None:
             recovering = _recovering(context, settings.ttl_s, choice)
+        elif context.state.lives and context.state.life:
+            raise JobError(f"{what} was started with --restarts: its keeper must be, too")
         supervisor = Supervisor(context, settings, output.say, recovering)
         if words or restore or choice.standby:
             context.say_where()

@@ -5,6 +5,7 @@ which life the job is, and reports what has failed. The keeper of rank 0 leads (
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError, JobError, StoreError
+from gpustasis.files import replace_file
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.leading import Leading
 from gpustasis.jobs.lives import (
@@ -38,16 +40,32 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.2
 _UUID = Path("/sys/class/dmi/id/product_uuid")
+_PLACE_NAME = "place"
 _WAYS = list(Way)
 
 
 def where(run: Path) -> Where:
-    """Of a keeper with this --run-directory."""
+    """Of a keeper that keeps its state in this directory. Raises JobError.
+
+    The directory has a name of its own, which goes with what is noted there; and a process of
+    another pid namespace does not see the tasks.
+    """
     try:
         machine = _UUID.read_text().strip()
     except OSError:
         machine = ""
-    return Where(host=socket.gethostname(), boot=boot_id().hex(), machine=machine, run=str(run))
+    name = run / _PLACE_NAME
+    try:
+        if not name.exists():
+            directory = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                replace_file(directory, _PLACE_NAME, uuid.uuid4().hex.encode(), 0o600, durable=True)
+            finally:
+                os.close(directory)
+        place = f"{name.read_text()} {os.readlink('/proc/self/ns/pid')}"
+    except (OSError, UnicodeDecodeError) as exc:
+        raise JobError(f"{name} cannot be used: {exc}") from exc
+    return Where(host=socket.gethostname(), boot=boot_id().hex(), machine=machine, run=place)
 
 
 class Guard:
@@ -142,7 +160,7 @@ class Guard:
                 return life
             fresh = Life(
                 run=uuid.uuid4().hex,
-                number=0 if life is None else life.number + 1,
+                number=1 if life is None else life.number + 1,
                 stage=Stage.RUNS,
                 world=self._world,
                 terms=self._terms,
@@ -187,12 +205,18 @@ class Guard:
 
     def read(self) -> Life:
         """As it is now. Raises JobError, StoreError."""
-        key = self._keys.life
+        before, key = self._life, self._keys.life
         entry = self._store.read(key).entries.get(key)
-        if entry is None:
-            raise JobError(f"{key} is gone: the store has lost what it held")
+        if entry is None or (before is not None and entry.revision < before.revision):
+            raise JobError(f"{key} is not what it was: the store has lost what it held")
         self._note(life_of(key, entry))
         return self.life
+
+    def newest(self) -> int:
+        """The number of the job's life, before this keeper has a seat; 0: it has none. Raises
+        JobError, StoreError."""
+        entry = self._store.read(self._keys.life).entries.get(self._keys.life)
+        return 0 if entry is None else life_of(self._keys.life, entry).number
 
     def replace(self, life: Life, by: Life) -> bool:
         """Whether it was. Raises JobError, StoreError."""

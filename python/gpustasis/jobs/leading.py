@@ -49,6 +49,14 @@ class Ranks:
             for rank in range(self.world)
         )
 
+    def have_looked(self) -> bool:
+        """All that can."""
+        standings = self.standings
+        return all(
+            rank not in standings or standings[rank].way in {Way.LOOKED, Way.STOPPED}
+            for rank in self.keepers
+        )
+
     def lost(self) -> list[int]:
         """Those that were there, and have not ended, and whose keepers are not there."""
         return [
@@ -159,7 +167,7 @@ class Leading:
         waited_s = time.monotonic() - self._since[1]
         ranks = read_ranks(self._store, self._keys, life)
         if life.epoch == 0:
-            if not ranks.are(Way.LOOKED, Way.STOPPED) and waited_s < _LOOKED_S:
+            if not ranks.have_looked() and waited_s < _LOOKED_S:
                 return
             hung = life.failure is not None and life.failure.hung
             if hung and ranks.are(Way.LOOKED) and self._is_decided():

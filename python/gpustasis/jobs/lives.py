@@ -193,7 +193,8 @@ def _require_failure(failure: Failure) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
     """Where a keeper of a rank is. boot: of its host, as the kernel names it. machine: the host
-    itself, through boots; empty: it cannot be told. run: the keeper's --run-directory."""
+    itself, through boots; empty: it cannot be told. run: where the keeper notes which tasks there
+    are, and sees them."""
 
     host: str
     boot: str

@@ -25,7 +25,7 @@ class State:
 
     pid, start_time: of the root of the tasks; 0: there are none. epoch: that was begun last.
     images: where it dumps to, or is restored from. cuda, network: are locked, or may be. life: of
-    the job, that the tasks belong to (lives.py).
+    the job, that the tasks belong to (lives.py); 0: it is not recovered.
     """
 
     boot: str

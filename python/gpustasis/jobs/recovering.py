@@ -59,9 +59,17 @@ class Recovering:
         """Have a seat. Whether the command is to be started: else what is left of an earlier life
         goes first. Raises JobError, StoreError."""
         context, self.can_start = self._context, can_start
+        if context.state.lives and context.state.life == 0:
+            raise JobError(
+                f"{context.name} runs, as process {context.state.pid}, and was started without "
+                "--restarts: its keeper must be, too"
+            )
+        # Whoever is this rank's keeper now: tasks of an earlier life must not be beside others.
+        self._stop_before(self._guard.newest())
         life = self._guard.begin(new=new)
         self._run = life.run
         self._require_known(life)
+        self._stop_before(life.number)
         found = self._guard.standing(life.number)
         if found is not None:
             self._said = (life.number, found.way)
@@ -71,6 +79,15 @@ class Recovering:
         if context.state.lives and context.state.life == life.number and found is None:
             self._say(life, Way.HERE)
         return False
+
+    def _stop_before(self, number: int) -> None:
+        state = self._context.state
+        if state.lives and state.life < number:
+            self._stop()
+            self._told(
+                f"job {self._context.place.job}: {self._context.name} is stopped: it was of life "
+                f"{state.life}, and this is life {number}"
+            )
 
     def _claim(self, life: Life) -> bool:
         """Before the tasks are made: from then on only this place knows when they have ended."""
@@ -101,11 +118,16 @@ class Recovering:
                 if life.stage is Stage.RESTORES and life.epoch == order.number:
                     number += 1
                 self._context.life = number
-                self._guard.say(number, Way.HERE)
+                said = self._guard.say(number, Way.HERE)
             except StoreError as exc:
                 log.info("%s waits for the store: %s", self._context.name, exc)
                 time.sleep(_AGAIN_S)
             else:
+                if not said and not order.joined:
+                    raise JobError(
+                        f"{self._context.name} cannot be restored in life {number}: it has been in "
+                        "that life already"
+                    )
                 self._said = (number, Way.HERE)
                 self._trouble = ""
                 return
