@@ -113,6 +113,24 @@ def test_a_node_that_is_killed_is_taken_over_by_the_next_keeper(ring: Ring) -> N
     assert recovery["restored"] == 1
 
 
+def test_a_standby_takes_over_from_a_keeper_that_is_killed(ring: Ring) -> None:  # noqa: F811
+    """Its rank runs on: nothing has failed."""
+    begun(ring, "--restarts", "1")
+    standing_by = [ring.keepers[rank] for rank in range(WORLD)]
+    for rank in (0, 2):
+        killed = standing_by[rank]
+        assert killed is not None
+        ring.start(rank, "--restarts", "1", "--standby", command=False)
+        killed.kill()
+        killed.wait()
+    ring.wait_for_progress()
+    ring.wait(lambda: all("done " in ring.output(rank) for rank in range(WORLD)))
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    found = shown(ring)
+    assert (found["state"], found["restarts"]) == ("done", 0)
+
+
 def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa: F811
     begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence")
     os.kill(ring.program_of(1), signal.SIGUSR1)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import struct
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +18,10 @@ from gpustasis.streaming.tree import Tree
 _ENDED_S = 60.0
 _POLL_S = 0.02
 _HELPERS = frozenset((WORKER_COMM, GUARDIAN_COMM))
-_SESSION, _START_TIME = 3, 19  # fields of /proc/PID/stat after the name: 6 and 22 of proc(5)
+# Fields of /proc/PID/stat after the name: 6, 22 and 52 of proc(5).
+_SESSION, _START_TIME, _EXIT_CODE = 3, 19, 49
+# linux/pidfd.h: PIDFD_GET_INFO, of struct pidfd_info in its first version; PIDFD_INFO_EXIT.
+_GET_INFO, _INFO, _INFO_EXIT = 0xC040FF0B, struct.Struct("=Q52xi"), 1 << 3
 
 
 def killed(tree: Tree) -> Tree:
@@ -86,6 +91,25 @@ def _is_another(root: int, start_time: int) -> bool:
     except OSError:
         return False
     return int(stat.rpartition(")")[2].split()[_START_TIME]) != start_time
+
+
+def status_of(pid: int, start_time: int, descriptor: int) -> int | None:
+    """How a process has ended that is no child of this one, as os.waitstatus_to_exitcode has it.
+    descriptor: its pidfd. None: it cannot be told, as before Linux 6.15 of one that was reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        fields = stat.rpartition(")")[2].split()
+        if fields[0] == "Z" and int(fields[_START_TIME]) == start_time:
+            return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+    except OSError:
+        pass  # it was reaped
+    info = bytearray(_INFO.pack(_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(descriptor, _GET_INFO, info)
+    except OSError:
+        return None
+    mask, code = _INFO.unpack(info)
+    return os.waitstatus_to_exitcode(code) if mask & _INFO_EXIT else None
 
 
 def tree_pids(root: int) -> tuple[int, ...]:

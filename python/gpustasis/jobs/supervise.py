@@ -20,7 +20,7 @@ from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context, Part, RankWork, unlock_cuda
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
-from gpustasis.jobs.stopping import children, reap
+from gpustasis.jobs.stopping import children, reap, status_of
 from gpustasis.jobs.work import Order
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.tree import Tree
@@ -266,11 +266,16 @@ class Supervisor:
                 return True  # another process has its number
         if not select.select([self._held[2]], [], [], 0)[0]:
             return False
-        with suppress(ChildProcessError):
+        code = None
+        try:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 code = os.waitstatus_to_exitcode(status)
-                self._status = code if code >= 0 else 128 - code
+        except ChildProcessError:
+            if self._recovering is not None:  # there it matters whether it has failed
+                code = status_of(pid, start, self._held[2])
+        if code is not None:
+            self._status = code if code >= 0 else 128 - code
         return True
 
     def _is_child(self, pid: int) -> bool:
