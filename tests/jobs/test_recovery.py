@@ -113,6 +113,36 @@ def test_a_node_that_is_killed_is_taken_over_by_the_next_keeper(ring: Ring) -> N
     assert recovery["restored"] == 1
 
 
+def test_a_node_that_was_switched_off_is_restored_elsewhere(ring: Ring) -> None:  # noqa: F811
+    """Where its dump and its addresses are; as soon as somebody says that it is off."""
+    begun(ring, "--restarts", "2")
+    early = ring.job("fence", "--rank", "1")
+    assert early.returncode == JobError.exit_code
+    assert "waits for no rank" in early.stderr
+    ring.kill_node(1)
+    ring.start_elsewhere(1, "--restarts", "2", "--standby")
+    ring.wait(lambda: "make sure that its tasks have ended there" in ring.log(0))
+    assert shown(ring)["recoveries"] == []
+    told = ring.job("fence", "--rank", "1", "--json")
+    assert told.returncode == 0, told.stderr
+    assert check_document(told.stdout, "job fence")["life"] == 1
+    ring.keepers[1] = ring.keepers_elsewhere.pop()
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+
+
+def test_a_job_that_waits_is_given_up(ring: Ring) -> None:  # noqa: F811
+    begun(ring, "--restarts", "2")
+    ring.kill_node(1)
+    ring.wait(lambda: "rank 1 was on " in ring.log(0))
+    told = ring.job("give-up", "--json")
+    assert told.returncode == 0, told.stderr
+    assert check_document(told.stdout, "job give-up")["state"] == "failed"
+    assert all(ring.ends())
+    assert "has failed: given up by hand" in ring.log(0)
+    assert ring.pids() == []
+
+
 def test_a_standby_takes_over_from_a_keeper_that_is_killed(ring: Ring) -> None:  # noqa: F811
     """Its rank runs on: nothing has failed."""
     begun(ring, "--restarts", "1")
