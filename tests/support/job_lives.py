@@ -185,8 +185,7 @@ class Player:
             self._start: 20,
             self._pass_time: 6,
             self._crash: 0.7,
-            self._kill: 0.5,
-            self._end: 0.1,
+            self._kill: 0.6,
             self._power: 0.2,
             self._cut: 0.4,
             self._heal: 1,
@@ -250,15 +249,14 @@ class Player:
         taken = any(number in one.joined for one in self.hosts if one.rank == host.rank)
         if phase.is_final or taken or host.keeper.is_due(ended=True, waits=False):
             return False
-        order = Order(number, leave_running=True, restores=plan.restores)
         try:
-            host.keeper.enter(order)
+            host.keeper.enter(Order(number, leave_running=True, restores=plan.restores))
         except JobError:
             self._close(host)
-            return True
-        host.joined.add(number)
-        self._make(host)
-        host.held = number
+        else:
+            host.joined.add(number)
+            self._make(host)
+            host.held = number
         return True
 
     def _commit(self, _: Host) -> bool:
@@ -266,8 +264,7 @@ class Player:
         if found is None or found[1].is_final:
             return False
         number, _phase, plan = found
-        ready = {one.rank for one in self.hosts if number in one.joined and one.held == number}
-        if len(ready) < WORLD:
+        if len({one.rank for one in self.hosts if one.held == number}) < WORLD:
             return False
         self._decide(number, plan, {rank: f"{rank}" for rank in range(WORLD)})
         self.counts["committed"] += 1
@@ -323,10 +320,7 @@ class Player:
 
             cuda = False
 
-            @property
-            def lives(self) -> bool:
-                return host.pid > 0
-
+            lives = property(lambda _: host.pid > 0)
             pid = property(lambda _: host.pid)
             life = property(lambda _: host.life)
             start_time = property(lambda _: id(host))
@@ -367,14 +361,9 @@ class Player:
         return True
 
     def _kill(self, host: Host) -> bool:
-        return self._ended(host, 137)
-
-    def _end(self, host: Host) -> bool:
-        return self._ended(host, 0)
-
-    def _ended(self, host: Host, status: int) -> bool:
         if not host.runs:
             return False
+        status = self.random.choice([137, 137, 137, 137, 0])
         host.pid, host.status = 0, status if host.keeper is not None else None
         return True
 
@@ -383,8 +372,8 @@ class Player:
         if host.guard is not None:
             self._crash(host)
         host.pid = host.held = 0
-        others = [one for one in self.hosts if one.rank == host.rank and one is not host]
-        host.is_off = self.random.random() < 0.05 and not others[0].is_off
+        is_last = any(one.is_off for one in self.hosts if one.rank == host.rank)
+        host.is_off = self.random.random() < 0.05 and not is_last
         return True
 
     def _cut(self, host: Host) -> bool:
@@ -397,10 +386,7 @@ class Player:
 
     def _fence(self, host: Host) -> bool:
         """Somebody says so of a rank whose host has no task of it, and makes none: it is true."""
-        mine = [one for one in self.hosts if one.rank == host.rank]
-        if any(one.pid or (one.keeper and one.runs) for one in mine):
-            return False
-        if any(not one.is_off and one.held for one in mine):
+        if any(one.pid for one in self.hosts if one.rank == host.rank):
             return False
         with suppress(JobError):
             leading.fence(cast("Any", self.tree_store()), KEYS, host.rank)
