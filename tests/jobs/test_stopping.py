@@ -79,6 +79,30 @@ def test_what_a_root_leaves_behind_is_ended_too(
     assert state_of(child) in {"Z", ""}
 
 
+# Its first thread has ended, which looks like a zombie, and another one runs.
+HEADLESS = """
+import ctypes, sys, threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+STOP_CHILD = """
+import os, subprocess, sys, time
+from gpustasis.jobs.stopping import stop
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+stat = lambda: open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()
+while stat()[0] != "Z":
+    time.sleep(0.01)
+stop(child.pid, int(stat()[19]))
+assert not os.path.exists(f"/proc/{child.pid}")
+"""
+
+
+def test_a_process_without_its_first_thread_is_ended_too() -> None:
+    """And its pid is free afterwards: a restore needs it."""
+    words = [sys.executable, "-c", STOP_CHILD, HEADLESS]
+    subprocess.run(words, check=True, timeout=60)
+
+
 def test_the_session_of_a_later_process_is_left_alone(family: tuple[int, int, int]) -> None:
     root, start, child = family
     code = f"from gpustasis.jobs.stopping import stop; stop({root}, {start - 1})"
