@@ -17,8 +17,9 @@
 namespace gpustasis::seal {
 
 /// Frames are sealed as soon as all their bytes are there. Holds the plain text of those that are not
-/// full: with chunks that arrive nearly in order about one more than those chunks span, and the first,
-/// as the image's header comes last; and what each thread is writing, sealed. All is wiped.
+/// full, and wipes it: with chunks that arrive nearly in order about one more than those chunks span, and
+/// the first, as the image's header comes last. Each thread that writes holds what it is writing besides,
+/// sealed: at most kMaxSealedFrame and the overhead of its frames.
 class SealedOutput final : public ImageOutput {
 public:
     struct Options {
