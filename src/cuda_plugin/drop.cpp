@@ -42,29 +42,33 @@ bool is_descendant(pid_t pid, pid_t ancestor) {
     return pid == ancestor;
 }
 
-/// Every thread of the process must be this process's tracee and stopped.
 void close_by(const BorrowedThread& thread, UserfaultfdRecord& record,
-              const UnusedUserfaultfd& left) {
+              const std::vector<UnusedUserfaultfd>& found) {
     InjectedSyscalls task(thread);
-    record.close_left(left, task);
+    for (const UnusedUserfaultfd& left : found)
+        if (record.close_left(left, task))
+            host::info("closed descriptor " + std::to_string(left.fd) + " of pid " +
+                       std::to_string(thread.pid) +
+                       ": a userfaultfd that a dump or a tracker which was killed has left there");
     task.finish();
 }
 
 /// By one that survives it should this criu be killed meanwhile: no worker looks after a task without CUDA.
-void close_by_any_thread(pid_t pid, UserfaultfdRecord& record, const UnusedUserfaultfd& left) {
-    Error failure(Errc::unsupported, "it has no thread");
+void close_by_any_thread(pid_t pid, UserfaultfdRecord& record,
+                         const std::vector<UnusedUserfaultfd>& found) {
+    if (!find_way_back_code(pid))
+        throw Error(Errc::unsupported, "it has no code that would lead a thread of it back");
+    Error failure(Errc::gone, "it has no thread");
     for (const pid_t tid : proc::threads(pid)) {
         try {
             require_room_for_way_back(read_maps(pid), tid);
-            if (!find_way_back_code(pid))
-                throw Error(Errc::unsupported, "it has no code that would lead a thread back");
-            std::atomic<bool> signals_blocked = false;
-            std::atomic<std::uint64_t> signal_mask = 0;
-            close_by({pid, tid, signals_blocked, signal_mask}, record, left);
-            return;
         } catch (const Error& e) {
             failure = e;
+            continue;
         }
+        std::atomic<bool> signals_blocked = false;
+        std::atomic<std::uint64_t> signal_mask = 0;
+        return close_by({pid, tid, signals_blocked, signal_mask}, record, found);
     }
     throw failure;
 }
@@ -181,23 +185,20 @@ void record_checkpoint(const TaskRecord& record, int image_dir, bool required) {
 }
 
 void close_left_userfaultfd(pid_t pid, TaskRecord* record) {
-    const std::string name = "pid " + std::to_string(pid);
     try {
         UserfaultfdRecord left_there(pid, IfMissing::nothing);
-        const auto left = left_there.find_left();
+        const std::vector<UnusedUserfaultfd> found = left_there.find_left();
+        if (!found.empty() && record != nullptr)
+            close_by({pid, record->restore_tid, record->thawed, record->signal_mask}, left_there,
+                     found);
+        else if (!found.empty())
+            close_by_any_thread(pid, left_there, found);
         if (const auto& why_not = left_there.why_not())
             throw Error(*why_not);
-        if (!left)
-            return;
-        if (record != nullptr)
-            close_by({pid, record->restore_tid, record->thawed, record->signal_mask}, left_there, *left);
-        else
-            close_by_any_thread(pid, left_there, *left);
-        host::info("closed descriptor " + std::to_string(left->fd) + " of " + name +
-                   ": a userfaultfd that a dump or a tracker which was killed has left there");
     } catch (const Error& e) {
-        host::warn("a dump or a tracker of " + name + " that was killed may have left a " +
-                   "userfaultfd there, which CRIU cannot dump: " + e.what());
+        host::warn("a dump or a tracker of pid " + std::to_string(pid) +
+                   " that was killed may have left a userfaultfd there, which CRIU cannot dump: " +
+                   e.what());
     }
 }
 

@@ -21,7 +21,6 @@
 #include <cerrno>
 #include <chrono>
 #include <exception>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -58,9 +57,11 @@ void undo_interruption(pid_t tid) {
 /// What a tracker, or a dump, that was killed has left. That this fails harms nobody.
 void close_left(UserfaultfdRecord& record, InjectedSyscalls& task, pid_t pid, pid_t tid) {
     try {
-        const std::optional<UnusedUserfaultfd> left = record.find_left();
-        if (left && !others_are_traced(pid, tid))
-            record.close_left(*left, task);
+        const std::vector<UnusedUserfaultfd> found = record.find_left();
+        if (found.empty() || others_are_traced(pid, tid))
+            return;
+        for (const UnusedUserfaultfd& left : found)
+            record.close_left(left, task);
     } catch (const Error&) { // NOLINT(bugprone-empty-catch): the next one tries again
     }
 }

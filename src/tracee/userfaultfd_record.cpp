@@ -13,14 +13,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <ctime>
 #include <exception>
-#include <filesystem>
+#include <iterator>
 #include <memory>
 #include <span>
 #include <sstream>
-#include <system_error>
+#include <string_view>
 #include <utility>
 
 namespace gpustasis {
@@ -41,8 +40,9 @@ std::int64_t time_now() noexcept {
     return nanoseconds(now);
 }
 
-bool is_near(std::int64_t written, std::int64_t time) noexcept {
-    return std::abs(time - written) <= kCallWithin;
+/// Both times are the kernel's, of the same clock: what comes later is not earlier by it.
+bool is_soon_after(std::int64_t written, std::int64_t time) noexcept {
+    return written <= time && time - written <= kCallWithin;
 }
 
 struct CloseDir {
@@ -61,21 +61,40 @@ bool is_unused(const std::string& fdinfo) {
     return features == 0;
 }
 
-/// Descriptor `name` of a process, if it is one.
-std::optional<UnusedUserfaultfd> look_at(const std::filesystem::path& process,
-                                         const std::string& name) {
-    const std::filesystem::path path = process / "fd" / name;
-    std::error_code closed;
+std::string directory_of(pid_t pid) {
+    return "/proc/" + std::to_string(pid);
+}
+
+/// Descriptor `name` of process `pid`, if it is one. `directory`: /proc/PID/fd.
+std::optional<UnusedUserfaultfd> look_at(pid_t pid, int directory, const char* name) {
+    constexpr std::string_view kWhat = "anon_inode:[userfaultfd]";
+    char what[kWhat.size() + 1];
     struct stat status {};
-    if (std::filesystem::read_symlink(path, closed) != "anon_inode:[userfaultfd]" ||
-        ::stat(path.c_str(), &status) != 0 ||
-        !is_unused(proc::read_file(process / "fdinfo" / name)))
+    const ssize_t size = ::readlinkat(directory, name, what, sizeof(what));
+    if (size < 0 || std::string_view(what, static_cast<std::size_t>(size)) != kWhat ||
+        ::fstatat(directory, name, &status, 0) != 0 ||
+        !is_unused(proc::read_file(directory_of(pid) + "/fdinfo/" + name)))
         return std::nullopt;
     return UnusedUserfaultfd{std::stoi(name), status.st_ino, nanoseconds(status.st_ctim)};
 }
 
-std::filesystem::path directory_of(pid_t pid) {
-    return "/proc/" + std::to_string(pid);
+UniqueFd open_descriptors(pid_t pid) {
+    const std::string path = directory_of(pid) + "/fd";
+    UniqueFd directory(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (!directory)
+        throw io_error("cannot list the descriptors of process " + std::to_string(pid), errno);
+    return directory;
+}
+
+using Directory = std::unique_ptr<DIR, CloseDir>;
+
+/// What is in it, by another descriptor.
+Directory entries_of(int directory) {
+    Directory entries(
+        ::fdopendir(::openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC)));
+    if (!entries)
+        throw io_error("cannot list a directory", errno);
+    return entries;
 }
 
 /// Of the process that a record is about.
@@ -91,9 +110,8 @@ bool is_dead(const TaskIdentity& task, const std::string& text) {
 
 /// Records of processes that have ended, but for the one called `but`.
 void remove_dead(int directory, const std::string& but) {
-    const std::unique_ptr<DIR, CloseDir> entries(
-        ::fdopendir(::openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC)));
-    while (const dirent* entry = entries ? ::readdir(entries.get()) : nullptr) {
+    const Directory entries = entries_of(directory);
+    while (const dirent* entry = ::readdir(entries.get())) {
         const std::optional<TaskIdentity> task = task_of_file(entry->d_name);
         if (!task || entry->d_name == but)
             continue;
@@ -111,15 +129,11 @@ void remove_dead(int directory, const std::string& but) {
 
 std::vector<UnusedUserfaultfd> find_unused_userfaultfds(pid_t pid) {
     std::vector<UnusedUserfaultfd> found;
-    const std::filesystem::path process = directory_of(pid);
-    std::error_code error;
-    for (std::filesystem::directory_iterator at(process / "fd", error), end; !error && at != end;
-         at.increment(error))
-        if (const auto unused = look_at(process, at->path().filename()))
+    const UniqueFd directory = open_descriptors(pid);
+    const Directory entries = entries_of(directory.get());
+    while (const dirent* entry = ::readdir(entries.get()))
+        if (const auto unused = look_at(pid, directory.get(), entry->d_name))
             found.push_back(*unused);
-    if (error)
-        throw io_error("cannot list the descriptors of process " + std::to_string(pid),
-                       error.value());
     return found;
 }
 
@@ -129,10 +143,8 @@ UserfaultfdRecord::UserfaultfdRecord(pid_t pid, IfMissing missing, const std::st
     try {
         name_ = file_name(identify_task(pid));
         own_ = look(base.empty() ? run_directory() : base, missing, self);
-        if (own_.file && missing == IfMissing::make) {
-            has_none_ = find_unused_userfaultfds(pid).empty();
+        if (missing == IfMissing::make)
             remove_dead(own_.directory.get(), name_);
-        }
     } catch (const Error& e) {
         why_not_ = e;
     }
@@ -168,61 +180,71 @@ UserfaultfdRecord::Place UserfaultfdRecord::look(const std::string& base, IfMiss
     return place;
 }
 
-std::optional<UnusedUserfaultfd> UserfaultfdRecord::find_left() noexcept {
+std::vector<UnusedUserfaultfd> UserfaultfdRecord::find_left() noexcept {
+    std::vector<UnusedUserfaultfd> left;
     if (!own_.is_record && !owners_.is_record && !held_)
-        return std::nullopt;
+        return left;
     try {
         const std::vector<UnusedUserfaultfd> unused = find_unused_userfaultfds(pid_);
-        judge(unused);
-        if ((own_.is_record || owners_.is_record) && unused.size() == 1 && !held_)
-            return unused.front();
+        if (held_ && !unused.empty())
+            why_not_ = Error(Errc::unsupported,
+                             "another process is making one there, or has stopped in the middle of it");
+        judge(own_, unused, left);
+        judge(owners_, unused, left);
+        may_come_ = own_.is_record && !own_.has_left;
     } catch (const std::exception& e) {
         why_not_ = Error(Errc::io, e.what());
     }
-    return std::nullopt;
+    if (held_)
+        left.clear();
+    return left;
 }
 
-void UserfaultfdRecord::judge(const std::vector<UnusedUserfaultfd>& unused) {
-    has_none_ = unused.empty();
-    const std::int64_t now = time_now();
-    for (Place* place : {&own_, &owners_}) {
-        if (!place->is_record)
-            continue;
-        if (unused.empty())
-            place->is_record = is_near(place->written, now);
-        else if (unused.size() == 1)
-            place->is_record = is_near(place->written, unused.front().made);
-    }
-    may_come_ = unused.empty() && own_.is_record;
-    if (held_ && !unused.empty())
-        why_not_ = Error(Errc::unsupported, "another process is making one there, or has stopped in the middle of it");
-    else if (unused.size() > 1)
-        why_not_ = Error(Errc::unsupported, "there are " + std::to_string(unused.size()));
+void UserfaultfdRecord::judge(Place& place, const std::vector<UnusedUserfaultfd>& unused,
+                              std::vector<UnusedUserfaultfd>& left) {
+    if (!place.is_record)
+        return;
+    std::vector<UnusedUserfaultfd> candidates;
+    std::ranges::copy_if(unused, std::back_inserter(candidates), [&](const UnusedUserfaultfd& one) {
+        return is_soon_after(place.written, one.made);
+    });
+    place.has_left = !candidates.empty();
+    place.is_record = place.has_left || is_soon_after(place.written, time_now());
+    if (candidates.size() > 1)
+        why_not_ = Error(Errc::unsupported, std::to_string(candidates.size()) + " look like it");
+    else if (place.has_left && std::ranges::find(left, candidates.front()) == left.end())
+        left.push_back(candidates.front());
 }
 
 bool UserfaultfdRecord::close_left(const UnusedUserfaultfd& left, InjectedSyscalls& calls) {
-    const bool is_there = look_at(directory_of(pid_), std::to_string(left.fd)) == left;
+    const UniqueFd directory = open_descriptors(pid_);
+    const bool is_there = look_at(pid_, directory.get(), std::to_string(left.fd).c_str()) == left;
     if (is_there) {
         const std::int64_t result =
             calls.call(SYS_close, static_cast<std::uint64_t>(left.fd), 0, 0);
         if (result != 0)
             throw io_error("close in the name of process " + std::to_string(pid_),
                            static_cast<int>(-result));
-        has_none_ = true;
     }
-    own_.is_record = owners_.is_record = false;
+    for (Place* place : {&own_, &owners_})
+        if (is_soon_after(place->written, left.made))
+            place->is_record = place->has_left = false;
     return is_there;
 }
 
 void UserfaultfdRecord::begin() noexcept {
-    if (!own_.file || !has_none_)
-        return; // nobody could tell which one is ours
+    if (!own_.file || own_.has_left)
+        return; // the record of that is worth more
     try {
         const std::string text =
             std::to_string(pid_) + " " + std::to_string(pid_namespace_of("self")) + "\n";
         if (::ftruncate(own_.file.get(), 0) != 0)
             throw io_error("cannot empty " + name_, errno);
         write_at(own_.file.get(), 0, std::as_bytes(std::span(text)));
+        struct stat status {};
+        if (::fstat(own_.file.get(), &status) != 0)
+            throw io_error("cannot examine " + name_, errno);
+        own_.written = nanoseconds(status.st_mtim);
         own_.is_record = begun_ = true;
     } catch (const std::exception& e) {
         why_not_ = Error(Errc::io, e.what());
@@ -237,7 +259,9 @@ void UserfaultfdRecord::end() noexcept {
 
 UserfaultfdRecord::~UserfaultfdRecord() {
     try {
-        if (begun_ && find_unused_userfaultfds(pid_).empty())
+        if (begun_ && std::ranges::none_of(find_unused_userfaultfds(pid_), [&](const auto& one) {
+                return is_soon_after(own_.written, one.made);
+            }))
             end();
     } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): it stays
     }

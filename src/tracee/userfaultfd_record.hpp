@@ -24,8 +24,8 @@ namespace gpustasis {
 /// A descriptor of a process: a userfaultfd which nobody has used yet.
 struct UnusedUserfaultfd {
     int fd = -1;
-    std::uint64_t inode = 0; ///< its own, since Linux 5.12
-    std::int64_t made = 0;   ///< when, in nanoseconds of the realtime clock; since Linux 5.12
+    std::uint64_t inode = 0; ///< its own, as time `made` is, since Linux 5.12
+    std::int64_t made = 0;   ///< in nanoseconds of the realtime clock
 
     bool operator==(const UnusedUserfaultfd&) const = default;
 };
@@ -35,10 +35,8 @@ std::vector<UnusedUserfaultfd> find_unused_userfaultfds(pid_t pid);
 
 /// The record of one process: a file in /run/gpustasis/userfaultfd, or /run/user/UID/gpustasis/userfaultfd,
 /// named after the process. Its writer holds a lock on it for as long as it lives and has this object; a
-/// record without a lock is a dead writer's.
-///
-/// A leftover is the one unused userfaultfd of a process that has a dead writer's record, and was made in
-/// the seconds after that was written, when the process had none.
+/// record without a lock is a dead writer's. What that one has left is the one unused userfaultfd of the
+/// process that was made in the seconds after the record was written.
 ///
 /// Nobody needs it to make a descriptor: that it cannot be written or read is no failure. For one thread
 /// at a time.
@@ -53,16 +51,16 @@ public:
     /// A record that has begun and not ended stays if there may be something left.
     ~UserfaultfdRecord();
 
-    /// What a writer that is dead has left. With a thread of the process stopped: where it is the one that was
-    /// borrowed, it has come through the call.
-    std::optional<UnusedUserfaultfd> find_left() noexcept;
+    /// What writers that are dead have left. With a thread of the process stopped: where it is the one that
+    /// was borrowed, it has come through the call.
+    std::vector<UnusedUserfaultfd> find_left() noexcept;
 
     /// Close `left` in the name of the thread of `calls`. Since it was found, the caller has seen that
     /// no other process traces a thread of this one: what is being made there looks the same.
     /// False: it is gone by now. Throws Error: io.
     bool close_left(const UnusedUserfaultfd& left, InjectedSyscalls& calls);
 
-    /// Before a descriptor is made.
+    /// Just before a descriptor is made.
     void begin() noexcept;
 
     /// The process has the descriptor no longer, or never had.
@@ -78,18 +76,19 @@ private:
         UniqueFd file;          ///< locked; none: there is none, or another process holds it
         std::int64_t written{}; ///< when
         bool is_record = false; ///< else the file is removed
+        bool has_left = false;  ///< what was left is there, or one of several is that
     };
 
     Place look(const std::string& base, IfMissing missing, uid_t user);
-    void judge(const std::vector<UnusedUserfaultfd>& unused);
+    void judge(Place& place, const std::vector<UnusedUserfaultfd>& unused,
+               std::vector<UnusedUserfaultfd>& left);
 
     pid_t pid_;
     std::string name_;
     Place own_;
-    Place owners_;           ///< of the user whose the process is, if that is another
-    bool held_ = false;      ///< another process holds one of them
-    bool has_none_ = false;  ///< the process, of unused userfaultfds
-    bool may_come_ = false;  ///< a thread may still be on its way to the call of a dead writer
+    Place owners_;          ///< of the user whose the process is, if that is another
+    bool held_ = false;     ///< another process holds one of them
+    bool may_come_ = false; ///< a thread may still be on its way to the call of a dead writer
     bool begun_ = false;
     std::optional<Error> why_not_;
 };

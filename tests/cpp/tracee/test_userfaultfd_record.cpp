@@ -88,8 +88,18 @@ void make_older(const std::string& base, pid_t pid) {
     CHECK(::utimensat(AT_FDCWD, file_of(base, pid).c_str(), times, 0) == 0);
 }
 
-/// What a tracker does: a descriptor is made, taken and closed. The number that it has closed, of one
-/// that was left.
+/// The number that it has closed.
+std::optional<int> close_what_is_left(UserfaultfdRecord& record, InjectedSyscalls& calls, pid_t pid,
+                                      pid_t tid) {
+    const std::vector<UnusedUserfaultfd> left = record.find_left();
+    CHECK(left.size() <= 1);
+    if (left.empty() || others_are_traced(pid, tid) || !record.close_left(left[0], calls))
+        return std::nullopt;
+    return left[0].fd;
+}
+
+/// What a tracker does: a descriptor is made, taken and closed. The number of what was left, and
+/// is closed before.
 std::optional<int> attach(const std::string& base, pid_t pid) {
     const UniqueFd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
     UserfaultfdRecord record(pid, IfMissing::make, base);
@@ -97,14 +107,13 @@ std::optional<int> attach(const std::string& base, pid_t pid) {
     std::atomic<bool> blocked = false;
     std::atomic<std::uint64_t> mask = 0;
     InjectedSyscalls calls({pid, pid, blocked, mask});
-    const auto left = record.find_left();
-    const bool closed = left && !others_are_traced(pid, pid) && record.close_left(*left, calls);
+    const auto closed = close_what_is_left(record, calls, pid, pid);
     record.begin();
     const UniqueFd made = take_descriptor(calls, pidfd.get(), SYS_userfaultfd, kFlags);
     CHECK(static_cast<bool>(made));
     record.end();
     calls.finish();
-    return closed ? std::optional(left->fd) : std::nullopt;
+    return closed;
 }
 
 enum class At {
@@ -124,6 +133,7 @@ public:
               thread.emplace(tid, kStop);
               calls.emplace(BorrowedThread{pid, tid, blocked, mask});
               CHECK(calls->has_way_back());
+              close_what_is_left(*record, *calls, pid, tid);
               record->begin();
               if (at == At::made)
                   CHECK(calls->call_if_alive(SYS_userfaultfd, kFlags) >= 0);
@@ -156,14 +166,16 @@ void what_a_dead_maker_has_left_is_closed() {
     }
 }
 
-// Each finds that of the one before it, whichever of them are killed.
+// Each closes that of the one before it.
 void a_chain_of_dead_makers_leaves_one() {
     const sample::TempDir base;
     const Child target(prepare);
     const std::size_t before = descriptors(target.pid());
-    Maker(base.path(), target.pid(), At::made).kill();
-    Maker(base.path(), target.pid(), At::begun).kill();
-    CHECK(is_record(base.path(), target.pid()));
+    for (const At at : {At::made, At::made, At::begun, At::made, At::made}) {
+        Maker(base.path(), target.pid(), at).kill();
+        CHECK(is_record(base.path(), target.pid()));
+        CHECK(descriptors(target.pid()) == before + (at == At::made ? 1 : 0));
+    }
     CHECK(attach(base.path(), target.pid()).has_value());
     CHECK(descriptors(target.pid()) == before);
 }
@@ -175,12 +187,12 @@ void nothing_is_closed_while_its_maker_lives() {
     Maker maker(base.path(), target.pid(), At::made);
     {
         UserfaultfdRecord record(target.pid(), IfMissing::nothing, base.path());
-        CHECK(!record.find_left());
+        CHECK(record.find_left().empty());
         CHECK(record.why_not().has_value());
     }
     {
         UserfaultfdRecord record(target.pid(), IfMissing::make, base.path());
-        CHECK(!record.find_left());
+        CHECK(record.find_left().empty());
         CHECK(record.why_not().has_value());
         record.begin(); // not over that one's
         record.end();
@@ -215,37 +227,44 @@ void nothing_is_closed_while_a_thread_is_traced() {
 
 void what_the_process_has_made_itself_is_never_closed() {
     const sample::TempDir base;
-    {
-        const Child target(prepare); // before
+    { // before: what was left is told from it
+        const Child target(prepare);
         tell(target.pid(), SIGUSR1);
-        const std::size_t before = descriptors(target.pid());
-        Maker(base.path(), target.pid(), At::made).kill();
-        CHECK(!is_record(base.path(), target.pid()));
+        ::usleep(20'000); // more than a tick of the kernel's clock
+        const std::vector<UnusedUserfaultfd> own = find_unused_userfaultfds(target.pid());
+        CHECK(own.size() == 1);
         CHECK(!attach(base.path(), target.pid()));
-        CHECK(descriptors(target.pid()) == before + 1);
+        Maker(base.path(), target.pid(), At::made).kill();
+        CHECK(find_unused_userfaultfds(target.pid()).size() == 2);
+        CHECK(attach(base.path(), target.pid()).has_value());
+        CHECK(find_unused_userfaultfds(target.pid()) == own);
     }
-    {
-        const Child target(prepare); // after, and nothing was left
+    { // after, and nothing was left
+        const Child target(prepare);
         Maker(base.path(), target.pid(), At::begun).kill();
         make_older(base.path(), target.pid());
         tell(target.pid(), SIGUSR1);
-        const std::size_t before = descriptors(target.pid());
+        const std::vector<UnusedUserfaultfd> own = find_unused_userfaultfds(target.pid());
         CHECK(!attach(base.path(), target.pid()));
-        CHECK(descriptors(target.pid()) == before);
+        CHECK(own.size() == 1 && find_unused_userfaultfds(target.pid()) == own);
         CHECK(!is_record(base.path(), target.pid()));
     }
-    {
-        const Child target(prepare); // beside what was left
+    { // right after what was left: nobody can tell
+        const Child target(prepare);
         Maker(base.path(), target.pid(), At::made).kill();
         tell(target.pid(), SIGUSR1);
-        const std::size_t before = descriptors(target.pid());
-        UserfaultfdRecord record(target.pid(), IfMissing::nothing, base.path());
-        CHECK(!record.find_left() && record.why_not().has_value());
-        CHECK(descriptors(target.pid()) == before);
+        const std::vector<UnusedUserfaultfd> both = find_unused_userfaultfds(target.pid());
+        CHECK(both.size() == 2);
+        {
+            UserfaultfdRecord record(target.pid(), IfMissing::nothing, base.path());
+            CHECK(record.find_left().empty() && record.why_not().has_value());
+        }
+        CHECK(!attach(base.path(), target.pid()));
+        CHECK(find_unused_userfaultfds(target.pid()) == both);
         CHECK(is_record(base.path(), target.pid()));
     }
-    {
-        const Child target(prepare); // and uses, beside what was left
+    { // and uses it: that cannot be ours
+        const Child target(prepare);
         Maker(base.path(), target.pid(), At::made).kill();
         tell(target.pid(), SIGUSR2);
         const std::size_t before = descriptors(target.pid());
