@@ -46,10 +46,19 @@ void make_own(int signal) {
         static_cast<void>(::ioctl(static_cast<int>(made), UFFDIO_API, &api));
 }
 
-/// Makes a userfaultfd of its own at SIGUSR1, and one that it uses at SIGUSR2.
+void replace_all(int /*signal*/) {
+    const int highest = ::open("/dev/null", O_RDONLY);
+    for (int fd = 3; fd < highest; ++fd)
+        ::dup2(highest, fd);
+    ::dup(highest);
+}
+
+/// Makes a userfaultfd of its own at SIGUSR1, and one that it uses at SIGUSR2. At SIGHUP it has other
+/// files under the numbers of all its descriptors.
 void prepare() {
     ::signal(SIGUSR1, make_own);
     ::signal(SIGUSR2, make_own);
+    ::signal(SIGHUP, replace_all);
 }
 
 void prepare_two_threads() {
@@ -273,6 +282,26 @@ void what_the_process_has_made_itself_is_never_closed() {
     }
 }
 
+// It closes descriptors that it does not know, as a daemon does, and opens others.
+void what_has_taken_its_number_is_not_closed() {
+    const sample::TempDir base;
+    const Child target(prepare);
+    Maker(base.path(), target.pid(), At::made).kill();
+    UserfaultfdRecord record(target.pid(), IfMissing::nothing, base.path());
+    const std::vector<UnusedUserfaultfd> left = record.find_left();
+    CHECK(left.size() == 1);
+    const std::size_t before = descriptors(target.pid());
+    CHECK(::kill(target.pid(), SIGHUP) == 0);
+    CHECK(comes_true([&] { return descriptors(target.pid()) == before + 2; }));
+    const SeizedThread seized(target.pid(), kStop);
+    std::atomic<bool> blocked = false;
+    std::atomic<std::uint64_t> mask = 0;
+    InjectedSyscalls calls({target.pid(), target.pid(), blocked, mask});
+    CHECK(!record.close_left(left[0], calls));
+    calls.finish();
+    CHECK(descriptors(target.pid()) == before + 2);
+}
+
 // The thread of a maker that has just died may not have come to its call yet.
 void a_record_stays_while_a_thread_may_be_on_its_way() {
     const sample::TempDir base;
@@ -343,6 +372,7 @@ int main() {
     nothing_is_closed_while_its_maker_lives();
     nothing_is_closed_while_a_thread_is_traced();
     what_the_process_has_made_itself_is_never_closed();
+    what_has_taken_its_number_is_not_closed();
     a_record_stays_while_a_thread_may_be_on_its_way();
     records_of_the_dead_are_removed();
     without_a_place_all_else_goes_on();
