@@ -74,7 +74,7 @@ void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
         return;
     if (!awaited_) {
         awaited_.emplace();
-        for (const proc::Tracee& task : proc::tracees()) {
+        for (const proc::Tracee& task : proc::tracees_below(pid)) {
             inner_pids_[task.pid] = task.inner_pid;
             if (task.state != 'Z') // CRIU asks for none of those
                 awaited_->insert(task.pid);

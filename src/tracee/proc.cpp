@@ -20,11 +20,16 @@
 #include <filesystem>
 #include <iterator>
 #include <memory>
+#include <optional>
+#include <sstream>
 #include <string_view>
 #include <system_error>
 
 namespace gpustasis::proc {
 namespace {
+
+// To read what one of them has as children takes as long as to pass 20 other tasks of the machine.
+constexpr std::size_t kFewThreads = 16;
 
 struct CloseDir {
     void operator()(DIR* dir) const noexcept { ::closedir(dir); }
@@ -88,6 +93,17 @@ bool may_be_waited_for(pid_t pid) noexcept {
     return ::waitid(P_PID, static_cast<id_t>(pid), &info,
                     WEXITED | WSTOPPED | WNOHANG | WNOWAIT | __WALL) == 0 ||
            errno != ECHILD;
+}
+
+/// nullopt: another process traces it, or none. Throws Error: io.
+std::optional<Tracee> as_tracee(pid_t pid) {
+    const std::string path = task_path(pid, "status");
+    const std::string status = read_file(path);
+    if (status_field(status, "TracerPid") != std::to_string(::getpid()))
+        return std::nullopt;
+    return Tracee{.pid = pid,
+                  .inner_pid = innermost_pid_in(status, path),
+                  .state = state_in(status, path)};
 }
 
 /// Show the names of the threads in a task's directory to `use` until it says true; whether it did.
@@ -299,19 +315,14 @@ pid_t tracer_of(pid_t tid) {
 
 std::vector<Tracee> tracees() {
     std::vector<Tracee> found;
-    const std::string self = std::to_string(::getpid());
     const Directory dir = open_dir("/proc");
     while (const dirent* entry = ::readdir(dir.get())) {
         const pid_t pid = entry_number(entry);
         if (pid == 0 || !may_be_waited_for(pid))
             continue;
         try {
-            const std::string path = task_path(pid, "status");
-            const std::string status = read_file(path);
-            if (status_field(status, "TracerPid") == self)
-                found.push_back({.pid = pid,
-                                 .inner_pid = innermost_pid_in(status, path),
-                                 .state = state_in(status, path)});
+            if (const auto tracee = as_tracee(pid))
+                found.push_back(*tracee);
         } catch (const Error& e) {
             const int why = e.error_number();
             if (why != 0 && why != ENOENT && why != ESRCH)
@@ -320,6 +331,35 @@ std::vector<Tracee> tracees() {
         }
     }
     return found;
+}
+
+std::vector<Tracee> tracees_below(pid_t root) {
+    std::vector<Tracee> found;
+    std::size_t looked_at = 0;
+    try {
+        if (as_tracee(parent(root))) // so it is not the root
+            return tracees();
+        for (std::vector<pid_t> next{root}; !next.empty();) {
+            const pid_t pid = next.back();
+            next.pop_back();
+            const auto tracee = as_tracee(pid);
+            if (!tracee)
+                continue;
+            found.push_back(*tracee);
+            const std::vector<pid_t> tids = threads(pid);
+            looked_at += tids.size();
+            if (looked_at > kFewThreads)
+                return tracees();
+            for (const pid_t tid : tids) {
+                const std::string file = "task/" + std::to_string(tid) + "/children";
+                std::istringstream children(read_file(task_path(pid, file.c_str())));
+                std::copy(std::istream_iterator<pid_t>(children), {}, std::back_inserter(next));
+            }
+        }
+        return found;
+    } catch (const Error&) { // as of a kernel that lists no children
+        return tracees();
+    }
 }
 
 std::vector<pid_t> traced_by_us() {

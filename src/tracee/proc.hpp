@@ -71,6 +71,10 @@ struct Tracee {
 /// is read. Throws Error: io.
 std::vector<Tracee> tracees();
 
+/// The same, sooner where the tree below `root` has few threads and all of it stands still: then no other task of the
+/// machine is looked at, and one that has lost its parent meanwhile is not found. Throws Error: io.
+std::vector<Tracee> tracees_below(pid_t root);
+
 /// The pids of tracees().
 std::vector<pid_t> traced_by_us();
 
