@@ -128,10 +128,9 @@ std::vector<SharingTask> CpuMemoryDump::look_at_tasks() {
         told.image_pid =
             inner_pid == inner_pids_.end() ? proc::innermost_pid(task.pid) : inner_pid->second;
         told.phases.time("read_mappings", [&] { task.mappings = read_maps(task.pid); });
-        told.left_because = why_written_by_device(task.pid, task.mappings);
-        if (told.left_because.empty())
-            told.phases.time("find",
-                             [&] { task.pages = find_own_pages(task.pid, task.mappings); });
+        told.phases.time("find", [&] { task.pages = find_own_pages(task.pid, task.mappings); });
+        if (!task.pages.empty())
+            told.left_because = why_written_by_device(task.pid, task.mappings);
     }
     return tasks;
 }

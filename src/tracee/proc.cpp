@@ -28,8 +28,8 @@
 namespace gpustasis::proc {
 namespace {
 
-// To read what one of them has as children takes as long as to pass 20 other tasks of the machine.
-constexpr std::size_t kFewThreads = 16;
+// To look at one, and for its children, takes as long as to pass 20 other tasks of the machine.
+constexpr std::size_t kFewThreads = 4;
 
 struct CloseDir {
     void operator()(DIR* dir) const noexcept { ::closedir(dir); }
