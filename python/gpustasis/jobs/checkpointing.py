@@ -10,7 +10,9 @@ import shutil
 import signal
 import socket
 from contextlib import suppress
+from typing import Any
 
+from gpustasis import nccl
 from gpustasis.criu import run
 from gpustasis.criu.images import prepare_directory
 from gpustasis.criu.plugin import plugin_directory
@@ -20,6 +22,8 @@ from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
 from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, look, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
+from gpustasis.jobs.safe_point import Council, let_go, stop_all
+from gpustasis.jobs.store import Entry
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree, resident_bytes
 
@@ -37,9 +41,23 @@ class Checkpointing(HasCriu):
         super().__init__(context, order, context.place.images(order.number))
         self._tree: Tree | None = None
         self._network = Network()
+        self._council: Council | None = None
 
     def look(self) -> None:
-        """May the tasks be dumped? Nothing is touched."""
+        """May the tasks be dumped? Nothing is touched. A program that has safe points stands at
+        one afterwards; what it had open until then does not count."""
+        context = self.context
+        self._require_dumpable()
+        if context.options.safe_point_s:
+            self._stop_program()
+        tree = Tree(context.state.pid)
+        try:
+            self._require_known(look(tree.pids))
+            self._require_nccl(cuda_processes(tree.pids))
+        finally:
+            tree.close()
+
+    def _require_dumpable(self) -> None:
         context = self.context
         if not context.state.lives:
             raise JobError(f"{context.name} has no tasks: there is nothing to checkpoint")
@@ -56,15 +74,13 @@ class Checkpointing(HasCriu):
             )
         tree = Tree(pid)
         try:
-            pids = tree.pids
-            using = cuda_processes(pids)
+            using = cuda_processes(tree.pids)
             driver = load_driver() if using else None
             for one in using:
                 assert driver is not None
                 state = driver.get_state(one)
                 if state is not ProcessState.RUNNING:
                     raise JobError(f"{context.name}: process {one} is {state.name.lower()} already")
-            self._require_known(look(pids))
         finally:
             tree.close()
         needed = resident_bytes(pid)
@@ -74,6 +90,56 @@ class Checkpointing(HasCriu):
                 f"{context.name}: {context.place.directory} has {free} bytes free, and the tasks "
                 f"have {needed} in use"
             )
+
+    def _stop_program(self) -> None:
+        context = self.context
+        who = f"{context.name}, process {context.state.pid}"
+
+        def require() -> None:
+            if self.stopping.is_set():
+                raise JobError(f"{who}: the epoch is over before its program was at a safe point")
+            if not context.state.lives:
+                raise JobError(f"{who}: has ended before its program was at a safe point")
+
+        place = (context.place.rank, context.world)
+        number = self.order.number
+        self._council = Council(context.store, context.keys, number, place, require)
+        stop_all(context.seat, self._council, who, context.options.safe_point_s, require)
+
+    def _let_go(self) -> None:
+        """A program that stands at a safe point, or comes to one, goes on."""
+        context, council = self.context, self._council
+        if council is not None or self.order.joined:
+            let_go(context.seat, context.store, context.keys, self.order.number, council)
+
+    def _require_nccl(self, using: list[int]) -> None:
+        """None of the CUDA processes has of NCCL what is known to break a checkpoint."""
+        if not using:
+            return
+        context, options = self.context, self.context.options
+        seen = [nccl.look(pid) for pid in using]
+        shares = sum(one.has_nccl for one in seen) > 1 or self._shares_host()
+        version = load_driver().version()
+        stands = options.safe_point_s > 0
+        for one in seen:
+            for found in nccl.findings(one, version, shares_host=shares, stands=stands):
+                if found.breaks and found.name not in options.risks:
+                    raise JobError(
+                        f"{context.name}: {found.text}; {found.remedy}, or allow it with --risk "
+                        f"{found.name}"
+                    )
+                log.warning("%s: %s; %s", context.name, found.text, found.remedy)
+
+    def _shares_host(self) -> bool:
+        """Whether another rank's keeper has said that it is on this host."""
+        context = self.context
+        keys = {context.keys.addresses(rank): rank for rank in range(context.world)}
+        hosts = [
+            _addresses_of(key, entry)["host"]
+            for key, entry in context.store.read(*keys).entries.items()
+            if keys[key] != context.place.rank
+        ]
+        return socket.gethostname() in hosts
 
     def _require_known(self, network: Network) -> None:
         """Connections lead to other ranks, as far as addresses tell."""
@@ -86,10 +152,7 @@ class Checkpointing(HasCriu):
         keys = [context.keys.addresses(rank) for rank in range(context.world)]
         known: set[str] = set(own_addresses())
         for key, entry in context.store.read(*keys).entries.items():
-            try:
-                known.update(map(str, json.loads(entry.value)["addresses"]))
-            except (ValueError, KeyError, TypeError) as exc:
-                raise JobError(f"{key} cannot be used: {exc!r}") from exc
+            known.update(map(str, _addresses_of(key, entry)["addresses"]))
         for connection in sorted(network.connections):
             if connection.remote not in known and not connection.remote.startswith(_LOOPBACK):
                 raise JobError(
@@ -180,6 +243,12 @@ class Checkpointing(HasCriu):
 
     def release(self) -> None:
         """The tasks run on; what was dumped is of no use, and removed."""
+        try:
+            self._undo()
+        finally:
+            self._let_go()
+
+    def _undo(self) -> None:
         if not self.is_touched():
             return
         self.criu.end(yes=False)
@@ -190,20 +259,24 @@ class Checkpointing(HasCriu):
 
     def finish(self, *, leave_running: bool) -> None:
         """Kill them, or let them run on."""
-        state = self.context.state
+        context, state = self.context, self.context.state
         if state.epoch != self.order.number and state.lives:
             raise JobError(
-                f"{self.context.name}: process {state.pid} was not dumped by epoch "
+                f"{context.name}: process {state.pid} was not dumped by epoch "
                 f"{self.order.number}: it is left as it is"
             )
         try:
             if leave_running:
                 self.criu.end(yes=True)
-                self._bring_back()
+                try:
+                    self._bring_back()
+                finally:
+                    self._let_go()
             else:
                 self._end_tasks()
+                self._let_go()  # what is restored goes on by itself
         finally:
-            self.context.note(images="")  # it is committed: nobody may remove it as undone
+            context.note(images="")  # it is committed: nobody may remove it as undone
 
     def _end_tasks(self) -> None:
         context = self.context
@@ -269,6 +342,17 @@ class Checkpointing(HasCriu):
         if tree is not None:
             tree.close()
         self._tree = None
+
+
+def _addresses_of(key: str, entry: Entry) -> dict[str, Any]:
+    """What a rank has said of where it is. Raises JobError."""
+    try:
+        value = json.loads(entry.value)
+        if not isinstance(value["host"], str) or not isinstance(value["addresses"], list):
+            raise TypeError("host is no text, or addresses no list")
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise JobError(f"{key} cannot be used: {exc!r}") from exc
+    return dict(value)
 
 
 def _killed(tree: Tree) -> Tree:
