@@ -59,6 +59,11 @@ class Seen:
     threads: frozenset[str] = frozenset()
     devices: frozenset[str] = field(default_factory=frozenset)
 
+    @property
+    def has_anything(self) -> bool:
+        """Whether there may be findings."""
+        return self.has_nccl or self.has_fabric or bool(self.devices)
+
     def setting(self, name: str) -> str | None:
         return None if self.environ is None else self.environ.get(name)
 

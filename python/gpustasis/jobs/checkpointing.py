@@ -3,27 +3,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import signal
 import socket
 from contextlib import suppress
-from typing import Any
 
-from gpustasis import nccl
 from gpustasis.criu import run
 from gpustasis.criu.images import prepare_directory
 from gpustasis.criu.plugin import plugin_directory
 from gpustasis.driver import ProcessState
 from gpustasis.errors import CheckpointError, JobError
+from gpustasis.jobs import communicators
 from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
 from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, look, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
+from gpustasis.jobs.records import addresses_of
 from gpustasis.jobs.safe_point import Council, let_go, stop_all
-from gpustasis.jobs.store import Entry
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree, resident_bytes
 
@@ -31,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _ENDING_S = 5.0  # for tasks that are being killed, before they are killed once more
 _ENDED_S = 60.0
+_LET_GO_S = 60.0  # for the other ranks, if this keeper knows of no safe points
 _LOOPBACK = ("127.", "::1")
 
 
@@ -41,7 +40,11 @@ class Checkpointing(HasCriu):
         super().__init__(context, order, context.place.images(order.number))
         self._tree: Tree | None = None
         self._network = Network()
-        self._council: Council | None = None
+        self._council = Council(
+            *(context.store, context.keys, order.number),
+            (context.place.rank, context.world),
+            has_stopped=order.joined,
+        )
 
     def look(self) -> None:
         """May the tasks be dumped? Nothing is touched. A program that has safe points stands at
@@ -53,7 +56,7 @@ class Checkpointing(HasCriu):
         tree = Tree(context.state.pid)
         try:
             self._require_known(look(tree.pids))
-            self._require_nccl(cuda_processes(tree.pids))
+            communicators.require(context, cuda_processes(tree.pids))
         finally:
             tree.close()
 
@@ -101,45 +104,11 @@ class Checkpointing(HasCriu):
             if not context.state.lives:
                 raise JobError(f"{who}: has ended before its program was at a safe point")
 
-        place = (context.place.rank, context.world)
-        number = self.order.number
-        self._council = Council(context.store, context.keys, number, place, require)
         stop_all(context.seat, self._council, who, context.options.safe_point_s, require)
 
     def _let_go(self) -> None:
         """A program that stands at a safe point, or comes to one, goes on."""
-        context, council = self.context, self._council
-        if council is not None or self.order.joined:
-            let_go(context.seat, context.store, context.keys, self.order.number, council)
-
-    def _require_nccl(self, using: list[int]) -> None:
-        """None of the CUDA processes has of NCCL what is known to break a checkpoint."""
-        if not using:
-            return
-        context, options = self.context, self.context.options
-        seen = [nccl.look(pid) for pid in using]
-        shares = sum(one.has_nccl for one in seen) > 1 or self._shares_host()
-        version = load_driver().version()
-        stands = options.safe_point_s > 0
-        for one in seen:
-            for found in nccl.findings(one, version, shares_host=shares, stands=stands):
-                if found.breaks and found.name not in options.risks:
-                    raise JobError(
-                        f"{context.name}: {found.text}; {found.remedy}, or allow it with --risk "
-                        f"{found.name}"
-                    )
-                log.warning("%s: %s; %s", context.name, found.text, found.remedy)
-
-    def _shares_host(self) -> bool:
-        """Whether another rank's keeper has said that it is on this host."""
-        context = self.context
-        keys = {context.keys.addresses(rank): rank for rank in range(context.world)}
-        hosts = [
-            _addresses_of(key, entry)["host"]
-            for key, entry in context.store.read(*keys).entries.items()
-            if keys[key] != context.place.rank
-        ]
-        return socket.gethostname() in hosts
+        let_go(self.context.seat, self._council, self.context.options.safe_point_s or _LET_GO_S)
 
     def _require_known(self, network: Network) -> None:
         """Connections lead to other ranks, as far as addresses tell."""
@@ -152,7 +121,7 @@ class Checkpointing(HasCriu):
         keys = [context.keys.addresses(rank) for rank in range(context.world)]
         known: set[str] = set(own_addresses())
         for key, entry in context.store.read(*keys).entries.items():
-            known.update(map(str, _addresses_of(key, entry)["addresses"]))
+            known.update(map(str, addresses_of(key, entry)["addresses"]))
         for connection in sorted(network.connections):
             if connection.remote not in known and not connection.remote.startswith(_LOOPBACK):
                 raise JobError(
@@ -342,17 +311,6 @@ class Checkpointing(HasCriu):
         if tree is not None:
             tree.close()
         self._tree = None
-
-
-def _addresses_of(key: str, entry: Entry) -> dict[str, Any]:
-    """What a rank has said of where it is. Raises JobError."""
-    try:
-        value = json.loads(entry.value)
-        if not isinstance(value["host"], str) or not isinstance(value["addresses"], list):
-            raise TypeError("host is no text, or addresses no list")
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise JobError(f"{key} cannot be used: {exc!r}") from exc
-    return dict(value)
 
 
 def _killed(tree: Tree) -> Tree:

@@ -160,6 +160,17 @@ def settled_of(key: str, entry: Entry) -> str:
     return value["problem"]
 
 
+def addresses_of(key: str, entry: Entry) -> dict[str, Any]:
+    """Where a rank has said that it is: `host`, `addresses`. Raises JobError."""
+    try:
+        value = json.loads(entry.value)
+        if not isinstance(value["host"], str) or not isinstance(value["addresses"], list):
+            raise TypeError("host is no text, or addresses no list")
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise JobError(f"{key} cannot be used: {exc!r}") from exc
+    return dict(value)
+
+
 def number_of(key: str, entry: Entry | None) -> int:
     """The epoch that is named there; 0: none. Raises JobError."""
     if entry is None:

@@ -18,6 +18,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from gpustasis.errors import JobError, StoreError
@@ -35,15 +36,19 @@ from gpustasis.job import (
     WORD_BYTES,
     WORDS,
 )
-from gpustasis.jobs import epochs
+from gpustasis.jobs import epochs, store
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import Keys
-from gpustasis.jobs.store import Put, Require, Snapshot, Store, WatchLost
+from gpustasis.jobs.store import Snapshot, Store
 
 __all__ = ["SEAT_VARIABLE", "Council", "Seat"]
 
-_STOPPED = "stopped"  # the last round
+Require = Callable[[], object]  # raises an exception when to wait no more
+IsEnough = Callable[[dict[str, int]], bool]
+
+_STOPPED = "stopped"  # the last round of an epoch that is not aborted
+_DOWN = "down"  # of one that is aborted after it
 _POLL_S = 0.005
 _SLICE_S = 0.2  # how often a wait looks whether it is to end
 # A processor shows what it has stored within microseconds, but not before it reads on. After this
@@ -84,9 +89,11 @@ class Seat:
             self._write(ASKED, 0)
             self._write(STOP, 0)
 
-    def take_down(self, asked: int = 0) -> None:
-        """All ranks have stopped. asked: of the request; 0: whichever there is."""
-        self._write(DOWN, asked or self._words()[ASKED])
+    def take_down(self) -> int:
+        """All ranks have stopped. The number of the request."""
+        asked = self._words()[ASKED]
+        self._write(DOWN, asked)
+        return asked
 
     def has_caller(self) -> bool:
         return self._words()[PID] != 0
@@ -140,58 +147,60 @@ class Seat:
 
 
 class Council:
-    """All ranks of an epoch in phase `look`. require: raises an exception when to wait no more.
-    has_stopped: whether the others may have heard that this rank's program has."""
+    """All ranks of an epoch, and what they say in each round. has_stopped: whether the others may
+    have heard that this rank's program has, from this keeper or an earlier one."""
 
     def __init__(
-        self,
-        store: Store,
-        keys: Keys,
-        number: int,
-        place: tuple[int, int],
-        require: Callable[[], object],
+        self, agreed: Store, keys: Keys, number: int, place: tuple[int, int], *, has_stopped: bool
     ) -> None:
-        self._store = store
+        self._store = agreed
         self._keys = keys
         self._number = number
         self._rank, self._world = place
-        self._require = require
-        self.has_stopped = False
+        self.has_stopped = has_stopped
 
-    def largest(self, round_: str, value: int) -> int:
+    def largest(self, round_: str, value: int, require: Require) -> int:
         """Of what all ranks say in this round, this one `value`, once all have. Raises JobError."""
         keys, number = self._keys, self._number
         self.has_stopped = self.has_stopped or round_ == _STOPPED
-        self._say(keys.said(number, round_, self._rank), value)
+        self._say(round_, keys.said(number, round_, self._rank), value, require)
         if self._rank == LEAD:
-            said = self._all_said(round_)
-            self._say(keys.largest(number, round_), max(said.values()))
+            said = self._all_said(round_, require)
+            self._say(round_, keys.largest(number, round_), max(said.values()), require)
         key = keys.largest(number, round_)
-        return self._await(key, lambda entries: key in entries)[key]
+        return self._await(key, lambda entries: key in entries, require)[key]
 
-    def _all_said(self, round_: str) -> dict[str, int]:
+    def all_have_stopped(self) -> bool | None:
+        """In an epoch that is aborted; None: it is not yet. False of one that is committed: nothing
+        is left to agree on. Raises StoreError; JobError if the store knows of no such epoch."""
+        epoch, _ = epochs.phase(self._store, self._keys, self._number)
+        key = self._keys.largest(self._number, _STOPPED)
+        if not epoch.phase.is_final:
+            return None
+        return epoch.phase is Phase.ABORTED and key in self._store.read(key).entries
+
+    def _all_said(self, round_: str, require: Require) -> dict[str, int]:
         keys, number, world = self._keys, self._number, self._world
         wanted = {keys.said(number, round_, rank) for rank in range(world)}
 
         def are_there(entries: dict[str, int]) -> bool:
             return len(entries) >= world and wanted <= entries.keys()
 
-        found = self._await(keys.round(number, round_), are_there)
+        found = self._await(keys.round(number, round_), are_there, require)
         return {key: found[key] for key in wanted}
 
-    def _say(self, key: str, value: int) -> None:
+    def _say(self, round_: str, key: str, value: int, require: Require) -> None:
         """Once: what another keeper of this rank has said in this epoch is not replaced."""
         while True:
-            self._require()
+            require()
             try:
                 epoch, _ = epochs.phase(self._store, self._keys, self._number)
-                if epoch.phase is not Phase.LOOK:
-                    raise JobError(f"epoch {self._number} is {epoch.phase} already")
-                requires = [
-                    Require(self._keys.phase(self._number), epoch.revision),
-                    Require(key, 0),
-                ]
-                if self._store.write(requires, [Put(key, str(value))]).applied:
+                wanted = [store.Require(key, 0)]
+                if round_ != _DOWN:  # so that an abort and a round are one before the other
+                    if epoch.phase is not Phase.LOOK:
+                        raise JobError(f"epoch {self._number} is {epoch.phase} already")
+                    wanted.append(store.Require(self._keys.phase(self._number), epoch.revision))
+                if self._store.write(wanted, [store.Put(key, str(value))]).applied:
                     return
                 said = self._numbers(self._store.read(key)).get(key)
                 if said == value:
@@ -201,32 +210,32 @@ class Council:
             except StoreError:
                 time.sleep(_SLICE_S)
 
-    def _await(self, key: str, is_enough: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+    def _await(self, key: str, is_enough: IsEnough, require: Require) -> dict[str, int]:
         while True:
-            self._require()
+            require()
             try:
                 snapshot = self._store.read(key)
                 found = self._numbers(snapshot)
-                if is_enough(found):
-                    return found
-                self._watch(key, snapshot.revision, found, is_enough)
-                if is_enough(found):
-                    return found
-            except (StoreError, WatchLost):
+                if not is_enough(found):
+                    self._watch(key, snapshot.revision, found, is_enough, require)
+            except (StoreError, store.WatchLost):
                 time.sleep(_SLICE_S)
+            else:
+                return found
 
     def _watch(
         self,
         key: str,
         revision: int,
         found: dict[str, int],
-        is_enough: Callable[[dict[str, int]], bool],
+        is_enough: IsEnough,
+        require: Require,
     ) -> None:
         """What is said from here on is added."""
         watch = self._store.watch(key, revision)
         try:
             while not is_enough(found):
-                self._require()
+                require()
                 for change in watch.wait(_SLICE_S):
                     if change.entry is not None:
                         found[change.key] = _number(change.key, change.entry.value)
@@ -243,12 +252,10 @@ def _number(key: str, text: str) -> int:
     return int(text)
 
 
-def stop_all(
-    seat: Seat, council: Council, who: str, limit_s: float, require: Callable[[], object]
-) -> None:
+def stop_all(seat: Seat, council: Council, who: str, limit_s: float, require: Require) -> None:
     """Have all ranks stop in the same call; this one's program stands afterwards. Of nobody's
     program anything is asked before all ranks are here. Raises JobError."""
-    council.largest("ready", 0)
+    council.largest("ready", 0, require)
     late = time.monotonic() + limit_s
 
     def wait(what: Callable[[], bool], problem: Callable[[], str]) -> None:
@@ -263,38 +270,55 @@ def stop_all(
         lambda: "its program has not called gpustasis.job.safe_point(), which --safe-points needs,",
     )
     asked, calls = seat.ask()
-    stop = council.largest("calls", calls) + 1
+    stop = council.largest("calls", calls, require) + 1
     seat.stop_at(stop)
     wait(
         lambda: seat.waits(asked),
         lambda: (
             f"its program has not come to call {stop} of gpustasis.job.safe_point(), where all "
-            f"ranks stop: it is at call {seat.calls()}, and was not further"
+            f"ranks stop (the last was call {seat.calls()}),"
         ),
     )
-    council.largest(_STOPPED, 0)
-    seat.take_down(asked)
+    council.largest(_STOPPED, 0, require)
+    seat.take_down()
     wait(
         lambda: seat.stands(asked),
-        lambda: "what its program does `before` the checkpoint was not done",
+        lambda: "its program has not done what it has to do `before` the checkpoint",
     )
 
 
-def let_go(seat: Seat, store: Store, keys: Keys, number: int, council: Council | None) -> None:
-    """The epoch is over for this rank: its program goes on. If all ranks had stopped, all of them
-    take their communicators down and make new ones, so does this one. Whether they had is not known
-    while the store is away, if this rank has said that it had. council: None: an earlier keeper may
-    have said so. Raises JobError."""
-    while seat.is_asked() and (council is None or council.has_stopped):
+def let_go(seat: Seat, council: Council, limit_s: float) -> None:
+    """The epoch is over for this rank: its program goes on. Raises JobError.
+
+    If all ranks had stopped, all take their communicators down, and none makes new ones before the
+    others have, for so long. Whether they had is not known while the store is away, if this rank
+    has said that it had: then its program waits.
+    """
+    while seat.is_asked() and council.has_stopped:
         try:
-            epoch, _ = epochs.phase(store, keys, number)
-            key = keys.largest(number, _STOPPED)
-            if key in store.read(key).entries:
-                seat.take_down()
-                break
-            if epoch.phase is not Phase.LOOK:
-                break
+            stopped = council.all_have_stopped()
         except StoreError:
-            pass
+            stopped = None
+        except JobError:  # a store that has lost it
+            stopped = False
+        if stopped:
+            with suppress(JobError):
+                _take_all_down(seat, council, limit_s)
+        if stopped is not None:
+            break
         time.sleep(_SLICE_S)
     seat.release()
+
+
+def _take_all_down(seat: Seat, council: Council, limit_s: float) -> None:
+    late = time.monotonic() + limit_s
+
+    def require() -> None:
+        if time.monotonic() > late:
+            raise JobError("the other ranks do not answer")
+
+    asked = seat.take_down()
+    while not seat.stands(asked):
+        require()
+        time.sleep(_POLL_S)
+    council.largest(_DOWN, 0, require)
