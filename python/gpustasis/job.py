@@ -59,9 +59,9 @@ def safe_point(
 class _End:
     """The program's end of the seat. calls, path: go with the process through a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
         self.calls = 0
-        self._path = os.environ.get(SEAT_VARIABLE, "")
+        self._path = path
         self._map: mmap.mmap | None = None
         self._words: memoryview | None = None
         self._was_there = False
@@ -187,5 +187,5 @@ def _lives(pid: int) -> bool:
     return True
 
 
-_end = _End()
+_end = _End(os.environ.get(SEAT_VARIABLE, ""))
 os.register_at_fork(after_in_child=_end.forget)
