@@ -142,11 +142,12 @@ class _End:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-                self._map = mmap.mmap(descriptor, SEAT_BYTES)
+                self._map = mmap.mmap(descriptor, SEAT_BYTES)  # which keeps a descriptor of its own
                 words = memoryview(self._map).cast("Q")
                 self._words = words
                 self._take(words)
             finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
                 os.close(descriptor)
         except (OSError, ValueError) as exc:  # ValueError: it is too short
             if self._was_there:

@@ -8,12 +8,14 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from gpustasis import job
 from gpustasis.emulator import Emulator
 from gpustasis.errors import JobError
 from jobs.test_ranks import PROGRAMS, network, store  # noqa: F401 - fixtures
@@ -123,7 +125,7 @@ def test_a_rank_that_cannot_close_its_connections_aborts_the_epoch(ring: Ring) -
     ring.wait(lambda: min(ring.steps_now()) > 40)
     made = ring.job("checkpoint", "--world", str(WORLD))
     assert made.returncode == JobError.exit_code, made.stderr
-    assert "rank 1" in made.stderr
+    assert re.search(r"rank 1, process \d+: what it does `before` a safe point", made.stderr)
     assert "lock-cuda" not in ring.logs()
     ring.wait(lambda: ring.status(1) is not None)  # what was raised is the program's to handle
 
@@ -138,20 +140,54 @@ def test_ranks_that_say_no_are_asked_for_nothing(ring: Ring) -> None:
     assert told(ring, "down") == [[]] * WORLD
 
 
-def test_the_next_keeper_lets_a_program_go_on(ring: Ring) -> None:
-    """The lead is stopped, so that all ranks stand at their safe points when a keeper dies."""
-    ring.start_all(*SAFE, "--look-limit", "600")
+def crash(ring: Ring, rank: int) -> None:
+    """A keeper; there is another one at once."""
+    ring.signal(rank, signal.SIGKILL)
+    ring.wait(lambda: ring.status(rank) is not None)
+    ring.start(rank, *SAFE, command=False)
+
+
+def test_a_keeper_that_crashes_when_its_program_has_stopped(ring: Ring) -> None:
+    """Not all programs have: none has closed its connections."""
+    ring.environ = dict(ring.environ) | {"SAFE_RANK_FORGETS": "3:40"}
+    ring.start_all(*SAFE)
+    ring.wait(lambda: min(ring.steps_now()) > 60)
+
+    def has_stopped() -> bool:
+        data = (ring.directory / "kept/rank-2/.safe-point").read_bytes()
+        words = memoryview(data).cast("Q")
+        return bool(words[job.ASKED] and words[job.WAITS] == words[job.ASKED])
+
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ring.job, "checkpoint", "--world", str(WORLD), "-R")
+        ring.wait(has_stopped)
+        crash(ring, 2)
+        done = asked.result()
+    assert done.returncode == JobError.exit_code, done.stderr
+    assert "the rank's keeper has crashed" in done.stderr
+    ring.wait_for_progress()
+    assert told(ring, "down") == [[]] * WORLD
+
+
+def test_a_keeper_that_crashes_when_all_programs_have_stopped(ring: Ring) -> None:
+    """All close their connections, and none makes new ones before the last has."""
+    held = ring.directory / "held"
+    held.touch()
+    ring.environ = dict(ring.environ) | {"SAFE_RANK_HELD": f"3:{held}"}
+    ring.start_all(*SAFE)
     ring.wait(lambda: min(ring.steps_now()) > 40)
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ring.job, "checkpoint", "--world", str(WORLD), "-R")
-        ring.wait(lambda: told(ring, "down") == [[1]] * WORLD)
-        ring.signal(2, signal.SIGKILL)
-        ring.wait(lambda: ring.status(2) is not None)
+        ring.wait(lambda: told(ring, "down") == [*[[1]] * 3, []])
+        crash(ring, 2)
+        ring.wait(lambda: all("acting release" in ring.log(rank) for rank in range(WORLD)))
+        time.sleep(0.5)
+        assert told(ring, "up") == [[]] * WORLD
+        held.unlink()
         done = asked.result()
-    ring.start(2, *SAFE, command=False)
+    assert done.returncode == JobError.exit_code, done.stderr
     ring.wait(lambda: told(ring, "up") == [[2]] * WORLD)
     ring.wait_for_progress()
-    assert done.returncode in (0, JobError.exit_code), done.stderr
     again = ring.job("checkpoint", "-R")
     assert again.returncode == 0, again.stderr + ring.logs()
     ring.wait_for_progress()

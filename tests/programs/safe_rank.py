@@ -6,8 +6,9 @@ it closes all of its sockets before it stands at a safe point, and makes them an
 
 It prints what ring_rank does, and "down" and "up". Its memory on a GPU is the emulator's. With
 SAFE_RANK_FORGETS=RANK:STEP that rank calls no safe point from that step on; with
-SAFE_RANK_FAILS=RANK what it does before one raises an exception. Its connections are numbered: one
-that leads to an older set than its own ends it with status 1.
+SAFE_RANK_FAILS=RANK what it does before one raises an exception, and with SAFE_RANK_HELD=RANK:FILE
+waits while there is such a file. Its connections are numbered: one that leads to an older set than
+its own ends it with status 1.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def main() -> None:
     places = [(host, int(port)) for host, port in (word.rsplit(":", 1) for word in sys.argv[3:])]
     forgets = [int(word) for word in os.environ.get("SAFE_RANK_FORGETS", "-1:0").split(":")]
     fails = int(os.environ.get("SAFE_RANK_FAILS", "-1")) == rank
+    held = os.environ.get("SAFE_RANK_HELD", "-1:").split(":", 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     ring = Ring(rank, places)
     memory = Memory()
@@ -114,6 +116,8 @@ def main() -> None:
     def down() -> None:
         if fails:
             raise SystemExit("it cannot be taken down")
+        while held[0] == str(rank) and os.path.exists(held[1]):
+            time.sleep(0.01)
         ring.close()
         print(f"down {ring.made}")
 

@@ -108,7 +108,9 @@ class Checkpointing(HasCriu):
 
     def _let_go(self) -> None:
         """A program that stands at a safe point, or comes to one, goes on."""
-        let_go(self.context.seat, self._council, self.context.options.safe_point_s or _LET_GO_S)
+        context = self.context
+        limit_s = context.options.safe_point_s or _LET_GO_S
+        let_go(context.seat, self._council, limit_s, lambda: context.state.lives)
 
     def _require_known(self, network: Network) -> None:
         """Connections lead to other ranks, as far as addresses tell."""

@@ -113,14 +113,10 @@ class Seat:
         return self._words()[WAITS] == asked
 
     def stands(self, asked: int) -> bool:
-        """Raises JobError if it cannot."""
-        words = self._words()
-        if words[FAILED] == asked:
-            raise JobError(
-                "what the program gave to gpustasis.job.safe_point() as `before` has raised an "
-                "exception: see the program's output"
-            )
-        return words[STANDS] == asked
+        return self._words()[STANDS] == asked
+
+    def has_failed(self, asked: int) -> bool:
+        return self._words()[FAILED] == asked
 
     def calls(self) -> int:
         return self._words()[CALLS]
@@ -282,12 +278,16 @@ def stop_all(seat: Seat, council: Council, who: str, limit_s: float, require: Re
     council.largest(_STOPPED, 0, require)
     seat.take_down()
     wait(
-        lambda: seat.stands(asked),
+        lambda: seat.stands(asked) or seat.has_failed(asked),
         lambda: "its program has not done what it has to do `before` the checkpoint",
     )
+    if seat.has_failed(asked):
+        raise JobError(
+            f"{who}: what it does `before` a safe point has raised an exception: see its output"
+        )
 
 
-def let_go(seat: Seat, council: Council, limit_s: float) -> None:
+def let_go(seat: Seat, council: Council, limit_s: float, lives: Callable[[], bool]) -> None:
     """The epoch is over for this rank: its program goes on. Raises JobError.
 
     If all ranks had stopped, all take their communicators down, and none makes new ones before the
@@ -303,14 +303,14 @@ def let_go(seat: Seat, council: Council, limit_s: float) -> None:
             stopped = False
         if stopped:
             with suppress(JobError):
-                _take_all_down(seat, council, limit_s)
+                _take_all_down(seat, council, limit_s, lives)
         if stopped is not None:
             break
         time.sleep(_SLICE_S)
     seat.release()
 
 
-def _take_all_down(seat: Seat, council: Council, limit_s: float) -> None:
+def _take_all_down(seat: Seat, council: Council, limit_s: float, lives: Callable[[], bool]) -> None:
     late = time.monotonic() + limit_s
 
     def require() -> None:
@@ -318,7 +318,7 @@ def _take_all_down(seat: Seat, council: Council, limit_s: float) -> None:
             raise JobError("the other ranks do not answer")
 
     asked = seat.take_down()
-    while not seat.stands(asked):
+    while lives() and not seat.stands(asked) and not seat.has_failed(asked):
         require()
         time.sleep(_POLL_S)
     council.largest(_DOWN, 0, require)
