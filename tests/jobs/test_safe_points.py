@@ -191,3 +191,42 @@ def test_a_keeper_that_crashes_when_all_programs_have_stopped(ring: Ring) -> Non
     again = ring.job("checkpoint", "-R")
     assert again.returncode == 0, again.stderr + ring.logs()
     ring.wait_for_progress()
+
+
+def test_what_nccl_has_in_a_rank_is_a_no_unless_it_is_allowed(ring: Ring) -> None:
+    """A file named as NCCL's library is stands for it: there is no NCCL here. Where another rank is
+    on the host, P2P breaks a checkpoint, but not at a safe point."""
+    library = ring.directory / "libnccl.so.2"
+    library.write_bytes(bytes(4096))
+    environ = dict(ring.environ) | {"SAFE_RANK_MAPS": str(library)}
+    ring.environ = environ | {"NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+    ring.start_all()
+    ring.wait(lambda: min(ring.steps_now()) > 40)
+    made = ring.job("checkpoint", "--world", str(WORLD))
+    assert made.returncode == JobError.exit_code, made.stderr
+    assert re.search(
+        r"rank \d: process \d+: NCCL_NVLS_ENABLE is '1': .*; start it with NCCL_NVLS_ENABLE=0, or "
+        "allow it with --risk nccl-nvls",
+        made.stderr,
+    )
+    assert "lock-cuda" not in ring.logs()
+    ring.wait_for_progress()
+    ring.end()
+
+    ring.start_all("--risk", "nccl-nvls")
+    ring.wait_for_progress()
+    made = ring.job("checkpoint")
+    assert made.returncode == JobError.exit_code, made.stderr
+    assert "or allow it with --risk nccl-p2p" in made.stderr
+    ring.wait_for_progress()
+    ring.end()
+
+    ring.start_all("--risk", "nccl-nvls", *SAFE)
+    ring.wait_for_progress()
+    made = ring.job("checkpoint")
+    assert made.returncode == 0, made.stderr + ring.logs()
+    assert ring.ends() == [0] * WORLD
+    for rank in range(WORLD):
+        warned = [line for line in ring.log(rank).splitlines() if line.startswith("WARNING")]
+        assert any("NCCL_NVLS_ENABLE is '1'" in line for line in warned)
+        assert any("NCCL_P2P_DISABLE is not set" in line for line in warned)

@@ -7,13 +7,14 @@ it closes all of its sockets before it stands at a safe point, and makes them an
 It prints what ring_rank does, and "down" and "up". Its memory on a GPU is the emulator's. With
 SAFE_RANK_FORGETS=RANK:STEP that rank calls no safe point from that step on; with
 SAFE_RANK_FAILS=RANK what it does before one raises an exception, and with SAFE_RANK_HELD=RANK:FILE
-waits while there is such a file. Its connections are numbered: one that leads to an older set than
-its own ends it with status 1.
+waits while there is such a file. SAFE_RANK_MAPS names a file to map. Its connections are numbered:
+one that leads to an older set than its own ends it with status 1.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import socket
 import struct
@@ -109,6 +110,10 @@ def main() -> None:
     forgets = [int(word) for word in os.environ.get("SAFE_RANK_FORGETS", "-1:0").split(":")]
     fails = int(os.environ.get("SAFE_RANK_FAILS", "-1")) == rank
     held = os.environ.get("SAFE_RANK_HELD", "-1:").split(":", 1)
+    if path := os.environ.get("SAFE_RANK_MAPS"):
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            assert len(mapped) > 0
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     ring = Ring(rank, places)
     memory = Memory()
