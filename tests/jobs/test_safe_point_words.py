@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -48,6 +49,39 @@ def test_without_a_keeper_nothing_is_called() -> None:
 
     assert job.SEAT_VARIABLE not in os.environ
     assert not any(job.safe_point(before=never, after=never) for _ in range(1000))
+
+
+def test_the_loop_of_the_documentation(repository: Path, tmp_path: Path) -> None:
+    """As it stands there, with a keeper that asks in its second step. What it calls is played."""
+    (loop,) = re.findall(
+        r"^```python\n(.*?)^```$",
+        (repository / "docs/jobs.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    seat = seat_in(tmp_path)
+    played = """
+        from types import SimpleNamespace
+        from gpustasis.jobs.safe_point import Seat
+        from pathlib import Path
+        steps, seat = 4, Seat(Path({seat!r}))
+        dist = SimpleNamespace(
+            destroy_process_group=lambda: (print("down"), seat.release()),
+            init_process_group=lambda name: print("up", name),
+        )
+        def wrap_model_again():
+            print("wrapped")
+        def train(step):
+            print("step", step)
+            if step == 1:
+                _, calls = seat.ask()
+                seat.stop_at(calls + 1)
+                seat.take_down()
+    """
+    text = textwrap.dedent(played.format(seat=str(seat.path))) + loop
+    done = program(text, seat.path)
+    assert done.stdout.split("\n")[:-1] == [
+        *("step 0", "step 1", "down", "up nccl", "wrapped", "step 2", "step 3")
+    ], done.stderr
 
 
 def test_a_call_that_nobody_has_asked_for_makes_no_system_call(tmp_path: Path) -> None:
@@ -162,11 +196,16 @@ def stop_with(
     coupled: Coupled, all_councils: list[Council], pauses: list[float], limit_s: float = 60
 ) -> list[str]:
     """What each keeper says: "", or why not."""
+    late = time.monotonic() + limit_s
+
+    def require() -> None:
+        if time.monotonic() > late:
+            raise JobError("it takes too long")
 
     def keep(rank: int) -> str:
         time.sleep(pauses[rank])
         try:
-            stop_all(coupled.seats[rank], all_councils[rank], f"rank {rank}", limit_s, lambda: None)
+            stop_all(coupled.seats[rank], all_councils[rank], f"rank {rank}", limit_s, require)
         except JobError as exc:
             return str(exc)
         return ""
