@@ -48,6 +48,8 @@ PYTHON_ARROWS = {
     "process": {"errors"},
     "driver": {"errors"},
     "nvml": {"errors"},
+    "nccl": set[str](),
+    "job": {"errors"},
     "task": {"errors"},
     "_core": {"_core_dirty", "_core_requirements", "_core_seal", "_core_signature"},  # stubs only
     "watching": {"errors", "_core", "planning"},
@@ -68,7 +70,7 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "files", "process"},
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
-        "streaming",
+        *("streaming", "nccl", "job"),
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
@@ -80,14 +82,13 @@ PYTHON_ARROWS = {
     },
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
-        *("archive", "image", "_core", "policy"),
+        *("archive", "image", "_core", "policy", "nccl"),
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
         *("recovery", "emulator", "diagnosis", "_core", "files", "preemption", "agent"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
-        "planning",
-        "jobs",
+        *("planning", "jobs", "nccl"),
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of

@@ -109,7 +109,8 @@ def _ip(*words: str) -> None:
 
 @dataclass(slots=True)
 class Ring:
-    """store: words that name it. criu: of each rank; None: as the environment has it."""
+    """store: words that name it. criu: of each rank; None: as the environment has it. interpreter:
+    of a program that needs one."""
 
     directory: Path
     network: Network
@@ -119,6 +120,7 @@ class Ring:
     name: str = "ring"
     steps: int = 100_000
     criu: str = ""
+    interpreter: Sequence[str] = ()
     keepers: list[subprocess.Popen[bytes] | None] = field(default_factory=lambda: [None] * WORLD)
 
     def start(self, rank: int, *words: str, command: bool = True) -> None:
@@ -129,7 +131,14 @@ class Ring:
         argv += ["--ttl", "5", "--away", "4", *(["--criu", self.criu] if self.criu else []), *words]
         if command:
             places = [f"{address}:{PORT}" for address in self.network.addresses]
-            argv += ["--", str(self.program), str(rank), str(self.steps), *places]
+            argv += [
+                "--",
+                *self.interpreter,
+                str(self.program),
+                str(rank),
+                str(self.steps),
+                *places,
+            ]
         with (self.directory / f"keeper-{rank}").open("ab") as log:
             self.keepers[rank] = subprocess.Popen(
                 argv, env=dict(self.environ), stdout=log, stderr=log, stdin=subprocess.DEVNULL
@@ -228,7 +237,8 @@ class Ring:
             if entry.name.isdigit():
                 with suppress(OSError):
                     words = (entry / "cmdline").read_bytes().split(b"\0")
-                    if words[0] == str(self.program).encode():
+                    at = len(self.interpreter)
+                    if words[at : at + 1] == [str(self.program).encode()]:
                         found.append(int(entry.name))
         return sorted(found)
 

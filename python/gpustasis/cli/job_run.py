@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from gpustasis import nccl
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
@@ -47,6 +48,19 @@ def _seconds(
 @click.option("--tcp-close", is_flag=True, help="Connections come back closed.")
 @click.option("--outside", is_flag=True, help="Allow connections that lead to no rank of the job.")
 @click.option(
+    "--safe-points",
+    is_flag=True,
+    help="Checkpoints are made where the program calls gpustasis.job.safe_point().",
+)
+@click.option(
+    "--risk",
+    "risks",
+    multiple=True,
+    type=click.Choice(nccl.RISKS),
+    help="What NCCL has in the rank's processes is no obstacle to a checkpoint; several times for "
+    "several.",
+)
+@click.option(
     "--criu",
     "criu_program",
     metavar="PATH",
@@ -69,6 +83,7 @@ def _seconds(
 )
 @_seconds("--away", 8.0, "How long the store may be away before a rank acts, if it may.")
 @_seconds("--look-limit", _LIMITS.look_s, "For all ranks to be there, and to look.")
+@_seconds("--safe-point-limit", 60.0, "With --safe-points, for the program to come to one.")
 @_seconds("--cuda-limit", _LIMITS.lock_cuda_s, "To lock CUDA.")
 @_seconds("--network-limit", _LIMITS.lock_network_s, "To lock the network.")
 @_seconds("--dump-limit", _LIMITS.dump_s, "For all dumps, or restores, and their decision.")
@@ -90,11 +105,14 @@ def run(
     restore: bool,
     tcp_close: bool,
     outside: bool,
+    safe_points: bool,
+    risks: tuple[str, ...],
     criu_program: str | None,
     run_directory: Path,
     ttl: int,
     away: float,
     look_limit: float,
+    safe_point_limit: float,
     cuda_limit: float,
     network_limit: float,
     dump_limit: float,
@@ -121,14 +139,20 @@ def run(
         raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
     if rank >= world:
         raise click.UsageError(f"--rank {rank}: must be 0 to {world - 1}")
+    safe_point_s = safe_point_limit if safe_points else 0.0
     limits = Limits(
-        look_s=look_limit, lock_cuda_s=cuda_limit, lock_network_s=network_limit, dump_s=dump_limit
+        look_s=look_limit + safe_point_s,
+        lock_cuda_s=cuda_limit,
+        lock_network_s=network_limit,
+        dump_s=dump_limit,
     )
     settings = Settings(limits=limits, ttl_s=ttl, store_s=away, writes_per_s=writes)
     use = Options(
         criu=find(criu_program),
         tcp_close=tcp_close,
         outside=outside,
+        safe_point_s=safe_point_s,
+        risks=frozenset(risks),
         cuda_timeout_ms=max(1, int(cuda_limit * 500)),
     )
     keys = Keys(job)
@@ -138,6 +162,8 @@ def run(
         held = place.only_keeper()
         try:
             context = Context(place, world, store, keys, use)
+            if safe_points:
+                context.seat.make(anew=False)
             supervisor = Supervisor(context, settings, output.say)
             if words or restore:
                 context.say_where()

@@ -25,6 +25,7 @@ from gpustasis.jobs.gate import Gate
 from gpustasis.jobs.network import Lock, find_nft, own_addresses
 from gpustasis.jobs.place import Place, State
 from gpustasis.jobs.records import Keys
+from gpustasis.jobs.safe_point import Seat
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.work import Order
 from gpustasis.task import has_driver_thread, misleading_thread, read_task
@@ -37,12 +38,15 @@ POLL_S = 0.02
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """criu: the program. tcp_close: connections come back closed. outside: connections to addresses
-    that no rank has are no obstacle. extra: further arguments for criu. cuda_timeout_ms: for work
-    that was given to a GPU."""
+    that no rank has are no obstacle. safe_point_s: for the program to come to a safe point; 0: it
+    has none. risks: findings on NCCL that are no obstacle, by name. extra: further arguments for
+    criu. cuda_timeout_ms: for work that was given to a GPU."""
 
     criu: Criu
     tcp_close: bool = False
     outside: bool = False
+    safe_point_s: float = 0.0
+    risks: frozenset[str] = frozenset()
     extra: tuple[str, ...] = ()
     cuda_timeout_ms: int = 10_000
 
@@ -59,8 +63,10 @@ class Context:
     state: State = field(init=False)
     gate: Gate = field(init=False)
     lock: Lock = field(init=False)
+    seat: Seat = field(init=False)
 
     def __post_init__(self) -> None:
+        self.seat = Seat(self.place.seat)
         self.state = self.place.load()
         self.gate = Gate(self.place.run, self.place.script)
         self.lock = Lock(self.place.job, self.place.rank)
@@ -309,6 +315,9 @@ class RankWork:
 
     def stop(self) -> None:
         """criu is not stopped half-way: it comes to the gate, and is told there."""
+        part = self.part
+        if isinstance(part, HasCriu):
+            part.stopping.set()
 
     def slipped(self) -> str:
         part = self.part
@@ -325,6 +334,7 @@ class HasCriu:
         self.images = images
         self.touched = order.joined
         self.criu = CriuAtGate(context, images)
+        self.stopping = threading.Event()  # what is being done is to end early, if it can
 
     def is_touched(self) -> bool:
         """Whether there may be something to undo."""

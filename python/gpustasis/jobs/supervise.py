@@ -19,6 +19,7 @@ from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context, Part, RankWork, unlock_cuda
 from gpustasis.jobs.restoring import Restoring
+from gpustasis.jobs.safe_point import SEAT_VARIABLE
 from gpustasis.jobs.work import Order
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.tree import Tree
@@ -82,6 +83,10 @@ class Supervisor:
                 "be its keeper"
             )
         self._unlock_left()
+        environ = {k: value for k, value in environ.items() if k != SEAT_VARIABLE}
+        if context.options.safe_point_s:
+            context.seat.make(anew=True)
+            environ[SEAT_VARIABLE] = str(context.seat.path)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2:
                 with suppress(OSError):  # listdir's own
@@ -91,7 +96,7 @@ class Supervisor:
             pid = os.posix_spawnp(
                 command[0],
                 list(command),
-                dict(environ),
+                environ,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
                     (os.POSIX_SPAWN_OPEN, 1, str(context.place.log), append, 0o600),
@@ -140,6 +145,7 @@ class Supervisor:
         if context.gate.is_held():
             return  # the tasks stand
         context.unlock_network()
+        context.seat.release()
         if context.state.cuda and context.state.lives:
             tree = Tree(context.state.pid)
             try:
@@ -152,7 +158,7 @@ class Supervisor:
 
     def _unlock_first(self, is_over: Callable[[], bool]) -> None:
         """As soon as the store says that nothing is open, which would do it."""
-        while self._context.state.cuda or self._context.state.network:
+        while self._is_left():
             try:
                 if not self._keeper.has_open():
                     self._unlock_left()
@@ -166,6 +172,11 @@ class Supervisor:
                 return
             else:
                 return
+
+    def _is_left(self) -> bool:
+        """Whether anything of the tasks is locked, or may be, or waits at a safe point."""
+        state = self._context.state
+        return state.cuda or state.network or self._context.seat.is_asked()
 
     def _part(self, order: Order) -> Part:
         return (Restoring if order.restores else Checkpointing)(self._context, order)
