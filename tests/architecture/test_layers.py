@@ -52,6 +52,7 @@ PYTHON_ARROWS = {
     "_core": {"_core_dirty", "_core_requirements", "_core_seal", "_core_signature"},  # stubs only
     "watching": {"errors", "_core", "planning"},
     "planning": set[str](),
+    "verifying": {"errors"},
     "image": {"errors", "_core", "criu", "files"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
     "sealing": {"errors", "_core", "image", "criu", "process", "files"},
@@ -68,10 +69,11 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "files", "process"},
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
-        "streaming",
+        *("streaming", "verifying"),
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
+        "verifying",
     },
     "jit": {"cli"},
     "agent": {
@@ -86,8 +88,7 @@ PYTHON_ARROWS = {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
         *("recovery", "emulator", "diagnosis", "_core", "files", "preemption", "agent"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
-        "planning",
-        "jobs",
+        *("planning", "jobs", "verifying"),
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of

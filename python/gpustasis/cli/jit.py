@@ -14,7 +14,7 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import Size
+from gpustasis.cli.options import Size, verify_options
 from gpustasis.criu.find import find
 from gpustasis.errors import CheckpointError
 from gpustasis.image.directory import allow_many_files
@@ -24,6 +24,7 @@ from gpustasis.preemption.records import identify
 from gpustasis.preemption.signals import Signals
 from gpustasis.preemption.store import JobStore
 from gpustasis.preemption.streams import Outlet
+from gpustasis.verifying import Check
 
 CHECKPOINTED = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
 
@@ -82,6 +83,7 @@ CHECKPOINTED = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
     is_flag=True,
     help="If none of the job's checkpoints can be restored, end with an error; do not start it.",
 )
+@verify_options
 @click.option(
     "--network-lock",
     type=click.Choice(["nftables", "iptables", "skip"]),
@@ -107,6 +109,9 @@ def command(
     speed: int | None,
     checkpointed_status: int,
     never_afresh: bool,
+    verify_after: tuple[str, ...] | None,
+    verify_timeout: float,
+    older_if_unverified: bool,
     network_lock: str,
     criu_program: str | None,
     module: bool,
@@ -120,6 +125,8 @@ def command(
     """
     if reserve >= grace:
         raise click.UsageError(f"--reserve {reserve:g} leaves nothing of --grace {grace:g}")
+    if older_if_unverified and verify_after is None:
+        raise click.UsageError("--older-if-unverified needs --verify-after")
     if speed == 0:
         raise click.UsageError("--speed 0: no checkpoint would ever be ready")
     output.start_log(30)
@@ -141,6 +148,8 @@ def command(
         checkpointed_status=checkpointed_status,
         afresh=not never_afresh,
         network_lock=network_lock,
+        check=None if verify_after is None else Check(words=verify_after, seconds=verify_timeout),
+        older=older_if_unverified,
     )
     start.keep_descriptors()
     supervisor.become_subreaper()

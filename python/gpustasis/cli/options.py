@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -63,6 +64,56 @@ class Size(click.ParamType[int]):
         if match is None:
             self.fail(f"{value!r} is not a size such as 512M or 16GiB", param, ctx)
         return int(match[1]) * self._UNITS[match[2].upper()]
+
+
+class Words(click.ParamType[tuple[str, ...]]):
+    """A program and its arguments, with quotes as in a shell, which never sees them."""
+
+    name = "command"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            words = tuple(shlex.split(str(value)))
+        except ValueError as exc:
+            self.fail(f"{value!r} cannot be taken apart: {exc}", param, ctx)
+        if not words:
+            self.fail("it names no program", param, ctx)
+        return words
+
+
+def verify_options(function: Decorated) -> Decorated:
+    """What must succeed after a restore."""
+    for option in reversed(
+        (
+            click.option(
+                "--verify-after",
+                type=Words(),
+                metavar="COMMAND",
+                help="Run this after a restore, without a shell; GPUSTASIS_ROOT_PID is what was "
+                "restored. Until it has succeeded the job does not count as back, and if it fails "
+                "the job is killed.",
+            ),
+            click.option(
+                "--verify-timeout",
+                type=click.FloatRange(0.0, min_open=True),
+                default=60.0,
+                show_default=True,
+                metavar="S",
+                help="Seconds after which it has failed.",
+            ),
+            click.option(
+                "--older-if-unverified",
+                is_flag=True,
+                help="If it fails, try the next older checkpoint.  [default: an error]",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
 
 
 def recipients_option(function: Decorated) -> Decorated:

@@ -15,20 +15,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpustasis.criu.find import Criu
-from gpustasis.errors import CheckpointError
+from gpustasis.errors import CheckpointError, VerificationError
 from gpustasis.preemption import start
 from gpustasis.preemption.dumping import Limits, criu_words, dump
 from gpustasis.preemption.estimate import estimate
 from gpustasis.preemption.network import unlock
 from gpustasis.preemption.records import RECORD_NAME, Identity, Record
 from gpustasis.preemption.signals import ENDING, Signals
-from gpustasis.preemption.store import JobStore, says_nothing
+from gpustasis.preemption.store import Found, JobStore, says_nothing
 from gpustasis.preemption.streams import Outlet
-from gpustasis.preemption.tree import describe, memory_of, strays
+from gpustasis.preemption.tree import describe, end_job, memory_of, strays
 from gpustasis.text import mib
+from gpustasis.verifying import Check, require_verified
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 OUTPUT_S = 60.0  # waited for whoever reads what the job wrote last, when there is time
+KILLED_S = 60.0  # waited for the end of a job that was killed
 STOPPED_STATUS = 128 + ENDING  # told to end when nothing ran
 
 
@@ -37,7 +39,9 @@ class Settings:
     """grace_s: from SIGTERM to SIGKILL. reserve_s: of that, what the job is left with when there is
     no checkpoint. rate: bytes per second of a dump; None: as measured, or assumed.
     checkpointed_status: of this process, once there is a checkpoint. afresh: the job is started
-    when none of its checkpoints can be restored; else that is an error."""
+    when none of its checkpoints can be restored; else that is an error. check: what must succeed
+    after a restore before the job counts as back; None: nothing. older: if it fails, the next older
+    checkpoint is tried; else that is an error."""
 
     command: tuple[str, ...]
     identity: Identity
@@ -49,6 +53,8 @@ class Settings:
     checkpointed_status: int
     afresh: bool
     network_lock: str
+    check: Check | None = None
+    older: bool = False
 
 
 class Supervisor:
@@ -71,7 +77,8 @@ class Supervisor:
         self._root: int | None = None  # of the job: a child that was not collected yet
         self._restoring = False  # what became of it is not known
         self._asked: float | None = None  # when this process was told to end, by time.monotonic()
-        self._lost: list[Path] = []  # checkpoints of the job that could not be restored
+        self._lost: dict[Path, str] = {}  # checkpoints that did not bring the job back: why not
+        self._unverified: VerificationError | None = None  # of the last of these that was not
         self._failed: list[Path] = []  # of dumps
         self._made: Path | None = None
         self._because = "the job was told to end before it ran"
@@ -124,46 +131,59 @@ class Supervisor:
             if self._signals.ending:
                 return None
             if found.record is None:
-                self._say(f"{found.directory} {found.unusable}")
-                if not found.foreign:
-                    self._give_up(found.directory)
-                if found.broken:
-                    self._lost.append(found.directory)
-                if found.failed:
-                    self._discard(found.directory)
+                self._pass_over(found)
                 continue
             try:
-                start.verify(found.directory, lambda: self._signals.ending)
-                self._store.tell_restoring(found.directory)
-                self._restoring = True
-                pid = start.restore(
-                    self._settings.criu, found.directory, found.record, self._outlets, self._words
-                )
+                root = self._restored(found.directory, found.record)
             except start.ToldToEnd:
                 return None
-            except start.PidTakenError as exc:
-                self._restoring = False
-                raise CheckpointError(
-                    f"{found.directory} cannot be restored: {exc}; if that is the job itself, it "
-                    "would run twice"
-                ) from exc
-            except CheckpointError as exc:
-                self._restoring = False
-                if says_nothing(exc):
-                    raise
-                self._lost.append(found.directory)
-                self._say(f"{found.directory} cannot be restored: {exc}")
-                self._give_up(found.directory)
-                continue
-            return self._has_begun(pid, f"goes on, restored from {found.directory}")
+            if root is not None and self._is_back(root, found.directory, found.record):
+                return root
+        if self._unverified is not None:
+            raise self._unverified
         if self._lost and not self._settings.afresh:
             raise CheckpointError(
-                f"none of the job's checkpoints can be restored, {self._lost[0]} among them, and "
+                f"none of the job's checkpoints can be restored, {next(iter(self._lost))} among "
+                "them, and "
                 "it may not be started afresh"
             )
         if self._signals.ending:
             return None
         return self._has_begun(start.start(self._settings.command, self._outlets), "starts afresh")
+
+    def _pass_over(self, found: Found) -> None:
+        """It cannot be used."""
+        self._say(f"{found.directory} {found.unusable}")
+        if not found.foreign:
+            self._give_up(found.directory)
+        if found.broken:
+            self._lost[found.directory] = "could not be restored"
+        if found.failed:
+            self._discard(found.directory)
+
+    def _restored(self, directory: Path, record: Record) -> int | None:
+        """The root of the job, which runs; None: it cannot be restored, and nothing of it runs.
+        Raises CheckpointError if nothing may be started, start.ToldToEnd."""
+        try:
+            start.verify(directory, lambda: self._signals.ending)
+            self._store.tell_restoring(directory)
+            self._restoring = True
+            pid = start.restore(self._settings.criu, directory, record, self._outlets, self._words)
+        except start.PidTakenError as exc:
+            self._restoring = False
+            raise CheckpointError(
+                f"{directory} cannot be restored: {exc}; if that is the job itself, it would run "
+                "twice"
+            ) from exc
+        except CheckpointError as exc:
+            self._restoring = False
+            if says_nothing(exc):
+                raise
+            self._lost[directory] = "could not be restored"
+            self._say(f"{directory} cannot be restored: {exc}")
+            self._give_up(directory)
+            return None
+        return self._has_begun(pid, f"goes on, restored from {directory}")
 
     def _has_begun(self, root: int, how: str) -> int:
         self._root, self._restoring = root, False
@@ -173,6 +193,50 @@ class Supervisor:
             self._say(str(exc))
         self._say(f"process {root} {how}")
         return root
+
+    def _is_back(self, root: int, directory: Path, record: Record) -> bool:
+        """Whether the restored job counts as back; else it was killed. Told to end before that is
+        known, it is checkpointed again. Raises VerificationError if no older one may be tried."""
+        check = self._settings.check
+        if check is None:
+            return True
+        if record.unverified:
+            self._say(f"{directory} was not verified the last time: {record.unverified}")
+
+        def look() -> None:
+            if self._signals.ending:
+                raise start.ToldToEnd
+
+        facts = {"GPUSTASIS_ROOT_PID": str(root), "GPUSTASIS_CHECKPOINT": str(directory)}
+        try:
+            require_verified(check, facts, look)
+        except start.ToldToEnd:
+            self._lost[directory] = "was not verified yet"
+            self._say(
+                f"told to end while `{check}` was at work: it is not known whether it is back"
+            )
+            return True
+        except VerificationError as exc:
+            self._say(f"the job is not back: {exc}; it is killed, and {directory} stays")
+            end_job(root, KILLED_S)
+            self._root = None
+            self._lost[directory] = "was not verified"
+            self._mark(directory, replace(record, unverified=str(exc)))
+            self._because = f"{directory} was restored, but is not back: {exc}"
+            self._unverified = VerificationError(self._because)
+            if not self._settings.older:
+                raise self._unverified from exc
+            return False
+        if record.unverified:
+            self._mark(directory, replace(record, unverified=""))
+        self._say(f"process {root} is back: `{check}` has succeeded")
+        return True
+
+    def _mark(self, directory: Path, record: Record) -> None:
+        try:
+            record.write(directory)
+        except OSError as exc:
+            self._say(f"cannot note in {directory} whether it was verified: {exc.strerror}")
 
     def _give_up(self, directory: Path) -> None:
         try:
@@ -240,7 +304,8 @@ class Supervisor:
             record.write(images)
         self._say(f"the job is in {images}, {record.seconds:.1f} s after the signal")
         if self._lost:
-            self._say(f"older checkpoints stay, for {self._lost[0]} could not be restored")
+            directory, why = next(iter(self._lost.items()))
+            self._say(f"older checkpoints stay, for {directory} {why}")
             return self._settings.checkpointed_status
         try:
             removed = self._store.keep_last(self._settings.keep_last)
