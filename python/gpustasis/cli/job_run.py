@@ -13,6 +13,7 @@ import click
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.cli.options import verify_options
 from gpustasis.jobs.messages import Limits
 
 _LIMITS = Limits()
@@ -46,6 +47,7 @@ def _seconds(
 @click.option("--restore", is_flag=True, help="Wait for `gpustasis job restore`; no COMMAND.")
 @click.option("--tcp-close", is_flag=True, help="Connections come back closed.")
 @click.option("--outside", is_flag=True, help="Allow connections that lead to no rank of the job.")
+@verify_options
 @click.option(
     "--criu",
     "criu_program",
@@ -90,6 +92,9 @@ def run(
     restore: bool,
     tcp_close: bool,
     outside: bool,
+    verify_after: tuple[str, ...] | None,
+    verify_timeout: float,
+    older_if_unverified: bool,
     criu_program: str | None,
     run_directory: Path,
     ttl: int,
@@ -116,9 +121,12 @@ def run(
     from gpustasis.jobs.rank import Context, Options
     from gpustasis.jobs.records import Keys
     from gpustasis.jobs.supervise import Supervisor
+    from gpustasis.verifying import Check
 
     if restore and words:
         raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
+    if older_if_unverified and verify_after is None:
+        raise click.UsageError("--older-if-unverified needs --verify-after")
     if rank >= world:
         raise click.UsageError(f"--rank {rank}: must be 0 to {world - 1}")
     limits = Limits(
@@ -130,6 +138,8 @@ def run(
         tcp_close=tcp_close,
         outside=outside,
         cuda_timeout_ms=max(1, int(cuda_limit * 500)),
+        check=None if verify_after is None else Check(words=verify_after, seconds=verify_timeout),
+        older=older_if_unverified,
     )
     keys = Keys(job)
     with open_store(options) as store:

@@ -28,6 +28,7 @@ from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.work import Order
 from gpustasis.task import has_driver_thread, misleading_thread, read_task
+from gpustasis.verifying import Check
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +39,16 @@ POLL_S = 0.02
 class Options:
     """criu: the program. tcp_close: connections come back closed. outside: connections to addresses
     that no rank has are no obstacle. extra: further arguments for criu. cuda_timeout_ms: for work
-    that was given to a GPU."""
+    that was given to a GPU. check: must succeed after a restore, before the rank counts as back;
+    None: nothing. older: if the job is not, the keeper waits for a restore of an older one."""
 
     criu: Criu
     tcp_close: bool = False
     outside: bool = False
     extra: tuple[str, ...] = ()
     cuda_timeout_ms: int = 10_000
+    check: Check | None = None
+    older: bool = False
 
 
 @dataclass(slots=True)

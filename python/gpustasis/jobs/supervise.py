@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gpustasis.errors import CheckpointError, JobError, StoreError
+from gpustasis.errors import CheckpointError, JobError, StoreError, VerificationError
+from gpustasis.jobs import verified
 from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
@@ -57,6 +58,7 @@ class Supervisor:
         self._held: tuple[int, int] = (0, -1)  # the root and its pidfd
         self._status: int | None = None
         self._is_asked_to_end = False
+        self._waits_again = False  # for a restore of an older checkpoint
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
             raise JobError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
@@ -119,6 +121,7 @@ class Supervisor:
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
             self._unlock_first(is_over)
+            self._verify_left(is_over)
             while True:
                 outcome = self._keeper.take_part(is_over)
                 if outcome is None:
@@ -126,7 +129,7 @@ class Supervisor:
                 done = self._after(outcome)
                 if done is not None:
                     return done
-                waits = waits and not self._context.state.lives
+                waits = (waits or self._waits_again) and not self._context.state.lives
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -184,12 +187,49 @@ class Supervisor:
 
     def _after(self, outcome: Outcome) -> Ended | None:
         """What follows from an epoch; None: the tasks run on."""
-        epoch, what = outcome.epoch, self._tell(outcome)
+        epoch = outcome.epoch
+        if epoch.restores and epoch.phase is Phase.COMMITTED and self._context.options.check:
+            self._verify(outcome.number, bool(outcome.problem))
+            return None
+        what = self._tell(outcome)
         if epoch.restores and epoch.phase is Phase.ABORTED and not self._context.state.lives:
             raise JobError(f"{what}; nothing was restored")
         if epoch.phase is Phase.COMMITTED and not epoch.leave_running:
             return Ended(epoch=outcome.number, status=None)
         return None
+
+    def _verify(self, number: int, problem: bool) -> None:
+        """The tasks go on if the job is back, else they are killed. Raises VerificationError if it
+        is not, and no older checkpoint is waited for; JobError."""
+        context = self._context
+        because = verified.await_verdict(
+            context, number, problem=problem, gives_up=lambda: self._is_asked_to_end
+        )
+        if because:
+            verified.end_tasks(context)
+            context.note(pid=0)
+        context.note(epoch=0, images="")
+        what = f"{context.name}, epoch {number}: {Phase.COMMITTED}"
+        if not because:
+            self._told(f"{what}, and {'not known to be ' if because is None else ''}verified")
+            return
+        what += f", but the job is not back: {because}; its tasks were killed"
+        if not context.options.older:
+            raise VerificationError(what)
+        self._told(f"{what}; waits for an older checkpoint")
+        self._waits_again = True
+
+    def _verify_left(self, is_over: Callable[[], bool]) -> None:
+        """An earlier keeper may have ended before the verdict on a restore of the tasks."""
+        while self._context.options.check is not None and not is_over():
+            try:
+                if not self._keeper.has_open() and (left := verified.left_open(self._context)):
+                    self._verify(left, problem=False)
+            except StoreError as exc:
+                log.info("%s waits for the store: %s", self._context.name, exc)
+                time.sleep(_AGAIN_S)
+            else:
+                return
 
     def _has_ended(self) -> bool:
         """Whether the root has, by now; its status is kept."""
