@@ -207,6 +207,7 @@ class Supervisor:
         )
         if because:
             verified.end_tasks(context)
+            _reap_all()
             context.note(pid=0)
         context.note(epoch=0, images="")
         what = f"{context.name}, epoch {number}: {Phase.COMMITTED}"

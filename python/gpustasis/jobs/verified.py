@@ -2,8 +2,9 @@
 """A restored job whose ranks have a command that verifies them: all are back, or none is.
 
 Each keeper runs its own command once its tasks run again, and settles the epoch with what went
-wrong. When all have settled, or one has with a problem, one verdict is stored, by rank 0's keeper
-or by one with a problem. Every keeper does what it says: the tasks go on, or are killed.
+wrong. One verdict is stored: by the first whose command has failed, before it kills its tasks, for
+others may end of that; or by rank 0's keeper, when all have settled. Every keeper does what it
+says: the tasks go on, or are killed.
 
 epochs/E/back        of an epoch that restores: the verdict
 epochs/E/unverified  of the checkpoint that it restored: why that did not bring the job back
@@ -43,7 +44,7 @@ def verify(context: Context, order: Order, images: str) -> None:
 
     def look() -> None:
         if not context.state.lives:
-            raise JobError(f"{context.name} is not back: its tasks have ended")
+            raise VerificationError("its tasks have ended")
 
     facts = {
         "GPUSTASIS_ROOT_PID": str(context.state.pid),
@@ -54,10 +55,13 @@ def verify(context: Context, order: Order, images: str) -> None:
     }
     try:
         require_verified(check, facts, look)
+        look()
     except VerificationError as exc:
+        text = f"{context.name} is not back: {exc}"
+        with suppress(StoreError):  # then all learn it when this is settled
+            _store(context.store, context.keys, order.number, order.restores, text)
         end_tasks(context)
-        raise JobError(f"{context.name} is not back: {exc}") from exc
-    look()
+        raise JobError(text) from exc
 
 
 def end_tasks(context: Context) -> None:
@@ -110,8 +114,12 @@ def _decide(store: Store, keys: Keys, number: int) -> None:
     wrong = "; ".join(text for _, text in sorted(found.problems.items()) if text)
     if not wrong and found.settled != frozenset(range(found.plan.world)):
         return
+    _store(store, keys, number, found.plan.restores, wrong)
+
+
+def _store(store: Store, keys: Keys, number: int, restored: int, wrong: str) -> None:
     text = settled_text(wrong)
-    puts = [Put(_verdict(keys, number), text), Put(_mark(keys, found.plan.restores), text)]
+    puts = [Put(_verdict(keys, number), text), Put(_mark(keys, restored), text)]
     store.write([Require(_verdict(keys, number), 0)], puts)
 
 
