@@ -69,7 +69,7 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "files", "process"},
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
-        *("streaming", "verifying"),
+        *("streaming", "verifying", "nvml"),
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),

@@ -14,7 +14,7 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import Size, verify_options
+from gpustasis.cli.options import Size, check_of, verify_options
 from gpustasis.criu.find import find
 from gpustasis.errors import CheckpointError
 from gpustasis.image.directory import allow_many_files
@@ -24,7 +24,6 @@ from gpustasis.preemption.records import identify
 from gpustasis.preemption.signals import Signals
 from gpustasis.preemption.store import JobStore
 from gpustasis.preemption.streams import Outlet
-from gpustasis.verifying import Check
 
 CHECKPOINTED = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
 
@@ -125,8 +124,7 @@ def command(
     """
     if reserve >= grace:
         raise click.UsageError(f"--reserve {reserve:g} leaves nothing of --grace {grace:g}")
-    if older_if_unverified and verify_after is None:
-        raise click.UsageError("--older-if-unverified needs --verify-after")
+    check = check_of(verify_after, verify_timeout, older=older_if_unverified)
     if speed == 0:
         raise click.UsageError("--speed 0: no checkpoint would ever be ready")
     output.start_log(30)
@@ -148,7 +146,7 @@ def command(
         checkpointed_status=checkpointed_status,
         afresh=not never_afresh,
         network_lock=network_lock,
-        check=None if verify_after is None else Check(words=verify_after, seconds=verify_timeout),
+        check=check,
         older=older_if_unverified,
     )
     start.keep_descriptors()

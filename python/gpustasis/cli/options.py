@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import click
 
 from gpustasis.text import mib, plural
+from gpustasis.verifying import Check
 
 if TYPE_CHECKING:
     from gpustasis.criu.statistics import Statistics
@@ -114,6 +115,13 @@ def verify_options(function: Decorated) -> Decorated:
     ):
         function = option(function)
     return function
+
+
+def check_of(words: tuple[str, ...] | None, seconds: float, *, older: bool) -> Check | None:
+    """Of verify_options."""
+    if words is None and older:
+        raise click.UsageError("--older-if-unverified needs --verify-after")
+    return None if words is None else Check(words=words, seconds=seconds)
 
 
 def recipients_option(function: Decorated) -> Decorated:

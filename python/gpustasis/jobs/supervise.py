@@ -14,10 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpustasis.errors import CheckpointError, JobError, StoreError, VerificationError
-from gpustasis.jobs import verified
+from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.preempting import Preempting, Restart, older_than
 from gpustasis.jobs.rank import Context, Part, RankWork, unlock_cuda
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.work import Order
@@ -44,12 +45,21 @@ class Ended:
 
 
 class Supervisor:
-    """told: is called with what happens, in words. Its descriptors of the keeper's lock and of the
+    """told: is called with what happens, in words. preempting: is told of SIGTERM, before the tasks
+    are. Its descriptors of the keeper's lock and of the
     tasks live as long as it does."""
 
-    def __init__(self, context: Context, settings: Settings, told: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        settings: Settings,
+        told: Callable[[str], object],
+        preempting: Preempting | None = None,
+    ) -> None:
         self._context = context
         self._told = told
+        self._preempting = preempting
+        self._restart: Restart | None = None
         self._work = RankWork(self._part, lambda: context.state.lives)
         place = context.place
         self._keeper = Keeper(
@@ -108,8 +118,15 @@ class Supervisor:
         context.note(pid=pid, epoch=0, images="", cuda=False)
         return pid
 
-    def run(self, *, restoring: bool) -> Ended:
+    def has_open(self) -> bool:
+        """Whether there are tasks, or an epoch that this rank has something to do for. Raises
+        StoreError."""
+        return self._context.state.lives or self._keeper.has_open()
+
+    def run(self, *, restoring: bool, restart: int = 0) -> Ended:
         """Until the tasks have ended. restoring: there are none yet, and an epoch brings them.
+        restart: the checkpoint that is restored as soon as all ranks wait for that; 0: somebody
+        else asks for it.
 
         Raises JobError if that epoch was aborted, and what Keeper.take_part raises.
         """
@@ -122,6 +139,8 @@ class Supervisor:
         try:
             self._unlock_first(is_over)
             self._verify_left(is_over)
+            if restart:
+                self._have_restored(restart)
             while True:
                 outcome = self._keeper.take_part(is_over)
                 if outcome is None:
@@ -131,6 +150,8 @@ class Supervisor:
                     return done
                 waits = (waits or self._waits_again) and not self._context.state.lives
         finally:
+            if self._restart is not None:
+                self._restart.stop.set()
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self._held[1] >= 0:
@@ -217,8 +238,18 @@ class Supervisor:
         what += f", but the job is not back: {because}; its tasks were killed"
         if not context.options.older:
             raise VerificationError(what)
+        _, plan = epochs.phase(context.store, context.keys, number)
+        older = older_than(context, plan.restores)
+        if not older:
+            raise VerificationError(f"{what}; there is no older whole checkpoint")
         self._told(f"{what}; waits for an older checkpoint")
         self._waits_again = True
+        if self._restart is not None:
+            self._have_restored(older)
+
+    def _have_restored(self, epoch: int) -> None:
+        self._restart = Restart(self._context, epoch, self._told)
+        self._restart.start()
 
     def _verify_left(self, is_over: Callable[[], bool]) -> None:
         """An earlier keeper may have ended before the verdict on a restore of the tasks."""
@@ -276,6 +307,8 @@ class Supervisor:
             if number in _ENDING:  # as soon as no epoch is under way, which may bring tasks
                 self._is_asked_to_end = True
                 self._status = 128 + number
+        elif number == signal.SIGTERM and self._preempting and self._preempting.told_to_end():
+            return
         else:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
