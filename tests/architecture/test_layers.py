@@ -53,6 +53,7 @@ PYTHON_ARROWS = {
     "watching": {"errors", "_core", "planning"},
     "planning": set[str](),
     "verifying": {"errors"},
+    "intervals": set[str](),
     "image": {"errors", "_core", "criu", "files"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
     "sealing": {"errors", "_core", "image", "criu", "process", "files"},
@@ -73,12 +74,12 @@ PYTHON_ARROWS = {
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
-        "verifying",
+        *("verifying", "intervals"),
     },
     "jit": {"cli"},
     "agent": {
         *("__init__", "errors", "files", "task", "process", "nvml", "criu", "image", "streaming"),
-        *("runtimes", "jobs", "recovery", "dump_records"),
+        *("runtimes", "jobs", "recovery", "dump_records", "intervals"),
     },
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),

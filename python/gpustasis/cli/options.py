@@ -6,11 +6,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
+from gpustasis.image.prune import parse_duration
 from gpustasis.text import mib, plural
 from gpustasis.verifying import Check
 
@@ -65,6 +67,31 @@ class Size(click.ParamType[int]):
         if match is None:
             self.fail(f"{value!r} is not a size such as 512M or 16GiB", param, ctx)
         return int(match[1]) * self._UNITS[match[2].upper()]
+
+
+class Duration(click.ParamType[timedelta]):
+    """90s, 30m, 24h, 7d or 2w."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> timedelta:
+        try:
+            return value if isinstance(value, timedelta) else parse_duration(str(value))
+        except ValueError as exc:
+            self.fail(str(exc), param, ctx)
+
+
+class Interval(click.ParamType[timedelta | str]):
+    """The same, or "auto"."""
+
+    name = "interval"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> timedelta | str:
+        return "auto" if value == "auto" else Duration().convert(value, param, ctx)
 
 
 class Words(click.ParamType[tuple[str, ...]]):
