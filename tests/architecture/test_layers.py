@@ -70,7 +70,7 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "files", "process"},
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
-        *("streaming", "verifying", "nvml"),
+        *("streaming", "verifying", "nvml", "intervals"),
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
@@ -89,7 +89,7 @@ PYTHON_ARROWS = {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
         *("recovery", "emulator", "diagnosis", "_core", "files", "preemption", "agent"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
-        *("planning", "jobs", "verifying"),
+        *("planning", "jobs", "verifying", "intervals"),
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from gpustasis.jobs.records import Keys, Plan, phase_text
 from gpustasis.jobs.store import Put, Store
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.criu_roots import newest_criu
+from support.json_output import check_document
 from support.ring import WORLD, Ring
 
 CHECKPOINTED = 75
@@ -62,6 +64,41 @@ def test_sigterm_at_one_rank_checkpoints_all_and_the_same_words_go_on(
     ring.wait_for_progress()
     ring.signal(3, signal.SIGTERM)
     assert ring.ends() == [CHECKPOINTED] * WORLD, ring.logs()
+
+
+def states(ring: Ring) -> list[str]:  # noqa: F811
+    """Of all epochs, oldest first."""
+    shown = check_document(ring.job("list", "--json").stdout, "job list")
+    return [one["state"] for one in shown["epochs"]]
+
+
+def test_checkpoints_in_between_and_just_in_time(
+    ring: Ring,  # noqa: F811
+) -> None:
+    start(ring, "--interval", "2s", "--keep-last", 1)
+    ring.wait(lambda: "epoch 3: committed" in ring.log_whole(0))
+    ring.wait_for_progress()
+    ring.wait(lambda: len(dumps(ring)) <= 2 * WORLD)
+    assert states(ring)[:2] == ["pruned", "pruned"]
+    ring.signal(1, signal.SIGTERM)
+    assert ring.ends() == [CHECKPOINTED] * WORLD, ring.logs()
+    made = len(states(ring))
+    assert f"rank-2/epoch-{made:08d}" in dumps(ring)
+
+    start(ring, "--interval", "2s", "--keep-last", 1)
+    ring.wait(lambda: f"epoch {made + 2}: committed" in ring.log_whole(0))  # one more restores
+    ring.wait_for_progress()
+    for rank in range(WORLD):  # as if the host had failed
+        ring.signal(rank, signal.SIGKILL)
+    for pid in ring.pids():
+        os.kill(pid, signal.SIGKILL)
+    ring.wait(lambda: not ring.pids())
+    assert ring.ends() == [-signal.SIGKILL] * WORLD
+
+
+def dumps(ring: Ring) -> list[str]:  # noqa: F811
+    kept = ring.directory / "kept"
+    return [str(path.relative_to(kept)) for path in sorted(kept.glob("rank-*/epoch-*"))]
 
 
 def test_a_checkpoint_that_is_not_decided_in_time_is_aborted(

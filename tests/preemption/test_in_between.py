@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.intervals import FIRST_S
-from gpustasis.preemption.making import RETRY_S, Periodic, Schedule
+from gpustasis.intervals import FIRST_S, RETRY_S, Periodic, Schedule
 from preemption.test_just_in_time import CHECKPOINTED, PAIR, names, sums
 from support.criu_roots import newest_criu
 from support.supervised import Supervised, children, end_session
@@ -135,7 +134,7 @@ def test_a_job_that_was_told_to_end_and_ends_well_goes_on_all_the_same(
 
 
 def test_the_moment_of_the_next_one() -> None:
-    told = Schedule(Periodic(interval_s=100.0, mtbf_s=1e6, max_chain=8), begun=1000.0)
+    told = Schedule(Periodic(interval_s=100.0, mtbf_s=1e6), begun=1000.0)
     assert told.due == 1100
     told.note(1105.0, 2.0)
     assert told.due == 1205
@@ -145,7 +144,7 @@ def test_the_moment_of_the_next_one() -> None:
     told.note(3000.0, 2.0)
     assert told.due == 3100
 
-    auto = Schedule(Periodic(interval_s=None, mtbf_s=1e6, max_chain=8), begun=0.0)
+    auto = Schedule(Periodic(interval_s=None, mtbf_s=1e6), begun=0.0)
     assert auto.due == FIRST_S  # nothing is measured yet
     auto.note(100.0, 2.0)
     assert auto.due == pytest.approx(100 + 2000, rel=0.01)  # the square root of 2 * 2 * 1e6

@@ -15,12 +15,12 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import Duration, Interval, Size, check_of, verify_options
+from gpustasis.cli.options import Size, check_of, interval_options, periodic_of, verify_options
 from gpustasis.criu.find import find
 from gpustasis.errors import CheckpointError
 from gpustasis.image.directory import allow_many_files
 from gpustasis.preemption import asking, start, supervisor
-from gpustasis.preemption.making import Periodic, Settings
+from gpustasis.preemption.making import Settings
 from gpustasis.preemption.privileges import own_privileges, require_privileges
 from gpustasis.preemption.records import identify
 from gpustasis.preemption.signals import Signals
@@ -65,21 +65,7 @@ CHECKPOINTED = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
     metavar="N",
     help="Keep the newest N checkpoints.",
 )
-@click.option(
-    "--interval",
-    type=Interval(),
-    metavar="TIME",
-    help="Checkpoint the job in between as well, each on top of the one before, so long after the "
-    "last: 90s, 30m, 12h; auto: computed from how long the job stands for one, and --mtbf.",
-)
-@click.option(
-    "--mtbf",
-    type=Duration(),
-    default="24h",
-    show_default=True,
-    metavar="TIME",
-    help="For auto: the mean time between failures of the job.",
-)
+@interval_options
 @click.option(
     "--max-chain",
     type=click.IntRange(0, 65535),
@@ -176,22 +162,14 @@ def command(
         network_lock=network_lock,
         check=check,
         older=older_if_unverified,
-        periodic=_periodic(interval, mtbf, max_chain),
+        periodic=periodic_of(interval, mtbf),
+        max_chain=max_chain,
     )
     start.keep_descriptors()
     supervisor.become_subreaper()
     with Signals() as signals, JobStore(store) as held:
         outlets = (Outlet(1), Outlet(2))
         return supervisor.Supervisor(settings, held, signals, outlets, _say).run()
-
-
-def _periodic(interval: timedelta | str | None, mtbf: timedelta, max_chain: int) -> Periodic | None:
-    if interval is None:
-        return None
-    told = interval.total_seconds() if isinstance(interval, timedelta) else None
-    if told == 0 or not mtbf:
-        raise click.UsageError("--interval and --mtbf are longer than 0")
-    return Periodic(interval_s=told, mtbf_s=mtbf.total_seconds(), max_chain=max_chain)
 
 
 def _say(text: str) -> None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,10 +15,11 @@ import click
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
-from gpustasis.cli.options import Size, check_of, verify_options
+from gpustasis.cli.options import Size, check_of, interval_options, periodic_of, verify_options
 from gpustasis.jobs.messages import Limits
 
 if TYPE_CHECKING:
+    from gpustasis.intervals import Periodic
     from gpustasis.jobs.preempting import Grace
     from gpustasis.jobs.rank import Context
     from gpustasis.jobs.supervise import Supervisor
@@ -104,6 +107,14 @@ def preempting_options(function: Decorated) -> Decorated:
     help="Restore the job's newest whole checkpoint, once all ranks are there, instead of starting "
     "COMMAND; where there is none, or the job has ended well after it, start COMMAND.",
 )
+@interval_options
+@click.option(
+    "--keep-last",
+    type=click.IntRange(1),
+    metavar="N",
+    help="After each checkpoint that leaves the job running, remove all but the newest N whole "
+    "ones, those on this host.  [default: all stay]",
+)
 @preempting_options
 @click.option("--tcp-close", is_flag=True, help="Connections come back closed.")
 @click.option("--outside", is_flag=True, help="Allow connections that lead to no rank of the job.")
@@ -151,6 +162,9 @@ def run(
     directory: Path,
     restore: bool,
     restore_newest: bool,
+    interval: timedelta | str | None,
+    mtbf: timedelta,
+    keep_last: int | None,
     checkpoint_on_sigterm: bool,
     grace: float,
     reserve: float,
@@ -195,7 +209,7 @@ def run(
         raise click.UsageError("--restore-newest needs COMMAND, and excludes --restore")
     if rank >= world:
         raise click.UsageError(f"--rank {rank}: must be 0 to {world - 1}")
-    terms = _grace(grace, reserve, speed)
+    terms, periodic = _grace(grace, reserve, speed), periodic_of(interval, mtbf)
     limits = Limits(
         look_s=look_limit, lock_cuda_s=cuda_limit, lock_network_s=network_limit, dump_s=dump_limit
     )
@@ -207,6 +221,7 @@ def run(
         cuda_timeout_ms=max(1, int(cuda_limit * 500)),
         check=check_of(verify_after, verify_timeout, older=older_if_unverified),
         older=older_if_unverified,
+        keep_last=keep_last or 0,
     )
     keys = Keys(job)
     with open_store(options) as store:
@@ -218,7 +233,8 @@ def run(
             preempts = Preempting(context, terms, output.say) if checkpoint_on_sigterm else None
             supervisor = Supervisor(context, settings, output.say, preempts)
             begun = _begin(supervisor, context, words, restore, restore_newest)
-            ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
+            with _by_the_clock(context, periodic):
+                ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
             if restore_newest and not ended.epoch and ended.status == 0:
                 note_ended(context)
         finally:
@@ -246,6 +262,23 @@ def _grace(grace: float, reserve: float, speed: int | None) -> Grace:
     if speed == 0:
         raise click.UsageError("--speed 0: no checkpoint would ever be ready")
     return Grace(grace_s=grace, reserve_s=reserve, rate=speed)
+
+
+@contextmanager
+def _by_the_clock(context: Context, periodic: Periodic | None) -> Iterator[None]:
+    """Rank 0's keeper begins checkpoints; of the others the option says nothing."""
+    from gpustasis.jobs.clock import Clock
+    from gpustasis.jobs.lead import LEAD
+
+    clock = None
+    if periodic is not None and context.place.rank == LEAD:
+        clock = Clock(context, periodic, output.say)
+        clock.start()
+    try:
+        yield
+    finally:
+        if clock is not None:
+            clock.stop.set()
 
 
 def _begin(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import click
 
 from gpustasis.image.prune import parse_duration
+from gpustasis.intervals import Periodic
 from gpustasis.text import mib, plural
 from gpustasis.verifying import Check
 
@@ -142,6 +143,41 @@ def verify_options(function: Decorated) -> Decorated:
     ):
         function = option(function)
     return function
+
+
+def interval_options(function: Decorated) -> Decorated:
+    """Checkpoints by the clock."""
+    for option in reversed(
+        (
+            click.option(
+                "--interval",
+                type=Interval(),
+                metavar="TIME",
+                help="Checkpoint the job in between as well, so long after the last: 90s, 30m, "
+                "12h; auto: computed from how long the job stands for one, and --mtbf.",
+            ),
+            click.option(
+                "--mtbf",
+                type=Duration(),
+                default="24h",
+                show_default=True,
+                metavar="TIME",
+                help="For auto: the mean time between failures of the job.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def periodic_of(interval: timedelta | str | None, mtbf: timedelta) -> Periodic | None:
+    """Of interval_options."""
+    if interval is None:
+        return None
+    told = interval.total_seconds() if isinstance(interval, timedelta) else None
+    if told == 0 or not mtbf:
+        raise click.UsageError("--interval and --mtbf are longer than 0")
+    return Periodic(interval_s=told, mtbf_s=mtbf.total_seconds())
 
 
 def check_of(words: tuple[str, ...] | None, seconds: float, *, older: bool) -> Check | None:

@@ -40,7 +40,9 @@ class Options:
     """criu: the program. tcp_close: connections come back closed. outside: connections to addresses
     that no rank has are no obstacle. extra: further arguments for criu. cuda_timeout_ms: for work
     that was given to a GPU. check: must succeed after a restore, before the rank counts as back;
-    None: nothing. older: if the job is not, the keeper waits for a restore of an older one."""
+    None: nothing. older: if the job is not, the keeper waits for a restore of an older one.
+    keep_last: so many whole checkpoints stay when another one that leaves the job running was made;
+    0: all."""
 
     criu: Criu
     tcp_close: bool = False
@@ -49,6 +51,7 @@ class Options:
     cuda_timeout_ms: int = 10_000
     check: Check | None = None
     older: bool = False
+    keep_last: int = 0
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpustasis.criu.find import Criu
@@ -15,7 +15,7 @@ from gpustasis.criu.images import dump_figures
 from gpustasis.criu.plugin import Setting
 from gpustasis.errors import CheckpointError
 from gpustasis.image.store import read_entry
-from gpustasis.intervals import MEASURED, automatic
+from gpustasis.intervals import Periodic
 from gpustasis.preemption.dumping import PLUGIN, Limits, criu_words, dump
 from gpustasis.preemption.estimate import estimate
 from gpustasis.preemption.network import unlock
@@ -25,51 +25,7 @@ from gpustasis.preemption.tree import Memory, describe, memory_of, strays
 from gpustasis.text import mib
 from gpustasis.verifying import Check
 
-RETRY_S = 30.0  # after the first failure; then twice as long each time, up to the interval
 _STATISTICS = "stats-dump"  # CRIU's
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Periodic:
-    """interval_s: between the end of one checkpoint and the next one; None: computed from how long
-    the job stands for one, and from mtbf_s. max_chain: so many are built on a full one."""
-
-    interval_s: float | None
-    mtbf_s: float
-    max_chain: int
-
-
-@dataclass(slots=True)
-class Schedule:
-    """When the next checkpoint is due, by time.monotonic()."""
-
-    periodic: Periodic
-    begun: float
-    downtimes: list[float] = field(default_factory=list)  # that were measured, oldest first
-    failures: int = 0  # since the last success
-    due: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.due = self.begun + self.interval_s
-
-    @property
-    def interval_s(self) -> float:
-        told = self.periodic.interval_s
-        return automatic(self.downtimes, self.periodic.mtbf_s) if told is None else told
-
-    def left_s(self) -> float:
-        return max(self.due - time.monotonic(), 0.0)
-
-    def note(self, now: float, downtime_s: float | None) -> None:
-        """One has ended; None: without a checkpoint."""
-        if downtime_s is None:
-            retry = RETRY_S * float(1 << min(self.failures, 16))
-            self.failures += 1
-            self.due = now + min(self.interval_s, retry)
-            return
-        self.failures = 0
-        self.downtimes = [*self.downtimes, downtime_s][-MEASURED:]
-        self.due = now + self.interval_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +51,7 @@ class Settings:
     check: Check | None = None
     older: bool = False
     periodic: Periodic | None = None
+    max_chain: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,12 +207,12 @@ class Making:
 
     def _plugin(self) -> dict[str, Setting]:
         """Of a job that is checkpointed in between each is built on the one before."""
-        periodic, parent = self._settings.periodic, self.parent
-        if periodic is None or not periodic.max_chain or parent is None:
+        longest, parent = self._settings.max_chain, self.parent
+        if self._settings.periodic is None or not longest or parent is None:
             return PLUGIN
         if read_entry(parent).incomplete:
             return PLUGIN
-        return {**PLUGIN, "parent": str(parent), "max_chain": periodic.max_chain}
+        return {**PLUGIN, "parent": str(parent), "max_chain": longest}
 
     def _slowest(self, memory: Memory) -> Record | None:
         """Of this job's newest checkpoint; where some are built on others, the one by which the

@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError, VerificationError
+from gpustasis.intervals import Schedule
 from gpustasis.preemption import start
-from gpustasis.preemption.making import Making, Schedule, Settings
+from gpustasis.preemption.making import Making, Settings
 from gpustasis.preemption.records import Record
 from gpustasis.preemption.signals import ENDING, Signals
 from gpustasis.preemption.store import Found, JobStore, says_nothing
