@@ -12,12 +12,14 @@ import pytest
 
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, preempting
+from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.lead import digest_of
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.place import place_of
 from gpustasis.jobs.rank import Context, Options
 from gpustasis.jobs.records import Keys, Plan, phase_text
 from gpustasis.jobs.store import Put, Store
+from gpustasis.jobs.supervise import Supervisor
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.criu_roots import newest_criu
 from support.json_output import check_document
@@ -142,18 +144,20 @@ def put_whole(context: Context, world: int = 2) -> int:
 
 def test_what_a_start_goes_on_from(contexts: list[Context]) -> None:
     first, second = contexts
-    preempting.note_ended(first)  # nothing to say: there is no checkpoint
+    said: list[str] = []
+    preempting.note_ended(first, said.append)  # nothing to say: there is no checkpoint
     assert preempting.to_restore(first) == 0
     one = put_whole(first)
     aborted = epochs.begin(first.store, first.keys, Plan(world=2, leave_running=True))
     epochs.abort(first.store, first.keys, aborted, "why not")
     assert [preempting.to_restore(each) for each in contexts] == [one, one]
-    preempting.note_ended(first)
+    preempting.note_ended(first, said.append)
     assert preempting.to_restore(second) == one  # the other one has failed
-    preempting.note_ended(second)
+    preempting.note_ended(second, said.append)
     assert [preempting.to_restore(each) for each in contexts] == [0, 0]
     two = put_whole(second)
     assert [preempting.to_restore(each) for each in contexts] == [two, two]
+    assert said == []
     put_whole(first, world=3)
     with pytest.raises(JobError, match="is a checkpoint of 3 ranks, and the job is started with 2"):
         preempting.to_restore(first)
@@ -183,3 +187,23 @@ def test_rank_0_begins_the_restore_when_all_ranks_wait(contexts: list[Context]) 
     again.stop.set()
     again.join(60)
     assert not again.is_alive()
+
+
+@pytest.mark.parametrize("phase", [Phase.LOOK, Phase.DUMP])
+def test_an_epoch_in_which_all_keepers_died_does_not_hold_up_a_start(
+    contexts: list[Context], phase: Phase
+) -> None:
+    first, second = contexts
+    one = put_whole(first)
+    plan = Plan(world=2, leave_running=False)
+    two = epochs.begin(first.store, first.keys, plan)
+    puts = [Put(first.keys.phase(two), phase_text(plan, phase))]
+    if phase is Phase.DUMP:  # rank 1 had joined it
+        puts.append(Put(first.keys.rank(1), str(two)))
+    first.store.write([], puts)
+    said: list[str] = []
+    if phase is Phase.DUMP:
+        assert not Supervisor(second, Settings(), said.append).settle()
+        assert said[0].startswith("rank 1, epoch 2: aborted")
+    assert preempting.to_restore(first, patience_s=0.5) == one
+    assert epochs.phase(first.store, first.keys, two)[0].phase is Phase.ABORTED

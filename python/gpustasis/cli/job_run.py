@@ -236,7 +236,7 @@ def run(
             with _by_the_clock(context, periodic):
                 ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
             if restore_newest and not ended.epoch and ended.status == 0:
-                note_ended(context)
+                note_ended(context, output.warn)
         finally:
             os.close(held)
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
@@ -289,7 +289,7 @@ def _begin(
     from gpustasis.jobs.preempting import to_restore
 
     name = f"job {context.place.job}, rank {context.place.rank}"
-    is_taken_over = newest and supervisor.has_open()
+    is_taken_over = newest and supervisor.settle()
     found = to_restore(context) if newest and not is_taken_over else 0
     if words or restore:
         context.say_where()

@@ -42,6 +42,7 @@ START_S = 2.0  # of criu, the driver and the ranks, without any memory
 MARGIN = 1.25  # of a time that was measured
 _POLL_S = 0.1
 _AGAIN_S = 0.2
+_LOOK_S = 30.0  # for ranks to join an epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,18 +179,22 @@ def newest_whole(store: Store, keys: Keys) -> Standing | None:
     return None
 
 
-def to_restore(context: Context) -> int:
+def to_restore(context: Context, patience_s: float = _LOOK_S) -> int:
     """The checkpoint that a job goes on from which is started now; 0: it starts afresh, for there
     is none, or all its ranks have ended well after it. Waits until an epoch that is under way is
-    decided.
+    decided; one that no rank joins is aborted.
 
     Raises JobError if it is of another number of ranks; StoreError.
     """
     store, keys, world = context.store, context.keys, context.world
+    begin = time.monotonic()
     while True:
         newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
-        if not newest or epochs.phase(store, keys, newest)[0].phase.is_final:
+        phase = epochs.phase(store, keys, newest)[0].phase if newest else Phase.ABORTED
+        if phase.is_final:
             break
+        if phase is Phase.LOOK and time.monotonic() - begin > patience_s:
+            epochs.abort(store, keys, newest, f"{context.name} is started anew")
         time.sleep(_AGAIN_S)
     found = newest_whole(store, keys)
     if found is None:
@@ -205,13 +210,15 @@ def to_restore(context: Context) -> int:
     return found.number
 
 
-def note_ended(context: Context) -> None:
-    """The tasks of this rank have ended well: earlier checkpoints are not for its next start.
-    Raises StoreError."""
+def note_ended(context: Context, told: Callable[[str], object]) -> None:
+    """The tasks of this rank have ended well: earlier checkpoints are not for its next start."""
     store, keys = context.store, context.keys
-    newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
-    if newest:
-        store.write([], [Put(_key(keys, "ended", context.place.rank), str(newest))])
+    try:
+        newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+        if newest:
+            store.write([], [Put(_key(keys, "ended", context.place.rank), str(newest))])
+    except CheckpointError as exc:
+        told(f"{context.name} has ended well, but the next start of the job restores it: {exc}")
 
 
 class Restart(threading.Thread):

@@ -119,10 +119,19 @@ class Supervisor:
         context.note(pid=pid, epoch=0, images="", cuda=False)
         return pid
 
-    def has_open(self) -> bool:
-        """Whether there are tasks, or an epoch that this rank has something to do for. Raises
-        StoreError."""
-        return self._context.state.lives or self._keeper.has_open()
+    def settle(self) -> bool:
+        """Do what an epoch still asks for that an earlier keeper has left. Whether the rank has
+        tasks then. Raises JobError, StoreError."""
+        while self._keeper.has_open():
+            outcome = self._keeper.take_part(lambda: True)
+            if outcome is None:
+                continue
+            try:
+                self._tell(outcome)
+            except JobError as exc:  # of tasks that are lost: they are restored, or start afresh
+                self._told(str(exc))
+                self._context.note(epoch=0, images="")
+        return self._context.state.lives
 
     def run(self, *, restoring: bool, restart: int = 0) -> Ended:
         """Until the tasks have ended. restoring: there are none yet, and an epoch brings them.
