@@ -148,15 +148,15 @@ class Ring:
         for rank in range(WORLD):
             self.start(rank, *words, command=command)
 
-    def start_restoring(self) -> None:
-        """Keepers that wait for `job restore`, all of them."""
+    def start_restoring(self, *words: str) -> None:
+        """Keepers that wait for `job restore`, all of them; with further words for `job run`."""
 
         def waiting() -> list[int]:  # of a log that is cut, the first ones are gone
             logs = [(self.directory / f"keeper-{rank}").read_text() for rank in range(WORLD)]
             return [log.count("waits to be restored") for log in logs]
 
         before = waiting()
-        self.start_all("--restore", command=False)
+        self.start_all("--restore", *words, command=False)
         self.wait(lambda: all(now > was for now, was in zip(waiting(), before, strict=True)))
 
     def job(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

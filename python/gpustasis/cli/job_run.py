@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,8 +16,16 @@ from gpustasis import nccl
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.cli.options import Size, check_of, interval_options, periodic_of, verify_options
 from gpustasis.jobs.messages import Limits
 
+if TYPE_CHECKING:
+    from gpustasis.intervals import Periodic
+    from gpustasis.jobs.preempting import Grace
+    from gpustasis.jobs.rank import Context
+    from gpustasis.jobs.supervise import Supervisor
+
+Decorated = TypeVar("Decorated", bound=Callable[..., object])
 _LIMITS = Limits()
 _RUN = "/run/gpustasis/jobs"
 
@@ -33,6 +43,53 @@ def _seconds(
     )
 
 
+def preempting_options(function: Decorated) -> Decorated:
+    """What SIGTERM does."""
+    for option in reversed(
+        (
+            click.option(
+                "--checkpoint-on-sigterm",
+                is_flag=True,
+                help="Upon SIGTERM to this keeper, checkpoint all ranks and end them, within the "
+                "grace period or not at all; then COMMAND gets the signal.",
+            ),
+            click.option(
+                "--grace",
+                type=click.FloatRange(0.0),
+                default=30.0,
+                show_default=True,
+                metavar="S",
+                help="From SIGTERM to SIGKILL.",
+            ),
+            click.option(
+                "--reserve",
+                type=click.FloatRange(0.1),
+                default=5.0,
+                show_default=True,
+                metavar="S",
+                help="Of these, what COMMAND gets to end by itself when there is no checkpoint.",
+            ),
+            click.option(
+                "--speed",
+                type=Size(),
+                metavar="SIZE",
+                help="Memory that a checkpoint stores in a second, such as 1GiB.  [default: as the "
+                "last one took; 200MiB for the first]",
+            ),
+            click.option(
+                "--checkpointed-status",
+                type=click.IntRange(0, 255),
+                default=0,
+                show_default=True,
+                metavar="N",
+                help="What to exit with once a checkpoint has ended COMMAND.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
 @click.command("run", cls=Command)
 @click.option("--job", required=True, metavar="NAME", help="The job's name, the same for all.")
 @click.option("--rank", required=True, type=click.IntRange(0), metavar="R", help="From 0.")
@@ -45,8 +102,24 @@ def _seconds(
     "restore.",
 )
 @click.option("--restore", is_flag=True, help="Wait for `gpustasis job restore`; no COMMAND.")
+@click.option(
+    "--restore-newest",
+    is_flag=True,
+    help="Restore the job's newest whole checkpoint, once all ranks are there, instead of starting "
+    "COMMAND; where there is none, or the job has ended well after it, start COMMAND.",
+)
+@interval_options
+@click.option(
+    "--keep-last",
+    type=click.IntRange(1),
+    metavar="N",
+    help="After each checkpoint that leaves the job running, remove all but the newest N whole "
+    "ones, those on this host.  [default: all stay]",
+)
+@preempting_options
 @click.option("--tcp-close", is_flag=True, help="Connections come back closed.")
 @click.option("--outside", is_flag=True, help="Allow connections that lead to no rank of the job.")
+@verify_options
 @click.option(
     "--safe-points",
     is_flag=True,
@@ -103,10 +176,22 @@ def run(
     world: int,
     directory: Path,
     restore: bool,
+    restore_newest: bool,
+    interval: timedelta | str | None,
+    mtbf: timedelta,
+    keep_last: int | None,
+    checkpoint_on_sigterm: bool,
+    grace: float,
+    reserve: float,
+    speed: int | None,
+    checkpointed_status: int,
     tcp_close: bool,
     outside: bool,
     safe_points: bool,
     risks: tuple[str, ...],
+    verify_after: tuple[str, ...] | None,
+    verify_timeout: float,
+    older_if_unverified: bool,
     criu_program: str | None,
     run_directory: Path,
     ttl: int,
@@ -125,21 +210,25 @@ def run(
     What COMMAND prints goes to DIRECTORY/rank-R/output.log. Without COMMAND and --restore, be the
     keeper of a rank whose keeper has died: its tasks were left as they were.
 
-    Ends as COMMAND does, with its status; with 0 when a checkpoint has ended it. Has to run in the
-    network namespace of the rank, as root.
+    Ends as COMMAND does, with its status; with that of --checkpointed-status when a checkpoint has
+    ended it. Has to run in the network namespace of the rank, as root.
     """
     from gpustasis.criu.find import find
     from gpustasis.jobs.member import Settings
     from gpustasis.jobs.place import place_of
+    from gpustasis.jobs.preempting import Preempting, note_ended
     from gpustasis.jobs.rank import Context, Options
     from gpustasis.jobs.records import Keys
     from gpustasis.jobs.supervise import Supervisor
 
     if restore and words:
         raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
+    if restore_newest and (restore or not words):
+        raise click.UsageError("--restore-newest needs COMMAND, and excludes --restore")
     if rank >= world:
         raise click.UsageError(f"--rank {rank}: must be 0 to {world - 1}")
     safe_point_s = safe_point_limit if safe_points else 0.0
+    terms, periodic = _grace(grace, reserve, speed), periodic_of(interval, mtbf)
     limits = Limits(
         look_s=look_limit + safe_point_s,
         lock_cuda_s=cuda_limit,
@@ -154,6 +243,9 @@ def run(
         safe_point_s=safe_point_s,
         risks=frozenset(risks),
         cuda_timeout_ms=max(1, int(cuda_limit * 500)),
+        check=check_of(verify_after, verify_timeout, older=older_if_unverified),
+        older=older_if_unverified,
+        keep_last=keep_last or 0,
     )
     keys = Keys(job)
     with open_store(options) as store:
@@ -164,15 +256,13 @@ def run(
             context = Context(place, world, store, keys, use)
             if safe_points:
                 context.seat.make(anew=False)
-            supervisor = Supervisor(context, settings, output.say)
-            if words or restore:
-                context.say_where()
-            if words:
-                pid = supervisor.start(words, os.environ)
-                output.say(f"job {job}, rank {rank}: process {pid}, output in {place.log}")
-            elif restore:
-                output.say(f"job {job}, rank {rank}: waits to be restored")
-            ended = supervisor.run(restoring=restore)
+            preempts = Preempting(context, terms, output.say) if checkpoint_on_sigterm else None
+            supervisor = Supervisor(context, settings, output.say, preempts)
+            begun = _begin(supervisor, context, words, restore, restore_newest)
+            with _by_the_clock(context, periodic):
+                ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
+            if restore_newest and not ended.epoch and ended.status == 0:
+                note_ended(context, output.warn)
         finally:
             os.close(held)
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
@@ -184,6 +274,56 @@ def run(
             output.say(f"job {job}, rank {rank}: ended, its status is not known")
 
     output.answer(fields, show)
-    if ended.status:
+    status = checkpointed_status if ended.epoch else ended.status
+    if status:
         output.finish()
-        raise click.exceptions.Exit(ended.status)
+        raise click.exceptions.Exit(status)
+
+
+def _grace(grace: float, reserve: float, speed: int | None) -> Grace:
+    from gpustasis.jobs.preempting import Grace
+
+    if reserve >= grace:
+        raise click.UsageError(f"--reserve {reserve:g} leaves nothing of --grace {grace:g}")
+    if speed == 0:
+        raise click.UsageError("--speed 0: no checkpoint would ever be ready")
+    return Grace(grace_s=grace, reserve_s=reserve, rate=speed)
+
+
+@contextmanager
+def _by_the_clock(context: Context, periodic: Periodic | None) -> Iterator[None]:
+    """Rank 0's keeper begins checkpoints; of the others the option says nothing."""
+    from gpustasis.jobs.clock import Clock
+    from gpustasis.jobs.lead import LEAD
+
+    clock = None
+    if periodic is not None and context.place.rank == LEAD:
+        clock = Clock(context, periodic, output.say)
+        clock.start()
+    try:
+        yield
+    finally:
+        if clock is not None:
+            clock.stop.set()
+
+
+def _begin(
+    supervisor: Supervisor, context: Context, words: tuple[str, ...], restore: bool, newest: bool
+) -> int:
+    """Start the command, if it is to be started. The checkpoint that is restored in place of it;
+    0: none, or somebody else asks for it."""
+    from gpustasis.jobs.preempting import to_restore
+
+    name = f"job {context.place.job}, rank {context.place.rank}"
+    is_taken_over = newest and supervisor.settle()
+    found = to_restore(context) if newest and not is_taken_over else 0
+    if words or restore:
+        context.say_where()
+    if found:
+        output.say(f"{name}: goes on from epoch {found}")
+    elif restore:
+        output.say(f"{name}: waits to be restored")
+    elif words and not is_taken_over:
+        pid = supervisor.start(words, os.environ)
+        output.say(f"{name}: process {pid}, output in {context.place.log}")
+    return found

@@ -29,6 +29,7 @@ from gpustasis.jobs.safe_point import Seat
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.work import Order
 from gpustasis.task import has_driver_thread, misleading_thread, read_task
+from gpustasis.verifying import Check
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,10 @@ class Options:
     """criu: the program. tcp_close: connections come back closed. outside: connections to addresses
     that no rank has are no obstacle. safe_point_s: for the program to come to a safe point; 0: it
     has none. risks: findings on NCCL that are no obstacle, by name. extra: further arguments for
-    criu. cuda_timeout_ms: for work that was given to a GPU."""
+    criu. cuda_timeout_ms: for work that was given to a GPU. check: must succeed after a restore,
+    before the rank counts as back; None: nothing. older: if the job is not, the keeper waits for a
+    restore of an older one. keep_last: so many whole checkpoints stay when another one that leaves
+    the job running was made; 0: all."""
 
     criu: Criu
     tcp_close: bool = False
@@ -49,6 +53,9 @@ class Options:
     risks: frozenset[str] = frozenset()
     extra: tuple[str, ...] = ()
     cuda_timeout_ms: int = 10_000
+    check: Check | None = None
+    older: bool = False
+    keep_last: int = 0
 
 
 @dataclass(slots=True)

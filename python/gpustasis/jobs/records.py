@@ -9,6 +9,8 @@ TOP/NAME/epochs/E/records/R   the record of its dump
 TOP/NAME/epochs/E/settled/R   it has done what was decided
 TOP/NAME/epochs/E/pruned      its dumps are removed, or are about to be
 TOP/NAME/epochs/E/said/...    how the ranks have agreed on a safe point (safe_point.py)
+TOP/NAME/epochs/E/back        the restored job is back, or not (verified.py)
+TOP/NAME/epochs/E/unverified  of a checkpoint: why it did not bring the job back
 TOP/NAME/addresses/R          where rank R is, so that the others know whose connections are whose
 """
 
