@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVIDIA's management library, for what the CUDA driver does not tell.
 
-Source: nvml.h 12.8, nvmlInit_v2, nvmlSystemGetDriverVersion, nvmlDeviceGetMemoryInfo, nvmlShutdown.
+Source: nvml.h 12.8, nvmlInit_v2, nvmlSystemGetDriverVersion, nvmlDeviceGetMemoryInfo,
+nvmlDeviceGetUtilizationRates, nvmlShutdown.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _ffi.cdef(
     int nvmlDeviceGetCount_v2(unsigned int* count);
     int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void** device);
     int nvmlDeviceGetMemoryInfo(void* device, nvmlMemory_t* memory);
+    typedef struct { unsigned int gpu, memory; } nvmlUtilization_t;
+    int nvmlDeviceGetUtilizationRates(void* device, nvmlUtilization_t* utilization);
     """
 )
 
@@ -44,16 +47,38 @@ def memory_used(library: str = DEFAULT_LIBRARY) -> int:
     """Bytes in use on all GPUs of this host. Raises DriverError as driver_version."""
     used = 0
     with _loaded(library) as nvml:
-        count = _ffi.new("unsigned int*")
-        _check(nvml.nvmlDeviceGetCount_v2(count), "nvmlDeviceGetCount_v2")
-        for index in range(count[0]):
-            device = _ffi.new("void**")
+        for device in _devices(nvml):
             memory: Any = _ffi.new("nvmlMemory_t*")
-            name = "nvmlDeviceGetHandleByIndex_v2"
-            _check(nvml.nvmlDeviceGetHandleByIndex_v2(index, device), name)
-            _check(nvml.nvmlDeviceGetMemoryInfo(device[0], memory), "nvmlDeviceGetMemoryInfo")
+            _check(nvml.nvmlDeviceGetMemoryInfo(device, memory), "nvmlDeviceGetMemoryInfo")
             used += int(memory.used)
     return used
+
+
+def busiest(library: str = DEFAULT_LIBRARY) -> float:
+    """The part of the last moment (1/6 s to 1 s) in which the busiest GPU of this host had work.
+    Raises DriverError as driver_version."""
+    found = 0.0
+    with _loaded(library) as nvml:
+        for device in _devices(nvml):
+            busy: Any = _ffi.new("nvmlUtilization_t*")
+            name = "nvmlDeviceGetUtilizationRates"
+            try:
+                call = getattr(nvml, name)
+            except AttributeError as exc:  # by cffi: the library has no such function
+                raise DriverError(f"{name}: this NVML has none") from exc
+            _check(call(device, busy), name)
+            found = max(found, int(busy.gpu) / 100)
+    return found
+
+
+def _devices(nvml: Any) -> Iterator[Any]:
+    count = _ffi.new("unsigned int*")
+    _check(nvml.nvmlDeviceGetCount_v2(count), "nvmlDeviceGetCount_v2")
+    for index in range(count[0]):
+        device = _ffi.new("void**")
+        name = "nvmlDeviceGetHandleByIndex_v2"
+        _check(nvml.nvmlDeviceGetHandleByIndex_v2(index, device), name)
+        yield device[0]
 
 
 @contextmanager

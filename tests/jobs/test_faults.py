@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from campaigns import job_faults
+from campaigns import job_faults, recovery
 from soak import job_table
 from support.criu_roots import criu_versions
 from support.ring import Network
@@ -44,9 +44,22 @@ def test_all_are_committed_or_all_run_on(
     emulator_environ: dict[str, str],
     tmp_path: Path,
 ) -> None:
+    place = place_of(store, network, compile_cuda, emulator_environ, tmp_path)
+    tally = job_faults.run(place, Random(store), SHORT[store])
+    tally.require_clean()
+    assert tally.counts["last whole checkpoint restored"] == 1
+
+
+def place_of(
+    store: str,
+    network: Network,
+    compile_cuda: Callable[..., Path],
+    emulator_environ: dict[str, str],
+    tmp_path: Path,
+) -> job_faults.Place:
     criu = criu_versions()[-1]
     tmp_path.chmod(0o700)
-    place = job_faults.Place(
+    return job_faults.Place(
         directory=tmp_path,
         network=network,
         program=compile_cuda(PROGRAMS / "ring_rank.c"),
@@ -58,9 +71,22 @@ def test_all_are_committed_or_all_run_on(
             else (lambda directory: AgentStore(directory, emulator_environ, criu))
         ),
     )
-    tally = job_faults.run(place, Random(store), SHORT[store])
+
+
+@pytest.mark.parametrize("store", ["etcd", "agent"])
+def test_a_job_is_recovered_at_random_steps(
+    store: str,
+    network: Network,
+    compile_cuda: Callable[..., Path],
+    emulator_environ: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    place = place_of(store, network, compile_cuda, emulator_environ, tmp_path)
+    tally = recovery.run(place, Random(store), recovery.planned(1))
     tally.require_clean()
-    assert tally.counts["last whole checkpoint restored"] == 1
+    assert tally.counts["jobs that ended as an uninterrupted one"] == 1
+    for fault in recovery.Fault:
+        assert tally.counts[f"{fault}: recovered"] == 1
 
 
 def test_each_fault_is_aimed_at_each_phase_that_it_can_meet() -> None:

@@ -7,12 +7,14 @@
  * of the one before. In each step the sum of what all ranks bring is passed round the ring; each folds it
  * into its state, which is kept in GPU memory and compared with a copy. Prints "step K STATE" now and then
  * and "done STATE" at the end. All ranks end with the same state; ring_state of tests/support/ring.py is
- * the same sum. Whatever goes wrong is said, and ends it with status 1.
+ * the same sum. Whatever goes wrong is said, and ends it with status 1. After SIGUSR1 it sends nothing any
+ * more, and waits: so do all ranks then.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <cuda.h>
 #include <errno.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,6 +23,13 @@
 #include <unistd.h>
 
 enum { kWords = 1 << 16, kPause = 2000, kEvery = 20, kTries = 2000 };
+
+static volatile sig_atomic_t hangs;
+
+static void hang(int number) {
+    (void)number;
+    hangs = 1;
+}
 
 static void fail(const char* what) {
     fprintf(stderr, "%s: %s\n", what, strerror(errno));
@@ -78,6 +87,8 @@ int main(int argc, char** argv) {
     const int rank = atoi(argv[1]), world = argc - 3;
     const uint64_t steps = strtoull(argv[2], NULL, 10);
     setvbuf(stdout, NULL, _IOLBF, 0);
+    const struct sigaction hanging = {.sa_handler = hang};
+    sigaction(SIGUSR1, &hanging, NULL);
 
     const struct sockaddr_in own = address_of(argv[3 + rank]),
                              next = address_of(argv[3 + (rank + 1) % world]);
@@ -116,6 +127,8 @@ int main(int argc, char** argv) {
     for (uint64_t step = 0; step < steps; ++step) {
         uint64_t passed = (state ^ step) * (uint64_t)(rank + 1), sum = passed;
         for (int turn = 1; turn < world; ++turn) {
+            while (hangs)
+                (void)receive_word(from);
             send_word(to, passed);
             passed = receive_word(from);
             sum += passed;

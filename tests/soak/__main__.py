@@ -4,8 +4,8 @@
 Each campaign's result is kept in build/soak/; one that has a result for the same seed and the same
 tree (sources, tests and what is installed) is not run again, unless it is named, so that what was
 broken off can be taken up. The report is build/soak.json; --docs puts it into docs/soak.json, which
-holds each campaign as it was last run, and writes docs/soak.md from that, and what job-faults has
-found into docs/reliability.md. Exit status 1 if anything failed.
+holds each campaign as it was last run, and writes docs/soak.md from that, and what job-faults and
+recovery have found into docs/reliability.md. Exit status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ def main() -> int:
     if arguments.docs:
         docs = REPOSITORY / "docs"
         report.write_markdown(docs / "soak.md", report.remember(docs / "soak.json", whole))
-        if "job-faults" in whole["campaigns"]:
-            job_table.write(docs / "reliability.md", whole)
+        job_table.write(docs / "reliability.md", whole)
     failed = sum(len(part["failures"]) for parts in found.values() for part in parts or [])
     missing = f", not run: {', '.join(whole['missing'])}" if whole["missing"] else ""
     print(f"soak on the emulator: {failed} failures{missing}; report: build/soak.json")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each part of a job fails in each phase, with each store and each CRIU."""
+"""Each part of a job fails in each phase, and jobs that fail are restored: with each store and each
+CRIU."""
 
 from __future__ import annotations
 
@@ -7,9 +8,8 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 
-from campaigns import job_faults
+from campaigns import job_faults, recovery
 from campaigns.rig import Rig
 from campaigns.tally import Tally
 from gpustasis.emulator import library_directory
@@ -19,22 +19,34 @@ from support.ring_faults import planned
 from support.ring_stores import AgentStore, EtcdStore, RingStore
 
 EACH, EACH_OTHERS = 20, 3  # hits of each fault before, in and after the phases that lock
+RECOVERED, RECOVERED_OTHERS = 20, 2  # of each fault
 DUMPS_TCP = (4, 2)  # before, CRIU asks TCP for SO_PASSCRED, which Linux refuses from 6.16 on
 _PROGRAM = Path(__file__).resolve().parent.parent / "programs" / "ring_rank.c"
 
 
 def run(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for name, place, is_main in _places(bench):
+        each = EACH if is_main else EACH_OTHERS
+        yield name, job_faults.run(place, bench.random(name), planned(each))
+
+
+def recover(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for name, place, is_main in _places(bench):
+        each = RECOVERED if is_main else RECOVERED_OTHERS
+        yield name, recovery.run(place, bench.random(f"recovery {name}"), recovery.planned(each))
+
+
+def _places(bench: Bench) -> Iterator[tuple[str, job_faults.Place, bool]]:
+    """Each CRIU that can be used, the newest first, with etcd; then the newest with the store for
+    one host."""
     network = Network()
     try:
         for rig in reversed(bench.rigs):
-            if rig.criu.version < DUMPS_TCP:
-                continue
-            each = EACH if rig is bench.newest else EACH_OTHERS
-            name = f"criu {rig.criu.version_text}, etcd"
-            yield name, _part(rig, network, _etcd(network), bench.random(name), each)
+            if rig.criu.version >= DUMPS_TCP:
+                name = f"criu {rig.criu.version_text}, etcd"
+                yield name, _place(rig, network, _etcd(network)), rig is bench.newest
         rig = bench.newest
-        name = f"criu {rig.criu.version_text}, agent"
-        yield name, _part(rig, network, _agent(rig), bench.random(name), EACH_OTHERS)
+        yield f"criu {rig.criu.version_text}, agent", _place(rig, network, _agent(rig)), False
     finally:
         network.close()
 
@@ -47,14 +59,8 @@ def _agent(rig: Rig) -> Callable[[Path], RingStore]:
     return lambda directory: AgentStore(directory, rig.environ, rig.criu)
 
 
-def _part(
-    rig: Rig,
-    network: Network,
-    make_store: Callable[[Path], RingStore],
-    random: Random,
-    each: int,
-) -> Tally:
-    place = job_faults.Place(
+def _place(rig: Rig, network: Network, make_store: Callable[[Path], RingStore]) -> job_faults.Place:
+    return job_faults.Place(
         directory=rig.images(),
         network=network,
         program=_compiled(rig),
@@ -62,7 +68,6 @@ def _part(
         criu=str(rig.criu.root or rig.criu.program),
         make_store=make_store,
     )
-    return job_faults.run(place, random, planned(each))
 
 
 def _compiled(rig: Rig) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the campaign job-faults has found, as tables for docs/reliability.md."""
+"""What the campaigns job-faults and recovery have found, as tables for docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -7,37 +7,76 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from campaigns import recovery
 from gpustasis.jobs.messages import Phase
 from support.ring_faults import CASES, Fault, Moment
 
-_BEGIN, _END = "<!-- job-faults -->\n", "<!-- end of job-faults -->\n"
+Report = Mapping[str, Any]
 
 
-def write(path: Path, report: Mapping[str, Any]) -> None:
-    """Put the tables between two comments of that page."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
-    _, _, after = rest.partition(_END)
+def write(path: Path, report: Report) -> None:
+    """Put the tables of those of the two that were run between two comments of that page each."""
+    text = path.read_text(encoding="utf-8")
+    for name, tables in (("job-faults", _fault_tables), ("recovery", _recovery_tables)):
+        if name in report["campaigns"]:
+            text = _put(path, text, name, tables(report))
+    path.write_text(text, encoding="utf-8")
+
+
+def _put(path: Path, text: str, name: str, tables: str) -> str:
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
     if not after:
-        raise ValueError(f"{path}: no place between {_BEGIN!r} and {_END!r}")
-    made = f"{before}{_BEGIN}{tables(report)}{_END}{after}"
-    path.write_text(made, encoding="utf-8")
+        raise ValueError(f"{path}: no place between {begin!r} and {end!r}")
+    return f"{before}{begin}{tables}{end}{after}"
 
 
-def tables(report: Mapping[str, Any]) -> str:
+def _conditions(report: Report) -> str:
+    machine = report["machine"]
+    return (
+        f"Date {machine['date']}, seed {report['seed']}, CRIU {', '.join(machine['criu'])}, "
+        f"emulated driver {machine['emulated_driver']}, Linux {machine['kernel']}."
+    )
+
+
+def _fault_tables(report: Report) -> str:
     """Of each part: how often each fault has hit each moment, and how that was decided."""
-    machine, parts = report["machine"], report["campaigns"]["job-faults"]
     lines = [
         (
-            f"Date {machine['date']}, seed {report['seed']}, CRIU {', '.join(machine['criu'])}, "
-            f"emulated driver {machine['emulated_driver']}, Linux {machine['kernel']}. A trial is "
+            f"{_conditions(report)} A trial is "
             "a hit if the store said, when the fault was made, that the phase was the wanted one. "
             "In `decided`: if the keeper's log said that it had not acted yet. "
             "Hits, committed + aborted:"
         ),
         "",
     ]
-    for part in parts:
+    for part in report["campaigns"]["job-faults"]:
         lines += [*_table(part), ""]
+    return "\n".join(lines)
+
+
+def _recovery_tables(report: Report) -> str:
+    """Of each part: how often each fault was recovered from, and in what time."""
+    lines = [
+        _conditions(report),
+        "",
+        "| part | fault | trials | recovered | median, s | worst, s |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    jobs = failed = 0
+    for part in report["campaigns"]["recovery"]:
+        counts = part["counts"]
+        jobs += counts.get("jobs that ended as an uninterrupted one", 0)
+        failed += len(part["failures"])
+        for fault in recovery.Fault:
+            done = counts.get(f"{fault}: recovered", 0)
+            times = [counts.get(f"{fault}: {word}, ms", 0) / 1000 for word in ("median", "worst")]
+            tried = counts.get(f"{fault}: tried", 0)
+            lines.append(
+                f"| {part['part']} | {fault} | {tried} | {done} | {times[0]:.2f} | {times[1]:.2f} |"
+            )
+    lines += ["", f"{jobs} jobs ended as an uninterrupted one, {failed} did not.", ""]
     return "\n".join(lines)
 
 

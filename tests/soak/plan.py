@@ -357,6 +357,14 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
         ),
         job_faults.run,
     ),
+    "recovery": (
+        (
+            "at random steps of four ranks with CRIU and emulated GPUs a rank is killed, or all "
+            "that runs in its namespace, or a rank hangs in a collective; the job is restored by "
+            "itself, and ends with the sums of an uninterrupted run"
+        ),
+        job_faults.recover,
+    ),
     "plan": (
         (
             "jobs that fail are simulated, event by event; the planner's ETTR has to be within "

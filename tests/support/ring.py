@@ -122,12 +122,22 @@ class Ring:
     criu: str = ""
     interpreter: Sequence[str] = ()
     keepers: list[subprocess.Popen[bytes] | None] = field(default_factory=lambda: [None] * WORLD)
+    keepers_elsewhere: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, rank: int, *words: str, command: bool = True) -> None:
         """The keeper of a rank; with its command, or with other words for `job run`."""
+        self.keepers[rank] = self._keeper(rank, words, "run", command=command)
+
+    def start_elsewhere(self, rank: int, *words: str) -> None:
+        """As on another host: it knows nothing of what others keep below /run."""
+        self.keepers_elsewhere.append(self._keeper(rank, words, "run-elsewhere", command=False))
+
+    def _keeper(
+        self, rank: int, words: Sequence[str], run: str, *, command: bool
+    ) -> subprocess.Popen[bytes]:
         argv = [*self.network.words(rank), sys.executable, "-m", "gpustasis", "-v", "job", "run"]
         argv += ["--job", self.name, "--rank", str(rank), "--world", str(WORLD), *self.store]
-        argv += ["-D", str(self.directory / "kept"), "--run-directory", str(self.directory / "run")]
+        argv += ["-D", str(self.directory / "kept"), "--run-directory", str(self.directory / run)]
         argv += ["--ttl", "5", "--away", "4", *(["--criu", self.criu] if self.criu else []), *words]
         if command:
             places = [f"{address}:{PORT}" for address in self.network.addresses]
@@ -140,7 +150,7 @@ class Ring:
                 *places,
             ]
         with (self.directory / f"keeper-{rank}").open("ab") as log:
-            self.keepers[rank] = subprocess.Popen(
+            return subprocess.Popen(
                 argv, env=dict(self.environ), stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
 
@@ -224,6 +234,13 @@ class Ring:
         for rank, line, step, state in told:
             assert state == states[step], (rank, line, self.logs())
 
+    def check_end(self) -> None:
+        """Every rank has come to its end, with the state of an uninterrupted run."""
+        self.check()
+        last = ring_states(self.steps)[-1]
+        for rank in range(WORLD):
+            assert f"done {last}\n" in self.output(rank), self.logs()
+
     def end(self) -> list[int]:
         """Ask the keepers to end; they pass it on to the programs. Their statuses."""
         for rank in range(WORLD):
@@ -242,6 +259,15 @@ class Ring:
                         found.append(int(entry.name))
         return sorted(found)
 
+    def program_of(self, rank: int) -> int:
+        """The pid of a rank's program."""
+        (found,) = (
+            pid
+            for pid in self.pids()
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1] == str(rank).encode()
+        )
+        return found
+
     def wait(self, what: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not what():
@@ -258,6 +284,16 @@ class Ring:
             except subprocess.TimeoutExpired:
                 raise AssertionError(self.logs()) from None
         return found
+
+    def kill_node(self, rank: int) -> None:
+        """All that runs in a rank's namespace, at once, and nobody is left to say so."""
+        keeper = self.keepers[rank]
+        assert keeper is not None
+        program = self.program_of(rank)
+        for pid in (keeper.pid, program):
+            os.kill(pid, signal.SIGKILL)
+        keeper.wait()
+        reap(program)
 
     def signal(self, rank: int, number: int) -> None:
         """To a keeper."""
@@ -278,7 +314,7 @@ class Ring:
         return [line for text in texts for line in text.splitlines() if "gpustasis" in line]
 
     def close(self) -> None:
-        for keeper in self.keepers:
+        for keeper in [*self.keepers, *self.keepers_elsewhere]:
             if keeper is not None:
                 keeper.kill()
                 keeper.wait()
@@ -286,6 +322,16 @@ class Ring:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         reap_workers()
+
+
+def reap(pid: int) -> None:
+    """A program whose keeper was killed: this process, a subreaper, has got it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while Path(f"/proc/{pid}").exists():
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+        assert time.monotonic() < deadline, f"{pid} does not end"
+        time.sleep(0.01)
 
 
 @contextmanager

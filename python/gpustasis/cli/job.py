@@ -12,6 +12,7 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Group
 from gpustasis.cli.job_options import open_store, store_options
 from gpustasis.cli.job_order import hold
+from gpustasis.cli.job_recovery import COMMANDS
 from gpustasis.cli.job_run import run
 from gpustasis.cli.options import threads_option
 from gpustasis.errors import JobError, VerificationError
@@ -43,6 +44,8 @@ def command() -> None:
 
 
 command.add_command(run)
+for _one in COMMANDS:
+    command.add_command(_one)
 
 
 @command.command("checkpoint")
@@ -119,10 +122,12 @@ def restore(
     --verify-after of a keeper.
     """
     from gpustasis.jobs.kept import find_epoch, next_older
+    from gpustasis.jobs.leading import require_no_recovery
     from gpustasis.jobs.records import Keys, Plan
 
     with open_store(options) as store:
         keys = Keys(name)
+        require_no_recovery(store, keys)
         found = find_epoch(store, keys, epoch)
         while True:
             plan = Plan(world=found.plan.world, leave_running=True, restores=found.number)
@@ -152,7 +157,7 @@ def list_(name: str | None, **options: Any) -> None:
         {
             "job": job,
             "epoch": one.number,
-            "kind": "restore" if one.plan.restores else "checkpoint",
+            "kind": kept.kind_of(one),
             "restores": one.plan.restores or None,
             "state": kept.state_of(one),
             "whole": one.is_whole,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,18 +17,23 @@ from gpustasis import nccl
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.cli.job_recovery import Choice, choice_of, recovery_options
 from gpustasis.cli.options import Size, check_of, interval_options, periodic_of, verify_options
+from gpustasis.errors import JobError
 from gpustasis.jobs.messages import Limits
 
 if TYPE_CHECKING:
     from gpustasis.intervals import Periodic
+    from gpustasis.jobs.member import Settings
     from gpustasis.jobs.preempting import Grace
     from gpustasis.jobs.rank import Context
-    from gpustasis.jobs.supervise import Supervisor
+    from gpustasis.jobs.recovering import Recovering
+    from gpustasis.jobs.supervise import Ended, Supervisor
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 _LIMITS = Limits()
 _RUN = "/run/gpustasis/jobs"
+_POLL_S = 0.2
 
 
 def _seconds(
@@ -168,6 +174,7 @@ def preempting_options(function: Decorated) -> Decorated:
     metavar="N",
     help="Writes a second that the whole job may ask of the store; the same for all ranks.",
 )
+@recovery_options
 @store_options
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 def run(
@@ -211,7 +218,8 @@ def run(
     keeper of a rank whose keeper has died: its tasks were left as they were.
 
     Ends as COMMAND does, with its status; with that of --checkpointed-status when a checkpoint has
-    ended it. Has to run in the network namespace of the rank, as root.
+    ended it. Has to run in the network namespace of the rank, as root. With --restarts it ends when
+    the whole job does.
     """
     from gpustasis.criu.find import find
     from gpustasis.jobs.member import Settings
@@ -219,8 +227,17 @@ def run(
     from gpustasis.jobs.preempting import Preempting, note_ended
     from gpustasis.jobs.rank import Context, Options
     from gpustasis.jobs.records import Keys
-    from gpustasis.jobs.supervise import Supervisor
 
+    choice = choice_of(options)
+    others = {
+        "--restore-newest": restore_newest,
+        "--interval": interval,
+        "--keep-last": keep_last,
+        "--checkpoint-on-sigterm": checkpoint_on_sigterm,
+        "--verify-after": verify_after,
+    }
+    if choice.restarts is not None and (excluded := [name for name in others if others[name]]):
+        raise click.UsageError(f"--restarts excludes {', '.join(excluded)}")
     if restore and words:
         raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
     if restore_newest and (restore or not words):
@@ -247,22 +264,29 @@ def run(
         older=older_if_unverified,
         keep_last=keep_last or 0,
     )
-    keys = Keys(job)
     with open_store(options) as store:
         place = place_of(job, rank, directory, run_directory)
         place.make()
-        held = place.only_keeper()
+        held = place.only_keeper(_wait if choice.standby else None)
         try:
-            context = Context(place, world, store, keys, use)
+            context = Context(place, world, store, Keys(job), use)
             if safe_points:
                 context.seat.make(anew=False)
-            preempts = Preempting(context, terms, output.say) if checkpoint_on_sigterm else None
-            supervisor = Supervisor(context, settings, output.say, preempts)
-            begun = _begin(supervisor, context, words, restore, restore_newest)
-            with _by_the_clock(context, periodic):
-                ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
-            if restore_newest and not ended.epoch and ended.status == 0:
-                note_ended(context, output.warn)
+            if choice.restarts is not None:
+                ended = _keep(context, settings, choice, words, restore=restore)
+            else:
+                if context.state.lives and context.state.life:
+                    raise JobError(
+                        f"job {job}, rank {rank} was started with --restarts: its keeper must be, "
+                        "too"
+                    )
+                preempts = Preempting(context, terms, output.say) if checkpoint_on_sigterm else None
+                supervisor = Supervisor(context, settings, output.say, preempts)
+                begun = _begin(supervisor, context, words, restore, restore_newest)
+                with _by_the_clock(context, periodic):
+                    ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
+                if restore_newest and not ended.epoch and ended.status == 0:
+                    note_ended(context, output.warn)
         finally:
             os.close(held)
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
@@ -327,3 +351,69 @@ def _begin(
         pid = supervisor.start(words, os.environ)
         output.say(f"{name}: process {pid}, output in {context.place.log}")
     return found
+
+
+def _keep(
+    context: Context,
+    settings: Settings,
+    choice: Choice,
+    words: tuple[str, ...],
+    *,
+    restore: bool,
+) -> Ended:
+    """Until the rank of a job that is recovered has ended."""
+    from gpustasis.jobs.supervise import Supervisor
+
+    what = f"job {context.place.job}, rank {context.place.rank}"
+    recovering = _recovering(context, settings.ttl_s, choice)
+    try:
+        supervisor = Supervisor(context, settings, output.say, recovering=recovering)
+        if words or restore or choice.standby:
+            context.say_where()
+        is_new = bool(words or restore) and not choice.standby
+        if recovering.begin(new=is_new, can_start=bool(words)):
+            pid = supervisor.start(words, os.environ)
+            output.say(f"{what}: process {pid}, output in {context.place.log}")
+        elif restore:
+            output.say(f"{what}: waits to be restored")
+        return supervisor.run(restoring=restore, command=(words, os.environ) if words else None)
+    finally:
+        recovering.close()
+
+
+def _wait() -> bool:
+    time.sleep(_POLL_S)
+    return True
+
+
+def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
+    """As the options say; once the rank has no keeper, if that is waited for."""
+    from gpustasis.jobs.guard import Guard, where
+    from gpustasis.jobs.hanging import Watcher
+    from gpustasis.jobs.lives import Terms
+    from gpustasis.jobs.recovering import Recovering
+
+    assert choice.restarts is not None
+    place = context.place
+    terms = Terms(
+        restarts=choice.restarts,
+        afresh=choice.afresh,
+        evidence=choice.evidence,
+        back_off_s=choice.back_off,
+    )
+    guard = Guard(
+        context.store,
+        context.keys,
+        place.rank,
+        context.world,
+        terms,
+        where(place.run),
+        ttl_s=ttl,
+        told=output.say,
+    )
+    while choice.standby and not guard.has_seat():
+        _wait()
+    watcher = None
+    if choice.hang_after is not None:
+        watcher = Watcher(choice.hang_after, place.log, choice.progress)
+    return Recovering(context, guard, watcher, output.say)

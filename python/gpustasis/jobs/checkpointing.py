@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import socket
 from contextlib import suppress
 
@@ -22,6 +21,7 @@ from gpustasis.jobs.network import Network, look, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
 from gpustasis.jobs.records import addresses_of
 from gpustasis.jobs.safe_point import Council, let_go, stop_all
+from gpustasis.jobs.stopping import killed
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree, resident_bytes
 
@@ -257,7 +257,7 @@ class Checkpointing(HasCriu):
         slipped = self.criu.slipped()
         self.criu.end(yes=True)
         if tree is not None and (slipped or not tree.all_ended(_ENDING_S, lambda: None)):
-            tree = _killed(tree)
+            tree = killed(tree)
             if not tree.all_ended(_ENDED_S, lambda: None):
                 raise JobError(f"{context.name}: not every process has ended, of {tree.pids}")
         self._close_tree(tree)
@@ -313,20 +313,3 @@ class Checkpointing(HasCriu):
         if tree is not None:
             tree.close()
         self._tree = None
-
-
-def _killed(tree: Tree) -> Tree:
-    """The tree, which may run and have made others since it was walked; all of it is killed."""
-    while True:
-        tree.kill(signal.SIGSTOP)  # no process makes another from here on
-        try:
-            again = Tree(tree.root)
-        except CheckpointError:  # the root has ended
-            break
-        is_all = set(again.pids) <= set(tree.pids)
-        tree.close()
-        tree = again
-        if is_all:
-            break
-    tree.kill()
-    return tree

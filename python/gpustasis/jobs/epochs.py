@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpustasis.errors import JobError
@@ -28,7 +29,8 @@ _POLL_S = 0.2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """An epoch as it is stored. records: what each rank has dumped. settled: who has done what was
-    decided; problems: what went wrong with that, empty if nothing did."""
+    decided; problems: what went wrong with that, empty if nothing did. is_evidence: it was made of
+    a job that had failed, to look at."""
 
     number: int
     epoch: Epoch
@@ -37,6 +39,7 @@ class Standing:
     settled: frozenset[int]
     problems: dict[int, str]
     pruned: bool = False
+    is_evidence: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -50,8 +53,17 @@ class Standing:
         )
 
 
-def begin(store: Store, keys: Keys, plan: Plan) -> int:
-    """A new epoch; its number. There is never a second one that is not decided.
+def begin(
+    store: Store,
+    keys: Keys,
+    plan: Plan,
+    *,
+    number: int = 0,
+    requires: Sequence[Require] = (),
+    puts: Sequence[Put] = (),
+) -> int:
+    """A new epoch; its number. There is never a second one that is not decided. number: that it
+    has to have; 0: it does not matter. requires, puts: what else must hold, and is stored with it.
 
     Raises JobError if there is one; StoreError. After Unreachable nobody knows whether it has
     begun; then it comes to its end by its deadlines.
@@ -61,20 +73,22 @@ def begin(store: Store, keys: Keys, plan: Plan) -> int:
     last = number_of(keys.newest, entry)
     if last >= MAX_EPOCH:
         raise JobError(f"job {keys.job}: epoch {last} is the last that there can be")
-    requires = [Require(keys.newest, entry.revision if entry else 0)]
+    needed = [*requires, Require(keys.newest, entry.revision if entry else 0)]
     if last:
         before, _ = phase(store, keys, last)
         if not before.phase.is_final:
             raise JobError(
                 f"job {keys.job}: epoch {last} is in phase {before.phase} and not decided"
             )
-        requires.append(Require(keys.phase(last), before.revision))
+        needed.append(Require(keys.phase(last), before.revision))
+    if number not in {0, last + 1}:
+        raise JobError(f"job {keys.job}: epoch {last + 1} is the next one, not {number}")
     number = last + 1
-    requires.append(Require(keys.phase(number), 0))
+    needed.append(Require(keys.phase(number), 0))
     if plan.restores:
-        requires.append(Require(keys.pruned(plan.restores), 0))
-    puts = [Put(keys.newest, str(number)), Put(keys.phase(number), phase_text(plan, Phase.LOOK))]
-    if not store.write(requires, puts).applied:
+        needed.append(Require(keys.pruned(plan.restores), 0))
+    written = [Put(keys.newest, str(number)), Put(keys.phase(number), phase_text(plan, Phase.LOOK))]
+    if not store.write(needed, [*written, *puts]).applied:
         raise JobError(f"job {keys.job}: somebody else has just begun epoch {number}")
     return number
 
@@ -115,6 +129,7 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
         settled=frozenset(problems),
         problems=problems,
         pruned=keys.pruned(number) in snapshot.entries,
+        is_evidence=keys.evidence(number) in snapshot.entries,
     )
 
 

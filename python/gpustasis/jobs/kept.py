@@ -55,11 +55,23 @@ def all_epochs(store: Store, keys: Keys) -> list[Standing]:
 
 
 def newest_whole(store: Store, keys: Keys) -> Standing:
-    """Raises JobError if there is none."""
-    for found in reversed(all_epochs(store, keys)):
-        if found.is_whole:
+    """Raises JobError if there is none. What was kept as evidence is none that a job goes on
+    from."""
+    found = newest_whole_or_none(store, keys)
+    if found is None:
+        all_epochs(store, keys)  # which says so if the job is not known
+        raise JobError(f"job {keys.job}: no epoch is a whole checkpoint")
+    return found
+
+
+def newest_whole_or_none(store: Store, keys: Keys) -> Standing | None:
+    """As newest_whole."""
+    newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+    for number in range(newest, 0, -1):
+        found = epochs.standing(store, keys, number)
+        if found.is_whole and not found.is_evidence:
             return found
-    raise JobError(f"job {keys.job}: no epoch is a whole checkpoint")
+    return None
 
 
 def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
@@ -99,6 +111,13 @@ def state_of(found: Standing) -> str:
     return "damaged: its records are not those that were committed"
 
 
+def kind_of(found: Standing) -> str:
+    """In a word."""
+    if found.plan.restores:
+        return "restore"
+    return "evidence" if found.is_evidence else "checkpoint"
+
+
 def records_of(found: Standing) -> list[DumpRecord]:
     """Of all ranks, in their order. Raises JobError."""
     return [
@@ -129,7 +148,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     last = found[-1]
     if not last.epoch.phase.is_final:
         raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
-    whole = [one for one in found if one.is_whole]
+    whole = [one for one in found if one.is_whole and not one.is_evidence]
     newest = store.read(keys.newest).entries[keys.newest]
     done = []
     problems: list[str] = []  # the others go all the same

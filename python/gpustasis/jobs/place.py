@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ class State:
     """What there is to undo or to finish, of this boot only.
 
     pid, start_time: of the root of the tasks; 0: there are none. epoch: that was begun last.
-    images: where it dumps to, or is restored from. cuda, network: are locked, or may be.
+    images: where it dumps to, or is restored from. cuda, network: are locked, or may be. life: of
+    the job, that the tasks belong to (lives.py); 0: it is not recovered.
     """
 
     boot: str
@@ -33,6 +35,7 @@ class State:
     images: str = ""
     cuda: bool = False
     network: bool = False
+    life: int = 0
 
     @property
     def lives(self) -> bool:
@@ -84,19 +87,24 @@ class Place:
         except OSError as exc:
             raise JobError(f"cannot make {exc.filename}: {exc.strerror}") from exc
 
-    def only_keeper(self) -> int:
+    def only_keeper(self, waits: Callable[[], bool] | None = None) -> int:
         """Be the keeper of the rank on this host for as long as the descriptor is open. Raises
-        JobError if there is one."""
+        JobError if there is one. waits: called now and then until there is none any more; false:
+        it is not waited for."""
         descriptor = os.open(self.run / "keeper", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            os.close(descriptor)
-            raise JobError(
-                f"job {self.job}: rank {self.rank} has a keeper on this host, which holds "
-                f"{self.run}; end that one first"
-            ) from exc
-        return descriptor
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                if waits is not None and waits():
+                    continue
+                os.close(descriptor)
+                raise JobError(
+                    f"job {self.job}: rank {self.rank} has a keeper on this host, which holds "
+                    f"{self.run}; end that one first"
+                ) from exc
+            else:
+                return descriptor
 
     def load(self) -> State:
         """As the last keeper left it; of another boot nothing is left. Raises JobError."""

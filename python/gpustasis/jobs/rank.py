@@ -60,13 +60,15 @@ class Options:
 
 @dataclass(slots=True)
 class Context:
-    """Of one rank, for as long as its keeper lives."""
+    """Of one rank, for as long as its keeper lives. life: of the job, that tasks belong to which
+    are made now."""
 
     place: Place
     world: int
     store: Store
     keys: Keys
     options: Options
+    life: int = 0
     state: State = field(init=False)
     gate: Gate = field(init=False)
     lock: Lock = field(init=False)
@@ -95,7 +97,7 @@ class Context:
         state = self.state
         if pid is not None:
             start = read_task(pid).start_time if pid else 0
-            state = replace(state, pid=pid, start_time=start)
+            state = replace(state, pid=pid, start_time=start, life=self.life)
         self.state = replace(
             state,
             epoch=state.epoch if epoch is None else epoch,

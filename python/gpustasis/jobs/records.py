@@ -11,7 +11,15 @@ TOP/NAME/epochs/E/pruned      its dumps are removed, or are about to be
 TOP/NAME/epochs/E/said/...    how the ranks have agreed on a safe point (safe_point.py)
 TOP/NAME/epochs/E/back        the restored job is back, or not (verified.py)
 TOP/NAME/epochs/E/unverified  of a checkpoint: why it did not bring the job back
+TOP/NAME/epochs/E/evidence    it holds a job that had failed: never restored unless it is named
 TOP/NAME/addresses/R          where rank R is, so that the others know whose connections are whose
+
+Of a job that is recovered (lives.py):
+
+TOP/NAME/life                 the life that the job is in: the one word that decides
+TOP/NAME/lives/L/R            how far rank R is in life L
+TOP/NAME/keepers/R            the keeper of rank R, for as long as its lease lives
+TOP/NAME/recoveries/L         what ended life L, and how long it took until the job ran again
 """
 
 from __future__ import annotations
@@ -83,6 +91,25 @@ class Keys:
     def settled(self, number: int, rank: int) -> str:
         return f"{self.epoch(number)}settled/{rank}"
 
+    def evidence(self, number: int) -> str:
+        return f"{self.epoch(number)}evidence"
+
+    @property
+    def life(self) -> str:
+        return f"{self.top}/{self.job}/life"
+
+    def in_life(self, number: int, rank: int | None = None) -> str:
+        """Of a rank; None: the beginning of those of all ranks."""
+        return f"{self.top}/{self.job}/lives/{number:08d}/{'' if rank is None else rank}"
+
+    def keeper(self, rank: int | None = None) -> str:
+        """As in_life."""
+        return f"{self.top}/{self.job}/keepers/{'' if rank is None else rank}"
+
+    def recovery(self, number: int | None = None) -> str:
+        """Of the end of a life; None: the beginning of all."""
+        return f"{self.top}/{self.job}/recoveries/{'' if number is None else f'{number:08d}'}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -110,7 +137,7 @@ def phase_text(plan: Plan, phase: Phase, note: str = "") -> str:
 
 def epoch_of(key: str, entry: Entry) -> tuple[Epoch, Plan]:
     """Raises JobError."""
-    value = _object(key, entry, "version", "phase", "world", "leave_running", "restores", "note")
+    value = fields_of(key, entry, "version", "phase", "world", "leave_running", "restores", "note")
     phase, world, leave, note = (value[n] for n in ("phase", "world", "leave_running", "note"))
     restores = value["restores"]
     if not isinstance(world, int) or isinstance(world, bool) or not 1 <= world <= MAX_WORLD:
@@ -132,7 +159,7 @@ def member_text(step: Step, keeper: str) -> str:
 
 def member_of(key: str, entry: Entry) -> tuple[Step, str]:
     """Raises JobError."""
-    value = _object(key, entry, "version", "step", "keeper")
+    value = fields_of(key, entry, "version", "step", "keeper")
     if value["step"] not in list(Step) or not isinstance(value["keeper"], str):
         raise JobError(f"{key}: step {value['step']!r} is not known")
     return Step(value["step"]), value["keeper"]
@@ -156,7 +183,7 @@ def settled_text(problem: str) -> str:
 
 def settled_of(key: str, entry: Entry) -> str:
     """What went wrong; empty: nothing. Raises JobError."""
-    value = _object(key, entry, "version", "problem")
+    value = fields_of(key, entry, "version", "problem")
     if not isinstance(value["problem"], str):
         raise JobError(f"{key}: problem is no text")
     return value["problem"]
@@ -190,7 +217,8 @@ def rank_of(key: str, world: int) -> int | None:
     return int(last)
 
 
-def _object(key: str, entry: Entry, *names: str) -> dict[str, Any]:
+def fields_of(key: str, entry: Entry, *names: str) -> dict[str, Any]:
+    """An object with exactly these, of this version. Raises JobError."""
     try:
         value = json.loads(entry.value)
     except (ValueError, RecursionError) as exc:

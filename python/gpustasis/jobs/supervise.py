@@ -21,8 +21,10 @@ from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Preempting, Restart, older_than
 from gpustasis.jobs.rank import Context, Part, RankWork, unlock_cuda
+from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.safe_point import SEAT_VARIABLE
+from gpustasis.jobs.stopping import children, reap, status_of
 from gpustasis.jobs.work import Order
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.tree import Tree
@@ -48,8 +50,8 @@ class Ended:
 
 class Supervisor:
     """told: is called with what happens, in words. preempting: is told of SIGTERM, before the tasks
-    are. Its descriptors of the keeper's lock and of the
-    tasks live as long as it does."""
+    are. recovering: the job is restored when it fails; None: it is not. Its descriptors of the
+    keeper's lock and of the tasks live as long as it does."""
 
     def __init__(
         self,
@@ -57,17 +59,21 @@ class Supervisor:
         settings: Settings,
         told: Callable[[str], object],
         preempting: Preempting | None = None,
+        recovering: Recovering | None = None,
     ) -> None:
         self._context = context
         self._told = told
         self._preempting = preempting
         self._restart: Restart | None = None
+        self._recovering = recovering
+        self._command: tuple[Sequence[str], Mapping[str, str]] | None = None
         self._work = RankWork(self._part, lambda: context.state.lives)
         place = context.place
         self._keeper = Keeper(
             context.store, context.keys, place.rank, context.world, self._work, settings
         )
-        self._held: tuple[int, int] = (0, -1)  # the root and its pidfd
+        # The root, when it was started, and its pidfd: a restored one has the pid that it had.
+        self._held: tuple[int, int, int] = (0, 0, -1)
         self._status: int | None = None
         self._is_asked_to_end = False
         self._waits_again = False  # for a restore of an older checkpoint
@@ -80,11 +86,14 @@ class Supervisor:
         Its pid. What an earlier keeper has left open is done before.
 
         Raises JobError, StoreError."""
-        context = self._context
         while self._keeper.has_open():
             outcome = self._keeper.take_part(lambda: True)
             if outcome is not None:
                 self._tell(outcome)
+        return self._start(command, environ)
+
+    def _start(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        context = self._context
         if context.gate.is_held():
             raise JobError(
                 f"{context.name}: a criu still waits for a decision of epoch {context.state.epoch},"
@@ -138,17 +147,28 @@ class Supervisor:
                 self._context.note(epoch=0, images="")
         return self._context.state.lives
 
-    def run(self, *, restoring: bool, restart: int = 0) -> Ended:
+    def run(
+        self,
+        *,
+        restoring: bool,
+        restart: int = 0,
+        command: tuple[Sequence[str], Mapping[str, str]] | None = None,
+    ) -> Ended:
         """Until the tasks have ended. restoring: there are none yet, and an epoch brings them.
         restart: the checkpoint that is restored as soon as all ranks wait for that; 0: somebody
-        else asks for it.
+        else asks for it. command: that starts them again, if the job is recovered.
 
         Raises JobError if that epoch was aborted, and what Keeper.take_part raises.
         """
         waits = restoring and not self._context.state.lives
+        recovering = self._recovering
+        self._command = command
 
         def is_over() -> bool:
-            return self._has_ended() and (not waits or self._is_asked_to_end)
+            ended = self._has_ended()
+            if recovering is not None:
+                return recovering.is_due(ended=ended, waits=waits and not self._is_asked_to_end)
+            return ended and (not waits or self._is_asked_to_end)
 
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
@@ -158,9 +178,12 @@ class Supervisor:
                 self._have_restored(restart)
             while True:
                 outcome = self._keeper.take_part(is_over)
-                if outcome is None:
+                if outcome is not None:
+                    done = self._after(outcome)
+                elif recovering is None:
                     return Ended(epoch=0, status=self._status)
-                done = self._after(outcome)
+                else:
+                    done = self._recover(recovering)
                 if done is not None:
                     return done
                 waits = (waits or self._waits_again) and not self._context.state.lives
@@ -169,9 +192,25 @@ class Supervisor:
                 self._restart.stop.set()
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if self._held[1] >= 0:
-                os.close(self._held[1])
-            _reap_all()
+            if self._held[2] >= 0:
+                os.close(self._held[2])
+            reap()
+
+    def _recover(self, recovering: Recovering) -> Ended | None:
+        """What its job's life asks of the rank now; None: it goes on. Raises JobError."""
+        try:
+            then = recovering.take(None if self._context.state.lives else self._status)
+        except StoreError as exc:
+            log.info("%s waits for the store: %s", self._context.name, exc)
+            time.sleep(_AGAIN_S)
+            return None
+        if then.start and self._command is not None:
+            self._status = None
+            self._start(*self._command)
+        if then.failed:
+            self._told(f"job {self._context.place.job} has failed: {then.failed}")
+            return Ended(epoch=0, status=self._status or JobError.exit_code)
+        return Ended(epoch=0, status=0) if then.done else None
 
     def _unlock_left(self) -> None:
         """What a release that failed has left locked, when no epoch is open. Raises JobError."""
@@ -213,6 +252,10 @@ class Supervisor:
         return state.cuda or state.network or self._context.seat.is_asked()
 
     def _part(self, order: Order) -> Part:
+        if self._recovering is not None:
+            self._recovering.enter(order)
+            if order.restores:
+                self._status = None
         return (Restoring if order.restores else Checkpointing)(self._context, order)
 
     def _tell(self, outcome: Outcome) -> str:
@@ -222,7 +265,10 @@ class Supervisor:
         if epoch.phase is Phase.ABORTED:
             what += f": {epoch.note}"
         if outcome.problem:
-            raise JobError(f"{what}, but: {outcome.problem}")
+            if self._recovering is None:
+                raise JobError(f"{what}, but: {outcome.problem}")
+            what += f", but: {outcome.problem}"
+            self._recovering.has_trouble(outcome.problem)
         self._context.note(epoch=0, images="")  # nothing of it is left to undo
         self._told(what)
         return what
@@ -235,10 +281,14 @@ class Supervisor:
             return None
         what = self._tell(outcome)
         if epoch.restores and epoch.phase is Phase.ABORTED and not self._context.state.lives:
-            raise JobError(f"{what}; nothing was restored")
+            if self._recovering is None:
+                raise JobError(f"{what}; nothing was restored")
+            return None
         if epoch.phase is Phase.COMMITTED and not epoch.restores and epoch.leave_running:
             self._keep_last()
         if epoch.phase is Phase.COMMITTED and not epoch.leave_running:
+            if self._recovering is not None:
+                self._recovering.ended_by(outcome.number)
             return Ended(epoch=outcome.number, status=None)
         return None
 
@@ -264,7 +314,7 @@ class Supervisor:
         )
         if because:
             verified.end_tasks(context)
-            _reap_all()
+            reap()
             context.note(pid=0)
         context.note(epoch=0, images="")
         what = f"{context.name}, epoch {number}: {Phase.COMMITTED}"
@@ -302,35 +352,40 @@ class Supervisor:
     def _has_ended(self) -> bool:
         """Whether the root has, by now; its status is kept."""
         self._reap()
-        pid = self._context.state.pid
+        pid, start = self._context.state.pid, self._context.state.start_time
         if pid == 0:
             return True
-        held, descriptor = self._held
-        if held != pid:
+        held, held_start, descriptor = self._held
+        if (held, held_start) != (pid, start):
             if descriptor >= 0:
                 os.close(descriptor)
-            self._held = (0, -1)
+            self._held = (0, 0, -1)
             try:
-                self._held = (pid, os.pidfd_open(pid))
+                self._held = (pid, start, os.pidfd_open(pid))
             except ProcessLookupError:
                 return True
             if not self._context.state.lives and not self._is_child(pid):
                 return True  # another process has its number
-        if not select.select([self._held[1]], [], [], 0)[0]:
+        if not select.select([self._held[2]], [], [], 0)[0]:
             return False
-        with suppress(ChildProcessError):
+        code = None
+        try:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 code = os.waitstatus_to_exitcode(status)
-                self._status = code if code >= 0 else 128 - code
+        except ChildProcessError:
+            if self._recovering is not None:  # there it matters whether it has failed
+                code = status_of(pid, start, self._held[2])
+        if code is not None:
+            self._status = code if code >= 0 else 128 - code
         return True
 
     def _is_child(self, pid: int) -> bool:
-        return pid in _children()
+        return pid in children()
 
     def _reap(self) -> None:
         """The plugin's helpers that have come to this process and ended."""
-        for pid in _children():
+        for pid in children():
             with suppress(OSError):
                 with open(f"/proc/{pid}/comm") as file:
                     comm = file.read().rstrip("\n")
@@ -339,6 +394,9 @@ class Supervisor:
 
     def _forward(self, number: int, _: object) -> None:
         pid = self._context.state.pid
+        if self._recovering is not None and number in _ENDING:
+            name = signal.Signals(number).name
+            self._recovering.asked = f"its keeper was told to end, by {name}"
         if not self._context.state.lives:
             if number in _ENDING:  # as soon as no epoch is under way, which may bring tasks
                 self._is_asked_to_end = True
@@ -348,19 +406,3 @@ class Supervisor:
         else:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
-
-
-def _reap_all() -> None:
-    """Of the tasks, and whatever else has come to this process, nothing is left that has ended: a
-    restore needs their pids. No program of ours is being waited for any more."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _children() -> list[int]:
-    found: list[int] = []
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
-            found += map(int, file.read().split())
-    return found

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A keeper's part in the life of its job, beside the epochs: it says that it is there, reads in
+which life the job is, and reports what has failed. The keeper of rank 0 leads (leading.py)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from gpustasis.errors import CheckpointError, JobError, StoreError
+from gpustasis.files import replace_file
+from gpustasis.jobs.lead import LEAD
+from gpustasis.jobs.leading import Leading
+from gpustasis.jobs.lives import (
+    Failure,
+    Life,
+    Stage,
+    Standing,
+    Terms,
+    Way,
+    Where,
+    keeper_of,
+    keeper_text,
+    life_of,
+    standing_of,
+    standing_text,
+)
+from gpustasis.jobs.records import Keys
+from gpustasis.jobs.store import LeaseGone, Put, Require, Store, Watch, WatchLost
+from gpustasis.task import boot_id
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 0.2
+_UUID = Path("/sys/class/dmi/id/product_uuid")
+_PLACE_NAME = "place"
+_WAYS = list(Way)
+
+
+def where(run: Path) -> Where:
+    """Of a keeper that keeps its state in this directory. Raises JobError.
+
+    The directory has a name of its own, which goes with what is noted there; and a process of
+    another pid namespace does not see the tasks.
+    """
+    try:
+        machine = _UUID.read_text().strip()
+    except OSError:
+        machine = ""
+    name = run / _PLACE_NAME
+    try:
+        if not name.exists():
+            directory = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                replace_file(directory, _PLACE_NAME, uuid.uuid4().hex.encode(), 0o600, durable=True)
+            finally:
+                os.close(directory)
+        place = f"{name.read_text()} {os.readlink('/proc/self/ns/pid')}"
+    except (OSError, UnicodeDecodeError) as exc:
+        raise JobError(f"{name} cannot be used: {exc}") from exc
+    return Where(host=socket.gethostname(), boot=boot_id().hex(), machine=machine, run=place)
+
+
+class Guard:
+    """Of one rank. told: hears what happens."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        rank: int,
+        world: int,
+        terms: Terms,
+        place: Where,
+        *,
+        ttl_s: int,
+        told: Callable[[str], object],
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._rank = rank
+        self._world = world
+        self._terms = terms
+        self._where = place
+        self._ttl_s = ttl_s
+        self._told = told
+        self._name = uuid.uuid4().hex
+        self._lease = 0
+        self._beaten = -1e9
+        self._watch: Watch | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lead_missing_at: float | None = None
+        self._leading = Leading(store, keys, ttl_s, told) if rank == LEAD else None
+        self._life: Life | None = None
+        self._lock = threading.Lock()  # of the seat: it is given up once
+        self.unseated = ""  # why another keeper is this rank's
+
+    @property
+    def life(self) -> Life:
+        """As it was read last."""
+        assert self._life is not None
+        return self._life
+
+    # Before the keeper has tasks.
+
+    def begin(self, *, new: bool) -> Life:
+        """Have the rank's seat, and the life of the job. new: the rank is to be started: if the
+        last life is over, another one begins. Raises JobError, StoreError."""
+        self._sit()
+        self._beaten = time.monotonic()
+        self._life = self._entered(new)
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="life")
+        self._thread.start()
+        return self._life
+
+    def has_seat(self) -> bool:
+        """Whether another keeper's seat is not in the way. Raises JobError, StoreError."""
+        key = self._keys.keeper(self._rank)
+        entry = self._store.read(key).entries.get(key)
+        return entry is None or keeper_of(key, entry)[1].is_mine(self._where)
+
+    def _sit(self) -> None:
+        key = self._keys.keeper(self._rank)
+        entry = self._store.read(key).entries.get(key)
+        if entry is not None:
+            name, other = keeper_of(key, entry)
+            # Of this host, and this process holds the rank's lock there: that keeper has died.
+            if name != self._name and not other.is_mine(self._where):
+                raise JobError(
+                    f"job {self._keys.job}: rank {self._rank} has a keeper on {other.host}; end "
+                    "that one first, or wait with --standby"
+                )
+        self._lease = self._store.grant(self._ttl_s)
+        put = Put(key, keeper_text(self._name, self._where), self._lease)
+        require = Require(key, entry.revision if entry else 0)
+        if not self._store.write([require], [put]).applied:
+            raise JobError(
+                f"job {self._keys.job}: rank {self._rank} has got another keeper just now"
+            )
+
+    def _entered(self, new: bool) -> Life:
+        keys, key = self._keys, self._keys.life
+        while True:
+            entry = self._store.read(key).entries.get(key)
+            life = None if entry is None else life_of(key, entry)
+            if life is not None and not (new and life.stage.is_final):
+                if (life.world, life.terms) != (self._world, self._terms):
+                    raise JobError(
+                        f"job {keys.job}: its ranks were started with --world {life.world} and "
+                        f"{life.terms}; this one with {self._world} and {self._terms}"
+                    )
+                return life
+            fresh = Life(
+                run=uuid.uuid4().hex,
+                number=1 if life is None else life.number + 1,
+                stage=Stage.RUNS,
+                world=self._world,
+                terms=self._terms,
+            )
+            require = Require(key, 0 if life is None else life.revision)
+            self._store.write([require], [Put(key, fresh.to_text())])
+
+    def close(self) -> None:
+        """The seat is free with it."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._watch is not None:
+            self._watch.close()
+        with self._lock:
+            if self._lease:
+                try:
+                    self._store.revoke(self._lease)
+                except StoreError as exc:
+                    log.info("rank %d: its seat ends by itself: %s", self._rank, exc)
+                self._lease = 0
+
+    # What the rank says.
+
+    def standing(self, number: int) -> Standing | None:
+        """Of this rank in a life. None: it has not been in it. Raises JobError, StoreError."""
+        key = self._keys.in_life(number, self._rank)
+        entry = self._store.read(key).entries.get(key)
+        return None if entry is None else standing_of(key, entry)
+
+    def say(self, number: int, way: Way) -> bool:
+        """How far the rank is in this life. False: it is farther. Raises JobError, StoreError."""
+        key = self._keys.in_life(number, self._rank)
+        found = self.standing(number)
+        if found is not None and _WAYS.index(found.way) >= _WAYS.index(way):
+            return found.way is way
+        if found is not None and not found.where.is_mine(self._where):
+            return False  # what has become of its tasks there cannot be told from here
+        text = standing_text(Standing(way=way, where=self._where))
+        require = Require(key, 0 if found is None else found.revision)
+        return self._store.write([require], [Put(key, text)]).applied
+
+    def read(self) -> Life:
+        """As it is now. Raises JobError, StoreError."""
+        before, key = self._life, self._keys.life
+        entry = self._store.read(key).entries.get(key)
+        if entry is None or (before is not None and entry.revision < before.revision):
+            raise JobError(f"{key} is not what it was: the store has lost what it held")
+        self._note(life_of(key, entry))
+        return self.life
+
+    def newest(self) -> int:
+        """The number of the job's life, before this keeper has a seat; 0: it has none. Raises
+        JobError, StoreError."""
+        entry = self._store.read(self._keys.life).entries.get(self._keys.life)
+        return 0 if entry is None else life_of(self._keys.life, entry).number
+
+    def replace(self, life: Life, by: Life) -> bool:
+        """Whether it was. Raises JobError, StoreError."""
+        key = self._keys.life
+        put = Put(key, by.to_text())
+        applied = self._store.write([Require(key, life.revision)], [put]).applied
+        self.read()
+        return applied
+
+    def report(self, number: int, reason: str, *, unnoticed_s: float, hung: bool = False) -> None:
+        """A life has failed; of several reports one is taken. Raises JobError, StoreError."""
+        failure = Failure(
+            rank=self._rank, reason=reason, at=time.time(), unnoticed_s=unnoticed_s, hung=hung
+        )
+        self._report(number, failure)
+
+    def _report(self, number: int, failure: Failure) -> None:
+        life = self.read()
+        while life.number == number and life.stage is Stage.RUNS:
+            if self.replace(life, life.failed(failure)):
+                return
+            life = self.life
+
+    def give_up(self, reason: str) -> None:
+        """Raises JobError, StoreError."""
+        failure = Failure(rank=self._rank, reason=reason, at=time.time())
+        life = self.read()
+        while not life.stage.is_final and life.stage is not Stage.RESTORES:
+            if self.replace(life, life.given_up(failure)):
+                return
+            life = self.life
+
+    def end(self, reason: str) -> None:
+        """The job has been ended as it should be. Raises JobError, StoreError."""
+        life = self.read()
+        while not life.stage.is_final:
+            failure = Failure(rank=self._rank, reason=reason, at=time.time())
+            if self.replace(life, replace(life, stage=Stage.DONE, failure=failure)):
+                return
+            life = self.life
+
+    # What goes on meanwhile.
+
+    def _note(self, life: Life) -> None:
+        with self._lock:
+            if self._life is None or life.revision > self._life.revision:
+                self._life = life
+
+    def _serve(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._turn()
+            except LeaseGone:
+                self._sit_again()
+            except WatchLost:
+                self._unwatch()
+            except CheckpointError as exc:
+                log.info("rank %d waits for the store: %s", self._rank, exc)
+                self._lead_missing_at = None  # whoever cannot reach it has not gone
+                if self._leading is not None:
+                    self._leading.forget()
+                self._unwatch()
+                self._over.wait(_AGAIN_S)
+
+    def _turn(self) -> None:
+        if self._watch is None:
+            life = self.read()
+            self._watch = self._store.watch(self._keys.life, life.revision)
+        if time.monotonic() >= self._beaten + self._ttl_s / 4:
+            if not self.unseated:
+                self._store.keep(self._lease)
+            self._beaten = time.monotonic()
+            self._look_at_lead()
+        for change in self._watch.wait(_AGAIN_S):
+            if change.entry is not None:
+                self._note(life_of(change.key, change.entry))
+        if self._leading is not None and not self.unseated:
+            self._leading.turn(self.life)
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _sit_again(self) -> None:
+        """The store had not heard of this keeper for too long."""
+        try:
+            self._sit()
+        except JobError as exc:
+            self.unseated = str(exc)
+        except StoreError as exc:
+            log.info("rank %d has no seat: %s", self._rank, exc)
+            self._over.wait(_AGAIN_S)
+
+    def _look_at_lead(self) -> None:
+        """The lead looks after all others; each of them after the lead."""
+        if self._rank == LEAD:
+            return
+        life, keys = self.life, self._keys
+        mine, keeper = keys.in_life(life.number, LEAD), keys.keeper(LEAD)
+        entries = self._store.read(mine, keeper).entries
+        is_gone = mine in entries and standing_of(mine, entries[mine]).way is Way.HERE
+        if keeper in entries or not is_gone or life.stage is not Stage.RUNS:
+            self._lead_missing_at = None
+            return
+        now = time.monotonic()
+        if self._lead_missing_at is None:
+            self._lead_missing_at = now
+        elif now - self._lead_missing_at >= self._ttl_s / 2:
+            reason = f"rank {LEAD}: its keeper's lease is gone"
+            unnoticed_s = now - self._lead_missing_at + self._ttl_s
+            self._report(
+                life.number,
+                Failure(rank=LEAD, reason=reason, at=time.time(), unnoticed_s=unnoticed_s),
+            )

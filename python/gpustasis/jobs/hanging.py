@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a rank still makes progress: by a file that it names for this; or by its log, and by what
+it does with CPU and GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpustasis import nvml
+from gpustasis.errors import CheckpointError
+from gpustasis.jobs.stopping import tree_pids
+
+_IDLE = 0.01  # of one CPU, or of the time of a GPU: less is none
+_LOOKS = 20  # in the time after which a rank hangs
+_MOST_S = 5.0  # between two looks
+_GAP = 4  # looks: after a longer pause the tasks may have been held by an epoch
+_UTIME = 11  # field of /proc/PID/stat after the name: 14 of proc(5)
+
+
+@dataclass(frozen=True, slots=True)
+class _Signs:
+    files: tuple[tuple[int, int], ...]
+    cpu_s: float
+    gpu: float
+
+
+class Watcher:
+    """after_s: without any sign of progress. log: of the rank. progress: a file that it writes;
+    None: there is none, and then a log that is silent is no sign as long as CPU or GPU are busy.
+    reason: why it hangs; empty: it does not."""
+
+    def __init__(
+        self,
+        after_s: float,
+        log: Path,
+        progress: Path | None,
+        gpu_busy: Callable[[], float] | None = None,
+    ) -> None:
+        self._after_s = after_s
+        self._file = progress or log
+        self._heeds_work = progress is None
+        self._gpu_busy = gpu_busy or _gpu_busy
+        self._between_s = min(_MOST_S, after_s / _LOOKS)
+        self._looked = -1e9
+        self._pid = 0
+        self._moved = 0.0
+        self._before: _Signs | None = None
+        self.reason = ""
+
+    @property
+    def silent_s(self) -> float:
+        """Since it was seen to make progress."""
+        return time.monotonic() - self._moved
+
+    def forget(self) -> None:
+        """What comes now are other tasks."""
+        self._pid, self.reason = 0, ""
+
+    def look(self, pid: int) -> str:
+        """At the tasks below `pid`, if it is time to; the reason."""
+        now = time.monotonic()
+        if now - self._looked < self._between_s:
+            return self.reason
+        gap = now - self._looked > _GAP * self._between_s + 1
+        elapsed_s, self._looked = now - self._looked, now
+        signs = self._signs(pid)
+        before, self._before = self._before, signs
+        if pid != self._pid or gap or before is None or self._has_moved(before, signs, elapsed_s):
+            self._pid, self._moved, self.reason = pid, now, ""
+        elif now - self._moved >= self._after_s:
+            what = (
+                "CPU and GPU are idle and its log is silent"
+                if self._heeds_work
+                else (f"{self._file} has not changed")
+            )
+            self.reason = f"hangs: {what} for {self._after_s:g} s"
+        return self.reason
+
+    def _has_moved(self, before: _Signs, now: _Signs, elapsed_s: float) -> bool:
+        if before.files != now.files:
+            return True
+        busy = (now.cpu_s - before.cpu_s) / elapsed_s
+        return self._heeds_work and (busy > _IDLE or now.gpu > _IDLE)
+
+    def _signs(self, pid: int) -> _Signs:
+        files = []
+        with suppress(OSError):
+            found = self._file.stat()
+            files.append((found.st_size, found.st_mtime_ns))
+        if not self._heeds_work:
+            return _Signs(tuple(files), 0.0, 0.0)
+        return _Signs(tuple(files), _cpu_s(pid), self._gpu_busy())
+
+
+def _cpu_s(root: int) -> float:
+    ticks = 0
+    for pid in tree_pids(root):
+        with suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            fields = stat.rpartition(")")[2].split()
+            ticks += int(fields[_UTIME]) + int(fields[_UTIME + 1])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _gpu_busy() -> float:
+    """Of the busiest GPU of this host; 0 where that cannot be told."""
+    try:
+        return nvml.busiest()
+    except CheckpointError:
+        return 0.0

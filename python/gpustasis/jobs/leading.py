@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank 0's keeper leads a job from one life to the next: it finds ranks that are lost, and begins
+the epoch that restores. It remembers nothing that matters: what it does follows from the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from gpustasis.errors import JobError
+from gpustasis.jobs import epochs, kept
+from gpustasis.jobs.lives import (
+    Failure,
+    Life,
+    Recovery,
+    Stage,
+    Standing,
+    Way,
+    Where,
+    keeper_of,
+    life_of,
+    recovery_of,
+    recovery_text,
+    standing_of,
+    standing_text,
+)
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.records import Keys, Plan, number_of, rank_of
+from gpustasis.jobs.store import Put, Require, Store
+
+_LOOKED_S = 60.0  # for evidence, before all is stopped without it
+_SETTLED_S = 60.0  # for ranks that are restored to run
+_TOLD_S = 10.0
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What is stored of all ranks in one life."""
+
+    world: int
+    standings: Mapping[int, Standing]
+    keepers: Mapping[int, Where]
+
+    def are(self, *ways: Way) -> bool:
+        return all(
+            rank in self.standings and self.standings[rank].way in ways
+            for rank in range(self.world)
+        )
+
+    def have_looked(self) -> bool:
+        """All that can."""
+        standings = self.standings
+        return all(
+            rank not in standings or standings[rank].way in {Way.LOOKED, Way.STOPPED}
+            for rank in self.keepers
+        )
+
+    def lost(self) -> list[int]:
+        """Those that were there, and have not ended, and whose keepers are not there."""
+        return [
+            rank
+            for rank, one in self.standings.items()
+            if one.way is Way.HERE and rank not in self.keepers
+        ]
+
+    def awaited(self, life: Life) -> str:
+        """Why the job cannot be restored yet; empty: it can."""
+        for rank in range(self.world):
+            one = self.standings.get(rank)
+            if one is not None and one.way is not Way.STOPPED:
+                if rank not in self.keepers:
+                    return (
+                        f"rank {rank} was on {one.where.host}, where no keeper says that its tasks "
+                        "have ended: start its keeper there, or make sure that they have and say "
+                        f"`gpustasis job fence` with --rank {rank}"
+                    )
+                if not self.keepers[rank].is_mine(one.where):
+                    return (
+                        f"rank {rank} was on {one.where.host}, and its keeper is on "
+                        f"{self.keepers[rank].host}: make sure that its tasks have ended there and "
+                        f"say `gpustasis job fence` with --rank {rank}"
+                    )
+                return f"rank {rank} has not stopped yet"
+            if rank not in self.keepers:
+                return f"rank {rank} has no keeper: start one with --standby"
+            if one is None:
+                return f"rank {rank} has not said that it has no tasks"
+        return ""
+
+
+def read_ranks(store: Store, keys: Keys, life: Life) -> Ranks:
+    """Raises JobError, StoreError."""
+    entries = store.read(keys.in_life(life.number), keys.keeper()).entries
+    standings: dict[int, Standing] = {}
+    keepers: dict[int, Where] = {}
+    for key, entry in entries.items():
+        rank = rank_of(key, life.world)
+        if rank is None:
+            continue
+        if key == keys.keeper(rank):
+            keepers[rank] = keeper_of(key, entry)[1]
+        elif key == keys.in_life(life.number, rank):
+            standings[rank] = standing_of(key, entry)
+    return Ranks(life.world, standings, keepers)
+
+
+class Leading:
+    """turn() is called again and again, and does what can be done by now. It raises JobError and
+    StoreError; then it is called again later."""
+
+    def __init__(self, store: Store, keys: Keys, ttl_s: int, told: Callable[[str], object]) -> None:
+        self._store = store
+        self._keys = keys
+        self._ttl_s = ttl_s
+        self._told = told
+        self._looked = -1e9
+        self._missing: dict[int, float] = {}
+        self._since: tuple[int, float] = (0, 0.0)  # a life's revision, and when it was read
+        self._said = ("", -1e9)
+
+    def forget(self) -> None:
+        """The store was away: a lease that it has lost meanwhile says nothing."""
+        self._missing = {}
+
+    def turn(self, life: Life) -> None:
+        if life.revision != self._since[0]:
+            self._since = (life.revision, time.monotonic())
+            self._missing = {}
+        match life.stage:
+            case Stage.RUNS:
+                if time.monotonic() >= self._looked + min(1.0, self._ttl_s / 4):
+                    self._look(life)
+                    self._looked = time.monotonic()
+            case Stage.LOOKS:
+                self._keep_evidence(life)
+            case Stage.STOPS:
+                self._restore(life)
+            case Stage.RESTORES:
+                self._follow(life)
+            case _:
+                pass
+
+    def _look(self, life: Life) -> None:
+        """Whether all have ended, or one is lost."""
+        ranks = read_ranks(self._store, self._keys, life)
+        if ranks.are(Way.ENDED):
+            self._move(life, replace(life, stage=Stage.DONE))
+            return
+        now = time.monotonic()
+        lost = ranks.lost()
+        self._missing = {rank: self._missing.get(rank, now) for rank in lost}
+        for rank, since in self._missing.items():
+            if now - since >= self._ttl_s / 2:  # it could have taken its seat again
+                failure = Failure(
+                    rank=rank,
+                    reason=f"rank {rank}: its keeper's lease is gone",
+                    at=time.time(),
+                    unnoticed_s=now - since + self._ttl_s,
+                )
+                self._move(life, life.failed(failure))
+                return
+
+    def _keep_evidence(self, life: Life) -> None:
+        """All have looked; then, of a job that only hangs, a checkpoint."""
+        waited_s = time.monotonic() - self._since[1]
+        ranks = read_ranks(self._store, self._keys, life)
+        if life.epoch == 0:
+            if not ranks.have_looked() and waited_s < _LOOKED_S:
+                return
+            hung = life.failure is not None and life.failure.hung
+            if hung and ranks.are(Way.LOOKED) and self._is_decided():
+                self._begin(
+                    life,
+                    replace(life, epoch=self._next()),
+                    Plan(world=life.world, leave_running=True),
+                )
+                return
+        elif not epochs.phase(self._store, self._keys, life.epoch)[0].phase.is_final:
+            return
+        self._move(life, replace(life, stage=Stage.STOPS))
+
+    def _restore(self, life: Life) -> None:
+        """No rank of this life can run any more: the newest whole checkpoint is brought back."""
+        ranks = read_ranks(self._store, self._keys, life)
+        if reason := ranks.awaited(life):
+            self._say(reason)
+            return
+        if not self._is_decided():
+            self._say("an epoch is not decided yet")
+            return
+        found = kept.newest_whole_or_none(self._store, self._keys)
+        assert life.failure is not None
+        if found is None:
+            if life.terms.afresh:
+                self._recovered(replace(life, restored=0), epoch=0, restored=0)
+            else:
+                failure = replace(
+                    life.failure,
+                    reason=f"{life.failure.reason}; there is no whole checkpoint to restore",
+                )
+                self._move(life, life.given_up(failure))
+            return
+        back_off_s = life.back_off_s() if found.number == life.restored else 0.0
+        if time.time() < life.failure.at + back_off_s and self._waited_s() < back_off_s:
+            self._say(f"it is restored {back_off_s:g} s after it has failed")
+            return
+        plan = Plan(world=life.world, leave_running=True, restores=found.number)
+        self._begin(life, life.restoring(self._next(), found.number), plan)
+
+    def _follow(self, life: Life) -> None:
+        found = epochs.standing(self._store, self._keys, life.epoch)
+        if not found.epoch.phase.is_final:
+            return
+        assert life.failure is not None
+        if found.epoch.phase is Phase.ABORTED:
+            reason = f"epoch {life.epoch} has not restored it: {found.epoch.note}"
+            # How long it has been down is counted from its failure.
+            self._move(life, life.not_restored(replace(life.failure, reason=reason)))
+        elif len(found.settled) == life.world or self._waited_s() > _SETTLED_S:
+            self._recovered(life, epoch=life.epoch, restored=life.restored)
+
+    def _recovered(self, life: Life, *, epoch: int, restored: int) -> None:
+        failure = life.failure
+        assert failure is not None
+        recovery = Recovery(
+            life=life.number,
+            rank=failure.rank,
+            reason=failure.reason,
+            at=failure.at,
+            unnoticed_s=round(failure.unnoticed_s, 3),
+            seconds=round(max(0.0, time.time() - failure.at), 3),
+            epoch=epoch,
+            restored=restored,
+        )
+        put = Put(self._keys.recovery(life.number), recovery_text(recovery))
+        if self._move(life, life.next(), put):
+            what = f"epoch {restored} restored" if epoch else "started afresh"
+            self._told(
+                f"job {self._keys.job} runs again, {what}, {recovery.seconds:.2f} s after: "
+                f"{failure.reason}"
+            )
+
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._since[1]
+
+    def _is_decided(self) -> bool:
+        newest = self._newest()
+        if not newest:
+            return True
+        return epochs.phase(self._store, self._keys, newest)[0].phase.is_final
+
+    def _newest(self) -> int:
+        key = self._keys.newest
+        return number_of(key, self._store.read(key).entries.get(key))
+
+    def _next(self) -> int:
+        return self._newest() + 1
+
+    def _begin(self, life: Life, after: Life, plan: Plan) -> None:
+        """The epoch and the life that waits for it, at once or not at all."""
+        keys = self._keys
+        puts = [Put(keys.life, after.to_text())]
+        if not plan.restores:
+            puts.append(Put(keys.evidence(after.epoch), "1"))
+        epochs.begin(
+            self._store,
+            keys,
+            plan,
+            number=after.epoch,
+            requires=[Require(keys.life, life.revision)],
+            puts=puts,
+        )
+
+    def _move(self, life: Life, after: Life, *puts: Put) -> bool:
+        key = self._keys.life
+        require = Require(key, life.revision)
+        return self._store.write([require], [Put(key, after.to_text()), *puts]).applied
+
+    def _say(self, reason: str) -> None:
+        """Now and then."""
+        now = time.monotonic()
+        if reason != self._said[0] or now > self._said[1] + _TOLD_S:
+            self._said = (reason, now)
+            self._told(f"job {self._keys.job} waits: {reason}")
+
+
+def find_life(store: Store, keys: Keys) -> Life:
+    """Of a job that is recovered. Raises JobError, StoreError."""
+    entry = store.read(keys.life).entries.get(keys.life)
+    if entry is None:
+        raise JobError(f"job {keys.job} is not one that is recovered (`job run --restarts`)")
+    return life_of(keys.life, entry)
+
+
+def all_recoveries(store: Store, keys: Keys) -> list[Recovery]:
+    """Oldest first. Raises JobError, StoreError."""
+    found = store.read(keys.recovery()).entries
+    return [recovery_of(key, found[key]) for key in sorted(found)]
+
+
+def fence(store: Store, keys: Keys, rank: int) -> Life:
+    """Take it from whoever asks that a rank has no tasks. Raises JobError, StoreError."""
+    life = find_life(store, keys)
+    if rank >= life.world:
+        raise JobError(f"job {keys.job}: rank {rank}: must be 0 to {life.world - 1}")
+    if life.stage is not Stage.STOPS:
+        raise JobError(
+            f"job {keys.job}: its life {life.number} is at {life.stage}, and waits for no rank"
+        )
+    key = keys.in_life(life.number, rank)
+    found = read_ranks(store, keys, life)
+    standing = found.standings.get(rank)
+    if standing is None or standing.way is Way.STOPPED:
+        raise JobError(f"job {keys.job}: rank {rank} has no tasks in life {life.number}")
+    if rank in found.keepers and found.keepers[rank].is_mine(standing.where):
+        raise JobError(
+            f"job {keys.job}: rank {rank} has a keeper on {standing.where.host}, where its tasks "
+            "are: it stops them itself"
+        )
+    put = Put(key, standing_text(replace(standing, way=Way.STOPPED, by="fence")))
+    requires = [Require(key, standing.revision), Require(keys.life, life.revision)]
+    if not store.write(requires, [put]).applied:
+        raise JobError(f"job {keys.job}: it has gone on meanwhile; look at it again")
+    return life
+
+
+def give_up(store: Store, keys: Keys) -> Life:
+    """Raises JobError, StoreError."""
+    while True:
+        life = find_life(store, keys)
+        if life.stage.is_final:
+            return life
+        if life.stage is Stage.RESTORES:
+            raise JobError(f"job {keys.job} is being restored by epoch {life.epoch}: wait for it")
+        failure = Failure(rank=0, reason="given up by hand", at=time.time())
+        after = life.given_up(failure)
+        answer = store.write([Require(keys.life, life.revision)], [Put(keys.life, after.to_text())])
+        if answer.applied:
+            return replace(after, revision=answer.revision)
+
+
+def require_no_recovery(store: Store, keys: Keys) -> None:
+    """The job is not just being restored by itself. Raises JobError, StoreError."""
+    entry = store.read(keys.life).entries.get(keys.life)
+    life = None if entry is None else life_of(keys.life, entry)
+    if life is not None and life.stage in {Stage.LOOKS, Stage.STOPS, Stage.RESTORES}:
+        raise JobError(
+            f"job {keys.job} is being restored by itself, in life {life.number}: wait for it, or "
+            "end it with `gpustasis job give-up`"
+        )

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a keeper does between epochs when its job is recovered: it reports that its tasks have
+failed, stops them, and waits to be restored. guard.py has what it says to the store meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpustasis.errors import JobError, StoreError
+from gpustasis.jobs.evidence import keep_stacks
+from gpustasis.jobs.guard import Guard
+from gpustasis.jobs.hanging import Watcher
+from gpustasis.jobs.lives import Life, Stage, Way
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.stopping import stop
+from gpustasis.jobs.work import Order
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 0.2
+_NOTICED_S = 0.2  # a keeper looks so often whether its tasks have ended
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """START: the command. FAILED: the job has, and why. DONE: all ranks have ended."""
+
+    start: bool = False
+    failed: str = ""
+    done: bool = False
+
+
+class Recovering:
+    """Of one rank. can_start: there is a command. watcher: looks for hanging tasks; None: nobody
+    does."""
+
+    def __init__(
+        self,
+        context: Context,
+        guard: Guard,
+        watcher: Watcher | None,
+        told: Callable[[str], object],
+    ) -> None:
+        self._context = context
+        self._guard = guard
+        self._watcher = watcher
+        self._told = told
+        self._said: tuple[int, Way] | None = None  # in which life, how far
+        self._reported = -1
+        self._run = ""
+        self._trouble = ""  # of an epoch: the tasks are not as they should be
+        self.can_start = False
+        self.asked = ""  # why the keeper was told to end
+
+    def begin(self, *, new: bool, can_start: bool) -> bool:
+        """Have a seat. Whether the command is to be started: else what is left of an earlier life
+        goes first. Raises JobError, StoreError."""
+        context, self.can_start = self._context, can_start
+        if context.state.lives and context.state.life == 0:
+            raise JobError(
+                f"{context.name} runs, as process {context.state.pid}, and was started without "
+                "--restarts: its keeper must be, too"
+            )
+        # Whoever is this rank's keeper now: tasks of an earlier life must not be beside others.
+        self._stop_before(self._guard.newest())
+        life = self._guard.begin(new=new)
+        self._run = life.run
+        self._require_known(life)
+        self._stop_before(life.number)
+        found = self._guard.standing(life.number)
+        if found is not None:
+            self._said = (life.number, found.way)
+        may_start = can_start and life.stage is Stage.RUNS and not context.state.lives
+        if may_start and found is None:
+            return self._claim(life)
+        if context.state.lives and context.state.life == life.number and found is None:
+            self._say(life, Way.HERE)
+        return False
+
+    def _stop_before(self, number: int) -> None:
+        state = self._context.state
+        if state.lives and state.life < number:
+            self._stop()
+            self._told(
+                f"job {self._context.place.job}: {self._context.name} is stopped: it was of life "
+                f"{state.life}, and this is life {number}"
+            )
+
+    def _claim(self, life: Life) -> bool:
+        """Before the tasks are made: from then on only this place knows when they have ended."""
+        self._context.life = life.number
+        return self._say(life, Way.HERE)
+
+    def _require_known(self, life: Life) -> None:
+        if self._context.state.life > life.number:
+            raise JobError(
+                f"job {self._context.place.job}: this rank's tasks are of life "
+                f"{self._context.state.life}, and the store says that it is {life.number}: it has "
+                "lost what it held; the tasks are left as they are"
+            )
+
+    def close(self) -> None:
+        """The seat is free with it."""
+        self._guard.close()
+
+    def enter(self, order: Order) -> None:
+        """An epoch was joined: what it makes belongs to the next life if that is what it was begun
+        for. That is stored before anything is made. Raises JobError."""
+        if not order.restores:
+            return
+        while True:
+            try:
+                life = self._guard.read()
+                number = life.number
+                if life.stage is Stage.RESTORES and life.epoch == order.number:
+                    number += 1
+                self._context.life = number
+                said = self._guard.say(number, Way.HERE)
+            except StoreError as exc:
+                log.info("%s waits for the store: %s", self._context.name, exc)
+                time.sleep(_AGAIN_S)
+            else:
+                if not said and not order.joined:
+                    raise JobError(
+                        f"{self._context.name} cannot be restored in life {number}: it has been in "
+                        "that life already"
+                    )
+                self._said = (number, Way.HERE)
+                self._trouble = ""
+                return
+
+    def has_trouble(self, problem: str) -> None:
+        """An epoch has left the tasks as they should not be."""
+        self._trouble = problem
+
+    def is_due(self, *, ended: bool, waits: bool) -> bool:
+        """Whether something is to be done before another epoch. ended: the root has. waits: there
+        are no tasks yet, until somebody restores the job."""
+        life = self._guard.life
+        if life.run != self._run or life.stage.is_final or self._guard.unseated:
+            return True
+        if self.asked and ended and life.stage is not Stage.RESTORES:
+            return True
+        match life.stage:
+            case Stage.RUNS if self._is_other(life):
+                return True
+            case Stage.RUNS:
+                failed = ended and not waits and not self._has_said(life, Way.ENDED)
+                failed = failed or bool(self._trouble) or self._hangs(ended)
+                return failed and self._reported != life.number
+            case Stage.LOOKS:
+                return not self._has_said(life, Way.LOOKED)
+            case Stage.STOPS:
+                return not self._has_said(life, Way.STOPPED)
+            case _:
+                return False
+
+    def _is_other(self, life: Life) -> bool:
+        """Whether the tasks, or what was said of them, are of another life."""
+        return self._said is not None and self._said[0] != life.number
+
+    def _has_said(self, life: Life, way: Way) -> bool:
+        ways = list(Way)
+        return (
+            self._said is not None
+            and self._said[0] == life.number
+            and ways.index(self._said[1]) >= ways.index(way)
+        )
+
+    def _hangs(self, ended: bool) -> bool:
+        watcher = self._watcher
+        return watcher is not None and not ended and bool(watcher.look(self._context.state.pid))
+
+    def take(self, status: int | None) -> Next:
+        """Do what is due. status: of the tasks, if they have ended. Raises JobError; StoreError:
+        then it is asked again."""
+        context, guard = self._context, self._guard
+        if guard.unseated:
+            self._stop()
+            raise JobError(f"{guard.unseated}; its tasks here are stopped")
+        life = guard.read()
+        if life.run != self._run:
+            self._stop()
+            raise JobError(f"job {context.place.job} was started anew meanwhile")
+        self._require_known(life)
+        if self.asked and not context.state.lives and not life.stage.is_final:
+            if status == 0 and not self._has_said(life, Way.ENDED):
+                self.asked = ""  # it was, and has done well
+                self._say(life, Way.ENDED)
+            else:
+                guard.give_up(f"{context.name}: {self.asked}")
+            return Next()
+        match life.stage:
+            case Stage.RUNS if self._is_other(life):
+                return self._follow(life)
+            case Stage.RUNS:
+                self._report(life, status)
+            case Stage.LOOKS:
+                self._look(life)
+            case Stage.STOPS:
+                self._stop()
+                self._say(life, Way.STOPPED)
+                self._told(f"job {context.place.job}: {context.name} is stopped: {life.why()}")
+            case Stage.FAILED:
+                self._stop()
+                return Next(failed=life.why())
+            case Stage.DONE:
+                self._stop()
+                return Next(done=True)
+            case _:
+                pass
+        return Next()
+
+    def _follow(self, life: Life) -> Next:
+        """Another life has begun, and this rank did not come into it by an epoch."""
+        context = self._context
+        if context.state.lives and context.state.life == life.number:
+            self._say(life, Way.HERE)
+            return Next()
+        self._stop()
+        self._trouble = ""
+        if life.restored == 0 and self._guard.standing(life.number) is None:
+            if self.can_start:
+                return Next(start=self._claim(life))
+            reason = f"{context.name}: its keeper has no command to start it with"
+            self._guard.give_up(reason)
+            return Next()
+        self._said = (life.number, Way.HERE)
+        self._guard.report(
+            life.number, f"{context.name} has no tasks in this life", unnoticed_s=0.0
+        )
+        return Next()
+
+    def _report(self, life: Life, status: int | None) -> None:
+        context, guard = self._context, self._guard
+        watcher = self._watcher
+        if self._trouble:
+            guard.report(life.number, f"{context.name}: {self._trouble}", unnoticed_s=0.0)
+        elif status == 0:
+            self._say(life, Way.ENDED)
+            return
+        elif watcher is not None and context.state.lives and watcher.reason:
+            guard.report(
+                life.number,
+                f"{context.name} {watcher.reason}",
+                unnoticed_s=watcher.silent_s,
+                hung=True,
+            )
+        else:
+            how = "its status is not known" if status is None else f"with status {status}"
+            guard.report(life.number, f"{context.name} has ended, {how}", unnoticed_s=_NOTICED_S)
+        self._reported = life.number
+
+    def _look(self, life: Life) -> None:
+        keep_stacks(self._context, life)
+        self._say(life, Way.LOOKED)
+
+    def _say(self, life: Life, way: Way) -> bool:
+        applied = self._guard.say(life.number, way)
+        self._said = (life.number, way)
+        return applied
+
+    def _stop(self) -> None:
+        """None of the tasks of any life up to now. Raises JobError if one does not end."""
+        context = self._context
+        if context.gate.is_held():
+            raise JobError(
+                f"{context.name}: a criu still waits for a decision: end it before its tasks can "
+                "be stopped"
+            )
+        state = context.state
+        stop(state.pid, state.start_time)
+        context.unlock_network()
+        context.note(pid=0, cuda=False)
+        self._trouble = ""
+        if self._watcher is not None:
+            self._watcher.forget()
+
+    def ended_by(self, epoch: int) -> None:
+        """A checkpoint has ended the tasks, as it should. Raises JobError."""
+        while True:
+            try:
+                self._guard.end(f"ended by the checkpoint of epoch {epoch}")
+            except StoreError as exc:
+                log.info("%s waits for the store: %s", self._context.name, exc)
+                time.sleep(_AGAIN_S)
+            else:
+                return

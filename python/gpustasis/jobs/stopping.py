@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ending a rank's tasks, all of them, and knowing that they have ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from gpustasis.errors import CheckpointError, JobError
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
+from gpustasis.streaming.tree import Tree
+
+_ENDED_S = 60.0
+_POLL_S = 0.02
+_HELPERS = frozenset((WORKER_COMM, GUARDIAN_COMM))
+# Fields of /proc/PID/stat after the name: 6, 22 and 52 of proc(5).
+_SESSION, _START_TIME, _EXIT_CODE = 3, 19, 49
+# linux/pidfd.h: PIDFD_GET_INFO, of struct pidfd_info in its first version; PIDFD_INFO_EXIT.
+_GET_INFO, _INFO, _INFO_EXIT = 0xC040FF0B, struct.Struct("=Q52xi"), 1 << 3
+
+
+def killed(tree: Tree) -> Tree:
+    """The tree, which may run and have made others since it was walked; all of it is killed."""
+    while True:
+        tree.kill(signal.SIGSTOP)  # no process makes another from here on
+        try:
+            again = Tree(tree.root)
+        except CheckpointError:  # the root has ended
+            break
+        is_all = set(again.pids) <= set(tree.pids)
+        tree.close()
+        tree = again
+        if is_all:
+            break
+    tree.kill()
+    return tree
+
+
+def stop(root: int, start_time: int) -> None:
+    """End the tasks of this root, which may have ended itself; 0: there is none. Raises JobError
+    if some do not end.
+
+    What it has left behind is found by its session, which a rank has of its own; and among the
+    children of this process, which gets what its tasks leave.
+    """
+    deadline = time.monotonic() + _ENDED_S
+    while found := _left(root, start_time):
+        for pid in found:
+            with suppress(CheckpointError):  # it has ended
+                killed(Tree(pid)).close()
+        reap()
+        if time.monotonic() > deadline:
+            raise JobError(f"process {found[0]} does not end: of the tasks below {root}")
+        time.sleep(_POLL_S)
+    reap()
+
+
+def _left(root: int, start_time: int) -> list[int]:
+    found = []
+    own = set(children())
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        pid = int(entry)
+        try:
+            place = Path("/proc") / entry
+            fields = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            comm = (place / "comm").read_text(errors="replace").rstrip("\n")
+        except OSError:
+            continue
+        if fields[0] in "ZX" or comm in _HELPERS:
+            continue
+        started = int(fields[_START_TIME])
+        if pid == root:
+            is_ours = started == start_time
+        else:
+            in_session = root > 0 and int(fields[_SESSION]) == root and started >= start_time
+            is_ours = pid in own or (in_session and not _is_another(root, start_time))
+        if is_ours:
+            found.append(pid)
+    return found
+
+
+def _is_another(root: int, start_time: int) -> bool:
+    """Whether that number is another process's by now, and so is its session."""
+    try:
+        stat = Path(f"/proc/{root}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return int(stat.rpartition(")")[2].split()[_START_TIME]) != start_time
+
+
+def status_of(pid: int, start_time: int, descriptor: int) -> int | None:
+    """How a process has ended that is no child of this one, as os.waitstatus_to_exitcode has it.
+    descriptor: its pidfd. None: it cannot be told, as before Linux 6.15 of one that was reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        fields = stat.rpartition(")")[2].split()
+        if fields[0] == "Z" and int(fields[_START_TIME]) == start_time:
+            return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+    except OSError:
+        pass  # it was reaped
+    info = bytearray(_INFO.pack(_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(descriptor, _GET_INFO, info)
+    except OSError:
+        return None
+    mask, code = _INFO.unpack(info)
+    return os.waitstatus_to_exitcode(code) if mask & _INFO_EXIT else None
+
+
+def tree_pids(root: int) -> tuple[int, ...]:
+    """Of a process and all below it; none if it has ended."""
+    try:
+        tree = Tree(root)
+    except CheckpointError:
+        return ()
+    try:
+        return tree.pids
+    finally:
+        tree.close()
+
+
+def children() -> list[int]:
+    """Of this process."""
+    found: list[int] = []
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+def reap() -> None:
+    """Of the tasks, and whatever else has come to this process, nothing is left that has ended: a
+    restore needs their pids. No program of ours is being waited for any more."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that fails at a random step is restored by itself, and ends with the sums of an
+uninterrupted run: four ranks with CRIU, emulated GPUs and TCP between network namespaces."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
+from statistics import median
+
+from campaigns.job_faults import Place
+from campaigns.tally import Tally
+from gpustasis.jobs import kept
+from gpustasis.jobs.leading import all_recoveries, find_life
+from gpustasis.jobs.lives import Recovery, Stage
+from gpustasis.jobs.records import Keys
+from support.ring import WORLD, Ring, ring_of
+from support.ring_faults import end_all
+from support.ring_stores import RingStore
+
+STEPS = 4000
+EACH_JOB = 3  # faults: so many happen before it has come to its end
+HANG_AFTER_S = 3
+RECOVERED_S = 90.0
+END_S = 120.0
+NEW_KEEPER_S = 2.0  # what supervises keepers takes at most so long
+
+
+class Fault(StrEnum):
+    """RANK: its program. NODE: all that runs in its namespace, its keeper as well; then its keeper
+    is started again. HANG: it sends nothing any more, so all wait."""
+
+    RANK = "a rank killed"
+    NODE = "a node killed"
+    HANG = "a rank hangs"
+
+
+@dataclass(slots=True)
+class Found:
+    """seconds: from the fault until every rank had said something new."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: dict[Fault, list[float]] = field(default_factory=lambda: {one: [] for one in Fault})
+
+
+def planned(each: int) -> list[Fault]:
+    """Each fault so often."""
+    return [fault for fault in Fault for _ in range(each)]
+
+
+@contextmanager
+def recovered(place: Place, faults: int) -> Iterator[Recovered]:
+    """A job that was just started."""
+    place.made += 1
+    directory = place.directory / f"ring-{place.made}"
+    directory.mkdir(mode=0o700)
+    store = place.make_store(directory / "store")
+    try:
+        with ring_of(directory, place.network, place.program, place.environ, store.words) as ring:
+            ring.criu, ring.steps = place.criu, STEPS
+            job = Recovered(ring, store, faults)
+            try:
+                job.begin()
+                yield job
+            finally:
+                job.close()
+    finally:
+        store.close()
+
+
+class Recovered:
+    """A ring, and what happens to it."""
+
+    def __init__(self, ring: Ring, store: RingStore, faults: int) -> None:
+        self.ring = ring
+        self._keys = Keys(ring.name)
+        self._client = store.client()
+        self._words = ["--restarts", str(faults), "--hang-after", str(HANG_AFTER_S)]
+
+    def begin(self) -> None:
+        self.ring.start_all(*self._words)
+        self.ring.wait(lambda: min(self.ring.steps_now()) > 0)
+
+    def checkpoint(self) -> None:
+        """The job runs on."""
+        made = self.ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+        assert made.returncode == 0, made.stderr + self.ring.logs()
+
+    def trial(self, fault: Fault, random: Random) -> float:
+        """Seconds until all ranks are seen to run again."""
+        ring = self.ring
+        before = all_recoveries(self._client, self._keys)
+        time.sleep(random.uniform(0, 1))
+        victim = random.randrange(WORLD)
+        what = f"{fault}, rank {victim}, steps {ring.steps_now()}"
+        begin = time.monotonic()
+        self._strike(fault, victim, random)
+        recovery = self._wait_for(len(before), what)
+        lines = self._lines()
+        ring.wait(lambda: all(n > w for n, w in zip(self._lines(), lines, strict=True)))
+        seconds = time.monotonic() - begin
+        ring.check()
+        newest = kept.newest_whole(self._client, self._keys)
+        assert recovery.restored == newest.number, f"{what}: {recovery}"
+        hangs = "hangs" in recovery.reason
+        assert hangs is (fault is Fault.HANG), f"{what}: {recovery}"
+        assert ring.locked() == [], f"{what}: {ring.locked()}"
+        return seconds
+
+    def _strike(self, fault: Fault, victim: int, random: Random) -> None:
+        ring = self.ring
+        match fault:
+            case Fault.RANK:
+                os.kill(ring.program_of(victim), signal.SIGKILL)
+            case Fault.HANG:
+                os.kill(ring.program_of(victim), signal.SIGUSR1)
+            case Fault.NODE:
+                ring.kill_node(victim)
+                time.sleep(random.uniform(0, NEW_KEEPER_S))
+                ring.start(victim, *self._words, "--standby", command=False)
+
+    def _wait_for(self, count: int, what: str) -> Recovery:
+        deadline = time.monotonic() + RECOVERED_S
+        while len(found := all_recoveries(self._client, self._keys)) == count:
+            life = find_life(self._client, self._keys)
+            assert not life.stage.is_final, f"{what}: {life}\n{self.ring.logs()}"
+            assert time.monotonic() < deadline, f"{what}: {life}\n{self.ring.logs()}"
+            time.sleep(0.02)
+        assert len(found) == count + 1, f"{what}: restored more than once: {found}"
+        return found[-1]
+
+    def _lines(self) -> list[int]:
+        return [self.ring.output(rank).count("step ") for rank in range(WORLD)]
+
+    def end(self, faults: int) -> None:
+        """It comes to its end, as an uninterrupted one."""
+        ring = self.ring
+        statuses = ring.ends(END_S)
+        assert statuses == [0] * WORLD, f"keepers ended with {statuses}\n{ring.logs()}"
+        ring.check_end()
+        life = find_life(self._client, self._keys)
+        assert (life.stage, life.begun) == (Stage.DONE, faults), life
+        assert ring.pids() == []
+        assert ring.locked() == []
+
+    def close(self) -> None:
+        self._client.close()
+        end_all(self.ring)
+
+
+def run(place: Place, random: Random, faults: Sequence[Fault]) -> Tally:
+    """Each fault that was asked for, of jobs that have some of them each."""
+    wanted = list(faults)
+    random.shuffle(wanted)
+    found = Found()
+    tally = Tally()
+    while wanted:
+        part, wanted = wanted[:EACH_JOB], wanted[EACH_JOB:]
+        tally.counts["trials"] += len(part)
+        tally.counts.update(f"{fault}: tried" for fault in part)
+        try:
+            with recovered(place, len(part)) as job:
+                for fault in part:
+                    job.checkpoint()
+                    found.seconds[fault].append(job.trial(fault, random))
+                job.end(len(part))
+                tally.counts["jobs that ended as an uninterrupted one"] += 1
+        except AssertionError as exc:
+            tally.failures.append(str(exc)[:1500] + " ... " + str(exc)[-6000:])
+    for fault, seconds in found.seconds.items():
+        if seconds:
+            tally.counts[f"{fault}: recovered"] = len(seconds)
+            tally.counts[f"{fault}: median, ms"] = round(1000 * median(seconds))
+            tally.counts[f"{fault}: worst, ms"] = round(1000 * max(seconds))
+    return tally

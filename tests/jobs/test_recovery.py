@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that fails is stopped, restored from its newest whole checkpoint, and comes to its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from gpustasis.errors import JobError
+from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
+from support.job_ranks import state_of
+from support.json_output import check_document
+from support.ring import WORLD, Ring, reap
+
+STEPS = 1500
+
+
+def begun(ring: Ring, *words: str, steps: int = STEPS) -> None:  # noqa: F811
+    """The job runs, and has one whole checkpoint."""
+    ring.steps = steps
+    ring.start_all(*words)
+    ring.wait(lambda: min(ring.steps_now()) > 100)
+    made = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+    assert made.returncode == 0, made.stderr + ring.logs()
+    ring.wait_for_progress()
+
+
+def shown(ring: Ring) -> dict[str, Any]:  # noqa: F811
+    """What `job recoveries` says."""
+    told = ring.job("recoveries", "--json")
+    assert told.returncode == 0, told.stdout
+    return check_document(told.stdout, "job recoveries")
+
+
+def test_a_rank_that_is_killed_is_restored_with_all_others(ring: Ring) -> None:  # noqa: F811
+    begun(ring, "--restarts", "2")
+    os.kill(ring.program_of(2), signal.SIGKILL)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    found = shown(ring)
+    assert (found["state"], found["restarts"]) == ("done", 1)
+    (recovery,) = found["recoveries"]
+    assert (recovery["restored"], recovery["epoch"]) == (1, 2)
+    assert 0 < recovery["seconds"] < 60
+    assert ring.pids() == []
+    assert ring.locked() == []
+    for rank in range(WORLD):
+        assert (ring.directory / f"kept/rank-{rank}/epoch-00000001").is_dir()
+
+
+def test_a_job_without_a_whole_checkpoint_ends_with_an_error(ring: Ring) -> None:  # noqa: F811
+    ring.start_all("--restarts", "2")
+    ring.wait(lambda: min(ring.steps_now()) > 20)
+    os.kill(ring.program_of(1), signal.SIGKILL)
+    assert set(ring.ends()) <= {1, 137, JobError.exit_code}
+    found = shown(ring)
+    assert found["state"] == "failed"
+    assert "there is no whole checkpoint to restore" in found["reason"]
+    assert found["recoveries"] == []
+    assert ring.pids() == []
+
+
+def test_it_starts_afresh_if_told_so(ring: Ring) -> None:  # noqa: F811
+    ring.steps = 500
+    ring.start_all("--restarts", "1", "--afresh")
+    ring.wait(lambda: min(ring.steps_now()) > 20)
+    os.kill(ring.program_of(1), signal.SIGKILL)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    (recovery,) = shown(ring)["recoveries"]
+    assert (recovery["restored"], recovery["epoch"]) == (0, 0)
+
+
+def test_restarts_are_bounded(ring: Ring) -> None:  # noqa: F811
+    begun(ring, "--restarts", "1", "--back-off", "0")
+    os.kill(ring.program_of(3), signal.SIGKILL)
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
+    ring.wait_for_progress()
+    os.kill(ring.program_of(3), signal.SIGKILL)
+    assert all(ring.ends())
+    found = shown(ring)
+    assert found["state"] == "failed"
+    assert "it was restarted 1 times already" in found["reason"]
+    assert ring.pids() == []
+    for rank in range(WORLD):
+        assert (ring.directory / f"kept/rank-{rank}/epoch-00000001").is_dir()
+
+
+def test_whoever_ends_the_job_does_not_see_it_restored(ring: Ring) -> None:  # noqa: F811
+    begun(ring, "--restarts", "3")
+    ring.signal(2, signal.SIGTERM)
+    statuses = ring.ends()
+    assert statuses[2] in {128 + signal.SIGTERM, JobError.exit_code}
+    assert all(statuses)
+    found = shown(ring)
+    assert (found["state"], found["recoveries"]) == ("failed", [])
+    assert ring.pids() == []
+
+
+def test_a_node_that_is_killed_is_taken_over_by_the_next_keeper(ring: Ring) -> None:  # noqa: F811
+    """Its keeper and its tasks die at once. Nothing is restored before a keeper there has said that
+    nothing of it is left."""
+    begun(ring, "--restarts", "2")
+    ring.kill_node(1)
+    ring.wait(lambda: "rank 1 was on " in ring.log(0))
+    assert len(shown(ring)["recoveries"]) == 0
+    ring.start(1, "--restarts", "2", "--standby", command=False)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    (recovery,) = shown(ring)["recoveries"]
+    assert recovery["restored"] == 1
+
+
+def test_a_node_that_was_switched_off_is_restored_elsewhere(ring: Ring) -> None:  # noqa: F811
+    """Where its dump and its addresses are; as soon as somebody says that it is off."""
+    begun(ring, "--restarts", "2")
+    early = ring.job("fence", "--rank", "1")
+    assert early.returncode == JobError.exit_code
+    assert "waits for no rank" in early.stderr
+    ring.kill_node(1)
+    ring.start_elsewhere(1, "--restarts", "2", "--standby")
+    ring.wait(lambda: "make sure that its tasks have ended there" in ring.log(0))
+    assert shown(ring)["recoveries"] == []
+    told = ring.job("fence", "--rank", "1", "--json")
+    assert told.returncode == 0, told.stderr
+    assert check_document(told.stdout, "job fence")["life"] == 1
+    ring.keepers[1] = ring.keepers_elsewhere.pop()
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+
+
+def test_a_job_that_waits_is_given_up(ring: Ring) -> None:  # noqa: F811
+    begun(ring, "--restarts", "2")
+    ring.kill_node(1)
+    ring.wait(lambda: "rank 1 was on " in ring.log(0))
+    told = ring.job("give-up", "--json")
+    assert told.returncode == 0, told.stderr
+    assert check_document(told.stdout, "job give-up")["state"] == "failed"
+    assert all(ring.ends())
+    assert "has failed: given up by hand" in ring.log(0)
+    assert ring.pids() == []
+
+
+def test_a_standby_takes_over_from_a_keeper_that_is_killed(ring: Ring) -> None:  # noqa: F811
+    """Its rank runs on: nothing has failed."""
+    begun(ring, "--restarts", "1")
+    standing_by = [ring.keepers[rank] for rank in range(WORLD)]
+    for rank in (0, 2):
+        killed = standing_by[rank]
+        assert killed is not None
+        ring.start(rank, "--restarts", "1", "--standby", command=False)
+        killed.kill()
+        killed.wait()
+    ring.wait_for_progress()
+    ring.wait(lambda: all("done " in ring.output(rank) for rank in range(WORLD)))
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    found = shown(ring)
+    assert (found["state"], found["restarts"]) == ("done", 0)
+
+
+def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa: F811
+    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence")
+    os.kill(ring.program_of(1), signal.SIGUSR1)
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
+    (recovery,) = shown(ring)["recoveries"]
+    assert "hangs: CPU and GPU are idle and its log is silent for 3 s" in recovery["reason"]
+    assert recovery["unnoticed_s"] >= 3
+    assert (recovery["restored"], recovery["epoch"]) == (1, 3)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+
+    for rank in range(WORLD):
+        stacks = list((ring.directory / f"kept/rank-{rank}/evidence-00000001").glob("*.proc"))
+        assert any("wchan" in path.read_text() for path in stacks), rank
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+    kinds = [(one["kind"], one["state"]) for one in listed]
+    assert kinds == [
+        ("checkpoint", "committed"),
+        ("evidence", "committed"),
+        ("restore", "committed"),
+    ]
+    assert check_document(ring.job("show", "--json").stdout, "job show")["epoch"] == 1
+    pruned = ring.job("prune", "--keep-last", "1", "--json")
+    assert check_document(pruned.stdout, "job prune")["epochs"] == []
+    assert (ring.directory / "kept/rank-1/epoch-00000002").is_dir()
+    look_at(ring, 2)
+
+
+def look_at(ring: Ring, epoch: int) -> None:  # noqa: F811
+    """Replay it: every rank stands, in a network that leads nowhere."""
+    words = ["--criu", ring.criu] if ring.criu else []
+    made = ring.job("replay", str(epoch), "--json", *words)
+    assert made.returncode == 0, made.stderr
+    ranks = check_document(made.stdout, "job replay")["ranks"]
+    try:
+        assert [one["rank"] for one in ranks] == list(range(WORLD))
+        assert sorted(one["pid"] for one in ranks) == ring.pids()
+        spaces = {os.readlink(f"/proc/{one['pid']}/ns/net") for one in ranks}
+        assert len(spaces) == WORLD
+        for one in ranks:
+            assert state_of(one["pid"]) == "T"
+            links = Path(f"/proc/{one['pid']}/net/dev").read_text().splitlines()[2:]
+            assert [line.split(":")[0].strip() for line in links] == ["lo"]
+        again = ring.job("replay", str(epoch), *words)
+        assert again.returncode == JobError.exit_code
+        assert "exists, and is to be restored" in again.stderr
+    finally:
+        for one in ranks:
+            os.kill(one["pid"], signal.SIGKILL)
+            reap(one["pid"])
+
+
+def test_a_keeper_that_is_only_cut_off_is_not_restored_elsewhere(ring: Ring) -> None:  # noqa: F811
+    """It stands still and its rank runs: the job waits, until it has stopped the rank itself."""
+    begun(ring, "--restarts", "2", steps=2 * STEPS)
+    ring.signal(2, signal.SIGSTOP)
+    pid = ring.program_of(2)
+    ring.wait(lambda: "rank 2 was on " in ring.log(0))
+    assert shown(ring)["state"] == "stops"
+    assert shown(ring)["recoveries"] == []
+    # One with a --run-directory of its own knows nothing of the tasks that run there.
+    ring.start_elsewhere(2, "--restarts", "2", "--standby")
+    ring.wait(lambda: "make sure that its tasks have ended there" in ring.log(0))
+    assert Path(f"/proc/{pid}").exists()
+    assert shown(ring)["recoveries"] == []
+    other = ring.keepers_elsewhere.pop()
+    other.kill()
+    other.wait()
+    said = len(ring.log_whole(0))
+    ring.wait(lambda: "where no keeper says" in ring.log_whole(0)[said:])
+    ring.signal(2, signal.SIGCONT)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()

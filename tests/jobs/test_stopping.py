@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All of a rank's tasks are ended, and nothing else; and what a keeper finds of an earlier life."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpustasis.errors import JobError
+from gpustasis.jobs.guard import Guard, where
+from gpustasis.jobs.leading import find_life
+from gpustasis.jobs.lives import Stage, Terms, Way
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.recovering import Recovering
+from gpustasis.jobs.stopping import status_of
+from gpustasis.task import read_task
+from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
+from support.job_ranks import state_of, wait_for
+
+TERMS = Terms(restarts=1)
+# A root with a child, which is left behind when the root is killed.
+FAMILY = "import subprocess, sys; subprocess.Popen(['sleep', '1000']); sys.stdin.read()"
+
+
+@pytest.fixture(autouse=True)
+def _childless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper's children are its rank's; this process has others."""
+    monkeypatch.setattr("gpustasis.jobs.stopping.children", list)
+
+
+@pytest.fixture
+def family() -> Iterator[tuple[int, int, int]]:
+    """Root, when it was started, and its child."""
+    words = [sys.executable, "-c", FAMILY]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as root:
+        place = Path(f"/proc/{root.pid}/task/{root.pid}/children")
+        wait_for(lambda: bool(place.read_text().split()), "the child")
+        child = int(place.read_text().split()[0])
+        yield root.pid, read_task(root.pid).start_time, child
+        root.kill()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("root_is_dead", [False, True])
+def test_what_a_root_leaves_behind_is_ended_too(
+    family: tuple[int, int, int], root_is_dead: bool
+) -> None:
+    root, start, child = family
+    if root_is_dead:
+        os.kill(root, signal.SIGKILL)
+        wait_for(lambda: state_of(root) in {"Z", ""}, "the root's end")
+    code = f"from gpustasis.jobs.stopping import stop; stop({root}, {start})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert state_of(root) in {"Z", ""}
+    assert state_of(child) in {"Z", ""}
+
+
+def test_the_session_of_a_later_process_is_left_alone(family: tuple[int, int, int]) -> None:
+    root, start, child = family
+    code = f"from gpustasis.jobs.stopping import stop; stop({root}, {start - 1})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert state_of(root) == "S"
+    assert state_of(child) == "S"
+
+
+def test_no_root_is_no_session() -> None:
+    """0 is that of the kernel's threads."""
+    code = "from gpustasis.jobs.stopping import stop; stop(0, 0)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("status", [0, 3, -9])
+def test_how_a_process_of_others_has_ended(status: int) -> None:
+    code = f"import os, sys; sys.stdin.read(); os.kill(os.getpid(), {max(0, -status)})"
+    code += f"; sys.exit({status})"
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as program:
+        descriptor = os.pidfd_open(program.pid)
+        try:
+            start = read_task(program.pid).start_time
+            assert status_of(program.pid, start, descriptor) is None
+            assert program.stdin is not None
+            program.stdin.close()
+            wait_for(lambda: state_of(program.pid) == "Z", "its end")
+            assert status_of(program.pid, start, descriptor) == status
+            program.wait()
+            kernel = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
+            known = status if kernel >= (6, 15) else None
+            assert status_of(program.pid, start, descriptor) == known
+        finally:
+            os.close(descriptor)
+
+
+def recovering(context: Context) -> tuple[Guard, Recovering]:  # noqa: F811
+    told: Callable[[str], object] = lambda _: None  # noqa: E731
+    guard = Guard(
+        *(context.store, context.keys, 0, 1, TERMS, where(context.place.run)), ttl_s=4, told=told
+    )
+    return guard, Recovering(context, guard, None, told)
+
+
+def lived(context: Context) -> None:  # noqa: F811
+    """The job had a life, and has failed."""
+    guard, _ = recovering(context)
+    with closing(guard):
+        guard.begin(new=True)
+        guard.say(1, Way.HERE)
+        guard.give_up("why")
+
+
+def test_tasks_of_an_earlier_life_are_stopped_before_a_seat_is_taken(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    lived(context)
+    guard, rank = recovering(context)
+    with closing(guard):
+        guard.begin(new=True)
+    context.life = 1
+    context.note(pid=task.pid)
+    other = replace(where(context.place.run), run="elsewhere")
+    elsewhere = Guard(
+        *(context.store, context.keys, 0, 1, TERMS, other), ttl_s=4, told=lambda _: None
+    )
+    with closing(elsewhere):
+        elsewhere.begin(new=False)
+        with pytest.raises(JobError, match="has a keeper on"):
+            rank.begin(new=False, can_start=False)
+    assert state_of(task.pid) in {"Z", ""}
+    assert not context.state.lives
+
+
+def test_tasks_of_this_life_are_kept(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    context.life = 1
+    context.note(pid=task.pid)
+    _, rank = recovering(context)
+    with closing(rank):
+        assert not rank.begin(new=True, can_start=True)
+        assert not rank.is_due(ended=False, waits=False)
+        assert task.poll() is None
+
+
+def test_tasks_that_were_started_otherwise_are_left_alone(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    lived(context)
+    context.note(pid=task.pid)
+    _, rank = recovering(context)
+    with closing(rank), pytest.raises(JobError, match="was started without --restarts"):
+        rank.begin(new=True, can_start=True)
+    assert task.poll() is None
+
+
+def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa: F811
+    """A keeper whose rank has died while it had none does not start it again beside the others."""
+    _, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+    _, again = recovering(context)
+    with closing(again):
+        assert not again.begin(new=True, can_start=True)
+        assert again.is_due(ended=True, waits=False)
+        again.take(None)
+        life = find_life(context.store, context.keys)
+        assert (life.stage, life.why()) == (
+            Stage.STOPS,
+            "rank 0 has ended, its status is not known",
+        )

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of NVML, by a library that answers as its header says."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpustasis import nvml
+from gpustasis.errors import DriverError
+
+SOURCE = """
+struct rates { unsigned int gpu, memory; };
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned int* count) { *count = 3; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void** device) {
+    *device = (void*)(unsigned long)(index + 1);
+    return 0;
+}
+#ifdef RATES
+int nvmlDeviceGetUtilizationRates(void* device, struct rates* rates) {
+    static const unsigned int busy[] = {0, 12, 80, 37};
+    rates->gpu = busy[(unsigned long)device];
+    rates->memory = 99;
+    return RATES;
+}
+#endif
+"""
+
+
+def library(directory: Path, *words: str) -> str:
+    place = directory / "nvml.so"
+    argv = ["cc", "-shared", "-fPIC", *words, "-x", "c", "-", "-o", place]
+    subprocess.run(argv, input=SOURCE, text=True, check=True)
+    return str(place)
+
+
+def test_the_busiest_of_all_gpus_counts(tmp_path: Path) -> None:
+    assert nvml.busiest(library(tmp_path, "-DRATES=0")) == 0.8
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["-DRATES=3"], "NVML error 3"), ([], "this NVML has none")]
+)
+def test_what_cannot_be_told_is_an_error(tmp_path: Path, words: list[str], said: str) -> None:
+    with pytest.raises(DriverError, match=said):
+        nvml.busiest(library(tmp_path, *words))
