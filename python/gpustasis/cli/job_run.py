@@ -224,20 +224,22 @@ def run(
     from gpustasis.criu.find import find
     from gpustasis.jobs.member import Settings
     from gpustasis.jobs.place import place_of
-    from gpustasis.jobs.preempting import Preempting, note_ended
+    from gpustasis.jobs.preempting import Preempting
     from gpustasis.jobs.rank import Context, Options
     from gpustasis.jobs.records import Keys
+    from gpustasis.jobs.supervise import Supervisor
 
     choice = choice_of(options)
-    others = {
-        "--restore-newest": restore_newest,
-        "--interval": interval,
-        "--keep-last": keep_last,
-        "--checkpoint-on-sigterm": checkpoint_on_sigterm,
-        "--verify-after": verify_after,
-    }
-    if choice.restarts is not None and (excluded := [name for name in others if others[name]]):
-        raise click.UsageError(f"--restarts excludes {', '.join(excluded)}")
+    _require_alone(
+        choice,
+        {
+            "--restore-newest": restore_newest,
+            "--interval": interval,
+            "--keep-last": keep_last,
+            "--checkpoint-on-sigterm": checkpoint_on_sigterm,
+            "--verify-after": verify_after,
+        },
+    )
     if restore and words:
         raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
     if restore_newest and (restore or not words):
@@ -273,20 +275,12 @@ def run(
             if safe_points:
                 context.seat.make(anew=False)
             if choice.restarts is not None:
-                ended = _keep(context, settings, choice, words, restore=restore)
+                ended = _keep_recovered(context, settings, choice, words, restore=restore)
             else:
-                if context.state.lives and context.state.life:
-                    raise JobError(
-                        f"job {job}, rank {rank} was started with --restarts: its keeper must be, "
-                        "too"
-                    )
                 preempts = Preempting(context, terms, output.say) if checkpoint_on_sigterm else None
                 supervisor = Supervisor(context, settings, output.say, preempts)
-                begun = _begin(supervisor, context, words, restore, restore_newest)
                 with _by_the_clock(context, periodic):
-                    ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
-                if restore_newest and not ended.epoch and ended.status == 0:
-                    note_ended(context, output.warn)
+                    ended = _keep(supervisor, context, words, restore, restore_newest)
         finally:
             os.close(held)
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
@@ -302,6 +296,12 @@ def run(
     if status:
         output.finish()
         raise click.exceptions.Exit(status)
+
+
+def _require_alone(choice: Choice, others: dict[str, object]) -> None:
+    """A job that is recovered is started, checkpointed and ended by that alone. Raises UsageError."""
+    if choice.restarts is not None and (given := [name for name in others if others[name]]):
+        raise click.UsageError(f"--restarts excludes {', '.join(given)}")
 
 
 def _grace(grace: float, reserve: float, speed: int | None) -> Grace:
@@ -354,6 +354,21 @@ def _begin(
 
 
 def _keep(
+    supervisor: Supervisor, context: Context, words: tuple[str, ...], restore: bool, newest: bool
+) -> Ended:
+    """Until the rank has ended."""
+    from gpustasis.jobs.preempting import note_ended
+
+    if context.state.lives and context.state.life:
+        raise JobError(f"{context.name} was started with --restarts: its keeper must be, too")
+    begun = _begin(supervisor, context, words, restore, newest)
+    ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
+    if newest and not ended.epoch and ended.status == 0:
+        note_ended(context, output.warn)
+    return ended
+
+
+def _keep_recovered(
     context: Context,
     settings: Settings,
     choice: Choice,
