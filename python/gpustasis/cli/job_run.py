@@ -299,7 +299,7 @@ def run(
 
 
 def _require_alone(choice: Choice, others: dict[str, object]) -> None:
-    """A job that is recovered is started, checkpointed and ended by that alone. Raises UsageError."""
+    """A job that is recovered is started and ended by that alone. Raises UsageError."""
     if choice.restarts is not None and (given := [name for name in others if others[name]]):
         raise click.UsageError(f"--restarts excludes {', '.join(given)}")
 
