@@ -2,6 +2,8 @@
 /// Descriptors with low numbers, which are criu's.
 #pragma once
 
+#include "core/unique_fd.hpp"
+
 #include <vector>
 
 namespace gpustasis {
@@ -17,12 +19,9 @@ public:
 
     /// Takes all that are free. Throws Error: io.
     LowDescriptors();
-    LowDescriptors(const LowDescriptors&) = delete;
-    LowDescriptors& operator=(const LowDescriptors&) = delete;
-    ~LowDescriptors();
 
 private:
-    std::vector<int> taken_; ///< ascending
+    std::vector<UniqueFd> taken_;
 };
 
 } // namespace gpustasis
