@@ -5,8 +5,6 @@ restored."""
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -388,16 +386,3 @@ def test_a_store_that_was_away_has_not_lost_a_rank(keepers: Keepers) -> None:
     lead._looked = -1e9
     lead.turn(life)
     assert keepers.life().stage is Stage.STOPS
-
-
-def test_recovery_excludes_what_ends_or_restores_a_job_in_other_ways() -> None:
-    words = ["job", "run", "--job", "j", "--rank", "0", "--world", "1", "-D", "/nonexistent"]
-    others = ["--keep-last", "2", "--checkpoint-on-sigterm", "--restarts", "1", "--", "/bin/true"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "gpustasis", *words, *others],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 2
-    assert "--restarts excludes --keep-last, --checkpoint-on-sigterm" in ended.stderr

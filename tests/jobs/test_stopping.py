@@ -179,3 +179,16 @@ def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa:
             Stage.STOPS,
             "rank 0 has ended, its status is not known",
         )
+
+
+def test_recovery_excludes_what_ends_or_restores_a_job_in_other_ways() -> None:
+    words = ["job", "run", "--job", "j", "--rank", "0", "--world", "1", "-D", "/nonexistent"]
+    others = ["--keep-last", "2", "--checkpoint-on-sigterm", "--restarts", "1", "--", "/bin/true"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "gpustasis", *words, *others],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "--restarts excludes --keep-last, --checkpoint-on-sigterm" in ended.stderr

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,23 +16,26 @@ from gpustasis import nccl
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
-from gpustasis.cli.job_recovery import Choice, choice_of, recovery_options
+from gpustasis.cli.job_recovery import (
+    choice_of,
+    keep_recovered,
+    recovery_options,
+    require_alone,
+    wait_a_moment,
+)
 from gpustasis.cli.options import Size, check_of, interval_options, periodic_of, verify_options
 from gpustasis.errors import JobError
 from gpustasis.jobs.messages import Limits
 
 if TYPE_CHECKING:
     from gpustasis.intervals import Periodic
-    from gpustasis.jobs.member import Settings
     from gpustasis.jobs.preempting import Grace
     from gpustasis.jobs.rank import Context
-    from gpustasis.jobs.recovering import Recovering
     from gpustasis.jobs.supervise import Ended, Supervisor
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 _LIMITS = Limits()
 _RUN = "/run/gpustasis/jobs"
-_POLL_S = 0.2
 
 
 def _seconds(
@@ -230,7 +232,7 @@ def run(
     from gpustasis.jobs.supervise import Supervisor
 
     choice = choice_of(options)
-    _require_alone(
+    require_alone(
         choice,
         {
             "--restore-newest": restore_newest,
@@ -269,13 +271,13 @@ def run(
     with open_store(options) as store:
         place = place_of(job, rank, directory, run_directory)
         place.make()
-        held = place.only_keeper(_wait if choice.standby else None)
+        held = place.only_keeper(wait_a_moment if choice.standby else None)
         try:
             context = Context(place, world, store, Keys(job), use)
             if safe_points:
                 context.seat.make(anew=False)
             if choice.restarts is not None:
-                ended = _keep_recovered(context, settings, choice, words, restore=restore)
+                ended = keep_recovered(context, settings, choice, words, restore=restore)
             else:
                 preempts = Preempting(context, terms, output.say) if checkpoint_on_sigterm else None
                 supervisor = Supervisor(context, settings, output.say, preempts)
@@ -296,12 +298,6 @@ def run(
     if status:
         output.finish()
         raise click.exceptions.Exit(status)
-
-
-def _require_alone(choice: Choice, others: dict[str, object]) -> None:
-    """A job that is recovered is started and ended by that alone. Raises UsageError."""
-    if choice.restarts is not None and (given := [name for name in others if others[name]]):
-        raise click.UsageError(f"--restarts excludes {', '.join(given)}")
 
 
 def _grace(grace: float, reserve: float, speed: int | None) -> Grace:
@@ -366,69 +362,3 @@ def _keep(
     if newest and not ended.epoch and ended.status == 0:
         note_ended(context, output.warn)
     return ended
-
-
-def _keep_recovered(
-    context: Context,
-    settings: Settings,
-    choice: Choice,
-    words: tuple[str, ...],
-    *,
-    restore: bool,
-) -> Ended:
-    """Until the rank of a job that is recovered has ended."""
-    from gpustasis.jobs.supervise import Supervisor
-
-    what = f"job {context.place.job}, rank {context.place.rank}"
-    recovering = _recovering(context, settings.ttl_s, choice)
-    try:
-        supervisor = Supervisor(context, settings, output.say, recovering=recovering)
-        if words or restore or choice.standby:
-            context.say_where()
-        is_new = bool(words or restore) and not choice.standby
-        if recovering.begin(new=is_new, can_start=bool(words)):
-            pid = supervisor.start(words, os.environ)
-            output.say(f"{what}: process {pid}, output in {context.place.log}")
-        elif restore:
-            output.say(f"{what}: waits to be restored")
-        return supervisor.run(restoring=restore, command=(words, os.environ) if words else None)
-    finally:
-        recovering.close()
-
-
-def _wait() -> bool:
-    time.sleep(_POLL_S)
-    return True
-
-
-def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
-    """As the options say; once the rank has no keeper, if that is waited for."""
-    from gpustasis.jobs.guard import Guard, where
-    from gpustasis.jobs.hanging import Watcher
-    from gpustasis.jobs.lives import Terms
-    from gpustasis.jobs.recovering import Recovering
-
-    assert choice.restarts is not None
-    place = context.place
-    terms = Terms(
-        restarts=choice.restarts,
-        afresh=choice.afresh,
-        evidence=choice.evidence,
-        back_off_s=choice.back_off,
-    )
-    guard = Guard(
-        context.store,
-        context.keys,
-        place.rank,
-        context.world,
-        terms,
-        where(place.run),
-        ttl_s=ttl,
-        told=output.say,
-    )
-    while choice.standby and not guard.has_seat():
-        _wait()
-    watcher = None
-    if choice.hang_after is not None:
-        watcher = Watcher(choice.hang_after, place.log, choice.progress)
-    return Recovering(context, guard, watcher, output.say)

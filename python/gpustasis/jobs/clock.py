@@ -77,3 +77,18 @@ def keep_last(context: Context, count: int) -> list[str]:
     finally:
         os.close(descriptor)
     return [directory for one in done for directory in one.directories]
+
+
+def remove_older(context: Context, told: Callable[[str], object]) -> None:
+    """As keep_last of the rank's options says, after a checkpoint that was made: a failed one never
+    removes a good one."""
+    count = context.options.keep_last
+    if not count:
+        return
+    try:
+        removed = keep_last(context, count)
+    except (CheckpointError, OSError) as exc:
+        told(f"{context.name}: older checkpoints stay: {exc}")
+    else:
+        if removed:
+            told(f"{context.name}: {', '.join(removed)} removed")

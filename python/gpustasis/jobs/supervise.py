@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gpustasis.errors import CheckpointError, JobError, StoreError, VerificationError
 from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.checkpointing import Checkpointing
-from gpustasis.jobs.clock import keep_last
+from gpustasis.jobs.clock import remove_older
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Preempting, Restart, older_than
@@ -285,25 +285,12 @@ class Supervisor:
                 raise JobError(f"{what}; nothing was restored")
             return None
         if epoch.phase is Phase.COMMITTED and not epoch.restores and epoch.leave_running:
-            self._keep_last()
+            remove_older(self._context, self._told)
         if epoch.phase is Phase.COMMITTED and not epoch.leave_running:
             if self._recovering is not None:
                 self._recovering.ended_by(outcome.number)
             return Ended(epoch=outcome.number, status=None)
         return None
-
-    def _keep_last(self) -> None:
-        """After a success only, so that a failed one never removes a good one."""
-        context, count = self._context, self._context.options.keep_last
-        if not count:
-            return
-        try:
-            removed = keep_last(context, count)
-        except (CheckpointError, OSError) as exc:
-            self._told(f"{context.name}: older checkpoints stay: {exc}")
-        else:
-            if removed:
-                self._told(f"{context.name}: {', '.join(removed)} removed")
 
     def _verify(self, number: int, problem: bool) -> None:
         """The tasks go on if the job is back, else they are killed. Raises VerificationError if it
