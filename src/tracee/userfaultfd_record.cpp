@@ -25,7 +25,8 @@
 namespace gpustasis {
 namespace {
 
-constexpr int kPatienceMs = 1000; // another's call takes a millisecond, and no thread is stopped yet
+constexpr int kPatienceMs =
+    1000; // another's call takes a millisecond, and no thread is stopped yet
 // From the writing of a record to the call: some tens of microseconds, more on a busy machine.
 constexpr std::int64_t kCallWithin = 5'000'000'000;
 constexpr std::uint64_t kMaxSize = 64;
@@ -90,8 +91,7 @@ using Directory = std::unique_ptr<DIR, CloseDir>;
 
 /// What is in it, by another descriptor.
 Directory entries_of(int directory) {
-    Directory entries(
-        ::fdopendir(::openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC)));
+    Directory entries(::fdopendir(::openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC)));
     if (!entries)
         throw io_error("cannot list a directory", errno);
     return entries;
@@ -187,8 +187,9 @@ std::vector<UnusedUserfaultfd> UserfaultfdRecord::find_left() noexcept {
     try {
         const std::vector<UnusedUserfaultfd> unused = find_unused_userfaultfds(pid_);
         if (held_ && !unused.empty())
-            why_not_ = Error(Errc::unsupported,
-                             "another process is making one there, or has stopped in the middle of it");
+            why_not_ =
+                Error(Errc::unsupported,
+                      "another process is making one there, or has stopped in the middle of it");
         judge(own_, unused, left);
         judge(owners_, unused, left);
         may_come_ = own_.is_record && !own_.has_left;

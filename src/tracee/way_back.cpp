@@ -28,8 +28,8 @@ constexpr std::array kRestorer = {std::byte{0x48}, std::byte{0xc7}, std::byte{0x
                                   std::byte{0x00}, std::byte{0x0f}, std::byte{0x05}};
 
 constexpr std::uint64_t kRedZone = 128;
-constexpr std::uint64_t kMaxCode = 64U << 20; // no C library is larger; do not read a JIT's arena
-constexpr std::uint64_t kMaxGuard = 64U << 10;    // of a thread's stack; a heap's reserve is larger
+constexpr std::uint64_t kMaxCode = 64U << 20;  // no C library is larger; do not read a JIT's arena
+constexpr std::uint64_t kMaxGuard = 64U << 10; // of a thread's stack; a heap's reserve is larger
 constexpr std::uint64_t kMinStackLeft = 4U << 10; // beside the way back
 constexpr std::uint64_t kUserCode64 = 0x33;       // __USER_CS of a 64-bit program
 
@@ -183,6 +183,5 @@ void require_room_for_way_back(const std::vector<Mapping>& maps, pid_t tid) {
         throw Error(Errc::unsupported,
                     name + " may have too little stack left for a call in its name");
 }
-
 
 } // namespace gpustasis
