@@ -218,8 +218,11 @@ def let_all_go(coupled: Coupled, store: Store, all_councils: list[Council], numb
     """The epoch is aborted."""
     epochs.abort(store, KEYS, number, "no")
     with ThreadPoolExecutor(len(all_councils)) as pool:
-        pairs = zip(coupled.seats, all_councils, strict=True)
-        list(pool.map(lambda pair: let_go(*pair, 60, lambda: True), pairs))
+        for each in [
+            pool.submit(let_go, seat, council, 60, lambda: True)
+            for seat, council in zip(coupled.seats, all_councils, strict=True)
+        ]:
+            each.result()
 
 
 @pytest.mark.parametrize("new_store", ["local"], indirect=True)
