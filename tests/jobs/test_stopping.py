@@ -183,6 +183,7 @@ def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa:
 
 def test_recovery_excludes_what_ends_or_restores_a_job_in_other_ways() -> None:
     words = ["job", "run", "--job", "j", "--rank", "0", "--world", "1", "-D", "/nonexistent"]
+    words += ["--store", "http://127.0.0.1:1"]
     others = ["--keep-last", "2", "--checkpoint-on-sigterm", "--restarts", "1", "--", "/bin/true"]
     ended = subprocess.run(
         [sys.executable, "-m", "gpustasis", *words, *others],
