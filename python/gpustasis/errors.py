@@ -143,3 +143,9 @@ class AgentError(CheckpointError):
     """The agent of this node cannot be reached, or refuses what was asked, or cannot begin it."""
 
     exit_code = 23
+
+
+class VerificationError(CheckpointError):
+    """A restored job does not count as back: the command that verifies it has failed."""
+
+    exit_code = 24

@@ -2,8 +2,10 @@
 #include "core/trusted_directory.hpp"
 
 #include "core/error.hpp"
+#include "core/file.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -12,11 +14,11 @@
 
 namespace gpustasis {
 
-void require_trusted(int fd, const std::string& path) {
+void require_trusted(int fd, const std::string& path, uid_t user) {
     struct stat status {};
     if (::fstat(fd, &status) != 0)
         throw io_error("cannot examine " + path, errno);
-    const bool own = status.st_uid == 0 || status.st_uid == ::geteuid();
+    const bool own = status.st_uid == 0 || status.st_uid == user;
     if (own && (status.st_mode & (S_IWGRP | S_IWOTH)) == 0)
         return;
     char mode[8];
@@ -26,7 +28,7 @@ void require_trusted(int fd, const std::string& path) {
 }
 
 UniqueFd open_trusted(const std::string& base, const std::vector<std::string>& parts,
-                      IfMissing missing) {
+                      IfMissing missing, uid_t user) {
     std::string path = base;
     UniqueFd directory(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     for (const std::string& part : parts) {
@@ -39,11 +41,32 @@ UniqueFd open_trusted(const std::string& base, const std::vector<std::string>& p
         directory = UniqueFd(::openat(directory.get(), part.c_str(),
                                       O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
         if (directory)
-            require_trusted(directory.get(), path);
+            require_trusted(directory.get(), path, user);
     }
     if (!directory && (errno != ENOENT || missing == IfMissing::make))
         throw io_error("cannot open " + path, errno);
     return directory;
+}
+
+LockedFile open_locked(int directory, const std::string& name, IfMissing missing, int patience_ms,
+                       uid_t user) {
+    const int flags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+    for (;;) {
+        LockedFile file;
+        file.fd = UniqueFd(::openat(directory, name.c_str(),
+                                    missing == IfMissing::make ? flags | O_CREAT : flags,
+                                    S_IRUSR | S_IWUSR));
+        if (!file.fd && errno == ENOENT && missing == IfMissing::nothing)
+            return file;
+        if (!file.fd)
+            throw io_error("cannot open " + name, errno);
+        require_trusted(file.fd.get(), name, user);
+        file.locked = lock_file(file.fd.get(), LOCK_EX, patience_ms, name);
+        struct stat status {};
+        if (!file.locked || ::fstat(file.fd.get(), &status) != 0 || status.st_nlink != 0)
+            return file;
+        // Its holder has removed it, between our two calls.
+    }
 }
 
 } // namespace gpustasis

@@ -10,6 +10,9 @@
 #include "dropped_memory/drop_record.hpp"
 #include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
+#include "tracee/task_maps.hpp"
+#include "tracee/userfaultfd_record.hpp"
+#include "tracee/way_back.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -17,7 +20,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -35,6 +40,37 @@ bool is_descendant(pid_t pid, pid_t ancestor) {
         return false; // it, or one above it, has ended: the tree to be dumped stands
     }
     return pid == ancestor;
+}
+
+void close_by(const BorrowedThread& thread, UserfaultfdRecord& record,
+              const std::vector<UnusedUserfaultfd>& found) {
+    InjectedSyscalls task(thread);
+    for (const UnusedUserfaultfd& left : found)
+        if (record.close_left(left, task))
+            host::info("closed descriptor " + std::to_string(left.fd) + " of pid " +
+                       std::to_string(thread.pid) +
+                       ": a userfaultfd that a dump or a tracker which was killed has left there");
+    task.finish();
+}
+
+/// By one that survives it should this criu be killed meanwhile: no worker looks after a task without CUDA.
+void close_by_any_thread(pid_t pid, UserfaultfdRecord& record,
+                         const std::vector<UnusedUserfaultfd>& found) {
+    if (!find_way_back_code(pid))
+        throw Error(Errc::unsupported, "it has no code that would lead a thread of it back");
+    Error failure(Errc::gone, "it has no thread");
+    for (const pid_t tid : proc::threads(pid)) {
+        try {
+            require_room_for_way_back(read_maps(pid), tid);
+        } catch (const Error& e) {
+            failure = e;
+            continue;
+        }
+        std::atomic<bool> signals_blocked = false;
+        std::atomic<std::uint64_t> signal_mask = 0;
+        return close_by({pid, tid, signals_blocked, signal_mask}, record, found);
+    }
+    throw failure;
 }
 
 [[noreturn]] void refuse(const DropRecord& record, pid_t pid) {
@@ -60,43 +96,24 @@ void write_record(DropRecords& records, const TaskRecord& record, int image_dir)
                    .directory = directory_path(image_dir)});
 }
 
-/// For close_left_userfaultfd() of another dump, should this criu be killed. The memory is as well
-/// guarded without.
-void record_userfaultfd(const TaskRecord& record, int image_dir) {
-    try {
-        DropRecords records({}, DropRecords::kUserfaultfd);
-        if (!find_unused_userfaultfds(record.pid).empty())
-            return; // one of its own: nobody could tell which one is ours
-        write_record(records, record, image_dir);
-        records.list(); // which removes those of the dead
-    } catch (const Error& e) {
+/// With a record for another dump, should this criu be killed. The memory is as well guarded without.
+UniqueFd make_recorded_userfaultfd(InjectedSyscalls& task, const TaskRecord& record) {
+    UserfaultfdRecord made_there(record.pid, IfMissing::make);
+    made_there.begin();
+    if (const auto& why_not = made_there.why_not())
         host::warn("should this criu be killed now, pid " + std::to_string(record.pid) +
-                   " may keep a userfaultfd, which CRIU cannot dump: " + e.what());
-    }
-}
-
-UniqueFd make_recorded_userfaultfd(InjectedSyscalls& task, const TaskRecord& record,
-                                   int image_dir) {
-    record_userfaultfd(record, image_dir);
+                   " may keep a userfaultfd, which CRIU cannot dump: " + why_not->what());
     host::info("guarding the staged memory of pid " + std::to_string(record.pid));
-    const auto forget = [&record] {
-        DropRecords({}, DropRecords::kUserfaultfd).remove(identity_of(record));
-    };
-    try {
-        UniqueFd made = make_userfaultfd(task, record.pid);
-        forget();
-        return made;
-    } catch (const Error&) {
-        forget();
-        throw;
-    }
+    UniqueFd made = make_userfaultfd(task, record.pid);
+    made_there.end();
+    return made;
 }
 
 Guard make_guard(InjectedSyscalls& task, const TaskRecord& record,
-                 const std::vector<Region>& regions, int image_dir, bool required) {
+                 const std::vector<Region>& regions, bool required) {
     Guard guard;
     try {
-        guard.pages.emplace(make_recorded_userfaultfd(task, record, image_dir));
+        guard.pages.emplace(make_recorded_userfaultfd(task, record));
         for (const Region& region : regions)
             guard.pages->add(region);
     } catch (const Error& e) {
@@ -167,30 +184,21 @@ void record_checkpoint(const TaskRecord& record, int image_dir, bool required) {
     }
 }
 
-void close_left_userfaultfd(TaskRecord& record) {
-    const std::string name = "pid " + std::to_string(record.pid);
+void close_left_userfaultfd(pid_t pid, TaskRecord* record) {
     try {
-        DropRecords records({}, DropRecords::kUserfaultfd);
-        if (!records.find(identity_of(record)))
-            return;
-        const std::vector<int> left = find_unused_userfaultfds(record.pid);
-        if (left.size() > 1)
-            throw Error(Errc::unsupported, "there are " + std::to_string(left.size()));
-        if (!left.empty()) {
-            InjectedSyscalls task(
-                {record.pid, record.restore_tid, record.thawed, record.signal_mask});
-            const std::int64_t result =
-                task.call(SYS_close, static_cast<std::uint64_t>(left.front()), 0, 0);
-            task.finish();
-            if (result != 0)
-                throw io_error("close", static_cast<int>(-result));
-            host::info("closed descriptor " + std::to_string(left.front()) + " of " + name +
-                       ": a userfaultfd that a dump which was killed has left there");
-        }
-        records.remove(identity_of(record));
+        UserfaultfdRecord left_there(pid, IfMissing::nothing);
+        const std::vector<UnusedUserfaultfd> found = left_there.find_left();
+        if (!found.empty() && record != nullptr)
+            close_by({pid, record->restore_tid, record->thawed, record->signal_mask}, left_there,
+                     found);
+        else if (!found.empty())
+            close_by_any_thread(pid, left_there, found);
+        if (const auto& why_not = left_there.why_not())
+            throw Error(*why_not);
     } catch (const Error& e) {
-        host::warn("a dump of " + name + " that was killed may have left a userfaultfd there, " +
-                   "which CRIU cannot dump: " + e.what());
+        host::warn("a dump or a tracker of pid " + std::to_string(pid) +
+                   " that was killed may have left a userfaultfd there, which CRIU cannot dump: " +
+                   e.what());
     }
 }
 
@@ -204,7 +212,7 @@ void drop_staging(Guard& guard, TaskRecord& record, const std::vector<Region>& r
     if (!task.has_way_back())
         host::warn(name + " would not survive this criu being killed while its staged memory is "
                           "dropped");
-    guard = make_guard(task, record, regions, images.lineage().directory(0), required);
+    guard = make_guard(task, record, regions, required);
     if (guard.pages)
         try {
             start_guardians(record, table, *guard.pages, images, threads);

@@ -33,10 +33,10 @@ void require_lock(const DumpLock& lock, bool drops);
 /// `image_dir`. Throws Error: io, bad_argument, corrupt_data; only warns unless `required`.
 void record_checkpoint(const TaskRecord& record, int image_dir, bool required);
 
-/// Close the userfaultfd that a dump which was killed has left in the task of `record`, if one has:
-/// CRIU dumps no process that has one open. What cannot be closed is warned of. The restore thread
-/// must be this process's tracee and stopped.
-void close_left_userfaultfd(TaskRecord& record);
+/// Close the userfaultfd that a dump or a DirtyTracker which was killed has left in process `pid`, if one has:
+/// CRIU dumps no process that has one open. `record`: of a CUDA task, whose restore thread does it then.
+/// What cannot be closed is warned of. Every thread of the process must be this process's tracee and stopped.
+void close_left_userfaultfd(pid_t pid, TaskRecord* record);
 
 /// What dropped memory stands behind.
 struct Guard {

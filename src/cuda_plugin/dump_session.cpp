@@ -212,6 +212,7 @@ bool DumpSession::checkpoint(pid_t pid) {
         throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
                               "try again");
     images_.require_as_asked();
+    close_left_userfaultfd(pid, record);
     std::vector<Region> staging;
     if (record != nullptr)
         staging = checkpoint_device(*record);
@@ -275,7 +276,6 @@ void DumpSession::run_driver_checkpoint(TaskRecord& record, TaskStatistics& stat
                               "checkpointed");
     proc::wait_for_helper_threads(record.pid, threads);
     thawed.refreeze();
-    close_left_userfaultfd(record);
 }
 
 void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& regions,

@@ -23,7 +23,8 @@ class DirtyMethod;
 /// Calls from several threads take turns.
 class DirtyTracker {
 public:
-    /// nullopt: write_protect if it works here, else soft_dirty. Needs ptrace access to `pid`.
+    /// nullopt: write_protect if it works here, else soft_dirty. Needs ptrace access to `pid`. With
+    /// write_protect also closes what a tracker that was killed has left there (UserfaultfdRecord).
     /// Throws Error: unsupported, saying why, if the backend cannot work here; gone; io.
     DirtyTracker(pid_t pid, std::optional<DirtyBackend> backend);
     DirtyTracker(const DirtyTracker&) = delete;

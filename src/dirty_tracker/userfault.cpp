@@ -5,7 +5,7 @@
 #include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
 #include "tracee/ptrace.hpp"
-#include "tracee/vector_state.hpp"
+#include "tracee/userfaultfd_record.hpp"
 #include "tracee/way_back.hpp"
 
 #include <fcntl.h>
@@ -30,39 +30,12 @@ namespace {
 
 constexpr std::chrono::milliseconds kStopTimeout{300};
 constexpr std::size_t kMaxTries = 8;
-constexpr std::uint64_t kMaxGuard = 64U << 10;    // of a thread's stack; a heap's reserve is larger
-constexpr std::uint64_t kMinStackLeft = 4U << 10; // beside the way back
-constexpr std::uint64_t kUserCode64 = 0x33;       // __USER_CS of a 64-bit program
+constexpr std::uint64_t kUserModeOnly = 1; // the process needs no privilege; see below
+// Faults are never handled by anybody, so it does not matter that those of the kernel could not be.
+constexpr std::uint64_t kFlags = O_CLOEXEC | O_NONBLOCK | kUserModeOnly;
 
 std::string name_of(pid_t tid) {
     return "thread " + std::to_string(tid);
-}
-
-/// A stack that is a program's own making (a coroutine's, a goroutine's) may end right below its
-/// stack pointer, in memory that somebody else uses.
-bool has_stack_room(const std::vector<Mapping>& maps, std::uint64_t stack, std::uint64_t size) {
-    const auto at = std::ranges::find_if(
-        maps, [&](const Mapping& m) { return m.start <= stack && stack <= m.end; });
-    if (at == maps.end() || stack - at->start < size)
-        return false;
-    if (at->name == "[stack]")
-        return true;
-    if (at == maps.begin() || !at->is_private_anonymous())
-        return false;
-    const Mapping& guard = *std::prev(at);
-    return guard.end == at->start && guard.protection == PROT_NONE &&
-           guard.end - guard.start <= kMaxGuard;
-}
-
-void require_usable(const AddressSpace& space, pid_t tid) {
-    user_regs_struct registers{};
-    ptrace_call(PTRACE_GETREGS, "PTRACE_GETREGS", tid, nullptr, &registers);
-    if (registers.cs != kUserCode64)
-        throw Error(Errc::unsupported, name_of(tid) + " runs 32-bit code");
-    const std::uint64_t size = way_back_size(read_vector_state(tid)) + kMinStackLeft;
-    if (!has_stack_room(space.mappings(), registers.rsp, size))
-        throw Error(Errc::unsupported,
-                    name_of(tid) + " may have too little stack left for a call in its name");
 }
 
 /// Some calls (epoll_wait, sigtimedwait and others, see signal(7)) end with EINTR where a thread is
@@ -81,12 +54,23 @@ void undo_interruption(pid_t tid) {
     ptrace_call(PTRACE_SETREGS, "PTRACE_SETREGS", tid, nullptr, &registers);
 }
 
-UniqueFd make_in_thread(const AddressSpace& space, pid_t tid, std::uint64_t number,
-                        std::uint64_t argument) {
+/// What a tracker, or a dump, that was killed has left. That this fails harms nobody.
+void close_left(UserfaultfdRecord& record, InjectedSyscalls& task, pid_t pid, pid_t tid) {
+    try {
+        const std::vector<UnusedUserfaultfd> found = record.find_left();
+        if (found.empty() || others_are_traced(pid, tid))
+            return;
+        for (const UnusedUserfaultfd& left : found)
+            record.close_left(left, task);
+    } catch (const Error&) { // NOLINT(bugprone-empty-catch): the next one tries again
+    }
+}
+
+UniqueFd make_in_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid) {
     const SeizedThread seized(tid, kStopTimeout);
     space.require_alive(); // else `tid` may have been another process's by then
     undo_interruption(tid);
-    require_usable(space, tid);
+    require_room_for_way_back(space.mappings(), tid);
     std::atomic<bool> signals_blocked = false;
     std::atomic<std::uint64_t> signal_mask = 0;
     InjectedSyscalls task({space.pid(), tid, signals_blocked, signal_mask});
@@ -96,22 +80,24 @@ UniqueFd make_in_thread(const AddressSpace& space, pid_t tid, std::uint64_t numb
                         " could be harmed: its program has no \"syscall; ret\" and signal "
                         "restorer to lead it back should this process be killed, or a "
                         "shadow stack");
-    UniqueFd ours = take_descriptor(task, space.pidfd(), number, argument);
+    close_left(record, task, space.pid(), tid);
+    record.begin();
+    UniqueFd ours = take_descriptor(task, space.pidfd(), SYS_userfaultfd, kFlags);
+    const int error = errno;
+    record.end();
     if (!ours)
-        throw io_error("system call " + std::to_string(number) + " in the name of " + name_of(tid),
-                       errno);
+        throw io_error("userfaultfd in the name of " + name_of(tid), error);
     task.finish();
     return ours;
 }
 
 /// On a thread of its own: a thread that could not be stopped is let go of when its tracer ends.
-UniqueFd make_on_own_thread(const AddressSpace& space, pid_t tid, std::uint64_t number,
-                            std::uint64_t argument) {
+UniqueFd make_on_own_thread(const AddressSpace& space, UserfaultfdRecord& record, pid_t tid) {
     UniqueFd made;
     std::exception_ptr failure;
     std::thread([&] {
         try {
-            made = make_in_thread(space, tid, number, argument);
+            made = make_in_thread(space, record, tid);
         } catch (...) {
             failure = std::current_exception();
         }
@@ -146,21 +132,21 @@ std::vector<pid_t> candidates(pid_t pid) {
     return tids;
 }
 
-/// Has a thread of the process make system call `number`, whose result is a descriptor; takes a
-/// copy of it and has the thread close it: the process's table of descriptors is as before. One
-/// thread is stopped for that time, about a millisecond; what it does goes on after
-/// it, also if this process is killed at any instant. At worst, if that instant lies between the
-/// call and its being noticed (some microseconds), the descriptor is left open there, unused.
+/// Has a thread of the process make a userfaultfd; takes a copy of it and has the thread close it: the
+/// process's table of descriptors is as before. One thread is stopped for that time, about a
+/// millisecond; what it does goes on after it, also if this process is killed at any instant. At
+/// worst, if that instant lies between the call and its being noticed, the descriptor is left open
+/// there, unused, until another tracker or a dump comes (UserfaultfdRecord).
 ///
 /// Takes a thread only if its stack is known to have room for the way back: the main thread, or
 /// one whose stack lies above a guard. Throws Error: unsupported, gone, io; the process goes on.
-UniqueFd make_descriptor_in(const AddressSpace& space, std::uint64_t number,
-                            std::uint64_t argument) {
+UniqueFd make_in_process(const AddressSpace& space) {
+    UserfaultfdRecord record(space.pid(), IfMissing::make); // no thread is stopped yet
     Error failure(Errc::gone, "process " + std::to_string(space.pid()) + " has no thread");
     bool failed = false;
     for (const pid_t tid : candidates(space.pid())) {
         try {
-            return make_on_own_thread(space, tid, number, argument);
+            return make_on_own_thread(space, record, tid);
         } catch (const Error& e) {
             if (!failed)
                 failure = e; // the main thread's says most
@@ -175,10 +161,6 @@ constexpr std::uint64_t kFeaturePagefaultFlagWp = 1U << 0;
 constexpr std::uint64_t kFeatureWpHugetlbfsShmem = 1U << 12;
 constexpr std::uint64_t kFeatureWpUnpopulated = 1U << 13;
 constexpr std::uint64_t kFeatureWpAsync = 1U << 15;
-constexpr std::uint64_t kUserModeOnly = 1; // the process needs no privilege; see below
-
-// Faults are never handled by anybody, so it does not matter that those of the kernel could not be.
-constexpr std::uint64_t kFlags = O_CLOEXEC | O_NONBLOCK | kUserModeOnly;
 
 UniqueFd make_here() {
     UniqueFd fd(static_cast<int>(::syscall(SYS_userfaultfd, kFlags)));
@@ -192,8 +174,7 @@ UniqueFd make_here() {
 } // namespace
 
 Userfault::Userfault(const AddressSpace& space)
-    : fd_(space.pid() == ::getpid() ? make_here()
-                                    : make_descriptor_in(space, SYS_userfaultfd, kFlags)) {
+    : fd_(space.pid() == ::getpid() ? make_here() : make_in_process(space)) {
     uffdio_api api{};
     api.api = UFFD_API;
     api.features = kFeaturePagefaultFlagWp | kFeatureWpHugetlbfsShmem | kFeatureWpUnpopulated |

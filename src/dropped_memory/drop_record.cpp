@@ -14,7 +14,6 @@
 
 #include <cerrno>
 #include <charconv>
-#include <cstdio>
 #include <memory>
 #include <span>
 #include <sstream>
@@ -98,27 +97,6 @@ struct CloseDir {
 
 } // namespace
 
-std::uint64_t pid_namespace_of(const std::string& process) {
-    const std::string path = "/proc/" + process + "/ns/pid";
-    struct stat status {};
-    if (::stat(path.c_str(), &status) != 0)
-        throw io_error("cannot examine " + path, errno);
-    return status.st_ino;
-}
-
-TaskIdentity identify_task(pid_t pid) {
-    return {pid_namespace_of(std::to_string(pid)), proc::innermost_pid(pid), proc::start_time(pid)};
-}
-
-std::string run_directory() {
-    return ::geteuid() == 0 ? "/run" : "/run/user/" + std::to_string(::geteuid());
-}
-
-std::string file_name(const TaskIdentity& task) {
-    return std::to_string(task.pid_namespace) + "-" + std::to_string(task.inner_pid) + "-" +
-           std::to_string(task.start_time);
-}
-
 DropRecords::DropRecords(std::string base, std::string kind)
     : base_(std::move(base)), kind_(std::move(kind)) {
     if (base_.empty())
@@ -191,16 +169,10 @@ std::vector<DropRecord> DropRecords::list() {
     if (!entries)
         throw io_error("cannot list " + path(), errno);
     while (const dirent* entry = ::readdir(entries.get())) {
-        TaskIdentity task;
-        char rest = 0;
-        unsigned long long pid_namespace = 0;
-        unsigned long long start_time = 0;
-        if (std::sscanf(entry->d_name, "%llu-%u-%llu%c", &pid_namespace, &task.inner_pid,
-                        &start_time, &rest) != 3)
+        const std::optional<TaskIdentity> task = task_of_file(entry->d_name);
+        if (!task)
             continue; // a file that was not finished, or none of ours
-        task.pid_namespace = pid_namespace;
-        task.start_time = start_time;
-        const std::optional<DropRecord> record = find(task);
+        const std::optional<DropRecord> record = find(*task);
         if (record && is_alive(*record))
             records.push_back(*record);
         else

@@ -11,6 +11,7 @@
 
 #include "core/image_info.hpp"
 #include "core/unique_fd.hpp"
+#include "tracee/task_identity.hpp"
 
 #include <sys/types.h>
 
@@ -20,28 +21,6 @@
 #include <vector>
 
 namespace gpustasis {
-
-/// A task, the same whichever pid namespace it is seen from, until the machine boots again.
-struct TaskIdentity {
-    std::uint64_t pid_namespace = 0; ///< inode of its innermost pid namespace
-    std::uint32_t inner_pid = 0;     ///< its id in that namespace
-    std::uint64_t start_time = 0;    ///< field 22 of /proc/PID/stat
-
-    bool operator==(const TaskIdentity&) const = default;
-};
-
-/// Throws Error: io if there is no such task.
-TaskIdentity identify_task(pid_t pid);
-
-/// What a file about `task` is called.
-std::string file_name(const TaskIdentity& task);
-
-/// Where a program of this user keeps what does not outlive a boot: /run, or /run/user/UID.
-std::string run_directory();
-
-/// Inode of the innermost pid namespace of a process: its id in digits, or "self".
-/// Throws Error: io.
-std::uint64_t pid_namespace_of(const std::string& process);
 
 struct DropRecord {
     TaskIdentity task;
@@ -66,8 +45,6 @@ class DropRecords {
 public:
     static constexpr const char* kDropped = "dropped";
     static constexpr const char* kCheckpointed = "checkpointed"; ///< a directory beside that one
-    /// Another: of tasks in which a userfaultfd is being made, and may have been left open.
-    static constexpr const char* kUserfaultfd = "userfaultfd";
 
     /// `base`: in place of /run or /run/user/UID; for tests. It must exist.
     explicit DropRecords(std::string base = {}, std::string kind = kDropped);

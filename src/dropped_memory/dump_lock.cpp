@@ -26,13 +26,8 @@ struct CloseDir {
     void operator()(DIR* dir) const noexcept { ::closedir(dir); }
 };
 
-bool lock(int fd, int patience_ms = 0) {
+bool lock(int fd, int patience_ms) {
     return lock_file(fd, LOCK_EX, patience_ms, "a file for the dump of a task");
-}
-
-bool is_removed(int fd) {
-    struct stat status {};
-    return ::fstat(fd, &status) == 0 && status.st_nlink == 0;
 }
 
 [[noreturn]] void refuse(int file, const TaskIdentity& task) {
@@ -56,7 +51,7 @@ void remove_left(int directory, const std::string& but) {
             continue;
         const UniqueFd file(
             ::openat(directory, entry->d_name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-        if (file && lock(file.get()))
+        if (file && lock(file.get(), 0))
             ::unlinkat(directory, entry->d_name, 0);
     }
 }
@@ -88,18 +83,10 @@ void DumpLock::take(const TaskIdentity& task, const std::string& who, const std:
                     "another process has held the lock of " + place + "/gpustasis/dumping for " +
                         std::to_string(kLockPatienceMs / 1000) +
                         " s: find it with fuser, see whether it is stopped, and try again");
-    do {
-        file_ = UniqueFd(::openat(directory_.get(), name_.c_str(),
-                                  O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC,
-                                  S_IRUSR | S_IWUSR));
-        if (!file_)
-            throw io_error("cannot open the lock " + name_, errno);
-        require_trusted(file_.get(), name_);
-        if (!lock(file_.get())) {
-            const UniqueFd held = std::move(file_); // not ours to remove
-            refuse(held.get(), task);
-        }
-    } while (is_removed(file_.get())); // by its holder, between our two calls
+    LockedFile file = open_locked(directory_.get(), name_, IfMissing::make, 0);
+    if (!file.locked)
+        refuse(file.fd.get(), task);
+    file_ = std::move(file.fd);
     if (::ftruncate(file_.get(), 0) != 0)
         throw io_error("cannot empty the lock " + name_, errno);
     write_at(file_.get(), 0, std::as_bytes(std::span(who)));

@@ -6,7 +6,6 @@
 #include "core/workers.hpp"
 #include "dropped_memory/userfaultfd_setting.hpp"
 #include "tracee/injected_syscall.hpp"
-#include "tracee/proc.hpp"
 
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
@@ -18,12 +17,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <filesystem>
 #include <mutex>
 #include <optional>
 #include <sstream>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -275,35 +272,6 @@ UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid) {
     if (!fd)
         throw Error(Errc::unsupported, io_error("userfaultfd", errno).what());
     return fd;
-}
-
-// fs/userfaultfd.c, userfaultfd_show_fdinfo: "API:", then in hex the version, the features in use,
-// and those that there are. UFFDIO_API makes the second one other than 0.
-std::vector<int> find_unused_userfaultfds(pid_t pid) {
-    namespace fs = std::filesystem;
-    std::vector<int> found;
-    const fs::path process = "/proc/" + std::to_string(pid);
-    std::error_code error;
-    for (fs::directory_iterator at(process / "fd", error), end; !error && at != end;
-         at.increment(error)) {
-        std::error_code closed;
-        if (fs::read_symlink(at->path(), closed) != "anon_inode:[userfaultfd]")
-            continue;
-        const std::string name = at->path().filename();
-        const std::string text = proc::read_file(process / "fdinfo" / name);
-        const std::size_t line = text.find("\nAPI:");
-        std::uint64_t version = 0;
-        std::uint64_t features = 1;
-        char colon = 0;
-        if (line != std::string::npos)
-            std::istringstream(text.substr(line + 5)) >> std::hex >> version >> colon >> features;
-        if (features == 0)
-            found.push_back(std::stoi(name));
-    }
-    if (error)
-        throw io_error("cannot list the descriptors of process " + std::to_string(pid),
-                       error.value());
-    return found;
 }
 
 } // namespace gpustasis

@@ -61,11 +61,8 @@ private:
 /// kernel touches. Needs in that process CAP_SYS_PTRACE or vm.unprivileged_userfaultfd = 1: without
 /// the one, the other is set for the moment of the call (userfaultfd_setting.hpp).
 /// Throws Error: unsupported, saying why the kernel refuses; io.
-/// If this process is killed at a certain instant (take_descriptor), the descriptor is left open there.
+/// If this process is killed at a certain instant (take_descriptor), the descriptor is left open there:
+/// see UserfaultfdRecord.
 UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid);
-
-/// The descriptors of process `pid` that are userfaultfds which nobody has used yet, as one is that
-/// make_userfaultfd() has left there. Throws Error: io.
-std::vector<int> find_unused_userfaultfds(pid_t pid);
 
 } // namespace gpustasis

@@ -81,6 +81,11 @@ SealedOutput::OpenFrames::iterator SealedOutput::open_frame(std::uint64_t number
 
 void SealedOutput::fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded) {
     const std::uint64_t end = offset + padded;
+    {
+        const std::lock_guard lock(mutex_);
+        ++unfinished_;
+        end_ = std::max(end_, end);
+    }
     if (end > kMaxContentSize || end < offset)
         throw Error(Errc::bad_argument, options_.name + " would be too long");
     while (offset < end) {
@@ -98,6 +103,8 @@ void SealedOutput::fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded)
         bytes = bytes.subspan(piece.size());
         offset += size;
     }
+    const std::lock_guard lock(mutex_);
+    --unfinished_;
 }
 
 // Frames that come whole are sealed out of the caller's memory, and written with one call.
@@ -177,7 +184,10 @@ void SealedOutput::write_frame(FrameNumber&& number, FrameKind kind, Bytes plain
 void SealedOutput::commit(std::uint64_t size) {
     const std::uint32_t step = options_.frame_size;
     const std::uint64_t frames = frames_for(size, step);
-    if (next_ > frames)
+    // With a frame that failed goes its number: zeros, or nothing, would be in its place.
+    if (unfinished_ != 0)
+        throw Error(Errc::bad_argument, options_.name + ": bytes of it could not be put");
+    if (end_ > size)
         throw Error(Errc::bad_argument, options_.name + ": bytes were put behind its end");
     if (frames != 0 && next_ < frames)
         open_frame(frames - 1);

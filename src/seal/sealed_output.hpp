@@ -17,8 +17,9 @@
 namespace gpustasis::seal {
 
 /// Frames are sealed as soon as all their bytes are there. Holds the plain text of those that are not
-/// full: with chunks that arrive nearly in order about one more than those chunks span, and the first,
-/// as the image's header comes last; and what each thread is writing, sealed. All is wiped.
+/// full, and wipes it: with chunks that arrive nearly in order about one more than those chunks span, and
+/// the first, as the image's header comes last. Each thread that writes holds what it is writing besides,
+/// sealed: at most kMaxSealedFrame and the overhead of its frames.
 class SealedOutput final : public ImageOutput {
 public:
     struct Options {
@@ -35,6 +36,7 @@ public:
 
     void write(std::uint64_t offset, MutBytes buffer, std::size_t size) override;
     void put(std::uint64_t offset, Bytes bytes) override;
+    /// Throws Error: bad_argument also after a put that failed, or behind `size`.
     void commit(std::uint64_t size) override;
     bool is_direct() const noexcept override { return false; }
 
@@ -63,7 +65,9 @@ private:
     PartFile part_;
     std::mutex mutex_;
     OpenFrames open_;
-    std::uint64_t next_ = 0; ///< frames before it are sealed, or open
+    std::uint64_t next_ = 0;       ///< frames before it are sealed, or open
+    std::uint64_t end_ = 0;        ///< of what was put, padding among it
+    std::uint64_t unfinished_ = 0; ///< puts that were begun and have not ended, or have failed
     Tag end_tag_{};
 };
 

@@ -35,7 +35,7 @@ public:
     std::optional<std::size_t> find(const std::string& name) const;
 
     /// Fill `out` with the bytes of a file from `offset`. Throws Error: bad_argument past its end; io,
-    /// corrupt_data.
+    /// corrupt_data: then `out` holds authentic bytes up to the frame at fault, and no other of the file.
     void read(std::size_t file, std::uint64_t offset, MutBytes out) const;
 
     /// What is done with authentic bytes of a file; by several threads at once, in any order.

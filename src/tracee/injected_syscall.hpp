@@ -86,7 +86,7 @@ bool is_home(pid_t pid, pid_t tid, long number) noexcept;
 /// Have the thread of `calls` make system call `number`, whose result is a descriptor; take a copy of
 /// that through `pidfd`, which is of the thread's process, and have the thread close it: the
 /// process's table of descriptors is as before. If this process is killed between the call and its
-/// being noticed (some microseconds), the descriptor is left open there, unused.
+/// being noticed (some microseconds, more on a busy machine), the descriptor is left open there, unused.
 /// If the kernel refuses the call, the result is no descriptor, and errno says why.
 /// Throws Error: io. The thread must still be finished with (InjectedSyscalls::finish()).
 UniqueFd take_descriptor(InjectedSyscalls& calls, int pidfd, std::uint64_t number,

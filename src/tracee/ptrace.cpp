@@ -7,9 +7,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <exception>
 #include <string>
+#include <thread>
+#include <vector>
 
 namespace gpustasis {
 namespace {
@@ -26,6 +30,27 @@ bool take_stop(pid_t tid, int status) {
     const auto signal = static_cast<std::uint64_t>(WSTOPSIG(status));
     ptrace_call(PTRACE_CONT, "PTRACE_CONT", tid, nullptr, reinterpret_cast<void*>(signal));
     return false;
+}
+
+bool has_ended(pid_t tid) {
+    try {
+        const char state = proc::state(tid);
+        return state == 'Z' || state == 'X';
+    } catch (const Error&) {
+        return true;
+    }
+}
+
+/// Seize what of `tids` is not in `seized` yet. False: another process traces one of them.
+bool seize_all(const std::vector<pid_t>& tids, std::vector<pid_t>& seized) {
+    for (const pid_t tid : tids) {
+        if (std::ranges::find(seized, tid) != seized.end())
+            continue;
+        if (::ptrace(PTRACE_SEIZE, tid, nullptr, nullptr) != 0 && !has_ended(tid))
+            return false;
+        seized.push_back(tid);
+    }
+    return true;
 }
 
 constexpr std::uint64_t kTraceSysGood = 0x1;
@@ -90,6 +115,27 @@ SeizedThread::SeizedThread(pid_t tid, std::chrono::milliseconds timeout) : tid_(
 
 SeizedThread::~SeizedThread() {
     ::ptrace(PTRACE_DETACH, tid_, nullptr, nullptr);
+}
+
+bool others_are_traced(pid_t pid, pid_t but) {
+    bool all = false;
+    std::exception_ptr failure;
+    // On a thread of its own: what is not stopped is let go of only by the end of its tracer.
+    std::thread([&] {
+        try {
+            std::vector<pid_t> seized{but};
+            std::size_t before = 0;
+            do { // one that it had not seized yet may have started another
+                before = seized.size();
+                all = seize_all(proc::threads(pid), seized);
+            } while (all && seized.size() != before);
+        } catch (...) {
+            failure = std::current_exception();
+        }
+    }).join();
+    if (failure)
+        std::rethrow_exception(failure);
+    return !all;
 }
 
 } // namespace gpustasis

@@ -4,6 +4,7 @@
 #include "core/error.hpp"
 #include "core/process_memory.hpp"
 #include "tracee/proc.hpp"
+#include "tracee/ptrace.hpp"
 #include "tracee/task_maps.hpp"
 #include "tracee/vector_state.hpp"
 
@@ -13,6 +14,7 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <iterator>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,7 +28,10 @@ constexpr std::array kRestorer = {std::byte{0x48}, std::byte{0xc7}, std::byte{0x
                                   std::byte{0x00}, std::byte{0x0f}, std::byte{0x05}};
 
 constexpr std::uint64_t kRedZone = 128;
-constexpr std::uint64_t kMaxCode = 64U << 20; // no C library is larger; do not read a JIT's arena
+constexpr std::uint64_t kMaxCode = 64U << 20;  // no C library is larger; do not read a JIT's arena
+constexpr std::uint64_t kMaxGuard = 64U << 10; // of a thread's stack; a heap's reserve is larger
+constexpr std::uint64_t kMinStackLeft = 4U << 10; // beside the way back
+constexpr std::uint64_t kUserCode64 = 0x33;       // __USER_CS of a 64-bit program
 
 // arch/x86/include/uapi/asm/ucontext.h
 constexpr std::uint64_t kUcFpXstate = 0x1;
@@ -66,6 +71,22 @@ std::uint64_t find(std::span<const std::byte> code, std::uint64_t address,
                    const std::array<std::byte, Size>& wanted) {
     const auto found = std::ranges::search(code, wanted);
     return found.empty() ? 0 : address + static_cast<std::uint64_t>(found.begin() - code.begin());
+}
+
+/// A stack that is a program's own making (a coroutine's, a goroutine's) may end right below its
+/// stack pointer, in memory that somebody else uses.
+bool has_stack_room(const std::vector<Mapping>& maps, std::uint64_t stack, std::uint64_t size) {
+    const auto at = std::ranges::find_if(
+        maps, [&](const Mapping& m) { return m.start <= stack && stack <= m.end; });
+    if (at == maps.end() || stack - at->start < size)
+        return false;
+    if (at->name == "[stack]")
+        return true;
+    if (at == maps.begin() || !at->is_private_anonymous())
+        return false;
+    const Mapping& guard = *std::prev(at);
+    return guard.end == at->start && guard.protection == PROT_NONE &&
+           guard.end - guard.start <= kMaxGuard;
 }
 
 // linux/errno.h (kernel-internal): how an interrupted call says that it wants to be made again.
@@ -150,8 +171,17 @@ std::uint64_t write_way_back(pid_t pid, const WayBackCode& code, const user_regs
     return at;
 }
 
-std::uint64_t way_back_size(Bytes vector_state) noexcept {
-    return kRedZone + kVectorStateAlignment + vector_state.size() + sizeof(Frame) + 16;
+void require_room_for_way_back(const std::vector<Mapping>& maps, pid_t tid) {
+    const std::string name = "thread " + std::to_string(tid);
+    user_regs_struct registers{};
+    ptrace_call(PTRACE_GETREGS, "PTRACE_GETREGS", tid, nullptr, &registers);
+    if (registers.cs != kUserCode64)
+        throw Error(Errc::unsupported, name + " runs 32-bit code");
+    const std::uint64_t size = kRedZone + kVectorStateAlignment + read_vector_state(tid).size() +
+                               sizeof(Frame) + 16 + kMinStackLeft;
+    if (!has_stack_room(maps, registers.rsp, size))
+        throw Error(Errc::unsupported,
+                    name + " may have too little stack left for a call in its name");
 }
 
 } // namespace gpustasis

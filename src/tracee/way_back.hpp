@@ -3,12 +3,14 @@
 #pragma once
 
 #include "core/bytes.hpp"
+#include "tracee/task_maps.hpp"
 
 #include <sys/types.h>
 #include <sys/user.h>
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace gpustasis {
 
@@ -31,7 +33,8 @@ std::optional<WayBackCode> find_way_back_code(pid_t pid);
 std::uint64_t write_way_back(pid_t pid, const WayBackCode& code, const user_regs_struct& registers,
                              Bytes vector_state, std::uint64_t signal_mask);
 
-/// Bytes below a thread's stack pointer that write_way_back() may write to, at most.
-std::uint64_t way_back_size(Bytes vector_state) noexcept;
+/// Throws Error: unsupported unless the stack of a stopped thread is known to have room for that: it is the
+/// main thread's, or lies above a guard. `maps` are its process's. io.
+void require_room_for_way_back(const std::vector<Mapping>& maps, pid_t tid);
 
 } // namespace gpustasis

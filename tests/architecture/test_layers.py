@@ -48,10 +48,14 @@ PYTHON_ARROWS = {
     "process": {"errors"},
     "driver": {"errors"},
     "nvml": {"errors"},
+    "nccl": set[str](),
+    "job": {"errors"},
     "task": {"errors"},
     "_core": {"_core_dirty", "_core_requirements", "_core_seal", "_core_signature"},  # stubs only
     "watching": {"errors", "_core", "planning"},
     "planning": set[str](),
+    "verifying": {"errors"},
+    "intervals": set[str](),
     "image": {"errors", "_core", "criu", "files"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
     "sealing": {"errors", "_core", "image", "criu", "process", "files"},
@@ -68,26 +72,26 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "files", "process"},
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
-        *("streaming", "nvml"),
+        *("streaming", "verifying", "nvml", "intervals", "nccl", "job"),
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
+        *("verifying", "intervals"),
     },
     "jit": {"cli"},
     "agent": {
         *("__init__", "errors", "files", "task", "process", "nvml", "criu", "image", "streaming"),
-        *("runtimes", "jobs", "recovery", "dump_records"),
+        *("runtimes", "jobs", "recovery", "dump_records", "intervals"),
     },
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
-        *("archive", "image", "_core", "policy"),
+        *("archive", "image", "_core", "policy", "nccl"),
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),
         *("recovery", "emulator", "diagnosis", "_core", "files", "preemption", "agent"),
         *("watching", "archive", "install", "runtimes", "sealing", "streaming", "text"),
-        "planning",
-        "jobs",
+        *("planning", "jobs", "verifying", "intervals", "nccl"),
     },
 }
 # The same for the parts of gpustasis_bench. What of gpustasis they may use has no name of a part of

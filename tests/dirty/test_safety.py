@@ -255,15 +255,9 @@ def test_a_killed_tracker_harms_nobody(program: Path) -> None:
             assert status(target.pid, "TracerPid") == "0"
         span = [(address, pages * PAGE) for address in addresses]
         assert target.number("sum", *span[0]) == twin.number("sum", *span[1])
-        count, highest = (int(word, 16) for word in target.ask("fds").split())
-        count_before, highest_before = (int(word, 16) for word in before.split())
-        print(f"{count - count_before} descriptors left by {KILLS} killed trackers")
-        # A tracker that dies in the one instant after the call leaves its descriptor: 0 or 1 of 40
-        # as measured. More than a tenth is another fault.
-        assert count - count_before <= KILLS // 10
-        assert highest - highest_before <= KILLS // 10
         assert registered(target.pid) == 0
         with DirtyTracker(target.pid, "write-protect") as after:
+            assert target.ask("fds") == before  # whatever they have left
             after.mark()
             target.ask("write", addresses[0])
             assert (addresses[0], PAGE) in after.scan().ranges

@@ -25,6 +25,7 @@ from gpustasis.diagnosis import Status, host
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import find_users
 from support.broken_dumps import TIMEOUT_S, break_off, dump_and_stop, recover
+from support.broken_trackers import userfaultfds
 from support.job import ended
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
@@ -177,11 +178,6 @@ def test_a_userfaultfd_that_a_killed_dump_has_left_is_closed_by_the_next(newest_
             assert userfaultfds(job.pid) == []
             job.run_on(1)
     assert left, "no kill has left one: where it is made cannot have been hit"
-
-
-def userfaultfds(pid: int) -> list[str]:
-    descriptors = Path(f"/proc/{pid}/fd").iterdir()
-    return [fd.name for fd in descriptors if os.readlink(fd) == "anon_inode:[userfaultfd]"]
 
 
 def stop_and_kill(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.cli import job, job_run
+from gpustasis.cli import job_order, job_run
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, kept
 from gpustasis.jobs.dumps import DumpRecord
@@ -45,7 +45,7 @@ def test_an_order_does_not_outlive_who_gave_it(
     plan = Plan(world=1, leave_running=True)
     number = epochs.begin(context.store, KEYS, plan)
     context.store.write([], [Put(KEYS.phase(number), phase_text(plan, phase))])
-    with pytest.raises(KeyboardInterrupt), job._withdrawn(context.store, KEYS, number):
+    with pytest.raises(KeyboardInterrupt), job_order._withdrawn(context.store, KEYS, number):
         raise KeyboardInterrupt
     left = epochs.phase(context.store, KEYS, number)[0]
     assert left.phase is (Phase.ABORTED if phase is Phase.LOOK else phase)

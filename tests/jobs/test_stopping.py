@@ -253,3 +253,17 @@ def test_the_same_checkpoint_is_restored_again_after_a_while(context: Context) -
     lead.turn(find_life(context.store, keys))
     found = find_life(context.store, keys)
     assert (found.stage, found.restored, found.in_a_row) == (Stage.RESTORES, newer, 1)
+
+
+def test_recovery_excludes_what_ends_or_restores_a_job_in_other_ways() -> None:
+    words = ["job", "run", "--job", "j", "--rank", "0", "--world", "1", "-D", "/nonexistent"]
+    words += ["--store", "http://127.0.0.1:1"]
+    others = ["--keep-last", "2", "--checkpoint-on-sigterm", "--restarts", "1", "--", "/bin/true"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "gpustasis", *words, *others],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "--restarts excludes --keep-last, --checkpoint-on-sigterm" in ended.stderr

@@ -59,6 +59,6 @@ def test_a_dump_that_is_broken_off_leaves_gpu_memory_as_it_was(
     stop = time.monotonic() + after_s
     with pytest.raises(CheckpointError, match="was broken off after"):
         limits = Limits(stop=stop, kill=stop + 60)
-        dump(preferred_criu(), job.pid, images, limits, criu_words("nftables"))
+        dump(preferred_criu(), job.pid, images, lambda: limits, criu_words("nftables"))
     check_memory(job, 0)
     check_memory(job, 1)

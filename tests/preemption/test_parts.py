@@ -18,7 +18,7 @@ import pytest
 
 from gpustasis.criu import run
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
-from gpustasis.preemption import asking, start, supervisor
+from gpustasis.preemption import asking, making, start, supervisor
 from gpustasis.preemption.dumping import PLUGIN, Limits, criu_words, dump
 from gpustasis.preemption.estimate import estimate
 from gpustasis.preemption.privileges import own_privileges, require_privileges
@@ -52,7 +52,7 @@ def test_a_dump_that_is_broken_off_leaves_the_job_as_it_was(
             newest_criu(),
             job.pid,
             images,
-            Limits(stop=stop, kill=stop + 60),
+            lambda: Limits(stop=stop, kill=stop + 60),
             criu_words("nftables"),
         )
     assert time.monotonic() - stop < 10
@@ -221,7 +221,7 @@ def test_a_supervisor_that_fails_tells_the_job_to_end_and_still_names_it(tmp_pat
         said.append(text)
         raise RuntimeError("a bug")
 
-    settings = supervisor.Settings(
+    settings = making.Settings(
         command=("/bin/sleep", "616"),
         identity=JOB,
         criu=newest_criu(),

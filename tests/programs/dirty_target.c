@@ -12,10 +12,14 @@
  *   fork ADDRESS...      a child that writes to each, and stays; answers its pid once it has written
  *   storm ADDRESS LENGTH COUNT  write to COUNT pages of it, picked at random
  *   fds                  answers how many descriptors are open, and the highest
+ *   userfaultfd          make one, and do not use it
+ *   thread               start a thread that does nothing
  *   exec PROGRAM         run another program instead; no answer
  */
 #define _GNU_SOURCE
 #include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -23,6 +27,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 enum { PAGE = 4096, HUGE = 2 << 20, MAX_LINE = 1 << 20 };
@@ -76,6 +81,12 @@ static void count_descriptors(void) {
     }
     closedir(dir);
     printf("%x %x\n", (unsigned)count, (unsigned)highest);
+}
+
+static void* idle(void* nothing) {
+    for (;;)
+        pause();
+    return nothing;
 }
 
 int main(void) {
@@ -148,7 +159,13 @@ int main(void) {
             continue;
         }
         int failed = 0;
-        if (strncmp(line, "write", 5) == 0)
+        if (strncmp(line, "userfaultfd", 11) == 0) {
+            enum { USER_MODE_ONLY = 1 };
+            failed = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | USER_MODE_ONLY) < 0;
+        } else if (strncmp(line, "thread", 6) == 0) {
+            pthread_t thread;
+            failed = pthread_create(&thread, NULL, idle, NULL);
+        } else if (strncmp(line, "write", 5) == 0)
             touch(arguments, 1);
         else if (strncmp(line, "read ", 5) == 0)
             touch(arguments, 0);

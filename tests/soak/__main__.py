@@ -3,8 +3,9 @@
 
 Each campaign's result is kept in build/soak/; one that has a result for the same seed and the same
 tree (sources, tests and what is installed) is not run again, unless it is named, so that what was
-broken off can be taken up. The report is build/soak.json; --docs writes docs/soak.md too, and what
-job-faults and recovery have found into docs/reliability.md. Exit status 1 if anything failed.
+broken off can be taken up. The report is build/soak.json; --docs puts it into docs/soak.json, which
+holds each campaign as it was last run, and writes docs/soak.md from that, and what job-faults and
+recovery have found into docs/reliability.md. Exit status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ def main() -> int:
     }
     report.write_json(REPOSITORY / "build" / "soak.json", whole)
     if arguments.docs:
-        report.write_markdown(REPOSITORY / "docs" / "soak.md", whole)
-        job_table.write(REPOSITORY / "docs" / "reliability.md", whole)
+        docs = REPOSITORY / "docs"
+        report.write_markdown(docs / "soak.md", report.remember(docs / "soak.json", whole))
+        job_table.write(docs / "reliability.md", whole)
     failed = sum(len(part["failures"]) for parts in found.values() for part in parts or [])
     missing = f", not run: {', '.join(whole['missing'])}" if whole["missing"] else ""
     print(f"soak on the emulator: {failed} failures{missing}; report: build/soak.json")

@@ -58,32 +58,63 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def write_markdown(path: Path, report: dict[str, Any]) -> None:
-    machine = report["machine"]
-    conditions = (
-        f"Date {machine['date']}, seed {report['seed']}, gpustasis {machine['gpustasis']}, "
+def remember(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Put the campaigns of `report` into the record at `path`, in place of what it had of them, and
+    return the record: what each campaign has found when it was last run, and on what."""
+    record: dict[str, Any] = {"version": VERSION, "campaigns": {}}
+    if path.exists():
+        record = json.loads(path.read_text(encoding="utf-8"))
+    for name, parts in report["campaigns"].items():
+        record["campaigns"][name] = {
+            "seed": report["seed"],
+            "machine": report["machine"],
+            "parts": parts,
+        }
+    found = record["campaigns"]
+    record["campaigns"] = {name: found[name] for name in CAMPAIGNS if name in found}
+    write_json(path, record)
+    return record
+
+
+def _conditions(campaign: dict[str, Any]) -> str:
+    machine = campaign["machine"]
+    return (
+        f"seed {campaign['seed']}, gpustasis {machine['gpustasis']}, "
         f"CRIU {', '.join(machine['criu'])}, emulated driver {machine['emulated_driver']}, "
-        f"Linux {machine['kernel']}."
+        f"Linux {machine['kernel']}"
     )
+
+
+def write_markdown(path: Path, record: dict[str, Any]) -> None:
+    """`record` is what remember() returns."""
+    campaigns = record["campaigns"]
+    conditions: dict[str, list[str]] = {}
+    for name, campaign in campaigns.items():
+        conditions.setdefault(_conditions(campaign), []).append(name)
     lines = [
         "# Long fault campaigns",
         "",
         "Made by `make soak` (`ci/soak --docs` writes this page); the code is in `tests/campaigns`",
         "and `tests/soak`. All of it ran on the driver **emulator**: it says how CRIU, the plugin",
-        "and the images behave, and nothing about a real GPU or NVIDIA's driver.",
+        "and the images behave, and nothing about a real GPU or NVIDIA's driver. Each campaign is",
+        "here as it was last run.",
         "",
-        conditions,
-        f"`ci/soak --seed {report['seed']}` makes the same choices again.",
+        *(
+            f"- {what}: {'all' if len(conditions) == 1 else ', '.join(names)}."
+            for what, names in conditions.items()
+        ),
         "",
-        "| campaign | part | trials | failed | what came of them | s |",
-        "| --- | --- | ---: | ---: | --- | ---: |",
+        "`ci/soak --seed N CAMPAIGN` makes the same choices again.",
+        "",
+        "| campaign | date | part | trials | failed | what came of them | s |",
+        "| --- | --- | --- | ---: | ---: | --- | ---: |",
     ]
-    for name, parts in report["campaigns"].items():
-        for part in parts:
+    for name, campaign in campaigns.items():
+        for part in campaign["parts"]:
             counts = ", ".join(f"{key}: {value}" for key, value in part["counts"].items())
             lines.append(
-                f"| {name} | {part['part']} | {part['trials']} | {len(part['failures'])} "
-                f"| {counts or '-'} | {part['seconds']:.0f} |"
+                f"| {name} | {campaign['machine']['date']} | {part['part']} | {part['trials']} "
+                f"| {len(part['failures'])} | {counts or '-'} | {part['seconds']:.0f} |"
             )
     lines += [
         "",
@@ -102,15 +133,15 @@ def write_markdown(path: Path, report: dict[str, Any]) -> None:
         "| --- | --- |",
         *(f"| {name} | {what} |" for name, what in _PHASES.items()),
     ]
-    missing = ", ".join(f"*{name}*" for name in CAMPAIGNS if name not in report["campaigns"])
+    missing = ", ".join(f"*{name}*" for name in CAMPAIGNS if name not in campaigns)
     if missing:
-        lines += ["", f"Not in this run: {missing}."]
+        lines += ["", f"Not run yet: {missing}."]
     lines += ["", "What each campaign does:", ""]
     lines += [f"- **{name}**: {what}." for name, (what, _) in CAMPAIGNS.items()]
     failures = [
         f"- {name}, {part['part']}: {text.splitlines()[0]}"
-        for name, parts in report["campaigns"].items()
-        for part in parts
+        for name, campaign in campaigns.items()
+        for part in campaign["parts"]
         for text in part["failures"]
     ]
     if failures:

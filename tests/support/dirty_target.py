@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import select
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +19,11 @@ HUGE = 2 << 20
 class Target:
     """The running program. Ends with the block it was started for."""
 
-    def __init__(self, program: Path) -> None:
+    def __init__(self, program: Path, prefix: Sequence[str] = ()) -> None:
+        """prefix: words of a program that runs it; `pid` is that one's."""
+        words = [*prefix, str(program)]
         self.process = subprocess.Popen(
-            [program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self.pid = self.process.pid
 
@@ -60,8 +62,8 @@ class Target:
 
 
 @contextmanager
-def running(program: Path) -> Iterator[Target]:
-    target = Target(program)
+def running(program: Path, prefix: Sequence[str] = ()) -> Iterator[Target]:
+    target = Target(program, prefix)
     try:
         yield target
     finally:

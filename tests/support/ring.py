@@ -109,7 +109,8 @@ def _ip(*words: str) -> None:
 
 @dataclass(slots=True)
 class Ring:
-    """store: words that name it. criu: of each rank; None: as the environment has it."""
+    """store: words that name it. criu: of each rank; None: as the environment has it. interpreter:
+    of a program that needs one."""
 
     directory: Path
     network: Network
@@ -119,6 +120,7 @@ class Ring:
     name: str = "ring"
     steps: int = 100_000
     criu: str = ""
+    interpreter: Sequence[str] = ()
     keepers: list[subprocess.Popen[bytes] | None] = field(default_factory=lambda: [None] * WORLD)
     keepers_elsewhere: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -139,7 +141,14 @@ class Ring:
         argv += ["--ttl", "5", "--away", "4", *(["--criu", self.criu] if self.criu else []), *words]
         if command:
             places = [f"{address}:{PORT}" for address in self.network.addresses]
-            argv += ["--", str(self.program), str(rank), str(self.steps), *places]
+            argv += [
+                "--",
+                *self.interpreter,
+                str(self.program),
+                str(rank),
+                str(self.steps),
+                *places,
+            ]
         with (self.directory / f"keeper-{rank}").open("ab") as log:
             return subprocess.Popen(
                 argv, env=dict(self.environ), stdout=log, stderr=log, stdin=subprocess.DEVNULL
@@ -149,15 +158,15 @@ class Ring:
         for rank in range(WORLD):
             self.start(rank, *words, command=command)
 
-    def start_restoring(self) -> None:
-        """Keepers that wait for `job restore`, all of them."""
+    def start_restoring(self, *words: str) -> None:
+        """Keepers that wait for `job restore`, all of them; with further words for `job run`."""
 
         def waiting() -> list[int]:  # of a log that is cut, the first ones are gone
             logs = [(self.directory / f"keeper-{rank}").read_text() for rank in range(WORLD)]
             return [log.count("waits to be restored") for log in logs]
 
         before = waiting()
-        self.start_all("--restore", command=False)
+        self.start_all("--restore", *words, command=False)
         self.wait(lambda: all(now > was for now, was in zip(waiting(), before, strict=True)))
 
     def job(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -245,7 +254,8 @@ class Ring:
             if entry.name.isdigit():
                 with suppress(OSError):
                     words = (entry / "cmdline").read_bytes().split(b"\0")
-                    if words[0] == str(self.program).encode():
+                    at = len(self.interpreter)
+                    if words[at : at + 1] == [str(self.program).encode()]:
                         found.append(int(entry.name))
         return sorted(found)
 

@@ -7,11 +7,11 @@ import logging
 from dataclasses import dataclass, field
 
 from gpustasis.agent.config import Config, Target
-from gpustasis.agent.intervals import MEASURED, automatic
 from gpustasis.agent.operations import INTERVAL, Operation, State
 from gpustasis.agent.queue import Queue
 from gpustasis.agent.requests import find
 from gpustasis.errors import AgentError
+from gpustasis.intervals import MEASURED, automatic
 
 log = logging.getLogger(__name__)
 

@@ -8,17 +8,19 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import Size
+from gpustasis.cli.options import Size, check_of, interval_options, periodic_of, verify_options
 from gpustasis.criu.find import find
 from gpustasis.errors import CheckpointError
 from gpustasis.image.directory import allow_many_files
 from gpustasis.preemption import asking, start, supervisor
+from gpustasis.preemption.making import Settings
 from gpustasis.preemption.privileges import own_privileges, require_privileges
 from gpustasis.preemption.records import identify
 from gpustasis.preemption.signals import Signals
@@ -63,6 +65,15 @@ CHECKPOINTED = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
     metavar="N",
     help="Keep the newest N checkpoints.",
 )
+@interval_options
+@click.option(
+    "--max-chain",
+    type=click.IntRange(0, 65535),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="How many checkpoints are built on a full one, with --interval; 0: each is full.",
+)
 @click.option(
     "--speed",
     type=Size(),
@@ -82,6 +93,7 @@ CHECKPOINTED = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
     is_flag=True,
     help="If none of the job's checkpoints can be restored, end with an error; do not start it.",
 )
+@verify_options
 @click.option(
     "--network-lock",
     type=click.Choice(["nftables", "iptables", "skip"]),
@@ -104,9 +116,15 @@ def command(
     grace: float,
     reserve: float,
     keep_last: int,
+    interval: timedelta | str | None,
+    mtbf: timedelta,
+    max_chain: int,
     speed: int | None,
     checkpointed_status: int,
     never_afresh: bool,
+    verify_after: tuple[str, ...] | None,
+    verify_timeout: float,
+    older_if_unverified: bool,
     network_lock: str,
     criu_program: str | None,
     module: bool,
@@ -120,6 +138,7 @@ def command(
     """
     if reserve >= grace:
         raise click.UsageError(f"--reserve {reserve:g} leaves nothing of --grace {grace:g}")
+    check = check_of(verify_after, verify_timeout, older=older_if_unverified)
     if speed == 0:
         raise click.UsageError("--speed 0: no checkpoint would ever be ready")
     output.start_log(30)
@@ -130,7 +149,7 @@ def command(
         identity = identify(argv, script)
     except OSError as exc:
         raise click.UsageError(f"cannot read {words[0]}: {exc.strerror}") from exc
-    settings = supervisor.Settings(
+    settings = Settings(
         command=argv,
         identity=identity,
         criu=find(criu_program),
@@ -141,6 +160,10 @@ def command(
         checkpointed_status=checkpointed_status,
         afresh=not never_afresh,
         network_lock=network_lock,
+        check=check,
+        older=older_if_unverified,
+        periodic=periodic_of(interval, mtbf),
+        max_chain=max_chain,
     )
     start.keep_descriptors()
     supervisor.become_subreaper()

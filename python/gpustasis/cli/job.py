@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,19 +11,17 @@ import click
 from gpustasis.cli import output
 from gpustasis.cli.framework import Group
 from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.cli.job_order import hold
 from gpustasis.cli.job_recovery import COMMANDS
 from gpustasis.cli.job_run import run
 from gpustasis.cli.options import threads_option
-from gpustasis.errors import CheckpointError, JobError
+from gpustasis.errors import JobError, VerificationError
 from gpustasis.text import mib, plural
 
 if TYPE_CHECKING:
-    from gpustasis.jobs.epochs import Standing
-    from gpustasis.jobs.records import Keys, Plan
+    from gpustasis.jobs.records import Keys
     from gpustasis.jobs.store import Store
 
-_POLL_S = 0.02
-_RELEASE_S = 60.0  # for the ranks of an aborted epoch to run on
 _SHOWN = 16  # characters of a digest
 
 _epoch_option = click.option(
@@ -89,7 +83,7 @@ def checkpoint(
         if world is None:
             world = _world(store, keys)
         plan = Plan(world=world, leave_running=leave_running)
-        _hold(store, keys, plan, timeout_s, look_limit)
+        hold(store, keys, plan, timeout_s, look_limit)
 
 
 @command.command("restore")
@@ -104,18 +98,30 @@ def checkpoint(
     metavar="S",
     help="Nothing is restored if not all ranks are back by then.",
 )
+@click.option(
+    "--older-if-unverified",
+    is_flag=True,
+    help="If the job is not back, by what its ranks were told to verify it with, restore the next "
+    "older whole checkpoint; their keepers have to be told the same.",
+)
 @_look_limit_option
 @store_options
 def restore(
-    name: str, epoch: int | None, timeout_s: float, look_limit: float, **options: Any
+    name: str,
+    epoch: int | None,
+    timeout_s: float,
+    older_if_unverified: bool,
+    look_limit: float,
+    **options: Any,
 ) -> None:
     """Restore job NAME from a whole checkpoint: every rank runs again, or none does.
 
     Each rank needs a `gpustasis job run --restore`, on the host where its dump is and in the
     network namespace that it had; they wait for this command. No rank runs before all are back.
-    Ends with status 19 if nothing was restored.
+    Ends with status 19 if nothing was restored, with 24 if it was and is not back: by the
+    --verify-after of a keeper.
     """
-    from gpustasis.jobs.kept import find_epoch
+    from gpustasis.jobs.kept import find_epoch, next_older
     from gpustasis.jobs.leading import require_no_recovery
     from gpustasis.jobs.records import Keys, Plan
 
@@ -123,8 +129,16 @@ def restore(
         keys = Keys(name)
         require_no_recovery(store, keys)
         found = find_epoch(store, keys, epoch)
-        plan = Plan(world=found.plan.world, leave_running=True, restores=found.number)
-        _hold(store, keys, plan, timeout_s, look_limit)
+        while True:
+            plan = Plan(world=found.plan.world, leave_running=True, restores=found.number)
+            try:
+                return hold(store, keys, plan, timeout_s, look_limit)
+            except VerificationError as exc:
+                older = next_older(store, keys, found) if older_if_unverified else None
+                if older is None:
+                    raise
+                output.warn(f"{exc}; epoch {older.number} is tried")
+                found = older
 
 
 @command.command("list")
@@ -138,6 +152,7 @@ def list_(name: str | None, **options: Any) -> None:
     with open_store(options) as store:
         names = kept.jobs(store) if name is None else [name]
         found = [(one, epoch) for one in names for epoch in kept.all_epochs(store, Keys(one))]
+        wrong = {one: kept.unverified(store, Keys(one)) for one in names}
     rows = [
         {
             "job": job,
@@ -149,7 +164,7 @@ def list_(name: str | None, **options: Any) -> None:
             "world": one.plan.world,
             "leave_running": one.plan.leave_running,
             "settled": len(one.settled),
-            "note": "" if one.is_whole else one.epoch.note,
+            "note": wrong[job].get(one.number, "") if one.is_whole else one.epoch.note,
         }
         for job, one in found
     ]
@@ -274,111 +289,3 @@ def _world(store: Store, keys: Keys) -> int:
     if not newest:
         raise JobError(f"job {keys.job} has no epoch yet: say by --world how many ranks it has")
     return epochs.standing(store, keys, newest).plan.world
-
-
-def _hold(store: Store, keys: Keys, plan: Plan, timeout_s: float, look_limit: float) -> None:
-    """Begin an epoch, show how far its ranks are, and see that it is done. Raises JobError if it is
-    aborted; StoreError."""
-    from gpustasis.jobs import epochs
-    from gpustasis.jobs.messages import Phase
-    from gpustasis.jobs.store import Unreachable
-
-    begin = time.monotonic()
-    number = epochs.begin(store, keys, plan)
-    what = f"job {keys.job}, epoch {number}"
-    found = epochs.standing(store, keys, number)
-    decided = 0.0
-    joined: set[int] = set()
-    with output.status(what) as update, _withdrawn(store, keys, number):
-        while True:
-            with suppress(Unreachable):  # the ranks decide without us
-                found = epochs.standing(store, keys, number)
-                steps = epochs.steps(store, keys, number, plan.world)
-                joined |= steps.keys()
-                update(partial(_progress, what, found, steps))
-                reason = _too_late(found, steps, time.monotonic() - begin, timeout_s, look_limit)
-                if reason:
-                    epochs.abort(store, keys, number, reason)
-            if found.epoch.phase.is_final:
-                decided = decided or time.monotonic()
-                is_committed = found.epoch.phase is Phase.COMMITTED
-                waited_for = set(range(plan.world)) if is_committed else joined
-                limit = timeout_s if is_committed else _RELEASE_S
-                if waited_for <= found.settled or time.monotonic() > decided + limit:
-                    break
-            time.sleep(_POLL_S)
-    _tell(keys, found, time.monotonic() - begin)
-
-
-@contextmanager
-def _withdrawn(store: Store, keys: Keys, number: int) -> Iterator[None]:
-    """An order that nobody waits for any more must not be carried out later, when its ranks come:
-    it is aborted, if no rank has been locked for it."""
-    from gpustasis.jobs import epochs
-    from gpustasis.jobs.messages import Phase
-
-    try:
-        yield
-    except BaseException:
-        with suppress(CheckpointError):  # whatever has ended us is told
-            if epochs.phase(store, keys, number)[0].phase is Phase.LOOK:
-                epochs.abort(store, keys, number, "whoever asked has gone")
-        raise
-
-
-def _too_late(
-    found: Standing, steps: dict[int, str], seconds: float, timeout_s: float, look_limit: float
-) -> str:
-    """Why the epoch has to be aborted from here; empty: it has not."""
-    from gpustasis.jobs.messages import Phase
-
-    if found.epoch.phase.is_final:
-        return ""
-    missing = [rank for rank in range(found.plan.world) if rank not in steps]
-    if found.epoch.phase is Phase.LOOK and missing and seconds > look_limit:
-        ranks = ", ".join(map(str, missing[:_SHOWN]))
-        return f"{plural(len(missing), 'rank')} not joined within {look_limit:g} s: {ranks}"
-    return f"not decided within {timeout_s:g} s" if seconds > timeout_s else ""
-
-
-def _progress(what: str, found: Standing, steps: dict[int, str]) -> str:
-    ranks = ", ".join(
-        f"{rank}: {'dumped' if rank in found.records else steps.get(rank, '-')}"
-        for rank in range(min(found.plan.world, _SHOWN))
-    )
-    return f"{what}: {found.epoch.phase} ({ranks})"
-
-
-def _tell(keys: Keys, found: Standing, seconds: float) -> None:
-    from gpustasis.jobs.messages import Phase
-
-    job, number = keys.job, found.number
-    kind = "restored" if found.plan.restores else "checkpointed"
-    missing = sorted(set(range(found.plan.world)) - found.settled)
-    fields = {
-        "job": job,
-        "epoch": number,
-        "restores": found.plan.restores or None,
-        "state": str(found.epoch.phase),
-        "world": found.plan.world,
-        "leave_running": found.plan.leave_running,
-        "seconds": round(seconds, 3),
-        "ranks": [
-            {"rank": rank, "dumped": rank in found.records, "problem": found.problems.get(rank, "")}
-            for rank in range(found.plan.world)
-        ],
-    }
-    if found.epoch.phase is Phase.ABORTED:
-        output.answer(fields)
-        raise JobError(f"job {job}, epoch {number} was aborted: {found.epoch.note}")
-    ranks = plural(found.plan.world, "rank")
-    output.answer(
-        fields, lambda: output.say(f"job {job} {kind}, epoch {number}: {ranks}, {seconds:.2f} s")
-    )
-    if wrong := [f"rank {rank}: {text}" for rank, text in sorted(found.problems.items()) if text]:
-        raise JobError(f"job {job}, epoch {number} is committed, but: {'; '.join(wrong)}")
-    if missing:
-        raise JobError(
-            f"job {job}, epoch {number} is committed, but not yet done by ranks "
-            f"{', '.join(map(str, missing))}: their keepers do it when they are there again"
-        )

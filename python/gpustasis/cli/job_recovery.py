@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,6 +16,13 @@ from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
 
+if TYPE_CHECKING:
+    from gpustasis.jobs.member import Settings
+    from gpustasis.jobs.rank import Context
+    from gpustasis.jobs.recovering import Recovering
+    from gpustasis.jobs.supervise import Ended
+
+_POLL_S = 0.2
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
 
@@ -253,3 +262,76 @@ def replay(
 
 
 COMMANDS = (recoveries, fence, give_up, replay)
+
+
+def require_alone(choice: Choice, others: dict[str, object]) -> None:
+    """A job that is recovered is started and ended by that alone. Raises UsageError."""
+    if choice.restarts is not None and (given := [name for name in others if others[name]]):
+        raise click.UsageError(f"--restarts excludes {', '.join(given)}")
+
+
+def keep_recovered(
+    context: Context,
+    settings: Settings,
+    choice: Choice,
+    words: tuple[str, ...],
+    *,
+    restore: bool,
+) -> Ended:
+    """Until the rank of a job that is recovered has ended."""
+    from gpustasis.jobs.supervise import Supervisor
+
+    what = f"job {context.place.job}, rank {context.place.rank}"
+    recovering = _recovering(context, settings.ttl_s, choice)
+    try:
+        supervisor = Supervisor(context, settings, output.say, recovering=recovering)
+        if words or restore or choice.standby:
+            context.say_where()
+        is_new = bool(words or restore) and not choice.standby
+        if recovering.begin(new=is_new, can_start=bool(words)):
+            pid = supervisor.start(words, os.environ)
+            output.say(f"{what}: process {pid}, output in {context.place.log}")
+        elif restore:
+            output.say(f"{what}: waits to be restored")
+        return supervisor.run(restoring=restore, command=(words, os.environ) if words else None)
+    finally:
+        recovering.close()
+
+
+def wait_a_moment() -> bool:
+    """For who waits again and again; True: it goes on waiting."""
+    time.sleep(_POLL_S)
+    return True
+
+
+def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
+    """As the options say; once the rank has no keeper, if that is waited for."""
+    from gpustasis.jobs.guard import Guard, where
+    from gpustasis.jobs.hanging import Watcher
+    from gpustasis.jobs.lives import Terms
+    from gpustasis.jobs.recovering import Recovering
+
+    assert choice.restarts is not None
+    place = context.place
+    terms = Terms(
+        restarts=choice.restarts,
+        afresh=choice.afresh,
+        evidence=choice.evidence,
+        back_off_s=choice.back_off,
+    )
+    guard = Guard(
+        context.store,
+        context.keys,
+        place.rank,
+        context.world,
+        terms,
+        where(place.run),
+        ttl_s=ttl,
+        told=output.say,
+    )
+    while choice.standby and not guard.has_seat():
+        wait_a_moment()
+    watcher = None
+    if choice.hang_after is not None:
+        watcher = Watcher(choice.hang_after, place.log, choice.progress)
+    return Recovering(context, guard, watcher, output.say)

@@ -4,29 +4,38 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gpustasis import nccl
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
-from gpustasis.cli.job_recovery import Choice, choice_of, recovery_options
+from gpustasis.cli.job_recovery import (
+    choice_of,
+    keep_recovered,
+    recovery_options,
+    require_alone,
+    wait_a_moment,
+)
+from gpustasis.cli.options import Size, check_of, interval_options, periodic_of, verify_options
 from gpustasis.errors import JobError
 from gpustasis.jobs.messages import Limits
 
 if TYPE_CHECKING:
-    from gpustasis.jobs.member import Settings
+    from gpustasis.intervals import Periodic
+    from gpustasis.jobs.preempting import Grace
     from gpustasis.jobs.rank import Context
-    from gpustasis.jobs.recovering import Recovering
-    from gpustasis.jobs.supervise import Ended
+    from gpustasis.jobs.supervise import Ended, Supervisor
 
+Decorated = TypeVar("Decorated", bound=Callable[..., object])
 _LIMITS = Limits()
 _RUN = "/run/gpustasis/jobs"
-_POLL_S = 0.2
 
 
 def _seconds(
@@ -42,6 +51,53 @@ def _seconds(
     )
 
 
+def preempting_options(function: Decorated) -> Decorated:
+    """What SIGTERM does."""
+    for option in reversed(
+        (
+            click.option(
+                "--checkpoint-on-sigterm",
+                is_flag=True,
+                help="Upon SIGTERM to this keeper, checkpoint all ranks and end them, within the "
+                "grace period or not at all; then COMMAND gets the signal.",
+            ),
+            click.option(
+                "--grace",
+                type=click.FloatRange(0.0),
+                default=30.0,
+                show_default=True,
+                metavar="S",
+                help="From SIGTERM to SIGKILL.",
+            ),
+            click.option(
+                "--reserve",
+                type=click.FloatRange(0.1),
+                default=5.0,
+                show_default=True,
+                metavar="S",
+                help="Of these, what COMMAND gets to end by itself when there is no checkpoint.",
+            ),
+            click.option(
+                "--speed",
+                type=Size(),
+                metavar="SIZE",
+                help="Memory that a checkpoint stores in a second, such as 1GiB.  [default: as the "
+                "last one took; 200MiB for the first]",
+            ),
+            click.option(
+                "--checkpointed-status",
+                type=click.IntRange(0, 255),
+                default=0,
+                show_default=True,
+                metavar="N",
+                help="What to exit with once a checkpoint has ended COMMAND.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
 @click.command("run", cls=Command)
 @click.option("--job", required=True, metavar="NAME", help="The job's name, the same for all.")
 @click.option("--rank", required=True, type=click.IntRange(0), metavar="R", help="From 0.")
@@ -54,8 +110,37 @@ def _seconds(
     "restore.",
 )
 @click.option("--restore", is_flag=True, help="Wait for `gpustasis job restore`; no COMMAND.")
+@click.option(
+    "--restore-newest",
+    is_flag=True,
+    help="Restore the job's newest whole checkpoint, once all ranks are there, instead of starting "
+    "COMMAND; where there is none, or the job has ended well after it, start COMMAND.",
+)
+@interval_options
+@click.option(
+    "--keep-last",
+    type=click.IntRange(1),
+    metavar="N",
+    help="After each checkpoint that leaves the job running, remove all but the newest N whole "
+    "ones, those on this host.  [default: all stay]",
+)
+@preempting_options
 @click.option("--tcp-close", is_flag=True, help="Connections come back closed.")
 @click.option("--outside", is_flag=True, help="Allow connections that lead to no rank of the job.")
+@verify_options
+@click.option(
+    "--safe-points",
+    is_flag=True,
+    help="Checkpoints are made where the program calls gpustasis.job.safe_point().",
+)
+@click.option(
+    "--risk",
+    "risks",
+    multiple=True,
+    type=click.Choice(nccl.RISKS),
+    help="What NCCL has in the rank's processes is no obstacle to a checkpoint; several times for "
+    "several.",
+)
 @click.option(
     "--criu",
     "criu_program",
@@ -79,6 +164,7 @@ def _seconds(
 )
 @_seconds("--away", 8.0, "How long the store may be away before a rank acts, if it may.")
 @_seconds("--look-limit", _LIMITS.look_s, "For all ranks to be there, and to look.")
+@_seconds("--safe-point-limit", 60.0, "With --safe-points, for the program to come to one.")
 @_seconds("--cuda-limit", _LIMITS.lock_cuda_s, "To lock CUDA.")
 @_seconds("--network-limit", _LIMITS.lock_network_s, "To lock the network.")
 @_seconds("--dump-limit", _LIMITS.dump_s, "For all dumps, or restores, and their decision.")
@@ -99,13 +185,28 @@ def run(
     world: int,
     directory: Path,
     restore: bool,
+    restore_newest: bool,
+    interval: timedelta | str | None,
+    mtbf: timedelta,
+    keep_last: int | None,
+    checkpoint_on_sigterm: bool,
+    grace: float,
+    reserve: float,
+    speed: int | None,
+    checkpointed_status: int,
     tcp_close: bool,
     outside: bool,
+    safe_points: bool,
+    risks: tuple[str, ...],
+    verify_after: tuple[str, ...] | None,
+    verify_timeout: float,
+    older_if_unverified: bool,
     criu_program: str | None,
     run_directory: Path,
     ttl: int,
     away: float,
     look_limit: float,
+    safe_point_limit: float,
     cuda_limit: float,
     network_limit: float,
     dump_limit: float,
@@ -118,37 +219,70 @@ def run(
     What COMMAND prints goes to DIRECTORY/rank-R/output.log. Without COMMAND and --restore, be the
     keeper of a rank whose keeper has died: its tasks were left as they were.
 
-    Ends as COMMAND does, with its status; with 0 when a checkpoint has ended it. Has to run in the
-    network namespace of the rank, as root. With --restarts it ends when the whole job does.
+    Ends as COMMAND does, with its status; with that of --checkpointed-status when a checkpoint has
+    ended it. Has to run in the network namespace of the rank, as root. With --restarts it ends when
+    the whole job does.
     """
     from gpustasis.criu.find import find
     from gpustasis.jobs.member import Settings
     from gpustasis.jobs.place import place_of
+    from gpustasis.jobs.preempting import Preempting
     from gpustasis.jobs.rank import Context, Options
     from gpustasis.jobs.records import Keys
+    from gpustasis.jobs.supervise import Supervisor
 
     choice = choice_of(options)
+    require_alone(
+        choice,
+        {
+            "--restore-newest": restore_newest,
+            "--interval": interval,
+            "--keep-last": keep_last,
+            "--checkpoint-on-sigterm": checkpoint_on_sigterm,
+            "--verify-after": verify_after,
+        },
+    )
     if restore and words:
         raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
+    if restore_newest and (restore or not words):
+        raise click.UsageError("--restore-newest needs COMMAND, and excludes --restore")
     if rank >= world:
         raise click.UsageError(f"--rank {rank}: must be 0 to {world - 1}")
+    safe_point_s = safe_point_limit if safe_points else 0.0
+    terms, periodic = _grace(grace, reserve, speed), periodic_of(interval, mtbf)
     limits = Limits(
-        look_s=look_limit, lock_cuda_s=cuda_limit, lock_network_s=network_limit, dump_s=dump_limit
+        look_s=look_limit + safe_point_s,
+        lock_cuda_s=cuda_limit,
+        lock_network_s=network_limit,
+        dump_s=dump_limit,
     )
     settings = Settings(limits=limits, ttl_s=ttl, store_s=away, writes_per_s=writes)
     use = Options(
         criu=find(criu_program),
         tcp_close=tcp_close,
         outside=outside,
+        safe_point_s=safe_point_s,
+        risks=frozenset(risks),
         cuda_timeout_ms=max(1, int(cuda_limit * 500)),
+        check=check_of(verify_after, verify_timeout, older=older_if_unverified),
+        older=older_if_unverified,
+        keep_last=keep_last or 0,
     )
     with open_store(options) as store:
         place = place_of(job, rank, directory, run_directory)
         place.make()
-        held = place.only_keeper(_wait if choice.standby else None)
+        held = place.only_keeper(wait_a_moment if choice.standby else None)
         try:
             context = Context(place, world, store, Keys(job), use)
-            ended = _keep(context, settings, choice, words, restore=restore)
+            if safe_points:
+                context.seat.make(anew=False)
+            if choice.restarts is not None:
+                ended = keep_recovered(context, settings, choice, words, restore=restore)
+            else:
+                preempts = Preempting(context, terms, output.say) if checkpoint_on_sigterm else None
+                supervisor = Supervisor(context, settings, output.say, preempts)
+                with _by_the_clock(context, periodic):
+                    ended = _keep(supervisor, context, words, restore, restore_newest)
         finally:
             os.close(held)
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
@@ -160,80 +294,71 @@ def run(
             output.say(f"job {job}, rank {rank}: ended, its status is not known")
 
     output.answer(fields, show)
-    if ended.status:
+    status = checkpointed_status if ended.epoch else ended.status
+    if status:
         output.finish()
-        raise click.exceptions.Exit(ended.status)
+        raise click.exceptions.Exit(status)
+
+
+def _grace(grace: float, reserve: float, speed: int | None) -> Grace:
+    from gpustasis.jobs.preempting import Grace
+
+    if reserve >= grace:
+        raise click.UsageError(f"--reserve {reserve:g} leaves nothing of --grace {grace:g}")
+    if speed == 0:
+        raise click.UsageError("--speed 0: no checkpoint would ever be ready")
+    return Grace(grace_s=grace, reserve_s=reserve, rate=speed)
+
+
+@contextmanager
+def _by_the_clock(context: Context, periodic: Periodic | None) -> Iterator[None]:
+    """Rank 0's keeper begins checkpoints; of the others the option says nothing."""
+    from gpustasis.jobs.clock import Clock
+    from gpustasis.jobs.lead import LEAD
+
+    clock = None
+    if periodic is not None and context.place.rank == LEAD:
+        clock = Clock(context, periodic, output.say)
+        clock.start()
+    try:
+        yield
+    finally:
+        if clock is not None:
+            clock.stop.set()
+
+
+def _begin(
+    supervisor: Supervisor, context: Context, words: tuple[str, ...], restore: bool, newest: bool
+) -> int:
+    """Start the command, if it is to be started. The checkpoint that is restored in place of it;
+    0: none, or somebody else asks for it."""
+    from gpustasis.jobs.preempting import to_restore
+
+    name = f"job {context.place.job}, rank {context.place.rank}"
+    is_taken_over = newest and supervisor.settle()
+    found = to_restore(context) if newest and not is_taken_over else 0
+    if words or restore:
+        context.say_where()
+    if found:
+        output.say(f"{name}: goes on from epoch {found}")
+    elif restore:
+        output.say(f"{name}: waits to be restored")
+    elif words and not is_taken_over:
+        pid = supervisor.start(words, os.environ)
+        output.say(f"{name}: process {pid}, output in {context.place.log}")
+    return found
 
 
 def _keep(
-    context: Context,
-    settings: Settings,
-    choice: Choice,
-    words: tuple[str, ...],
-    *,
-    restore: bool,
+    supervisor: Supervisor, context: Context, words: tuple[str, ...], restore: bool, newest: bool
 ) -> Ended:
     """Until the rank has ended."""
-    from gpustasis.jobs.supervise import Supervisor
+    from gpustasis.jobs.preempting import note_ended
 
-    what = f"job {context.place.job}, rank {context.place.rank}"
-    recovering = None
-    try:
-        starts = bool(words)
-        if choice.restarts is not None:
-            recovering = _recovering(context, settings.ttl_s, choice)
-        elif context.state.lives and context.state.life:
-            raise JobError(f"{what} was started with --restarts: its keeper must be, too")
-        supervisor = Supervisor(context, settings, output.say, recovering)
-        if words or restore or choice.standby:
-            context.say_where()
-        if recovering is not None:
-            is_new = bool(words or restore) and not choice.standby
-            starts = recovering.begin(new=is_new, can_start=bool(words))
-        if starts:
-            pid = supervisor.start(words, os.environ)
-            output.say(f"{what}: process {pid}, output in {context.place.log}")
-        elif restore:
-            output.say(f"{what}: waits to be restored")
-        return supervisor.run(restoring=restore, command=(words, os.environ) if words else None)
-    finally:
-        if recovering is not None:
-            recovering.close()
-
-
-def _wait() -> bool:
-    time.sleep(_POLL_S)
-    return True
-
-
-def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
-    """As the options say; once the rank has no keeper, if that is waited for."""
-    from gpustasis.jobs.guard import Guard, where
-    from gpustasis.jobs.hanging import Watcher
-    from gpustasis.jobs.lives import Terms
-    from gpustasis.jobs.recovering import Recovering
-
-    assert choice.restarts is not None
-    place = context.place
-    terms = Terms(
-        restarts=choice.restarts,
-        afresh=choice.afresh,
-        evidence=choice.evidence,
-        back_off_s=choice.back_off,
-    )
-    guard = Guard(
-        context.store,
-        context.keys,
-        place.rank,
-        context.world,
-        terms,
-        where(place.run),
-        ttl_s=ttl,
-        told=output.say,
-    )
-    while choice.standby and not guard.has_seat():
-        _wait()
-    watcher = None
-    if choice.hang_after is not None:
-        watcher = Watcher(choice.hang_after, place.log, choice.progress)
-    return Recovering(context, guard, watcher, output.say)
+    if context.state.lives and context.state.life:
+        raise JobError(f"{context.name} was started with --restarts: its keeper must be, too")
+    begun = _begin(supervisor, context, words, restore, newest)
+    ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
+    if newest and not ended.epoch and ended.status == 0:
+        note_ended(context, output.warn)
+    return ended

@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
+from gpustasis.image.prune import parse_duration
+from gpustasis.intervals import Periodic
 from gpustasis.text import mib, plural
+from gpustasis.verifying import Check
 
 if TYPE_CHECKING:
     from gpustasis.criu.statistics import Statistics
@@ -63,6 +68,123 @@ class Size(click.ParamType[int]):
         if match is None:
             self.fail(f"{value!r} is not a size such as 512M or 16GiB", param, ctx)
         return int(match[1]) * self._UNITS[match[2].upper()]
+
+
+class Duration(click.ParamType[timedelta]):
+    """90s, 30m, 24h, 7d or 2w."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> timedelta:
+        try:
+            return value if isinstance(value, timedelta) else parse_duration(str(value))
+        except ValueError as exc:
+            self.fail(str(exc), param, ctx)
+
+
+class Interval(click.ParamType[timedelta | str]):
+    """The same, or "auto"."""
+
+    name = "interval"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> timedelta | str:
+        return "auto" if value == "auto" else Duration().convert(value, param, ctx)
+
+
+class Words(click.ParamType[tuple[str, ...]]):
+    """A program and its arguments, with quotes as in a shell, which never sees them."""
+
+    name = "command"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            words = tuple(shlex.split(str(value)))
+        except ValueError as exc:
+            self.fail(f"{value!r} cannot be taken apart: {exc}", param, ctx)
+        if not words:
+            self.fail("it names no program", param, ctx)
+        return words
+
+
+def verify_options(function: Decorated) -> Decorated:
+    """What must succeed after a restore."""
+    for option in reversed(
+        (
+            click.option(
+                "--verify-after",
+                type=Words(),
+                metavar="COMMAND",
+                help="Run this after a restore, without a shell; GPUSTASIS_ROOT_PID is what was "
+                "restored. Until it has succeeded the job does not count as back, and if it fails "
+                "the job is killed.",
+            ),
+            click.option(
+                "--verify-timeout",
+                type=click.FloatRange(0.0, min_open=True),
+                default=60.0,
+                show_default=True,
+                metavar="S",
+                help="Seconds after which it has failed.",
+            ),
+            click.option(
+                "--older-if-unverified",
+                is_flag=True,
+                help="If it fails, try the next older checkpoint.  [default: an error]",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def interval_options(function: Decorated) -> Decorated:
+    """Checkpoints by the clock."""
+    for option in reversed(
+        (
+            click.option(
+                "--interval",
+                type=Interval(),
+                metavar="TIME",
+                help="Checkpoint the job in between as well, so long after the last: 90s, 30m, "
+                "12h; auto: computed from how long the job stands for one, and --mtbf.",
+            ),
+            click.option(
+                "--mtbf",
+                type=Duration(),
+                default="24h",
+                show_default=True,
+                metavar="TIME",
+                help="For auto: the mean time between failures of the job.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def periodic_of(interval: timedelta | str | None, mtbf: timedelta) -> Periodic | None:
+    """Of interval_options."""
+    if interval is None:
+        return None
+    told = interval.total_seconds() if isinstance(interval, timedelta) else None
+    if told == 0 or not mtbf:
+        raise click.UsageError("--interval and --mtbf are longer than 0")
+    return Periodic(interval_s=told, mtbf_s=mtbf.total_seconds())
+
+
+def check_of(words: tuple[str, ...] | None, seconds: float, *, older: bool) -> Check | None:
+    """Of verify_options."""
+    if words is None and older:
+        raise click.UsageError("--older-if-unverified needs --verify-after")
+    return None if words is None else Check(words=words, seconds=seconds)
 
 
 def recipients_option(function: Decorated) -> Decorated:

@@ -13,21 +13,10 @@ import gpustasis
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.key_options import find_key, key_options
+from gpustasis.cli.options import Duration
 from gpustasis.image.directory import allow_many_files
-from gpustasis.image.prune import Action, Outcome, Verdict, parse_duration
+from gpustasis.image.prune import Action, Outcome, Verdict
 from gpustasis.text import mib
-
-
-class _Duration(click.ParamType[timedelta]):
-    name = "duration"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> timedelta:
-        try:
-            return value if isinstance(value, timedelta) else parse_duration(str(value))
-        except ValueError as exc:
-            self.fail(str(exc), param, ctx)
 
 
 @click.command("prune", cls=Command)
@@ -35,7 +24,7 @@ class _Duration(click.ParamType[timedelta]):
 @click.option("--keep-last", type=click.IntRange(1), metavar="N", help="Keep the newest N.")
 @click.option(
     "--keep-within",
-    type=_Duration(),
+    type=Duration(),
     metavar="TIME",
     help="Keep those at most that much older than the newest: 90s, 30m, 24h, 7d, 2w.",
 )

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from gpustasis import nvml
+from gpustasis import nccl, nvml
 from gpustasis.criu.plugin import RUNC_FILE, parse_options
 from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.diagnosis.container import PROC, Container, read_mounts, unknown
@@ -60,6 +60,7 @@ def check(container: Container, driver_library: str, nvml_library: str) -> list[
         *_files(container, _stand_ins(driver, users)),
         *_connections(container),
         *_gpu_files(container, driver, users),
+        *_nccl(users, driver),
         *([] if isinstance(driver, DriverError) else _states(users, frozen, driver)),
         *([_memory(container, nvml_library)] if users else []),
     ]
@@ -226,6 +227,19 @@ def _gpu_files(
             "start such workers by spawn, not fork, before CUDA is used (for PyTorch's DataLoader: "
             'multiprocessing_context="spawn")',
         )
+
+
+def _nccl(users: list[int], driver: Driver | DriverError) -> Iterator[Finding]:
+    seen = [nccl.look(pid) for pid in users]
+    try:
+        version = None if isinstance(driver, DriverError) else driver.version()
+    except DriverError:
+        version = None
+    shares = sum(one.has_nccl for one in seen) > 1
+    for one in seen:
+        for found in nccl.findings(one, version, shares_host=shares, stands=False):
+            make = problem if found.breaks else note
+            yield make("NCCL", f"{found.text} ({found.name})", found.remedy)
 
 
 def _states(users: list[int], frozen: bool, driver: Driver) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -15,10 +14,13 @@ from gpustasis.criu.images import prepare_directory
 from gpustasis.criu.plugin import plugin_directory
 from gpustasis.driver import ProcessState
 from gpustasis.errors import CheckpointError, JobError
+from gpustasis.jobs import communicators
 from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
 from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, look, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
+from gpustasis.jobs.records import addresses_of
+from gpustasis.jobs.safe_point import Council, let_go, stop_all
 from gpustasis.jobs.stopping import killed
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree, resident_bytes
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _ENDING_S = 5.0  # for tasks that are being killed, before they are killed once more
 _ENDED_S = 60.0
+_LET_GO_S = 60.0  # for the other ranks, if this keeper knows of no safe points
 _LOOPBACK = ("127.", "::1")
 
 
@@ -37,9 +40,27 @@ class Checkpointing(HasCriu):
         super().__init__(context, order, context.place.images(order.number))
         self._tree: Tree | None = None
         self._network = Network()
+        self._council = Council(
+            *(context.store, context.keys, order.number),
+            (context.place.rank, context.world),
+            has_stopped=order.joined,
+        )
 
     def look(self) -> None:
-        """May the tasks be dumped? Nothing is touched."""
+        """May the tasks be dumped? Nothing is touched. A program that has safe points stands at
+        one afterwards; what it had open until then does not count."""
+        context = self.context
+        self._require_dumpable()
+        if context.options.safe_point_s:
+            self._stop_program()
+        tree = Tree(context.state.pid)
+        try:
+            self._require_known(look(tree.pids))
+            communicators.require(context, cuda_processes(tree.pids))
+        finally:
+            tree.close()
+
+    def _require_dumpable(self) -> None:
         context = self.context
         if not context.state.lives:
             raise JobError(f"{context.name} has no tasks: there is nothing to checkpoint")
@@ -56,15 +77,13 @@ class Checkpointing(HasCriu):
             )
         tree = Tree(pid)
         try:
-            pids = tree.pids
-            using = cuda_processes(pids)
+            using = cuda_processes(tree.pids)
             driver = load_driver() if using else None
             for one in using:
                 assert driver is not None
                 state = driver.get_state(one)
                 if state is not ProcessState.RUNNING:
                     raise JobError(f"{context.name}: process {one} is {state.name.lower()} already")
-            self._require_known(look(pids))
         finally:
             tree.close()
         needed = resident_bytes(pid)
@@ -74,6 +93,24 @@ class Checkpointing(HasCriu):
                 f"{context.name}: {context.place.directory} has {free} bytes free, and the tasks "
                 f"have {needed} in use"
             )
+
+    def _stop_program(self) -> None:
+        context = self.context
+        who = f"{context.name}, process {context.state.pid}"
+
+        def require() -> None:
+            if self.stopping.is_set():
+                raise JobError(f"{who}: the epoch is over before its program was at a safe point")
+            if not context.state.lives:
+                raise JobError(f"{who}: has ended before its program was at a safe point")
+
+        stop_all(context.seat, self._council, who, context.options.safe_point_s, require)
+
+    def _let_go(self) -> None:
+        """A program that stands at a safe point, or comes to one, goes on."""
+        context = self.context
+        limit_s = context.options.safe_point_s or _LET_GO_S
+        let_go(context.seat, self._council, limit_s, lambda: context.state.lives)
 
     def _require_known(self, network: Network) -> None:
         """Connections lead to other ranks, as far as addresses tell."""
@@ -86,10 +123,7 @@ class Checkpointing(HasCriu):
         keys = [context.keys.addresses(rank) for rank in range(context.world)]
         known: set[str] = set(own_addresses())
         for key, entry in context.store.read(*keys).entries.items():
-            try:
-                known.update(map(str, json.loads(entry.value)["addresses"]))
-            except (ValueError, KeyError, TypeError) as exc:
-                raise JobError(f"{key} cannot be used: {exc!r}") from exc
+            known.update(map(str, addresses_of(key, entry)["addresses"]))
         for connection in sorted(network.connections):
             if connection.remote not in known and not connection.remote.startswith(_LOOPBACK):
                 raise JobError(
@@ -180,6 +214,12 @@ class Checkpointing(HasCriu):
 
     def release(self) -> None:
         """The tasks run on; what was dumped is of no use, and removed."""
+        try:
+            self._undo()
+        finally:
+            self._let_go()
+
+    def _undo(self) -> None:
         if not self.is_touched():
             return
         self.criu.end(yes=False)
@@ -190,20 +230,24 @@ class Checkpointing(HasCriu):
 
     def finish(self, *, leave_running: bool) -> None:
         """Kill them, or let them run on."""
-        state = self.context.state
+        context, state = self.context, self.context.state
         if state.epoch != self.order.number and state.lives:
             raise JobError(
-                f"{self.context.name}: process {state.pid} was not dumped by epoch "
+                f"{context.name}: process {state.pid} was not dumped by epoch "
                 f"{self.order.number}: it is left as it is"
             )
         try:
             if leave_running:
                 self.criu.end(yes=True)
-                self._bring_back()
+                try:
+                    self._bring_back()
+                finally:
+                    self._let_go()
             else:
                 self._end_tasks()
+                self._let_go()  # what is restored goes on by itself
         finally:
-            self.context.note(images="")  # it is committed: nobody may remove it as undone
+            context.note(images="")  # it is committed: nobody may remove it as undone
 
     def _end_tasks(self) -> None:
         context = self.context

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs
+from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.dumps import DumpRecord, problems_of, record_of
 from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.messages import Phase
@@ -82,6 +82,24 @@ def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
     if not found.is_whole:
         raise JobError(f"job {keys.job}: epoch {number} is no whole checkpoint: {state_of(found)}")
     return found
+
+
+def next_older(store: Store, keys: Keys, found: Standing) -> Standing | None:
+    """The whole checkpoint of as many ranks before this one; None: there is none. Raises
+    JobError, StoreError."""
+    for number in range(found.number - 1, 0, -1):
+        older = epochs.standing(store, keys, number)
+        if older.is_whole and older.plan.world == found.plan.world:
+            return older
+    return None
+
+
+def unverified(store: Store, keys: Keys) -> dict[int, str]:
+    """Epochs that did not bring the job back when they were restored last: why, for people. Raises
+    JobError, StoreError."""
+    newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+    found = verified.unverified(store, keys, range(1, newest + 1))
+    return {number: f"not verified: {text}" for number, text in found.items()}
 
 
 def state_of(found: Standing) -> str:

@@ -64,6 +64,11 @@ class Place:
     def script(self) -> Path:
         return self.directory / ".gate"
 
+    @property
+    def seat(self) -> Path:
+        """Not in `run`: a program that is restored looks for it where it was."""
+        return self.directory / ".safe-point"
+
     def images(self, epoch: int) -> Path:
         return self.directory / f"epoch-{epoch:08d}"
 

@@ -25,9 +25,11 @@ from gpustasis.jobs.gate import Gate
 from gpustasis.jobs.network import Lock, find_nft, own_addresses
 from gpustasis.jobs.place import Place, State
 from gpustasis.jobs.records import Keys
+from gpustasis.jobs.safe_point import Seat
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.work import Order
 from gpustasis.task import has_driver_thread, misleading_thread, read_task
+from gpustasis.verifying import Check
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +39,23 @@ POLL_S = 0.02
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """criu: the program. tcp_close: connections come back closed. outside: connections to addresses
-    that no rank has are no obstacle. extra: further arguments for criu. cuda_timeout_ms: for work
-    that was given to a GPU."""
+    that no rank has are no obstacle. safe_point_s: for the program to come to a safe point; 0: it
+    has none. risks: findings on NCCL that are no obstacle, by name. extra: further arguments for
+    criu. cuda_timeout_ms: for work that was given to a GPU. check: must succeed after a restore,
+    before the rank counts as back; None: nothing. older: if the job is not, the keeper waits for a
+    restore of an older one. keep_last: so many whole checkpoints stay when another one that leaves
+    the job running was made; 0: all."""
 
     criu: Criu
     tcp_close: bool = False
     outside: bool = False
+    safe_point_s: float = 0.0
+    risks: frozenset[str] = frozenset()
     extra: tuple[str, ...] = ()
     cuda_timeout_ms: int = 10_000
+    check: Check | None = None
+    older: bool = False
+    keep_last: int = 0
 
 
 @dataclass(slots=True)
@@ -61,8 +72,10 @@ class Context:
     state: State = field(init=False)
     gate: Gate = field(init=False)
     lock: Lock = field(init=False)
+    seat: Seat = field(init=False)
 
     def __post_init__(self) -> None:
+        self.seat = Seat(self.place.seat)
         self.state = self.place.load()
         self.gate = Gate(self.place.run, self.place.script)
         self.lock = Lock(self.place.job, self.place.rank)
@@ -311,6 +324,9 @@ class RankWork:
 
     def stop(self) -> None:
         """criu is not stopped half-way: it comes to the gate, and is told there."""
+        part = self.part
+        if isinstance(part, HasCriu):
+            part.stopping.set()
 
     def slipped(self) -> str:
         part = self.part
@@ -327,6 +343,7 @@ class HasCriu:
         self.images = images
         self.touched = order.joined
         self.criu = CriuAtGate(context, images)
+        self.stopping = threading.Event()  # what is being done is to end early, if it can
 
     def is_touched(self) -> bool:
         """Whether there may be something to undo."""

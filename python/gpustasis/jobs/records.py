@@ -8,6 +8,9 @@ TOP/NAME/epochs/E/members/R   how far rank R says it has come, for as long as it
 TOP/NAME/epochs/E/records/R   the record of its dump
 TOP/NAME/epochs/E/settled/R   it has done what was decided
 TOP/NAME/epochs/E/pruned      its dumps are removed, or are about to be
+TOP/NAME/epochs/E/said/...    how the ranks have agreed on a safe point (safe_point.py)
+TOP/NAME/epochs/E/back        the restored job is back, or not (verified.py)
+TOP/NAME/epochs/E/unverified  of a checkpoint: why it did not bring the job back
 TOP/NAME/epochs/E/evidence    it holds a job that had failed: never restored unless it is named
 TOP/NAME/addresses/R          where rank R is, so that the others know whose connections are whose
 
@@ -71,6 +74,16 @@ class Keys:
 
     def pruned(self, number: int) -> str:
         return f"{self.epoch(number)}pruned"
+
+    def round(self, number: int, name: str) -> str:
+        """The beginning of the keys of what the ranks say in one round of a safe point."""
+        return f"{self.epoch(number)}said/{name}/"
+
+    def said(self, number: int, name: str, rank: int) -> str:
+        return f"{self.round(number, name)}{rank}"
+
+    def largest(self, number: int, name: str) -> str:
+        return f"{self.epoch(number)}said/largest-{name}"
 
     def addresses(self, rank: int) -> str:
         return f"{self.top}/{self.job}/addresses/{rank}"
@@ -174,6 +187,17 @@ def settled_of(key: str, entry: Entry) -> str:
     if not isinstance(value["problem"], str):
         raise JobError(f"{key}: problem is no text")
     return value["problem"]
+
+
+def addresses_of(key: str, entry: Entry) -> dict[str, Any]:
+    """Where a rank has said that it is: `host`, `addresses`. Raises JobError."""
+    try:
+        value = json.loads(entry.value)
+        if not isinstance(value["host"], str) or not isinstance(value["addresses"], list):
+            raise TypeError("host is no text, or addresses no list")
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+        raise JobError(f"{key} cannot be used: {exc!r}") from exc
+    return dict(value)
 
 
 def number_of(key: str, entry: Entry | None) -> int:

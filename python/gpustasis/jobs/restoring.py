@@ -9,7 +9,7 @@ from pathlib import Path
 from gpustasis.criu import run
 from gpustasis.criu.images import read_pstree
 from gpustasis.errors import CheckpointError, ImageError, JobError
-from gpustasis.jobs import epochs, leftover
+from gpustasis.jobs import epochs, leftover, verified
 from gpustasis.jobs.dumps import DumpRecord, record_of, require_same
 from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, own_addresses
@@ -177,6 +177,7 @@ class Restoring(HasCriu):
             raise self.criu.failed
         if not leave_running or not context.state.lives:
             raise JobError(f"{context.name}: its tasks have ended")
+        verified.verify(context, self.order, str(self.images))
 
     def _read(self) -> DumpRecord:
         if self._record is None:

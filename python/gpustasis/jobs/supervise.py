@@ -13,13 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gpustasis.errors import CheckpointError, JobError, StoreError
+from gpustasis.errors import CheckpointError, JobError, StoreError, VerificationError
+from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.checkpointing import Checkpointing
+from gpustasis.jobs.clock import remove_older
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.preempting import Preempting, Restart, older_than
 from gpustasis.jobs.rank import Context, Part, RankWork, unlock_cuda
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
+from gpustasis.jobs.safe_point import SEAT_VARIABLE
 from gpustasis.jobs.stopping import children, reap, status_of
 from gpustasis.jobs.work import Order
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
@@ -45,19 +49,22 @@ class Ended:
 
 
 class Supervisor:
-    """told: is called with what happens, in words. recovering: the job is restored when it fails;
-    None: it is not. Its descriptors of the keeper's lock and of the tasks live as long as it
-    does."""
+    """told: is called with what happens, in words. preempting: is told of SIGTERM, before the tasks
+    are. recovering: the job is restored when it fails; None: it is not. Its descriptors of the
+    keeper's lock and of the tasks live as long as it does."""
 
     def __init__(
         self,
         context: Context,
         settings: Settings,
         told: Callable[[str], object],
+        preempting: Preempting | None = None,
         recovering: Recovering | None = None,
     ) -> None:
         self._context = context
         self._told = told
+        self._preempting = preempting
+        self._restart: Restart | None = None
         self._recovering = recovering
         self._command: tuple[Sequence[str], Mapping[str, str]] | None = None
         self._work = RankWork(self._part, lambda: context.state.lives)
@@ -69,6 +76,7 @@ class Supervisor:
         self._held: tuple[int, int, int] = (0, 0, -1)
         self._status: int | None = None
         self._is_asked_to_end = False
+        self._waits_again = False  # for a restore of an older checkpoint
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
             raise JobError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
@@ -97,6 +105,10 @@ class Supervisor:
                 "be its keeper"
             )
         self._unlock_left()
+        environ = {k: value for k, value in environ.items() if k != SEAT_VARIABLE}
+        if context.options.safe_point_s:
+            context.seat.make(anew=True)
+            environ[SEAT_VARIABLE] = str(context.seat.path)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2:
                 with suppress(OSError):  # listdir's own
@@ -106,7 +118,7 @@ class Supervisor:
             pid = os.posix_spawnp(
                 command[0],
                 list(command),
-                dict(environ),
+                environ,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
                     (os.POSIX_SPAWN_OPEN, 1, str(context.place.log), append, 0o600),
@@ -121,14 +133,30 @@ class Supervisor:
         context.note(pid=pid, epoch=0, images="", cuda=False)
         return pid
 
+    def settle(self) -> bool:
+        """Do what an epoch still asks for that an earlier keeper has left. Whether the rank has
+        tasks then. Raises JobError, StoreError."""
+        while self._keeper.has_open():
+            outcome = self._keeper.take_part(lambda: True)
+            if outcome is None:
+                continue
+            try:
+                self._tell(outcome)
+            except JobError as exc:  # of tasks that are lost: they are restored, or start afresh
+                self._told(str(exc))
+                self._context.note(epoch=0, images="")
+        return self._context.state.lives
+
     def run(
         self,
         *,
         restoring: bool,
+        restart: int = 0,
         command: tuple[Sequence[str], Mapping[str, str]] | None = None,
     ) -> Ended:
         """Until the tasks have ended. restoring: there are none yet, and an epoch brings them.
-        command: that starts them again, if the job is recovered.
+        restart: the checkpoint that is restored as soon as all ranks wait for that; 0: somebody
+        else asks for it. command: that starts them again, if the job is recovered.
 
         Raises JobError if that epoch was aborted, and what Keeper.take_part raises.
         """
@@ -145,6 +173,9 @@ class Supervisor:
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
             self._unlock_first(is_over)
+            self._verify_left(is_over)
+            if restart:
+                self._have_restored(restart)
             while True:
                 outcome = self._keeper.take_part(is_over)
                 if outcome is not None:
@@ -155,8 +186,10 @@ class Supervisor:
                     done = self._recover(recovering)
                 if done is not None:
                     return done
-                waits = waits and not self._context.state.lives
+                waits = (waits or self._waits_again) and not self._context.state.lives
         finally:
+            if self._restart is not None:
+                self._restart.stop.set()
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self._held[2] >= 0:
@@ -185,6 +218,7 @@ class Supervisor:
         if context.gate.is_held():
             return  # the tasks stand
         context.unlock_network()
+        context.seat.release()
         if context.state.cuda and context.state.lives:
             tree = Tree(context.state.pid)
             try:
@@ -197,7 +231,7 @@ class Supervisor:
 
     def _unlock_first(self, is_over: Callable[[], bool]) -> None:
         """As soon as the store says that nothing is open, which would do it."""
-        while self._context.state.cuda or self._context.state.network:
+        while self._is_left():
             try:
                 if not self._keeper.has_open():
                     self._unlock_left()
@@ -211,6 +245,11 @@ class Supervisor:
                 return
             else:
                 return
+
+    def _is_left(self) -> bool:
+        """Whether anything of the tasks is locked, or may be, or waits at a safe point."""
+        state = self._context.state
+        return state.cuda or state.network or self._context.seat.is_asked()
 
     def _part(self, order: Order) -> Part:
         if self._recovering is not None:
@@ -236,16 +275,66 @@ class Supervisor:
 
     def _after(self, outcome: Outcome) -> Ended | None:
         """What follows from an epoch; None: the tasks run on."""
-        epoch, what = outcome.epoch, self._tell(outcome)
+        epoch = outcome.epoch
+        if epoch.restores and epoch.phase is Phase.COMMITTED and self._context.options.check:
+            self._verify(outcome.number, bool(outcome.problem))
+            return None
+        what = self._tell(outcome)
         if epoch.restores and epoch.phase is Phase.ABORTED and not self._context.state.lives:
             if self._recovering is None:
                 raise JobError(f"{what}; nothing was restored")
             return None
+        if epoch.phase is Phase.COMMITTED and not epoch.restores and epoch.leave_running:
+            remove_older(self._context, self._told)
         if epoch.phase is Phase.COMMITTED and not epoch.leave_running:
             if self._recovering is not None:
                 self._recovering.ended_by(outcome.number)
             return Ended(epoch=outcome.number, status=None)
         return None
+
+    def _verify(self, number: int, problem: bool) -> None:
+        """The tasks go on if the job is back, else they are killed. Raises VerificationError if it
+        is not, and no older checkpoint is waited for; JobError."""
+        context = self._context
+        because = verified.await_verdict(
+            context, number, problem=problem, gives_up=lambda: self._is_asked_to_end
+        )
+        if because:
+            verified.end_tasks(context)
+            reap()
+            context.note(pid=0)
+        context.note(epoch=0, images="")
+        what = f"{context.name}, epoch {number}: {Phase.COMMITTED}"
+        if not because:
+            self._told(f"{what}, and {'not known to be ' if because is None else ''}verified")
+            return
+        what += f", but the job is not back: {because}; its tasks were killed"
+        if not context.options.older:
+            raise VerificationError(what)
+        _, plan = epochs.phase(context.store, context.keys, number)
+        older = older_than(context, plan.restores)
+        if not older:
+            raise VerificationError(f"{what}; there is no older whole checkpoint")
+        self._told(f"{what}; waits for an older checkpoint")
+        self._waits_again = True
+        if self._restart is not None:
+            self._have_restored(older)
+
+    def _have_restored(self, epoch: int) -> None:
+        self._restart = Restart(self._context, epoch, self._told)
+        self._restart.start()
+
+    def _verify_left(self, is_over: Callable[[], bool]) -> None:
+        """An earlier keeper may have ended before the verdict on a restore of the tasks."""
+        while self._context.options.check is not None and not is_over():
+            try:
+                if not self._keeper.has_open() and (left := verified.left_open(self._context)):
+                    self._verify(left, problem=False)
+            except StoreError as exc:
+                log.info("%s waits for the store: %s", self._context.name, exc)
+                time.sleep(_AGAIN_S)
+            else:
+                return
 
     def _has_ended(self) -> bool:
         """Whether the root has, by now; its status is kept."""
@@ -299,6 +388,8 @@ class Supervisor:
             if number in _ENDING:  # as soon as no epoch is under way, which may bring tasks
                 self._is_asked_to_end = True
                 self._status = 128 + number
+        elif number == signal.SIGTERM and self._preempting and self._preempting.told_to_end():
+            return
         else:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)

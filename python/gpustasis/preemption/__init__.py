@@ -8,6 +8,7 @@ estimate     how long a checkpoint will take
 tree         the processes of a job
 streams      what a job writes to, which outlives it
 dumping      one dump, which ends in time or is broken off
+making       the checkpoints of a job, just in time and in between
 supervisor   the job's life, from start to end
 asking       have a supervisor checkpoint its job
 """

@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,40 +48,49 @@ OPTIONS: dict[str, bool | int] = {"tcp-established": True, "file-locks": True}
 class _Watch:
     """Breaks the dump off; knows whether it did."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Callable[[], Limits]) -> None:
         self._limits = limits
         self.stopped = False
         self.killed = False
 
     def __call__(self, pid: int) -> None:
-        now = time.monotonic()
-        if now >= self._limits.stop and not self.killed:
+        now, limits = time.monotonic(), self._limits()
+        if now >= limits.stop and not self.killed:
             self.stopped = True
             for each in tree_of(pid):
                 with suppress(OSError):  # it has ended
                     _, hard = resource.prlimit(each, resource.RLIMIT_FSIZE)
                     resource.prlimit(each, resource.RLIMIT_FSIZE, (0, hard))
-        if now >= self._limits.kill and not self.killed:
+        if now >= limits.kill and not self.killed:
             self.killed = True
             with suppress(OSError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
 
 
-def dump(criu: Criu, pid: int, images: Path, limits: Limits, words: Sequence[str]) -> run.Run:
-    """Dump the tree below `pid`, which ends with it.
+def dump(
+    criu: Criu,
+    pid: int,
+    images: Path,
+    limits: Callable[[], Limits],
+    words: Sequence[str],
+    *,
+    plugin: Mapping[str, Setting] = PLUGIN,
+    runs_on: bool = False,
+) -> run.Run:
+    """Dump the tree below `pid`, which ends with it, or runs on. limits: as they are now.
 
     Raises CheckpointError if there is no checkpoint: the tree runs on then.
     """
     watch = _Watch(limits)
     begin = time.monotonic()
     settings = run.Settings(
-        plugin=PLUGIN,
+        plugin=plugin,
         options={**OPTIONS, "ghost-limit": GHOST_LIMIT, "link-remap": True},
         extra=words,
         watch=watch,
     )
     try:
-        return run.dump(criu, pid, images, settings)
+        return run.dump(criu, pid, images, settings, leave_running=runs_on)
     except CriuError as exc:
         if not watch.stopped:
             raise

@@ -71,12 +71,14 @@ class Record:
 
     pipes: the numbers of the pipes that the job wrote its stdout and stderr to. memory_bytes: what
     its memory was estimated at before the dump. seconds: how long the dump took, from the signal.
+    unverified: why the job did not count as back when it was restored last; "": it did, or was not.
     """
 
     identity: Identity
     pipes: tuple[int, int]
     memory_bytes: int
     seconds: float
+    unverified: str = ""
 
     def write(self, directory: Path) -> None:
         """To the disk, in one step. Raises OSError."""
@@ -119,6 +121,7 @@ class Record:
             pipes=(first, second),
             memory_bytes=_number(body["memory_bytes"]),
             seconds=float(seconds),
+            unverified=_text(body.get("unverified", "")),
         )
 
 

@@ -51,12 +51,18 @@ class Signals:
     @property
     def ending(self) -> bool:
         """Whether this process was told to end, and nobody has looked yet."""
-        return any(number == ENDING for number, _ in self._came)
+        return self.asked is not None
 
-    def wait(self) -> None:
-        """Until a signal comes, a child's end among them, unless one came since the last time."""
+    @property
+    def asked(self) -> float | None:
+        """When that was, by time.monotonic()."""
+        return next((moment for number, moment in self._came if number == ENDING), None)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until a signal comes, a child's end among them, unless one came since the last time; at
+        most for that long."""
         if not self._came:
-            select.select([self._reading], [], [])
+            select.select([self._reading], [], [], timeout_s)
         try:
             while os.read(self._reading, 4096):
                 pass

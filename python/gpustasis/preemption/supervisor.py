@@ -11,44 +11,24 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from gpustasis.criu.find import Criu
-from gpustasis.errors import CheckpointError
+from gpustasis.errors import CheckpointError, VerificationError
+from gpustasis.intervals import Schedule
 from gpustasis.preemption import start
-from gpustasis.preemption.dumping import Limits, criu_words, dump
-from gpustasis.preemption.estimate import estimate
-from gpustasis.preemption.network import unlock
-from gpustasis.preemption.records import RECORD_NAME, Identity, Record
+from gpustasis.preemption.making import Making, Settings
+from gpustasis.preemption.records import Record
 from gpustasis.preemption.signals import ENDING, Signals
-from gpustasis.preemption.store import JobStore, says_nothing
+from gpustasis.preemption.store import Found, JobStore, says_nothing
 from gpustasis.preemption.streams import Outlet
-from gpustasis.preemption.tree import describe, memory_of, strays
-from gpustasis.text import mib
+from gpustasis.preemption.tree import end_job
+from gpustasis.verifying import require_verified
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 OUTPUT_S = 60.0  # waited for whoever reads what the job wrote last, when there is time
+KILLED_S = 60.0  # waited for the end of a job that was killed
 STOPPED_STATUS = 128 + ENDING  # told to end when nothing ran
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """grace_s: from SIGTERM to SIGKILL. reserve_s: of that, what the job is left with when there is
-    no checkpoint. rate: bytes per second of a dump; None: as measured, or assumed.
-    checkpointed_status: of this process, once there is a checkpoint. afresh: the job is started
-    when none of its checkpoints can be restored; else that is an error."""
-
-    command: tuple[str, ...]
-    identity: Identity
-    criu: Criu
-    grace_s: float
-    reserve_s: float
-    keep_last: int
-    rate: int | None
-    checkpointed_status: int
-    afresh: bool
-    network_lock: str
 
 
 class Supervisor:
@@ -67,12 +47,13 @@ class Supervisor:
         self._signals = signals
         self._outlets = outlets
         self._say = say
-        self._words = criu_words(settings.network_lock)
+        self._making = Making(settings, store, (outlets[0].number, outlets[1].number), say)
+        self._schedule: Schedule | None = None  # None: no further checkpoint in between
         self._root: int | None = None  # of the job: a child that was not collected yet
         self._restoring = False  # what became of it is not known
         self._asked: float | None = None  # when this process was told to end, by time.monotonic()
-        self._lost: list[Path] = []  # checkpoints of the job that could not be restored
-        self._failed: list[Path] = []  # of dumps
+        self._lost: dict[Path, str] = {}  # checkpoints that did not bring the job back: why not
+        self._unverified: VerificationError | None = None  # of the last of these that was not
         self._made: Path | None = None
         self._because = "the job was told to end before it ran"
 
@@ -101,9 +82,7 @@ class Supervisor:
             if not outlet.finish(max(end - time.monotonic(), 0)):
                 self._say("the last that the job wrote is lost: nobody has read it in time")
         if self._root is None:
-            for directory in self._failed:
-                self._give_up(directory)
-                self._discard(directory)
+            self._making.clean()
         if self._root is None and not self._restoring:
             made = "" if self._made is None else str(self._made)
             try:
@@ -124,46 +103,62 @@ class Supervisor:
             if self._signals.ending:
                 return None
             if found.record is None:
-                self._say(f"{found.directory} {found.unusable}")
-                if not found.foreign:
-                    self._give_up(found.directory)
-                if found.broken:
-                    self._lost.append(found.directory)
-                if found.failed:
-                    self._discard(found.directory)
+                self._pass_over(found)
                 continue
             try:
-                start.verify(found.directory, lambda: self._signals.ending)
-                self._store.tell_restoring(found.directory)
-                self._restoring = True
-                pid = start.restore(
-                    self._settings.criu, found.directory, found.record, self._outlets, self._words
-                )
+                root = self._restored(found.directory, found.record)
             except start.ToldToEnd:
                 return None
-            except start.PidTakenError as exc:
-                self._restoring = False
-                raise CheckpointError(
-                    f"{found.directory} cannot be restored: {exc}; if that is the job itself, it "
-                    "would run twice"
-                ) from exc
-            except CheckpointError as exc:
-                self._restoring = False
-                if says_nothing(exc):
-                    raise
-                self._lost.append(found.directory)
-                self._say(f"{found.directory} cannot be restored: {exc}")
-                self._give_up(found.directory)
-                continue
-            return self._has_begun(pid, f"goes on, restored from {found.directory}")
+            if root is not None and self._is_back(root, found.directory, found.record):
+                return root
+        if self._unverified is not None:
+            raise self._unverified
         if self._lost and not self._settings.afresh:
             raise CheckpointError(
-                f"none of the job's checkpoints can be restored, {self._lost[0]} among them, and "
+                f"none of the job's checkpoints can be restored, {next(iter(self._lost))} among "
+                "them, and "
                 "it may not be started afresh"
             )
         if self._signals.ending:
             return None
         return self._has_begun(start.start(self._settings.command, self._outlets), "starts afresh")
+
+    def _pass_over(self, found: Found) -> None:
+        """It cannot be used."""
+        self._say(f"{found.directory} {found.unusable}")
+        if not found.foreign:
+            self._making.give_up(found.directory)
+        if found.broken:
+            self._lost[found.directory] = "could not be restored"
+        if found.failed:
+            self._making.discard(found.directory)
+
+    def _restored(self, directory: Path, record: Record) -> int | None:
+        """The root of the job, which runs; None: it cannot be restored, and nothing of it runs.
+        Raises CheckpointError if nothing may be started, start.ToldToEnd."""
+        try:
+            start.verify(directory, lambda: self._signals.ending)
+            self._store.tell_restoring(directory)
+            self._restoring = True
+            pid = start.restore(
+                self._settings.criu, directory, record, self._outlets, self._making.words
+            )
+        except start.PidTakenError as exc:
+            self._restoring = False
+            raise CheckpointError(
+                f"{directory} cannot be restored: {exc}; if that is the job itself, it would run "
+                "twice"
+            ) from exc
+        except CheckpointError as exc:
+            self._restoring = False
+            if says_nothing(exc):
+                raise
+            self._lost[directory] = "could not be restored"
+            self._say(f"{directory} cannot be restored: {exc}")
+            self._making.give_up(directory)
+            return None
+        self._making.parent = directory
+        return self._has_begun(pid, f"goes on, restored from {directory}")
 
     def _has_begun(self, root: int, how: str) -> int:
         self._root, self._restoring = root, False
@@ -174,24 +169,57 @@ class Supervisor:
         self._say(f"process {root} {how}")
         return root
 
-    def _give_up(self, directory: Path) -> None:
-        try:
-            unlock(directory)
-        except CheckpointError as exc:
-            self._say(str(exc))
+    def _is_back(self, root: int, directory: Path, record: Record) -> bool:
+        """Whether the restored job counts as back; else it was killed. Told to end before that is
+        known, it is checkpointed again. Raises VerificationError if no older one may be tried."""
+        check = self._settings.check
+        if check is None:
+            return True
+        if record.unverified:
+            self._say(f"{directory} was not verified the last time: {record.unverified}")
 
-    def _discard(self, directory: Path) -> None:
-        """Criu's table of its connections is gone by now."""
+        def look() -> None:
+            if self._signals.ending:
+                raise start.ToldToEnd
+
+        facts = {"GPUSTASIS_ROOT_PID": str(root), "GPUSTASIS_CHECKPOINT": str(directory)}
         try:
-            if not self._store.discard(directory):
-                self._say(f"{directory} stays for now: it is in use, or whole")
-        except (CheckpointError, OSError) as exc:
-            self._say(f"{directory} stays for now: {exc}")
+            require_verified(check, facts, look)
+        except start.ToldToEnd:
+            self._lost[directory] = "was not verified yet"
+            self._say(
+                f"told to end while `{check}` was at work: it is not known whether it is back"
+            )
+            return True
+        except VerificationError as exc:
+            self._say(f"the job is not back: {exc}; it is killed, and {directory} stays")
+            end_job(root, KILLED_S)
+            self._root = None
+            self._lost[directory] = "was not verified"
+            self._making.parent = None
+            self._mark(directory, replace(record, unverified=str(exc)))
+            self._because = f"{directory} was restored, but is not back: {exc}"
+            self._unverified = VerificationError(self._because)
+            if not self._settings.older:
+                raise self._unverified from exc
+            return False
+        if record.unverified:
+            self._mark(directory, replace(record, unverified=""))
+        self._say(f"process {root} is back: `{check}` has succeeded")
+        return True
+
+    def _mark(self, directory: Path, record: Record) -> None:
+        try:
+            record.write(directory)
+        except OSError as exc:
+            self._say(f"cannot note in {directory} whether it was verified: {exc.strerror}")
 
     def _stay(self, root: int) -> int:
         """Until the job has ended, or is in a checkpoint."""
+        if self._settings.periodic is not None:
+            self._schedule = Schedule(self._settings.periodic, time.monotonic())
         while True:
-            self._signals.wait()
+            self._signals.wait(None if self._schedule is None else self._schedule.left_s())
             status = _reap(root)
             if status is not None:
                 self._root = None
@@ -204,11 +232,26 @@ class Supervisor:
                         return made
                 with suppress(ProcessLookupError):
                     os.kill(root, number)
+            if self._schedule is not None and not self._schedule.left_s():
+                self._go_on_from_here(root, self._schedule)
+
+    def _go_on_from_here(self, root: int, schedule: Schedule) -> None:
+        """A checkpoint is due. Told to end meanwhile, it has half of the time that there is."""
+        try:
+            made = self._making.periodic(root, lambda: self._signals.asked)
+        except (CheckpointError, OSError) as exc:
+            schedule.note(time.monotonic(), None)
+            self._say(f"no checkpoint, the job runs on: {exc}")
+            return
+        schedule.note(time.monotonic(), made.downtime_s)
+        self._say(f"the job is in {made.images} as well, and runs on")
+        self._keep_last()
 
     def _ended(self, status: int) -> int:
         if not self._because:
             self._because = f"the job ended by itself, status {status}"
-        if status == 0:
+        told = self._asked is not None and self._settings.periodic is not None
+        if status == 0 and not told:  # told to end, it may have more to do
             self._end()
         return status if status >= 0 else 128 - status
 
@@ -225,23 +268,30 @@ class Supervisor:
     def _checkpoint(self, root: int, moment: float) -> int | None:
         """The status to end with; None: there is no checkpoint, and the job is to be told."""
         try:
-            images, record = self._dump(root, moment)
+            made = self._making.just_in_time(root, moment)
         except (CheckpointError, OSError) as exc:
             self._because = str(exc)
             self._say(f"no checkpoint, the job is told to end: {exc}")
             self._signals.forget(ENDING)  # they meant the checkpoint
+            self._schedule = None
             return None
         # From here on the job is in the checkpoint: nothing that goes wrong changes that.
-        self._made = images
-        self._because = f"checkpointed in {record.seconds:.1f} s"
+        self._made = made.images
+        self._because = f"checkpointed in {made.record.seconds:.1f} s"
         _await_end(root)
         self._root = None
         with suppress(OSError):  # the expected time stands there then
-            record.write(images)
-        self._say(f"the job is in {images}, {record.seconds:.1f} s after the signal")
+            made.record.write(made.images)
+        self._say(f"the job is in {made.images}, {made.record.seconds:.1f} s after the signal")
+        self._keep_last()
+        return self._settings.checkpointed_status
+
+    def _keep_last(self) -> None:
+        """After a success only, so that a failed one never removes a good one."""
         if self._lost:
-            self._say(f"older checkpoints stay, for {self._lost[0]} could not be restored")
-            return self._settings.checkpointed_status
+            directory, why = next(iter(self._lost.items()))
+            self._say(f"older checkpoints stay, for {directory} {why}")
+            return
         try:
             removed = self._store.keep_last(self._settings.keep_last)
         except (CheckpointError, OSError) as exc:
@@ -249,59 +299,6 @@ class Supervisor:
         else:
             if removed:
                 self._say(f"{removed} older removed")
-        return self._settings.checkpointed_status
-
-    def _dump(self, root: int, moment: float) -> tuple[Path, Record]:
-        """Where the job now is, and the record with the time that it took, which may still be
-        written. Raises CheckpointError, OSError: it runs on."""
-        limits = Limits(
-            stop=moment + self._settings.grace_s - self._settings.reserve_s,
-            kill=moment + self._settings.grace_s - self._settings.reserve_s / 2,
-        )
-        if others := strays(root):
-            raise CheckpointError(
-                f"process {describe(others[0])} of the job is no longer below its root {root}, and "
-                "would not be in the checkpoint"
-            )
-        memory = memory_of(root)
-        expected = estimate(memory, self._last(), self._settings.rate)
-        left = limits.stop - time.monotonic()
-        text = f"about {expected.seconds:.1f} s ({expected.because})"
-        if expected.seconds > left:
-            raise CheckpointError(f"it would take {text}, and {max(left, 0):.1f} s are left for it")
-        if (free := self._store.free_bytes()) < memory.total:
-            raise CheckpointError(
-                f"{self._store.directory} has {mib(free)} free, and {mib(memory.total)} may be "
-                "needed"
-            )
-        images = self._store.new_directory()
-        self._failed = [images]
-        self._say(f"checkpointing process {root} into {images}: {text}, {left:.1f} s are left")
-        record = Record(
-            identity=self._settings.identity,
-            pipes=(self._outlets[0].number, self._outlets[1].number),
-            memory_bytes=memory.total,
-            seconds=expected.seconds,
-        )
-        record.prepare(images)  # what a full disk could refuse, before the job is gone
-        dump(self._settings.criu, root, images, limits, self._words)
-        seconds = time.monotonic() - moment
-        try:
-            record.commit(images)
-        except OSError as exc:
-            if not (images / RECORD_NAME).exists():
-                raise
-            self._say(f"{images / RECORD_NAME} may not outlast a power failure: {exc.strerror}")
-        self._failed = []
-        return images, replace(record, seconds=seconds)
-
-    def _last(self) -> Record | None:
-        """Of the newest checkpoint of this job."""
-        with suppress(CheckpointError):
-            for found in self._store.checkpoints(self._settings.identity):
-                if found.record is not None:
-                    return found.record
-        return None
 
 
 def _reap(root: int) -> int | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ PROC = Path("/proc")
 # Shared by several processes of the tree, it counts once.
 _COUNTED = re.compile(r"^(?:Pss_Anon|Pss_Shmem|SwapPss):\s+([0-9]+) kB$", re.MULTILINE)
 _OURS = (WORKER_COMM, GUARDIAN_COMM)
+_POLL_S = 0.02
 
 
 def children_of(pid: int) -> Iterator[int]:
@@ -48,6 +51,24 @@ def strays(root: int) -> list[int]:
         for pid in children_of(os.getpid())
         if pid != root and _comm(pid) not in _OURS and _lives(pid)
     ]
+
+
+def end_job(root: int, patience_s: float) -> None:
+    """Kill the job, with all that has left its tree, and collect what comes to us of it. Raises
+    CheckpointError if something of it is still there then."""
+    end = time.monotonic() + patience_s
+    while left := [pid for one in (root, *strays(root)) for pid in tree_of(one) if _lives(pid)]:
+        if time.monotonic() >= end:
+            raise CheckpointError(
+                f"process {describe(left[0])} of the job was killed, and is there"
+            )
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

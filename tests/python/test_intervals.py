@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustasis.agent.intervals import FIRST_S, SHORTEST_S, automatic, best_interval
+from gpustasis.intervals import FIRST_S, SHORTEST_S, automatic, best_interval
 
 
 def expected_time(interval: float, cost: float, mtbf: float) -> float:

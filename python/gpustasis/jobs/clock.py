@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a whole job by the clock: rank 0's keeper begins them, and every keeper removes
+what is older."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from gpustasis.errors import CheckpointError, StoreError
+from gpustasis.intervals import Periodic, Schedule
+from gpustasis.jobs import epochs
+from gpustasis.jobs.kept import prune, records_of
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import Plan
+
+_LOOK_S = 0.2
+_LOCK = "prune"
+
+
+class Clock(threading.Thread):
+    """told: is called with what happens, in words. Ends with `stop`."""
+
+    def __init__(self, context: Context, periodic: Periodic, told: Callable[[str], object]) -> None:
+        super().__init__(daemon=True)
+        self._context = context
+        self._schedule = Schedule(periodic, time.monotonic())
+        self._told = told
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        """Until it is stopped. While the rank has no tasks, or an epoch has something to do with
+        them, nothing is begun."""
+        state = self._context.state
+        while not self.stop.wait(max(self._schedule.left_s(), _LOOK_S)):
+            state = self._context.state
+            if not state.lives or state.epoch or self._schedule.left_s():
+                continue
+            downtime = None
+            try:
+                downtime = self._checkpoint()
+            except CheckpointError as exc:
+                self._told(f"job {self._context.place.job} runs on without a checkpoint: {exc}")
+            self._schedule.note(time.monotonic(), downtime)
+
+    def _checkpoint(self) -> float | None:
+        """How long the slowest rank stood for it; None: it was aborted, which the keepers tell.
+        Raises JobError, StoreError."""
+        context = self._context
+        store, keys = context.store, context.keys
+        number = epochs.begin(store, keys, Plan(world=context.world, leave_running=True))
+        while not self.stop.wait(_LOOK_S):
+            try:
+                epoch, _ = epochs.phase(store, keys, number)
+            except StoreError:
+                continue  # the ranks decide by themselves
+            if epoch.phase is Phase.COMMITTED:
+                found = records_of(epochs.standing(store, keys, number))
+                return max(one.dump_ms for one in found) / 1000
+            if epoch.phase.is_final:
+                return None
+        return None
+
+
+def keep_last(context: Context, count: int) -> list[str]:
+    """Remove older checkpoints of the job, those on this host, as `gpustasis job prune`: what was
+    removed. Another keeper of the job here may be at it. Raises JobError, StoreError, OSError."""
+    place = context.place.run.parent / _LOCK
+    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        done = prune(context.store, context.keys, count)
+    finally:
+        os.close(descriptor)
+    return [directory for one in done for directory in one.directories]
+
+
+def remove_older(context: Context, told: Callable[[str], object]) -> None:
+    """As keep_last of the rank's options says, after a checkpoint that was made: a failed one never
+    removes a good one."""
+    count = context.options.keep_last
+    if not count:
+        return
+    try:
+        removed = keep_last(context, count)
+    except (CheckpointError, OSError) as exc:
+        told(f"{context.name}: older checkpoints stay: {exc}")
+    else:
+        if removed:
+            told(f"{context.name}: {', '.join(removed)} removed")

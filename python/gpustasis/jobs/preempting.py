@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that is checkpointed when one of its keepers is told to end, and that goes on from there
+when all of them are started again.
+
+The keeper that is told begins an epoch that ends the job; the others take part as in any epoch. If
+it is not decided when the grace period, less a reserve, is over, it is aborted, and the tasks get
+the signal.
+
+JOB/waiting/R  rank R waits to be restored: the newest epoch when it began to
+JOB/ended/R    the tasks of rank R have ended by themselves with status 0: the newest epoch then
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gpustasis.errors import CheckpointError, DriverError, JobError, StoreError
+from gpustasis.jobs import epochs
+from gpustasis.jobs.epochs import Standing
+from gpustasis.jobs.kept import next_older, records_of
+from gpustasis.jobs.lead import LEAD
+from gpustasis.jobs.messages import Epoch, Phase
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import Keys, Plan, number_of
+from gpustasis.jobs.store import Put, Store
+from gpustasis.nvml import memory_used
+from gpustasis.streaming.tree import Tree, resident_bytes
+from gpustasis.task import has_driver_thread
+from gpustasis.text import mib
+
+log = logging.getLogger(__name__)
+
+DEFAULT_RATE = 200 << 20  # bytes per second, which most disks reach
+START_S = 2.0  # of criu, the driver and the ranks, without any memory
+MARGIN = 1.25  # of a time that was measured
+_POLL_S = 0.1
+_AGAIN_S = 0.2
+_LOOK_S = 30.0  # for ranks to join an epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grace:
+    """grace_s: from SIGTERM to SIGKILL. reserve_s: of that, what the tasks are left with if there
+    is no checkpoint. rate: bytes per second of a dump; None: as measured, or assumed."""
+
+    grace_s: float
+    reserve_s: float
+    rate: int | None = None
+
+
+class Preempting:
+    """Of one keeper. told: is called with what happens, in words."""
+
+    def __init__(self, context: Context, grace: Grace, told: Callable[[str], object]) -> None:
+        self._context = context
+        self._grace = grace
+        self._told = told
+        self._thread: threading.Thread | None = None
+        self._gave_up = threading.Event()
+
+    def told_to_end(self) -> bool:
+        """SIGTERM has come. Whether the job is being checkpointed because of it: the tasks are not
+        to have it now."""
+        if self._thread is None:
+            moment = time.monotonic()
+            self._thread = threading.Thread(target=self._run, args=(moment,), daemon=True)
+            self._thread.start()
+        return not self._gave_up.is_set()
+
+    def _run(self, moment: float) -> None:
+        name = self._context.name
+        end = moment + self._grace.grace_s - self._grace.reserve_s
+        try:
+            because = self._checkpoint(end)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the tasks are told
+            because = str(exc) or type(exc).__name__
+        if not because:
+            return  # the keeper does what was decided
+        self._gave_up.set()
+        self._told(f"{name}: no checkpoint, the tasks are told to end: {because}")
+        if self._context.state.lives:
+            with suppress(ProcessLookupError):
+                os.kill(self._context.state.pid, signal.SIGTERM)
+
+    def _checkpoint(self, end: float) -> str:
+        """Why there is none; empty: there is one. Raises CheckpointError."""
+        context = self._context
+        seconds, made_of = self._expect()
+        left = max(end - time.monotonic(), 0.0)
+        text = f"about {seconds:.1f} s ({made_of})"
+        if seconds > left:
+            return f"a checkpoint of the job would take {text}, and {left:.1f} s are left for it"
+        self._told(f"{context.name}: the job is checkpointed: {text}, {left:.1f} s are left")
+        number = 0
+        while time.monotonic() < end:
+            with suppress(StoreError):  # it may be there again in time
+                number = number or self._begin()
+                if number:
+                    epoch, _ = epochs.phase(context.store, context.keys, number)
+                    if epoch.phase.is_final:
+                        return _why_aborted(number, epoch)
+            time.sleep(_POLL_S)
+        late = f"{context.name} was told to end, and had no more time for a checkpoint"
+        if not number:
+            return "the store did not answer in time, or another epoch was under way"
+        return _why_aborted(number, epochs.abort(context.store, context.keys, number, late))
+
+    def _begin(self) -> int:
+        """The epoch that ends the job, which another keeper may have begun; 0: an epoch for
+        something else is under way. Raises StoreError."""
+        store, keys = self._context.store, self._context.keys
+        newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+        if newest:
+            epoch, plan = epochs.phase(store, keys, newest)
+            if not epoch.phase.is_final:
+                return newest if not plan.restores and not plan.leave_running else 0
+        with suppress(JobError):  # one was begun meanwhile: the next time
+            return epochs.begin(store, keys, Plan(world=self._context.world, leave_running=False))
+        return 0
+
+    def _expect(self) -> tuple[float, str]:
+        """How long a checkpoint of the job takes, and what that was made of. Of the other ranks
+        only the last checkpoint says something: what takes longer is aborted."""
+        size = _memory_of(self._context.state.pid)
+        rate = self._grace.rate
+        if rate is None and (measured := self._measured()) is not None:
+            number, seconds = measured
+            text = f"the slowest dump of epoch {number} took {seconds:.1f} s"
+            return max(START_S, seconds * MARGIN), text
+        used = DEFAULT_RATE if rate is None else rate
+        source = "as told" if rate is not None else "assumed, for none of this job was measured"
+        return START_S + size / used, f"{mib(size)} at {mib(used)} a second, {source}"
+
+    def _measured(self) -> tuple[int, float] | None:
+        with suppress(CheckpointError):
+            found = newest_whole(self._context.store, self._context.keys)
+            if found is not None:
+                slowest = max(one.dump_ms for one in records_of(found)) / 1000
+                return found.number, slowest
+        return None
+
+
+def _why_aborted(number: int, epoch: Epoch) -> str:
+    return "" if epoch.phase is Phase.COMMITTED else f"epoch {number} was aborted: {epoch.note}"
+
+
+def _memory_of(root: int) -> int:
+    """Of the rank: its own, and all in use on this host's GPUs if it uses any."""
+    tree = Tree(root)
+    try:
+        pids = tree.pids
+    finally:
+        tree.close()
+    uses_gpu = False
+    for pid in pids:
+        with suppress(CheckpointError):  # it has ended
+            uses_gpu = uses_gpu or has_driver_thread(pid)
+    size = resident_bytes(root)
+    if uses_gpu:
+        with suppress(DriverError):
+            size += memory_used()
+    return size
+
+
+def newest_whole(store: Store, keys: Keys) -> Standing | None:
+    """Raises JobError, StoreError."""
+    newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+    for number in range(newest, 0, -1):
+        found = epochs.standing(store, keys, number)
+        if found.is_whole:
+            return found
+    return None
+
+
+def to_restore(context: Context, patience_s: float = _LOOK_S) -> int:
+    """The checkpoint that a job goes on from which is started now; 0: it starts afresh, for there
+    is none, or all its ranks have ended well after it. Waits until an epoch that is under way is
+    decided; one that no rank joins is aborted.
+
+    Raises JobError if it is of another number of ranks; StoreError.
+    """
+    store, keys, world = context.store, context.keys, context.world
+    begin = time.monotonic()
+    while True:
+        newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+        phase = epochs.phase(store, keys, newest)[0].phase if newest else Phase.ABORTED
+        if phase.is_final:
+            break
+        if phase is Phase.LOOK and time.monotonic() - begin > patience_s:
+            epochs.abort(store, keys, newest, f"{context.name} is started anew")
+        time.sleep(_AGAIN_S)
+    found = newest_whole(store, keys)
+    if found is None:
+        return 0
+    if all(number >= found.number for number in _numbers(store, keys, "ended", world)):
+        return 0
+    if found.plan.world != world:
+        raise JobError(
+            f"{context.name}: epoch {found.number} is a checkpoint of {found.plan.world} ranks, "
+            f"and the job is started with {world}: remove it by `gpustasis job prune`, or give the "
+            "job another name"
+        )
+    return found.number
+
+
+def note_ended(context: Context, told: Callable[[str], object]) -> None:
+    """The tasks of this rank have ended well: earlier checkpoints are not for its next start."""
+    store, keys = context.store, context.keys
+    try:
+        newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+        if newest:
+            store.write([], [Put(_key(keys, "ended", context.place.rank), str(newest))])
+    except CheckpointError as exc:
+        told(f"{context.name} has ended well, but the next start of the job restores it: {exc}")
+
+
+class Restart(threading.Thread):
+    """Have the ranks restored once all of them wait: rank 0's keeper begins the epoch. Ends then,
+    or when somebody else has begun one, or with `stop`."""
+
+    def __init__(self, context: Context, restored: int, told: Callable[[str], object]) -> None:
+        super().__init__(daemon=True)
+        self._context = context
+        self._restored = restored
+        self._told = told
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        """Until the epoch has begun."""
+        store, keys, rank = self._context.store, self._context.keys, self._context.place.rank
+        before = self._newest()
+        said: list[int] = []
+        refused = ""
+        while not self.stop.is_set():
+            try:
+                newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+                if before is not None and newest != before:
+                    return  # it has begun
+                before = newest
+                store.write([], [Put(_key(keys, "waiting", rank), str(newest))])
+                if rank != LEAD:
+                    return
+                missing = self._missing(newest)
+                if not missing:
+                    plan = Plan(
+                        world=self._context.world, leave_running=True, restores=self._restored
+                    )
+                    epochs.begin(store, keys, plan)
+                    return
+                if missing != said:
+                    said = missing
+                    shown = ", ".join(map(str, missing[:16]))
+                    self._told(f"{self._context.name}: waits for ranks {shown}, to be restored")
+            except StoreError as exc:
+                log.info("%s waits for the store: %s", self._context.name, exc)
+            except JobError as exc:  # another epoch is under way, or it is gone by now
+                if str(exc) != refused:
+                    refused = str(exc)
+                    self._told(f"{self._context.name}: not restored yet: {refused}")
+            self.stop.wait(_AGAIN_S)
+
+    def _newest(self) -> int | None:
+        with suppress(CheckpointError):
+            keys = self._context.keys
+            entry = self._context.store.read(keys.newest).entries.get(keys.newest)
+            return number_of(keys.newest, entry)
+        return None
+
+    def _missing(self, newest: int) -> list[int]:
+        context = self._context
+        found = _numbers(context.store, context.keys, "waiting", context.world)
+        return [rank for rank, number in enumerate(found) if number != newest]
+
+
+def older_than(context: Context, restored: int) -> int:
+    """The whole checkpoint before; 0: there is none. Raises JobError, StoreError."""
+    found = epochs.standing(context.store, context.keys, restored)
+    older = next_older(context.store, context.keys, found)
+    return 0 if older is None else older.number
+
+
+def _key(keys: Keys, kind: str, rank: int) -> str:
+    return f"{keys.top}/{keys.job}/{kind}/{rank}"
+
+
+def _numbers(store: Store, keys: Keys, kind: str, world: int) -> list[int]:
+    """Of all ranks; 0: it has said nothing."""
+    found = store.read(f"{keys.top}/{keys.job}/{kind}/").entries
+    names = [_key(keys, kind, rank) for rank in range(world)]
+    return [number_of(name, found.get(name)) for name in names]

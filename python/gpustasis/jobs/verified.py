@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A restored job whose ranks have a command that verifies them: all are back, or none is.
+
+Each keeper runs its own command once its tasks run again, and settles the epoch with what went
+wrong. One verdict is stored: by the first whose command has failed, before it kills its tasks, for
+others may end of that; or by rank 0's keeper, when all have settled. Every keeper does what it
+says: the tasks go on, or are killed.
+
+epochs/E/back        of an epoch that restores: the verdict
+epochs/E/unverified  of the checkpoint that it restored: why that did not bring the job back
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from gpustasis.errors import CheckpointError, JobError, StoreError, VerificationError
+from gpustasis.jobs import epochs
+from gpustasis.jobs.lead import LEAD
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import Keys, settled_of, settled_text
+from gpustasis.jobs.store import Put, Require, Store
+from gpustasis.jobs.work import Order
+from gpustasis.streaming.tree import Tree
+from gpustasis.verifying import require_verified
+
+_POLL_S = 0.2
+_MANY = 1024  # ranks, of which not all are read that often
+_POLL_MANY_S = 2.0
+_LEAD_S = 30.0  # after that the others do not wait for rank 0's verdict: they look themselves
+_ENDED_S = 60.0
+
+
+def verify(context: Context, order: Order, images: str) -> None:
+    """Run the rank's command, if it has one, beside its tasks. Raises JobError: they were killed,
+    or have ended."""
+    check = context.options.check
+    if check is None:
+        return
+
+    def look() -> None:
+        if not context.state.lives:
+            raise VerificationError("its tasks have ended")
+
+    facts = {
+        "GPUSTASIS_ROOT_PID": str(context.state.pid),
+        "GPUSTASIS_CHECKPOINT": images,
+        "GPUSTASIS_JOB": context.place.job,
+        "GPUSTASIS_RANK": str(context.place.rank),
+        "GPUSTASIS_EPOCH": str(order.restores),
+    }
+    try:
+        require_verified(check, facts, look)
+        look()
+    except VerificationError as exc:
+        text = f"{context.name} is not back: {exc}"
+        with suppress(StoreError):  # then all learn it when this is settled
+            _store(context.store, context.keys, order.number, order.restores, text)
+        end_tasks(context)
+        raise JobError(text) from exc
+
+
+def end_tasks(context: Context) -> None:
+    """Kill the rank's tasks, all of them. Raises JobError if one does not end."""
+    if not context.state.lives:
+        return
+    tree = Tree(context.state.pid)
+    with suppress(CheckpointError):  # the root has ended
+        while True:
+            tree.kill(signal.SIGSTOP)  # no process makes another from here on
+            again = Tree(tree.root)
+            is_all = set(again.pids) <= set(tree.pids)
+            tree.close()
+            tree = again
+            if is_all:
+                break
+    tree.kill()
+    ended = tree.all_ended(_ENDED_S, lambda: None)
+    left = tree.pids
+    tree.close()
+    if not ended:
+        raise JobError(f"{context.name}: not every process has ended, of {left}")
+
+
+def await_verdict(
+    context: Context, number: int, *, problem: bool, gives_up: Callable[[], bool]
+) -> str | None:
+    """Why the job is not back after the restore of epoch `number`; empty: it is; None: gives_up has
+    become true before that was known. Tasks of this rank that end meanwhile say nothing: they may
+    miss others that were killed. problem: this rank has settled with one. Raises JobError."""
+    store, keys, key = context.store, context.keys, _verdict(context.keys, number)
+    decides = problem or context.place.rank == LEAD
+    pause = _POLL_S if context.world <= _MANY else _POLL_MANY_S
+    begin = time.monotonic()
+    while True:
+        with suppress(StoreError):  # it is away; the tasks run meanwhile
+            entry = store.read(key).entries.get(key)
+            if entry is not None:
+                return settled_of(key, entry)
+            if decides or time.monotonic() - begin > _LEAD_S:
+                _decide(store, keys, number)
+        if gives_up():
+            return None
+        time.sleep(pause)
+
+
+def _decide(store: Store, keys: Keys, number: int) -> None:
+    """Store the verdict, if all that it needs is there, and nobody else has stored one."""
+    found = epochs.standing(store, keys, number)
+    wrong = "; ".join(text for _, text in sorted(found.problems.items()) if text)
+    if not wrong and found.settled != frozenset(range(found.plan.world)):
+        return
+    _store(store, keys, number, found.plan.restores, wrong)
+
+
+def _store(store: Store, keys: Keys, number: int, restored: int, wrong: str) -> None:
+    text = settled_text(wrong)
+    puts = [Put(_verdict(keys, number), text), Put(_mark(keys, restored), text)]
+    store.write([Require(_verdict(keys, number), 0)], puts)
+
+
+def left_open(context: Context) -> int:
+    """The epoch that has restored the tasks, which live, and whose verdict an earlier keeper has
+    not done; 0: there is none. Raises JobError, StoreError."""
+    number = context.state.epoch
+    if not number or not context.state.lives:
+        return 0
+    epoch, _ = epochs.phase(context.store, context.keys, number)
+    return number if epoch.restores and epoch.phase is Phase.COMMITTED else 0
+
+
+def verdict(store: Store, keys: Keys, number: int, patience_s: float) -> str:
+    """For whoever has asked for a restore: why the job is not back; empty: it is, or no rank had a
+    command. Raises JobError, StoreError."""
+    key, end = _verdict(keys, number), time.monotonic() + patience_s
+    while True:
+        entry = store.read(key).entries.get(key)
+        if entry is not None:
+            return settled_of(key, entry)
+        if time.monotonic() >= end:
+            return ""
+        time.sleep(_POLL_S)
+
+
+def unverified(store: Store, keys: Keys, numbers: Iterable[int]) -> dict[int, str]:
+    """Of checkpoints: those that did not bring the job back when they were restored last, and
+    why. Raises JobError, StoreError."""
+    wanted = {_mark(keys, number): number for number in numbers}
+    found = store.read(*wanted).entries if wanted else {}
+    texts = {wanted[key]: settled_of(key, entry) for key, entry in found.items() if key in wanted}
+    return {number: text for number, text in texts.items() if text}
+
+
+def _verdict(keys: Keys, number: int) -> str:
+    return f"{keys.epoch(number)}back"
+
+
+def _mark(keys: Keys, number: int) -> str:
+    return f"{keys.epoch(number)}unverified"

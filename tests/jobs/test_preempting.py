@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One keeper is told to end, and all ranks are checkpointed; started again, they go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpustasis.errors import JobError
+from gpustasis.jobs import epochs, preempting
+from gpustasis.jobs.exchange import Settings
+from gpustasis.jobs.lead import digest_of
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.place import place_of
+from gpustasis.jobs.rank import Context, Options
+from gpustasis.jobs.records import Keys, Plan, phase_text
+from gpustasis.jobs.store import Put, Store
+from gpustasis.jobs.supervise import Supervisor
+from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
+from support.criu_roots import newest_criu
+from support.json_output import check_document
+from support.ring import WORLD, Ring
+
+CHECKPOINTED = 75
+WORDS = ("--checkpoint-on-sigterm", "--checkpointed-status", CHECKPOINTED, "--restore-newest")
+
+
+def start(ring: Ring, *words: object) -> None:  # noqa: F811
+    ring.start_all(*map(str, WORDS + words))
+
+
+def test_sigterm_at_one_rank_checkpoints_all_and_the_same_words_go_on(
+    ring: Ring,  # noqa: F811
+) -> None:
+    start(ring)
+    ring.wait(lambda: min(ring.steps_now()) > 50)
+    ring.signal(2, signal.SIGTERM)
+    assert ring.ends() == [CHECKPOINTED] * WORLD, ring.logs()
+    assert "rank 2: the job is checkpointed: about " in ring.log(2)
+    assert "assumed, for none of this job was measured" in ring.log(2)
+    assert ring.pids() == [] and ring.locked() == []
+
+    start(ring)
+    ring.wait_for_progress()
+    assert all("goes on from epoch 1" in ring.log(rank) for rank in range(WORLD))
+    for rank in (3, 1):  # at the same time: one checkpoint
+        ring.signal(rank, signal.SIGTERM)
+    assert ring.ends() == [CHECKPOINTED] * WORLD, ring.logs()
+    assert "the slowest dump of epoch 1 took " in ring.log(1)
+
+    # What cannot be done in time is not begun: that rank alone is told.
+    start(ring, "--grace", 6, "--speed", "1K")
+    ring.wait_for_progress()
+    assert all("goes on from epoch 3" in ring.log(rank) for rank in range(WORLD))
+    ring.signal(0, signal.SIGTERM)
+    statuses = ring.ends()
+    assert statuses[0] == 128 + signal.SIGTERM
+    assert set(statuses) <= {128 + signal.SIGTERM, 1}  # its neighbours miss it
+    assert "a checkpoint of the job would take about" in ring.log(0)
+
+    start(ring)
+    ring.wait_for_progress()
+    ring.signal(3, signal.SIGTERM)
+    assert ring.ends() == [CHECKPOINTED] * WORLD, ring.logs()
+
+
+def states(ring: Ring) -> list[str]:  # noqa: F811
+    """Of all epochs, oldest first."""
+    shown = check_document(ring.job("list", "--json").stdout, "job list")
+    return [one["state"] for one in shown["epochs"]]
+
+
+def test_checkpoints_in_between_and_just_in_time(
+    ring: Ring,  # noqa: F811
+) -> None:
+    start(ring, "--interval", "2s", "--keep-last", 1)
+    ring.wait(lambda: "epoch 3: committed" in ring.log_whole(0))
+    ring.wait_for_progress()
+    ring.wait(lambda: len(dumps(ring)) <= 2 * WORLD)
+    assert states(ring)[:2] == ["pruned", "pruned"]
+    ring.signal(1, signal.SIGTERM)
+    assert ring.ends() == [CHECKPOINTED] * WORLD, ring.logs()
+    made = len(states(ring))
+    assert f"rank-2/epoch-{made:08d}" in dumps(ring)
+
+    start(ring, "--interval", "2s", "--keep-last", 1)
+    ring.wait(lambda: f"epoch {made + 2}: committed" in ring.log_whole(0))  # one more restores
+    ring.wait_for_progress()
+    for rank in range(WORLD):  # as if the host had failed
+        ring.signal(rank, signal.SIGKILL)
+    for pid in ring.pids():
+        os.kill(pid, signal.SIGKILL)
+    ring.wait(lambda: not ring.pids())
+    assert ring.ends() == [-signal.SIGKILL] * WORLD
+
+
+def dumps(ring: Ring) -> list[str]:  # noqa: F811
+    kept = ring.directory / "kept"
+    return [str(path.relative_to(kept)) for path in sorted(kept.glob("rank-*/epoch-*"))]
+
+
+def test_a_checkpoint_that_is_not_decided_in_time_is_aborted(
+    ring: Ring,  # noqa: F811
+) -> None:
+    start(ring, "--grace", 8, "--reserve", 5, "--speed", "1T")
+    ring.wait(lambda: min(ring.steps_now()) > 50)
+    ring.signal(3, signal.SIGSTOP)  # its keeper never joins
+    ring.signal(1, signal.SIGTERM)
+    ring.wait(lambda: "no checkpoint, the tasks are told to end: epoch 1" in ring.log(1))
+    ring.signal(3, signal.SIGCONT)
+    statuses = ring.ends()
+    assert statuses[1] == 128 + signal.SIGTERM
+    assert set(statuses) <= {128 + signal.SIGTERM, 1}
+    assert "epoch 1 was aborted: rank 1 was told to end" in ring.log(1)
+    assert ring.pids() == [] and ring.locked() == []
+
+
+@pytest.fixture
+def contexts(new_store: Callable[[], Store], tmp_path: Path) -> list[Context]:
+    found = []
+    for rank in range(2):
+        place = place_of("job", rank, tmp_path / "kept", tmp_path / "run")
+        place.make()
+        keys = Keys("job", top=f"/gpustasis/test-{tmp_path.name}")
+        found.append(Context(place, 2, new_store(), keys, Options(criu=newest_criu())))
+    return found
+
+
+def put_whole(context: Context, world: int = 2) -> int:
+    """A checkpoint, as far as its records are looked at."""
+    store, keys = context.store, context.keys  # noqa: F811
+    plan = Plan(world=world, leave_running=False)
+    number = epochs.begin(store, keys, plan)
+    records = {rank: f"{rank}" for rank in range(world)}
+    puts = [Put(keys.record(number, rank), text) for rank, text in records.items()]
+    text = phase_text(plan, Phase.COMMITTED, digest_of(records))
+    store.write([], [*puts, Put(keys.phase(number), text)])
+    return number
+
+
+def test_what_a_start_goes_on_from(contexts: list[Context]) -> None:
+    first, second = contexts
+    said: list[str] = []
+    preempting.note_ended(first, said.append)  # nothing to say: there is no checkpoint
+    assert preempting.to_restore(first) == 0
+    one = put_whole(first)
+    aborted = epochs.begin(first.store, first.keys, Plan(world=2, leave_running=True))
+    epochs.abort(first.store, first.keys, aborted, "why not")
+    assert [preempting.to_restore(each) for each in contexts] == [one, one]
+    preempting.note_ended(first, said.append)
+    assert preempting.to_restore(second) == one  # the other one has failed
+    preempting.note_ended(second, said.append)
+    assert [preempting.to_restore(each) for each in contexts] == [0, 0]
+    two = put_whole(second)
+    assert [preempting.to_restore(each) for each in contexts] == [two, two]
+    assert said == []
+    put_whole(first, world=3)
+    with pytest.raises(JobError, match="is a checkpoint of 3 ranks, and the job is started with 2"):
+        preempting.to_restore(first)
+
+
+def test_rank_0_begins_the_restore_when_all_ranks_wait(contexts: list[Context]) -> None:
+    first, second = contexts
+    one = put_whole(first)
+    said: list[str] = []
+    lead = preempting.Restart(first, one, said.append)
+    lead.start()
+    lead.join(1)
+    assert lead.is_alive() and said == ["rank 0: waits for ranks 1, to be restored"]
+    other = preempting.Restart(second, one, said.append)
+    other.start()
+    for each in (other, lead):
+        each.join(60)
+        assert not each.is_alive()
+    _, plan = epochs.phase(first.store, first.keys, one + 1)
+    assert plan == Plan(world=2, leave_running=True, restores=one)
+
+    epochs.abort(first.store, first.keys, one + 1, "rank 1 was killed")
+    again = preempting.Restart(first, one, said.append)
+    again.start()  # that rank 1 waited then says nothing now
+    again.join(1)
+    assert again.is_alive()
+    again.stop.set()
+    again.join(60)
+    assert not again.is_alive()
+
+
+@pytest.mark.parametrize("phase", [Phase.LOOK, Phase.DUMP])
+def test_an_epoch_in_which_all_keepers_died_does_not_hold_up_a_start(
+    contexts: list[Context], phase: Phase
+) -> None:
+    first, second = contexts
+    one = put_whole(first)
+    plan = Plan(world=2, leave_running=False)
+    two = epochs.begin(first.store, first.keys, plan)
+    puts = [Put(first.keys.phase(two), phase_text(plan, phase))]
+    if phase is Phase.DUMP:  # rank 1 had joined it
+        puts.append(Put(first.keys.rank(1), str(two)))
+    first.store.write([], puts)
+    said: list[str] = []
+    if phase is Phase.DUMP:
+        assert not Supervisor(second, Settings(), said.append).settle()
+        assert said[0].startswith("rank 1, epoch 2: aborted")
+    assert preempting.to_restore(first, patience_s=0.5) == one
+    assert epochs.phase(first.store, first.keys, two)[0].phase is Phase.ABORTED

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A restored job counts as back once the command of every rank has succeeded: with CRIU, TCP
+between network namespaces, and etcd."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from gpustasis.errors import VerificationError
+from jobs.test_ranks import assert_ended, network, ring, store  # noqa: F401 - fixtures
+from support.json_output import check_document
+from support.ring import WORLD, Ring
+
+
+def program(place: Path, text: str) -> str:
+    path = place / "check"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def checkpointed(ring: Ring) -> None:  # noqa: F811
+    made = ring.job("checkpoint", "--world", str(WORLD))
+    assert made.returncode == 0, made.stderr + ring.logs()
+    assert ring.ends() == [0] * WORLD
+
+
+def notes(ring: Ring) -> dict[int, str]:  # noqa: F811
+    """Of whole checkpoints, by their epochs."""
+    shown = check_document(ring.job("list", "--json").stdout, "job list")
+    return {one["epoch"]: one["note"] for one in shown["epochs"] if one["whole"]}
+
+
+def test_one_rank_that_is_not_verified_ends_all_and_the_next_older_one_is_tried(
+    ring: Ring,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    ring.start_all()
+    ring.wait(lambda: min(ring.steps_now()) > 50)
+    left = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+    assert left.returncode == 0, left.stderr + ring.logs()
+    ring.wait_for_progress()
+    checkpointed(ring)
+
+    noted = tmp_path / "noted"
+    noted.mkdir()
+    check = program(
+        tmp_path,
+        f"kill -0 $GPUSTASIS_ROOT_PID || exit 3; touch {noted}/$GPUSTASIS_RANK-$GPUSTASIS_EPOCH\n"
+        "[ $GPUSTASIS_RANK-$GPUSTASIS_EPOCH != 2-2 ]",
+    )
+    ring.start_restoring("--verify-after", check)
+    done = ring.job("restore")
+    assert done.returncode == VerificationError.exit_code, done.stderr + ring.logs()
+    assert f"rank 2 is not back: `{check}` has ended with status 1" in done.stderr
+    assert ring.ends() == [VerificationError.exit_code] * WORLD
+    assert ring.pids() == []
+    assert ring.locked() == []
+    assert "rank 2 is not back" in notes(ring)[2] and notes(ring)[1] == ""
+    assert ring.job("verify").returncode == 0  # it stays, as it was
+
+    ring.start_restoring("--verify-after", check, "--older-if-unverified")
+    back = ring.job("restore", "--older-if-unverified", "--json")
+    assert back.returncode == 0, back.stderr + ring.logs()
+    assert check_document(back.stdout, "job restore")["restores"] == 1
+    assert {path.name for path in noted.iterdir()} >= {f"{rank}-1" for rank in range(WORLD)}
+    ring.wait_for_progress()
+    assert_ended(ring.end())
+
+    ring.start_restoring("--verify-after", "true")
+    again = ring.job("restore")
+    assert again.returncode == 0, again.stderr + ring.logs()
+    ring.wait(lambda: notes(ring) == {1: "", 2: ""})  # verified: the note is gone
+    ring.wait_for_progress()
+    assert_ended(ring.end())
+
+
+def test_a_keeper_that_dies_before_the_verdict_leaves_it_to_the_next_one(
+    ring: Ring,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    ring.start_all()
+    ring.wait(lambda: min(ring.steps_now()) > 50)
+    checkpointed(ring)
+    check = program(
+        tmp_path,
+        f"touch {tmp_path}/begun-$GPUSTASIS_RANK\n[ $GPUSTASIS_RANK = 2 ] || exit 0\n"
+        f"while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; exit 1",
+    )
+    ring.start_restoring("--verify-after", check)
+    order = ring.ask("restore")
+    ring.wait(lambda: all((tmp_path / f"begun-{rank}").exists() for rank in range(WORLD)))
+    # Rank 1 has settled, and waits for the verdict, when its keeper is killed.
+    ring.wait(lambda: check_settled(ring) >= WORLD - 1)
+    ring.signal(1, signal.SIGKILL)
+    ring.wait(lambda: ring.status(1) is not None)
+    assert len(ring.pids()) == WORLD
+    ring.start(1, "--verify-after", check, command=False)
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    _, said = order.communicate(timeout=120)
+    assert order.returncode == VerificationError.exit_code, said + ring.logs()
+    assert ring.ends() == [VerificationError.exit_code] * WORLD
+    assert ring.pids() == []
+
+
+def check_settled(ring: Ring) -> int:  # noqa: F811
+    shown = check_document(ring.job("list", "--json").stdout, "job list")
+    return int(shown["epochs"][-1]["settled"])
