@@ -182,8 +182,8 @@ UserfaultfdRecord::Place UserfaultfdRecord::look(const std::string& base, IfMiss
 
 std::vector<UnusedUserfaultfd> UserfaultfdRecord::find_left() noexcept {
     std::vector<UnusedUserfaultfd> left;
-    if (!own_.is_record && !owners_.is_record && !held_)
-        return left;
+    if (begun_ || (!own_.is_record && !owners_.is_record && !held_))
+        return left; // where it has begun, the record is not a dead writer's
     try {
         const std::vector<UnusedUserfaultfd> unused = find_unused_userfaultfds(pid_);
         if (held_ && !unused.empty())
