@@ -174,6 +174,7 @@ class Supervisor:
         try:
             self._unlock_first(is_over)
             self._verify_left(is_over)
+            waits = waits or self._has_to_wait_again()
             if restart:
                 self._have_restored(restart)
             while True:
@@ -186,7 +187,10 @@ class Supervisor:
                     done = self._recover(recovering)
                 if done is not None:
                     return done
-                waits = (waits or self._waits_again) and not self._context.state.lives
+                # Restored tasks may have ended by now: there is nothing to wait for then.
+                is_back = outcome.epoch.restores and outcome.epoch.phase is Phase.COMMITTED
+                waits = waits and not is_back and not self._context.state.lives
+                waits = waits or self._has_to_wait_again()
         finally:
             if self._restart is not None:
                 self._restart.stop.set()
@@ -323,6 +327,11 @@ class Supervisor:
     def _have_restored(self, epoch: int) -> None:
         self._restart = Restart(self._context, epoch, self._told)
         self._restart.start()
+
+    def _has_to_wait_again(self) -> bool:
+        """For a restore, since the last one did not bring the job back. Once."""
+        again, self._waits_again = self._waits_again, False
+        return again
 
     def _verify_left(self, is_over: Callable[[], bool]) -> None:
         """An earlier keeper may have ended before the verdict on a restore of the tasks."""
