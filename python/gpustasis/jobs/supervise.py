@@ -188,8 +188,9 @@ class Supervisor:
                 if done is not None:
                     return done
                 # Restored tasks may have ended by now: there is nothing to wait for then.
-                is_back = outcome.epoch.restores and outcome.epoch.phase is Phase.COMMITTED
-                waits = waits and not is_back and not self._context.state.lives
+                waits = (
+                    waits and not (outcome and outcome.is_back) and not self._context.state.lives
+                )
                 waits = waits or self._has_to_wait_again()
         finally:
             if self._restart is not None:
@@ -280,7 +281,7 @@ class Supervisor:
     def _after(self, outcome: Outcome) -> Ended | None:
         """What follows from an epoch; None: the tasks run on."""
         epoch = outcome.epoch
-        if epoch.restores and epoch.phase is Phase.COMMITTED and self._context.options.check:
+        if outcome.is_back and self._context.options.check:
             self._verify(outcome.number, bool(outcome.problem))
             return None
         what = self._tell(outcome)
@@ -360,7 +361,7 @@ class Supervisor:
                 self._held = (pid, start, os.pidfd_open(pid))
             except ProcessLookupError:
                 return True
-            if not self._context.state.lives and not self._is_child(pid):
+            if not self._context.state.lives and pid not in children():
                 return True  # another process has its number
         if not select.select([self._held[2]], [], [], 0)[0]:
             return False
@@ -375,9 +376,6 @@ class Supervisor:
         if code is not None:
             self._status = code if code >= 0 else 128 - code
         return True
-
-    def _is_child(self, pid: int) -> bool:
-        return pid in children()
 
     def _reap(self) -> None:
         """The plugin's helpers that have come to this process and ended."""
