@@ -188,10 +188,8 @@ class Supervisor:
                 if done is not None:
                     return done
                 # Restored tasks may have ended by now: there is nothing to wait for then.
-                waits = (
-                    waits and not (outcome and outcome.is_back) and not self._context.state.lives
-                )
-                waits = waits or self._has_to_wait_again()
+                is_there = self._context.state.lives or (outcome is not None and outcome.is_back)
+                waits = self._has_to_wait_again() or (waits and not is_there)
         finally:
             if self._restart is not None:
                 self._restart.stop.set()
