@@ -44,7 +44,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cluster" not in metafunc.fixturenames:
         return
     alone = metafunc.definition.get_closest_marker("with_crio") is not None
-    runtimes = [CrioNode] if alone else [ContainerdNode, CrioNode]
+    every: list[type[ContainerdNode | CrioNode]] = [ContainerdNode, CrioNode]
+    runtimes = every[1:] if alone else every
     names = [runtime.name for runtime in runtimes]
     metafunc.parametrize("cluster", runtimes, ids=names, indirect=True, scope="session")
 
