@@ -211,6 +211,7 @@ std::vector<UnusedUserfaultfd> UserfaultfdRecord::find_left() noexcept {
     std::vector<UnusedUserfaultfd> left;
     if (begun_ || (!own_.is_record && !owners_.is_record && !held_))
         return left; // where it has begun, the record is not a dead writer's
+    looked_ = true;
     try {
         const std::vector<UnusedUserfaultfd> unused = find_unused_userfaultfds(pid_);
         if (held_ && !unused.empty())
@@ -222,6 +223,8 @@ std::vector<UnusedUserfaultfd> UserfaultfdRecord::find_left() noexcept {
         may_come_ = own_.is_record && !own_.has_left;
     } catch (const std::exception& e) {
         why_not_ = Error(Errc::io, e.what());
+        own_.has_left = own_.is_record; // for all that is known
+        left.clear();
     }
     if (held_)
         left.clear();
@@ -261,6 +264,10 @@ bool UserfaultfdRecord::close_left(const UnusedUserfaultfd& left, InjectedSyscal
 }
 
 void UserfaultfdRecord::begin() noexcept {
+    if (own_.is_record && !looked_) {
+        find_left();
+        may_come_ = false; // no thread of the process runs
+    }
     if (!own_.file || own_.has_left)
         return; // the record of that is worth more
     try {

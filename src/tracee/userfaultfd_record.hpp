@@ -60,7 +60,8 @@ public:
     /// False: it is gone by now. Throws Error: io.
     bool close_left(const UnusedUserfaultfd& left, InjectedSyscalls& calls);
 
-    /// Just before a descriptor is made.
+    /// Just before a descriptor is made, and again where that has to wait. Nothing is written over the record of
+    /// what is left still, or may be. All threads of the process are stopped, or find_left() was asked before.
     void begin() noexcept;
 
     /// The process has the descriptor no longer, or never had.
@@ -89,6 +90,7 @@ private:
     Place owners_;          ///< of the user whose the process is, if that is another
     bool held_ = false;     ///< another process holds one of them
     bool may_come_ = false; ///< a thread may still be on its way to the call of a dead writer
+    bool looked_ = false;   ///< find_left() has
     bool begun_ = false;
     std::optional<Error> why_not_;
 };
