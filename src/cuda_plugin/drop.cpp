@@ -104,7 +104,7 @@ UniqueFd make_recorded_userfaultfd(InjectedSyscalls& task, const TaskRecord& rec
         host::warn("should this criu be killed now, pid " + std::to_string(record.pid) +
                    " may keep a userfaultfd, which CRIU cannot dump: " + why_not->what());
     host::info("guarding the staged memory of pid " + std::to_string(record.pid));
-    UniqueFd made = make_userfaultfd(task, record.pid);
+    UniqueFd made = make_userfaultfd(task, record.pid, made_there);
     made_there.end();
     return made;
 }
