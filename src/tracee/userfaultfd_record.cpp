@@ -32,7 +32,9 @@ constexpr std::int64_t kCallWithin = 5'000'000'000;
 constexpr std::uint64_t kMaxSize = 64;
 
 std::int64_t nanoseconds(const timespec& time) noexcept {
-    return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+    constexpr std::int64_t kMaxSeconds = 9'000'000'000; // a user gives a file any time
+    const std::int64_t seconds = std::clamp<std::int64_t>(time.tv_sec, 0, kMaxSeconds);
+    return seconds * 1'000'000'000 + time.tv_nsec;
 }
 
 std::int64_t time_now() noexcept {

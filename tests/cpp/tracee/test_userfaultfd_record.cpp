@@ -258,6 +258,15 @@ void root_closes_what_the_owner_has_left() {
         CHECK(!attach({}, of_root.pid()));
         CHECK(attach({}, target.pid()).has_value());
         CHECK(descriptors(target.pid()) == before && !is_record(place, target.pid()));
+        // A time with which 64 bits of nanoseconds would overflow, to the one that it was.
+        Maker(std::string(), target.pid(), At::made, kUser).kill();
+        struct stat status {};
+        const std::string file = file_of(place, target.pid());
+        CHECK(::stat(file.c_str(), &status) == 0);
+        timespec times[2]{status.st_mtim, status.st_mtim};
+        times[1].tv_sec += std::int64_t{1} << 55;
+        CHECK(::utimensat(AT_FDCWD, file.c_str(), times, 0) == 0);
+        CHECK(!attach({}, target.pid()));
     });
 }
 
