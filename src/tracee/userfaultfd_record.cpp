@@ -99,13 +99,23 @@ Directory entries_of(int directory) {
     return entries;
 }
 
+/// The directory of records of `user`, as open_trusted() gives it: a user may have put anything there.
+UniqueFd open_records(const std::string& base, IfMissing missing, uid_t user) {
+    return open_trusted(base, {"gpustasis", "userfaultfd"}, missing, user);
+}
+
 /// Whether a directory of records may have one of process `pid`. Asked first, for nearly always there is none, and
-/// to learn who the process is takes longer than all else. Whether the directory is to be trusted is not looked at.
-bool may_have_record(const std::string& base, pid_t pid) {
-    const std::string path = base + "/gpustasis/userfaultfd";
-    const Directory entries(::opendir(path.c_str()));
-    if (!entries)
-        return errno != ENOENT;
+/// to learn who the process is takes longer than all else.
+bool may_have_record(const std::string& base, uid_t user, pid_t pid) {
+    UniqueFd directory;
+    try {
+        directory = open_records(base, IfMissing::nothing, user);
+    } catch (const Error&) {
+        return true; // who opens it next says why not
+    }
+    if (!directory)
+        return false;
+    const Directory entries = entries_of(directory.get());
     std::optional<std::uint64_t> start_time;
     while (const dirent* entry = ::readdir(entries.get())) {
         const std::optional<TaskIdentity> task = task_of_file(entry->d_name);
@@ -170,8 +180,8 @@ UserfaultfdRecord::UserfaultfdRecord(pid_t pid, IfMissing missing, const std::st
         owner = status.st_uid;
     bool owner_may = false;
     try {
-        owner_may = owner != self && may_have_record(run_directory(owner), pid);
-        if (missing == IfMissing::nothing && !owner_may && !may_have_record(own, pid))
+        owner_may = owner != self && may_have_record(run_directory(owner), owner, pid);
+        if (missing == IfMissing::nothing && !owner_may && !may_have_record(own, self, pid))
             return;
         name_ = file_name(identify_task(pid));
         own_ = look(own, missing, self);
@@ -192,7 +202,7 @@ UserfaultfdRecord::UserfaultfdRecord(pid_t pid, IfMissing missing, const std::st
 UserfaultfdRecord::Place UserfaultfdRecord::look(const std::string& base, IfMissing missing,
                                                  uid_t user) {
     Place place;
-    place.directory = open_trusted(base, {"gpustasis", "userfaultfd"}, missing, user);
+    place.directory = open_records(base, missing, user);
     if (!place.directory)
         return place;
     LockedFile file = open_locked(place.directory.get(), name_, missing, kPatienceMs, user);

@@ -270,6 +270,23 @@ void root_closes_what_the_owner_has_left() {
     });
 }
 
+// It could lead to a file system that never answers, while the process stands still.
+void no_link_of_a_user_is_followed() {
+    const Child whole([] {
+        const std::string place = make_run_directory();
+        const std::string elsewhere = "/run/elsewhere";
+        CHECK(::mkdir(elsewhere.c_str(), 0755) == 0 &&
+              ::mkdir((elsewhere + "/userfaultfd").c_str(), 0755) == 0 &&
+              ::symlink(elsewhere.c_str(), (place + "/gpustasis").c_str()) == 0);
+        const UniqueFd opened(::inotify_init1(IN_NONBLOCK | IN_CLOEXEC));
+        CHECK(::inotify_add_watch(opened.get(), elsewhere.c_str(), IN_OPEN) >= 0);
+        const Child target([] { become(kUser); });
+        CHECK(UserfaultfdRecord(target.pid(), IfMissing::nothing).find_left().empty());
+        char event[sizeof(inotify_event) + NAME_MAX + 1];
+        CHECK(::read(opened.get(), event, sizeof(event)) < 0 && errno == EAGAIN);
+    });
+}
+
 } // namespace
 
 int main() {
@@ -286,4 +303,5 @@ int main() {
     if (::geteuid() != 0)
         return 0;
     root_closes_what_the_owner_has_left();
+    no_link_of_a_user_is_followed();
 }
