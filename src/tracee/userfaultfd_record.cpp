@@ -169,6 +169,20 @@ std::vector<UnusedUserfaultfd> find_unused_userfaultfds(pid_t pid) {
     return found;
 }
 
+std::vector<UnusedUserfaultfd> find_inherited(pid_t pid,
+                                              const std::vector<UnusedUserfaultfd>& closed) {
+    std::vector<UnusedUserfaultfd> found;
+    if (closed.empty())
+        return found;
+    found = find_unused_userfaultfds(pid);
+    std::erase_if(found, [&](const UnusedUserfaultfd& one) {
+        return std::ranges::none_of(closed, [&](const UnusedUserfaultfd& other) {
+            return other.inode == one.inode && other.made == one.made;
+        });
+    });
+    return found;
+}
+
 UserfaultfdRecord::UserfaultfdRecord(pid_t pid, IfMissing missing, const std::string& base)
     : pid_(pid) {
     const uid_t self = ::geteuid();

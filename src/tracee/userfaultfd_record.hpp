@@ -33,6 +33,11 @@ struct UnusedUserfaultfd {
 /// Throws Error: io.
 std::vector<UnusedUserfaultfd> find_unused_userfaultfds(pid_t pid);
 
+/// Those of process `pid` that are what was `closed` in another, which has forked it meanwhile.
+/// Throws Error: io.
+std::vector<UnusedUserfaultfd> find_inherited(pid_t pid,
+                                              const std::vector<UnusedUserfaultfd>& closed);
+
 /// The record of one process: a file in /run/gpustasis/userfaultfd, or /run/user/UID/gpustasis/userfaultfd,
 /// named after the process. Its writer holds a lock on it for as long as it lives and has this object; a
 /// record without a lock is a dead writer's. What that one has left is the one unused userfaultfd of the
