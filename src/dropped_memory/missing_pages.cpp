@@ -263,7 +263,7 @@ UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid, UserfaultfdRecord&
         throw io_error("pidfd_open of process " + std::to_string(pid), errno);
     const auto take = [&] {
         record.begin(); // anew: what follows is allowed to take some seconds only
-        return take_descriptor(calls, pidfd.get(), SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+        return take_descriptor(calls, pidfd.get(), SYS_userfaultfd, kUserfaultfdFlags);
     };
     UniqueFd fd = take();
     if (!fd && errno == EPERM) {

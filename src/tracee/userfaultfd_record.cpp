@@ -52,6 +52,15 @@ struct CloseDir {
     void operator()(DIR* dir) const noexcept { ::closedir(dir); }
 };
 
+// fs/proc/fd.c, seq_show: "flags:", then in octal those of open(2).
+bool has_our_flags(const std::string& fdinfo) {
+    const std::size_t line = fdinfo.find("flags:");
+    std::uint64_t flags = 0;
+    if (line != std::string::npos)
+        std::istringstream(fdinfo.substr(line + 6)) >> std::oct >> flags;
+    return (flags & kUserfaultfdFlags) == kUserfaultfdFlags; // its mode is the kernel's choice
+}
+
 // fs/userfaultfd.c, userfaultfd_show_fdinfo: "API:", then in hex the version, the features in use,
 // and those that there are. UFFDIO_API makes the second one other than 0.
 bool is_unused(const std::string& fdinfo) {
@@ -75,8 +84,10 @@ std::optional<UnusedUserfaultfd> look_at(pid_t pid, int directory, const char* n
     struct stat status {};
     const ssize_t size = ::readlinkat(directory, name, what, sizeof(what));
     if (size < 0 || std::string_view(what, static_cast<std::size_t>(size)) != kWhat ||
-        ::fstatat(directory, name, &status, 0) != 0 ||
-        !is_unused(proc::read_file(directory_of(pid) + "/fdinfo/" + name)))
+        ::fstatat(directory, name, &status, 0) != 0)
+        return std::nullopt;
+    const std::string fdinfo = proc::read_file(directory_of(pid) + "/fdinfo/" + name);
+    if (!is_unused(fdinfo) || !has_our_flags(fdinfo))
         return std::nullopt;
     return UnusedUserfaultfd{std::stoi(name), status.st_ino, nanoseconds(status.st_ctim)};
 }

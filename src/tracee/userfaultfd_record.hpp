@@ -12,6 +12,7 @@
 #include "core/unique_fd.hpp"
 #include "tracee/injected_syscall.hpp"
 
+#include <fcntl.h>
 #include <sys/types.h>
 
 #include <cstdint>
@@ -21,7 +22,10 @@
 
 namespace gpustasis {
 
-/// A descriptor of a process: a userfaultfd which nobody has used yet.
+/// Flags of the userfaultfds that are made: what has others is not looked for.
+constexpr std::uint64_t kUserfaultfdFlags = O_CLOEXEC | O_NONBLOCK;
+
+/// A descriptor of a process: a userfaultfd with these flags which nobody has used yet.
 struct UnusedUserfaultfd {
     int fd = -1;
     std::uint64_t inode = 0; ///< its own, as time `made` is, since Linux 5.12

@@ -145,6 +145,14 @@ void what_the_process_has_made_itself_is_never_closed() {
         CHECK(find_unused_userfaultfds(target.pid()) == both);
         CHECK(is_record(base.path(), target.pid()));
     }
+    { // with other flags: nor can that be ours, whenever it was made
+        const Child target(prepare);
+        Maker(base.path(), target.pid(), At::begun).kill();
+        tell(target.pid(), SIGALRM);
+        const std::size_t before = descriptors(target.pid());
+        CHECK(!attach(base.path(), target.pid()));
+        CHECK(descriptors(target.pid()) == before);
+    }
     { // and uses it: that cannot be ours
         const Child target(prepare);
         Maker(base.path(), target.pid(), At::made).kill();

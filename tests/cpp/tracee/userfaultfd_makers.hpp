@@ -32,7 +32,8 @@ namespace makers {
 using namespace gpustasis;
 
 inline constexpr std::chrono::seconds kStop{10};
-inline constexpr std::uint64_t kFlags = O_CLOEXEC | O_NONBLOCK | 1; // UFFD_USER_MODE_ONLY
+inline constexpr std::uint64_t kUserModeOnly = 1;
+inline constexpr std::uint64_t kFlags = kUserfaultfdFlags | kUserModeOnly;
 inline constexpr uid_t kUser = 65534;
 
 inline void make_own(int signal) {
@@ -43,6 +44,10 @@ inline void make_own(int signal) {
         static_cast<void>(::ioctl(static_cast<int>(made), UFFDIO_API, &api));
 }
 
+inline void make_blocking(int /*signal*/) {
+    static_cast<void>(::syscall(SYS_userfaultfd, O_CLOEXEC | kUserModeOnly));
+}
+
 inline void replace_all(int /*signal*/) {
     const int highest = ::open("/dev/null", O_RDONLY);
     for (int fd = 3; fd < highest; ++fd)
@@ -50,11 +55,12 @@ inline void replace_all(int /*signal*/) {
     ::dup(highest);
 }
 
-/// Makes a userfaultfd of its own at SIGUSR1, and one that it uses at SIGUSR2. At SIGHUP it has other
-/// files under the numbers of all its descriptors.
+/// Makes a userfaultfd of its own at SIGUSR1, one that it uses at SIGUSR2, and one with other flags than ours
+/// at SIGALRM. At SIGHUP it has other files under the numbers of all its descriptors.
 inline void prepare() {
     ::signal(SIGUSR1, make_own);
     ::signal(SIGUSR2, make_own);
+    ::signal(SIGALRM, make_blocking);
     ::signal(SIGHUP, replace_all);
 }
 
