@@ -20,9 +20,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string>
 
@@ -43,19 +45,22 @@ bool is_descendant(pid_t pid, pid_t ancestor) {
 }
 
 void close_by(const BorrowedThread& thread, UserfaultfdRecord& record,
-              const std::vector<UnusedUserfaultfd>& found) {
+              const std::vector<UnusedUserfaultfd>& found, std::vector<UnusedUserfaultfd>& closed) {
     InjectedSyscalls task(thread);
     for (const UnusedUserfaultfd& left : found)
-        if (record.close_left(left, task))
+        if (record.close_left(left, task)) {
+            closed.push_back(left);
             host::info("closed descriptor " + std::to_string(left.fd) + " of pid " +
                        std::to_string(thread.pid) +
                        ": a userfaultfd that a dump or a tracker which was killed has left there");
+        }
     task.finish();
 }
 
 /// By one that survives it should this criu be killed meanwhile: no worker looks after a task without CUDA.
 void close_by_any_thread(pid_t pid, UserfaultfdRecord& record,
-                         const std::vector<UnusedUserfaultfd>& found) {
+                         const std::vector<UnusedUserfaultfd>& found,
+                         std::vector<UnusedUserfaultfd>& closed) {
     if (!find_way_back_code(pid))
         throw Error(Errc::unsupported, "it has no code that would lead a thread of it back");
     Error failure(Errc::gone, "it has no thread");
@@ -68,7 +73,7 @@ void close_by_any_thread(pid_t pid, UserfaultfdRecord& record,
         }
         std::atomic<bool> signals_blocked = false;
         std::atomic<std::uint64_t> signal_mask = 0;
-        return close_by({pid, tid, signals_blocked, signal_mask}, record, found);
+        return close_by({pid, tid, signals_blocked, signal_mask}, record, found, closed);
     }
     throw failure;
 }
@@ -104,7 +109,7 @@ UniqueFd make_recorded_userfaultfd(InjectedSyscalls& task, const TaskRecord& rec
         host::warn("should this criu be killed now, pid " + std::to_string(record.pid) +
                    " may keep a userfaultfd, which CRIU cannot dump: " + why_not->what());
     host::info("guarding the staged memory of pid " + std::to_string(record.pid));
-    UniqueFd made = make_userfaultfd(task, record.pid);
+    UniqueFd made = make_userfaultfd(task, record.pid, made_there);
     made_there.end();
     return made;
 }
@@ -184,15 +189,16 @@ void record_checkpoint(const TaskRecord& record, int image_dir, bool required) {
     }
 }
 
-void close_left_userfaultfd(pid_t pid, TaskRecord* record) {
+void close_left_userfaultfd(pid_t pid, TaskRecord* record, std::vector<UnusedUserfaultfd>& closed) {
     try {
         UserfaultfdRecord left_there(pid, IfMissing::nothing);
-        const std::vector<UnusedUserfaultfd> found = left_there.find_left();
+        std::vector<UnusedUserfaultfd> found = left_there.find_left();
+        std::ranges::copy(find_inherited(pid, closed), std::back_inserter(found));
         if (!found.empty() && record != nullptr)
             close_by({pid, record->restore_tid, record->thawed, record->signal_mask}, left_there,
-                     found);
+                     found, closed);
         else if (!found.empty())
-            close_by_any_thread(pid, left_there, found);
+            close_by_any_thread(pid, left_there, found, closed);
         if (const auto& why_not = left_there.why_not())
             throw Error(*why_not);
     } catch (const Error& e) {

@@ -7,6 +7,7 @@
 #include "cuda_plugin/undo_images.hpp"
 #include "dropped_memory/dump_lock.hpp"
 #include "dropped_memory/missing_pages.hpp"
+#include "tracee/userfaultfd_record.hpp"
 
 #include <sys/types.h>
 
@@ -35,8 +36,10 @@ void record_checkpoint(const TaskRecord& record, int image_dir, bool required);
 
 /// Close the userfaultfd that a dump or a DirtyTracker which was killed has left in process `pid`, if one has:
 /// CRIU dumps no process that has one open. `record`: of a CUDA task, whose restore thread does it then.
-/// What cannot be closed is warned of. Every thread of the process must be this process's tracee and stopped.
-void close_left_userfaultfd(pid_t pid, TaskRecord* record);
+/// What cannot be closed is warned of. `closed`: what this dump has closed, here and in the processes before:
+/// children that were forked meanwhile have it as well. Every thread of the process must be this process's
+/// tracee and stopped.
+void close_left_userfaultfd(pid_t pid, TaskRecord* record, std::vector<UnusedUserfaultfd>& closed);
 
 /// What dropped memory stands behind.
 struct Guard {

@@ -212,7 +212,7 @@ bool DumpSession::checkpoint(pid_t pid) {
         throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
                               "try again");
     images_.require_as_asked();
-    close_left_userfaultfd(pid, record);
+    close_left_userfaultfd(pid, record, closed_);
     std::vector<Region> staging;
     if (record != nullptr)
         staging = checkpoint_device(*record);

@@ -77,8 +77,9 @@ private:
     Lineage lineage_;
     UndoImages undo_images_;
     SharedTaskTable table_;
-    std::vector<DumpLock> locks_;   ///< of the tasks in the table
-    std::map<pid_t, Guard> guards_; ///< of dropped memory, by task as criu sees it
+    std::vector<DumpLock> locks_;           ///< of the tasks in the table
+    std::map<pid_t, Guard> guards_;         ///< of dropped memory, by task as criu sees it
+    std::vector<UnusedUserfaultfd> closed_; ///< that were left in the tasks
     Worker worker_;
     StagingRoom staging_room_;
     Statistics statistics_;

@@ -32,7 +32,7 @@ constexpr std::chrono::milliseconds kStopTimeout{300};
 constexpr std::size_t kMaxTries = 8;
 constexpr std::uint64_t kUserModeOnly = 1; // the process needs no privilege; see below
 // Faults are never handled by anybody, so it does not matter that those of the kernel could not be.
-constexpr std::uint64_t kFlags = O_CLOEXEC | O_NONBLOCK | kUserModeOnly;
+constexpr std::uint64_t kFlags = kUserfaultfdFlags | kUserModeOnly;
 
 std::string name_of(pid_t tid) {
     return "thread " + std::to_string(tid);

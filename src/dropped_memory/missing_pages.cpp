@@ -257,12 +257,13 @@ void MissingPages::answer_again(const ImageReader& image) {
     });
 }
 
-UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid) {
+UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid, UserfaultfdRecord& record) {
     const UniqueFd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
     if (!pidfd)
         throw io_error("pidfd_open of process " + std::to_string(pid), errno);
     const auto take = [&] {
-        return take_descriptor(calls, pidfd.get(), SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+        record.begin(); // anew: what follows is allowed to take some seconds only
+        return take_descriptor(calls, pidfd.get(), SYS_userfaultfd, kUserfaultfdFlags);
     };
     UniqueFd fd = take();
     if (!fd && errno == EPERM) {

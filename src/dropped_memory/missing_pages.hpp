@@ -11,6 +11,7 @@
 #include "core/image_reader.hpp"
 #include "core/unique_fd.hpp"
 #include "tracee/injected_syscall.hpp"
+#include "tracee/userfaultfd_record.hpp"
 
 #include <cstdint>
 #include <set>
@@ -62,7 +63,7 @@ private:
 /// the one, the other is set for the moment of the call (userfaultfd_setting.hpp).
 /// Throws Error: unsupported, saying why the kernel refuses; io.
 /// If this process is killed at a certain instant (take_descriptor), the descriptor is left open there:
-/// see UserfaultfdRecord.
-UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid);
+/// `record` begins here, and ends with the caller.
+UniqueFd make_userfaultfd(InjectedSyscalls& calls, pid_t pid, UserfaultfdRecord& record);
 
 } // namespace gpustasis

@@ -4,14 +4,17 @@
 #include "core/error.hpp"
 #include "tracee/proc.hpp"
 
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -20,6 +23,9 @@ namespace {
 
 constexpr int kEventStop = 128; // PTRACE_EVENT_STOP
 constexpr useconds_t kPollUs = 100;
+// A process may start threads all the time, and one of it stands still meanwhile.
+constexpr int kMaxLooks = 8;
+constexpr int kMaxEndPolls = 100'000; // 10 s; only this process's own debugger keeps what has ended
 
 /// One stop of the tracee: true if it is the event stop, else it has been sent on its way.
 bool take_stop(pid_t tid, int status) {
@@ -51,6 +57,19 @@ bool seize_all(const std::vector<pid_t>& tids, std::vector<pid_t>& seized) {
         seized.push_back(tid);
     }
     return true;
+}
+
+/// Seize all threads of process `pid` but those in `seized`. False: another process traces one of them, or
+/// there is no end to them.
+bool seize_process(pid_t pid, std::vector<pid_t> seized) {
+    for (int look = 0; look < kMaxLooks; ++look) {
+        const std::size_t before = seized.size();
+        if (!seize_all(proc::threads(pid), seized))
+            return false;
+        if (seized.size() == before) // one that it had not seized yet may have started another
+            return true;
+    }
+    return false;
 }
 
 constexpr std::uint64_t kTraceSysGood = 0x1;
@@ -119,20 +138,36 @@ SeizedThread::~SeizedThread() {
 
 bool others_are_traced(pid_t pid, pid_t but) {
     bool all = false;
+    long tracer = 0;
+    std::atomic<bool> is_done = false;
     std::exception_ptr failure;
     // On a thread of its own: what is not stopped is let go of only by the end of its tracer.
-    std::thread([&] {
-        try {
-            std::vector<pid_t> seized{but};
-            std::size_t before = 0;
-            do { // one that it had not seized yet may have started another
-                before = seized.size();
-                all = seize_all(proc::threads(pid), seized);
-            } while (all && seized.size() != before);
-        } catch (...) {
-            failure = std::current_exception();
-        }
-    }).join();
+    std::thread seizing;
+    try {
+        seizing = std::thread([&] {
+            tracer = ::syscall(SYS_gettid);
+            try {
+                all = seize_process(pid, {but});
+            } catch (...) {
+                failure = std::current_exception();
+            }
+            is_done = true;
+        });
+    } catch (const std::system_error& e) {
+        throw io_error("cannot start a thread", e.code().value());
+    }
+    // If one of them executes another program, the kernel kills `but`, has that one wait until somebody has
+    // waited for it, and PTRACE_SEIZE wait for that one. Its main thread it does not wait for.
+    while (!is_done) {
+        ::usleep(kPollUs);
+        if (but != pid)
+            ::waitpid(but, nullptr, __WALL | WNOHANG);
+    }
+    seizing.join();
+    // It is joined before it lets go of them, and gone after that.
+    for (int poll = 0; poll < kMaxEndPolls && ::syscall(SYS_tgkill, ::getpid(), tracer, 0) == 0;
+         ++poll)
+        ::usleep(kPollUs);
     if (failure)
         std::rethrow_exception(failure);
     return !all;

@@ -71,9 +71,9 @@ private:
     pid_t tid_;
 };
 
-/// Whether a thread of process `pid` other than `but`, which the caller traces, has a tracer. Not by what /proc
-/// says: that shows none of another pid namespace. Each is seized for a moment, and not stopped; they
-/// are let go of some microseconds after the return. Throws Error: io.
+/// Whether a thread of process `pid` other than `but`, which the caller traces, has a tracer; also true if
+/// the process starts threads faster than they can be looked at. Not by what /proc says: that shows no
+/// tracer of another pid namespace. Each is seized until the return, and not stopped. Throws Error: io.
 bool others_are_traced(pid_t pid, pid_t but);
 
 } // namespace gpustasis

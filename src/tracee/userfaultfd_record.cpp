@@ -32,7 +32,9 @@ constexpr std::int64_t kCallWithin = 5'000'000'000;
 constexpr std::uint64_t kMaxSize = 64;
 
 std::int64_t nanoseconds(const timespec& time) noexcept {
-    return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+    constexpr std::int64_t kMaxSeconds = 9'000'000'000; // a user gives a file any time
+    const std::int64_t seconds = std::clamp<std::int64_t>(time.tv_sec, 0, kMaxSeconds);
+    return seconds * 1'000'000'000 + time.tv_nsec;
 }
 
 std::int64_t time_now() noexcept {
@@ -49,6 +51,15 @@ bool is_soon_after(std::int64_t written, std::int64_t time) noexcept {
 struct CloseDir {
     void operator()(DIR* dir) const noexcept { ::closedir(dir); }
 };
+
+// fs/proc/fd.c, seq_show: "flags:", then in octal those of open(2).
+bool has_our_flags(const std::string& fdinfo) {
+    const std::size_t line = fdinfo.find("flags:");
+    std::uint64_t flags = 0;
+    if (line != std::string::npos)
+        std::istringstream(fdinfo.substr(line + 6)) >> std::oct >> flags;
+    return (flags & kUserfaultfdFlags) == kUserfaultfdFlags; // its mode is the kernel's choice
+}
 
 // fs/userfaultfd.c, userfaultfd_show_fdinfo: "API:", then in hex the version, the features in use,
 // and those that there are. UFFDIO_API makes the second one other than 0.
@@ -73,8 +84,10 @@ std::optional<UnusedUserfaultfd> look_at(pid_t pid, int directory, const char* n
     struct stat status {};
     const ssize_t size = ::readlinkat(directory, name, what, sizeof(what));
     if (size < 0 || std::string_view(what, static_cast<std::size_t>(size)) != kWhat ||
-        ::fstatat(directory, name, &status, 0) != 0 ||
-        !is_unused(proc::read_file(directory_of(pid) + "/fdinfo/" + name)))
+        ::fstatat(directory, name, &status, 0) != 0)
+        return std::nullopt;
+    const std::string fdinfo = proc::read_file(directory_of(pid) + "/fdinfo/" + name);
+    if (!is_unused(fdinfo) || !has_our_flags(fdinfo))
         return std::nullopt;
     return UnusedUserfaultfd{std::stoi(name), status.st_ino, nanoseconds(status.st_ctim)};
 }
@@ -97,13 +110,23 @@ Directory entries_of(int directory) {
     return entries;
 }
 
+/// The directory of records of `user`, as open_trusted() gives it: a user may have put anything there.
+UniqueFd open_records(const std::string& base, IfMissing missing, uid_t user) {
+    return open_trusted(base, {"gpustasis", "userfaultfd"}, missing, user);
+}
+
 /// Whether a directory of records may have one of process `pid`. Asked first, for nearly always there is none, and
-/// to learn who the process is takes longer than all else. Whether the directory is to be trusted is not looked at.
-bool may_have_record(const std::string& base, pid_t pid) {
-    const std::string path = base + "/gpustasis/userfaultfd";
-    const Directory entries(::opendir(path.c_str()));
-    if (!entries)
-        return errno != ENOENT;
+/// to learn who the process is takes longer than all else.
+bool may_have_record(const std::string& base, uid_t user, pid_t pid) {
+    UniqueFd directory;
+    try {
+        directory = open_records(base, IfMissing::nothing, user);
+    } catch (const Error&) {
+        return true; // who opens it next says why not
+    }
+    if (!directory)
+        return false;
+    const Directory entries = entries_of(directory.get());
     std::optional<std::uint64_t> start_time;
     while (const dirent* entry = ::readdir(entries.get())) {
         const std::optional<TaskIdentity> task = task_of_file(entry->d_name);
@@ -157,6 +180,20 @@ std::vector<UnusedUserfaultfd> find_unused_userfaultfds(pid_t pid) {
     return found;
 }
 
+std::vector<UnusedUserfaultfd> find_inherited(pid_t pid,
+                                              const std::vector<UnusedUserfaultfd>& closed) {
+    std::vector<UnusedUserfaultfd> found;
+    if (closed.empty())
+        return found;
+    found = find_unused_userfaultfds(pid);
+    std::erase_if(found, [&](const UnusedUserfaultfd& one) {
+        return std::ranges::none_of(closed, [&](const UnusedUserfaultfd& other) {
+            return other.inode == one.inode && other.made == one.made;
+        });
+    });
+    return found;
+}
+
 UserfaultfdRecord::UserfaultfdRecord(pid_t pid, IfMissing missing, const std::string& base)
     : pid_(pid) {
     const uid_t self = ::geteuid();
@@ -168,8 +205,8 @@ UserfaultfdRecord::UserfaultfdRecord(pid_t pid, IfMissing missing, const std::st
         owner = status.st_uid;
     bool owner_may = false;
     try {
-        owner_may = owner != self && may_have_record(run_directory(owner), pid);
-        if (missing == IfMissing::nothing && !owner_may && !may_have_record(own, pid))
+        owner_may = owner != self && may_have_record(run_directory(owner), owner, pid);
+        if (missing == IfMissing::nothing && !owner_may && !may_have_record(own, self, pid))
             return;
         name_ = file_name(identify_task(pid));
         own_ = look(own, missing, self);
@@ -190,7 +227,7 @@ UserfaultfdRecord::UserfaultfdRecord(pid_t pid, IfMissing missing, const std::st
 UserfaultfdRecord::Place UserfaultfdRecord::look(const std::string& base, IfMissing missing,
                                                  uid_t user) {
     Place place;
-    place.directory = open_trusted(base, {"gpustasis", "userfaultfd"}, missing, user);
+    place.directory = open_records(base, missing, user);
     if (!place.directory)
         return place;
     LockedFile file = open_locked(place.directory.get(), name_, missing, kPatienceMs, user);
@@ -211,6 +248,7 @@ std::vector<UnusedUserfaultfd> UserfaultfdRecord::find_left() noexcept {
     std::vector<UnusedUserfaultfd> left;
     if (begun_ || (!own_.is_record && !owners_.is_record && !held_))
         return left; // where it has begun, the record is not a dead writer's
+    looked_ = true;
     try {
         const std::vector<UnusedUserfaultfd> unused = find_unused_userfaultfds(pid_);
         if (held_ && !unused.empty())
@@ -222,6 +260,8 @@ std::vector<UnusedUserfaultfd> UserfaultfdRecord::find_left() noexcept {
         may_come_ = own_.is_record && !own_.has_left;
     } catch (const std::exception& e) {
         why_not_ = Error(Errc::io, e.what());
+        own_.has_left = own_.is_record; // for all that is known
+        left.clear();
     }
     if (held_)
         left.clear();
@@ -261,6 +301,10 @@ bool UserfaultfdRecord::close_left(const UnusedUserfaultfd& left, InjectedSyscal
 }
 
 void UserfaultfdRecord::begin() noexcept {
+    if (own_.is_record && !looked_) {
+        find_left();
+        may_come_ = false; // no thread of the process runs
+    }
     if (!own_.file || own_.has_left)
         return; // the record of that is worth more
     try {

@@ -12,6 +12,7 @@
 #include "core/unique_fd.hpp"
 #include "tracee/injected_syscall.hpp"
 
+#include <fcntl.h>
 #include <sys/types.h>
 
 #include <cstdint>
@@ -21,7 +22,10 @@
 
 namespace gpustasis {
 
-/// A descriptor of a process: a userfaultfd which nobody has used yet.
+/// Flags of the userfaultfds that are made: what has others is not looked for.
+constexpr std::uint64_t kUserfaultfdFlags = O_CLOEXEC | O_NONBLOCK;
+
+/// A descriptor of a process: a userfaultfd with these flags which nobody has used yet.
 struct UnusedUserfaultfd {
     int fd = -1;
     std::uint64_t inode = 0; ///< its own, as time `made` is, since Linux 5.12
@@ -32,6 +36,11 @@ struct UnusedUserfaultfd {
 
 /// Throws Error: io.
 std::vector<UnusedUserfaultfd> find_unused_userfaultfds(pid_t pid);
+
+/// Those of process `pid` that are what was `closed` in another, which has forked it meanwhile.
+/// Throws Error: io.
+std::vector<UnusedUserfaultfd> find_inherited(pid_t pid,
+                                              const std::vector<UnusedUserfaultfd>& closed);
 
 /// The record of one process: a file in /run/gpustasis/userfaultfd, or /run/user/UID/gpustasis/userfaultfd,
 /// named after the process. Its writer holds a lock on it for as long as it lives and has this object; a
@@ -60,7 +69,8 @@ public:
     /// False: it is gone by now. Throws Error: io.
     bool close_left(const UnusedUserfaultfd& left, InjectedSyscalls& calls);
 
-    /// Just before a descriptor is made.
+    /// Just before a descriptor is made, and again where that has to wait. Nothing is written over the record of
+    /// what is left still, or may be. All threads of the process are stopped, or find_left() was asked before.
     void begin() noexcept;
 
     /// The process has the descriptor no longer, or never had.
@@ -89,6 +99,7 @@ private:
     Place owners_;          ///< of the user whose the process is, if that is another
     bool held_ = false;     ///< another process holds one of them
     bool may_come_ = false; ///< a thread may still be on its way to the call of a dead writer
+    bool looked_ = false;   ///< find_left() has
     bool begun_ = false;
     std::optional<Error> why_not_;
 };

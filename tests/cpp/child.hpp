@@ -4,10 +4,17 @@
 
 #include "check.hpp"
 
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
+
+/// Be another user from now on, whose other processes may trace this one, and die with the test all the same.
+inline void become(uid_t user) {
+    CHECK(::setresuid(user, user, user) == 0 && ::prctl(PR_SET_DUMPABLE, 1) == 0 &&
+          ::prctl(PR_SET_PDEATHSIG, SIGKILL) == 0);
+}
 
 /// A child that has done `prepare` and then stands still, until end() or the end of the test's block.
 class Child {

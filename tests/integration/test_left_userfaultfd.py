@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +17,17 @@ import pytest
 from campaigns.rig import Rig
 from campaigns.steady_job import SteadyJob
 from support.broken_trackers import break_off, record_of, userfaultfds
+from support.job import POLL_S, TIMEOUT_S, Job
 
 CompileC = Callable[..., Path]
+
+_FORK = """
+import os, signal
+signal.signal(signal.SIGUSR1, lambda *_: os.fork())
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
 
 
 @pytest.mark.parametrize("cuda", [1, 0], ids=["gpu", "cpu"])
@@ -40,6 +52,32 @@ def test_what_a_killed_tracker_has_left_is_closed(rig: Rig, compile_c: CompileC,
         restored = rig.restore(images, "--restore-detached")
         assert restored.status == 0, restored.errors
         job.run_on()
+
+
+def test_it_is_closed_in_children_that_have_it_as_well(
+    newest_rig: Rig, compile_c: CompileC
+) -> None:
+    program = [sys.executable, "-I", "-S", "-c", _FORK]
+    job = Job(program, newest_rig.scratch / "job.log", newest_rig.environ)
+    try:
+        job.wait_for("ready")
+        break_off(compile_c, job.pid, "made")
+        job.signal(signal.SIGUSR1)
+        listed = Path(f"/proc/{job.pid}/task/{job.pid}/children")
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (children := listed.read_text().split()):
+            assert time.monotonic() < deadline, "it has forked no child"
+            time.sleep(POLL_S)
+        tree = [job.pid, *map(int, children)]
+        assert [len(userfaultfds(pid)) for pid in tree] == [1, 1]
+        images = newest_rig.images()
+        words = newest_rig.dump_words(job, images, ["--leave-running"])  # type: ignore[arg-type]
+        dumped = newest_rig.run(words, images, "dump")
+        assert dumped.status == 0, dumped.errors
+        assert [userfaultfds(pid) for pid in tree] == [[], []]
+        assert all(Path(f"/proc/{pid}").exists() for pid in tree)
+    finally:
+        job.end()
 
 
 def require_let_alone(rig: Rig, job: SteadyJob, own: list[int]) -> str:

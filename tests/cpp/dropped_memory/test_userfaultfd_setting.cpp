@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "child.hpp"
 
+#include "dropped_memory/missing_pages.hpp"
 #include "dropped_memory/userfaultfd_setting.hpp"
+#include "tracee/ptrace.hpp"
+#include "tracee/task_identity.hpp"
+#include "tracee/userfaultfd_record.hpp"
 
 #include <fcntl.h>
 #include <sched.h>
@@ -10,17 +15,21 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <optional>
 #include <string>
+#include <thread>
 
 using namespace gpustasis;
 
 namespace {
 
 constexpr const char* kSetting = "/proc/sys/vm/unprivileged_userfaultfd";
+constexpr uid_t kUser = 65534;
 
 void write_file(const char* path, const std::string& text) {
     const UniqueFd file(::open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
@@ -164,13 +173,51 @@ void what_a_killed_process_has_left_is_set_back() {
     CHECK(lower_userfaultfd_setting() && setting() == '0' && !is_userfaultfd_setting_left());
 }
 
+timespec written(const std::string& path) {
+    struct stat status {};
+    CHECK(::stat(path.c_str(), &status) == 0);
+    return status.st_mtim;
+}
+
+// What is made is looked for in the seconds after its record: the wait for the setting is none of them.
+void a_record_begins_behind_the_wait() {
+    const Child target([] { become(kUser); });
+    UserfaultfdRecord record(target.pid(), IfMissing::make, "/run");
+    const std::string file = "/run/gpustasis/userfaultfd/" + file_name(identify_task(target.pid()));
+    Raising first;
+    CHECK(comes_true([&] { return first.has_raised(); }));
+    std::thread holder([&] {
+        CHECK(comes_true([&] {
+            struct stat status {};
+            return ::stat(file.c_str(), &status) == 0 && status.st_size != 0;
+        }));
+        ::usleep(20'000); // more than a tick of the kernel's clock
+        write_file("/run/let-go", "");
+        first.let_go();
+    });
+    const SeizedThread seized(target.pid(), std::chrono::seconds(10));
+    std::atomic<bool> blocked = false;
+    std::atomic<std::uint64_t> mask = 0;
+    InjectedSyscalls calls({target.pid(), target.pid(), blocked, mask});
+    // The kernel's own setting is not the one that is raised here.
+    CHECK_THROWS(Errc::unsupported, make_userfaultfd(calls, target.pid(), record));
+    holder.join();
+    const timespec begun = written(file);
+    const timespec let_go = written("/run/let-go");
+    CHECK(begun.tv_sec > let_go.tv_sec ||
+          (begun.tv_sec == let_go.tv_sec && begun.tv_nsec >= let_go.tv_nsec));
+}
+
 } // namespace
 
 int main() {
+    const bool may_be_refused = ::geteuid() == 0 && setting() == '0';
     leave_the_machine_alone();
     it_is_raised_for_the_moment();
     what_the_administrator_has_set_stays();
     one_after_the_other();
     who_holds_it_for_long_is_told();
     what_a_killed_process_has_left_is_set_back();
+    if (may_be_refused)
+        a_record_begins_behind_the_wait();
 }

@@ -2,162 +2,34 @@
 #include "check.hpp"
 #include "child.hpp"
 #include "sample.hpp"
+#include "userfaultfd_makers.hpp"
 
 #include "tracee/proc.hpp"
 #include "tracee/ptrace.hpp"
 #include "tracee/task_identity.hpp"
 #include "tracee/userfaultfd_record.hpp"
 
-#include <fcntl.h>
-#include <linux/userfaultfd.h>
 #include <sched.h>
-#include <sys/ioctl.h>
+#include <sys/inotify.h>
 #include <sys/mount.h>
-#include <sys/ptrace.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
+#include <cerrno>
+#include <climits>
 #include <csignal>
 #include <cstddef>
+#include <ctime>
 #include <filesystem>
-#include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 using namespace gpustasis;
+using namespace makers;
 
 namespace {
-
-constexpr std::chrono::seconds kStop{10};
-constexpr std::uint64_t kFlags = O_CLOEXEC | O_NONBLOCK | 1; // UFFD_USER_MODE_ONLY
-constexpr uid_t kUser = 65534;
-
-void make_own(int signal) {
-    const long made = ::syscall(SYS_userfaultfd, kFlags);
-    uffdio_api api{};
-    api.api = UFFD_API;
-    if (signal == SIGUSR2)
-        static_cast<void>(::ioctl(static_cast<int>(made), UFFDIO_API, &api));
-}
-
-void replace_all(int /*signal*/) {
-    const int highest = ::open("/dev/null", O_RDONLY);
-    for (int fd = 3; fd < highest; ++fd)
-        ::dup2(highest, fd);
-    ::dup(highest);
-}
-
-/// Makes a userfaultfd of its own at SIGUSR1, and one that it uses at SIGUSR2. At SIGHUP it has other
-/// files under the numbers of all its descriptors.
-void prepare() {
-    ::signal(SIGUSR1, make_own);
-    ::signal(SIGUSR2, make_own);
-    ::signal(SIGHUP, replace_all);
-}
-
-void prepare_two_threads() {
-    prepare();
-    std::thread([] {
-        for (;;)
-            ::pause();
-    }).detach();
-}
-
-std::size_t descriptors(pid_t pid) {
-    const std::filesystem::directory_iterator all("/proc/" + std::to_string(pid) + "/fd");
-    return static_cast<std::size_t>(std::distance(begin(all), end(all)));
-}
-
-void tell(pid_t pid, int signal) {
-    const std::size_t before = descriptors(pid);
-    CHECK(::kill(pid, signal) == 0);
-    CHECK(comes_true([=] { return descriptors(pid) == before + 1; }));
-}
-
-std::string file_of(const std::string& base, pid_t pid) {
-    return base + "/gpustasis/userfaultfd/" + file_name(identify_task(pid));
-}
-
-bool is_record(const std::string& base, pid_t pid) {
-    struct stat status {};
-    return ::stat(file_of(base, pid).c_str(), &status) == 0 && status.st_size != 0;
-}
-
-void make_older(const std::string& base, pid_t pid) {
-    timespec times[2]{};
-    ::clock_gettime(CLOCK_REALTIME, &times[1]);
-    times[1].tv_sec -= 10;
-    times[0] = times[1];
-    CHECK(::utimensat(AT_FDCWD, file_of(base, pid).c_str(), times, 0) == 0);
-}
-
-/// The number that it has closed.
-std::optional<int> close_what_is_left(UserfaultfdRecord& record, InjectedSyscalls& calls, pid_t pid,
-                                      pid_t tid) {
-    const std::vector<UnusedUserfaultfd> left = record.find_left();
-    CHECK(left.size() <= 1);
-    if (left.empty() || others_are_traced(pid, tid) || !record.close_left(left[0], calls))
-        return std::nullopt;
-    return left[0].fd;
-}
-
-/// What a tracker does: a descriptor is made, taken and closed. The number of what was left, and
-/// is closed before.
-std::optional<int> attach(const std::string& base, pid_t pid) {
-    const UniqueFd pidfd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
-    UserfaultfdRecord record(pid, IfMissing::make, base);
-    const SeizedThread seized(pid, kStop);
-    std::atomic<bool> blocked = false;
-    std::atomic<std::uint64_t> mask = 0;
-    InjectedSyscalls calls({pid, pid, blocked, mask});
-    const auto closed = close_what_is_left(record, calls, pid, pid);
-    record.begin();
-    const UniqueFd made = take_descriptor(calls, pidfd.get(), SYS_userfaultfd, kFlags);
-    CHECK(static_cast<bool>(made));
-    record.end();
-    calls.finish();
-    return closed;
-}
-
-enum class At {
-    begun, ///< the record is written, nothing is made yet
-    made,  ///< the descriptor is there, and not closed
-};
-
-/// Another process that borrows thread `tid` and comes so far, until it is killed.
-class Maker {
-public:
-    Maker(const std::string& base, pid_t pid, At at, uid_t user = ::geteuid())
-        : Maker(base, pid, at, pid, user) {}
-    Maker(const std::string& base, pid_t pid, At at, pid_t tid, uid_t user)
-        : child_([&, pid, tid, at, user] {
-              CHECK(user == ::geteuid() || ::setresuid(user, user, user) == 0);
-              record.emplace(pid, IfMissing::make, base);
-              thread.emplace(tid, kStop);
-              calls.emplace(BorrowedThread{pid, tid, blocked, mask});
-              CHECK(calls->has_way_back());
-              close_what_is_left(*record, *calls, pid, tid);
-              record->begin();
-              if (at == At::made)
-                  CHECK(calls->call_if_alive(SYS_userfaultfd, kFlags) >= 0);
-          }) {}
-    void kill() { child_.end(); }
-
-private:
-    // The child's own, which it never destroys.
-    std::atomic<bool> blocked = false;
-    std::atomic<std::uint64_t> mask = 0;
-    std::optional<UserfaultfdRecord> record;
-    std::optional<SeizedThread> thread;
-    std::optional<InjectedSyscalls> calls;
-    Child child_;
-};
 
 void what_a_dead_maker_has_left_is_closed() {
     const sample::TempDir base;
@@ -268,9 +140,18 @@ void what_the_process_has_made_itself_is_never_closed() {
             UserfaultfdRecord record(target.pid(), IfMissing::nothing, base.path());
             CHECK(record.find_left().empty() && record.why_not().has_value());
         }
+        UserfaultfdRecord(target.pid(), IfMissing::make, base.path()).begin(); // as a dump
         CHECK(!attach(base.path(), target.pid()));
         CHECK(find_unused_userfaultfds(target.pid()) == both);
         CHECK(is_record(base.path(), target.pid()));
+    }
+    { // with other flags: nor can that be ours, whenever it was made
+        const Child target(prepare);
+        Maker(base.path(), target.pid(), At::begun).kill();
+        tell(target.pid(), SIGALRM);
+        const std::size_t before = descriptors(target.pid());
+        CHECK(!attach(base.path(), target.pid()));
+        CHECK(descriptors(target.pid()) == before);
     }
     { // and uses it: that cannot be ours
         const Child target(prepare);
@@ -312,6 +193,24 @@ void a_record_stays_while_a_thread_may_be_on_its_way() {
     CHECK(!attach(base.path(), target.pid()) && !is_record(base.path(), target.pid()));
 }
 
+// As where this process has no descriptor left to look with.
+void what_cannot_be_looked_for_stays_on_record() {
+    const sample::TempDir base;
+    const Child target(prepare);
+    Maker(base.path(), target.pid(), At::made).kill();
+    {
+        UserfaultfdRecord record(target.pid(), IfMissing::make, base.path());
+        rlimit before{};
+        CHECK(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+        const rlimit none{.rlim_cur = 0, .rlim_max = before.rlim_max};
+        CHECK(::setrlimit(RLIMIT_NOFILE, &none) == 0);
+        CHECK(record.find_left().empty() && record.why_not().has_value());
+        CHECK(::setrlimit(RLIMIT_NOFILE, &before) == 0);
+        record.begin();
+    }
+    CHECK(attach(base.path(), target.pid()).has_value());
+}
+
 void records_of_the_dead_are_removed() {
     const sample::TempDir base;
     std::string gone;
@@ -338,17 +237,23 @@ void without_a_place_all_else_goes_on() {
     CHECK(descriptors(target.pid()) == before);
 }
 
+/// A /run that only this process and its children see, and in it the directory of kUser.
+std::string make_run_directory() {
+    CHECK(::unshare(CLONE_NEWNS) == 0 &&
+          ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0);
+    CHECK(::mount("tmpfs", "/run", "tmpfs", 0, "mode=0755") == 0);
+    const std::string place = "/run/user/" + std::to_string(kUser);
+    CHECK(::mkdir("/run/user", 0755) == 0 && ::mkdir(place.c_str(), 0700) == 0 &&
+          ::chown(place.c_str(), kUser, kUser) == 0);
+    return place;
+}
+
 void root_closes_what_the_owner_has_left() {
     const Child whole([] {
-        CHECK(::unshare(CLONE_NEWNS) == 0 &&
-              ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0);
-        CHECK(::mount("tmpfs", "/run", "tmpfs", 0, "mode=0755") == 0);
-        const std::string place = "/run/user/" + std::to_string(kUser);
-        CHECK(::mkdir("/run/user", 0755) == 0 && ::mkdir(place.c_str(), 0700) == 0 &&
-              ::chown(place.c_str(), kUser, kUser) == 0);
+        const std::string place = make_run_directory();
         const auto as_user = [] {
             prepare();
-            CHECK(::setresuid(kUser, kUser, kUser) == 0 && ::prctl(PR_SET_DUMPABLE, 1) == 0);
+            become(kUser);
         };
         const Child target(as_user);
         const Child of_root(prepare);
@@ -361,6 +266,32 @@ void root_closes_what_the_owner_has_left() {
         CHECK(!attach({}, of_root.pid()));
         CHECK(attach({}, target.pid()).has_value());
         CHECK(descriptors(target.pid()) == before && !is_record(place, target.pid()));
+        // A time with which 64 bits of nanoseconds would overflow, to the one that it was.
+        Maker(std::string(), target.pid(), At::made, kUser).kill();
+        struct stat status {};
+        const std::string file = file_of(place, target.pid());
+        CHECK(::stat(file.c_str(), &status) == 0);
+        timespec times[2]{status.st_mtim, status.st_mtim};
+        times[1].tv_sec += std::int64_t{1} << 55;
+        CHECK(::utimensat(AT_FDCWD, file.c_str(), times, 0) == 0);
+        CHECK(!attach({}, target.pid()));
+    });
+}
+
+// It could lead to a file system that never answers, while the process stands still.
+void no_link_of_a_user_is_followed() {
+    const Child whole([] {
+        const std::string place = make_run_directory();
+        const std::string elsewhere = "/run/elsewhere";
+        CHECK(::mkdir(elsewhere.c_str(), 0755) == 0 &&
+              ::mkdir((elsewhere + "/userfaultfd").c_str(), 0755) == 0 &&
+              ::symlink(elsewhere.c_str(), (place + "/gpustasis").c_str()) == 0);
+        const UniqueFd opened(::inotify_init1(IN_NONBLOCK | IN_CLOEXEC));
+        CHECK(::inotify_add_watch(opened.get(), elsewhere.c_str(), IN_OPEN) >= 0);
+        const Child target([] { become(kUser); });
+        CHECK(UserfaultfdRecord(target.pid(), IfMissing::nothing).find_left().empty());
+        char event[sizeof(inotify_event) + NAME_MAX + 1];
+        CHECK(::read(opened.get(), event, sizeof(event)) < 0 && errno == EAGAIN);
     });
 }
 
@@ -374,8 +305,11 @@ int main() {
     what_the_process_has_made_itself_is_never_closed();
     what_has_taken_its_number_is_not_closed();
     a_record_stays_while_a_thread_may_be_on_its_way();
+    what_cannot_be_looked_for_stays_on_record();
     records_of_the_dead_are_removed();
     without_a_place_all_else_goes_on();
-    if (::geteuid() == 0)
-        root_closes_what_the_owner_has_left();
+    if (::geteuid() != 0)
+        return 0;
+    root_closes_what_the_owner_has_left();
+    no_link_of_a_user_is_followed();
 }
