@@ -19,7 +19,9 @@
 #include <cerrno>
 #include <charconv>
 #include <filesystem>
+#include <iterator>
 #include <limits>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -48,17 +50,18 @@ class OwnPages {
 public:
     explicit OwnPages(pid_t pid)
         : path_("/proc/" + std::to_string(pid) + "/pagemap"),
-          fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)), entries_(kEntries) {
+          fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)), scanner_(fd_.get()) {
         if (!fd_)
             throw io_error("cannot open " + path_, errno);
     }
 
+    /// Of one mapping: no run goes on in the next, which has other flags.
     std::vector<Region> find(std::uint64_t start, std::uint64_t end) {
         std::vector<PageRange> present;
         constexpr std::uint64_t kNot = kPageFile | kPageSwapped | kPageZero;
-        PageScanner(fd_.get()).scan(start, end,
-                                    {.inverted = kNot, .all_of = kNot | kPagePresent, .any_of = 0},
-                                    ScanMode::look, false, present);
+        scanner_.scan(start, end,
+                      {.inverted = kNot, .all_of = kNot | kPagePresent, .any_of = 0},
+                      ScanMode::look, false, present);
         std::vector<Region> runs;
         // The scan cannot tell which pages are shared with a parent or a child.
         for (std::size_t i = 0; i < present.size(); ++i) {
@@ -68,6 +71,7 @@ public:
             if (range.length >= kMinCpuRun)
                 look(range, runs);
         }
+        std::erase_if(runs, [](const Region& run) { return run.length < kMinCpuRun; });
         return runs;
     }
 
@@ -76,6 +80,7 @@ private:
         for (std::uint64_t done = 0; done < range.length;) {
             const std::uint64_t pages =
                 std::min<std::uint64_t>(kEntries, (range.length - done) / kPage);
+            entries_.resize(std::max(entries_.size(), pages)); // no more than a small task needs
             const std::span<std::uint64_t> entries(entries_.data(), pages);
             const std::uint64_t first = range.address + done;
             read_at(fd_.get(), first / kPage * sizeof(std::uint64_t),
@@ -97,8 +102,15 @@ private:
 
     std::string path_;
     UniqueFd fd_;
+    PageScanner scanner_;
     std::vector<std::uint64_t> entries_;
 };
+
+/// As far as it can be told without the flags.
+bool is_plain_memory(const Mapping& mapping) noexcept {
+    return mapping.is_private_anonymous() && mapping.end - mapping.start >= kMinCpuMapping &&
+           mapping.protection == (PROT_READ | PROT_WRITE);
+}
 
 bool has_flag(const Mapping& mapping, std::string_view flag) noexcept {
     return std::ranges::find(mapping.flags, flag) != mapping.flags.end();
@@ -147,8 +159,7 @@ std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
     left = join(std::move(left));
     std::vector<Region> chosen;
     for (const Mapping& mapping : mappings) {
-        if (!mapping.is_private_anonymous() || mapping.end - mapping.start < kMinCpuMapping ||
-            mapping.protection != (PROT_READ | PROT_WRITE) || leaves_to_criu(mapping))
+        if (!is_plain_memory(mapping) || leaves_to_criu(mapping))
             continue;
         const std::uint64_t block = has_flag(mapping, "hg") ? kHugePage : kPage;
         for (const Region& run : find(mapping.start, mapping.end))
@@ -167,13 +178,25 @@ std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
     return chosen;
 }
 
-std::vector<Region> find_cpu_memory(pid_t pid, const std::vector<Mapping>& mappings,
-                                    const std::vector<std::uint64_t>& in_use,
-                                    const std::vector<Region>& staging) {
-    OwnPages pages(pid);
-    return choose_cpu_memory(
-        mappings, in_use, staging,
-        [&](std::uint64_t start, std::uint64_t end) { return pages.find(start, end); });
+std::vector<Region> find_own_pages(pid_t pid, const std::vector<Mapping>& mappings) {
+    std::vector<Region> runs;
+    std::optional<OwnPages> pages;
+    for (const Mapping& mapping : mappings) {
+        if (!is_plain_memory(mapping))
+            continue;
+        if (!pages)
+            pages.emplace(pid);
+        std::ranges::copy(pages->find(mapping.start, mapping.end), std::back_inserter(runs));
+    }
+    return runs;
+}
+
+FindPages among(const std::vector<Region>& pages) {
+    return [&pages](std::uint64_t start, std::uint64_t end) {
+        const auto first = std::ranges::lower_bound(pages, start, {}, &Region::address);
+        const auto behind = std::ranges::lower_bound(pages, end, {}, &Region::address);
+        return std::vector<Region>(first, behind);
+    };
 }
 
 // The numbers: Documentation/admin-guide/devices.txt.

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// A dump of trees with little memory is to take next to no longer than by CRIU alone: what is left to CRIU, and
+// what is not looked at then.
+#include "check.hpp"
+#include "child.hpp"
+#include "own_reads.hpp"
+#include "sample.hpp"
+
+#include "core/lineage.hpp"
+#include "cuda_plugin/cpu_memory_dump.hpp"
+#include "tracee/page_scan.hpp"
+#include "tracee/proc.hpp"
+
+#include <sys/mman.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+using namespace gpustasis;
+
+namespace {
+
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+constexpr const char* kLittle = "there is little of it";
+
+void use_memory(std::size_t size, int sharing) {
+    void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, sharing | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED && ::madvise(memory, size, MADV_NOHUGEPAGE) == 0);
+    std::memset(memory, 1, size);
+}
+
+/// A process and its children, each with so much memory of its own, or shared, and stopped as by criu.
+class Tree {
+public:
+    explicit Tree(std::size_t size, int children = 0, int sharing = MAP_PRIVATE) {
+        int ends[2];
+        CHECK(::pipe(ends) == 0);
+        root_.emplace([&] {
+            for (int i = 0; i < children; ++i)
+                if (fork_child() == 0) {
+                    use_memory(size, sharing);
+                    const pid_t pid = ::getpid();
+                    CHECK(::write(ends[1], &pid, sizeof pid) == sizeof pid);
+                    for (;;)
+                        ::pause();
+                }
+            use_memory(size, sharing);
+        });
+        pids_.push_back(root_->pid());
+        for (int i = 0; i < children; ++i) {
+            CHECK(::read(ends[0], &pids_.emplace_back(), sizeof(pid_t)) == sizeof(pid_t));
+        }
+        ::close(ends[0]);
+        ::close(ends[1]);
+        for (const pid_t pid : pids_) {
+            CHECK(::ptrace(PTRACE_SEIZE, pid, nullptr, nullptr) == 0);
+            CHECK(::ptrace(PTRACE_INTERRUPT, pid, nullptr, nullptr) == 0);
+            CHECK(::waitpid(pid, nullptr, __WALL) == pid);
+        }
+    }
+    Tree(const Tree&) = delete;
+    Tree& operator=(const Tree&) = delete;
+    ~Tree() {
+        for (const pid_t pid : pids_) // dead, each is there until its tracer has waited for it
+            if (pid != root_->pid() && ::kill(pid, SIGKILL) == 0)
+                ::waitpid(pid, nullptr, __WALL);
+    }
+    const std::vector<pid_t>& pids() const { return pids_; }
+
+private:
+    std::optional<Child> root_;
+    std::vector<pid_t> pids_;
+};
+
+/// One dump of a tree.
+struct Dumped {
+    explicit Dumped(const Tree& tree, const Config& config = ours()) {
+        Lineage lineage(directory.fd());
+        DumpImages images(config, directory.fd(), lineage, statistics);
+        CpuMemoryDump dump(config, images, statistics);
+        dump.prepare();
+        for (const pid_t pid : tree.pids()) {
+            CHECK(!dump.is_complete());
+            dump.add(pid, {});
+        }
+        CHECK(dump.is_complete());
+        const std::uint64_t before = own_reads("rchar");
+        taken = dump.take([] {},
+                          [&](const CpuMemoryDump::Noted& noted) {
+                              ++times_noted;
+                              entries += noted.size();
+                          });
+        read = own_reads("rchar") - before;
+        dump.finish(false);
+    }
+    static Config ours() {
+        Config config;
+        config.cpu_memory = CpuMemory::ours;
+        return config;
+    }
+
+    sample::TempDir directory;
+    Statistics statistics;
+    bool taken = false;
+    int times_noted = 0;
+    std::size_t entries = 0;
+    std::uint64_t read = 0; ///< bytes
+};
+
+void little_is_left_and_its_flags_are_not_read() {
+    const Tree tree(2 * kMiB);
+    const Dumped dumped(tree);
+    CHECK(!dumped.taken && dumped.times_noted == 0 && dumped.directory.empty());
+    CHECK(dumped.statistics.cpu_memory.at(0).left_because == kLittle);
+    // The kernel goes through all pages for that file.
+    const std::string smaps = "/proc/" + std::to_string(tree.pids()[0]) + "/smaps";
+    CHECK(dumped.read < proc::read_file(smaps).size());
+}
+
+void all_of_a_tree_counts_and_is_noted_once() {
+    const Tree tree(3 * kMiB, 1);
+    const Dumped dumped(tree);
+    CHECK(dumped.taken && dumped.times_noted == 1 && dumped.entries == 2);
+    for (const CpuMemoryStatistics& told : dumped.statistics.cpu_memory)
+        CHECK(told.left_because.empty() && told.bytes >= kMiB);
+}
+
+// CRIU's own images may be in the clear.
+void what_is_to_be_sealed_is_taken_however_little() {
+    Config config = Dumped::ours();
+    config.recipients = {"somebody.pem"};
+    CHECK(Dumped(Tree(2 * kMiB), config).taken);
+}
+
+// CRIU may refuse it: --ghost-limit.
+void what_is_shared_is_taken_however_little() {
+    const Dumped dumped(Tree(2 * kMiB, 0, MAP_SHARED));
+    CHECK(dumped.taken && dumped.statistics.cpu_memory.at(0).shared_bytes == 2 * kMiB);
+}
+
+} // namespace
+
+int main() {
+    if (const std::string why_not = why_no_page_scan(); !why_not.empty()) {
+        std::fprintf(stderr, "not run: %s\n", why_not.c_str());
+        return 0;
+    }
+    little_is_left_and_its_flags_are_not_read();
+    all_of_a_tree_counts_and_is_noted_once();
+    what_is_to_be_sealed_is_taken_however_little();
+    what_is_shared_is_taken_however_little();
+}
