@@ -7,6 +7,7 @@
 #include "sample.hpp"
 
 #include "core/lineage.hpp"
+#include "cuda_plugin/cpu_memory.hpp"
 #include "cuda_plugin/cpu_memory_dump.hpp"
 #include "tracee/page_scan.hpp"
 #include "tracee/proc.hpp"
@@ -15,7 +16,9 @@
 #include <sys/ptrace.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <optional>
@@ -144,6 +147,48 @@ void what_is_shared_is_taken_however_little() {
     CHECK(dumped.taken && dumped.statistics.cpu_memory.at(0).shared_bytes == 2 * kMiB);
 }
 
+/// Untouched, written, read (there the kernel has its page of zeros), and with a child, which shares it.
+void only_pages_that_are_its_own_are_found() {
+    constexpr std::size_t kOther = 64 * kMiB; // the kernel is asked in another way than for a small mapping
+    for (const std::size_t size : {4 * kMiB, kOther}) {
+        int ends[2];
+        CHECK(::pipe(ends) == 0);
+        const Child task([&] {
+            void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            CHECK(memory != MAP_FAILED && ::madvise(memory, size, MADV_NOHUGEPAGE) == 0);
+            auto* bytes = static_cast<volatile char*>(memory);
+            for (std::size_t at = 0; at < kMiB; at += 4096) {
+                bytes[kMiB + at] = 1;
+                static_cast<void>(bytes[2 * kMiB + at]);
+                bytes[3 * kMiB + at] = 1;
+            }
+            if (fork_child() == 0)
+                for (;;)
+                    ::pause();
+            for (std::size_t at = 0; at < kMiB; at += 4096)
+                bytes[kMiB + at] = 2;
+            CHECK(::write(ends[1], &memory, sizeof memory) == sizeof memory);
+        });
+        std::uint64_t address = 0;
+        CHECK(::read(ends[0], &address, sizeof address) == sizeof address);
+        ::close(ends[0]);
+        ::close(ends[1]);
+        std::vector<Mapping> mappings = read_maps(task.pid());
+        std::erase_if(mappings, [&](const Mapping& mapping) {
+            return address < mapping.start || mapping.end <= address;
+        });
+        CHECK(mappings.size() == 1);
+        const std::uint64_t end = address + size;
+        // The kernel may have joined it with others.
+        mappings[0].start = std::max(mappings[0].start, address);
+        mappings[0].end = std::min(mappings[0].end, end);
+        CHECK((find_own_pages(task.pid(), mappings) ==
+               std::vector{Region{address + kMiB, kMiB, PROT_READ | PROT_WRITE,
+                                  RegionKind::private_anonymous}}));
+    }
+}
+
 } // namespace
 
 int main() {
@@ -151,6 +196,7 @@ int main() {
         std::fprintf(stderr, "not run: %s\n", why_not.c_str());
         return 0;
     }
+    only_pages_that_are_its_own_are_found();
     little_is_left_and_its_flags_are_not_read();
     all_of_a_tree_counts_and_is_noted_once();
     what_is_to_be_sealed_is_taken_however_little();
