@@ -25,9 +25,9 @@ namespace {
 // cpu_memory = "auto": not measured; below it, an image of its own and its syncs can save little.
 constexpr std::uint64_t kWorthwhile = std::uint64_t{64} << 20;
 
-// cpu_memory = "ours": of a tree that has less, a dump with an image of it took a fifth longer than one by CRIU alone,
+// cpu_memory = "ours": of processes that have less, a dump with an image of it took a fifth longer than one by CRIU alone,
 // and at 16 MiB dump and restore together took as long (docs/performance.md).
-constexpr std::uint64_t kWorthwhileOfTree = std::uint64_t{4} << 20;
+constexpr std::uint64_t kWorthwhileOnAverage = std::uint64_t{4} << 20;
 
 } // namespace
 
@@ -136,13 +136,16 @@ std::vector<SharingTask> CpuMemoryDump::look_at_tasks() {
 }
 
 // Not where it is to be sealed: CRIU's images may be in the clear. Not where there may be shared memory: CRIU takes no
-// more than its --ghost-limit of that.
+// more than its --ghost-limit of that. Not where GPU memory has made it a checkpoint of ours already.
 void CpuMemoryDump::leave_little(std::vector<SharingTask>& tasks) const {
     std::uint64_t bytes = 0;
     for (const SharingTask& task : tasks)
         for (const Region& run : task.pages)
             bytes += run.length;
-    if (bytes >= kWorthwhileOfTree || !config_.recipients.empty() || may_share_memory(tasks))
+    if (bytes >= kWorthwhileOnAverage * tasks.size() || !config_.recipients.empty() ||
+        may_share_memory(tasks) ||
+        std::ranges::any_of(tasks,
+                            [](const SharingTask& task) { return !task.staging.empty(); }))
         return;
     for (SharingTask& task : tasks)
         task.pages.clear();
