@@ -74,8 +74,7 @@ private:
     void scan(std::uint64_t start, std::uint64_t end, std::vector<Region>& runs) {
         std::vector<PageRange> present;
         constexpr std::uint64_t kNot = kPageFile | kPageSwapped | kPageZero;
-        scanner_.scan(start, end,
-                      {.inverted = kNot, .all_of = kNot | kPagePresent, .any_of = 0},
+        scanner_.scan(start, end, {.inverted = kNot, .all_of = kNot | kPagePresent, .any_of = 0},
                       ScanMode::look, false, present);
         // The scan cannot tell which pages are shared with a parent or a child.
         for (std::size_t i = 0; i < present.size(); ++i) {

@@ -98,8 +98,8 @@ bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note&
         std::ranges::copy_if(shared, std::back_inserter(of_task),
                              [&](const SharedPart& part) { return part.pid == tasks[i].pid; });
         try {
-            if (auto stored = store(tasks[i], std::move(of_task), statistics_.cpu_memory[i],
-                                    choose_parent))
+            if (auto stored =
+                    store(tasks[i], std::move(of_task), statistics_.cpu_memory[i], choose_parent))
                 all.push_back(std::move(*stored));
         } catch (const Error& e) {
             throw Error(e, "CPU memory of pid " + std::to_string(tasks[i].pid) + ": " + e.what());
@@ -144,8 +144,7 @@ void CpuMemoryDump::leave_little(std::vector<SharingTask>& tasks) const {
             bytes += run.length;
     if (bytes >= kWorthwhileOnAverage * tasks.size() || !config_.recipients.empty() ||
         may_share_memory(tasks) ||
-        std::ranges::any_of(tasks,
-                            [](const SharingTask& task) { return !task.staging.empty(); }))
+        std::ranges::any_of(tasks, [](const SharingTask& task) { return !task.staging.empty(); }))
         return;
     for (SharingTask& task : tasks)
         task.pages.clear();
@@ -191,8 +190,7 @@ CpuMemoryDump::store(const SharingTask& task, std::vector<SharedPart> shared,
         return std::nullopt;
     Stored stored{.entry = {}, .pid = task.pid, .own = {}, .shared = std::move(shared)};
     told.phases.time("find", [&] {
-        stored.own =
-            choose_cpu_memory(task.mappings, task.in_use, task.staging, among(task.pages));
+        stored.own = choose_cpu_memory(task.mappings, task.in_use, task.staging, among(task.pages));
     });
     std::vector<Region> regions = stored.own;
     for (const SharedPart& part : stored.shared) {

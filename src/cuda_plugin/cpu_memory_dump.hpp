@@ -88,7 +88,8 @@ private:
     std::vector<SharingTask> added_;           ///< pids and staging
     bool taken_ = false;                       ///< once: a task that comes later is left to CRIU
     std::map<SharedFileId, SharedFile> files_; ///< shared memory that images are to hold
-    std::map<pid_t, std::uint32_t> inner_pids_; ///< of all tasks of the tree, in the innermost namespace
+    std::map<pid_t, std::uint32_t>
+        inner_pids_; ///< of all tasks of the tree, in the innermost namespace
 };
 
 } // namespace gpustasis

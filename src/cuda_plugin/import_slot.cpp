@@ -101,9 +101,9 @@ ImportSlot::ImportSlot(std::initializer_list<const char*> names, void* function)
             const std::uint64_t type = ELF64_R_TYPE(entries[i].r_info);
             const auto symbol = ELF64_R_SYM(entries[i].r_info);
             if ((type != kJumpSlot && type != kGlobalData) ||
-                std::ranges::find(names,
-                                  std::string_view(program.names +
-                                                   program.symbols[symbol].st_name)) == names.end())
+                std::ranges::find(
+                    names, std::string_view(program.names + program.symbols[symbol].st_name)) ==
+                    names.end())
                 continue;
             const std::uintptr_t at = program.base + entries[i].r_offset;
             places_.push_back(

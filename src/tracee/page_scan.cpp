@@ -19,8 +19,7 @@ constexpr std::uint64_t kScanRegisteredOnly = 1U << 1; // PM_SCAN_CHECK_WPASYNC
 
 } // namespace
 
-PageScanner::PageScanner(int pagemap, std::size_t regions)
-    : pagemap_(pagemap), regions_(regions) {}
+PageScanner::PageScanner(int pagemap, std::size_t regions) : pagemap_(pagemap), regions_(regions) {}
 
 bool PageScanner::scan(std::uint64_t start, std::uint64_t end, const PageQuery& query,
                        ScanMode mode, bool registered_only, std::vector<PageRange>& found) {

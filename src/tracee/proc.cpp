@@ -100,9 +100,8 @@ std::optional<Tracee> as_tracee(pid_t pid) {
     const std::string status = read_file(path);
     if (status_field(status, "TracerPid") != std::to_string(::getpid()))
         return std::nullopt;
-    return Tracee{.pid = pid,
-                  .inner_pid = innermost_pid_in(status, path),
-                  .state = state_in(status, path)};
+    return Tracee{
+        .pid = pid, .inner_pid = innermost_pid_in(status, path), .state = state_in(status, path)};
 }
 
 /// Those that thread `tid` of it has made. Throws Error: io.

@@ -21,7 +21,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <optional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -48,7 +48,7 @@ public:
                   int sharing = MAP_PRIVATE) {
         int ends[2];
         CHECK(::pipe(ends) == 0);
-        root_.emplace([&] {
+        root_ = std::make_unique<Child>([&] {
             for (int i = 0; i < children; ++i)
                 if (fork_child() == 0) {
                     use_memory(of_children, sharing);
@@ -60,9 +60,8 @@ public:
             use_memory(size, sharing);
         });
         pids_.push_back(root_->pid());
-        for (int i = 0; i < children; ++i) {
+        for (int i = 0; i < children; ++i)
             CHECK(::read(ends[0], &pids_.emplace_back(), sizeof(pid_t)) == sizeof(pid_t));
-        }
         ::close(ends[0]);
         ::close(ends[1]);
         for (const pid_t pid : pids_) {
@@ -81,7 +80,7 @@ public:
     const std::vector<pid_t>& pids() const { return pids_; }
 
 private:
-    std::optional<Child> root_;
+    std::unique_ptr<Child> root_;
     std::vector<pid_t> pids_;
 };
 
@@ -159,13 +158,14 @@ void what_is_shared_is_taken_however_little() {
 
 /// Untouched, written, read (there the kernel has its page of zeros), and with a child, which shares it.
 void only_pages_that_are_its_own_are_found() {
-    constexpr std::size_t kOther = 64 * kMiB; // the kernel is asked in another way than for a small mapping
+    constexpr std::size_t kOther =
+        64 * kMiB; // the kernel is asked in another way than for a small mapping
     for (const std::size_t size : {4 * kMiB, kOther}) {
         int ends[2];
         CHECK(::pipe(ends) == 0);
         const Child task([&] {
-            void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE,
-                                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            void* memory =
+                ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             CHECK(memory != MAP_FAILED && ::madvise(memory, size, MADV_NOHUGEPAGE) == 0);
             auto* bytes = static_cast<volatile char*>(memory);
             for (std::size_t at = 0; at < kMiB; at += 4096) {
@@ -178,7 +178,8 @@ void only_pages_that_are_its_own_are_found() {
                     ::pause();
             for (std::size_t at = 0; at < kMiB; at += 4096)
                 bytes[kMiB + at] = 2;
-            CHECK(::write(ends[1], &memory, sizeof memory) == sizeof memory);
+            const auto at = reinterpret_cast<std::uintptr_t>(memory);
+            CHECK(::write(ends[1], &at, sizeof at) == sizeof at);
         });
         std::uint64_t address = 0;
         CHECK(::read(ends[0], &address, sizeof address) == sizeof address);
