@@ -25,10 +25,6 @@ namespace {
 // cpu_memory = "auto": not measured; below it, an image of its own and its syncs can save little.
 constexpr std::uint64_t kWorthwhile = std::uint64_t{64} << 20;
 
-// cpu_memory = "ours": of processes that have less, a dump with an image of it took a fifth longer than one by CRIU alone,
-// and at 16 MiB dump and restore together took as long (docs/performance.md).
-constexpr std::uint64_t kWorthwhileOnAverage = std::uint64_t{4} << 20;
-
 } // namespace
 
 void CpuMemoryDump::prepare() {
@@ -89,7 +85,6 @@ bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note&
         return false;
     taken_ = true;
     std::vector<SharingTask> tasks = look_at_tasks();
-    leave_little(tasks);
     look_at_flags(tasks);
     const std::vector<SharedPart> shared = find_shared(tasks);
     std::vector<Stored> all;
@@ -135,19 +130,12 @@ std::vector<SharingTask> CpuMemoryDump::look_at_tasks() {
     return tasks;
 }
 
-// Not where it is to be sealed: CRIU's images may be in the clear. Not where there may be shared memory: CRIU takes no
-// more than its --ghost-limit of that. Not where GPU memory has made it a checkpoint of ours already.
-void CpuMemoryDump::leave_little(std::vector<SharingTask>& tasks) const {
+// Flags and addresses in use can only leave less of the pages.
+bool CpuMemoryDump::may_be_worthwhile(const SharingTask& task) const noexcept {
     std::uint64_t bytes = 0;
-    for (const SharingTask& task : tasks)
-        for (const Region& run : task.pages)
-            bytes += run.length;
-    if (bytes >= kWorthwhileOnAverage * tasks.size() || !config_.recipients.empty() ||
-        may_share_memory(tasks) ||
-        std::ranges::any_of(tasks, [](const SharingTask& task) { return !task.staging.empty(); }))
-        return;
-    for (SharingTask& task : tasks)
-        task.pages.clear();
+    for (const Region& run : task.pages)
+        bytes += run.length;
+    return bytes >= (config_.cpu_memory == CpuMemory::automatic ? kWorthwhile : 1);
 }
 
 // The kernel goes through all page tables of a task to tell them, and through the parent's for each child that
@@ -157,7 +145,7 @@ void CpuMemoryDump::look_at_flags(std::vector<SharingTask>& tasks) {
     for (std::size_t i = 0; i < tasks.size(); ++i) {
         SharingTask& task = tasks[i];
         CpuMemoryStatistics& told = statistics_.cpu_memory[i];
-        if (told.left_because.empty() && (may_share || !task.pages.empty())) {
+        if (told.left_because.empty() && (may_share || may_be_worthwhile(task))) {
             told.phases.time("read_mappings",
                              [&] { task.mappings = read_maps_with_flags(task.pid); });
             told.left_because = why_written_by_device(task.pid, task.mappings);

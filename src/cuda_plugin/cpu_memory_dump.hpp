@@ -70,7 +70,7 @@ private:
         std::vector<SharedPart> shared;
     };
     std::vector<SharingTask> look_at_tasks();
-    void leave_little(std::vector<SharingTask>& tasks) const;
+    bool may_be_worthwhile(const SharingTask& task) const noexcept;
     void look_at_flags(std::vector<SharingTask>& tasks);
     std::vector<SharedPart> find_shared(const std::vector<SharingTask>& tasks);
     std::optional<Stored> store(const SharingTask& task, std::vector<SharedPart> shared,

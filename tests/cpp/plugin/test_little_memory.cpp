@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A dump of trees with little memory is to take next to no longer than by CRIU alone: what is left to CRIU, and
-// what is not looked at then.
+// A dump of trees with little memory is to take next to no longer than by CRIU alone: what is not looked at then.
 #include "check.hpp"
 #include "child.hpp"
 #include "own_reads.hpp"
@@ -30,34 +29,32 @@ using namespace gpustasis;
 namespace {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
-// Less than what is worth an image, and more than what addresses in use beside it can leave to CRIU.
+// More than what addresses in use beside it can leave to CRIU.
 constexpr std::size_t kSome = 3 * kMiB;
-constexpr const char* kLittle = "there is little of it";
 
-void use_memory(std::size_t size, int sharing) {
-    void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, sharing | MAP_ANONYMOUS, -1, 0);
+void use_memory(std::size_t size) {
+    void* memory =
+        ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED && ::madvise(memory, size, MADV_NOHUGEPAGE) == 0);
     std::memset(memory, 1, size);
 }
 
-/// A process and its children, each with so much memory of its own, or shared, and stopped as by criu.
+/// A process and its children, each with so much memory of its own, and stopped as by criu.
 class Tree {
 public:
-    /// `of_children`: that of each of them.
-    explicit Tree(std::size_t size, int children = 0, std::size_t of_children = 0,
-                  int sharing = MAP_PRIVATE) {
+    explicit Tree(std::size_t size, int children = 0) {
         int ends[2];
         CHECK(::pipe(ends) == 0);
         root_ = std::make_unique<Child>([&] {
             for (int i = 0; i < children; ++i)
                 if (fork_child() == 0) {
-                    use_memory(of_children, sharing);
+                    use_memory(size);
                     const pid_t pid = ::getpid();
                     CHECK(::write(ends[1], &pid, sizeof pid) == sizeof pid);
                     for (;;)
                         ::pause();
                 }
-            use_memory(size, sharing);
+            use_memory(size);
         });
         pids_.push_back(root_->pid());
         for (int i = 0; i < children; ++i)
@@ -119,41 +116,23 @@ struct Dumped {
     std::uint64_t read = 0; ///< bytes
 };
 
-void little_is_left_and_its_flags_are_not_read() {
-    const Tree tree(kSome);
-    const Dumped dumped(tree);
+/// All of it, and the kernel is not made to go through all pages for the flags of the mappings.
+void is_left_without_a_look_at_flags(std::size_t size, CpuMemory wish) {
+    const Tree tree(size);
+    Config config;
+    config.cpu_memory = wish;
+    const Dumped dumped(tree, config);
     CHECK(!dumped.taken && dumped.times_noted == 0 && dumped.directory.empty());
-    CHECK(dumped.statistics.cpu_memory.at(0).left_because == kLittle);
-    // The kernel goes through all pages for that file.
+    CHECK(dumped.statistics.cpu_memory.at(0).left_because == "there is little of it");
     const std::string smaps = "/proc/" + std::to_string(tree.pids()[0]) + "/smaps";
     CHECK(dumped.read < proc::read_file(smaps).size());
 }
 
-void of_many_processes_with_little_each_all_is_left() {
-    const Dumped dumped(Tree(kSome, 3, kSome));
-    CHECK(!dumped.taken && dumped.directory.empty());
-    for (const CpuMemoryStatistics& told : dumped.statistics.cpu_memory)
-        CHECK(told.left_because == kLittle);
-}
-
-void beside_a_large_process_little_is_taken_and_all_is_noted_once() {
-    const Dumped dumped(Tree(12 * kMiB, 1, kSome));
+void all_tasks_of_a_tree_are_noted_at_once() {
+    const Dumped dumped(Tree(kSome, 1));
     CHECK(dumped.taken && dumped.times_noted == 1 && dumped.entries == 2);
     for (const CpuMemoryStatistics& told : dumped.statistics.cpu_memory)
         CHECK(told.left_because.empty() && told.bytes > 0);
-}
-
-// CRIU's own images may be in the clear.
-void what_is_to_be_sealed_is_taken_however_little() {
-    Config config = Dumped::ours();
-    config.recipients = {"somebody.pem"};
-    CHECK(Dumped(Tree(kSome), config).taken);
-}
-
-// CRIU may refuse it: --ghost-limit.
-void what_is_shared_is_taken_however_little() {
-    const Dumped dumped(Tree(kSome, 0, 0, MAP_SHARED));
-    CHECK(dumped.taken && dumped.statistics.cpu_memory.at(0).shared_bytes > 0);
 }
 
 /// Untouched, written, read (there the kernel has its page of zeros), and with a child, which shares it.
@@ -208,9 +187,7 @@ int main() {
         return 0;
     }
     only_pages_that_are_its_own_are_found();
-    little_is_left_and_its_flags_are_not_read();
-    of_many_processes_with_little_each_all_is_left();
-    beside_a_large_process_little_is_taken_and_all_is_noted_once();
-    what_is_to_be_sealed_is_taken_however_little();
-    what_is_shared_is_taken_however_little();
+    is_left_without_a_look_at_flags(kMiB / 2, CpuMemory::ours);
+    is_left_without_a_look_at_flags(kSome, CpuMemory::automatic);
+    all_tasks_of_a_tree_are_noted_at_once();
 }
