@@ -25,10 +25,6 @@ namespace {
 // cpu_memory = "auto": not measured; below it, an image of its own and its syncs can save little.
 constexpr std::uint64_t kWorthwhile = std::uint64_t{64} << 20;
 
-// cpu_memory = "ours": of a tree that has less, a dump with an image of it took a fifth longer than one by CRIU alone,
-// and at 16 MiB dump and restore together took as long (docs/performance.md).
-constexpr std::uint64_t kWorthwhileOfTree = std::uint64_t{4} << 20;
-
 } // namespace
 
 void CpuMemoryDump::prepare() {
@@ -89,7 +85,6 @@ bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note&
         return false;
     taken_ = true;
     std::vector<SharingTask> tasks = look_at_tasks();
-    leave_little(tasks);
     look_at_flags(tasks);
     const std::vector<SharedPart> shared = find_shared(tasks);
     std::vector<Stored> all;
@@ -98,8 +93,8 @@ bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note&
         std::ranges::copy_if(shared, std::back_inserter(of_task),
                              [&](const SharedPart& part) { return part.pid == tasks[i].pid; });
         try {
-            if (auto stored = store(tasks[i], std::move(of_task), statistics_.cpu_memory[i],
-                                    choose_parent))
+            if (auto stored =
+                    store(tasks[i], std::move(of_task), statistics_.cpu_memory[i], choose_parent))
                 all.push_back(std::move(*stored));
         } catch (const Error& e) {
             throw Error(e, "CPU memory of pid " + std::to_string(tasks[i].pid) + ": " + e.what());
@@ -135,17 +130,12 @@ std::vector<SharingTask> CpuMemoryDump::look_at_tasks() {
     return tasks;
 }
 
-// Not where it is to be sealed: CRIU's images may be in the clear. Not where there may be shared memory: CRIU takes no
-// more than its --ghost-limit of that.
-void CpuMemoryDump::leave_little(std::vector<SharingTask>& tasks) const {
+// Flags and addresses in use can only leave less of the pages.
+bool CpuMemoryDump::may_be_worthwhile(const SharingTask& task) const noexcept {
     std::uint64_t bytes = 0;
-    for (const SharingTask& task : tasks)
-        for (const Region& run : task.pages)
-            bytes += run.length;
-    if (bytes >= kWorthwhileOfTree || !config_.recipients.empty() || may_share_memory(tasks))
-        return;
-    for (SharingTask& task : tasks)
-        task.pages.clear();
+    for (const Region& run : task.pages)
+        bytes += run.length;
+    return bytes >= (config_.cpu_memory == CpuMemory::automatic ? kWorthwhile : 1);
 }
 
 // The kernel goes through all page tables of a task to tell them, and through the parent's for each child that
@@ -155,7 +145,7 @@ void CpuMemoryDump::look_at_flags(std::vector<SharingTask>& tasks) {
     for (std::size_t i = 0; i < tasks.size(); ++i) {
         SharingTask& task = tasks[i];
         CpuMemoryStatistics& told = statistics_.cpu_memory[i];
-        if (told.left_because.empty() && (may_share || !task.pages.empty())) {
+        if (told.left_because.empty() && (may_share || may_be_worthwhile(task))) {
             told.phases.time("read_mappings",
                              [&] { task.mappings = read_maps_with_flags(task.pid); });
             told.left_because = why_written_by_device(task.pid, task.mappings);
@@ -188,8 +178,7 @@ CpuMemoryDump::store(const SharingTask& task, std::vector<SharedPart> shared,
         return std::nullopt;
     Stored stored{.entry = {}, .pid = task.pid, .own = {}, .shared = std::move(shared)};
     told.phases.time("find", [&] {
-        stored.own =
-            choose_cpu_memory(task.mappings, task.in_use, task.staging, among(task.pages));
+        stored.own = choose_cpu_memory(task.mappings, task.in_use, task.staging, among(task.pages));
     });
     std::vector<Region> regions = stored.own;
     for (const SharedPart& part : stored.shared) {

@@ -70,7 +70,7 @@ private:
         std::vector<SharedPart> shared;
     };
     std::vector<SharingTask> look_at_tasks();
-    void leave_little(std::vector<SharingTask>& tasks) const;
+    bool may_be_worthwhile(const SharingTask& task) const noexcept;
     void look_at_flags(std::vector<SharingTask>& tasks);
     std::vector<SharedPart> find_shared(const std::vector<SharingTask>& tasks);
     std::optional<Stored> store(const SharingTask& task, std::vector<SharedPart> shared,
@@ -88,7 +88,8 @@ private:
     std::vector<SharingTask> added_;           ///< pids and staging
     bool taken_ = false;                       ///< once: a task that comes later is left to CRIU
     std::map<SharedFileId, SharedFile> files_; ///< shared memory that images are to hold
-    std::map<pid_t, std::uint32_t> inner_pids_; ///< of all tasks of the tree, in the innermost namespace
+    std::map<pid_t, std::uint32_t>
+        inner_pids_; ///< of all tasks of the tree, in the innermost namespace
 };
 
 } // namespace gpustasis

@@ -17,11 +17,12 @@ namespace {
 
 /// One call for all between two that are criu's.
 void give_back(const std::vector<int>& taken) noexcept {
-    for (std::size_t i = 0; i < taken.size();) {
-        const std::size_t first = i;
-        while (++i < taken.size() && taken[i] == taken[i - 1] + 1)
+    std::size_t first = 0;
+    for (std::size_t i = 1; i <= taken.size(); ++i) {
+        if (i < taken.size() && taken[i] == taken[i - 1] + 1)
             continue;
         ::close_range(static_cast<unsigned>(taken[first]), static_cast<unsigned>(taken[i - 1]), 0);
+        first = i;
     }
 }
 

@@ -21,7 +21,6 @@
 #include <iterator>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <string_view>
 #include <system_error>
 
@@ -101,9 +100,16 @@ std::optional<Tracee> as_tracee(pid_t pid) {
     const std::string status = read_file(path);
     if (status_field(status, "TracerPid") != std::to_string(::getpid()))
         return std::nullopt;
-    return Tracee{.pid = pid,
-                  .inner_pid = innermost_pid_in(status, path),
-                  .state = state_in(status, path)};
+    return Tracee{
+        .pid = pid, .inner_pid = innermost_pid_in(status, path), .state = state_in(status, path)};
+}
+
+/// Those that thread `tid` of it has made. Throws Error: io.
+void append_children(pid_t pid, pid_t tid, std::vector<pid_t>& children) {
+    const std::string path = task_path(pid, ("task/" + std::to_string(tid) + "/children").c_str());
+    const std::string list = read_file(path); // "12 34 "
+    for (std::size_t at = 0, end = 0; (end = list.find(' ', at)) != std::string::npos; at = end + 1)
+        children.push_back(parse<pid_t>(std::string_view(list).substr(at, end - at), path));
 }
 
 /// Show the names of the threads in a task's directory to `use` until it says true; whether it did.
@@ -350,11 +356,8 @@ std::vector<Tracee> tracees_below(pid_t root) {
             looked_at += tids.size();
             if (looked_at > kFewThreads)
                 return tracees();
-            for (const pid_t tid : tids) {
-                const std::string file = "task/" + std::to_string(tid) + "/children";
-                std::istringstream children(read_file(task_path(pid, file.c_str())));
-                std::copy(std::istream_iterator<pid_t>(children), {}, std::back_inserter(next));
-            }
+            for (const pid_t tid : tids)
+                append_children(pid, tid, next);
         }
         return found;
     } catch (const Error&) { // as of a kernel that lists no children
