@@ -79,9 +79,8 @@ void bind_dirty_tracker(py::module_& m) {
             py::init(&make), py::arg("pid"), py::arg("backend") = "auto",
             "backend: \"write-protect\", \"soft-dirty\", or \"auto\" for the first that works.\n"
             "Needs ptrace access to the process. write-protect stops one of its threads for about\n"
-            "a millisecond, once, and closes what a tracker that was killed in that moment has "
-            "left\n"
-            "there. soft-dirty clears bits that `criu --track-mem` uses too.\n"
+            "a millisecond, once, and closes what a tracker that was killed then has left there.\n"
+            "soft-dirty clears bits that `criu --track-mem` uses too.\n"
             "Raises UnsupportedDataError, saying why, if the backend cannot work here or for this\n"
             "process, ProcessLookupError if there is no such process, OSError. Releases the GIL.")
         .def_property_readonly("pid", &DirtyTracker::pid)

@@ -97,6 +97,26 @@ Directory entries_of(int directory) {
     return entries;
 }
 
+/// Whether a directory of records may have one of process `pid`. Asked first, for nearly always there is none, and
+/// to learn who the process is takes longer than all else. Whether the directory is to be trusted is not looked at.
+bool may_have_record(const std::string& base, pid_t pid) {
+    const std::string path = base + "/gpustasis/userfaultfd";
+    const Directory entries(::opendir(path.c_str()));
+    if (!entries)
+        return errno != ENOENT;
+    std::optional<std::uint64_t> start_time;
+    while (const dirent* entry = ::readdir(entries.get())) {
+        const std::optional<TaskIdentity> task = task_of_file(entry->d_name);
+        if (!task)
+            continue;
+        if (!start_time)
+            start_time = proc::start_time(pid);
+        if (task->start_time == *start_time)
+            return true;
+    }
+    return false;
+}
+
 /// Of the process that a record is about.
 bool is_dead(const TaskIdentity& task, const std::string& text) {
     std::istringstream words(text);
@@ -140,20 +160,27 @@ std::vector<UnusedUserfaultfd> find_unused_userfaultfds(pid_t pid) {
 UserfaultfdRecord::UserfaultfdRecord(pid_t pid, IfMissing missing, const std::string& base)
     : pid_(pid) {
     const uid_t self = ::geteuid();
+    const std::string own = base.empty() ? run_directory() : base;
+    // Of the owner alone, in whose power the process is: others could name any process there.
+    uid_t owner = self;
+    struct stat status {};
+    if (self == 0 && base.empty() && ::stat(directory_of(pid).c_str(), &status) == 0)
+        owner = status.st_uid;
+    bool owner_may = false;
     try {
+        owner_may = owner != self && may_have_record(run_directory(owner), pid);
+        if (missing == IfMissing::nothing && !owner_may && !may_have_record(own, pid))
+            return;
         name_ = file_name(identify_task(pid));
-        own_ = look(base.empty() ? run_directory() : base, missing, self);
+        own_ = look(own, missing, self);
         if (missing == IfMissing::make)
             remove_dead(own_.directory.get(), name_);
     } catch (const Error& e) {
         why_not_ = e;
     }
     try {
-        // Of the owner alone, in whose power the process is: others could name any process there.
-        struct stat status {};
-        if (self == 0 && base.empty() && !name_.empty() &&
-            ::stat(directory_of(pid).c_str(), &status) == 0 && status.st_uid != self)
-            owners_ = look(run_directory(status.st_uid), IfMissing::nothing, status.st_uid);
+        if (owner_may && !name_.empty())
+            owners_ = look(run_directory(owner), IfMissing::nothing, owner);
     } catch (const Error&) { // NOLINT(bugprone-empty-catch): anything may be there
     }
     if (held_ && missing == IfMissing::make)
@@ -182,8 +209,8 @@ UserfaultfdRecord::Place UserfaultfdRecord::look(const std::string& base, IfMiss
 
 std::vector<UnusedUserfaultfd> UserfaultfdRecord::find_left() noexcept {
     std::vector<UnusedUserfaultfd> left;
-    if (!own_.is_record && !owners_.is_record && !held_)
-        return left;
+    if (begun_ || (!own_.is_record && !owners_.is_record && !held_))
+        return left; // where it has begun, the record is not a dead writer's
     try {
         const std::vector<UnusedUserfaultfd> unused = find_unused_userfaultfds(pid_);
         if (held_ && !unused.empty())

@@ -56,6 +56,7 @@ PYTHON_ARROWS = {
     "planning": set[str](),
     "verifying": {"errors"},
     "intervals": set[str](),
+    "dump_time": {"text"},
     "image": {"errors", "_core", "criu", "files"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
     "sealing": {"errors", "_core", "image", "criu", "process", "files"},
@@ -72,11 +73,11 @@ PYTHON_ARROWS = {
     "emulator": {"errors", "files", "process"},
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
-        *("streaming", "verifying", "nvml", "intervals", "nccl", "job"),
+        *("streaming", "verifying", "nvml", "intervals", "nccl", "job", "dump_time"),
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
-        *("verifying", "intervals"),
+        *("verifying", "intervals", "dump_time"),
     },
     "jit": {"cli"},
     "agent": {

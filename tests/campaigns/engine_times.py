@@ -7,8 +7,7 @@
 
 With our plugin, and with GPU memory left to CRIU (`externalize = false`), in turns; the job runs on
 each time. Archives are not compressed by the engine; everything is in a tmpfs. With --docs the
-figures go between two marks of that page. Needs root, and what ci/kubernetes makes. CRI-O is
-measured too where $GPUSTASIS_CRIO names its programs.
+figures go between two marks of that page. Needs root, and what ci/kubernetes makes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from support.containerd_node import ContainerdNode
 from support.crio_node import CrioNode
 from support.engine_gpu import SteadyContainer, write_config
 from support.engine_image import import_image
-from support.kubernetes_node import ADDRESS, KubernetesNode, crio_directory, node_root
+from support.kubernetes_node import ADDRESS, KubernetesNode, node_root
 from support.kubernetes_objects import PLACE
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -140,12 +139,10 @@ def measure(cluster: KubernetesNode, name: str, way: Way, pairs: int, found: Tim
 
 
 def run(mib: int, pairs: int, work: Path) -> Times:
-    """All ways, the kubelet's with each runtime that there is."""
+    """All ways, the kubelet's with each runtime."""
     found: Times = {}
     program = compile_job(work)
-    runtimes: list[type[_Containerd | _Crio]] = [_Containerd]
-    if crio_directory() is not None:
-        runtimes.append(_Crio)
+    runtimes: tuple[type[_Containerd | _Crio], ...] = (_Containerd, _Crio)
     for runtime in runtimes:
         place, secrets = (Path(tempfile.mkdtemp(dir=work)) for _ in range(2))
         tests = REPOSITORY / "tests"

@@ -44,29 +44,35 @@ class Place:
     make_store: Callable[[Path], RingStore]
     made: int = field(default=0)
 
+    @contextmanager
+    def ring(self, steps: int) -> Iterator[tuple[Ring, RingStore]]:
+        """In a directory of its own; not started."""
+        self.made += 1
+        directory = self.directory / f"ring-{self.made}"
+        directory.mkdir(mode=0o700)
+        store = self.make_store(directory / "store")
+        try:
+            with ring_of(directory, self.network, self.program, self.environ, store.words) as ring:
+                ring.criu, ring.steps = self.criu, steps
+                yield ring, store
+        finally:
+            store.close()
+
 
 @contextmanager
 def troubled(place: Place) -> Iterator[Troubled]:
     """A job that runs, and has one whole checkpoint."""
-    place.made += 1
-    directory = place.directory / f"ring-{place.made}"
-    directory.mkdir(mode=0o700)
-    store = place.make_store(directory / "store")
-    try:
-        with ring_of(directory, place.network, place.program, place.environ, store.words) as ring:
-            ring.criu, ring.steps = place.criu, STEPS
-            disks = Disks(ring)
-            watcher = Watcher(ring, store)
-            job = Troubled(ring, store, disks, watcher)
-            try:
-                job.begin()
-                yield job
-            finally:
-                watcher.close()
-                job.end()
-                disks.close()
-    finally:
-        store.close()
+    with place.ring(STEPS) as (ring, store):
+        disks = Disks(ring)
+        watcher = Watcher(ring, store)
+        job = Troubled(ring, store, disks, watcher)
+        try:
+            job.begin()
+            yield job
+        finally:
+            watcher.close()
+            job.end()
+            disks.close()
 
 
 class Troubled:

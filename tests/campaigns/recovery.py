@@ -21,7 +21,7 @@ from gpustasis.jobs import kept
 from gpustasis.jobs.leading import all_recoveries, find_life
 from gpustasis.jobs.lives import Recovery, Stage
 from gpustasis.jobs.records import Keys
-from support.ring import WORLD, Ring, ring_of
+from support.ring import WORLD, Ring
 from support.ring_faults import end_all
 from support.ring_stores import RingStore
 
@@ -58,21 +58,13 @@ def planned(each: int) -> list[Fault]:
 @contextmanager
 def recovered(place: Place, faults: int) -> Iterator[Recovered]:
     """A job that was just started."""
-    place.made += 1
-    directory = place.directory / f"ring-{place.made}"
-    directory.mkdir(mode=0o700)
-    store = place.make_store(directory / "store")
-    try:
-        with ring_of(directory, place.network, place.program, place.environ, store.words) as ring:
-            ring.criu, ring.steps = place.criu, STEPS
-            job = Recovered(ring, store, faults)
-            try:
-                job.begin()
-                yield job
-            finally:
-                job.close()
-    finally:
-        store.close()
+    with place.ring(STEPS) as (ring, store):
+        job = Recovered(ring, store, faults)
+        try:
+            job.begin()
+            yield job
+        finally:
+            job.close()
 
 
 class Recovered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -36,53 +37,45 @@ def network() -> Iterator[Network]:
     network.close()
 
 
-@pytest.mark.parametrize("store", SHORT)
-def test_all_are_committed_or_all_run_on(
-    store: str,
+MakePlace = Callable[[str], job_faults.Place]
+
+
+@pytest.fixture
+def make_place(
     network: Network,
     compile_cuda: Callable[..., Path],
     emulator_environ: dict[str, str],
     tmp_path: Path,
-) -> None:
-    place = place_of(store, network, compile_cuda, emulator_environ, tmp_path)
-    tally = job_faults.run(place, Random(store), SHORT[store])
-    tally.require_clean()
-    assert tally.counts["last whole checkpoint restored"] == 1
-
-
-def place_of(
-    store: str,
-    network: Network,
-    compile_cuda: Callable[..., Path],
-    emulator_environ: dict[str, str],
-    tmp_path: Path,
-) -> job_faults.Place:
+) -> MakePlace:
+    """By the name of its store."""
     criu = criu_versions()[-1]
     tmp_path.chmod(0o700)
-    return job_faults.Place(
+
+    def make_store(store: str, directory: Path) -> EtcdStore | AgentStore:
+        if store == "etcd":
+            return EtcdStore(directory, network.host)
+        return AgentStore(directory, emulator_environ, criu)
+
+    return lambda store: job_faults.Place(
         directory=tmp_path,
         network=network,
         program=compile_cuda(PROGRAMS / "ring_rank.c"),
         environ=emulator_environ,
         criu=str(criu.root or criu.program),
-        make_store=(
-            (lambda directory: EtcdStore(directory, network.host))
-            if store == "etcd"
-            else (lambda directory: AgentStore(directory, emulator_environ, criu))
-        ),
+        make_store=partial(make_store, store),
     )
 
 
+@pytest.mark.parametrize("store", SHORT)
+def test_all_are_committed_or_all_run_on(store: str, make_place: MakePlace) -> None:
+    tally = job_faults.run(make_place(store), Random(store), SHORT[store])
+    tally.require_clean()
+    assert tally.counts["last whole checkpoint restored"] == 1
+
+
 @pytest.mark.parametrize("store", ["etcd", "agent"])
-def test_a_job_is_recovered_at_random_steps(
-    store: str,
-    network: Network,
-    compile_cuda: Callable[..., Path],
-    emulator_environ: dict[str, str],
-    tmp_path: Path,
-) -> None:
-    place = place_of(store, network, compile_cuda, emulator_environ, tmp_path)
-    tally = recovery.run(place, Random(store), recovery.planned(1))
+def test_a_job_is_recovered_at_random_steps(store: str, make_place: MakePlace) -> None:
+    tally = recovery.run(make_place(store), Random(store), recovery.planned(1))
     tally.require_clean()
     assert tally.counts["jobs that ended as an uninterrupted one"] == 1
     for fault in recovery.Fault:

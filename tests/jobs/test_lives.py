@@ -4,7 +4,6 @@ restored."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -41,6 +40,7 @@ from gpustasis.jobs.lives import (
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import Keys, Plan, phase_text
 from gpustasis.jobs.store import Entry, Put, Store
+from support.changed_text import read_or_refused
 
 HERE = Where(host="a", boot="1", machine="m", run="/run/a")
 TERMS = Terms(restarts=2)
@@ -69,11 +69,7 @@ def test_what_is_written_is_read() -> None:
 @pytest.mark.parametrize("read", TEXTS, ids=lambda read: read.__name__)
 @given(st.data())
 def test_any_text_is_read_or_refused(read: Callable[..., Any], data: st.DataObject) -> None:
-    whole = TEXTS[read]
-    at = data.draw(st.integers(0, len(whole)))
-    text = whole[:at] + data.draw(st.text(max_size=3)) + whole[at + data.draw(st.integers(0, 3)) :]
-    with contextlib.suppress(JobError):
-        read("k", Entry(text, 1))
+    read_or_refused(read, TEXTS[read], data)
 
 
 def test_a_failure_is_restored_as_often_as_is_allowed() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from gpustasis.jobs.records import (
     rank_of,
 )
 from gpustasis.jobs.store import Entry
+from support.changed_text import read_or_refused
 
 PLAN = Plan(world=3, leave_running=True)
 TEXTS: dict[Callable[..., Any], str] = {
@@ -45,11 +45,7 @@ def test_what_is_written_is_read() -> None:
 @pytest.mark.parametrize("read", TEXTS, ids=lambda read: read.__name__)
 @given(st.data())
 def test_any_text_is_read_or_refused(read: Callable[..., Any], data: st.DataObject) -> None:
-    whole = TEXTS[read]
-    at = data.draw(st.integers(0, len(whole)))
-    text = whole[:at] + data.draw(st.text(max_size=3)) + whole[at + data.draw(st.integers(0, 3)) :]
-    with contextlib.suppress(JobError):
-        read("k", Entry(text, 1))
+    read_or_refused(read, TEXTS[read], data)
 
 
 @pytest.mark.parametrize(

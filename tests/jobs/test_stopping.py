@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -15,12 +16,26 @@ from pathlib import Path
 import pytest
 
 from gpustasis.errors import JobError
+from gpustasis.jobs import epochs
 from gpustasis.jobs.guard import Guard, where
-from gpustasis.jobs.leading import find_life
-from gpustasis.jobs.lives import Stage, Terms, Way
+from gpustasis.jobs.lead import digest_of
+from gpustasis.jobs.leading import Leading, find_life
+from gpustasis.jobs.lives import (
+    Failure,
+    Life,
+    Stage,
+    Standing,
+    Terms,
+    Way,
+    keeper_text,
+    standing_text,
+)
+from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import Plan, phase_text
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.stopping import status_of
+from gpustasis.jobs.store import Put
 from gpustasis.task import read_task
 from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
 from support.job_ranks import state_of, wait_for
@@ -62,6 +77,30 @@ def test_what_a_root_leaves_behind_is_ended_too(
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert state_of(root) in {"Z", ""}
     assert state_of(child) in {"Z", ""}
+
+
+# Its first thread has ended, which looks like a zombie, and another one runs.
+HEADLESS = """
+import ctypes, sys, threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+STOP_CHILD = """
+import os, subprocess, sys, time
+from gpustasis.jobs.stopping import stop
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+stat = lambda: open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()
+while stat()[0] != "Z":
+    time.sleep(0.01)
+stop(child.pid, int(stat()[19]))
+assert not os.path.exists(f"/proc/{child.pid}")
+"""
+
+
+def test_a_process_without_its_first_thread_is_ended_too() -> None:
+    """And its pid is free afterwards: a restore needs it."""
+    words = [sys.executable, "-c", STOP_CHILD, HEADLESS]
+    subprocess.run(words, check=True, timeout=60)
 
 
 def test_the_session_of_a_later_process_is_left_alone(family: tuple[int, int, int]) -> None:
@@ -179,6 +218,41 @@ def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa:
             Stage.STOPS,
             "rank 0 has ended, its status is not known",
         )
+
+
+def committed(context: Context) -> int:  # noqa: F811
+    """A whole checkpoint of one rank."""
+    plan = Plan(world=1, leave_running=True)
+    number = epochs.begin(context.store, context.keys, plan)
+    text = phase_text(plan, Phase.COMMITTED, digest_of({0: "record"}))
+    puts = [Put(context.keys.phase(number), text), Put(context.keys.record(number, 0), "record")]
+    context.store.write([], puts)
+    return number
+
+
+def test_the_same_checkpoint_is_restored_again_after_a_while(context: Context) -> None:  # noqa: F811
+    """And a newer one at once."""
+    keys, place = context.keys, where(context.place.run)
+    failure = Failure(rank=0, reason="why", at=time.time())
+    terms = Terms(restarts=9, back_off_s=100.0)
+    life = Life(run="r", number=1, stage=Stage.STOPS, world=1, terms=terms, failure=failure)
+    life = replace(life, in_a_row=2, restored=committed(context))
+    stopped = standing_text(Standing(way=Way.STOPPED, where=place))
+    puts = {
+        keys.life: life.to_text(),
+        keys.in_life(1, 0): stopped,
+        keys.keeper(0): keeper_text("me", place),
+    }
+    context.store.write([], [Put(key, value) for key, value in puts.items()])
+    said: list[str] = []
+    lead = Leading(context.store, keys, 4, said.append)
+    lead.turn(find_life(context.store, keys))
+    assert find_life(context.store, keys).stage is Stage.STOPS
+    assert said == ["job job waits: it is restored 100 s after it has failed"]
+    newer = committed(context)
+    lead.turn(find_life(context.store, keys))
+    found = find_life(context.store, keys)
+    assert (found.stage, found.restored, found.in_a_row) == (Stage.RESTORES, newer, 1)
 
 
 def test_recovery_excludes_what_ends_or_restores_a_job_in_other_ways() -> None:

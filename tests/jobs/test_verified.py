@@ -6,10 +6,18 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from gpustasis.errors import VerificationError
+from gpustasis.jobs.member import Outcome
+from gpustasis.jobs.messages import Epoch, Phase
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.supervise import Ended
 from jobs.test_ranks import assert_ended, network, ring, store  # noqa: F401 - fixtures
+from jobs.test_undoing import context, server, supervisor_of  # noqa: F401 - fixtures
 from support.json_output import check_document
 from support.ring import WORLD, Ring
 
@@ -109,3 +117,21 @@ def test_a_keeper_that_dies_before_the_verdict_leaves_it_to_the_next_one(
 def check_settled(ring: Ring) -> int:  # noqa: F811
     shown = check_document(ring.job("list", "--json").stdout, "job list")
     return int(shown["epochs"][-1]["settled"])
+
+
+def test_a_keeper_whose_restored_tasks_have_ended_at_once_ends_as_well(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    supervisor = supervisor_of(context)
+    outcomes = [Outcome(2, Epoch(Phase.COMMITTED, 1, leave_running=True, restores=1), "")]
+
+    def take_part(is_over: Callable[[], bool]) -> Outcome | None:
+        if outcomes:
+            assert not is_over()  # it waits to be restored
+            return outcomes.pop()
+        assert is_over()
+        return None
+
+    monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
+    assert supervisor.run(restoring=True) == Ended(epoch=0, status=None)

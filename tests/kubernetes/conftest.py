@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests that need a Kubernetes node.
 
-cluster  support.kubernetes_node.KubernetesNode, one for all tests here; and one with CRI-O, where
-         $GPUSTASIS_CRIO names its programs
+cluster  support.kubernetes_node.KubernetesNode: one with containerd and one with CRI-O, each
+         for all tests here
 job_program  tests/programs' steady_job
 new_cluster  starts another, for the length of a with statement
 tidy     leaves no pod behind when a module has ended, whatever failed in it
@@ -21,7 +21,7 @@ import pytest
 from gpustasis.runtimes.kubelet_archives import DIRECTORY
 from support.containerd_node import ContainerdNode
 from support.crio_node import CrioNode
-from support.kubernetes_node import KubernetesNode, crio_directory, node_root
+from support.kubernetes_node import KubernetesNode, node_root
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 
@@ -40,18 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "with_crio: of clusters with CRI-O alone")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is of CRI-O alone is no test of another cluster, which would pass it unseen."""
-
-    def is_one(item: pytest.Item) -> bool:
-        if item.get_closest_marker("with_crio") is None:
-            return True
-        assert isinstance(item, pytest.Function)
-        return item.callspec.params["cluster"] is CrioNode
-
-    others = [item for item in items if not is_one(item)]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cluster" not in metafunc.fixturenames:
+        return
+    alone = metafunc.definition.get_closest_marker("with_crio") is not None
+    every: list[type[ContainerdNode | CrioNode]] = [ContainerdNode, CrioNode]
+    runtimes = every[1:] if alone else every
+    names = [runtime.name for runtime in runtimes]
+    metafunc.parametrize("cluster", runtimes, ids=names, indirect=True, scope="session")
 
 
 Clusters = Callable[[type[ContainerdNode] | type[CrioNode]], AbstractContextManager[KubernetesNode]]
@@ -76,11 +72,7 @@ def new_cluster(
     return start
 
 
-@pytest.fixture(
-    scope="session",
-    params=[ContainerdNode, *([CrioNode] if crio_directory() else [])],
-    ids=lambda runtime: runtime.name,
-)
+@pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, new_cluster: Clusters) -> Iterator[KubernetesNode]:
     with new_cluster(request.param) as started:
         yield started

@@ -13,14 +13,14 @@ from support.containerd_node import ContainerdWithCrun, wait_for
 from support.crio_node import CrioNode, CrioWithCrun
 from support.doctor import findings, problems, refusal, without
 from support.gpu_pod import GpuPod
-from support.kubernetes_node import KubernetesNode, crio_directory
+from support.kubernetes_node import KubernetesNode
 from support.kubernetes_objects import pod_of
 from support.restored_pod import push, restored_in_another_pod
 
 
 @pytest.fixture(
     scope="module",
-    params=[ContainerdWithCrun, *([CrioWithCrun] if crio_directory() else [])],
+    params=[ContainerdWithCrun, CrioWithCrun],
     ids=lambda runtime: runtime.name,
 )
 def crun_cluster(request: pytest.FixtureRequest, new_cluster: Any) -> Iterator[KubernetesNode]:

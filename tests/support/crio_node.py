@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRI-O on a node: CRI-O, a registry and emulated GPUs in one system.
-
-CRI-O can be had from no registry that the setup uses. $GPUSTASIS_CRIO names a directory with its
-two programs, `crio` and `pinns`, where somebody has them.
-"""
+"""CRI-O, which ci/kubernetes builds, on a node: with a registry and emulated GPUs in one system."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from support.engine_image import make_archive
 from support.engine_root import EngineRoot
 from support.oci_image import oci_archive
 
-PROGRAMS = "/opt/crio/bin"
+PROGRAMS = "/opt/kubernetes/bin"
 SOCKET = "/run/crio/crio.sock"
 _DROP_IN = "/etc/crio/crio.conf.d/10-node.conf"
 _REGISTRIES = f'[[registry]]\nlocation = "{REGISTRY}"\ninsecure = true\n'

@@ -11,7 +11,6 @@ place.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -42,7 +41,7 @@ ADDRESS = "192.0.2.1"  # of the node; a kubelet takes none of a loopback device 
 SERVER_USER = "kube-apiserver-kubelet-client"  # as kubeadm names it
 API_SERVER = "https://127.0.0.1:6443"
 ETCD = "http://127.0.0.1:2379"
-PROGRAMS = "/opt/kubernetes/bin"
+PROGRAMS = crio_node.PROGRAMS
 ADMIN = PLACE / "admin.conf"
 TIMEOUT_S = 120.0
 # What a kubelet sets; a file of the node's own lies over each.
@@ -58,20 +57,14 @@ def programs_directory() -> Path:
     return roots_directory().parent / "kubernetes" / "bin"
 
 
-def crio_directory() -> Path | None:
-    """Where CRI-O's programs are, if anybody has named a place."""
-    named = os.environ.get("GPUSTASIS_CRIO")
-    return Path(named) if named else None
-
-
 def node_root(place: Path, tests: Path, shared: Mapping[str, Path] | None = None) -> EngineRoot:
     """The system of such a node, with nothing started in it. tests: this repository's."""
     programs = programs_directory()
-    assert (programs / "kubelet").is_file(), f"{programs} has no kubelet; ci/kubernetes makes it"
+    for program in ("kubelet", "crio"):
+        assert (programs / program).is_file(), (
+            f"{programs} has no {program}; ci/kubernetes makes it"
+        )
     binds = {PROGRAMS: programs, str(tests): tests}
-    crio = crio_directory()
-    if crio is not None:
-        binds[crio_node.PROGRAMS] = crio
     return EngineRoot(place, binds=binds, shared=shared, suite="kubernetes")
 
 

@@ -113,11 +113,18 @@ class RestoreKills:
         while any(process_state(pid) in ("t", "T") for pid in self.job.pids):
             assert time.monotonic() < deadline, "a process stands still"
             time.sleep(0.01)
-        dead = [pid for pid in self.job.pids if not is_alive(pid)]
-        if self._together and dead:
-            self.job.steps()  # what some may have made was right
-        else:
-            self.job.run_on(without=dead)
+        while True:
+            dead = [pid for pid in self.job.pids if not is_alive(pid)]
+            if self._together and dead:
+                self.job.steps()  # what some may have made was right
+                break
+            try:
+                self.job.run_on(without=dead)
+                break
+            except AssertionError:
+                # A process that was killed with criu may have looked alive at first.
+                if all(is_alive(pid) or pid in dead for pid in self.job.pids):
+                    raise
         for pid in self.job.pids:
             if process_state(pid) == "Z":
                 assert exit_status(pid) == -signal.SIGKILL

@@ -35,7 +35,6 @@ class Clock(threading.Thread):
     def run(self) -> None:
         """Until it is stopped. While the rank has no tasks, or an epoch has something to do with
         them, nothing is begun."""
-        state = self._context.state
         while not self.stop.wait(max(self._schedule.left_s(), _LOOK_S)):
             state = self._context.state
             if not state.lives or state.epoch or self._schedule.left_s():

@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from gpustasis.errors import JobError, StoreError
@@ -57,7 +58,7 @@ class Lost:
     watch: Watch
 
 
-class Exchange:
+class Exchange(ABC):
     """Of one epoch, one rank. Whoever inherits says what happens then: _happens and _led."""
 
     def __init__(self, seat: Seat, settings: Settings, pace: Pace) -> None:
@@ -77,11 +78,11 @@ class Exchange:
         self._beaten = -1e9
         self._contact = time.monotonic()
 
-    def _happens(self, event: Event) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _happens(self, event: Event) -> None: ...
 
-    def _led(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _led(self) -> None: ...
 
     def _ask(self, write: Write) -> None:
         """Have it written when it is this rank's turn."""

@@ -267,19 +267,23 @@ class Guard:
 
     def _serve(self) -> None:
         while not self._over.is_set():
-            try:
-                self._turn()
-            except LeaseGone:
-                self._sit_again()
-            except WatchLost:
-                self._unwatch()
-            except CheckpointError as exc:
-                log.info("rank %d waits for the store: %s", self._rank, exc)
-                self._lead_missing_at = None  # whoever cannot reach it has not gone
-                if self._leading is not None:
-                    self._leading.forget()
-                self._unwatch()
-                self._over.wait(_AGAIN_S)
+            self.turn()
+
+    def turn(self) -> None:
+        """What is to be done now, and a moment of waiting."""
+        try:
+            self._turn()
+        except LeaseGone:
+            self._sit_again()
+        except WatchLost:
+            self._unwatch()
+        except CheckpointError as exc:
+            log.info("rank %d waits for the store: %s", self._rank, exc)
+            self._lead_missing_at = None  # whoever cannot reach it has not gone
+            if self._leading is not None:
+                self._leading.forget()
+            self._unwatch()
+            self._over.wait(_AGAIN_S)
 
     def _turn(self) -> None:
         if self._watch is None:

@@ -57,6 +57,11 @@ class Outcome:
     epoch: Epoch
     problem: str
 
+    @property
+    def is_back(self) -> bool:
+        """A restore was committed."""
+        return self.epoch.restores != 0 and self.epoch.phase is Phase.COMMITTED
+
 
 class Keeper:
     """Of one rank. There may be one at a time; whoever starts keepers sees to that."""

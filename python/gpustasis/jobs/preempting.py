@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from gpustasis.dump_time import MARGIN, START_S, at_rate
 from gpustasis.errors import CheckpointError, DriverError, JobError, StoreError
 from gpustasis.jobs import epochs
 from gpustasis.jobs.epochs import Standing
@@ -37,9 +38,6 @@ from gpustasis.text import mib
 
 log = logging.getLogger(__name__)
 
-DEFAULT_RATE = 200 << 20  # bytes per second, which most disks reach
-START_S = 2.0  # of criu, the driver and the ranks, without any memory
-MARGIN = 1.25  # of a time that was measured
 _POLL_S = 0.1
 _AGAIN_S = 0.2
 _LOOK_S = 30.0  # for ranks to join an epoch
@@ -134,9 +132,8 @@ class Preempting:
             number, seconds = measured
             text = f"the slowest dump of epoch {number} took {seconds:.1f} s"
             return max(START_S, seconds * MARGIN), text
-        used = DEFAULT_RATE if rate is None else rate
-        source = "as told" if rate is not None else "assumed, for none of this job was measured"
-        return START_S + size / used, f"{mib(size)} at {mib(used)} a second, {source}"
+        seconds, because = at_rate(size, rate)
+        return seconds, f"{mib(size)} {because}"
 
     def _measured(self) -> tuple[int, float] | None:
         with suppress(CheckpointError):

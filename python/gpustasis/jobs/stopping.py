@@ -16,10 +16,11 @@ from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.tree import Tree
 
 _ENDED_S = 60.0
+_HEARD_S = 5.0  # whoever else is a parent may never ask
 _POLL_S = 0.02
 _HELPERS = frozenset((WORKER_COMM, GUARDIAN_COMM))
-# Fields of /proc/PID/stat after the name: 6, 22 and 52 of proc(5).
-_SESSION, _START_TIME, _EXIT_CODE = 3, 19, 49
+# Fields of /proc/PID/stat after the name: 6, 20, 22 and 52 of proc(5).
+_SESSION, _THREADS, _START_TIME, _EXIT_CODE = 3, 17, 19, 49
 # linux/pidfd.h: PIDFD_GET_INFO, of struct pidfd_info in its first version; PIDFD_INFO_EXIT.
 _GET_INFO, _INFO, _INFO_EXIT = 0xC040FF0B, struct.Struct("=Q52xi"), 1 << 3
 
@@ -49,7 +50,9 @@ def stop(root: int, start_time: int) -> None:
     children of this process, which gets what its tasks leave.
     """
     deadline = time.monotonic() + _ENDED_S
+    ended = {root} if root else set()
     while found := _left(root, start_time):
+        ended.update(found)
         for pid in found:
             with suppress(CheckpointError):  # it has ended
                 killed(Tree(pid)).close()
@@ -57,7 +60,11 @@ def stop(root: int, start_time: int) -> None:
         if time.monotonic() > deadline:
             raise JobError(f"process {found[0]} does not end: of the tasks below {root}")
         time.sleep(_POLL_S)
-    reap()
+    # A restore needs their pids, which are free when their parents have heard of their ends.
+    deadline = time.monotonic() + _HEARD_S
+    while any(_is_zombie(pid) for pid in ended) and time.monotonic() < deadline:
+        reap()
+        time.sleep(_POLL_S)
 
 
 def _left(root: int, start_time: int) -> list[int]:
@@ -71,7 +78,8 @@ def _left(root: int, start_time: int) -> list[int]:
             comm = (place / "comm").read_text(errors="replace").rstrip("\n")
         except OSError:
             continue
-        if fields[0] in "ZX" or comm in _HELPERS:
+        has_ended = fields[0] in "ZX" and int(fields[_THREADS]) < 2  # else its first thread has
+        if has_ended or comm in _HELPERS:
             continue
         started = int(fields[_START_TIME])
         if pid == root:
@@ -82,6 +90,14 @@ def _left(root: int, start_time: int) -> list[int]:
         if is_ours:
             found.append(pid)
     return found
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
 def _is_another(root: int, start_time: int) -> bool:

@@ -174,6 +174,7 @@ class Supervisor:
         try:
             self._unlock_first(is_over)
             self._verify_left(is_over)
+            waits = waits or self._has_to_wait_again()
             if restart:
                 self._have_restored(restart)
             while True:
@@ -186,7 +187,9 @@ class Supervisor:
                     done = self._recover(recovering)
                 if done is not None:
                     return done
-                waits = (waits or self._waits_again) and not self._context.state.lives
+                # Restored tasks may have ended by now: there is nothing to wait for then.
+                is_there = self._context.state.lives or (outcome is not None and outcome.is_back)
+                waits = self._has_to_wait_again() or (waits and not is_there)
         finally:
             if self._restart is not None:
                 self._restart.stop.set()
@@ -276,7 +279,7 @@ class Supervisor:
     def _after(self, outcome: Outcome) -> Ended | None:
         """What follows from an epoch; None: the tasks run on."""
         epoch = outcome.epoch
-        if epoch.restores and epoch.phase is Phase.COMMITTED and self._context.options.check:
+        if outcome.is_back and self._context.options.check:
             self._verify(outcome.number, bool(outcome.problem))
             return None
         what = self._tell(outcome)
@@ -324,6 +327,11 @@ class Supervisor:
         self._restart = Restart(self._context, epoch, self._told)
         self._restart.start()
 
+    def _has_to_wait_again(self) -> bool:
+        """For a restore, since the last one did not bring the job back. Once."""
+        again, self._waits_again = self._waits_again, False
+        return again
+
     def _verify_left(self, is_over: Callable[[], bool]) -> None:
         """An earlier keeper may have ended before the verdict on a restore of the tasks."""
         while self._context.options.check is not None and not is_over():
@@ -351,7 +359,7 @@ class Supervisor:
                 self._held = (pid, start, os.pidfd_open(pid))
             except ProcessLookupError:
                 return True
-            if not self._context.state.lives and not self._is_child(pid):
+            if not self._context.state.lives and pid not in children():
                 return True  # another process has its number
         if not select.select([self._held[2]], [], [], 0)[0]:
             return False
@@ -366,9 +374,6 @@ class Supervisor:
         if code is not None:
             self._status = code if code >= 0 else 128 - code
         return True
-
-    def _is_child(self, pid: int) -> bool:
-        return pid in children()
 
     def _reap(self) -> None:
         """The plugin's helpers that have come to this process and ended."""

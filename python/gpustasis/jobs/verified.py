@@ -12,17 +12,17 @@ epochs/E/unverified  of the checkpoint that it restored: why that did not bring 
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from gpustasis.errors import CheckpointError, JobError, StoreError, VerificationError
+from gpustasis.errors import JobError, StoreError, VerificationError
 from gpustasis.jobs import epochs
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Keys, settled_of, settled_text
+from gpustasis.jobs.stopping import killed
 from gpustasis.jobs.store import Put, Require, Store
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
@@ -68,17 +68,7 @@ def end_tasks(context: Context) -> None:
     """Kill the rank's tasks, all of them. Raises JobError if one does not end."""
     if not context.state.lives:
         return
-    tree = Tree(context.state.pid)
-    with suppress(CheckpointError):  # the root has ended
-        while True:
-            tree.kill(signal.SIGSTOP)  # no process makes another from here on
-            again = Tree(tree.root)
-            is_all = set(again.pids) <= set(tree.pids)
-            tree.close()
-            tree = again
-            if is_all:
-                break
-    tree.kill()
+    tree = killed(Tree(context.state.pid))
     ended = tree.all_ended(_ENDED_S, lambda: None)
     left = tree.pids
     tree.close()

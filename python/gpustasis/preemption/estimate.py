@@ -6,13 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpustasis.dump_time import MARGIN, at_rate
 from gpustasis.preemption.records import Record
 from gpustasis.preemption.tree import Memory
 from gpustasis.text import mib
-
-DEFAULT_RATE = 200 << 20  # bytes per second
-START_S = 2.0  # of criu and the driver, without any memory
-MARGIN = 1.25  # of a time that was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +32,5 @@ def estimate(memory: Memory, last: Record | None, rate: int | None = None) -> Es
             because=f"{size}; the last checkpoint took {last.seconds:.1f} s "
             f"for {mib(last.memory_bytes)}",
         )
-    used = DEFAULT_RATE if rate is None else rate
-    source = "as told" if rate is not None else "assumed, for none of this job was measured"
-    return Estimate(
-        seconds=START_S + memory.total / used, because=f"{size} at {mib(used)} a second, {source}"
-    )
+    seconds, because = at_rate(memory.total, rate)
+    return Estimate(seconds=seconds, because=f"{size} {because}")
