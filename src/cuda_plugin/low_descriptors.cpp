@@ -21,7 +21,10 @@ void give_back(const std::vector<int>& taken) noexcept {
     for (std::size_t i = 1; i <= taken.size(); ++i) {
         if (i < taken.size() && taken[i] == taken[i - 1] + 1)
             continue;
-        ::close_range(static_cast<unsigned>(taken[first]), static_cast<unsigned>(taken[i - 1]), 0);
+        if (::close_range(static_cast<unsigned>(taken[first]), static_cast<unsigned>(taken[i - 1]),
+                          0) != 0)
+            for (; first < i; ++first) // Linux before 5.9
+                ::close(taken[first]);
         first = i;
     }
 }
