@@ -13,7 +13,9 @@
 #include <charconv>
 #include <cstdlib>
 #include <limits>
+#include <ostream>
 #include <sstream>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -23,11 +25,28 @@ constexpr std::int64_t kMaxThreads = 1024;
 constexpr std::int64_t kMaxChain = 65535;
 constexpr std::int64_t kMaxChunkSize = std::int64_t{4} << 20;
 
+/// As TOML has it. toml++ prints lists and tables by functions that need libm, which criu has not loaded: each
+/// process that it forks would have the mappings of one library more.
+void print(std::ostream& out, const toml::node& node) {
+    if (const toml::array* array = node.as_array()) {
+        for (std::size_t i = 0; i < array->size(); ++i)
+            print(out << (i == 0 ? "[ " : ", "), *array->get(i));
+        out << (array->empty() ? "[]" : " ]");
+    } else if (const toml::table* table = node.as_table()) {
+        const char* before = "{ ";
+        for (const auto& [key, value] : *table)
+            print(out << std::exchange(before, ", ") << key.str() << " = ", value);
+        out << (table->empty() ? "{}" : " }");
+    } else {
+        out << toml::json_formatter(node);
+    }
+}
+
 [[noreturn]] void reject(const std::string& path, std::string_view key, const toml::node& node,
                          const std::string& wanted) {
     std::ostringstream text;
     text << path << ": " << key << " = ";
-    node.visit([&](const auto& value) { text << value; });
+    print(text, node);
     text << ": must be " << wanted;
     throw Error(Errc::bad_argument, text.str());
 }

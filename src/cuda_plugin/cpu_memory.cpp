@@ -19,7 +19,9 @@
 #include <cerrno>
 #include <charconv>
 #include <filesystem>
+#include <iterator>
 #include <limits>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -37,6 +39,9 @@ constexpr std::uint64_t kSwapped = std::uint64_t{1} << 62;
 constexpr std::uint64_t kOfFile = std::uint64_t{1} << 61;
 constexpr std::uint64_t kExclusive = std::uint64_t{1} << 56;
 constexpr std::size_t kEntries = 32768;
+constexpr std::size_t kScanned = 512;
+// The kernel takes three times as long to scan pages as to tell of each.
+constexpr std::uint64_t kSmallMapping = std::uint64_t{16} << 20;
 
 // Parts of what a link in /proc/PID/fd, or the name of a mapping, says.
 constexpr std::array<std::string_view, 4> kDevices = {"[io_uring]", "[vfio", "/[aio]", "/dmabuf"};
@@ -48,18 +53,29 @@ class OwnPages {
 public:
     explicit OwnPages(pid_t pid)
         : path_("/proc/" + std::to_string(pid) + "/pagemap"),
-          fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)), entries_(kEntries) {
+          fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)), scanner_(fd_.get(), kScanned) {
         if (!fd_)
             throw io_error("cannot open " + path_, errno);
     }
 
+    /// Of one mapping: no run goes on in the next, which has other flags.
     std::vector<Region> find(std::uint64_t start, std::uint64_t end) {
+        std::vector<Region> runs;
+        if (end - start <= kSmallMapping)
+            look({start, end - start}, runs);
+        else
+            scan(start, end, runs);
+        std::erase_if(runs, [](const Region& run) { return run.length < kMinCpuRun; });
+        return runs;
+    }
+
+private:
+    /// Passes holes, however large, at once.
+    void scan(std::uint64_t start, std::uint64_t end, std::vector<Region>& runs) {
         std::vector<PageRange> present;
         constexpr std::uint64_t kNot = kPageFile | kPageSwapped | kPageZero;
-        PageScanner(fd_.get()).scan(start, end,
-                                    {.inverted = kNot, .all_of = kNot | kPagePresent, .any_of = 0},
-                                    ScanMode::look, false, present);
-        std::vector<Region> runs;
+        scanner_.scan(start, end, {.inverted = kNot, .all_of = kNot | kPagePresent, .any_of = 0},
+                      ScanMode::look, false, present);
         // The scan cannot tell which pages are shared with a parent or a child.
         for (std::size_t i = 0; i < present.size(); ++i) {
             PageRange range = present[i];
@@ -68,14 +84,14 @@ public:
             if (range.length >= kMinCpuRun)
                 look(range, runs);
         }
-        return runs;
     }
 
-private:
+    /// A page of zeros that is the kernel's is not exclusive.
     void look(const PageRange& range, std::vector<Region>& runs) {
         for (std::uint64_t done = 0; done < range.length;) {
             const std::uint64_t pages =
                 std::min<std::uint64_t>(kEntries, (range.length - done) / kPage);
+            entries_.resize(std::max(entries_.size(), pages)); // no more than a small task needs
             const std::span<std::uint64_t> entries(entries_.data(), pages);
             const std::uint64_t first = range.address + done;
             read_at(fd_.get(), first / kPage * sizeof(std::uint64_t),
@@ -97,8 +113,15 @@ private:
 
     std::string path_;
     UniqueFd fd_;
+    PageScanner scanner_;
     std::vector<std::uint64_t> entries_;
 };
+
+/// As far as it can be told without the flags.
+bool is_plain_memory(const Mapping& mapping) noexcept {
+    return mapping.is_private_anonymous() && mapping.end - mapping.start >= kMinCpuMapping &&
+           mapping.protection == (PROT_READ | PROT_WRITE);
+}
 
 bool has_flag(const Mapping& mapping, std::string_view flag) noexcept {
     return std::ranges::find(mapping.flags, flag) != mapping.flags.end();
@@ -147,8 +170,7 @@ std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
     left = join(std::move(left));
     std::vector<Region> chosen;
     for (const Mapping& mapping : mappings) {
-        if (!mapping.is_private_anonymous() || mapping.end - mapping.start < kMinCpuMapping ||
-            mapping.protection != (PROT_READ | PROT_WRITE) || leaves_to_criu(mapping))
+        if (!is_plain_memory(mapping) || leaves_to_criu(mapping))
             continue;
         const std::uint64_t block = has_flag(mapping, "hg") ? kHugePage : kPage;
         for (const Region& run : find(mapping.start, mapping.end))
@@ -167,13 +189,25 @@ std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
     return chosen;
 }
 
-std::vector<Region> find_cpu_memory(pid_t pid, const std::vector<Mapping>& mappings,
-                                    const std::vector<std::uint64_t>& in_use,
-                                    const std::vector<Region>& staging) {
-    OwnPages pages(pid);
-    return choose_cpu_memory(
-        mappings, in_use, staging,
-        [&](std::uint64_t start, std::uint64_t end) { return pages.find(start, end); });
+std::vector<Region> find_own_pages(pid_t pid, const std::vector<Mapping>& mappings) {
+    std::vector<Region> runs;
+    std::optional<OwnPages> pages;
+    for (const Mapping& mapping : mappings) {
+        if (!is_plain_memory(mapping))
+            continue;
+        if (!pages)
+            pages.emplace(pid);
+        std::ranges::copy(pages->find(mapping.start, mapping.end), std::back_inserter(runs));
+    }
+    return runs;
+}
+
+FindPages among(const std::vector<Region>& pages) {
+    return [&pages](std::uint64_t start, std::uint64_t end) {
+        const auto first = std::ranges::lower_bound(pages, start, {}, &Region::address);
+        const auto behind = std::ranges::lower_bound(pages, end, {}, &Region::address);
+        return std::vector<Region>(first, behind);
+    };
 }
 
 // The numbers: Documentation/admin-guide/devices.txt.

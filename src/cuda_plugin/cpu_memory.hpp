@@ -39,10 +39,13 @@ std::vector<Region> choose_cpu_memory(const std::vector<Mapping>& mappings,
 /// Locked, huge, a device's, watched by a userfaultfd, a stack, or not to be inherited: by VmFlags.
 bool leaves_to_criu(const Mapping& mapping) noexcept;
 
-/// The same for the frozen task `pid`. Throws Error: io.
-std::vector<Region> find_cpu_memory(pid_t pid, const std::vector<Mapping>& mappings,
-                                    const std::vector<std::uint64_t>& in_use,
-                                    const std::vector<Region>& staging);
+/// Of the frozen task `pid`, the runs that FindPages is to give of its `mappings`, which need no flags: what
+/// choose_cpu_memory() chooses is in these, whatever the flags and the addresses in use are. Runs too small for it
+/// are not among them. Ascending. Throws Error: io.
+std::vector<Region> find_own_pages(pid_t pid, const std::vector<Mapping>& mappings);
+
+/// FindPages out of such `pages`, which must outlive it.
+FindPages among(const std::vector<Region>& pages);
 
 /// Whether a character device of that number, to which `link` leads from /proc/PID/fd, is known not to write
 /// to memory of a task that has it open and does nothing: null, zero, full, random, urandom, terminals, fuse,
@@ -50,7 +53,7 @@ std::vector<Region> find_cpu_memory(pid_t pid, const std::vector<Mapping>& mappi
 bool is_harmless_device(dev_t number, std::string_view link) noexcept;
 
 /// Why a device may write to memory of task `pid`, so that all of it stays with CRIU; empty: none can.
-/// `mappings` with their flags. Throws Error: io.
+/// Without flags of its `mappings` one that has only its memory mapped is not seen. Throws Error: io.
 std::string why_written_by_device(pid_t pid, const std::vector<Mapping>& mappings);
 
 } // namespace gpustasis

@@ -15,6 +15,7 @@
 #include <cerrno>
 #include <exception>
 #include <iterator>
+#include <ranges>
 #include <string>
 #include <utility>
 
@@ -40,10 +41,7 @@ void CpuMemoryDump::prepare() {
 
 // Their images would have one name, and a restore could not tell which process an image is of.
 void CpuMemoryDump::refuse_same_inner_pid(std::uint32_t inner_pid) {
-    if (tasks_with_pid_.empty())
-        for (const pid_t task : proc::traced_by_us())
-            ++tasks_with_pid_[proc::innermost_pid(task)];
-    if (tasks_with_pid_[inner_pid] > 1)
+    if (std::ranges::count(inner_pids_ | std::views::values, inner_pid) > 1)
         throw Error(Errc::unsupported, "two processes have pid " + std::to_string(inner_pid) +
                                            " in their pid namespaces, and an image of CPU memory "
                                            "could be either's: checkpoint them in separate dumps, "
@@ -72,9 +70,11 @@ void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
         return;
     if (!awaited_) {
         awaited_.emplace();
-        for (const pid_t task : proc::traced_by_us())
-            if (proc::state(task) != 'Z') // CRIU asks for none of those
-                awaited_->insert(task);
+        for (const proc::Tracee& task : proc::tracees_below(pid)) {
+            inner_pids_[task.pid] = task.inner_pid;
+            if (task.state != 'Z') // CRIU asks for none of those
+                awaited_->insert(task.pid);
+        }
     }
     awaited_->erase(pid);
     added_.push_back({.pid = pid, .mappings = {}, .in_use = {}, .staging = staging});
@@ -84,23 +84,32 @@ bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note&
     if (!hidden_)
         return false;
     taken_ = true;
-    const std::vector<SharingTask> tasks = look_at_tasks();
+    std::vector<SharingTask> tasks = look_at_tasks();
+    look_at_flags(tasks);
     const std::vector<SharedPart> shared = find_shared(tasks);
-    bool taken = false;
+    std::vector<Stored> all;
     for (std::size_t i = 0; i < tasks.size(); ++i) {
         std::vector<SharedPart> of_task;
         std::ranges::copy_if(shared, std::back_inserter(of_task),
                              [&](const SharedPart& part) { return part.pid == tasks[i].pid; });
         try {
-            const bool stored =
-                store(tasks[i], of_task, statistics_.cpu_memory[i], choose_parent, note, *hidden_);
-            taken = taken || stored;
+            if (auto stored =
+                    store(tasks[i], std::move(of_task), statistics_.cpu_memory[i], choose_parent))
+                all.push_back(std::move(*stored));
         } catch (const Error& e) {
             throw Error(e, "CPU memory of pid " + std::to_string(tasks[i].pid) + ": " + e.what());
         }
     }
+    if (!all.empty()) {
+        Noted noted;
+        for (const Stored& stored : all)
+            noted.emplace_back(stored.entry, stored.pid);
+        note(std::move(noted));
+        for (const Stored& stored : all)
+            hide(stored, *hidden_);
+    }
     files_.clear();
-    return taken;
+    return !all.empty();
 }
 
 // Their statistics get the same places.
@@ -110,16 +119,43 @@ std::vector<SharingTask> CpuMemoryDump::look_at_tasks() {
     for (SharingTask& task : tasks) {
         CpuMemoryStatistics& told = statistics_.cpu_memory.emplace_back();
         told.pid = task.pid;
-        told.image_pid = proc::innermost_pid(task.pid);
-        told.phases.time("read_mappings", [&] { task.mappings = read_maps_with_flags(task.pid); });
-        told.left_because = why_written_by_device(task.pid, task.mappings);
-        if (told.left_because.empty())
-            task.in_use = addresses_in_use(task.pid);
-        else
+        const auto inner_pid = inner_pids_.find(task.pid);
+        told.image_pid =
+            inner_pid == inner_pids_.end() ? proc::innermost_pid(task.pid) : inner_pid->second;
+        told.phases.time("read_mappings", [&] { task.mappings = read_maps(task.pid); });
+        told.phases.time("find", [&] { task.pages = find_own_pages(task.pid, task.mappings); });
+        if (!task.pages.empty())
+            told.left_because = why_written_by_device(task.pid, task.mappings);
+    }
+    return tasks;
+}
+
+// Flags and addresses in use can only leave less of the pages.
+bool CpuMemoryDump::may_be_worthwhile(const SharingTask& task) const noexcept {
+    std::uint64_t bytes = 0;
+    for (const Region& run : task.pages)
+        bytes += run.length;
+    return bytes >= (config_.cpu_memory == CpuMemory::automatic ? kWorthwhile : 1);
+}
+
+// The kernel goes through all page tables of a task to tell them, and through the parent's for each child that
+// shares them: only where something may be stored.
+void CpuMemoryDump::look_at_flags(std::vector<SharingTask>& tasks) {
+    const bool may_share = may_share_memory(tasks);
+    for (std::size_t i = 0; i < tasks.size(); ++i) {
+        SharingTask& task = tasks[i];
+        CpuMemoryStatistics& told = statistics_.cpu_memory[i];
+        if (told.left_because.empty() && (may_share || may_be_worthwhile(task))) {
+            told.phases.time("read_mappings",
+                             [&] { task.mappings = read_maps_with_flags(task.pid); });
+            told.left_because = why_written_by_device(task.pid, task.mappings);
+            if (told.left_because.empty())
+                task.in_use = addresses_in_use(task.pid);
+        }
+        if (!told.left_because.empty())
             host::warn("the CPU memory of pid " + std::to_string(task.pid) +
                        " is left to CRIU, for a device may write to it: " + told.left_because);
     }
-    return tasks;
 }
 
 // A device that writes to memory of one task may write to what others share with it.
@@ -135,16 +171,17 @@ std::vector<SharedPart> CpuMemoryDump::find_shared(const std::vector<SharingTask
     });
 }
 
-bool CpuMemoryDump::store(const SharingTask& task, const std::vector<SharedPart>& shared,
-                          CpuMemoryStatistics& told, const std::function<void()>& choose_parent,
-                          const Note& note, Hidden& hidden) {
+std::optional<CpuMemoryDump::Stored>
+CpuMemoryDump::store(const SharingTask& task, std::vector<SharedPart> shared,
+                     CpuMemoryStatistics& told, const std::function<void()>& choose_parent) {
     if (!told.left_because.empty())
-        return false;
-    const std::vector<Region> own = told.phases.time("find", [&] {
-        return find_cpu_memory(task.pid, task.mappings, task.in_use, task.staging);
+        return std::nullopt;
+    Stored stored{.entry = {}, .pid = task.pid, .own = {}, .shared = std::move(shared)};
+    told.phases.time("find", [&] {
+        stored.own = choose_cpu_memory(task.mappings, task.in_use, task.staging, among(task.pages));
     });
-    std::vector<Region> regions = own;
-    for (const SharedPart& part : shared) {
+    std::vector<Region> regions = stored.own;
+    for (const SharedPart& part : stored.shared) {
         regions.push_back(part.region);
         told.shared_bytes += part.region.length;
     }
@@ -157,34 +194,30 @@ bool CpuMemoryDump::store(const SharingTask& task, const std::vector<SharedPart>
         told.left_because = "there is little of it";
     if (little || !may_store(told, choose_parent)) {
         told.bytes = told.shared_bytes = 0;
-        return false;
+        return std::nullopt;
     }
     images_.begin();
-    ManifestTask entry;
-    entry.pid = told.image_pid;
-    entry.kind = MemoryKind::cpu;
+    stored.entry.pid = told.image_pid;
+    stored.entry.kind = MemoryKind::cpu;
     told.regions = regions.size();
-    SharedSource memory(task.pid, shared, files_);
-    const WriteResult written =
-        told.phases.time("write", [&] { return images_.write(task.pid, entry, regions, memory); });
+    SharedSource memory(task.pid, stored.shared, files_);
+    const WriteResult written = told.phases.time(
+        "write", [&] { return images_.write(task.pid, stored.entry, regions, memory); });
     told.totals = written.totals;
     told.file_bytes = written.file_size;
     told.damaged_in_parent = written.damaged_in_parent;
-    note(std::move(entry), task.pid);
-    hide(task.pid, own, shared, hidden);
     host::info("stored " + std::to_string(told.bytes >> 20) + " MiB of CPU memory of pid " +
                std::to_string(task.pid) + " in " + std::to_string(told.regions) + " regions, " +
                std::to_string(told.shared_bytes >> 20) + " MiB of it shared, as " +
                std::to_string(told.file_bytes >> 20) + " MiB");
-    return true;
+    return stored;
 }
 
-void CpuMemoryDump::hide(pid_t pid, const std::vector<Region>& own,
-                         const std::vector<SharedPart>& shared, Hidden& hidden) {
-    if (!own.empty())
-        hidden.own.hide(pid, own);
+void CpuMemoryDump::hide(const Stored& stored, Hidden& hidden) {
+    if (!stored.own.empty())
+        hidden.own.hide(stored.pid, stored.own);
     std::map<SharedFileId, std::vector<AddressRange>> ranges;
-    for (const SharedPart& part : shared)
+    for (const SharedPart& part : stored.shared)
         ranges[part.file].push_back({part.offset, part.offset + part.region.length});
     for (auto& [file, of_file] : ranges) {
         const int fd = ::fcntl(files_.at(file).fd.get(), F_DUPFD_CLOEXEC, 0);

@@ -17,6 +17,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <utility>
 #include <vector>
 
 namespace gpustasis {
@@ -41,10 +42,12 @@ public:
     /// Whether every task of the tree was added, and nothing was taken yet.
     bool is_complete() const noexcept { return awaited_ && awaited_->empty() && !taken_; }
 
-    /// Puts an entry into the manifest: that of the task with this pid.
-    using Note = std::function<void(ManifestTask, pid_t)>;
+    /// Entries for the manifest, and whose they are.
+    using Noted = std::vector<std::pair<ManifestTask, pid_t>>;
+    /// Puts all of them into the manifest.
+    using Note = std::function<void(Noted)>;
 
-    /// Of all tasks that were added, store what is to be stored, `note` it, and hide it from criu.
+    /// Of all tasks that were added, store what is to be stored, `note` it once, and hide it from criu.
     /// `choose_parent` is called before anything is stored. False: all is left to CRIU. Throws
     /// Error: the dump must fail.
     bool take(const std::function<void()>& choose_parent, const Note& note);
@@ -59,13 +62,21 @@ private:
         HiddenPages own;
         HiddenData shared;
     };
+    /// Of a task, what its image holds.
+    struct Stored {
+        ManifestTask entry;
+        pid_t pid = 0;
+        std::vector<Region> own;
+        std::vector<SharedPart> shared;
+    };
     std::vector<SharingTask> look_at_tasks();
+    bool may_be_worthwhile(const SharingTask& task) const noexcept;
+    void look_at_flags(std::vector<SharingTask>& tasks);
     std::vector<SharedPart> find_shared(const std::vector<SharingTask>& tasks);
-    bool store(const SharingTask& task, const std::vector<SharedPart>& shared,
-               CpuMemoryStatistics& told, const std::function<void()>& choose_parent,
-               const Note& note, Hidden& hidden);
-    void hide(pid_t pid, const std::vector<Region>& own, const std::vector<SharedPart>& shared,
-              Hidden& hidden);
+    std::optional<Stored> store(const SharingTask& task, std::vector<SharedPart> shared,
+                                CpuMemoryStatistics& told,
+                                const std::function<void()>& choose_parent);
+    void hide(const Stored& stored, Hidden& hidden);
     bool may_store(CpuMemoryStatistics& told, const std::function<void()>& choose_parent);
     void refuse_same_inner_pid(std::uint32_t inner_pid);
 
@@ -77,8 +88,8 @@ private:
     std::vector<SharingTask> added_;           ///< pids and staging
     bool taken_ = false;                       ///< once: a task that comes later is left to CRIU
     std::map<SharedFileId, SharedFile> files_; ///< shared memory that images are to hold
-    std::map<std::uint32_t, unsigned>
-        tasks_with_pid_; ///< of the tree, by pid in the innermost namespace
+    std::map<pid_t, std::uint32_t>
+        inner_pids_; ///< of all tasks of the tree, in the innermost namespace
 };
 
 } // namespace gpustasis

@@ -14,6 +14,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -196,12 +197,16 @@ const ParentIndex& DumpImages::known_chunks(const std::string& owner) {
     return *known_;
 }
 
-void DumpImages::note(ManifestTask task) {
-    if (!task.externalized)
-        stored_.add(task, {});
+void DumpImages::note(std::vector<ManifestTask> tasks) {
+    for (const ManifestTask& task : tasks)
+        if (!task.externalized)
+            stored_.add(task, {});
     // Once the inventory has our name, stock criu will not restore a process without its memory.
-    note_in_inventory(task.externalized);
-    manifest_.add(std::move(task));
+    for (const bool externalized : {false, true})
+        if (std::ranges::find(tasks, externalized, &ManifestTask::externalized) != tasks.end())
+            note_in_inventory(externalized);
+    for (ManifestTask& task : tasks)
+        manifest_.add(std::move(task));
     if (!sealed_)
         write_manifest(image_dir_, manifest_);
 }
@@ -212,9 +217,9 @@ void DumpImages::asked_about(pid_t pid) {
         return;
     if (!awaited_) {
         awaited_.emplace();
-        for (const pid_t task : proc::traced_by_us())
-            if (proc::state(task) != 'Z') // CRIU asks for none of those
-                awaited_->insert(task);
+        for (const proc::Tracee& task : proc::tracees())
+            if (task.state != 'Z') // CRIU asks for none of those
+                awaited_->insert(task.pid);
     }
     awaited_->erase(pid);
     if (!awaited_->empty() || std::exchange(finished_, true))

@@ -57,9 +57,9 @@ public:
     /// The same, read from the task.
     WriteResult write(pid_t pid, ManifestTask& task, std::vector<Region> regions);
 
-    /// Put `task` into the manifest, which is written anew, after CRIU's inventory names what it has. A sealed
+    /// Put `tasks` into the manifest, which is written anew, once, after CRIU's inventory names what it has. A sealed
     /// one is written by finish() alone.
-    void note(ManifestTask task);
+    void note(std::vector<ManifestTask> tasks);
 
     /// criu has asked about frozen task `pid`, and all of it is noted. A sealed manifest is written with the last
     /// one: while the dump can still fail, and the job run on. Throws Error: io; unsupported if nothing

@@ -222,7 +222,7 @@ bool DumpSession::checkpoint(pid_t pid) {
     const bool taken =
         cpu_memory_.is_complete() &&
         cpu_memory_.take([this] { choose_parent_once(); },
-                         [this](ManifestTask task, pid_t of) { note(std::move(task), of); });
+                         [this](CpuMemoryDump::Noted noted) { note(std::move(noted)); });
     images_.asked_about(pid);
     return taken || record != nullptr;
 }
@@ -233,7 +233,7 @@ std::vector<Region> DumpSession::checkpoint_device(TaskRecord& record) {
     if (record.state_before == ProcessState::checkpointed) {
         refuse_missing_memory(record.pid, false); // another dump may have dropped it meanwhile
         require_checkpointed(record);
-        note(entry_of(record), record.pid);
+        note({{entry_of(record), record.pid}});
         return {};
     }
 
@@ -245,7 +245,7 @@ std::vector<Region> DumpSession::checkpoint_device(TaskRecord& record) {
             return find_staging(before, read_maps(record.pid), addresses_in_use(record.pid));
         });
     if (regions.empty() || !config_.externalize)
-        note(entry_of(record), record.pid);
+        note({{entry_of(record), record.pid}});
     else
         externalize(record, regions, statistics);
     host::info("checkpointed " + name(record) + ": " +
@@ -290,7 +290,7 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
     statistics.damaged_in_parent = written.damaged_in_parent;
     for (const Region& region : regions)
         statistics.staged_bytes += region.length;
-    note(std::move(task), record.pid);
+    note({{std::move(task), record.pid}});
     record.digest = written.digest;
     Guard& guard = guards_[record.pid];
     statistics.phases.time("drop", [&] {
@@ -310,12 +310,18 @@ ManifestTask DumpSession::entry_of(const TaskRecord& record) {
     return task;
 }
 
-void DumpSession::note(ManifestTask task, pid_t pid) {
+void DumpSession::note(CpuMemoryDump::Noted noted) {
+    std::vector<ManifestTask> entries;
+    std::vector<pid_t> tasks;
+    for (auto& [entry, pid] : noted) {
+        entries.push_back(std::move(entry));
+        tasks.push_back(pid);
+    }
     images_.manifest().requirements = statistics_.phases.time("mapped_files", [&] {
         files_.look_at_others(table_);
-        return files_.with(pid);
+        return files_.with(tasks);
     });
-    images_.note(std::move(task));
+    images_.note(std::move(entries));
 }
 
 } // namespace gpustasis

@@ -65,7 +65,7 @@ private:
                      TaskStatistics& statistics);
     std::vector<Region> checkpoint_device(TaskRecord& record);
     ManifestTask entry_of(const TaskRecord& record);
-    void note(ManifestTask task, pid_t pid);
+    void note(CpuMemoryDump::Noted noted);
     void undo(TaskRecord& record) noexcept;
 
     Config config_;

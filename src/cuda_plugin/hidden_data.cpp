@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <exception>
+#include <initializer_list>
 #include <string>
 #include <utility>
 
@@ -39,26 +40,12 @@ off_t at(std::uint64_t offset) noexcept {
 HiddenData::HiddenData() {
     real_lseek = reinterpret_cast<Seek>(ImportSlot::find_imported("lseek"));
     real_fstat = reinterpret_cast<Examine>(ImportSlot::find_imported("fstat"));
-    lead({"lseek64", "lseek"}, reinterpret_cast<void*>(&HiddenData::lseek_of_criu));
-    lead({"fstat64", "fstat"}, reinterpret_cast<void*>(&HiddenData::fstat_of_criu));
+    using Names = std::initializer_list<const char*>;
+    slots_.emplace_back(Names{"lseek64", "lseek"},
+                        reinterpret_cast<void*>(&HiddenData::lseek_of_criu));
+    slots_.emplace_back(Names{"fstat64", "fstat"},
+                        reinterpret_cast<void*>(&HiddenData::fstat_of_criu));
     living = this;
-}
-
-void HiddenData::lead(std::initializer_list<const char*> names, void* function) {
-    std::string why_not;
-    bool found = false;
-    for (const char* name : names) {
-        try {
-            slots_.emplace_back(name, function);
-            found = true;
-        } catch (const Error& e) {
-            if (e.code() != Errc::unsupported)
-                throw;
-            why_not = e.what();
-        }
-    }
-    if (!found)
-        throw Error(Errc::unsupported, why_not);
 }
 
 HiddenData::~HiddenData() {

@@ -10,7 +10,6 @@
 #include <sys/types.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <list>
 #include <vector>
 
@@ -51,7 +50,6 @@ private:
         std::vector<std::uint64_t> told_until; ///< of each range, up to where answers lacked it
     };
 
-    void lead(std::initializer_list<const char*> names, void* function);
     File* find(const struct stat& status) noexcept;
     static int fstat_of_criu(int fd, struct stat* status) noexcept;
     static off_t lseek_of_criu(int fd, off_t offset, int whence) noexcept;

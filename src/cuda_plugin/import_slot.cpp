@@ -10,13 +10,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
-#include <cstring>
 #include <exception>
 #include <optional>
 #include <string>
+#include <string_view>
 
 namespace gpustasis {
 namespace {
@@ -89,7 +90,8 @@ int look_at_first(dl_phdr_info* info, std::size_t /*size*/, void* result) noexce
 
 } // namespace
 
-ImportSlot::ImportSlot(const char* name, void* function) : function_(function) {
+ImportSlot::ImportSlot(std::initializer_list<const char*> names, void* function)
+    : function_(function) {
     MainProgram program;
     ::dl_iterate_phdr(look_at_first, &program);
     const auto search = [&](const ElfW(Rela) * entries, std::size_t bytes) {
@@ -99,7 +101,9 @@ ImportSlot::ImportSlot(const char* name, void* function) : function_(function) {
             const std::uint64_t type = ELF64_R_TYPE(entries[i].r_info);
             const auto symbol = ELF64_R_SYM(entries[i].r_info);
             if ((type != kJumpSlot && type != kGlobalData) ||
-                std::strcmp(program.names + program.symbols[symbol].st_name, name) != 0)
+                std::ranges::find(
+                    names, std::string_view(program.names + program.symbols[symbol].st_name)) ==
+                    names.end())
                 continue;
             const std::uintptr_t at = program.base + entries[i].r_offset;
             places_.push_back(
@@ -111,7 +115,7 @@ ImportSlot::ImportSlot(const char* name, void* function) : function_(function) {
     search(program.calls, program.calls_size);
     search(program.data, program.data_size);
     if (places_.empty())
-        throw Error(Errc::unsupported, std::string("this criu does not import ") + name +
+        throw Error(Errc::unsupported, std::string("this criu does not import ") + *names.begin() +
                                            " in a way that can be changed (is it linked "
                                            "statically?)");
     try {

@@ -2,6 +2,7 @@
 /// The place in this process's main program through which it calls a function of a library.
 #pragma once
 
+#include <initializer_list>
 #include <vector>
 
 namespace gpustasis {
@@ -13,7 +14,9 @@ class ImportSlot {
 public:
     /// `function` has the type of the function `name`. Throws Error: unsupported if the main program does
     /// not import that by a place that can be written to; io.
-    ImportSlot(const char* name, void* function);
+    ImportSlot(const char* name, void* function) : ImportSlot({name}, function) {}
+    /// The same of a function that has several names, of which the main program may import any.
+    ImportSlot(std::initializer_list<const char*> names, void* function);
     ImportSlot(const ImportSlot&) = delete;
     ImportSlot& operator=(const ImportSlot&) = delete;
     /// The main program calls again what it called before.

@@ -2,8 +2,6 @@
 /// Descriptors with low numbers, which are criu's.
 #pragma once
 
-#include "core/unique_fd.hpp"
-
 #include <vector>
 
 namespace gpustasis {
@@ -19,9 +17,12 @@ public:
 
     /// Takes all that are free. Throws Error: io.
     LowDescriptors();
+    LowDescriptors(const LowDescriptors&) = delete;
+    LowDescriptors& operator=(const LowDescriptors&) = delete;
+    ~LowDescriptors();
 
 private:
-    std::vector<UniqueFd> taken_;
+    std::vector<int> taken_; ///< ascending
 };
 
 } // namespace gpustasis

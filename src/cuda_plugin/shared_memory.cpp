@@ -23,6 +23,10 @@ bool is_writable(const Mapping& mapping) noexcept {
     return mapping.protection == (PROT_READ | PROT_WRITE);
 }
 
+bool is_large(const Mapping& mapping) noexcept {
+    return is_writable(mapping) && mapping.end - mapping.start >= kMinCpuMapping;
+}
+
 bool holds_staging(const SharingTask& task, const Mapping& mapping) noexcept {
     return std::ranges::any_of(task.staging, [&](const Region& region) {
         return region.address < mapping.end && mapping.start < region.address + region.length;
@@ -97,6 +101,14 @@ SharedFileId file_of(const Mapping& mapping) noexcept {
     return {.device = mapping.device, .inode = mapping.inode};
 }
 
+bool may_share_memory(const std::vector<SharingTask>& tasks) noexcept {
+    return std::ranges::any_of(tasks, [](const SharingTask& task) {
+        return std::ranges::any_of(task.mappings, [](const Mapping& mapping) {
+            return maps_shared_memory(mapping) && mapping.shared && is_large(mapping);
+        });
+    });
+}
+
 std::vector<SharedFileId> find_shared_candidates(const std::vector<SharingTask>& tasks) {
     std::set<SharedFileId> large;
     std::set<SharedFileId> left;
@@ -107,7 +119,7 @@ std::vector<SharedFileId> find_shared_candidates(const std::vector<SharingTask>&
             if (!mapping.shared || (mapping.protection & PROT_EXEC) != 0 ||
                 leaves_to_criu(mapping) || holds_staging(task, mapping))
                 left.insert(file_of(mapping));
-            else if (is_writable(mapping) && mapping.end - mapping.start >= kMinCpuMapping)
+            else if (is_large(mapping))
                 large.insert(file_of(mapping));
         }
     std::vector<SharedFileId> candidates;
@@ -122,8 +134,7 @@ std::vector<SharedPart> choose_shared_memory(const std::vector<SharingTask>& tas
     for (const SharingTask& task : tasks)
         for (const Mapping& mapping : task.mappings) {
             const auto file = files.find(file_of(mapping));
-            if (file == files.end() || !maps_shared_memory(mapping) || !is_writable(mapping) ||
-                mapping.end - mapping.start < kMinCpuMapping)
+            if (file == files.end() || !maps_shared_memory(mapping) || !is_large(mapping))
                 continue;
             append_parts(task, mapping, file->second, limits[file->first], parts);
         }

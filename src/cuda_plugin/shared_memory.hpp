@@ -22,9 +22,10 @@ namespace gpustasis {
 /// One task of the tree. Every thread of it is a stopped tracee.
 struct SharingTask {
     pid_t pid = 0;
-    std::vector<Mapping> mappings;     ///< with their flags
+    std::vector<Mapping> mappings;     ///< with their flags, where they matter
     std::vector<std::uint64_t> in_use; ///< addresses: addresses_in_use()
     std::vector<Region> staging;       ///< GPU memory
+    std::vector<Region> pages{};       ///< find_own_pages()
 };
 
 /// Which file it is. A number is given once on each file system only.
@@ -56,6 +57,9 @@ struct SharedPart {
 bool maps_shared_memory(const Mapping& mapping) noexcept;
 
 SharedFileId file_of(const Mapping& mapping) noexcept;
+
+/// Whether there may be such files, by mappings without flags: each of find_shared_candidates() has one of these.
+bool may_share_memory(const std::vector<SharingTask>& tasks) noexcept;
 
 /// Files that may be taken: every mapping of them in the tree is shared and not executed, is
 /// not left to CRIU by its flags, and holds no staging, and one is large, and can be read and written.

@@ -38,10 +38,11 @@ void TreeFiles::look_at_others(SharedTaskTable& cuda_tasks) noexcept {
     });
 }
 
-std::optional<Requirements> TreeFiles::with(pid_t task) noexcept {
+std::optional<Requirements> TreeFiles::with(std::span<const pid_t> tasks) noexcept {
     std::optional<Requirements> found;
     guarded([&] {
-        look_at(*files_, task);
+        for (const pid_t task : tasks)
+            look_at(*files_, task);
         found = files_->result();
         format::check_requirements(*found, Errc::bad_argument);
     });

@@ -10,6 +10,7 @@
 
 #include <optional>
 #include <set>
+#include <span>
 #include <vector>
 
 namespace gpustasis {
@@ -22,10 +23,10 @@ public:
     /// All tasks are frozen: look at those that are not in `cuda_tasks`. Once; later calls do nothing.
     void look_at_others(SharedTaskTable& cuda_tasks) noexcept;
 
-    /// With what `task` has mapped, if it was not looked at before. One of `cuda_tasks` the driver
+    /// With what `tasks` have mapped, of those that were not looked at before. One of `cuda_tasks` the driver
     /// has checkpointed: until then it has device memory mapped, which is gone in the dump. nullopt,
     /// with a warning in criu's log: this cannot be recorded, for which no dump fails.
-    std::optional<Requirements> with(pid_t task) noexcept;
+    std::optional<Requirements> with(std::span<const pid_t> tasks) noexcept;
 
 private:
     void look_at(MappedFiles& files, pid_t task);

@@ -16,11 +16,10 @@ namespace {
 
 constexpr std::uint64_t kScanProtect = 1U << 0;        // PM_SCAN_WP_MATCHING
 constexpr std::uint64_t kScanRegisteredOnly = 1U << 1; // PM_SCAN_CHECK_WPASYNC
-constexpr std::size_t kRegions = 4096;
 
 } // namespace
 
-PageScanner::PageScanner(int pagemap) : pagemap_(pagemap), regions_(kRegions) {}
+PageScanner::PageScanner(int pagemap, std::size_t regions) : pagemap_(pagemap), regions_(regions) {}
 
 bool PageScanner::scan(std::uint64_t start, std::uint64_t end, const PageQuery& query,
                        ScanMode mode, bool registered_only, std::vector<PageRange>& found) {

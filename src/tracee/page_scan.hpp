@@ -5,6 +5,7 @@
 
 #include <sys/ioctl.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -64,8 +65,9 @@ enum class ScanMode {
 
 class PageScanner {
 public:
-    /// `pagemap`: a descriptor of /proc/PID/pagemap, which outlives this.
-    explicit PageScanner(int pagemap);
+    /// `pagemap`: a descriptor of /proc/PID/pagemap, which outlives this. `regions`: how many the kernel can tell in
+    /// one call; for a small task few are cheaper.
+    explicit PageScanner(int pagemap, std::size_t regions = 4096);
 
     /// Appends the pages of [start, end) that `query` finds. False as soon as a part of it is not
     /// registered with a userfaultfd for asynchronous write-protection and `registered_only`:

@@ -18,12 +18,17 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <system_error>
 
 namespace gpustasis::proc {
 namespace {
+
+// To look at one, and for its children, takes as long as to pass 20 other tasks of the machine.
+constexpr std::size_t kFewThreads = 4;
 
 struct CloseDir {
     void operator()(DIR* dir) const noexcept { ::closedir(dir); }
@@ -66,6 +71,45 @@ Number parse(std::string_view text, const std::string& what, int base = 10) {
     if (error != std::errc{})
         throw Error(Errc::io, what + " holds no number where one is expected");
     return number;
+}
+
+std::uint32_t innermost_pid_in(std::string_view status, const std::string& path) {
+    const std::string_view ids = status_field(status, "NSpid");
+    return parse<std::uint32_t>(ids.substr(ids.rfind('\t') + 1), path);
+}
+
+char state_in(std::string_view status, const std::string& path) {
+    const std::string_view field = status_field(status, "State");
+    if (field.empty())
+        throw Error(Errc::io, path + " says nothing of a state");
+    return field.front();
+}
+
+/// False: the task is neither a child of this process nor one that it traces. That takes one system call and
+/// no file, and a machine may have thousands of tasks.
+bool may_be_waited_for(pid_t pid) noexcept {
+    siginfo_t info{};
+    return ::waitid(P_PID, static_cast<id_t>(pid), &info,
+                    WEXITED | WSTOPPED | WNOHANG | WNOWAIT | __WALL) == 0 ||
+           errno != ECHILD;
+}
+
+/// nullopt: another process traces it, or none. Throws Error: io.
+std::optional<Tracee> as_tracee(pid_t pid) {
+    const std::string path = task_path(pid, "status");
+    const std::string status = read_file(path);
+    if (status_field(status, "TracerPid") != std::to_string(::getpid()))
+        return std::nullopt;
+    return Tracee{
+        .pid = pid, .inner_pid = innermost_pid_in(status, path), .state = state_in(status, path)};
+}
+
+/// Those that thread `tid` of it has made. Throws Error: io.
+void append_children(pid_t pid, pid_t tid, std::vector<pid_t>& children) {
+    const std::string path = task_path(pid, ("task/" + std::to_string(tid) + "/children").c_str());
+    const std::string list = read_file(path); // "12 34 "
+    for (std::size_t at = 0, end = 0; (end = list.find(' ', at)) != std::string::npos; at = end + 1)
+        children.push_back(parse<pid_t>(std::string_view(list).substr(at, end - at), path));
 }
 
 /// Show the names of the threads in a task's directory to `use` until it says true; whether it did.
@@ -139,9 +183,7 @@ std::string read_rest(int fd, const std::string& path) {
 
 std::uint32_t innermost_pid(pid_t pid) {
     const std::string path = task_path(pid, "status");
-    const std::string status = read_file(path);
-    const std::string_view ids = status_field(status, "NSpid");
-    return parse<std::uint32_t>(ids.substr(ids.rfind('\t') + 1), path);
+    return innermost_pid_in(read_file(path), path);
 }
 
 std::uint64_t start_time(pid_t pid) {
@@ -277,17 +319,16 @@ pid_t tracer_of(pid_t tid) {
     return parse<pid_t>(status_field(status, "TracerPid"), path);
 }
 
-std::vector<pid_t> traced_by_us() {
-    std::vector<pid_t> pids;
-    const pid_t self = ::getpid();
+std::vector<Tracee> tracees() {
+    std::vector<Tracee> found;
     const Directory dir = open_dir("/proc");
     while (const dirent* entry = ::readdir(dir.get())) {
         const pid_t pid = entry_number(entry);
-        if (pid == 0)
+        if (pid == 0 || !may_be_waited_for(pid))
             continue;
         try {
-            if (tracer_of(pid) == self)
-                pids.push_back(pid);
+            if (const auto tracee = as_tracee(pid))
+                found.push_back(*tracee);
         } catch (const Error& e) {
             const int why = e.error_number();
             if (why != 0 && why != ENOENT && why != ESRCH)
@@ -295,16 +336,44 @@ std::vector<pid_t> traced_by_us() {
             continue;  // it has ended meanwhile, so it is not one we trace
         }
     }
+    return found;
+}
+
+std::vector<Tracee> tracees_below(pid_t root) {
+    std::vector<Tracee> found;
+    std::size_t looked_at = 0;
+    try {
+        if (as_tracee(parent(root))) // so it is not the root
+            return tracees();
+        for (std::vector<pid_t> next{root}; !next.empty();) {
+            const pid_t pid = next.back();
+            next.pop_back();
+            const auto tracee = as_tracee(pid);
+            if (!tracee)
+                continue;
+            found.push_back(*tracee);
+            const std::vector<pid_t> tids = threads(pid);
+            looked_at += tids.size();
+            if (looked_at > kFewThreads)
+                return tracees();
+            for (const pid_t tid : tids)
+                append_children(pid, tid, next);
+        }
+        return found;
+    } catch (const Error&) { // as of a kernel that lists no children
+        return tracees();
+    }
+}
+
+std::vector<pid_t> traced_by_us() {
+    std::vector<pid_t> pids;
+    std::ranges::transform(tracees(), std::back_inserter(pids), &Tracee::pid);
     return pids;
 }
 
 char state(pid_t tid) {
     const std::string path = task_path(tid, "status");
-    const std::string status = read_file(path);
-    const std::string_view field = status_field(status, "State");
-    if (field.empty())
-        throw Error(Errc::io, path + " says nothing of a state");
-    return field.front();
+    return state_in(read_file(path), path);
 }
 
 bool has_signal(pid_t tid) {

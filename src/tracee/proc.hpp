@@ -60,7 +60,22 @@ void kill_task(pid_t pid, std::uint64_t start_time) noexcept;
 /// The process that traces thread `tid`; 0: none. Throws Error: io.
 pid_t tracer_of(pid_t tid);
 
-/// Every task that this process traces: thread-group leaders only.
+/// A task that this process traces, as its status has it.
+struct Tracee {
+    pid_t pid = 0;
+    std::uint32_t inner_pid = 0; ///< innermost_pid()
+    char state = 0;              ///< state()
+};
+
+/// Every task that this process traces: thread-group leaders only. Of all others on the machine no file
+/// is read. Throws Error: io.
+std::vector<Tracee> tracees();
+
+/// The same, sooner where the tree below `root` has few threads and all of it stands still: then no other task of the
+/// machine is looked at, and one that has lost its parent meanwhile is not found. Throws Error: io.
+std::vector<Tracee> tracees_below(pid_t root);
+
+/// The pids of tracees().
 std::vector<pid_t> traced_by_us();
 
 /// Field State of the status of thread `tid`: 'R', 'S', 'D', 'T', 't', 'Z', 'X'. Throws Error: io.

@@ -98,7 +98,7 @@ void memory_that_a_ring_has_pinned_is_left() {
     dump.prepare();
     dump.add(task.pid(), {});
     CHECK(!dump.take([] { CHECK(false && "nothing is stored"); },
-                     [](ManifestTask, pid_t) { CHECK(false && "nothing is noted"); }));
+                     [](const CpuMemoryDump::Noted&) { CHECK(false && "nothing is noted"); }));
     CHECK(statistics.cpu_memory.at(0).left_because == task.why());
     CHECK(statistics.cpu_memory.at(0).bytes == 0);
     dump.finish(true);

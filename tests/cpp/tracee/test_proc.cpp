@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "child.hpp"
+#include "own_reads.hpp"
 
 #include "core/error.hpp"
 #include "tracee/proc.hpp"
@@ -13,10 +15,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <csignal>
 #include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
@@ -136,9 +141,82 @@ void who_may_do_less_has_other_rights() {
     CHECK_THROWS(Errc::io, proc::rights(-1));
 }
 
+void trace(pid_t pid) {
+    CHECK(::ptrace(PTRACE_SEIZE, pid, nullptr, nullptr) == 0);
+    CHECK(::ptrace(PTRACE_INTERRUPT, pid, nullptr, nullptr) == 0);
+    CHECK(::waitpid(pid, nullptr, __WALL) == pid);
+}
+
+std::vector<pid_t> pids_of(const std::vector<proc::Tracee>& tracees) {
+    std::vector<pid_t> pids;
+    std::ranges::transform(tracees, std::back_inserter(pids), &proc::Tracee::pid);
+    std::ranges::sort(pids);
+    return pids;
+}
+
+// A machine may have thousands.
+void of_tasks_that_are_not_ours_no_file_is_read() {
+    constexpr std::uint64_t kCrowd = 200;
+    const Child crowd([] {
+        for (std::uint64_t i = 0; i < kCrowd; ++i)
+            if (fork_child() == 0)
+                for (;;)
+                    ::pause();
+    });
+    const Child task;
+    trace(task.pid());
+    const std::uint64_t before = own_reads("syscr");
+    const std::vector<proc::Tracee> found = proc::tracees();
+    const std::uint64_t reads = own_reads("syscr") - before;
+    CHECK(reads < kCrowd / 4);
+    CHECK(found.size() == 1 && found[0].pid == task.pid() && found[0].state == 't');
+    CHECK(found[0].inner_pid == proc::innermost_pid(task.pid()));
+    CHECK(proc::traced_by_us() == std::vector{task.pid()});
+}
+
+/// Has so many children, and tells their pids.
+void with_children(int count, int out) {
+    for (int i = 0; i < count; ++i) {
+        const pid_t child = fork_child();
+        if (child == 0)
+            for (;;)
+                ::pause();
+        CHECK(::write(out, &child, sizeof child) == sizeof child);
+    }
+}
+
+void a_tree_is_found_by_its_root_or_any_other_task() {
+    for (const int count : {0, 2, 20}) {
+        int ends[2];
+        CHECK(::pipe(ends) == 0);
+        const Child root([&] { with_children(count, ends[1]); });
+        const Child other; // of another tree
+        std::vector<pid_t> tree{root.pid()};
+        trace(root.pid());
+        for (int i = 0; i < count; ++i) {
+            pid_t child = 0;
+            CHECK(::read(ends[0], &child, sizeof child) == sizeof child);
+            trace(child);
+            tree.push_back(child);
+        }
+        std::ranges::sort(tree);
+        for (const pid_t pid : tree)
+            CHECK(pids_of(proc::tracees_below(pid)) == tree);
+        CHECK(pids_of(proc::tracees()) == tree);
+        CHECK(proc::tracees_below(other.pid()).empty());
+        for (const pid_t pid : tree) // dead, each is there until its tracer has waited for it
+            if (pid != root.pid())
+                CHECK(::kill(pid, SIGKILL) == 0 && ::waitpid(pid, nullptr, __WALL) == pid);
+        ::close(ends[0]);
+        ::close(ends[1]);
+    }
+}
+
 } // namespace
 
 int main() {
+    of_tasks_that_are_not_ours_no_file_is_read();
+    a_tree_is_found_by_its_root_or_any_other_task();
     who_may_do_less_has_other_rights();
     who_cannot_look_takes_nobody_for_dead();
     a_process_lives_on_in_any_of_its_threads();
