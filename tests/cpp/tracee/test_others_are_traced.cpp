@@ -106,9 +106,12 @@ void without_a_thread_for_it_nobody_can_tell() {
     if (::geteuid() == 0)
         become(kUser); // no limit applies to root
     const Child target(start_thread);
-    const rlimit none{.rlim_cur = 0, .rlim_max = 0};
+    rlimit before{};
+    CHECK(::getrlimit(RLIMIT_NPROC, &before) == 0);
+    const rlimit none{.rlim_cur = 0, .rlim_max = before.rlim_max};
     CHECK(::setrlimit(RLIMIT_NPROC, &none) == 0);
     CHECK_THROWS(Errc::io, others_are_traced(target.pid(), target.pid()));
+    CHECK(::setrlimit(RLIMIT_NPROC, &before) == 0); // a sanitizer needs a process at the end
 }
 
 } // namespace
