@@ -225,6 +225,28 @@ def let_all_go(coupled: Coupled, store: Store, all_councils: list[Council], numb
             each.result()
 
 
+@pytest.mark.parametrize("seen", ["late", "in time"])
+@pytest.mark.parametrize("new_store", ["local"], indirect=True)
+def test_of_an_abort_and_a_round_one_is_before_the_other(
+    new_store: Callable[[], Store], monkeypatch: pytest.MonkeyPatch, seen: str
+) -> None:
+    """Else one rank would take its connections down after the others have learnt that nobody does.
+    What they do about it once all have stopped is agreed on afterwards."""
+    store = new_store()
+    number = epochs.begin(store, KEYS, Plan(world=1, leave_running=True))
+    (council,) = councils(new_store, 1, number)
+    phase, before = epochs.phase, [epochs.phase(store, KEYS, number)]
+    epochs.abort(store, KEYS, number, "no")
+    if seen == "late":  # by the keeper, just before it says that its program has stopped
+        monkeypatch.setattr(
+            epochs, "phase", lambda *words: before.pop() if before else phase(*words)
+        )
+    with pytest.raises(JobError, match=f"epoch {number} is aborted already"):
+        council.largest("stopped", 0, lambda: None)
+    assert council.all_have_stopped() is False
+    assert council.largest("down", 3, lambda: None) == 3
+
+
 @pytest.mark.parametrize("new_store", ["local"], indirect=True)
 def test_all_ranks_stop_in_the_same_call(new_store: Callable[[], Store], tmp_path: Path) -> None:
     """Whoever is asked first, and however much later the others are."""

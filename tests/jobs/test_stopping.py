@@ -203,6 +203,18 @@ def test_tasks_that_were_started_otherwise_are_left_alone(
     assert task.poll() is None
 
 
+def test_tasks_are_left_alone_when_the_store_has_lost_their_life(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    context.life = 5
+    context.note(pid=task.pid)
+    _, rank = recovering(context)
+    with closing(rank), pytest.raises(JobError, match="it has lost what it held"):
+        rank.begin(new=True, can_start=True)
+    assert task.poll() is None
+
+
 def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa: F811
     """A keeper whose rank has died while it had none does not start it again beside the others."""
     _, rank = recovering(context)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
@@ -214,6 +215,43 @@ def test_a_damaged_note_of_the_end_is_an_error(tmp_path: Path) -> None:
             list(store.checkpoints(JOB))
 
 
+def settings_with(grace_s: float, reserve_s: float) -> making.Settings:
+    return making.Settings(
+        command=("/bin/sleep", "616"),
+        identity=JOB,
+        criu=newest_criu(),
+        grace_s=grace_s,
+        reserve_s=reserve_s,
+        keep_last=2,
+        rate=None,
+        checkpointed_status=75,
+        afresh=True,
+        network_lock="nftables",
+    )
+
+
+def test_one_in_between_has_half_of_the_time_once_the_job_is_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other half is for the one upon the signal."""
+    asked: list[float] = []
+    limits: list[Limits] = []
+
+    def dump(*words: Any, **_: Any) -> None:
+        limits.append(words[3]())
+        asked.append(100.0)
+        limits.append(words[3]())
+        raise CheckpointError("broken off")
+
+    monkeypatch.setattr(making, "dump", dump)
+    monkeypatch.setattr(making, "strays", lambda _: [])
+    with JobStore(tmp_path) as store:
+        made = making.Making(settings_with(grace_s=12, reserve_s=6), store, (1, 2), lambda _: None)
+        with pytest.raises(CheckpointError, match="broken off"):
+            made.periodic(os.getpid(), lambda: asked[0] if asked else None)
+    assert limits == [Limits(stop=math.inf, kill=math.inf), Limits(stop=103.0, kill=104.5)]
+
+
 def test_a_supervisor_that_fails_tells_the_job_to_end_and_still_names_it(tmp_path: Path) -> None:
     said: list[str] = []
 
@@ -221,18 +259,7 @@ def test_a_supervisor_that_fails_tells_the_job_to_end_and_still_names_it(tmp_pat
         said.append(text)
         raise RuntimeError("a bug")
 
-    settings = making.Settings(
-        command=("/bin/sleep", "616"),
-        identity=JOB,
-        criu=newest_criu(),
-        grace_s=30,
-        reserve_s=5,
-        keep_last=2,
-        rate=None,
-        checkpointed_status=75,
-        afresh=True,
-        network_lock="nftables",
-    )
+    settings = settings_with(grace_s=30, reserve_s=5)
     with Signals() as signals, JobStore(tmp_path) as store:
         outlets = (Outlet(1), Outlet(2))
         with pytest.raises(RuntimeError, match="a bug"):

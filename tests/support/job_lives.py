@@ -291,15 +291,16 @@ class Player:
         host.held = 0
         return True
 
+    def guard_of(self, host: Host) -> PlayedGuard:
+        """A new one, which has not begun."""
+        store = cast("Any", PlayedStore(self.tree, host, self.random))
+        place = (store, KEYS, host.rank, WORLD, TERMS, host.where)
+        return PlayedGuard(*place, ttl_s=TTL_S, told=lambda _: None)
+
     def _start(self, host: Host) -> bool:
         if host.keeper is not None or host.is_off or self.tick < host.rests_until:
             return False
-        store = PlayedStore(self.tree, host, self.random)
-        guard = PlayedGuard(
-            *(cast("Any", store), KEYS, host.rank, WORLD, TERMS, host.where),
-            ttl_s=TTL_S,
-            told=lambda _: None,
-        )
+        guard = self.guard_of(host)
         keeper = Recovering(self._context(host), guard, None, lambda _: None)
         host.keeper, host.guard = keeper, guard
         has_command = self.random.random() < 0.7
