@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import signal
@@ -228,28 +227,6 @@ def settings_with(grace_s: float, reserve_s: float) -> making.Settings:
         afresh=True,
         network_lock="nftables",
     )
-
-
-def test_one_in_between_has_half_of_the_time_once_the_job_is_told_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other half is for the one upon the signal."""
-    asked: list[float] = []
-    limits: list[Limits] = []
-
-    def dump(*words: Any, **_: Any) -> None:
-        limits.append(words[3]())
-        asked.append(100.0)
-        limits.append(words[3]())
-        raise CheckpointError("broken off")
-
-    monkeypatch.setattr(making, "dump", dump)
-    monkeypatch.setattr(making, "strays", lambda _: [])
-    with JobStore(tmp_path) as store:
-        made = making.Making(settings_with(grace_s=12, reserve_s=6), store, (1, 2), lambda _: None)
-        with pytest.raises(CheckpointError, match="broken off"):
-            made.periodic(os.getpid(), lambda: asked[0] if asked else None)
-    assert limits == [Limits(stop=math.inf, kill=math.inf), Limits(stop=103.0, kill=104.5)]
 
 
 def test_a_supervisor_that_fails_tells_the_job_to_end_and_still_names_it(tmp_path: Path) -> None:
