@@ -205,6 +205,22 @@ def test_a_rank_has_one_keeper(keepers: Keepers) -> None:
     keepers.wait(lambda: first.life.run == second.life.run)
 
 
+def test_of_two_keepers_that_come_at_once_one_has_the_seat(
+    keepers: Keepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant = keepers.store.grant
+
+    def meanwhile(ttl_s: int) -> int:
+        keepers.start(1, replace(HERE, run="/run/b"))
+        return grant(ttl_s)
+
+    monkeypatch.setattr(keepers.store, "grant", meanwhile)
+    words = keepers.store, keepers.keys, 1, 2, TERMS, HERE
+    late = Guard(*words, ttl_s=TTL_S, told=keepers.said.append)
+    with closing(late), pytest.raises(JobError, match="rank 1 has got another keeper just now"):
+        late.begin(new=True)
+
+
 def test_all_keepers_are_told_the_same(keepers: Keepers) -> None:
     keepers.start(0)
     with pytest.raises(JobError, match="its ranks were started with"):

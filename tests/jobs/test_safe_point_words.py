@@ -243,6 +243,7 @@ def test_of_an_abort_and_a_round_one_is_before_the_other(
         )
     with pytest.raises(JobError, match=f"epoch {number} is aborted already"):
         council.largest("stopped", 0, lambda: None)
+    assert store.read(KEYS.round(number, "stopped")).entries == {}
     assert council.all_have_stopped() is False
     assert council.largest("down", 3, lambda: None) == 3
 

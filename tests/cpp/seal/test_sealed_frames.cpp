@@ -103,7 +103,8 @@ void a_large_chunk_is_not_held_once_more() {
         SealedOutput output(key, dir.fd(), options(frame));
         largest_allocation = 0;
         output.put(0, wanted);
-        CHECK(largest_allocation >= kMaxSealedFrame); // and no smaller: each call of the kernel counts
+        CHECK(largest_allocation >=
+              kMaxSealedFrame); // and no smaller: each call of the kernel counts
         CHECK(largest_allocation <= kMaxSealedFrame + kMaxSealedFrame / frame * kFrameOverhead);
         output.commit(wanted.size());
         const SealedReader sealed(dir.fd(), sealed_name(kFirstOther), key.key(), kFirstOther);
