@@ -162,6 +162,10 @@ void nothing_is_put_behind_the_end() {
             output.put(offset, sample::noise(size, 1));
             CHECK_THROWS(Errc::bad_argument, output.commit(offset + size - 1));
         }
+    const Directory dir;
+    SealedOutput output(key, dir.fd(), options(kMinSealedFrame, file_id));
+    CHECK_THROWS(Errc::bad_argument, output.put(~std::uint64_t{1}, sample::noise(4, 1)));
+    CHECK_THROWS(Errc::bad_argument, output.commit(2));
 }
 
 // Zeros, or nothing, in the place of bytes that somebody meant to put would be a wrong image.
