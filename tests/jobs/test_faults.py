@@ -12,9 +12,7 @@ from random import Random
 import pytest
 
 from campaigns import job_faults, recovery
-from campaigns.tally import Tally
 from soak import job_table
-from soak.__main__ import counted
 from support.criu_roots import criu_versions
 from support.ring import Network
 from support.ring_faults import CASES, GROUPS, Fault, Moment, planned
@@ -117,12 +115,3 @@ def test_the_report_has_what_was_counted(tmp_path: Path) -> None:
     page.write_text("no comments\n")
     with pytest.raises(ValueError, match="no place"):
         job_table.write(page, found)
-
-
-def test_a_campaign_that_has_tried_nothing_has_failed() -> None:
-    good, empty = Tally(Counter(trials=3)), Tally()
-    assert [tally.failures for _, tally in counted(iter([("a", good), ("b", empty)]))] == [
-        [],
-        ["no trial was made"],
-    ]
-    assert [tally.failures for _, tally in counted(iter([]))] == [["no part of it can be run here"]]
