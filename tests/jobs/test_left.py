@@ -28,7 +28,7 @@ from gpustasis.jobs.pace import Pace
 from gpustasis.jobs.rank import Context, cuda_processes, unlock_cuda
 from gpustasis.jobs.records import Keys, Plan, phase_text
 from gpustasis.jobs.seat import Seat
-from gpustasis.jobs.store import Put, Store
+from gpustasis.jobs.store import Put
 from jobs.test_keeper import Tasks
 from jobs.test_undoing import context, server, supervisor_of  # noqa: F401 - fixtures
 from support.job_ranks import wait_for
@@ -115,25 +115,6 @@ def test_a_prune_keeps_the_newest_and_what_is_evidence(context: Context) -> None
         kept.prune(store, KEYS, 0)
     places = (first, second, third, evidence)
     assert [place.is_dir() for place in places] == [False, True, True, True]
-
-
-def test_what_is_about_to_be_restored_is_not_pruned(
-    context: Context,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    first, _ = (whole(context) for _ in range(2))
-    read = kept.all_epochs
-
-    def meanwhile(store: Store, keys: Keys) -> list[epochs.Standing]:
-        found = read(store, keys)
-        epochs.begin(store, keys, Plan(world=1, leave_running=True, restores=1))
-        return found
-
-    monkeypatch.setattr(kept, "all_epochs", meanwhile)
-    with pytest.raises(JobError, match="an epoch has begun meanwhile; prune after it"):
-        kept.prune(context.store, KEYS, 1)
-    assert first.is_dir()
-    assert not epochs.standing(context.store, KEYS, 1).pruned
 
 
 def test_a_keeper_that_waits_for_a_restore_ends_when_it_is_asked_to(

@@ -139,13 +139,11 @@ def contexts(new_store: Callable[[], Store], tmp_path: Path) -> list[Context]:
     return found
 
 
-def put_whole(context: Context, world: int = 2, *, evidence: bool = False) -> int:
-    """A checkpoint, as far as its records are looked at. evidence: of a job that had failed."""
+def put_whole(context: Context, world: int = 2) -> int:
+    """A checkpoint, as far as its records are looked at."""
     store, keys = context.store, context.keys  # noqa: F811
     plan = Plan(world=world, leave_running=False)
     number = epochs.begin(store, keys, plan)
-    if evidence:
-        store.write([], [Put(keys.evidence(number), "1")])
     records = {rank: f"{rank}" for rank in range(world)}
     puts = [Put(keys.record(number, rank), text) for rank, text in records.items()]
     text = phase_text(plan, Phase.COMMITTED, digest_of(records))
@@ -172,17 +170,6 @@ def test_what_a_start_goes_on_from(contexts: list[Context]) -> None:
     put_whole(first, world=3)
     with pytest.raises(JobError, match="is a checkpoint of 3 ranks, and the job is started with 2"):
         preempting.to_restore(first)
-
-
-def test_what_was_kept_as_evidence_is_not_gone_on_from(contexts: list[Context]) -> None:
-    """It holds a job that hangs. So where --restarts is left out after that, and where the newest
-    one could not be verified."""
-    first, _ = contexts
-    one = put_whole(first)
-    put_whole(first, evidence=True)
-    assert preempting.to_restore(first) == one
-    two = put_whole(first)
-    assert preempting.older_than(first, two) == one
 
 
 def test_a_checkpoint_that_is_pruned_meanwhile_is_not_restored(contexts: list[Context]) -> None:

@@ -85,11 +85,11 @@ def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
 
 
 def next_older(store: Store, keys: Keys, found: Standing) -> Standing | None:
-    """The whole checkpoint of as many ranks before this one, but for evidence; None: there is none.
-    Raises JobError, StoreError."""
+    """The whole checkpoint of as many ranks before this one; None: there is none. Raises
+    JobError, StoreError."""
     for number in range(found.number - 1, 0, -1):
         older = epochs.standing(store, keys, number)
-        if older.is_whole and not older.is_evidence and older.plan.world == found.plan.world:
+        if older.is_whole and older.plan.world == found.plan.world:
             return older
     return None
 
@@ -144,14 +144,12 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     """
     if keep_last < 1:
         raise JobError("the newest whole checkpoint always stays: keep at least 1")
-    # Before the epochs: of one that begins after this, nothing below knows.
-    newest = store.read(keys.newest).entries.get(keys.newest)
     found = all_epochs(store, keys)
     last = found[-1]
     if not last.epoch.phase.is_final:
         raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
     whole = [one for one in found if one.is_whole and not one.is_evidence]
-    revision = newest.revision if newest else 0
+    newest = store.read(keys.newest).entries[keys.newest]
     done = []
     problems: list[str] = []  # the others go all the same
     for one in found:
@@ -161,7 +159,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
             if one not in whole[:-keep_last]:
                 continue
             # Nobody has begun to restore it, and nobody will.
-            requires = [Require(keys.newest, revision), Require(keys.pruned(one.number), 0)]
+            requires = [Require(keys.newest, newest.revision), Require(keys.pruned(one.number), 0)]
             if not store.write(requires, [Put(keys.pruned(one.number), "1")]).applied:
                 raise JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
         removed = []
