@@ -225,6 +225,46 @@ def let_all_go(coupled: Coupled, store: Store, all_councils: list[Council], numb
             each.result()
 
 
+@pytest.mark.parametrize("new_store", ["local"], indirect=True)
+def test_no_program_is_asked_before_all_ranks_are_here(
+    new_store: Callable[[], Store], tmp_path: Path
+) -> None:
+    store, seat = new_store(), seat_in(tmp_path)
+    seat._write(job.PID, 1)  # it calls safe_point()
+    number = epochs.begin(store, KEYS, Plan(world=2, leave_running=True))
+    late = time.monotonic() + 0.5
+
+    def require() -> None:
+        if time.monotonic() > late:
+            raise JobError("the other rank has said no")
+
+    with pytest.raises(JobError, match="has said no"):
+        stop_all(seat, councils(new_store, 2, number)[1], "rank 1", 60, require)
+    assert not seat.is_asked()
+
+
+@pytest.mark.parametrize("new_store", ["local"], indirect=True)
+def test_a_program_that_has_stopped_waits_until_it_is_decided(
+    new_store: Callable[[], Store], tmp_path: Path
+) -> None:
+    """Others may have heard that it has: then all take their connections down, or none."""
+    store, seat = new_store(), seat_in(tmp_path)
+    number = epochs.begin(store, KEYS, Plan(world=1, leave_running=True))
+    (council,) = councils(new_store, 1, number)
+    asked, _ = seat.ask()
+    council.largest("stopped", 0, lambda: None)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(let_go, seat, council, 60, lambda: True)
+        time.sleep(0.5)
+        assert seat.is_asked()
+        epochs.abort(store, KEYS, number, "no")
+        wait_for(lambda: seat._words()[job.DOWN] == asked, "the word to take them down")
+        assert seat.is_asked()
+        seat._write(job.STANDS, asked)  # as the program does then
+        done.result(60)
+    assert not seat.is_asked()
+
+
 @pytest.mark.parametrize("seen", ["late", "in time"])
 @pytest.mark.parametrize("new_store", ["local"], indirect=True)
 def test_of_an_abort_and_a_round_one_is_before_the_other(
