@@ -102,6 +102,21 @@ def test_a_prune_that_was_broken_off_is_done_by_the_next_one(
     assert third.is_dir()
 
 
+def test_a_prune_keeps_the_newest_and_what_is_evidence(context: Context) -> None:  # noqa: F811
+    first, second, third, evidence = (whole(context) for _ in range(4))
+    store = context.store
+    store.write([], [Put(KEYS.evidence(4), "1")])  # it counts for none of those that stay
+    assert [one.epoch for one in kept.prune(store, KEYS, 2)] == [1]
+    under_way = epochs.begin(store, KEYS, Plan(world=1, leave_running=True))
+    with pytest.raises(JobError, match="epoch 5 is not decided; prune after it"):
+        kept.prune(store, KEYS, 1)
+    epochs.abort(store, KEYS, under_way, "no")
+    with pytest.raises(JobError, match="keep at least 1"):
+        kept.prune(store, KEYS, 0)
+    places = (first, second, third, evidence)
+    assert [place.is_dir() for place in places] == [False, True, True, True]
+
+
 def test_a_keeper_that_waits_for_a_restore_ends_when_it_is_asked_to(
     context: Context,  # noqa: F811
 ) -> None:

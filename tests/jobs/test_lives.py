@@ -19,7 +19,7 @@ from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, leading
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lead import digest_of
-from gpustasis.jobs.leading import Leading, Ranks
+from gpustasis.jobs.leading import Ranks
 from gpustasis.jobs.lives import (
     Failure,
     Life,
@@ -44,6 +44,7 @@ from support.changed_text import read_or_refused
 
 HERE = Where(host="a", boot="1", machine="m", run="/run/a")
 TERMS = Terms(restarts=2)
+EVIDENCE = Terms(restarts=2, evidence=True)
 FAILURE = Failure(rank=1, reason="why", at=5.0)
 LIFE = Life(run="r", number=3, stage=Stage.RUNS, world=2, terms=TERMS, failure=FAILURE)
 RECOVERY = Recovery(
@@ -102,6 +103,8 @@ def test_a_restore_that_was_aborted_is_a_life_of_its_own() -> None:
     after = life.not_restored(FAILURE)
     assert (after.stage, after.number, after.begun) == (Stage.STOPS, life.number + 1, 2)
     assert after.restoring(epoch=10, checkpoint=1).not_restored(FAILURE).stage is Stage.FAILED
+    watched = replace(life, terms=EVIDENCE)
+    assert watched.not_restored(FAILURE).stage is Stage.STOPS  # nothing is there to look at
 
 
 @pytest.mark.parametrize(
@@ -200,6 +203,22 @@ def test_a_rank_has_one_keeper(keepers: Keepers) -> None:
     second = keepers.start(1)  # it holds the rank's lock on that host: the first one has died
     assert second.has_seat()
     keepers.wait(lambda: first.life.run == second.life.run)
+
+
+def test_of_two_keepers_that_come_at_once_one_has_the_seat(
+    keepers: Keepers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant = keepers.store.grant
+
+    def meanwhile(ttl_s: int) -> int:
+        keepers.start(1, replace(HERE, run="/run/b"))
+        return grant(ttl_s)
+
+    monkeypatch.setattr(keepers.store, "grant", meanwhile)
+    words = keepers.store, keepers.keys, 1, 2, TERMS, HERE
+    late = Guard(*words, ttl_s=TTL_S, told=keepers.said.append)
+    with closing(late), pytest.raises(JobError, match="rank 1 has got another keeper just now"):
+        late.begin(new=True)
 
 
 def test_all_keepers_are_told_the_same(keepers: Keepers) -> None:
@@ -361,24 +380,3 @@ def test_a_place_is_known_by_what_is_noted_there(tmp_path: Path) -> None:
     assert not first.is_mine(where(places[1]))
     (places[0] / "place").unlink()  # and with it, what the tasks are
     assert not first.is_mine(where(places[0]))
-
-
-def test_a_store_that_was_away_has_not_lost_a_rank(keepers: Keepers) -> None:
-    """A lease that has ended while nobody could keep it says nothing of its rank."""
-    lead = Leading(keepers.store, keepers.keys, 10, keepers.said.append)
-    keepers.start(1).say(1, Way.HERE)
-    life = keepers.life()
-    keepers.open.close()
-    lead.turn(life)
-    lead._missing = {rank: since - 4 for rank, since in lead._missing.items()}
-    lead.forget()
-    lead._looked = -1e9
-    lead.turn(life)
-    lead._missing = {rank: since - 4 for rank, since in lead._missing.items()}
-    lead._looked = -1e9
-    lead.turn(life)
-    assert keepers.life().stage is Stage.RUNS
-    lead._missing = {rank: since - 2 for rank, since in lead._missing.items()}
-    lead._looked = -1e9
-    lead.turn(life)
-    assert keepers.life().stage is Stage.STOPS

@@ -23,7 +23,7 @@ from gpustasis.jobs.supervise import Supervisor
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.criu_roots import newest_criu
 from support.json_output import check_document
-from support.ring import WORLD, Ring
+from support.ring import WORLD, Ring, reap
 
 CHECKPOINTED = 75
 WORDS = ("--checkpoint-on-sigterm", "--checkpointed-status", CHECKPOINTED, "--restore-newest")
@@ -92,10 +92,19 @@ def test_checkpoints_in_between_and_just_in_time(
     ring.wait_for_progress()
     for rank in range(WORLD):  # as if the host had failed
         ring.signal(rank, signal.SIGKILL)
+    assert ring.ends() == [-signal.SIGKILL] * WORLD
     for pid in ring.pids():
         os.kill(pid, signal.SIGKILL)
-    ring.wait(lambda: not ring.pids())
-    assert ring.ends() == [-signal.SIGKILL] * WORLD
+        reap(pid)
+    said = [len(ring.log_whole(rank)) for rank in range(WORLD)]
+    start(ring)
+    ring.wait_for_progress()
+    shown = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+    # What was under way when the keepers were killed is aborted, or was whole.
+    newest = max(one["epoch"] for one in shown if one["whole"])
+    assert newest >= made + 2
+    for rank in range(WORLD):
+        assert f"goes on from epoch {newest}" in ring.log_whole(rank)[said[rank] :]
 
 
 def dumps(ring: Ring) -> list[str]:  # noqa: F811
@@ -161,6 +170,16 @@ def test_what_a_start_goes_on_from(contexts: list[Context]) -> None:
     put_whole(first, world=3)
     with pytest.raises(JobError, match="is a checkpoint of 3 ranks, and the job is started with 2"):
         preempting.to_restore(first)
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_not_restored(contexts: list[Context]) -> None:
+    first, _ = contexts
+    one = put_whole(first)
+    plan = Plan(world=2, leave_running=True, restores=one)
+    first.store.write([], [Put(first.keys.pruned(one), "1")])
+    with pytest.raises(JobError, match="somebody else has just begun"):
+        epochs.begin(first.store, first.keys, plan)
+    assert preempting.to_restore(first) == 0
 
 
 def test_rank_0_begins_the_restore_when_all_ranks_wait(contexts: list[Context]) -> None:

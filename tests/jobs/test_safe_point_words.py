@@ -226,6 +226,69 @@ def let_all_go(coupled: Coupled, store: Store, all_councils: list[Council], numb
 
 
 @pytest.mark.parametrize("new_store", ["local"], indirect=True)
+def test_no_program_is_asked_before_all_ranks_are_here(
+    new_store: Callable[[], Store], tmp_path: Path
+) -> None:
+    store, seat = new_store(), seat_in(tmp_path)
+    seat._write(job.PID, 1)  # it calls safe_point()
+    number = epochs.begin(store, KEYS, Plan(world=2, leave_running=True))
+    late = time.monotonic() + 0.5
+
+    def require() -> None:
+        if time.monotonic() > late:
+            raise JobError("the other rank has said no")
+
+    with pytest.raises(JobError, match="has said no"):
+        stop_all(seat, councils(new_store, 2, number)[1], "rank 1", 60, require)
+    assert not seat.is_asked()
+
+
+@pytest.mark.parametrize("new_store", ["local"], indirect=True)
+def test_a_program_that_has_stopped_waits_until_it_is_decided(
+    new_store: Callable[[], Store], tmp_path: Path
+) -> None:
+    """Others may have heard that it has: then all take their connections down, or none."""
+    store, seat = new_store(), seat_in(tmp_path)
+    number = epochs.begin(store, KEYS, Plan(world=1, leave_running=True))
+    (council,) = councils(new_store, 1, number)
+    asked, _ = seat.ask()
+    council.largest("stopped", 0, lambda: None)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(let_go, seat, council, 60, lambda: True)
+        time.sleep(0.5)
+        assert seat.is_asked()
+        epochs.abort(store, KEYS, number, "no")
+        wait_for(lambda: seat._words()[job.DOWN] == asked, "the word to take them down")
+        assert seat.is_asked()
+        seat._write(job.STANDS, asked)  # as the program does then
+        done.result(60)
+    assert not seat.is_asked()
+
+
+@pytest.mark.parametrize("seen", ["late", "in time"])
+@pytest.mark.parametrize("new_store", ["local"], indirect=True)
+def test_of_an_abort_and_a_round_one_is_before_the_other(
+    new_store: Callable[[], Store], monkeypatch: pytest.MonkeyPatch, seen: str
+) -> None:
+    """Else one rank would take its connections down after the others have learnt that nobody does.
+    What they do about it once all have stopped is agreed on afterwards."""
+    store = new_store()
+    number = epochs.begin(store, KEYS, Plan(world=1, leave_running=True))
+    (council,) = councils(new_store, 1, number)
+    phase, before = epochs.phase, [epochs.phase(store, KEYS, number)]
+    epochs.abort(store, KEYS, number, "no")
+    if seen == "late":  # by the keeper, just before it says that its program has stopped
+        monkeypatch.setattr(
+            epochs, "phase", lambda *words: before.pop() if before else phase(*words)
+        )
+    with pytest.raises(JobError, match=f"epoch {number} is aborted already"):
+        council.largest("stopped", 0, lambda: None)
+    assert store.read(KEYS.round(number, "stopped")).entries == {}
+    assert council.all_have_stopped() is False
+    assert council.largest("down", 3, lambda: None) == 3
+
+
+@pytest.mark.parametrize("new_store", ["local"], indirect=True)
 def test_all_ranks_stop_in_the_same_call(new_store: Callable[[], Store], tmp_path: Path) -> None:
     """Whoever is asked first, and however much later the others are."""
     world, store = 4, new_store()

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.errors import VerificationError
+from gpustasis.errors import JobError, VerificationError
+from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Epoch, Phase
-from gpustasis.jobs.rank import Context
+from gpustasis.jobs.rank import Context, Options
+from gpustasis.jobs.records import Plan
 from gpustasis.jobs.supervise import Ended
+from gpustasis.jobs.work import Order
+from gpustasis.verifying import Check
 from jobs.test_ranks import assert_ended, network, ring, store  # noqa: F401 - fixtures
 from jobs.test_undoing import context, server, supervisor_of  # noqa: F401 - fixtures
 from support.json_output import check_document
@@ -135,3 +139,19 @@ def test_a_keeper_whose_restored_tasks_have_ended_at_once_ends_as_well(
 
     monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
     assert supervisor.run(restoring=True) == Ended(epoch=0, status=None)
+
+
+def test_tasks_that_have_ended_are_not_back_whatever_the_command_says(
+    context: Context,  # noqa: F811
+) -> None:
+    store, keys = context.store, context.keys  # noqa: F811
+    plan = Plan(world=1, leave_running=True)
+    checkpoint = epochs.begin(store, keys, plan)
+    epochs.abort(store, keys, checkpoint, "what became of it does not matter here")
+    check = Check(words=("true",), seconds=60)
+    context.options = Options(criu=context.options.criu, check=check)
+    order = Order(checkpoint + 1, leave_running=True, restores=checkpoint)
+    with pytest.raises(JobError, match="rank 0 is not back: its tasks have ended"):
+        verified.verify(context, order, "images")
+    assert "its tasks have ended" in verified.verdict(store, keys, order.number, 0)
+    assert "its tasks have ended" in verified.unverified(store, keys, [checkpoint])[checkpoint]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.containerd_node import JOB_IMAGE
 from support.gpu_pod import GpuPod
 from support.json_output import check_document
 from support.kubernetes_node import PROGRAMS, KubernetesNode
@@ -18,34 +19,48 @@ CHECKPOINTCTL = f"{PROGRAMS}/checkpointctl"
 
 
 @pytest.fixture(scope="module")
-def archive(cluster: KubernetesNode) -> Path:
+def made(cluster: KubernetesNode) -> tuple[Path, str]:
+    """An archive, and the id of the container that it is of."""
     pod = cluster.job("archived", "--mib", "8")
-    made = cluster.checkpoint(pod)
+    container, made = pod.container_id(), cluster.checkpoint(pod)
     pod.run_on()
     pod.delete()
-    return made
+    return made, container
 
 
-def test_our_commands_read_it(cluster: KubernetesNode, archive: Path) -> None:
+@pytest.fixture(scope="module")
+def archive(made: tuple[Path, str]) -> Path:
+    return made[0]
+
+
+@pytest.fixture(scope="module")
+def container(made: tuple[Path, str]) -> str:
+    return made[1]
+
+
+def test_our_commands_read_it(cluster: KubernetesNode, archive: Path, container: str) -> None:
     root = cluster.root
     assert "1 image whole" in root.run("gpustasis", "verify", archive).stdout
     assert "8 chunks" in root.run("gpustasis", "inspect", archive).stdout
-    listed = root.run("gpustasis", "kubelet", "list").stdout
-    assert cluster.runtime.name in listed and "job" in listed
+    listed = root.run("gpustasis", "kubelet", "list").stdout.splitlines()
+    (line,) = [line for line in listed if container[:12] in line]
+    assert line.split()[0] == "job" and f"  {cluster.runtime.name}  " in line, listed
     root.run("gpustasis", "flatten", archive, "-o", "/tmp/flat")
     assert "1 image whole" in root.run("gpustasis", "verify", "/tmp/flat").stdout
     same = root.run("gpustasis", "diff", archive, "/tmp/flat").stdout
     assert "total" in same and "100 %" in same and "only in B" in same, same
 
 
-def test_checkpointctl_reads_it(cluster: KubernetesNode, archive: Path) -> None:
+def test_checkpointctl_reads_it(cluster: KubernetesNode, archive: Path, container: str) -> None:
+    """The name of the archive has "job" in it, so that says nothing."""
     root = cluster.root
-    shown = root.run(CHECKPOINTCTL, "show", archive).stdout
-    assert "job" in shown and cluster.runtime.name in shown
-    assert "job" in root.run(CHECKPOINTCTL, "inspect", archive).stdout
+    for command in ("show", "inspect"):
+        shown = root.run(CHECKPOINTCTL, command, archive).stdout
+        for what in (container[:12], JOB_IMAGE, cluster.runtime.name):
+            assert what in shown, shown
     lines = root.run(CHECKPOINTCTL, "list").stdout.splitlines()
     (line,) = [line for line in lines if archive.name in line]
-    assert "job" in line, lines
+    assert line.split()[:3] == ["default", "archived", "job"], lines
 
 
 def test_checkpointctl_finds_our_plugin(cluster: KubernetesNode, archive: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from support.containerd_node import REGISTRY, wait_for
 from support.crio_node import CrioNode
+from support.doctor import findings, problems
 from support.engine_root import EngineRoot
 from support.gpu_pod import GpuPod
 from support.kubernetes_node import KubernetesNode
@@ -207,10 +208,10 @@ def difference(before: list[str], after: list[str]) -> str:
 
 def whole(cluster: KubernetesNode, job: GpuPod) -> None:
     """It can be checkpointed, by what is on the node, which doctor is content with."""
-    found = json.loads(cluster.root.run("gpustasis", "doctor", "--json", check=False).stdout)
-    texts = {one["name"]: one for one in found["findings"]}
-    assert texts["installation"]["text"].startswith("complete"), texts
-    assert texts["OCI hook"]["status"] == "ok", texts
+    found = findings(cluster)
+    assert found["installation"][0]["text"].startswith("complete"), found
+    assert found["OCI hook"][0]["status"] == "ok", found
+    assert problems(found) == {}
     archive = cluster.checkpoint(job)
     assert "1 image whole" in cluster.root.run("gpustasis", "verify", archive).stdout
     job.run_on()

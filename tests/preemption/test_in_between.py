@@ -41,11 +41,14 @@ def test_a_job_that_is_killed_goes_on_from_the_last_one_in_between(
 ) -> None:
     words = ("--interval", "1s", "--keep-last", 2, "--max-chain", 2, PAIR, 100_000, 100, 0.02)
     run = supervise(*words)
-    run.wait_for("jit-000003 as well, and runs on")
+    run.wait_for("jit-000006 as well, and runs on")
     kill_job(run)
     assert is_in_order(run.wrote(), 100_000)
     store = tmp_path / "store"
-    assert (store / "jit-000002/gpustasis-parent").exists()  # each on top of the one before
+    # Each on top of the one before, but for the first of three; older ones are gone by then.
+    assert (store / "jit-000005/gpustasis-parent").exists()
+    assert not (store / "jit-000004/gpustasis-parent").exists()
+    assert names(store)[0] == "jit-000004"
     newest = names(store)[-1]
 
     second = supervise(*words)
@@ -84,6 +87,7 @@ def test_one_that_hangs_leaves_the_job_its_time_to_end(
     words = ("--criu", slow_criu(600, 0), "--grace", 12, "--reserve", 6, "--speed", "1T")
     run = supervise(*words, "--interval", "1s", PAIR, 5000, 8, 0.02)
     run.wait_for("jit-000001: it is due")
+    time.sleep(1)  # it has no limit yet, and that has been looked at
     begin = time.monotonic()
     run.tell_to_end()
     assert run.wait() == 40, run.said()  # its memory and its connection are as they were

@@ -214,6 +214,21 @@ def test_a_damaged_note_of_the_end_is_an_error(tmp_path: Path) -> None:
             list(store.checkpoints(JOB))
 
 
+def settings_with(grace_s: float, reserve_s: float) -> making.Settings:
+    return making.Settings(
+        command=("/bin/sleep", "616"),
+        identity=JOB,
+        criu=newest_criu(),
+        grace_s=grace_s,
+        reserve_s=reserve_s,
+        keep_last=2,
+        rate=None,
+        checkpointed_status=75,
+        afresh=True,
+        network_lock="nftables",
+    )
+
+
 def test_a_supervisor_that_fails_tells_the_job_to_end_and_still_names_it(tmp_path: Path) -> None:
     said: list[str] = []
 
@@ -221,18 +236,7 @@ def test_a_supervisor_that_fails_tells_the_job_to_end_and_still_names_it(tmp_pat
         said.append(text)
         raise RuntimeError("a bug")
 
-    settings = making.Settings(
-        command=("/bin/sleep", "616"),
-        identity=JOB,
-        criu=newest_criu(),
-        grace_s=30,
-        reserve_s=5,
-        keep_last=2,
-        rate=None,
-        checkpointed_status=75,
-        afresh=True,
-        network_lock="nftables",
-    )
+    settings = settings_with(grace_s=30, reserve_s=5)
     with Signals() as signals, JobStore(tmp_path) as store:
         outlets = (Outlet(1), Outlet(2))
         with pytest.raises(RuntimeError, match="a bug"):

@@ -114,6 +114,9 @@ def test_the_next_older_one_is_tried_where_that_is_asked_for(
     checkpointed(second, soon(first.wrote()))
     store = tmp_path / "store"
     fails = program(tmp_path, "exit 1")
+    alone = supervise("--verify-after", fails, *job)  # nobody has asked for an older one
+    assert alone.wait() == VerificationError.exit_code
+    assert f"restored from {store}/jit-000001" not in alone.said()
     none = supervise("--older-if-unverified", "--verify-after", fails, *job)
     assert none.wait() == VerificationError.exit_code  # and it is not started afresh
     assert "starts afresh" not in none.said()

@@ -100,7 +100,7 @@ def parse_arguments() -> argparse.Namespace:
 def run_campaign(name: str, place: Bench) -> list[dict[str, Any]]:
     parts = []
     begin = time.monotonic()
-    for part, tally in guarded(CAMPAIGNS[name][1](place)):
+    for part, tally in counted(guarded(CAMPAIGNS[name][1](place))):
         seconds = time.monotonic() - begin
         parts.append(report.describe_part(part, tally, seconds))
         failed = len(tally.failures)
@@ -118,6 +118,18 @@ def guarded(parts: Iterator[tuple[str, Tally]]) -> Iterator[tuple[str, Tally]]:
         yield from parts
     except (AssertionError, OSError, subprocess.SubprocessError) as broken:
         yield "broken off", Tally(Counter(trials=1), [f"{type(broken).__name__}: {broken}"])
+
+
+def counted(parts: Iterator[tuple[str, Tally]]) -> Iterator[tuple[str, Tally]]:
+    """What has tried nothing has failed: no failure of it would say anything."""
+    none = True
+    for part, tally in parts:
+        none = False
+        if not tally.trials:
+            tally.failures.append("no trial was made")
+        yield part, tally
+    if none:
+        yield "nothing", Tally(failures=["no part of it can be run here"])
 
 
 def read_result(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -139,6 +139,7 @@ class Player:
         self.tree = Tree(journal, lambda: clock[0])
         self.clock = clock
         self.random = random
+        self.terms = replace(TERMS, evidence=random.random() < 0.5)
         self.steps: list[str] = []
         self.counts: Counter[str] = Counter()
         self._contexts: dict[Host, Any] = {}
@@ -291,15 +292,16 @@ class Player:
         host.held = 0
         return True
 
+    def guard_of(self, host: Host) -> PlayedGuard:
+        """A new one, which has not begun."""
+        store = cast("Any", PlayedStore(self.tree, host, self.random))
+        place = (store, KEYS, host.rank, WORLD, self.terms, host.where)
+        return PlayedGuard(*place, ttl_s=TTL_S, told=lambda _: None)
+
     def _start(self, host: Host) -> bool:
         if host.keeper is not None or host.is_off or self.tick < host.rests_until:
             return False
-        store = PlayedStore(self.tree, host, self.random)
-        guard = PlayedGuard(
-            *(cast("Any", store), KEYS, host.rank, WORLD, TERMS, host.where),
-            ttl_s=TTL_S,
-            told=lambda _: None,
-        )
+        guard = self.guard_of(host)
         keeper = Recovering(self._context(host), guard, None, lambda _: None)
         host.keeper, host.guard = keeper, guard
         has_command = self.random.random() < 0.7

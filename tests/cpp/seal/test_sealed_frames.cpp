@@ -7,7 +7,10 @@
 #include "seal/sealed_output.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <cstdlib>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -17,6 +20,28 @@ using namespace gpustasis;
 using namespace gpustasis::seal;
 using sample::Buffer;
 using sample::Directory;
+
+namespace {
+std::atomic<std::size_t> largest_allocation = 0;
+} // namespace
+
+void* operator new(std::size_t size) {
+    std::size_t before = largest_allocation.load();
+    while (before < size && !largest_allocation.compare_exchange_weak(before, size)) {
+    }
+    void* pointer = std::malloc(size);
+    if (pointer == nullptr)
+        throw std::bad_alloc();
+    return pointer;
+}
+
+void operator delete(void* pointer) noexcept {
+    std::free(pointer);
+}
+
+void operator delete(void* pointer, std::size_t) noexcept {
+    std::free(pointer);
+}
 
 namespace {
 
@@ -68,6 +93,27 @@ void any_size_of_frames_will_do() {
     }
 }
 
+// A thread that puts a large chunk holds kMaxSealedFrame of it besides, sealed: a dump does not take memory of
+// the size of its chunks once more for each of its threads.
+void a_large_chunk_is_not_held_once_more() {
+    for (const std::uint32_t frame : {kMinSealedFrame, kDefaultSealedFrame, kMaxSealedFrame}) {
+        const Buffer wanted = sample::noise((3 * std::size_t{kMaxSealedFrame}) + 100, frame);
+        const Directory dir;
+        FreshKey key;
+        SealedOutput output(key, dir.fd(), options(frame));
+        largest_allocation = 0;
+        output.put(0, wanted);
+        CHECK(largest_allocation >=
+              kMaxSealedFrame); // and no smaller: each call of the kernel counts
+        CHECK(largest_allocation <= kMaxSealedFrame + kMaxSealedFrame / frame * kFrameOverhead);
+        output.commit(wanted.size());
+        const SealedReader sealed(dir.fd(), sealed_name(kFirstOther), key.key(), kFirstOther);
+        Buffer found(wanted.size());
+        sealed.read(0, 0, found);
+        CHECK(found == wanted);
+    }
+}
+
 // What is opened in the caller's own memory: what came before the damage, and nothing of the frame that
 // has it, be it opened there or beside.
 void nothing_is_given_that_is_not_authentic() {
@@ -116,6 +162,10 @@ void nothing_is_put_behind_the_end() {
             output.put(offset, sample::noise(size, 1));
             CHECK_THROWS(Errc::bad_argument, output.commit(offset + size - 1));
         }
+    const Directory dir;
+    SealedOutput output(key, dir.fd(), options(kMinSealedFrame, file_id));
+    CHECK_THROWS(Errc::bad_argument, output.put(~std::uint64_t{1}, sample::noise(4, 1)));
+    CHECK_THROWS(Errc::bad_argument, output.commit(2));
 }
 
 // Zeros, or nothing, in the place of bytes that somebody meant to put would be a wrong image.
@@ -142,6 +192,7 @@ void what_could_not_be_put_is_not_committed() {
 
 int main() {
     any_size_of_frames_will_do();
+    a_large_chunk_is_not_held_once_more();
     nothing_is_given_that_is_not_authentic();
     nothing_is_put_behind_the_end();
     what_could_not_be_put_is_not_committed();
