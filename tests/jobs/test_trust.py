@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs.dumps import record_of
+from gpustasis.jobs.dumps import record_of, seal_of
 from gpustasis.jobs.rank import Context
+from gpustasis.jobs.replay import replay
 from jobs.test_left import whole
-from jobs.test_undoing import KEYS, context, server  # noqa: F401 - fixtures
+from jobs.test_undoing import KEYS, NO_CRIU, context, server  # noqa: F401 - fixtures
 
 
 @pytest.mark.parametrize("which", [0, 2])
@@ -28,3 +30,16 @@ def test_no_address_of_a_record_is_a_command_for_nft(
     connection[which] = "::1%x }\nflush ruleset\n"
     with pytest.raises(JobError, match="has a scope"):
         record_of(json.dumps(value), "rank 0")
+
+
+def test_a_dump_that_others_can_change_is_not_replayed(
+    context: Context,  # noqa: F811
+) -> None:
+    """Its digest comes out of the store, as its place does."""
+    place = whole(context)
+    size, digest = seal_of(place)
+    text = context.store.read(KEYS.record(1, 0)).entries[KEYS.record(1, 0)].value
+    record = replace(record_of(text, "rank 0"), bytes=size, digest=digest)
+    place.chmod(0o777)
+    with pytest.raises(JobError, match=f"{place}, which the store names, is not restored"):
+        replay("job", [(0, record)], NO_CRIU, runs=False)
