@@ -138,13 +138,14 @@ class Guard:
                     f"job {self._keys.job}: rank {self._rank} has a keeper on {other.host}; end "
                     "that one first, or wait with --standby"
                 )
-        self._lease = self._store.grant(self._ttl_s)
-        put = Put(key, keeper_text(self._name, self._where), self._lease)
+        lease = self._store.grant(self._ttl_s)
+        put = Put(key, keeper_text(self._name, self._where), lease)
         require = Require(key, entry.revision if entry else 0)
         if not self._store.write([require], [put]).applied:
             raise JobError(
                 f"job {self._keys.job}: rank {self._rank} has got another keeper just now"
             )
+        self._lease = lease  # not before: without an answer the seat may not be there
 
     def _entered(self, new: bool) -> Life:
         keys, key = self._keys, self._keys.life
