@@ -35,3 +35,30 @@ def test_a_seat_whose_write_was_lost_is_taken_again(
     keepers.wait(lambda: bool(lost))
     keepers.wait(lambda: key in keepers.store.read(key).entries)
     assert one.unseated == ""
+
+
+def test_what_one_place_has_begun_no_other_one_goes_on_with(
+    keepers: Keepers,  # noqa: F811
+) -> None:
+    """A keeper that dies between that and joining the epoch leaves it to the next one: whose tasks
+    would then count as being where the first one was."""
+    first = keepers.start(1)
+    assert first.say(2, Way.HERE)
+    assert first.say(2, Way.HERE)  # the answer to the first may have been lost
+    first.close()
+    other = keepers.start(1, ELSEWHERE)
+    assert not other.say(2, Way.HERE)
+    standing = other.standing(2)
+    assert standing is not None and standing.where == HERE
+
+
+def test_after_a_boot_it_is_said_anew_where_a_rank_is(keepers: Keepers) -> None:  # noqa: F811
+    """Else another directory of the machine would know what is left in this one."""
+    first = keepers.start(1)
+    assert first.say(2, Way.HERE)
+    first.close()
+    booted = replace(HERE, boot="2", run="/run/b")
+    again = keepers.start(1, booted)
+    assert again.say(2, Way.HERE)
+    standing = again.standing(2)
+    assert standing is not None and standing.where == booted

@@ -193,13 +193,17 @@ class Guard:
         return None if entry is None else standing_of(key, entry)
 
     def say(self, number: int, way: Way) -> bool:
-        """How far the rank is in this life. False: it is farther. Raises JobError, StoreError."""
+        """How far the rank is in this life. False: it is farther, or another place has said
+        something of it. Raises JobError, StoreError."""
         key = self._keys.in_life(number, self._rank)
         found = self.standing(number)
-        if found is not None and _WAYS.index(found.way) >= _WAYS.index(way):
-            return found.way is way
-        if found is not None and not found.where.is_mine(self._where):
-            return False  # what has become of its tasks there cannot be told from here
+        if found is not None:
+            if not found.where.is_mine(self._where):
+                return False  # what has become of its tasks there cannot be told from here
+            ahead = _WAYS.index(found.way) - _WAYS.index(way)
+            # Said before another boot it is said anew: the next keeper goes by where it was said.
+            if ahead > 0 or (ahead == 0 and found.where == self._where):
+                return ahead == 0
         text = standing_text(Standing(way=way, where=self._where))
         require = Require(key, 0 if found is None else found.revision)
         return self._store.write([require], [Put(key, text)]).applied
