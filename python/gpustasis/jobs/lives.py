@@ -177,24 +177,25 @@ def _require_terms(terms: Terms) -> None:
         raise ValueError("restarts is no number")
     if type(terms.afresh) is not bool or type(terms.evidence) is not bool:
         raise ValueError("afresh or evidence is neither true nor false")
-    if not isinstance(terms.back_off_s, int | float) or terms.back_off_s < 0:
+    if not isinstance(terms.back_off_s, int | float) or not 0 <= terms.back_off_s < _MAX_S:
         raise ValueError("back_off_s is no number")
 
 
 def _require_failure(failure: Failure) -> None:
     if type(failure.rank) is not int or not isinstance(failure.reason, str):
         raise ValueError("failure has no rank or reason")
-    if not all(isinstance(one, int | float) for one in (failure.at, failure.unnoticed_s)):
-        raise ValueError("failure has no time")
+    for one in (failure.at, failure.unnoticed_s):
+        if not isinstance(one, int | float) or not -_MAX_S < one < _MAX_S:  # nor is NaN
+            raise ValueError("failure has no time")
     if type(failure.hung) is not bool:
         raise ValueError("hung is neither true nor false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Where a keeper of a rank is. boot: of its host, as the kernel names it. machine: the host
-    itself, through boots; empty: it cannot be told. run: where the keeper notes which tasks there
-    are, and sees them."""
+    """Where a keeper of a rank is. boot: of its host, as the kernel names it. machine: with the
+    host's name the host itself, through boots; empty: it cannot be told. run: where the keeper
+    notes which tasks there are, and sees them."""
 
     host: str
     boot: str
@@ -205,7 +206,9 @@ class Where:
         """Whether a keeper here that finds no task of the rank knows that none is left there."""
         if self.boot == mine.boot:
             return self.run == mine.run
-        return self.machine != "" and self.machine == mine.machine  # it was booted again
+        # It was booted again. Boards of one kind may all have the same UUID.
+        is_known = self.machine != "" and self.host != ""
+        return is_known and (self.machine, self.host) == (mine.machine, mine.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
