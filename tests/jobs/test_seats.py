@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from gpustasis.jobs.lives import Way
+from gpustasis.jobs.lives import Stage, Way
 from gpustasis.jobs.store import Answer, Put, Require, Unreachable
-from jobs.test_lives import HERE, Keepers, keepers  # noqa: F401 - a fixture
+from jobs.test_lives import HERE, TTL_S, Keepers, keepers  # noqa: F401 - a fixture
 
 ELSEWHERE = replace(HERE, run="/run/b", host="b")
 
@@ -62,3 +63,24 @@ def test_after_a_boot_it_is_said_anew_where_a_rank_is(keepers: Keepers) -> None:
     assert again.say(2, Way.HERE)
     standing = again.standing(2)
     assert standing is not None and standing.where == booted
+
+
+def test_whatever_the_store_holds_a_keeper_keeps_its_seat(
+    keepers: Keepers,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What went wrong is told once, and what is there later is done."""
+    lead = keepers.start(0)
+
+    def wrong(*_: object) -> None:
+        raise ZeroDivisionError("of a time")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lead._leading, "turn", wrong)
+        keepers.wait(lambda: any("is not looked after" in one for one in keepers.said))
+        time.sleep(1.5 * TTL_S)
+        assert keepers.keys.keeper(0) in keepers.store.read(keepers.keys.keeper(0)).entries
+    assert len(keepers.said) == 1
+    lead.say(1, Way.ENDED)
+    keepers.start(1).say(1, Way.ENDED)
+    keepers.wait(lambda: keepers.life().stage is Stage.DONE)

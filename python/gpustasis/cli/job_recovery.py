@@ -57,7 +57,7 @@ def recovery_options(function: Decorated) -> Decorated:
             ),
             click.option(
                 "--back-off",
-                type=click.FloatRange(min=0),
+                type=click.FloatRange(0, 86_400),
                 default=1.0,
                 show_default=True,
                 metavar="S",

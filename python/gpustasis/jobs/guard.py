@@ -11,10 +11,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from gpustasis.errors import CheckpointError, JobError, StoreError
+from gpustasis.errors import JobError, StoreError
 from gpustasis.files import replace_file
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.leading import Leading
@@ -39,6 +40,7 @@ from gpustasis.task import boot_id
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.2
+_TOLD_AFTER = 3  # times: somebody else may have been quicker
 _UUID = Path("/sys/class/dmi/id/product_uuid")
 _PLACE_NAME = "place"
 _WAYS = list(Way)
@@ -101,6 +103,7 @@ class Guard:
         self._leading = Leading(store, keys, ttl_s, told) if rank == LEAD else None
         self._life: Life | None = None
         self._lock = threading.Lock()  # of the seat: it is given up once
+        self._wrong = ("", 0)  # what, in what the store holds, and how often it was so
         self.unseated = ""  # why another keeper is this rank's
 
     @property
@@ -282,13 +285,25 @@ class Guard:
             self._sit_again()
         except WatchLost:
             self._unwatch()
-        except CheckpointError as exc:
+        except StoreError as exc:
             log.info("rank %d waits for the store: %s", self._rank, exc)
-            self._lead_missing_at = None  # whoever cannot reach it has not gone
-            if self._leading is not None:
-                self._leading.forget()
-            self._unwatch()
-            self._over.wait(_AGAIN_S)
+            self._begin_again("")
+        except Exception as exc:  # noqa: BLE001 - without this thread the seat is lost
+            self._begin_again(str(exc) if isinstance(exc, JobError) else repr(exc))
+
+    def _begin_again(self, wrong: str) -> None:
+        """Soon, with what is read then. wrong: with what was read before; if that stays so, it is
+        told once."""
+        times = self._wrong[1] + 1 if wrong == self._wrong[0] else 1
+        self._wrong = (wrong, times)
+        if wrong and times == _TOLD_AFTER:
+            with suppress(OSError):  # who is told may be gone
+                self._told(f"job {self._keys.job}, rank {self._rank} is not looked after: {wrong}")
+        self._lead_missing_at = None  # whoever cannot reach it has not gone
+        if self._leading is not None:
+            self._leading.forget()
+        self._unwatch()
+        self._over.wait(_AGAIN_S)
 
     def _turn(self) -> None:
         if self._watch is None:

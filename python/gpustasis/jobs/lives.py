@@ -21,6 +21,7 @@ from gpustasis.jobs.store import Entry
 _VERSION = 1
 _LONGEST_S = 300.0  # between two restores
 _MAX_TEXT = 4096
+_MAX_S = 1e12  # of any time: with a larger one nothing can be counted
 
 
 class Stage(StrEnum):
@@ -157,6 +158,8 @@ def life_of(key: str, entry: Entry) -> Life:
         _require_terms(life.terms)
         if life.failure is not None:
             _require_failure(life.failure)
+        elif life.stage not in {Stage.RUNS, Stage.DONE}:
+            raise ValueError(f"there is no failure, and it is at {life.stage}")
     except (TypeError, ValueError) as exc:
         raise JobError(f"{key} cannot be used: {exc}") from exc
     return life
@@ -291,6 +294,7 @@ def recovery_of(key: str, entry: Entry) -> Recovery:
     del value["version"]
     for name, found in value.items():
         wanted = str if name == "reason" else (int, float)
-        if not isinstance(found, wanted) or isinstance(found, bool):
+        is_wanted = isinstance(found, wanted) and not isinstance(found, bool)
+        if not is_wanted or (name != "reason" and not -_MAX_S < found < _MAX_S):
             raise JobError(f"{key}: {name} {found!r} cannot be used")
     return Recovery(**value)
