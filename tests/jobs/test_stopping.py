@@ -178,6 +178,22 @@ def test_tasks_of_an_earlier_life_are_stopped_before_a_seat_is_taken(
     assert not context.state.lives
 
 
+def test_what_a_root_of_an_earlier_life_has_left_is_stopped_before_the_command_starts_again(
+    context: Context,  # noqa: F811
+    family: tuple[int, int, int],
+) -> None:
+    root, _, child = family
+    lived(context)
+    context.life = 1
+    context.note(pid=root)
+    os.kill(root, signal.SIGKILL)
+    wait_for(lambda: not context.state.lives, "the root's end")
+    _, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        assert state_of(child) in {"Z", ""}
+
+
 def test_tasks_of_this_life_are_kept(
     context: Context,  # noqa: F811
     task: subprocess.Popen[bytes],  # noqa: F811

@@ -81,9 +81,9 @@ class Recovering:
         return False
 
     def _stop_before(self, number: int) -> None:
+        """Its root may have ended, and not what it has started."""
         state = self._context.state
-        if state.lives and state.life < number:
-            self._stop()
+        if state.pid and 0 < state.life < number and self._stop():
             self._told(
                 f"job {self._context.place.job}: {self._context.name} is stopped: it was of life "
                 f"{state.life}, and this is life {number}"
@@ -263,8 +263,9 @@ class Recovering:
         self._said = (life.number, way)
         return applied
 
-    def _stop(self) -> None:
-        """None of the tasks of any life up to now. Raises JobError if one does not end."""
+    def _stop(self) -> bool:
+        """None of the tasks of any life up to now; whether there were some. Raises JobError if one
+        does not end."""
         context = self._context
         if context.gate.is_held():
             raise JobError(
@@ -272,12 +273,13 @@ class Recovering:
                 "be stopped"
             )
         state = context.state
-        stop(state.pid, state.start_time)
+        were_there = stop(state.pid, state.start_time)
         context.unlock_network()
         context.note(pid=0, cuda=False)
         self._trouble = ""
         if self._watcher is not None:
             self._watcher.forget()
+        return were_there
 
     def ended_by(self, epoch: int) -> None:
         """A checkpoint has ended the tasks, as it should. Raises JobError."""
