@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 
 from gpustasis.errors import JobError
+from gpustasis.jobs import preempting
 from gpustasis.jobs.dumps import record_of, seal_of
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.replay import replay
+from gpustasis.jobs.store import Put
 from jobs.test_left import whole
 from jobs.test_undoing import KEYS, NO_CRIU, context, server  # noqa: F401 - fixtures
 
@@ -43,3 +45,14 @@ def test_a_dump_that_others_can_change_is_not_replayed(
     place.chmod(0o777)
     with pytest.raises(JobError, match=f"{place}, which the store names, is not restored"):
         replay("job", [(0, record)], NO_CRIU, runs=False)
+
+
+def test_no_start_goes_on_from_what_was_kept_as_evidence(context: Context) -> None:  # noqa: F811
+    """It holds a job that had failed."""
+    for _ in range(3):
+        whole(context)
+    assert preempting.to_restore(context) == 3
+    for number, found in ((3, 2), (2, 1)):
+        context.store.write([], [Put(KEYS.evidence(number), "1")])
+        assert preempting.to_restore(context) == found
+    assert preempting.older_than(context, 3) == 1

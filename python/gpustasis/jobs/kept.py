@@ -85,11 +85,11 @@ def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
 
 
 def next_older(store: Store, keys: Keys, found: Standing) -> Standing | None:
-    """The whole checkpoint of as many ranks before this one; None: there is none. Raises
-    JobError, StoreError."""
+    """The whole checkpoint of as many ranks before this one, as newest_whole; None: there is none.
+    Raises JobError, StoreError."""
     for number in range(found.number - 1, 0, -1):
         older = epochs.standing(store, keys, number)
-        if older.is_whole and older.plan.world == found.plan.world:
+        if older.is_whole and not older.is_evidence and older.plan.world == found.plan.world:
             return older
     return None
 
