@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import preempting
+from gpustasis.jobs import epochs, kept, preempting, verified
 from gpustasis.jobs.dumps import record_of, seal_of
 from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import Plan
 from gpustasis.jobs.replay import replay
 from gpustasis.jobs.store import Put
 from jobs.test_left import whole
@@ -56,3 +57,28 @@ def test_no_start_goes_on_from_what_was_kept_as_evidence(context: Context) -> No
         context.store.write([], [Put(KEYS.evidence(number), "1")])
         assert preempting.to_restore(context) == found
     assert preempting.older_than(context, 3) == 1
+
+
+def test_a_prune_removes_no_good_checkpoint_for_one_that_did_not_bring_the_job_back(
+    context: Context,  # noqa: F811
+) -> None:
+    places = [whole(context) for _ in range(4)]
+    plan = Plan(world=1, leave_running=True, restores=4)
+    restore = epochs.begin(context.store, KEYS, plan)
+    epochs.abort(context.store, KEYS, restore, "of no interest")
+    verified._store(context.store, KEYS, restore, 4, "rank 0 is not back")
+    kept.prune(context.store, KEYS, 2)
+    assert [place.exists() for place in places] == [False, True, True, True]
+    kept.prune(context.store, KEYS, 1)
+    assert [place.exists() for place in places] == [False, False, True, True]
+    places += [whole(context), whole(context)]
+    kept.prune(context.store, KEYS, 2)
+    assert [place.exists() for place in places] == [False] * 4 + [True] * 2
+
+
+def test_the_newest_ones_stay_where_none_is_good(context: Context) -> None:  # noqa: F811
+    places = [whole(context) for _ in range(2)]
+    for number in (1, 2):
+        verified._store(context.store, KEYS, 10 + number, number, "rank 0 is not back")
+    kept.prune(context.store, KEYS, 1)
+    assert all(place.exists() for place in places)

@@ -138,7 +138,8 @@ def verify(found: Standing, threads: int = 0) -> list[Checked]:
 
 def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     """Remove the dumps of all but the newest `keep_last` whole checkpoints, as far as they are on
-    this host; and of those that were pruned from another host. The newest whole one stays.
+    this host; and of those that were pruned from another host. The newest whole one stays. One
+    that did not bring the job back when it was restored last counts for none that is kept.
 
     Raises JobError if an epoch is under way, or something cannot be removed; StoreError.
     """
@@ -149,6 +150,9 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if not last.epoch.phase.is_final:
         raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
     whole = [one for one in found if one.is_whole and not one.is_evidence]
+    wrong = unverified(store, keys)
+    good = [one.number for one in whole if one.number not in wrong]
+    oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
     newest = store.read(keys.newest).entries[keys.newest]
     done = []
     problems: list[str] = []  # the others go all the same
@@ -156,7 +160,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
         if one.plan.restores or one.epoch.phase is not Phase.COMMITTED:
             continue
         if not one.pruned:
-            if one not in whole[:-keep_last]:
+            if one not in whole or one.number >= oldest:
                 continue
             # Nobody has begun to restore it, and nobody will.
             requires = [Require(keys.newest, newest.revision), Require(keys.pruned(one.number), 0)]
