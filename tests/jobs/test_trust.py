@@ -82,3 +82,13 @@ def test_the_newest_ones_stay_where_none_is_good(context: Context) -> None:  # n
         verified._store(context.store, KEYS, 10 + number, number, "rank 0 is not back")
     kept.prune(context.store, KEYS, 1)
     assert all(place.exists() for place in places)
+
+
+def test_a_prune_leaves_alone_what_others_can_change(context: Context) -> None:  # noqa: F811
+    """They could make it a link to a directory of root's while it is removed."""
+    place = whole(context)
+    whole(context)
+    place.parent.chmod(0o777)
+    with pytest.raises(JobError, match=f"{place} is left alone: "):
+        kept.prune(context.store, KEYS, 1)
+    assert len(list(place.iterdir())) == 3

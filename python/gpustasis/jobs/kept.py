@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import JobError
+from gpustasis.files import changeable_by_others
 from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.dumps import DumpRecord, problems_of, record_of
 from gpustasis.jobs.epochs import Standing
@@ -189,6 +190,9 @@ def _remove(record: DumpRecord, number: int) -> str:
     is_dump = not names or (place / INVENTORY_NAME).is_file()
     if place.name != f"epoch-{number:08d}" or not is_dump:
         raise JobError(f"{place} is not named as a dump of epoch {number}, or is none: left alone")
+    wrong = next(changeable_by_others(str(place), owners=(0, os.geteuid())), None)
+    if wrong is not None:  # while it is removed, it may become a link to somewhere else
+        raise JobError(f"{place} is left alone: {wrong}, and keepers dump to no such place")
     try:
         # Last, so that what is left of a prune that was killed is known as a dump.
         for name in sorted(names, key=lambda one: (one == INVENTORY_NAME, one)):
