@@ -11,10 +11,11 @@ import pytest
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, kept, preempting, verified
 from gpustasis.jobs.dumps import record_of, seal_of
+from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.rank import Context
-from gpustasis.jobs.records import Plan
+from gpustasis.jobs.records import Keys, Plan
 from gpustasis.jobs.replay import replay
-from gpustasis.jobs.store import Put
+from gpustasis.jobs.store import Put, Store
 from jobs.test_left import whole
 from jobs.test_undoing import KEYS, NO_CRIU, context, server  # noqa: F401 - fixtures
 
@@ -92,3 +93,22 @@ def test_a_prune_leaves_alone_what_others_can_change(context: Context) -> None: 
     with pytest.raises(JobError, match=f"{place} is left alone: "):
         kept.prune(context.store, KEYS, 1)
     assert len(list(place.iterdir())) == 3
+
+
+def test_a_prune_removes_nothing_that_is_being_restored_by_now(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = whole(context)
+    whole(context)
+    all_epochs = kept.all_epochs
+
+    def and_then_one_begins(store: Store, keys: Keys) -> list[Standing]:
+        found = all_epochs(store, keys)
+        epochs.begin(store, keys, Plan(world=1, leave_running=True, restores=1))
+        return found
+
+    monkeypatch.setattr(kept, "all_epochs", and_then_one_begins)
+    with pytest.raises(JobError, match="an epoch has begun meanwhile"):
+        kept.prune(context.store, KEYS, 1)
+    assert place.exists()

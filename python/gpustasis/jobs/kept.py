@@ -146,6 +146,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     """
     if keep_last < 1:
         raise JobError("the newest whole checkpoint always stays: keep at least 1")
+    newest = store.read(keys.newest).entries.get(keys.newest)  # first: what begins later is seen
     found = all_epochs(store, keys)
     last = found[-1]
     if not last.epoch.phase.is_final:
@@ -154,7 +155,6 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     wrong = unverified(store, keys)
     good = [one.number for one in whole if one.number not in wrong]
     oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
-    newest = store.read(keys.newest).entries[keys.newest]
     done = []
     problems: list[str] = []  # the others go all the same
     for one in found:
@@ -164,7 +164,8 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
             if one not in whole or one.number >= oldest:
                 continue
             # Nobody has begun to restore it, and nobody will.
-            requires = [Require(keys.newest, newest.revision), Require(keys.pruned(one.number), 0)]
+            revision = newest.revision if newest else 0
+            requires = [Require(keys.newest, revision), Require(keys.pruned(one.number), 0)]
             if not store.write(requires, [Put(keys.pruned(one.number), "1")]).applied:
                 raise JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
         removed = []
