@@ -51,7 +51,6 @@ def driver_version(library: str = DEFAULT_LIBRARY) -> str:
 def memory_used(library: str = DEFAULT_LIBRARY) -> int:
     """Bytes in use on all GPUs of this host. Raises DriverError as driver_version."""
 
-
     def ask() -> int:
         used = 0
         with _loaded(library) as nvml:

@@ -3,14 +3,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from gpustasis.driver import Driver, ProcessState, TimedOutError
-from gpustasis.jobs import rank
+from gpustasis.jobs import evidence, rank
+from gpustasis.jobs.lives import Failure, Life, Stage, Terms
+from gpustasis.jobs.rank import Context
+from jobs.test_undoing import context, server  # noqa: F401 - fixtures
 from support.job_ranks import wait_for
 
 
@@ -49,6 +58,62 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(rank, "_using", list)
     yield deaf
     deaf.hears.set()
+
+
+LIFE = Life(run="r", number=3, stage=Stage.LOOKS, world=1, terms=Terms(restarts=1))
+FAILED = replace(LIFE, failure=Failure(rank=0, reason="it hangs \ud800", at=1.0, hung=True))
+
+
+def py_spy(directory: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = directory / "py-spy"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+
+
+@pytest.fixture
+def two(context: Context) -> Iterator[tuple[int, int]]:  # noqa: F811
+    """The rank's tasks, a root and its child."""
+    words = ["sh", "-c", "sleep 1000 & wait"]
+    with subprocess.Popen(words, start_new_session=True) as root:
+        place = Path(f"/proc/{root.pid}/task/{root.pid}/children")
+        wait_for(lambda: bool(place.read_text().split()), "the child")
+        context.note(pid=root.pid)
+        yield root.pid, int(place.read_text())
+        os.killpg(root.pid, signal.SIGKILL)
+
+
+def test_a_process_of_which_py_spy_shows_nothing_in_time_hides_no_other(
+    context: Context,  # noqa: F811
+    two: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root, child = two
+    py_spy(tmp_path, f'[ "$3" = {root} ] && exec sleep 100; echo shown', monkeypatch)
+    monkeypatch.setattr(evidence, "_PY_SPY_S", 0.5)
+    evidence.keep_stacks(context, FAILED)
+    place = evidence.place_of(context.place.directory, 3)
+    assert (place / "reason").read_text() == "it hangs \\ud800\n"
+    found = {path.name for path in place.iterdir()} - {"reason"}
+    assert found == {f"{root}.proc", f"{child}.proc", f"{child}.py-spy"}
+
+
+def test_a_process_that_hangs_in_the_kernel_is_not_waited_for(
+    context: Context,  # noqa: F811
+    two: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Reading its command line may never end."""
+    over = threading.Event()
+    monkeypatch.setattr(evidence, "ALL_S", 0.3)
+    monkeypatch.setattr(evidence, "_of_proc", lambda _: str(over.wait(60)))
+    begin = time.monotonic()
+    evidence.keep_stacks(context, FAILED)
+    assert time.monotonic() - begin < 30
+    assert "it took longer than 0.3 s" in caplog.text
+    over.set()
 
 
 def test_a_process_that_does_not_answer_is_named_and_the_others_are_unlocked(driver: Any) -> None:
