@@ -60,15 +60,22 @@ class Checkpointing(HasCriu):
         one afterwards; what it had open until then does not count."""
         context = self.context
         self._require_dumpable()
-        if context.options.safe_point_s:
+        stands = context.options.safe_point_s > 0 and not self._is_evidence()
+        if stands:
             self._stop_program()
         tree = Tree(context.state.pid)
         try:
             self._seen = look(tree.pids)
             self._require_known(self._seen)
-            communicators.require(context, cuda_processes(tree.pids))
+            communicators.require(context, cuda_processes(tree.pids), stands=stands)
         finally:
             tree.close()
+
+    def _is_evidence(self) -> bool:
+        """Whether it is made of a job that hangs, whose programs come to no safe point. All ranks
+        find the same: that is stored with the epoch. Raises StoreError."""
+        key = self.context.keys.evidence(self.order.number)
+        return key in self.context.store.read(key).entries
 
     def _require_dumpable(self) -> None:
         context = self.context
