@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs
+from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lead import digest_of
 from gpustasis.jobs.leading import Leading, find_life
@@ -76,6 +76,19 @@ def test_what_a_root_leaves_behind_is_ended_too(
     code = f"from gpustasis.jobs.stopping import stop; stop({root}, {start})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert state_of(root) in {"Z", ""}
+    assert state_of(child) in {"Z", ""}
+
+
+def test_a_job_that_is_not_back_leaves_nothing_behind(
+    context: Context,  # noqa: F811
+    family: tuple[int, int, int],
+) -> None:
+    """What is no longer below its root neither: an older checkpoint may be restored then."""
+    root, _, child = family
+    context.note(pid=root)
+    os.kill(root, signal.SIGKILL)
+    wait_for(lambda: not context.state.lives, "the root's end")
+    verified.end_tasks(context)
     assert state_of(child) in {"Z", ""}
 
 
