@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,20 @@ def test_no_address_of_a_record_is_a_command_for_nft(
     connection[which] = "::1%x }\nflush ruleset\n"
     with pytest.raises(JobError, match="has a scope"):
         record_of(json.dumps(value), "rank 0")
+
+
+def test_no_directory_is_made_of_a_name_that_no_job_may_have(tmp_path: Path) -> None:
+    words = ["job", "run", "--rank", "0", "--world", "1", "-D", tmp_path / "kept", "--store", "/no"]
+    words += ["--run-directory", tmp_path / "run", "--job", "../elsewhere", "--", "true"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "gpustasis", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == JobError.exit_code
+    assert "job name '../elsewhere'" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dump_that_others_can_change_is_not_replayed(
