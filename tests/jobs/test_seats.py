@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from gpustasis.cli import job_recovery
+from gpustasis.cli.job_recovery import Choice
 from gpustasis.jobs.lives import Stage, Way
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Answer, Put, Require, Unreachable
 from jobs.test_lives import HERE, TTL_S, Keepers, keepers  # noqa: F401 - a fixture
+from jobs.test_undoing import context, server  # noqa: F401 - fixtures
 
 ELSEWHERE = replace(HERE, run="/run/b", host="b")
 
@@ -84,3 +91,32 @@ def test_whatever_the_store_holds_a_keeper_keeps_its_seat(
     lead.say(1, Way.ENDED)
     keepers.start(1).say(1, Way.ENDED)
     keepers.wait(lambda: keepers.life().stage is Stage.DONE)
+
+
+def test_whoever_stands_by_waits_for_a_store_that_is_away(
+    context: Context,  # noqa: F811
+    server: Server,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    server.close()
+    server.close = lambda: None  # type: ignore[method-assign]  # it is
+    back: list[Server] = []
+
+    def come_back() -> None:
+        back.append(Server(tmp_path / "store", tmp_path / "journal"))
+
+    timer = threading.Timer(1.0, come_back)
+    timer.start()
+    choice = Choice(
+        restarts=1,
+        afresh=False,
+        back_off=1.0,
+        hang_after=None,
+        progress=None,
+        evidence=False,
+        standby=True,
+    )
+    rank = job_recovery._recovering(context, TTL_S, choice)
+    timer.join()
+    rank.close()
+    back[0].close()

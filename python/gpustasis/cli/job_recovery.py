@@ -15,8 +15,10 @@ import click
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.errors import StoreError
 
 if TYPE_CHECKING:
+    from gpustasis.jobs.guard import Guard
     from gpustasis.jobs.member import Settings
     from gpustasis.jobs.rank import Context
     from gpustasis.jobs.recovering import Recovering
@@ -304,6 +306,14 @@ def wait_a_moment() -> bool:
     return True
 
 
+def _has_seat(guard: Guard) -> bool:
+    """A store that is away for a while is no reason not to stand by."""
+    try:
+        return guard.has_seat()
+    except StoreError:
+        return False
+
+
 def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
     """As the options say; once the rank has no keeper, if that is waited for."""
     from gpustasis.jobs.guard import Guard, where
@@ -329,7 +339,7 @@ def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
         ttl_s=ttl,
         told=output.say,
     )
-    while choice.standby and not guard.has_seat():
+    while choice.standby and not _has_seat(guard):
         wait_a_moment()
     watcher = None
     if choice.hang_after is not None:
