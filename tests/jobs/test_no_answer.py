@@ -16,10 +16,10 @@ from typing import Any, cast
 import pytest
 
 from gpustasis.driver import Driver, ProcessState, TimedOutError
-from gpustasis.jobs import evidence, rank
+from gpustasis.jobs import evidence, preempting, rank
 from gpustasis.jobs.lives import Failure, Life, Stage, Terms
 from gpustasis.jobs.rank import Context
-from jobs.test_undoing import context, server  # noqa: F401 - fixtures
+from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
 from support.job_ranks import wait_for
 
 
@@ -132,3 +132,25 @@ def test_what_is_locked_after_nobody_waits_for_it_is_unlocked_again(driver: Any)
     driver.hears.set()
     wait_for(lambda: driver.states[7] is ProcessState.RUNNING and bool(seen), "the unlock")
     assert seen == [ProcessState.LOCKED]
+
+
+def test_tasks_are_told_to_end_in_time_whoever_does_not_answer(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store, NVML or /proc."""
+    over = threading.Event()
+    context.note(pid=task.pid)
+    monkeypatch.setattr(preempting, "_memory_of", lambda _: int(over.wait(60)))
+    said: list[str] = []
+    keeper = preempting.Preempting(
+        context, preempting.Grace(grace_s=0.6, reserve_s=0.2), said.append
+    )
+    assert keeper.told_to_end()
+    try:
+        assert task.wait(30) == -signal.SIGTERM
+    finally:
+        over.set()
+    assert said[0].endswith("it was not known in time whether there is one")
+    assert not keeper.told_to_end()

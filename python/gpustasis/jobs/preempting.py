@@ -72,12 +72,21 @@ class Preempting:
         return not self._gave_up.is_set()
 
     def _run(self, moment: float) -> None:
-        name = self._context.name
-        end = moment + self._grace.grace_s - self._grace.reserve_s
-        try:
-            because = self._checkpoint(end)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the tasks are told
-            because = str(exc) or type(exc).__name__
+        name, grace = self._context.name, self._grace
+        end = moment + grace.grace_s - grace.reserve_s
+        found: list[str] = []
+
+        def ask() -> None:
+            try:
+                found.append(self._checkpoint(end))
+            except Exception as exc:  # noqa: BLE001 - whatever it is, the tasks are told
+                found.append(str(exc) or type(exc).__name__)
+
+        # A store of several servers may take longer to say that it is away than there is left.
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(max(0.0, end + grace.reserve_s / 2 - time.monotonic()))
+        because = found[0] if found else "it was not known in time whether there is one"
         if not because:
             return  # the keeper does what was decided
         self._gave_up.set()
