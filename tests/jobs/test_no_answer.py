@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from gpustasis.driver import Driver, ProcessState, TimedOutError
-from gpustasis.jobs import evidence, preempting, rank
+from gpustasis.jobs import clock, evidence, preempting, rank
 from gpustasis.jobs.lives import Failure, Life, Stage, Terms
 from gpustasis.jobs.rank import Context
 from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
@@ -154,3 +155,16 @@ def test_tasks_are_told_to_end_in_time_whoever_does_not_answer(
         over.set()
     assert said[0].endswith("it was not known in time whether there is one")
     assert not keeper.told_to_end()
+
+
+def test_a_keeper_that_prunes_for_ever_is_not_waited_for(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock, "_LOCK_S", 0.3)
+    context.options = replace(context.options, keep_last=1)
+    said: list[str] = []
+    with (context.place.run.parent / "prune").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        clock.remove_older(context, said.append)
+    assert "older checkpoints stay: another keeper of this host holds " in said[0]
