@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from gpustasis.emulator import Emulator
 from gpustasis.errors import JobError
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.job_ranks import state_of
@@ -71,6 +72,20 @@ def test_it_starts_afresh_if_told_so(ring: Ring) -> None:  # noqa: F811
     ring.check_end()
     (recovery,) = shown(ring)["recoveries"]
     assert (recovery["restored"], recovery["epoch"]) == (0, 0)
+
+
+def test_a_restore_that_is_aborted_is_tried_again(
+    ring: Ring,  # noqa: F811
+    emulator: Emulator,
+) -> None:
+    """The ranks whose tasks it had brought back by then are ended, and their pids are free."""
+    begun(ring, "--restarts", "2", "--back-off", "0")
+    emulator.add_fault("restore", "error", code=999, count=1)
+    os.kill(ring.program_of(2), signal.SIGKILL)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    found = shown(ring)
+    assert (found["state"], found["restarts"]) == ("done", 2)
 
 
 def test_restarts_are_bounded(ring: Ring) -> None:  # noqa: F811
