@@ -17,6 +17,7 @@ import pytest
 
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, verified
+from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lead import digest_of
 from gpustasis.jobs.leading import Leading, find_life
@@ -36,6 +37,7 @@ from gpustasis.jobs.records import Plan, phase_text
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.stopping import status_of
 from gpustasis.jobs.store import Put
+from gpustasis.jobs.supervise import Supervisor
 from gpustasis.task import read_task
 from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
 from support.job_ranks import state_of, wait_for
@@ -230,6 +232,24 @@ def test_tasks_that_were_started_otherwise_are_left_alone(
     with closing(rank), pytest.raises(JobError, match="was started without --restarts"):
         rank.begin(new=True, can_start=True)
     assert task.poll() is None
+
+
+def test_the_number_of_a_root_that_has_ended_stays_taken_until_all_is_stopped(
+    context: Context,  # noqa: F811
+) -> None:
+    """Else its session could be another's by then, whose processes would be ended."""
+    _, rank = recovering(context)
+    supervisor = Supervisor(context, Settings(), lambda _: None, recovering=rank)
+    words = ["sh", "-c", "read line; exit 3"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as root:
+        context.note(pid=root.pid)
+        assert not supervisor._has_ended()
+        assert root.stdin is not None
+        root.stdin.close()
+        wait_for(lambda: state_of(root.pid) == "Z", "the root's end")
+        assert supervisor._has_ended()
+        assert supervisor._status == 3
+        assert state_of(root.pid) == "Z"
 
 
 def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa: F811
