@@ -4,11 +4,10 @@ restored."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +70,6 @@ def test_what_is_written_is_read() -> None:
 @given(st.data())
 def test_any_text_is_read_or_refused(read: Callable[..., Any], data: st.DataObject) -> None:
     read_or_refused(read, TEXTS[read], data)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"stage": "stops", "failure": None},  # why it is restored has to be said
-        {"failure": {**asdict(FAILURE), "at": 10**400}},
-        {"failure": {**asdict(FAILURE), "unnoticed_s": float("nan")}},
-        {"terms": {**asdict(TERMS), "back_off_s": float("inf")}},
-    ],
-)
-def test_a_life_that_nobody_can_act_on_is_refused(changed: dict[str, Any]) -> None:
-    text = json.dumps(json.loads(TEXTS[life_of]) | changed)
-    with pytest.raises(JobError, match="k cannot be used"):
-        life_of("k", Entry(text, 7))
 
 
 def test_a_failure_is_restored_as_often_as_is_allowed() -> None:

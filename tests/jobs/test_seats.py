@@ -3,21 +3,32 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpustasis.cli import job_recovery
 from gpustasis.cli.job_recovery import Choice
-from gpustasis.jobs.lives import Stage, Way
+from gpustasis.errors import JobError
+from gpustasis.jobs.lives import Stage, Way, life_of
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.server import Server
-from gpustasis.jobs.store import Answer, Put, Require, Unreachable
-from jobs.test_lives import HERE, TTL_S, Keepers, keepers  # noqa: F401 - a fixture
+from gpustasis.jobs.store import Answer, Entry, Put, Require, Unreachable
+from jobs.test_lives import (  # noqa: F401 - a fixture
+    FAILURE,
+    HERE,
+    TERMS,
+    TEXTS,
+    TTL_S,
+    Keepers,
+    keepers,
+)
 from jobs.test_undoing import context, server  # noqa: F401 - fixtures
 
 ELSEWHERE = replace(HERE, run="/run/b", host="b")
@@ -120,3 +131,18 @@ def test_whoever_stands_by_waits_for_a_store_that_is_away(
     timer.join()
     rank.close()
     back[0].close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"stage": "stops", "failure": None},  # why it is restored has to be said
+        {"failure": {**asdict(FAILURE), "at": 10**400}},
+        {"failure": {**asdict(FAILURE), "unnoticed_s": float("nan")}},
+        {"terms": {**asdict(TERMS), "back_off_s": float("inf")}},
+    ],
+)
+def test_a_life_that_nobody_can_act_on_is_refused(changed: dict[str, Any]) -> None:
+    text = json.dumps(json.loads(TEXTS[life_of]) | changed)
+    with pytest.raises(JobError, match="k cannot be used"):
+        life_of("k", Entry(text, 7))
