@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, verified
+from gpustasis.jobs import epochs, leading, verified
 from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lead import digest_of
@@ -267,6 +267,30 @@ def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa:
             Stage.STOPS,
             "rank 0 has ended, its status is not known",
         )
+
+
+@pytest.mark.parametrize("how", ["given up", "anew"])
+def test_whoever_ends_has_said_that_nothing_of_its_rank_is_left(
+    how: str,
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    """So it may be started elsewhere."""
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        context.note(pid=task.pid)
+        leading.give_up(context.store, context.keys)
+        if how == "anew":
+            text = replace(find_life(context.store, context.keys), run="other", number=2).to_text()
+            context.store.write([], [Put(context.keys.life, text)])
+            with pytest.raises(JobError, match="was started anew"):
+                rank.take(None)
+        else:
+            assert rank.take(None).failed == "given up by hand"
+        standing = guard.standing(1)
+        assert standing is not None and standing.way is Way.STOPPED
+        assert state_of(task.pid) in {"Z", ""}
 
 
 def committed(context: Context) -> int:  # noqa: F811

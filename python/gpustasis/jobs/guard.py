@@ -18,7 +18,7 @@ from pathlib import Path
 from gpustasis.errors import JobError, StoreError
 from gpustasis.files import replace_file
 from gpustasis.jobs.lead import LEAD
-from gpustasis.jobs.leading import Leading
+from gpustasis.jobs.leading import Leading, last_standing
 from gpustasis.jobs.lives import (
     Failure,
     Life,
@@ -207,9 +207,23 @@ class Guard:
             # Said before another boot it is said anew: the next keeper goes by where it was said.
             if ahead > 0 or (ahead == 0 and found.where == self._where):
                 return ahead == 0
+        elif way is Way.HERE:
+            self._require_none_before(number)
         text = standing_text(Standing(way=way, where=self._where))
         require = Require(key, 0 if found is None else found.revision)
         return self._store.write([require], [Put(key, text)]).applied
+
+    def _require_none_before(self, number: int) -> None:
+        """Of a job that was given up nobody may have stopped all ranks. Raises JobError,
+        StoreError."""
+        last = last_standing(self._store, self._keys, self._rank, number - 1)
+        if last is None or not last[1].may_run or last[1].where.is_mine(self._where):
+            return  # what was here is stopped before (recovering.py)
+        raise JobError(
+            f"job {self._keys.job}: rank {self._rank} was on {last[1].where.host} in life {last[0]}"
+            ", where no keeper says that its tasks have ended: start it there, or make sure that "
+            f"they have and say `gpustasis job fence` with --rank {self._rank}"
+        )
 
     def read(self) -> Life:
         """As it is now. Raises JobError, StoreError."""

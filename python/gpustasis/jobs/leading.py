@@ -106,6 +106,17 @@ def read_ranks(store: Store, keys: Keys, life: Life) -> Ranks:
     return Ranks(life.world, standings, keepers)
 
 
+def last_standing(store: Store, keys: Keys, rank: int, number: int) -> tuple[int, Standing] | None:
+    """Of a rank, in the newest life up to this one that it was in; None: it was in none. Raises
+    JobError, StoreError."""
+    for life in range(number, 0, -1):
+        key = keys.in_life(life, rank)
+        entry = store.read(key).entries.get(key)
+        if entry is not None:
+            return life, standing_of(key, entry)
+    return None
+
+
 class Leading:
     """turn() is called again and again, and does what can be done by now. It raises JobError and
     StoreError; then it is called again later."""
@@ -305,15 +316,18 @@ def fence(store: Store, keys: Keys, rank: int) -> Life:
     life = find_life(store, keys)
     if rank >= life.world:
         raise JobError(f"job {keys.job}: rank {rank}: must be 0 to {life.world - 1}")
-    if life.stage is not Stage.STOPS:
+    # In a life that goes on a rank has tasks; what it has left of earlier ones is waited for, too.
+    waits = life.stage is Stage.STOPS or life.stage.is_final
+    last = last_standing(store, keys, rank, life.number if waits else life.number - 1)
+    if not waits and (last is None or not last[1].may_run):
         raise JobError(
             f"job {keys.job}: its life {life.number} is at {life.stage}, and waits for no rank"
         )
-    key = keys.in_life(life.number, rank)
-    found = read_ranks(store, keys, life)
-    standing = found.standings.get(rank)
-    if standing is None or standing.way is Way.STOPPED:
+    if last is None or last[1].way is Way.STOPPED:
         raise JobError(f"job {keys.job}: rank {rank} has no tasks in life {life.number}")
+    number, standing = last
+    key = keys.in_life(number, rank)
+    found = read_ranks(store, keys, life)
     if rank in found.keepers and found.keepers[rank].is_mine(standing.where):
         raise JobError(
             f"job {keys.job}: rank {rank} has a keeper on {standing.where.host}, where its tasks "

@@ -224,6 +224,11 @@ class Standing:
     by: str = "keeper"
     revision: int = 0
 
+    @property
+    def may_run(self) -> bool:
+        """Whether nobody has said that its tasks have ended."""
+        return self.way in {Way.HERE, Way.LOOKED}
+
 
 def standing_text(standing: Standing) -> str:
     """The value of its key."""
