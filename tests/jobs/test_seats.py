@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from gpustasis.cli import job_recovery
 from gpustasis.cli.job_recovery import Choice
 from gpustasis.errors import JobError
 from gpustasis.jobs import leading
-from gpustasis.jobs.lives import Stage, Way, life_of
+from gpustasis.jobs.guard import Guard
+from gpustasis.jobs.lives import Stage, Terms, Way, life_of
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Answer, Entry, Put, Require, Unreachable
@@ -30,8 +32,17 @@ from jobs.test_lives import (  # noqa: F401 - a fixture
     Keepers,
     keepers,
 )
-from jobs.test_undoing import context, server  # noqa: F401 - fixtures
+from jobs.test_undoing import KEYS, SETTINGS, context, server  # noqa: F401 - fixtures
 
+CHOICE = Choice(
+    restarts=1,
+    afresh=False,
+    back_off=1.0,
+    hang_after=None,
+    progress=None,
+    evidence=False,
+    standby=False,
+)
 ELSEWHERE = replace(HERE, run="/run/b", host="b")
 
 
@@ -119,16 +130,7 @@ def test_whoever_stands_by_waits_for_a_store_that_is_away(
 
     timer = threading.Timer(1.0, come_back)
     timer.start()
-    choice = Choice(
-        restarts=1,
-        afresh=False,
-        back_off=1.0,
-        hang_after=None,
-        progress=None,
-        evidence=False,
-        standby=True,
-    )
-    rank = job_recovery._recovering(context, TTL_S, choice)
+    rank = job_recovery._recovering(context, TTL_S, replace(CHOICE, standby=True))
     timer.join()
     rank.close()
     back[0].close()
@@ -164,3 +166,15 @@ def test_a_job_that_was_given_up_is_not_started_beside_what_may_run_on(
         leading.fence(keepers.store, keepers.keys, 0)
     leading.fence(keepers.store, keepers.keys, 1)
     assert other.say(2, Way.HERE)
+
+
+def test_whoever_has_no_seat_replaces_nobody_s_addresses(context: Context) -> None:  # noqa: F811
+    """The other ranks would take its connections for some that lead to no rank."""
+    terms = Terms(restarts=1)
+    told: list[str] = []
+    other = Guard(context.store, KEYS, 0, 1, terms, ELSEWHERE, ttl_s=TTL_S, told=told.append)
+    with closing(other):
+        other.begin(new=True)
+        with pytest.raises(JobError, match="rank 0 has a keeper on b"):
+            job_recovery.keep_recovered(context, SETTINGS, CHOICE, ("true",), restore=False)
+    assert KEYS.addresses(0) not in context.store.read(KEYS.addresses(0)).entries

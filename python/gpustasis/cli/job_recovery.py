@@ -287,10 +287,11 @@ def keep_recovered(
     recovering = _recovering(context, settings.ttl_s, choice)
     try:
         supervisor = Supervisor(context, settings, output.say, recovering=recovering)
-        if words or restore or choice.standby:
-            context.say_where()
         is_new = bool(words or restore) and not choice.standby
-        if recovering.begin(new=is_new, can_start=bool(words)):
+        starts = recovering.begin(new=is_new, can_start=bool(words))
+        if words or restore or choice.standby:  # whoever has no seat replaces no other's addresses
+            context.say_where()
+        if starts:
             pid = supervisor.start(words, os.environ)
             output.say(f"{what}: process {pid}, output in {context.place.log}")
         elif restore:
