@@ -204,6 +204,20 @@ def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa:
     look_at(ring, 2)
 
 
+def test_a_rank_that_is_stopped_is_restored_without_a_checkpoint_of_it(
+    ring: Ring,  # noqa: F811
+) -> None:
+    """By a debugger, say: the driver answers nothing about it."""
+    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence")
+    os.kill(ring.program_of(1), signal.SIGSTOP)
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+    assert [one["state"] for one in listed] == ["committed", "aborted", "committed"]
+    assert "no answer within 10 s" in listed[1]["note"]
+
+
 def look_at(ring: Ring, epoch: int) -> None:  # noqa: F811
     """Replay it: every rank stands, in a network that leads nowhere."""
     words = ["--criu", ring.criu] if ring.criu else []
