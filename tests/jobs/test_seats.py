@@ -130,7 +130,8 @@ def test_whoever_stands_by_waits_for_a_store_that_is_away(
 
     timer = threading.Timer(1.0, come_back)
     timer.start()
-    rank = job_recovery._recovering(context, TTL_S, replace(CHOICE, standby=True))
+    choice = replace(CHOICE, standby=True)
+    rank = job_recovery._recovering(context, TTL_S, choice, can_start=True)
     timer.join()
     rank.close()
     back[0].close()
@@ -178,3 +179,23 @@ def test_whoever_has_no_seat_replaces_nobody_s_addresses(context: Context) -> No
         with pytest.raises(JobError, match="rank 0 has a keeper on b"):
             job_recovery.keep_recovered(context, SETTINGS, CHOICE, ("true",), restore=False)
     assert KEYS.addresses(0) not in context.store.read(KEYS.addresses(0)).entries
+
+
+def test_whoever_stands_by_leaves_a_start_to_who_has_the_command(
+    keepers: Keepers,  # noqa: F811
+) -> None:
+    """Else the rank would count as having ended before it was begun."""
+    standby = Guard(
+        *(keepers.store, keepers.keys, 1, 2, TERMS, ELSEWHERE),
+        ttl_s=TTL_S,
+        told=keepers.said.append,
+    )
+    assert not job_recovery._is_next(standby, can_start=False)
+    assert job_recovery._is_next(standby, can_start=True)
+    keepers.start(0).say(1, Way.HERE)
+    assert not job_recovery._is_next(standby, can_start=False)
+    first = keepers.start(1)
+    first.say(1, Way.HERE)
+    assert not job_recovery._is_next(standby, can_start=False)
+    first.close()
+    assert job_recovery._is_next(standby, can_start=False)

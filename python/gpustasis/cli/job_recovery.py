@@ -284,7 +284,7 @@ def keep_recovered(
     from gpustasis.jobs.supervise import Supervisor
 
     what = f"job {context.place.job}, rank {context.place.rank}"
-    recovering = _recovering(context, settings.ttl_s, choice)
+    recovering = _recovering(context, settings.ttl_s, choice, can_start=bool(words) or restore)
     try:
         supervisor = Supervisor(context, settings, output.say, recovering=recovering)
         is_new = bool(words or restore) and not choice.standby
@@ -307,15 +307,16 @@ def wait_a_moment() -> bool:
     return True
 
 
-def _has_seat(guard: Guard) -> bool:
-    """A store that is away for a while is no reason not to stand by."""
+def _is_next(guard: Guard, *, can_start: bool) -> bool:
+    """A store that is away for a while is no reason not to stand by. can_start: there is a command,
+    or it waits for a restore."""
     try:
-        return guard.has_seat()
+        return guard.has_seat() and (can_start or guard.is_begun())
     except StoreError:
         return False
 
 
-def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
+def _recovering(context: Context, ttl: int, choice: Choice, *, can_start: bool) -> Recovering:
     """As the options say; once the rank has no keeper, if that is waited for."""
     from gpustasis.jobs.guard import Guard, where
     from gpustasis.jobs.hanging import Watcher
@@ -340,7 +341,7 @@ def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
         ttl_s=ttl,
         told=output.say,
     )
-    while choice.standby and not _has_seat(guard):
+    while choice.standby and not _is_next(guard, can_start=can_start):
         wait_a_moment()
     watcher = None
     if choice.hang_after is not None:

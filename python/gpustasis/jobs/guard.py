@@ -130,6 +130,16 @@ class Guard:
         entry = self._store.read(key).entries.get(key)
         return entry is None or keeper_of(key, entry)[1].is_mine(self._where)
 
+    def is_begun(self) -> bool:
+        """Whether the rank has had tasks, or the job is over: else its first keeper, which has the
+        command, is still to come. Raises JobError, StoreError."""
+        entry = self._store.read(self._keys.life).entries.get(self._keys.life)
+        if entry is None:
+            return False
+        life = life_of(self._keys.life, entry)
+        is_first = life.stage is Stage.RUNS and life.begun == 0
+        return not is_first or self.standing(life.number) is not None
+
     def _sit(self) -> None:
         key = self._keys.keeper(self._rank)
         entry = self._store.read(key).entries.get(key)
