@@ -204,6 +204,21 @@ def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa:
     look_at(ring, 2)
 
 
+def test_a_checkpoint_of_a_job_that_hung_already_is_not_restored_for_ever(
+    ring: Ring,  # noqa: F811
+) -> None:
+    """It was made before anybody had noticed."""
+    begun(ring, "--restarts", "3", "--back-off", "0", "--hang-after", "8")
+    os.kill(ring.program_of(1), signal.SIGUSR1)
+    made = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+    assert made.returncode == 0, made.stderr + ring.logs()
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    assert [one["restored"] for one in shown(ring)["recoveries"]] == [2, 1]
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+    assert "not verified: the job hung as soon as it was restored" in listed[1]["note"]
+
+
 def test_a_rank_that_is_stopped_is_restored_without_a_checkpoint_of_it(
     ring: Ring,  # noqa: F811
 ) -> None:

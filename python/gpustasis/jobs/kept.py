@@ -75,6 +75,16 @@ def newest_whole_or_none(store: Store, keys: Keys) -> Standing | None:
     return None
 
 
+def newest_good_or_none(store: Store, keys: Keys) -> Standing | None:
+    """As newest_whole_or_none, of those that did not fail to bring the job back when they were
+    restored last; if all did, of all."""
+    newest = found = newest_whole_or_none(store, keys)
+    wrong = unverified(store, keys)
+    while found is not None and found.number in wrong:
+        found = next_older(store, keys, found)
+    return found or newest
+
+
 def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
     """A whole checkpoint: that of this number, or the newest. Raises JobError."""
     if number is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, kept
+from gpustasis.jobs import epochs, kept, verified
 from gpustasis.jobs.lives import (
     Failure,
     Life,
@@ -32,6 +32,7 @@ from gpustasis.jobs.store import Put, Require, Store
 _LOOKED_S = 60.0  # for evidence, before all is stopped without it
 _SETTLED_S = 60.0  # for ranks that are restored to run
 _TOLD_S = 10.0
+_AT_ONCE_S = 2.0  # by the clocks of two hosts
 _SHOWN = 8
 
 
@@ -130,6 +131,7 @@ class Leading:
         self._missing: dict[int, float] = {}
         self._since: tuple[int, float] = (0, 0.0)  # a life's revision, and when it was read
         self._said = ("", -1e9)
+        self._marked = 0  # the revision of a life whose checkpoint was looked at
 
     def forget(self) -> None:
         """The store was away: a lease that it has lost meanwhile says nothing."""
@@ -201,8 +203,13 @@ class Leading:
         if not self._is_decided():
             self._say("an epoch is not decided yet")
             return
-        found = kept.newest_whole_or_none(self._store, self._keys)
         assert life.failure is not None
+        if self._marked != life.revision and self._hung_at_once(life):
+            why = f"the job hung as soon as it was restored: {life.failure.reason}"
+            require = Require(self._keys.life, life.revision)
+            self._store.write([require], [verified.mark(self._keys, life.restored, why)])
+        self._marked = life.revision
+        found = kept.newest_good_or_none(self._store, self._keys)
         if found is None:
             if life.terms.afresh:
                 self._recovered(replace(life, restored=0), epoch=0, restored=0)
@@ -219,6 +226,17 @@ class Leading:
             return
         plan = Plan(world=life.world, leave_running=True, restores=found.number)
         self._begin(life, life.restoring(self._next(), found.number), plan)
+
+    def _hung_at_once(self, life: Life) -> bool:
+        """Whether it has made hardly any progress since it was restored: the checkpoint was made
+        of a job that hung already, before anybody had noticed."""
+        failure, key = life.failure, self._keys.recovery(life.number - 1)
+        entry = self._store.read(key).entries.get(key)
+        if failure is None or not failure.hung or not life.restored or entry is None:
+            return False
+        last = recovery_of(key, entry)
+        went_on_s = failure.at - failure.unnoticed_s - last.at - last.seconds
+        return last.restored == life.restored and went_on_s < failure.unnoticed_s / 2 + _AT_ONCE_S
 
     def _follow(self, life: Life) -> None:
         found = epochs.standing(self._store, self._keys, life.epoch)

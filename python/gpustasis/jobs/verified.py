@@ -141,6 +141,11 @@ def unverified(store: Store, keys: Keys, numbers: Iterable[int]) -> dict[int, st
     return {number: text for number, text in texts.items() if text}
 
 
+def mark(keys: Keys, number: int, why: str) -> Put:
+    """That a checkpoint did not bring the job back."""
+    return Put(_mark(keys, number), settled_text(why))
+
+
 def _verdict(keys: Keys, number: int) -> str:
     return f"{keys.epoch(number)}back"
 
