@@ -7,16 +7,21 @@ nvmlDeviceGetUtilizationRates, nvmlShutdown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import cffi
 
 from gpustasis.errors import DriverError
 
 DEFAULT_LIBRARY = "libnvidia-ml.so.1"
+ANSWER_S = 15.0  # GPUs that nobody uses take their time to wake up
 _VERSION_SIZE = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
+
+_left_behind: list[threading.Thread] = []
+Answer = TypeVar("Answer")
 
 _ffi = cffi.FFI()
 _ffi.cdef(
@@ -45,30 +50,71 @@ def driver_version(library: str = DEFAULT_LIBRARY) -> str:
 
 def memory_used(library: str = DEFAULT_LIBRARY) -> int:
     """Bytes in use on all GPUs of this host. Raises DriverError as driver_version."""
-    used = 0
-    with _loaded(library) as nvml:
-        for device in _devices(nvml):
-            memory: Any = _ffi.new("nvmlMemory_t*")
-            _check(nvml.nvmlDeviceGetMemoryInfo(device, memory), "nvmlDeviceGetMemoryInfo")
-            used += int(memory.used)
-    return used
+
+    def ask() -> int:
+        used = 0
+        with _loaded(library) as nvml:
+            for device in _devices(nvml):
+                memory: Any = _ffi.new("nvmlMemory_t*")
+                _check(nvml.nvmlDeviceGetMemoryInfo(device, memory), "nvmlDeviceGetMemoryInfo")
+                used += int(memory.used)
+        return used
+
+    return _answered(ask)
 
 
 def busiest(library: str = DEFAULT_LIBRARY) -> float:
-    """The part of the last moment (1/6 s to 1 s) in which the busiest GPU of this host had work.
-    Raises DriverError as driver_version."""
-    found = 0.0
-    with _loaded(library) as nvml:
-        for device in _devices(nvml):
-            busy: Any = _ffi.new("nvmlUtilization_t*")
-            name = "nvmlDeviceGetUtilizationRates"
-            try:
-                call = getattr(nvml, name)
-            except AttributeError as exc:  # by cffi: the library has no such function
-                raise DriverError(f"{name}: this NVML has none") from exc
-            _check(call(device, busy), name)
-            found = max(found, int(busy.gpu) / 100)
-    return found
+    """The part of the last moment (1/6 s to 1 s) in which the busiest GPU of this host had work;
+    one of which that cannot be told, as of those with MIG, does not count. Raises DriverError as
+    driver_version, and if it can be told of none."""
+    name = "nvmlDeviceGetUtilizationRates"
+
+    def ask() -> float:
+        found: list[float] = []
+        wrong: DriverError | None = None
+        with _loaded(library) as nvml:
+            for device in _devices(nvml):
+                busy: Any = _ffi.new("nvmlUtilization_t*")
+                try:
+                    call = getattr(nvml, name)
+                except AttributeError as exc:  # by cffi: the library has no such function
+                    raise DriverError(f"{name}: this NVML has none") from exc
+                try:
+                    _check(call(device, busy), name)
+                except DriverError as exc:
+                    wrong = exc
+                else:
+                    found.append(int(busy.gpu) / 100)
+        if wrong is not None and not found:
+            raise wrong
+        return max(found, default=0.0)
+
+    return _answered(ask)
+
+
+def _answered(ask: Callable[[], Answer]) -> Answer:
+    """What it gives. A GPU that has failed may hold NVML up for ever: then the thread that waits
+    for it is left behind, and nothing more is asked before it is back. Raises DriverError."""
+    if any(one.is_alive() for one in _left_behind):
+        raise DriverError("NVML: it has not answered yet what it was asked before")
+    answers: list[Answer | Exception] = []
+
+    def call() -> None:
+        try:
+            answers.append(ask())
+        except Exception as exc:  # noqa: BLE001 - whoever asks gets it
+            answers.append(exc)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
+    if not answers:
+        _left_behind[:] = [thread]
+        raise DriverError(f"NVML: no answer within {ANSWER_S:g} s")
+    answer = answers[0]
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _devices(nvml: Any) -> Iterator[Any]:

@@ -69,18 +69,25 @@ def require_verified(
             if time.monotonic() >= end:
                 raise VerificationError(f"`{check}` has not ended after {check.seconds:g} s")
     finally:
-        os.close(handle)
-        status = _end_group(pid)
+        try:
+            status = _end_group(pid, handle)
+        finally:
+            os.close(handle)
+    if status is None:  # as one that waits in the kernel for a disk or a GPU
+        raise VerificationError(f"`{check}` was killed, and has not ended after {_GROUP_S:g} s")
     if status != 0:
         how = f"status {status}" if status > 0 else f"signal {-status}"
         raise VerificationError(f"`{check}` has ended with {how}")
 
 
-def _end_group(leader: int) -> int:
-    """Kill what is left of the group; the leader's status. Those that it has started come to this
-    process, where that is a subreaper, and would be taken for a part of what was restored."""
+def _end_group(leader: int, handle: int) -> int | None:
+    """Kill what is left of the group; the leader's status; None: it does not end. Those that it has
+    started come to this process, where that is a subreaper, and would be taken for a part of what
+    was restored."""
     with suppress(ProcessLookupError):  # the leader was not collected yet: the group is its own
         os.killpg(leader, signal.SIGKILL)
+    if not select.select([handle], [], [], _GROUP_S)[0]:
+        return None
     status = os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1])
     end = time.monotonic() + _GROUP_S
     while time.monotonic() < end:

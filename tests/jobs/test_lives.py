@@ -115,6 +115,7 @@ def test_a_restore_that_was_aborted_is_a_life_of_its_own() -> None:
         ({"run": "/run/b"}, False),  # there may be tasks that this keeper knows nothing of
         ({"boot": "2"}, True),  # nothing has outlived that
         ({"boot": "2", "machine": "n"}, False),
+        ({"boot": "2", "host": "b"}, False),  # boards of one kind may have one UUID
         ({"boot": "2", "machine": ""}, False),
     ],
 )

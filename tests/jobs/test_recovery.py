@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from gpustasis.emulator import Emulator
 from gpustasis.errors import JobError
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.job_ranks import state_of
@@ -71,6 +72,20 @@ def test_it_starts_afresh_if_told_so(ring: Ring) -> None:  # noqa: F811
     ring.check_end()
     (recovery,) = shown(ring)["recoveries"]
     assert (recovery["restored"], recovery["epoch"]) == (0, 0)
+
+
+def test_a_restore_that_is_aborted_is_tried_again(
+    ring: Ring,  # noqa: F811
+    emulator: Emulator,
+) -> None:
+    """The ranks whose tasks it had brought back by then are ended, and their pids are free."""
+    begun(ring, "--restarts", "2", "--back-off", "0")
+    emulator.add_fault("restore", "error", code=999, count=1)
+    os.kill(ring.program_of(2), signal.SIGKILL)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    found = shown(ring)
+    assert (found["state"], found["restarts"]) == ("done", 2)
 
 
 def test_restarts_are_bounded(ring: Ring) -> None:  # noqa: F811
@@ -187,6 +202,35 @@ def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa:
     assert check_document(pruned.stdout, "job prune")["epochs"] == []
     assert (ring.directory / "kept/rank-1/epoch-00000002").is_dir()
     look_at(ring, 2)
+
+
+def test_a_checkpoint_of_a_job_that_hung_already_is_not_restored_for_ever(
+    ring: Ring,  # noqa: F811
+) -> None:
+    """It was made before anybody had noticed."""
+    begun(ring, "--restarts", "3", "--back-off", "0", "--hang-after", "8")
+    os.kill(ring.program_of(1), signal.SIGUSR1)
+    made = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+    assert made.returncode == 0, made.stderr + ring.logs()
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    assert [one["restored"] for one in shown(ring)["recoveries"]] == [2, 1]
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+    assert "not verified: the job hung as soon as it was restored" in listed[1]["note"]
+
+
+def test_a_rank_that_is_stopped_is_restored_without_a_checkpoint_of_it(
+    ring: Ring,  # noqa: F811
+) -> None:
+    """By a debugger, say: the driver answers nothing about it."""
+    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence")
+    os.kill(ring.program_of(1), signal.SIGSTOP)
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+    assert [one["state"] for one in listed] == ["committed", "aborted", "committed"]
+    assert "no answer within 10 s" in listed[1]["note"]
 
 
 def look_at(ring: Ring, epoch: int) -> None:  # noqa: F811

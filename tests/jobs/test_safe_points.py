@@ -193,6 +193,28 @@ def test_a_keeper_that_crashes_when_all_programs_have_stopped(ring: Ring) -> Non
     ring.wait_for_progress()
 
 
+def test_a_job_that_hangs_is_kept_as_evidence_where_it_stands(ring: Ring) -> None:
+    """Its programs come to no safe point, and none is asked to."""
+    stuck = ring.directory / "stuck"
+    ring.environ = dict(ring.environ) | {"SAFE_RANK_HANGS": f"1:{stuck}"}
+    ring.start_all(*SAFE, "--restarts", "1", "--hang-after", "3", "--evidence")
+    ring.wait(lambda: min(ring.steps_now()) > 40)
+    made = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+    assert made.returncode == 0, made.stderr + ring.logs()
+    ring.wait_for_progress()
+    stuck.touch()
+
+    def kinds() -> list[tuple[str, str]]:
+        listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+        return [(one["kind"], one["state"]) for one in listed]
+
+    ring.wait(lambda: len(kinds()) > 1 and kinds()[1][1] in {"committed", "aborted"})
+    stuck.unlink()
+    assert kinds()[1] == ("evidence", "committed"), ring.logs()
+    ring.wait(lambda: len(kinds()) > 2 and kinds()[2] == ("restore", "committed"))
+    ring.wait_for_progress()
+
+
 def test_what_nccl_has_in_a_rank_is_a_no_unless_it_is_allowed(ring: Ring) -> None:
     """A file named as NCCL's library is stands for it: there is no NCCL here. Where another rank is
     on the host, P2P breaks a checkpoint, but not at a safe point."""

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs
+from gpustasis.jobs import epochs, leading, verified
+from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lead import digest_of
 from gpustasis.jobs.leading import Leading, find_life
@@ -36,6 +37,7 @@ from gpustasis.jobs.records import Plan, phase_text
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.stopping import status_of
 from gpustasis.jobs.store import Put
+from gpustasis.jobs.supervise import Supervisor
 from gpustasis.task import read_task
 from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
 from support.job_ranks import state_of, wait_for
@@ -76,6 +78,19 @@ def test_what_a_root_leaves_behind_is_ended_too(
     code = f"from gpustasis.jobs.stopping import stop; stop({root}, {start})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert state_of(root) in {"Z", ""}
+    assert state_of(child) in {"Z", ""}
+
+
+def test_a_job_that_is_not_back_leaves_nothing_behind(
+    context: Context,  # noqa: F811
+    family: tuple[int, int, int],
+) -> None:
+    """What is no longer below its root neither: an older checkpoint may be restored then."""
+    root, _, child = family
+    context.note(pid=root)
+    os.kill(root, signal.SIGKILL)
+    wait_for(lambda: not context.state.lives, "the root's end")
+    verified.end_tasks(context)
     assert state_of(child) in {"Z", ""}
 
 
@@ -178,6 +193,22 @@ def test_tasks_of_an_earlier_life_are_stopped_before_a_seat_is_taken(
     assert not context.state.lives
 
 
+def test_what_a_root_of_an_earlier_life_has_left_is_stopped_before_the_command_starts_again(
+    context: Context,  # noqa: F811
+    family: tuple[int, int, int],
+) -> None:
+    root, _, child = family
+    lived(context)
+    context.life = 1
+    context.note(pid=root)
+    os.kill(root, signal.SIGKILL)
+    wait_for(lambda: not context.state.lives, "the root's end")
+    _, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        assert state_of(child) in {"Z", ""}
+
+
 def test_tasks_of_this_life_are_kept(
     context: Context,  # noqa: F811
     task: subprocess.Popen[bytes],  # noqa: F811
@@ -203,6 +234,24 @@ def test_tasks_that_were_started_otherwise_are_left_alone(
     assert task.poll() is None
 
 
+def test_the_number_of_a_root_that_has_ended_stays_taken_until_all_is_stopped(
+    context: Context,  # noqa: F811
+) -> None:
+    """Else its session could be another's by then, whose processes would be ended."""
+    _, rank = recovering(context)
+    supervisor = Supervisor(context, Settings(), lambda _: None, recovering=rank)
+    words = ["sh", "-c", "read line; exit 3"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as root:
+        context.note(pid=root.pid)
+        assert not supervisor._has_ended()
+        assert root.stdin is not None
+        root.stdin.close()
+        wait_for(lambda: state_of(root.pid) == "Z", "the root's end")
+        assert supervisor._has_ended()
+        assert supervisor._status == 3
+        assert state_of(root.pid) == "Z"
+
+
 def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa: F811
     """A keeper whose rank has died while it had none does not start it again beside the others."""
     _, rank = recovering(context)
@@ -218,6 +267,30 @@ def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa:
             Stage.STOPS,
             "rank 0 has ended, its status is not known",
         )
+
+
+@pytest.mark.parametrize("how", ["given up", "anew"])
+def test_whoever_ends_has_said_that_nothing_of_its_rank_is_left(
+    how: str,
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    """So it may be started elsewhere."""
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        context.note(pid=task.pid)
+        leading.give_up(context.store, context.keys)
+        if how == "anew":
+            text = replace(find_life(context.store, context.keys), run="other", number=2).to_text()
+            context.store.write([], [Put(context.keys.life, text)])
+            with pytest.raises(JobError, match="was started anew"):
+                rank.take(None)
+        else:
+            assert rank.take(None).failed == "given up by hand"
+        standing = guard.standing(1)
+        assert standing is not None and standing.way is Way.STOPPED
+        assert state_of(task.pid) in {"Z", ""}
 
 
 def committed(context: Context) -> int:  # noqa: F811

@@ -143,3 +143,14 @@ def test_a_client_is_closed_with_its_watches(new_store: NewStore, top: str) -> N
     store.close()
     left = set(threading.enumerate()) - before
     assert not [thread.name for thread in left if "watch" in thread.name]
+
+
+def test_many_entries_are_read_at_once(new_store: NewStore, top: str) -> None:
+    """As of one revision. etcd takes 128 operations at a time."""
+    store = new_store()
+    names = [f"{top}many/{number}" for number in range(300)]
+    for start in range(0, 300, 100):
+        assert store.write([], [Put(name, name) for name in names[start : start + 100]]).applied
+    found = store.read(*names, f"{top}none")
+    assert {key: entry.value for key, entry in found.entries.items()} == {n: n for n in names}
+    assert found.revision == store.read(names[0]).revision

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gpustasis import verifying
 from gpustasis.errors import VerificationError
 from gpustasis.verifying import Check, require_verified
 from preemption.test_just_in_time import CHECKPOINTED, PAIR, names, sums
@@ -189,3 +191,19 @@ def test_what_the_command_leaves_in_its_group_ends_with_it(tmp_path: Path) -> No
 def test_a_command_that_cannot_run_has_failed(words: tuple[str, ...], why: str) -> None:
     with pytest.raises(VerificationError, match=why):
         require_verified(Check(words=words, seconds=60), {})
+
+
+def test_a_command_that_does_not_end_when_it_is_killed_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that waits in the kernel; here it is not killed."""
+    left: list[int] = []
+    monkeypatch.setattr(verifying, "_GROUP_S", 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda pid, _: left.append(pid))
+        begin = time.monotonic()
+        with pytest.raises(VerificationError, match=r"has not ended after 0\.2 s"):
+            require_verified(Check(words=("sleep", "300"), seconds=0.2), {})
+        assert time.monotonic() - begin < 100
+    os.killpg(left[0], signal.SIGKILL)
+    os.waitpid(left[0], 0)

@@ -7,7 +7,8 @@ it closes all of its sockets before it stands at a safe point, and makes them an
 It prints what ring_rank does, and "down" and "up". Its memory on a GPU is the emulator's. With
 SAFE_RANK_FORGETS=RANK:STEP that rank calls no safe point from that step on; with
 SAFE_RANK_FAILS=RANK what it does before one raises an exception, and with SAFE_RANK_HELD=RANK:FILE
-waits while there is such a file. SAFE_RANK_MAPS names a file to map. Its connections are numbered:
+waits while there is such a file. SAFE_RANK_HANGS=RANK:FILE has that rank hang while there is one.
+SAFE_RANK_MAPS names a file to map. Its connections are numbered:
 one that leads to an older set than its own ends it with status 1.
 """
 
@@ -110,6 +111,7 @@ def main() -> None:
     forgets = [int(word) for word in os.environ.get("SAFE_RANK_FORGETS", "-1:0").split(":")]
     fails = int(os.environ.get("SAFE_RANK_FAILS", "-1")) == rank
     held = os.environ.get("SAFE_RANK_HELD", "-1:").split(":", 1)
+    hangs = os.environ.get("SAFE_RANK_HANGS", "-1:").split(":", 1)
     if path := os.environ.get("SAFE_RANK_MAPS"):
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -134,6 +136,8 @@ def main() -> None:
     for step in range(steps):
         if rank != forgets[0] or step < forgets[1]:
             safe_point(before=down, after=up)
+        while hangs[0] == str(rank) and os.path.exists(hangs[1]):
+            time.sleep(0.2)
         passed = (state ^ step) * (rank + 1) & MASK
         total = passed
         for _ in places[1:]:

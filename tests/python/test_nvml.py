@@ -13,7 +13,12 @@ from gpustasis.errors import DriverError
 
 SOURCE = """
 struct rates { unsigned int gpu, memory; };
+#ifdef SLOW
+#include <unistd.h>
+int nvmlInit_v2(void) { sleep(SLOW); return 0; }
+#else
 int nvmlInit_v2(void) { return 0; }
+#endif
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned int* count) { *count = 3; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void** device) {
@@ -25,6 +30,10 @@ int nvmlDeviceGetUtilizationRates(void* device, struct rates* rates) {
     static const unsigned int busy[] = {0, 12, 80, 37};
     rates->gpu = busy[(unsigned long)device];
     rates->memory = 99;
+#ifdef UNKNOWN
+    if ((unsigned long)device == UNKNOWN)
+        return 3;
+#endif
     return RATES;
 }
 #endif
@@ -40,6 +49,25 @@ def library(directory: Path, *words: str) -> str:
 
 def test_the_busiest_of_all_gpus_counts(tmp_path: Path) -> None:
     assert nvml.busiest(library(tmp_path, "-DRATES=0")) == 0.8
+
+
+def test_a_gpu_of_which_it_cannot_be_told_hides_no_other(tmp_path: Path) -> None:
+    """As one with MIG."""
+    assert nvml.busiest(library(tmp_path, "-DRATES=0", "-DUNKNOWN=1")) == 0.8
+
+
+def test_what_does_not_answer_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = library(tmp_path, "-DRATES=0", "-DSLOW=5")
+    with monkeypatch.context() as patch:
+        patch.setattr(nvml, "ANSWER_S", 0.1)
+        for said in ("no answer within 0.1 s", "has not answered yet", "has not answered yet"):
+            with pytest.raises(DriverError, match=said):
+                nvml.busiest(place)
+    (left,) = nvml._left_behind
+    left.join(60)
+    assert nvml.busiest(place) == 0.8  # it is back
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ import click
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
 from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.errors import StoreError
 
 if TYPE_CHECKING:
+    from gpustasis.jobs.guard import Guard
     from gpustasis.jobs.member import Settings
     from gpustasis.jobs.rank import Context
     from gpustasis.jobs.recovering import Recovering
@@ -57,7 +59,7 @@ def recovery_options(function: Decorated) -> Decorated:
             ),
             click.option(
                 "--back-off",
-                type=click.FloatRange(min=0),
+                type=click.FloatRange(0, 86_400),
                 default=1.0,
                 show_default=True,
                 metavar="S",
@@ -282,13 +284,14 @@ def keep_recovered(
     from gpustasis.jobs.supervise import Supervisor
 
     what = f"job {context.place.job}, rank {context.place.rank}"
-    recovering = _recovering(context, settings.ttl_s, choice)
+    recovering = _recovering(context, settings.ttl_s, choice, can_start=bool(words) or restore)
     try:
         supervisor = Supervisor(context, settings, output.say, recovering=recovering)
-        if words or restore or choice.standby:
-            context.say_where()
         is_new = bool(words or restore) and not choice.standby
-        if recovering.begin(new=is_new, can_start=bool(words)):
+        starts = recovering.begin(new=is_new, can_start=bool(words))
+        if words or restore or choice.standby:  # whoever has no seat replaces no other's addresses
+            context.say_where()
+        if starts:
             pid = supervisor.start(words, os.environ)
             output.say(f"{what}: process {pid}, output in {context.place.log}")
         elif restore:
@@ -304,7 +307,16 @@ def wait_a_moment() -> bool:
     return True
 
 
-def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
+def _is_next(guard: Guard, *, can_start: bool) -> bool:
+    """A store that is away for a while is no reason not to stand by. can_start: there is a command,
+    or it waits for a restore."""
+    try:
+        return guard.has_seat() and (can_start or guard.is_begun())
+    except StoreError:
+        return False
+
+
+def _recovering(context: Context, ttl: int, choice: Choice, *, can_start: bool) -> Recovering:
     """As the options say; once the rank has no keeper, if that is waited for."""
     from gpustasis.jobs.guard import Guard, where
     from gpustasis.jobs.hanging import Watcher
@@ -329,7 +341,7 @@ def _recovering(context: Context, ttl: int, choice: Choice) -> Recovering:
         ttl_s=ttl,
         told=output.say,
     )
-    while choice.standby and not guard.has_seat():
+    while choice.standby and not _is_next(guard, can_start=can_start):
         wait_a_moment()
     watcher = None
     if choice.hang_after is not None:

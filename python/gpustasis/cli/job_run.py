@@ -248,7 +248,8 @@ def run(
         raise click.UsageError("--restore-newest needs COMMAND, and excludes --restore")
     if rank >= world:
         raise click.UsageError(f"--rank {rank}: must be 0 to {world - 1}")
-    safe_point_s = safe_point_limit if safe_points else 0.0
+    # Before there is a directory of that name.
+    keys, safe_point_s = Keys(job), safe_point_limit if safe_points else 0.0
     terms, periodic = _grace(grace, reserve, speed), periodic_of(interval, mtbf)
     limits = Limits(
         look_s=look_limit + safe_point_s,
@@ -273,7 +274,7 @@ def run(
         place.make()
         held = place.only_keeper(wait_a_moment if choice.standby else None)
         try:
-            context = Context(place, world, store, Keys(job), use)
+            context = Context(place, world, store, keys, use)
             if safe_points:
                 context.seat.make(anew=False)
             if choice.restarts is not None:

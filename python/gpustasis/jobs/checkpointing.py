@@ -18,7 +18,15 @@ from gpustasis.jobs import communicators
 from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
 from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, look, own_addresses
-from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, load_driver, unlock_cuda
+from gpustasis.jobs.rank import (
+    Context,
+    HasCriu,
+    cuda_processes,
+    load_driver,
+    lock_cuda,
+    state_of,
+    unlock_cuda,
+)
 from gpustasis.jobs.records import addresses_of
 from gpustasis.jobs.safe_point import Council, let_go, stop_all
 from gpustasis.jobs.stopping import killed
@@ -52,15 +60,22 @@ class Checkpointing(HasCriu):
         one afterwards; what it had open until then does not count."""
         context = self.context
         self._require_dumpable()
-        if context.options.safe_point_s:
+        stands = context.options.safe_point_s > 0 and not self._is_evidence()
+        if stands:
             self._stop_program()
         tree = Tree(context.state.pid)
         try:
             self._seen = look(tree.pids)
             self._require_known(self._seen)
-            communicators.require(context, cuda_processes(tree.pids))
+            communicators.require(context, cuda_processes(tree.pids), stands=stands)
         finally:
             tree.close()
+
+    def _is_evidence(self) -> bool:
+        """Whether it is made of a job that hangs, whose programs come to no safe point. All ranks
+        find the same: that is stored with the epoch. Raises StoreError."""
+        key = self.context.keys.evidence(self.order.number)
+        return key in self.context.store.read(key).entries
 
     def _require_dumpable(self) -> None:
         context = self.context
@@ -83,7 +98,7 @@ class Checkpointing(HasCriu):
             driver = load_driver() if using else None
             for one in using:
                 assert driver is not None
-                state = driver.get_state(one)
+                state = state_of(driver, one)
                 if state is not ProcessState.RUNNING:
                     raise JobError(f"{context.name}: process {one} is {state.name.lower()} already")
         finally:
@@ -146,7 +161,7 @@ class Checkpointing(HasCriu):
         driver = load_driver() if using else None
         for pid in using:
             assert driver is not None
-            driver.lock(pid, context.options.cuda_timeout_ms)
+            lock_cuda(driver, pid, context.options.cuda_timeout_ms)
 
     def lock_network(self) -> None:
         """From here on nothing that the others send is answered, and nothing is sent."""

@@ -9,8 +9,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from gpustasis.errors import CheckpointError, StoreError
+from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.intervals import Periodic, Schedule
 from gpustasis.jobs import epochs
 from gpustasis.jobs.kept import prune, records_of
@@ -19,6 +20,7 @@ from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan
 
 _LOOK_S = 0.2
+_LOCK_S = 10.0
 _LOCK = "prune"
 
 
@@ -71,11 +73,27 @@ def keep_last(context: Context, count: int) -> list[str]:
     place = context.place.run.parent / _LOCK
     descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _await_lock(descriptor, place)
         done = prune(context.store, context.keys, count)
     finally:
         os.close(descriptor)
     return [directory for one in done for directory in one.directories]
+
+
+def _await_lock(descriptor: int, place: Path) -> None:
+    """Raises JobError: the rank takes part in no epoch as long as its keeper waits here."""
+    end = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise JobError(
+                    f"another keeper of this host holds {place} for {_LOCK_S:g} s already"
+                ) from None
+            time.sleep(_LOOK_S)
+        else:
+            return
 
 
 def remove_older(context: Context, told: Callable[[str], object]) -> None:

@@ -15,15 +15,15 @@ from gpustasis.jobs.records import addresses_of
 log = logging.getLogger(__name__)
 
 
-def require(context: Context, using: Collection[int]) -> None:
+def require(context: Context, using: Collection[int], *, stands: bool) -> None:
     """None of these CUDA processes has what is known to break a checkpoint, or it is allowed; what
-    may break one is told. Raises JobError, DriverError, StoreError."""
+    may break one is told. stands: their program is at a safe point. Raises JobError, DriverError,
+    StoreError."""
     seen = [nccl.look(pid) for pid in using]
     if not any(one.has_anything for one in seen):
         return
     shares = sum(one.has_nccl for one in seen) > 1 or _shares_host(context)
     version = load_driver().version()
-    stands = context.options.safe_point_s > 0
     for one in seen:
         for found in nccl.findings(one, version, shares_host=shares, stands=stands):
             if found.breaks and found.name not in context.options.risks:

@@ -46,6 +46,7 @@ from gpustasis.jobs.store import (
     WatchLost,
 )
 
+_MAX_OPERATIONS = 128  # of a transaction, as etcd is built: --max-txn-ops
 _MAX_ANSWER_BYTES = 256 << 20
 _UNAVAILABLE = {4, 8, 14}  # gRPC's codes: deadline exceeded, resource exhausted, unavailable
 _NOT_FOUND = 5
@@ -71,15 +72,19 @@ class Etcd:
         self._watches: set[EtcdWatch] = set()
 
     def read(self, *keys: str) -> Snapshot:
-        ranges = [{"request_range": range_of(key)} for key in keys]
-        answer = self._ask("/v3/kv/txn", {"success": ranges}, again=True)
         entries: dict[str, Entry] = {}
-        with parsing("a range"):
-            for part in answer.get("responses", []):
-                for item in part["response_range"].get("kvs", []):
-                    key, entry = entry_of(item)
-                    entries[key] = entry
-            return Snapshot(int(answer["header"]["revision"]), entries)
+        at: dict[str, str] = {}  # the revision of the first part, for all others
+        for start in range(0, max(len(keys), 1), _MAX_OPERATIONS):
+            part = keys[start : start + _MAX_OPERATIONS]
+            ranges = [{"request_range": {**range_of(key), **at}} for key in part]
+            answer = self._ask("/v3/kv/txn", {"success": ranges}, again=True)
+            with parsing("a range"):
+                at = at or {"revision": str(int(answer["header"]["revision"]))}
+                for found in answer.get("responses", []):
+                    for item in found["response_range"].get("kvs", []):
+                        key, entry = entry_of(item)
+                        entries[key] = entry
+        return Snapshot(int(at["revision"]), entries)
 
     def write(self, requires: Sequence[Require], puts: Sequence[Put]) -> Answer:
         body = {

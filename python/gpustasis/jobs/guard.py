@@ -11,13 +11,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from gpustasis.errors import CheckpointError, JobError, StoreError
+from gpustasis.errors import JobError, StoreError
 from gpustasis.files import replace_file
 from gpustasis.jobs.lead import LEAD
-from gpustasis.jobs.leading import Leading
+from gpustasis.jobs.leading import Leading, last_standing
 from gpustasis.jobs.lives import (
     Failure,
     Life,
@@ -39,6 +40,7 @@ from gpustasis.task import boot_id
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.2
+_TOLD_AFTER = 3  # times: somebody else may have been quicker
 _UUID = Path("/sys/class/dmi/id/product_uuid")
 _PLACE_NAME = "place"
 _WAYS = list(Way)
@@ -101,6 +103,7 @@ class Guard:
         self._leading = Leading(store, keys, ttl_s, told) if rank == LEAD else None
         self._life: Life | None = None
         self._lock = threading.Lock()  # of the seat: it is given up once
+        self._wrong = ("", 0)  # what, in what the store holds, and how often it was so
         self.unseated = ""  # why another keeper is this rank's
 
     @property
@@ -127,6 +130,16 @@ class Guard:
         entry = self._store.read(key).entries.get(key)
         return entry is None or keeper_of(key, entry)[1].is_mine(self._where)
 
+    def is_begun(self) -> bool:
+        """Whether the rank has had tasks, or the job is over: else its first keeper, which has the
+        command, is still to come. Raises JobError, StoreError."""
+        entry = self._store.read(self._keys.life).entries.get(self._keys.life)
+        if entry is None:
+            return False
+        life = life_of(self._keys.life, entry)
+        is_first = life.stage is Stage.RUNS and life.begun == 0
+        return not is_first or self.standing(life.number) is not None
+
     def _sit(self) -> None:
         key = self._keys.keeper(self._rank)
         entry = self._store.read(key).entries.get(key)
@@ -138,13 +151,14 @@ class Guard:
                     f"job {self._keys.job}: rank {self._rank} has a keeper on {other.host}; end "
                     "that one first, or wait with --standby"
                 )
-        self._lease = self._store.grant(self._ttl_s)
-        put = Put(key, keeper_text(self._name, self._where), self._lease)
+        lease = self._store.grant(self._ttl_s)
+        put = Put(key, keeper_text(self._name, self._where), lease)
         require = Require(key, entry.revision if entry else 0)
         if not self._store.write([require], [put]).applied:
             raise JobError(
                 f"job {self._keys.job}: rank {self._rank} has got another keeper just now"
             )
+        self._lease = lease  # not before: without an answer the seat may not be there
 
     def _entered(self, new: bool) -> Life:
         keys, key = self._keys, self._keys.life
@@ -192,16 +206,34 @@ class Guard:
         return None if entry is None else standing_of(key, entry)
 
     def say(self, number: int, way: Way) -> bool:
-        """How far the rank is in this life. False: it is farther. Raises JobError, StoreError."""
+        """How far the rank is in this life. False: it is farther, or another place has said
+        something of it. Raises JobError, StoreError."""
         key = self._keys.in_life(number, self._rank)
         found = self.standing(number)
-        if found is not None and _WAYS.index(found.way) >= _WAYS.index(way):
-            return found.way is way
-        if found is not None and not found.where.is_mine(self._where):
-            return False  # what has become of its tasks there cannot be told from here
+        if found is not None:
+            if not found.where.is_mine(self._where):
+                return False  # what has become of its tasks there cannot be told from here
+            ahead = _WAYS.index(found.way) - _WAYS.index(way)
+            # Said before another boot it is said anew: the next keeper goes by where it was said.
+            if ahead > 0 or (ahead == 0 and found.where == self._where):
+                return ahead == 0
+        elif way is Way.HERE:
+            self._require_none_before(number)
         text = standing_text(Standing(way=way, where=self._where))
         require = Require(key, 0 if found is None else found.revision)
         return self._store.write([require], [Put(key, text)]).applied
+
+    def _require_none_before(self, number: int) -> None:
+        """Of a job that was given up nobody may have stopped all ranks. Raises JobError,
+        StoreError."""
+        last = last_standing(self._store, self._keys, self._rank, number - 1)
+        if last is None or not last[1].may_run or last[1].where.is_mine(self._where):
+            return  # what was here is stopped before (recovering.py)
+        raise JobError(
+            f"job {self._keys.job}: rank {self._rank} was on {last[1].where.host} in life {last[0]}"
+            ", where no keeper says that its tasks have ended: start it there, or make sure that "
+            f"they have and say `gpustasis job fence` with --rank {self._rank}"
+        )
 
     def read(self) -> Life:
         """As it is now. Raises JobError, StoreError."""
@@ -277,13 +309,25 @@ class Guard:
             self._sit_again()
         except WatchLost:
             self._unwatch()
-        except CheckpointError as exc:
+        except StoreError as exc:
             log.info("rank %d waits for the store: %s", self._rank, exc)
-            self._lead_missing_at = None  # whoever cannot reach it has not gone
-            if self._leading is not None:
-                self._leading.forget()
-            self._unwatch()
-            self._over.wait(_AGAIN_S)
+            self._begin_again("")
+        except Exception as exc:  # noqa: BLE001 - without this thread the seat is lost
+            self._begin_again(str(exc) if isinstance(exc, JobError) else repr(exc))
+
+    def _begin_again(self, wrong: str) -> None:
+        """Soon, with what is read then. wrong: with what was read before; if that stays so, it is
+        told once."""
+        times = self._wrong[1] + 1 if wrong == self._wrong[0] else 1
+        self._wrong = (wrong, times)
+        if wrong and times == _TOLD_AFTER:
+            with suppress(OSError):  # who is told may be gone
+                self._told(f"job {self._keys.job}, rank {self._rank} is not looked after: {wrong}")
+        self._lead_missing_at = None  # whoever cannot reach it has not gone
+        if self._leading is not None:
+            self._leading.forget()
+        self._unwatch()
+        self._over.wait(_AGAIN_S)
 
     def _turn(self) -> None:
         if self._watch is None:

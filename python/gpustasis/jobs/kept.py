@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gpustasis.criu.images import INVENTORY_NAME
 from gpustasis.errors import JobError
+from gpustasis.files import changeable_by_others
 from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.dumps import DumpRecord, problems_of, record_of
 from gpustasis.jobs.epochs import Standing
@@ -74,6 +75,16 @@ def newest_whole_or_none(store: Store, keys: Keys) -> Standing | None:
     return None
 
 
+def newest_good_or_none(store: Store, keys: Keys) -> Standing | None:
+    """As newest_whole_or_none, of those that did not fail to bring the job back when they were
+    restored last; if all did, of all."""
+    newest = found = newest_whole_or_none(store, keys)
+    wrong = unverified(store, keys)
+    while found is not None and found.number in wrong:
+        found = next_older(store, keys, found)
+    return found or newest
+
+
 def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
     """A whole checkpoint: that of this number, or the newest. Raises JobError."""
     if number is None:
@@ -85,11 +96,11 @@ def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
 
 
 def next_older(store: Store, keys: Keys, found: Standing) -> Standing | None:
-    """The whole checkpoint of as many ranks before this one; None: there is none. Raises
-    JobError, StoreError."""
+    """The whole checkpoint of as many ranks before this one, as newest_whole; None: there is none.
+    Raises JobError, StoreError."""
     for number in range(found.number - 1, 0, -1):
         older = epochs.standing(store, keys, number)
-        if older.is_whole and older.plan.world == found.plan.world:
+        if older.is_whole and not older.is_evidence and older.plan.world == found.plan.world:
             return older
     return None
 
@@ -138,28 +149,33 @@ def verify(found: Standing, threads: int = 0) -> list[Checked]:
 
 def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     """Remove the dumps of all but the newest `keep_last` whole checkpoints, as far as they are on
-    this host; and of those that were pruned from another host. The newest whole one stays.
+    this host; and of those that were pruned from another host. The newest whole one stays. One
+    that did not bring the job back when it was restored last counts for none that is kept.
 
     Raises JobError if an epoch is under way, or something cannot be removed; StoreError.
     """
     if keep_last < 1:
         raise JobError("the newest whole checkpoint always stays: keep at least 1")
+    newest = store.read(keys.newest).entries.get(keys.newest)  # first: what begins later is seen
     found = all_epochs(store, keys)
     last = found[-1]
     if not last.epoch.phase.is_final:
         raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
     whole = [one for one in found if one.is_whole and not one.is_evidence]
-    newest = store.read(keys.newest).entries[keys.newest]
+    wrong = unverified(store, keys)
+    good = [one.number for one in whole if one.number not in wrong]
+    oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
     done = []
     problems: list[str] = []  # the others go all the same
     for one in found:
         if one.plan.restores or one.epoch.phase is not Phase.COMMITTED:
             continue
         if not one.pruned:
-            if one not in whole[:-keep_last]:
+            if one not in whole or one.number >= oldest:
                 continue
             # Nobody has begun to restore it, and nobody will.
-            requires = [Require(keys.newest, newest.revision), Require(keys.pruned(one.number), 0)]
+            revision = newest.revision if newest else 0
+            requires = [Require(keys.newest, revision), Require(keys.pruned(one.number), 0)]
             if not store.write(requires, [Put(keys.pruned(one.number), "1")]).applied:
                 raise JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
         removed = []
@@ -185,6 +201,9 @@ def _remove(record: DumpRecord, number: int) -> str:
     is_dump = not names or (place / INVENTORY_NAME).is_file()
     if place.name != f"epoch-{number:08d}" or not is_dump:
         raise JobError(f"{place} is not named as a dump of epoch {number}, or is none: left alone")
+    wrong = next(changeable_by_others(str(place), owners=(0, os.geteuid())), None)
+    if wrong is not None:  # while it is removed, it may become a link to somewhere else
+        raise JobError(f"{place} is left alone: {wrong}, and keepers dump to no such place")
     try:
         # Last, so that what is left of a prune that was killed is known as a dump.
         for name in sorted(names, key=lambda one: (one == INVENTORY_NAME, one)):

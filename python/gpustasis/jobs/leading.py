@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, kept
+from gpustasis.jobs import epochs, kept, verified
 from gpustasis.jobs.lives import (
     Failure,
     Life,
@@ -32,6 +32,7 @@ from gpustasis.jobs.store import Put, Require, Store
 _LOOKED_S = 60.0  # for evidence, before all is stopped without it
 _SETTLED_S = 60.0  # for ranks that are restored to run
 _TOLD_S = 10.0
+_AT_ONCE_S = 2.0  # by the clocks of two hosts
 _SHOWN = 8
 
 
@@ -106,6 +107,17 @@ def read_ranks(store: Store, keys: Keys, life: Life) -> Ranks:
     return Ranks(life.world, standings, keepers)
 
 
+def last_standing(store: Store, keys: Keys, rank: int, number: int) -> tuple[int, Standing] | None:
+    """Of a rank, in the newest life up to this one that it was in; None: it was in none. Raises
+    JobError, StoreError."""
+    for life in range(number, 0, -1):
+        key = keys.in_life(life, rank)
+        entry = store.read(key).entries.get(key)
+        if entry is not None:
+            return life, standing_of(key, entry)
+    return None
+
+
 class Leading:
     """turn() is called again and again, and does what can be done by now. It raises JobError and
     StoreError; then it is called again later."""
@@ -119,6 +131,7 @@ class Leading:
         self._missing: dict[int, float] = {}
         self._since: tuple[int, float] = (0, 0.0)  # a life's revision, and when it was read
         self._said = ("", -1e9)
+        self._marked = 0  # the revision of a life whose checkpoint was looked at
 
     def forget(self) -> None:
         """The store was away: a lease that it has lost meanwhile says nothing."""
@@ -190,8 +203,13 @@ class Leading:
         if not self._is_decided():
             self._say("an epoch is not decided yet")
             return
-        found = kept.newest_whole_or_none(self._store, self._keys)
         assert life.failure is not None
+        if self._marked != life.revision and self._hung_at_once(life):
+            why = f"the job hung as soon as it was restored: {life.failure.reason}"
+            require = Require(self._keys.life, life.revision)
+            self._store.write([require], [verified.mark(self._keys, life.restored, why)])
+        self._marked = life.revision
+        found = kept.newest_good_or_none(self._store, self._keys)
         if found is None:
             if life.terms.afresh:
                 self._recovered(replace(life, restored=0), epoch=0, restored=0)
@@ -208,6 +226,17 @@ class Leading:
             return
         plan = Plan(world=life.world, leave_running=True, restores=found.number)
         self._begin(life, life.restoring(self._next(), found.number), plan)
+
+    def _hung_at_once(self, life: Life) -> bool:
+        """Whether it has made hardly any progress since it was restored: the checkpoint was made
+        of a job that hung already, before anybody had noticed."""
+        failure, key = life.failure, self._keys.recovery(life.number - 1)
+        entry = self._store.read(key).entries.get(key)
+        if failure is None or not failure.hung or not life.restored or entry is None:
+            return False
+        last = recovery_of(key, entry)
+        went_on_s = failure.at - failure.unnoticed_s - last.at - last.seconds
+        return last.restored == life.restored and went_on_s < failure.unnoticed_s / 2 + _AT_ONCE_S
 
     def _follow(self, life: Life) -> None:
         found = epochs.standing(self._store, self._keys, life.epoch)
@@ -305,15 +334,18 @@ def fence(store: Store, keys: Keys, rank: int) -> Life:
     life = find_life(store, keys)
     if rank >= life.world:
         raise JobError(f"job {keys.job}: rank {rank}: must be 0 to {life.world - 1}")
-    if life.stage is not Stage.STOPS:
+    # In a life that goes on a rank has tasks; what it has left of earlier ones is waited for, too.
+    waits = life.stage is Stage.STOPS or life.stage.is_final
+    last = last_standing(store, keys, rank, life.number if waits else life.number - 1)
+    if not waits and (last is None or not last[1].may_run):
         raise JobError(
             f"job {keys.job}: its life {life.number} is at {life.stage}, and waits for no rank"
         )
-    key = keys.in_life(life.number, rank)
-    found = read_ranks(store, keys, life)
-    standing = found.standings.get(rank)
-    if standing is None or standing.way is Way.STOPPED:
+    if last is None or last[1].way is Way.STOPPED:
         raise JobError(f"job {keys.job}: rank {rank} has no tasks in life {life.number}")
+    number, standing = last
+    key = keys.in_life(number, rank)
+    found = read_ranks(store, keys, life)
     if rank in found.keepers and found.keepers[rank].is_mine(standing.where):
         raise JobError(
             f"job {keys.job}: rank {rank} has a keeper on {standing.where.host}, where its tasks "

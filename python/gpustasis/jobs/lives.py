@@ -21,6 +21,7 @@ from gpustasis.jobs.store import Entry
 _VERSION = 1
 _LONGEST_S = 300.0  # between two restores
 _MAX_TEXT = 4096
+_MAX_S = 1e12  # of any time: with a larger one nothing can be counted
 
 
 class Stage(StrEnum):
@@ -157,6 +158,8 @@ def life_of(key: str, entry: Entry) -> Life:
         _require_terms(life.terms)
         if life.failure is not None:
             _require_failure(life.failure)
+        elif life.stage not in {Stage.RUNS, Stage.DONE}:
+            raise ValueError(f"there is no failure, and it is at {life.stage}")
     except (TypeError, ValueError) as exc:
         raise JobError(f"{key} cannot be used: {exc}") from exc
     return life
@@ -177,24 +180,25 @@ def _require_terms(terms: Terms) -> None:
         raise ValueError("restarts is no number")
     if type(terms.afresh) is not bool or type(terms.evidence) is not bool:
         raise ValueError("afresh or evidence is neither true nor false")
-    if not isinstance(terms.back_off_s, int | float) or terms.back_off_s < 0:
+    if not isinstance(terms.back_off_s, int | float) or not 0 <= terms.back_off_s < _MAX_S:
         raise ValueError("back_off_s is no number")
 
 
 def _require_failure(failure: Failure) -> None:
     if type(failure.rank) is not int or not isinstance(failure.reason, str):
         raise ValueError("failure has no rank or reason")
-    if not all(isinstance(one, int | float) for one in (failure.at, failure.unnoticed_s)):
-        raise ValueError("failure has no time")
+    for one in (failure.at, failure.unnoticed_s):
+        if not isinstance(one, int | float) or not -_MAX_S < one < _MAX_S:  # nor is NaN
+            raise ValueError("failure has no time")
     if type(failure.hung) is not bool:
         raise ValueError("hung is neither true nor false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Where a keeper of a rank is. boot: of its host, as the kernel names it. machine: the host
-    itself, through boots; empty: it cannot be told. run: where the keeper notes which tasks there
-    are, and sees them."""
+    """Where a keeper of a rank is. boot: of its host, as the kernel names it. machine: with the
+    host's name the host itself, through boots; empty: it cannot be told. run: where the keeper
+    notes which tasks there are, and sees them."""
 
     host: str
     boot: str
@@ -205,7 +209,9 @@ class Where:
         """Whether a keeper here that finds no task of the rank knows that none is left there."""
         if self.boot == mine.boot:
             return self.run == mine.run
-        return self.machine != "" and self.machine == mine.machine  # it was booted again
+        # It was booted again. Boards of one kind may all have the same UUID.
+        is_known = self.machine != "" and self.host != ""
+        return is_known and (self.machine, self.host) == (mine.machine, mine.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +223,11 @@ class Standing:
     where: Where
     by: str = "keeper"
     revision: int = 0
+
+    @property
+    def may_run(self) -> bool:
+        """Whether nobody has said that its tasks have ended."""
+        return self.way in {Way.HERE, Way.LOOKED}
 
 
 def standing_text(standing: Standing) -> str:
@@ -288,6 +299,7 @@ def recovery_of(key: str, entry: Entry) -> Recovery:
     del value["version"]
     for name, found in value.items():
         wanted = str if name == "reason" else (int, float)
-        if not isinstance(found, wanted) or isinstance(found, bool):
+        is_wanted = isinstance(found, wanted) and not isinstance(found, bool)
+        if not is_wanted or (name != "reason" and not -_MAX_S < found < _MAX_S):
             raise JobError(f"{key}: {name} {found!r} cannot be used")
     return Recovery(**value)

@@ -64,6 +64,9 @@ class Connection:
             families = {ipaddress.ip_address(one).version for one in (self.local, self.remote)}
         except ValueError as exc:
             raise JobError(f"connection {self.local!r} to {self.remote!r}: {exc}") from exc
+        # After a "%" any text is an address to `ipaddress`; nft would be told it as it is.
+        if "%" in self.local + self.remote:
+            raise JobError(f"connection {self.local!r} to {self.remote!r}: one has a scope")
         if len(families) != 1 or not _are_ports(self.local_port, self.remote_port):
             raise JobError(f"connection {self.local!r} to {self.remote!r} is none")
 

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from gpustasis.dump_time import MARGIN, START_S, at_rate
 from gpustasis.errors import CheckpointError, DriverError, JobError, StoreError
 from gpustasis.jobs import epochs
-from gpustasis.jobs.epochs import Standing
-from gpustasis.jobs.kept import next_older, records_of
+from gpustasis.jobs.kept import newest_whole_or_none, next_older, records_of
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context
@@ -73,12 +72,21 @@ class Preempting:
         return not self._gave_up.is_set()
 
     def _run(self, moment: float) -> None:
-        name = self._context.name
-        end = moment + self._grace.grace_s - self._grace.reserve_s
-        try:
-            because = self._checkpoint(end)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the tasks are told
-            because = str(exc) or type(exc).__name__
+        name, grace = self._context.name, self._grace
+        end = moment + grace.grace_s - grace.reserve_s
+        found: list[str] = []
+
+        def ask() -> None:
+            try:
+                found.append(self._checkpoint(end))
+            except Exception as exc:  # noqa: BLE001 - whatever it is, the tasks are told
+                found.append(str(exc) or type(exc).__name__)
+
+        # A store of several servers may take longer to say that it is away than there is left.
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(max(0.0, end + grace.reserve_s / 2 - time.monotonic()))
+        because = found[0] if found else "it was not known in time whether there is one"
         if not because:
             return  # the keeper does what was decided
         self._gave_up.set()
@@ -137,7 +145,7 @@ class Preempting:
 
     def _measured(self) -> tuple[int, float] | None:
         with suppress(CheckpointError):
-            found = newest_whole(self._context.store, self._context.keys)
+            found = newest_whole_or_none(self._context.store, self._context.keys)
             if found is not None:
                 slowest = max(one.dump_ms for one in records_of(found)) / 1000
                 return found.number, slowest
@@ -166,16 +174,6 @@ def _memory_of(root: int) -> int:
     return size
 
 
-def newest_whole(store: Store, keys: Keys) -> Standing | None:
-    """Raises JobError, StoreError."""
-    newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
-    for number in range(newest, 0, -1):
-        found = epochs.standing(store, keys, number)
-        if found.is_whole:
-            return found
-    return None
-
-
 def to_restore(context: Context, patience_s: float = _LOOK_S) -> int:
     """The checkpoint that a job goes on from which is started now; 0: it starts afresh, for there
     is none, or all its ranks have ended well after it. Waits until an epoch that is under way is
@@ -193,7 +191,7 @@ def to_restore(context: Context, patience_s: float = _LOOK_S) -> int:
         if phase is Phase.LOOK and time.monotonic() - begin > patience_s:
             epochs.abort(store, keys, newest, f"{context.name} is started anew")
         time.sleep(_AGAIN_S)
-    found = newest_whole(store, keys)
+    found = newest_whole_or_none(store, keys)
     if found is None:
         return 0
     if all(number >= found.number for number in _numbers(store, keys, "ended", world)):

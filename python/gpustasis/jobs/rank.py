@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import driver_libraries
 from gpustasis.criu.run import Run, Settings
-from gpustasis.driver import Driver, ProcessState
+from gpustasis.driver import ANSWER_S, Driver, ProcessState, TimedOutError, answer_within
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs.gate import Gate
 from gpustasis.jobs.network import Lock, find_nft, own_addresses
@@ -258,6 +259,29 @@ def load_driver() -> Driver:
     return Driver(driver_libraries(os.environ)[0])
 
 
+def state_of(driver: Driver, pid: int) -> ProcessState:
+    """Of a process that may be stopped, as by SIGSTOP: then the driver does not answer. Raises
+    DriverError, TimedOutError among them."""
+    return answer_within(ANSWER_S, f"GetState on process {pid}", partial(driver.get_state, pid))
+
+
+def lock_cuda(driver: Driver, pid: int, timeout_ms: int) -> None:
+    """Raises DriverError; TimedOutError if the process may be stopped: then it is unlocked as soon
+    as it goes on, and the driver has locked it."""
+    given_up = threading.Event()
+
+    def lock() -> None:
+        driver.lock(pid, timeout_ms)
+        if given_up.is_set():
+            driver.unlock(pid)
+
+    try:
+        answer_within(timeout_ms / 1000 + ANSWER_S, f"Lock on process {pid}", lock)
+    except TimedOutError:
+        given_up.set()
+        raise
+
+
 def unlock_cuda(pids: Iterable[int]) -> list[str]:
     """Unlock those that are locked; what is wrong with the others."""
     using = {pid: misleading_thread(pid) for pid in _using(pids)}
@@ -270,9 +294,10 @@ def unlock_cuda(pids: Iterable[int]) -> list[str]:
     for pid in asked:
         assert driver is not None
         try:
-            state = driver.get_state(pid)
+            state = state_of(driver, pid)
             if state is ProcessState.LOCKED:
-                driver.unlock(pid)
+                what = f"Unlock on process {pid}"
+                answer_within(ANSWER_S, what, partial(driver.unlock, pid))
             elif state is not ProcessState.RUNNING:
                 wrong.append(f"process {pid} is {state.name.lower()}")
         except Exception as exc:  # noqa: BLE001 - the others are unlocked all the same

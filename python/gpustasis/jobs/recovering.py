@@ -81,13 +81,24 @@ class Recovering:
         return False
 
     def _stop_before(self, number: int) -> None:
+        """Its root may have ended, and not what it has started."""
         state = self._context.state
-        if state.lives and state.life < number:
-            self._stop()
+        if not state.pid or not 0 < state.life < number:
+            return
+        were_there = self._stop()
+        self._guard.say(state.life, Way.STOPPED)
+        if were_there:
             self._told(
                 f"job {self._context.place.job}: {self._context.name} is stopped: it was of life "
                 f"{state.life}, and this is life {number}"
             )
+
+    def _leave(self, life: Life) -> None:
+        """To who has begun this life, which is none of this keeper's."""
+        before = self._context.state.life
+        self._stop()
+        if 0 < before < life.number:
+            self._guard.say(before, Way.STOPPED)
 
     def _claim(self, life: Life) -> bool:
         """Before the tasks are made: from then on only this place knows when they have ended."""
@@ -183,7 +194,7 @@ class Recovering:
             raise JobError(f"{guard.unseated}; its tasks here are stopped")
         life = guard.read()
         if life.run != self._run:
-            self._stop()
+            self._leave(life)
             raise JobError(f"job {context.place.job} was started anew meanwhile")
         self._require_known(life)
         if self.asked and not context.state.lives and not life.stage.is_final:
@@ -204,12 +215,11 @@ class Recovering:
                 self._stop()
                 self._say(life, Way.STOPPED)
                 self._told(f"job {context.place.job}: {context.name} is stopped: {life.why()}")
-            case Stage.FAILED:
+            case Stage.FAILED | Stage.DONE:
                 self._stop()
-                return Next(failed=life.why())
-            case Stage.DONE:
-                self._stop()
-                return Next(done=True)
+                self._say(life, Way.STOPPED)  # so that it may be started elsewhere
+                is_done = life.stage is Stage.DONE
+                return Next(done=is_done, failed="" if is_done else life.why() or "no reason")
             case _:
                 pass
         return Next()
@@ -263,8 +273,9 @@ class Recovering:
         self._said = (life.number, way)
         return applied
 
-    def _stop(self) -> None:
-        """None of the tasks of any life up to now. Raises JobError if one does not end."""
+    def _stop(self) -> bool:
+        """None of the tasks of any life up to now; whether there were some. Raises JobError if one
+        does not end."""
         context = self._context
         if context.gate.is_held():
             raise JobError(
@@ -272,18 +283,21 @@ class Recovering:
                 "be stopped"
             )
         state = context.state
-        stop(state.pid, state.start_time)
+        were_there = stop(state.pid, state.start_time)
         context.unlock_network()
         context.note(pid=0, cuda=False)
         self._trouble = ""
         if self._watcher is not None:
             self._watcher.forget()
+        return were_there
 
     def ended_by(self, epoch: int) -> None:
         """A checkpoint has ended the tasks, as it should. Raises JobError."""
         while True:
             try:
                 self._guard.end(f"ended by the checkpoint of epoch {epoch}")
+                self._stop()
+                self._say(self._guard.life, Way.STOPPED)
             except StoreError as exc:
                 log.info("%s waits for the store: %s", self._context.name, exc)
                 time.sleep(_AGAIN_S)

@@ -20,6 +20,7 @@ from gpustasis.criu import run
 from gpustasis.criu.find import Criu
 from gpustasis.criu.images import read_pstree
 from gpustasis.errors import CheckpointError, JobError
+from gpustasis.files import changeable_by_others
 from gpustasis.jobs.dumps import DumpRecord, require_same
 from gpustasis.jobs.network import Lock, Network
 from gpustasis.jobs.stopping import killed
@@ -74,6 +75,12 @@ def _require_free(rank: int, record: DumpRecord) -> None:
     images = Path(record.directory)
     if not is_here(record):
         raise JobError(f"rank {rank}: its dump is in {images} on {record.host}, and not here")
+    wrong = next(changeable_by_others(str(images), owners=(0, os.geteuid())), None)
+    if wrong is not None:
+        raise JobError(
+            f"rank {rank}: {images}, which the store names, is not restored: {wrong}; whoever can "
+            "change it decides what is run as this user"
+        )
     require_same(record)
     for task in read_pstree(images):
         if Path(f"/proc/{task.pid}").exists():

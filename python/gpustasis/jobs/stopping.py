@@ -42,16 +42,18 @@ def killed(tree: Tree) -> Tree:
     return tree
 
 
-def stop(root: int, start_time: int) -> None:
-    """End the tasks of this root, which may have ended itself; 0: there is none. Raises JobError
-    if some do not end.
+def stop(root: int, start_time: int) -> bool:
+    """End the tasks of this root, which may have ended itself; 0: there is none. Whether there were
+    some. Raises JobError if some do not end.
 
     What it has left behind is found by its session, which a rank has of its own; and among the
     children of this process, which gets what its tasks leave.
     """
     deadline = time.monotonic() + _ENDED_S
     ended = {root} if root else set()
+    were_there = False
     while found := _left(root, start_time):
+        were_there = True
         ended.update(found)
         for pid in found:
             with suppress(CheckpointError):  # it has ended
@@ -60,11 +62,13 @@ def stop(root: int, start_time: int) -> None:
         if time.monotonic() > deadline:
             raise JobError(f"process {found[0]} does not end: of the tasks below {root}")
         time.sleep(_POLL_S)
+    reap()  # what a restore that was aborted has made, too
     # A restore needs their pids, which are free when their parents have heard of their ends.
     deadline = time.monotonic() + _HEARD_S
     while any(_is_zombie(pid) for pid in ended) and time.monotonic() < deadline:
         reap()
         time.sleep(_POLL_S)
+    return were_there
 
 
 def _left(root: int, start_time: int) -> list[int]:

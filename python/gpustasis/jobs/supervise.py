@@ -364,13 +364,13 @@ class Supervisor:
         if not select.select([self._held[2]], [], [], 0)[0]:
             return False
         code = None
-        try:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                code = os.waitstatus_to_exitcode(status)
-        except ChildProcessError:
-            if self._recovering is not None:  # there it matters whether it has failed
-                code = status_of(pid, start, self._held[2])
+        if self._recovering is not None:
+            # Not collected: its number, and its session's, are no other's until all is stopped.
+            code = status_of(pid, start, self._held[2])
+        else:
+            with suppress(ChildProcessError):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                code = os.waitstatus_to_exitcode(status) if found else None
         if code is not None:
             self._status = code if code >= 0 else 128 - code
         return True

@@ -22,17 +22,15 @@ from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Keys, settled_of, settled_text
-from gpustasis.jobs.stopping import killed
+from gpustasis.jobs.stopping import stop
 from gpustasis.jobs.store import Put, Require, Store
 from gpustasis.jobs.work import Order
-from gpustasis.streaming.tree import Tree
 from gpustasis.verifying import require_verified
 
 _POLL_S = 0.2
 _MANY = 1024  # ranks, of which not all are read that often
 _POLL_MANY_S = 2.0
 _LEAD_S = 30.0  # after that the others do not wait for rank 0's verdict: they look themselves
-_ENDED_S = 60.0
 
 
 def verify(context: Context, order: Order, images: str) -> None:
@@ -65,15 +63,13 @@ def verify(context: Context, order: Order, images: str) -> None:
 
 
 def end_tasks(context: Context) -> None:
-    """Kill the rank's tasks, all of them. Raises JobError if one does not end."""
-    if not context.state.lives:
-        return
-    tree = killed(Tree(context.state.pid))
-    ended = tree.all_ended(_ENDED_S, lambda: None)
-    left = tree.pids
-    tree.close()
-    if not ended:
-        raise JobError(f"{context.name}: not every process has ended, of {left}")
+    """Kill the rank's tasks, all of them, with what is no longer below their root: an older
+    checkpoint may be restored beside it. Raises JobError if one does not end."""
+    state = context.state
+    try:
+        stop(state.pid, state.start_time)
+    except JobError as exc:
+        raise JobError(f"{context.name}: {exc}") from exc
 
 
 def await_verdict(
@@ -143,6 +139,11 @@ def unverified(store: Store, keys: Keys, numbers: Iterable[int]) -> dict[int, st
     found = store.read(*wanted).entries if wanted else {}
     texts = {wanted[key]: settled_of(key, entry) for key, entry in found.items() if key in wanted}
     return {number: text for number, text in texts.items() if text}
+
+
+def mark(keys: Keys, number: int, why: str) -> Put:
+    """That a checkpoint did not bring the job back."""
+    return Put(_mark(keys, number), settled_text(why))
 
 
 def _verdict(keys: Keys, number: int) -> str:
