@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 _SHOWN = 16  # characters of a digest
 
 _epoch_option = click.option(
-    "--epoch", type=click.IntRange(1), metavar="E", help="[default: the newest whole checkpoint]"
+    "--epoch",
+    type=click.IntRange(1),
+    metavar="E",
+    help="Number of the checkpoint, as `job list` shows it.  [default: the newest whole checkpoint]",
 )
 
 _look_limit_option = click.option(
@@ -34,7 +37,7 @@ _look_limit_option = click.option(
     default=30.0,
     show_default=True,
     metavar="S",
-    help="It is aborted if a rank has not joined by then.",
+    help="Seconds after which the epoch is aborted if a rank has not joined.",
 )
 
 
@@ -50,7 +53,12 @@ for _one in COMMANDS:
 
 @command.command("checkpoint")
 @click.argument("name")
-@click.option("--world", type=click.IntRange(1), metavar="N", help="[default: as last time]")
+@click.option(
+    "--world",
+    type=click.IntRange(1),
+    metavar="N",
+    help="How many ranks the job has.  [default: as last time]",
+)
 @click.option("-R", "--leave-running", is_flag=True, help="The job runs on afterwards.")
 @click.option(
     "--timeout",
@@ -59,7 +67,7 @@ for _one in COMMANDS:
     default=3600.0,
     show_default=True,
     metavar="S",
-    help="It is aborted if it is not decided by then.",
+    help="Seconds after which the checkpoint is aborted if it is not decided.",
 )
 @_look_limit_option
 @store_options
@@ -96,13 +104,13 @@ def checkpoint(
     default=3600.0,
     show_default=True,
     metavar="S",
-    help="Nothing is restored if not all ranks are back by then.",
+    help="Seconds after which nothing is restored if not all ranks are back.",
 )
 @click.option(
     "--older-if-unverified",
     is_flag=True,
-    help="If the job is not back, by what its ranks were told to verify it with, restore the next "
-    "older whole checkpoint; their keepers have to be told the same.",
+    help="If the --verify-after of a keeper fails, restore the next older whole checkpoint; the "
+    "keepers need this option, too.",
 )
 @_look_limit_option
 @store_options
@@ -118,8 +126,8 @@ def restore(
 
     Each rank needs a `gpustasis job run --restore`, on the host where its dump is and in the
     network namespace that it had; they wait for this command. No rank runs before all are back.
-    Ends with status 19 if nothing was restored, with 24 if it was and is not back: by the
-    --verify-after of a keeper.
+    Ends with status 19 if nothing was restored, with 24 if the job was restored and killed again,
+    since the --verify-after of a keeper has failed.
     """
     from gpustasis.jobs.kept import find_epoch, next_older
     from gpustasis.jobs.leading import require_no_recovery

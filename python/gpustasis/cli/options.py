@@ -122,9 +122,9 @@ def verify_options(function: Decorated) -> Decorated:
                 "--verify-after",
                 type=Words(),
                 metavar="COMMAND",
-                help="Run this after a restore, without a shell; GPUSTASIS_ROOT_PID is what was "
-                "restored. Until it has succeeded the job does not count as back, and if it fails "
-                "the job is killed.",
+                help="Run COMMAND after a restore, without a shell; GPUSTASIS_ROOT_PID in its "
+                "environment is the process that was restored. Until it has succeeded the job does "
+                "not count as back, and if it fails the job is killed.",
             ),
             click.option(
                 "--verify-timeout",
@@ -132,12 +132,13 @@ def verify_options(function: Decorated) -> Decorated:
                 default=60.0,
                 show_default=True,
                 metavar="S",
-                help="Seconds after which it has failed.",
+                help="Seconds after which the command of --verify-after has failed.",
             ),
             click.option(
                 "--older-if-unverified",
                 is_flag=True,
-                help="If it fails, try the next older checkpoint.  [default: an error]",
+                help="If --verify-after fails, restore the next older checkpoint.  [default: end "
+                "with status 24]",
             ),
         )
     ):
@@ -153,8 +154,9 @@ def interval_options(function: Decorated) -> Decorated:
                 "--interval",
                 type=Interval(),
                 metavar="TIME",
-                help="Checkpoint the job in between as well, so long after the last: 90s, 30m, "
-                "12h; auto: computed from how long the job stands for one, and --mtbf.",
+                help="Checkpoint the job by the clock as well, this long after the last checkpoint: "
+                "90s, 30m, 12h; auto: computed from how long the job stands still for one, and "
+                "--mtbf.",
             ),
             click.option(
                 "--mtbf",
@@ -162,7 +164,7 @@ def interval_options(function: Decorated) -> Decorated:
                 default="24h",
                 show_default=True,
                 metavar="TIME",
-                help="For auto: the mean time between failures of the job.",
+                help="For --interval auto: the mean time between failures of the job.",
             ),
         )
     ):
