@@ -28,7 +28,7 @@ _epoch_option = click.option(
     "--epoch",
     type=click.IntRange(1),
     metavar="E",
-    help="Number of the checkpoint, as `job list` shows it.  [default: the newest whole checkpoint]",
+    help="Number of the checkpoint, as `job list` has it.  [default: the newest whole checkpoint]",
 )
 
 _look_limit_option = click.option(

@@ -154,7 +154,7 @@ def interval_options(function: Decorated) -> Decorated:
                 "--interval",
                 type=Interval(),
                 metavar="TIME",
-                help="Checkpoint the job by the clock as well, this long after the last checkpoint: "
+                help="Checkpoint the job by the clock, too, this long after the last checkpoint: "
                 "90s, 30m, 12h; auto: computed from how long the job stands still for one, and "
                 "--mtbf.",
             ),
