@@ -159,8 +159,8 @@ def preempting_options(function: Decorated) -> Decorated:
     "risks",
     multiple=True,
     type=click.Choice(nccl.RISKS),
-    help="Checkpoint although the rank's processes have this of NCCL (docs/operating.md, `What NCCL "
-    "needs`). Several times for several.",
+    help="Checkpoint although the rank's processes have this of NCCL (docs/operating.md, `What "
+    "NCCL needs`). Several times for several.",
 )
 @click.option(
     "--criu",
