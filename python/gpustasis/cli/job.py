@@ -177,10 +177,18 @@ def list_(name: str | None, **options: Any) -> None:
         for job, one in found
     ]
     titles = ("JOB", "EPOCH", "KIND", "STATE", "RANKS", "NOTE")
-    words = ("job", "epoch", "kind", "state", "world", "note")
+    words = ("job", "epoch", "kind", "state", "world")
+
+    def note(row: dict[str, Any]) -> str:
+        """For people: which checkpoint a restore has brought back, in place of a digest."""
+        is_done = row["restores"] and row["state"] == "committed"
+        return f"of epoch {row['restores']}" if is_done else str(row["note"])
+
     output.answer(
         {"epochs": rows},
-        lambda: output.table(titles, [[row[word] or "-" for word in words] for row in rows]),
+        lambda: output.table(
+            titles, [[*(row[word] or "-" for word in words), note(row) or "-"] for row in rows]
+        ),
     )
 
 
@@ -289,11 +297,15 @@ def prune(name: str, keep_last: int, **options: Any) -> None:
 
 
 def _world(store: Store, keys: Keys) -> int:
-    """As in the newest epoch; else as many ranks as have said where they are."""
+    """As in the newest epoch that was decided for: one with a wrong number is aborted. Else as in
+    the newest."""
     from gpustasis.jobs import epochs
+    from gpustasis.jobs.messages import Phase
     from gpustasis.jobs.records import number_of
 
     newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
     if not newest:
         raise JobError(f"job {keys.job} has no epoch yet: say by --world how many ranks it has")
-    return epochs.standing(store, keys, newest).plan.world
+    found = [epochs.phase(store, keys, number) for number in range(newest, 0, -1)]
+    committed = (plan for epoch, plan in found if epoch.phase is Phase.COMMITTED)
+    return next(committed, found[0][1]).world

@@ -193,9 +193,7 @@ def preempting_options(function: Decorated) -> Decorated:
     _LIMITS.look_s,
     "Seconds for all ranks to join an epoch, and to look whether they can be checkpointed.",
 )
-@_seconds(
-    "--safe-point-limit", 60.0, "With --safe-points: seconds for COMMAND to come to a safe point."
-)
+@_seconds("--safe-point-limit", 60.0, "With --safe-points: seconds for COMMAND to reach one.")
 @_seconds("--cuda-limit", _LIMITS.lock_cuda_s, "Seconds to lock CUDA in all ranks.")
 @_seconds("--network-limit", _LIMITS.lock_network_s, "Seconds to lock the network of all ranks.")
 @_seconds(
@@ -278,7 +276,7 @@ def run(
         },
     )
     if restore and words:
-        raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
+        raise click.UsageError("--restore takes no COMMAND: what was checkpointed runs again")
     if restore_newest and (restore or not words):
         raise click.UsageError("--restore-newest needs COMMAND, and excludes --restore")
     if rank >= world:
@@ -347,7 +345,7 @@ def _grace(grace: float, reserve: float, speed: int | None) -> Grace:
 
 @contextmanager
 def _by_the_clock(context: Context, periodic: Periodic | None) -> Iterator[None]:
-    """Rank 0's keeper begins checkpoints; of the others the option says nothing."""
+    """Rank 0's keeper begins checkpoints; the option has no effect on others."""
     from gpustasis.jobs.clock import Clock
     from gpustasis.jobs.lead import LEAD
 
@@ -392,6 +390,8 @@ def _keep(
 
     if context.state.lives and context.state.life:
         raise JobError(f"{context.name} was started with --restarts: its keeper must be, too")
+    if not (words or restore):
+        context.require_left()
     begun = _begin(supervisor, context, words, restore, newest)
     ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
     if newest and not ended.epoch and ended.status == 0:

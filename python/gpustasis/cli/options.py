@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -186,6 +187,8 @@ def check_of(words: tuple[str, ...] | None, seconds: float, *, older: bool) -> C
     """Of verify_options."""
     if words is None and older:
         raise click.UsageError("--older-if-unverified needs --verify-after")
+    if words is not None and shutil.which(words[0]) is None:  # every restored job would be killed
+        raise click.UsageError(f"--verify-after: there is no program {words[0]}")
     return None if words is None else Check(words=words, seconds=seconds)
 
 

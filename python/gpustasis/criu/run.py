@@ -358,6 +358,7 @@ class _Workspace:
         lines = [f"criu {criu.version_text} {self._stage} failed ({ended.ending})"]
         lines += [f"  plugin: {line}" for line in plugin_errors]
         lines += [f"  criu: {line}" for line in log.criu_errors(text)]
+        lines += [f"  that is: {line}" for line in log.meanings(log.criu_errors(text))]
         if len(lines) == 1:  # not far enough for a log: what it said to the terminal, reason first
             said = [line for line in ended.output.splitlines() if line.strip()]
             lines += [f"  criu: {line}" for line in said[: log.ERRORS_SHOWN]]

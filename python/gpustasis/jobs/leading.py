@@ -290,7 +290,10 @@ def find_life(store: Store, keys: Keys) -> Life:
     """Of a job that is recovered. Raises JobError, StoreError."""
     entry = store.read(keys.life).entries.get(keys.life)
     if entry is None:
-        raise JobError(f"job {keys.job} is not one that is recovered (`job run --restarts`)")
+        raise JobError(
+            f"job {keys.job} is not one that is recovered: no keeper of it was started with "
+            "`gpustasis job run --restarts`"
+        )
     return life_of(keys.life, entry)
 
 

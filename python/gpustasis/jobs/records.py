@@ -50,7 +50,9 @@ class Keys:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.job):
-            raise JobError(f"job name {self.job!r}: letters, digits, '.', '_', '-'; at most 128")
+            raise JobError(
+                f"job name {self.job!r}: must be 1 to 128 letters, digits, '.', '_' and '-'"
+            )
 
     @property
     def newest(self) -> str:
