@@ -60,6 +60,7 @@ def stop(root: int, start_time: int) -> None:
         if time.monotonic() > deadline:
             raise JobError(f"process {found[0]} does not end: of the tasks below {root}")
         time.sleep(_POLL_S)
+    reap()  # what had ended by itself: a zombie in the root's session keeps the root's pid
     # A restore needs their pids, which are free when their parents have heard of their ends.
     deadline = time.monotonic() + _HEARD_S
     while any(_is_zombie(pid) for pid in ended) and time.monotonic() < deadline:
