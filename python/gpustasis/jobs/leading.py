@@ -310,7 +310,8 @@ def fence(store: Store, keys: Keys, rank: int) -> Life:
         raise JobError(f"job {keys.job}: rank {rank}: must be 0 to {life.world - 1}")
     if life.stage is not Stage.STOPS:
         raise JobError(
-            f"job {keys.job}: its life {life.number} is at {life.stage}, and waits for no rank"
+            f"job {keys.job} is in life {life.number}, stage {life.stage}: it waits for no rank in "
+            "this stage"
         )
     key = keys.in_life(life.number, rank)
     found = read_ranks(store, keys, life)
