@@ -100,7 +100,7 @@ class Recovering:
                 f"job {self._context.place.job}: this rank's tasks are of life "
                 f"{self._context.state.life}, and the store says that the job is in life "
                 f"{life.number}: the store has lost what it held; the tasks are left as they are. "
-                f"If none of them lives, remove {self._context.place.run} and start the keeper again"
+                f"If none of them lives, remove {self._context.place.run} and start again"
             )
 
     def close(self) -> None:
