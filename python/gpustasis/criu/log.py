@@ -105,6 +105,12 @@ def meanings(errors: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def explained(errors: list[str]) -> list[str]:
+    """CRIU's errors for people, a line each, and what to do about them."""
+    lines = [f"  criu: {line}" for line in errors]
+    return lines + [f"  that is: {line}" for line in meanings(errors)]
+
+
 def phase_of(line: str) -> str | None:
     """What criu is doing when it says `line`; None if the line does not tell."""
     for mark, phase in _PHASES:

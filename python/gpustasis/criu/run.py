@@ -26,7 +26,6 @@ from gpustasis.criu.plugin import (
 from gpustasis.criu.statistics import Stage, Statistics, failures, find_statistics, statistics_path
 from gpustasis.errors import CheckpointError, CriuError, ImageError
 
-_SAYS_NOTHING = "criu failed"  # the plugin, of an error that is not its own
 PLUGIN_OPTION_VERSION = (4, 3)  # the first criu with --plugin-option
 
 
@@ -357,12 +356,8 @@ class _Workspace:
         self, criu: Criu, ended: process.Finished, plugin_errors: list[str], text: str
     ) -> str:
         lines = [f"criu {criu.version_text} {self._stage} failed ({ended.ending})"]
-        errors = log.criu_errors(text)
-        lines += [
-            f"  plugin: {line}" for line in plugin_errors if line != _SAYS_NOTHING or not errors
-        ]
-        lines += [f"  criu: {line}" for line in errors]
-        lines += [f"  that is: {line}" for line in log.meanings(errors)]
+        lines += [f"  plugin: {line}" for line in plugin_errors]
+        lines += log.explained(log.criu_errors(text))
         if len(lines) == 1:  # not far enough for a log: what it said to the terminal, reason first
             said = [line for line in ended.output.splitlines() if line.strip()]
             lines += [f"  criu: {line}" for line in said[: log.ERRORS_SHOWN]]
