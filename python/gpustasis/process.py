@@ -8,6 +8,7 @@ import errno
 import fcntl
 import logging
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -186,16 +187,43 @@ def _wait(
     deadline: float | None,
     on_tick: Callable[[], None],
 ) -> int:
-    while True:
-        try:
+    with _End(child) as end:
+        while True:
             try:
-                return child.wait(TICK_S)
-            except subprocess.TimeoutExpired:
-                pass
-            on_tick()
-        except KeyboardInterrupt:
-            if not shielded:
-                raise
-            log.warning("this cannot be stopped half-way; waiting for %s to end", name)
-        if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError(f"{name} did not end in time and was killed")
+                if end.has_come(TICK_S):
+                    return child.wait()
+                on_tick()
+            except KeyboardInterrupt:
+                if not shielded:
+                    raise
+                log.warning("this cannot be stopped half-way; waiting for %s to end", name)
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{name} did not end in time and was killed")
+
+
+class _End:
+    """The end of a child. Popen.wait with a timeout sees it up to 50 ms late."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        self._pidfd = -1
+        with contextlib.suppress(OSError):  # without a descriptor it is seen late
+            self._pidfd = os.pidfd_open(child.pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+    def has_come(self, timeout_s: float) -> bool:
+        """Whether it has, by then."""
+        if self._pidfd >= 0:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            return bool(poll.poll(1000 * timeout_s))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(timeout_s)
+            return True
+        return False

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from campaigns import job_faults, recovery
+from campaigns import job_cost, job_faults, recovery
 from soak import job_table
 from support.criu_roots import criu_versions
 from support.ring import Network
@@ -80,6 +80,15 @@ def test_a_job_is_recovered_at_random_steps(store: str, make_place: MakePlace) -
     assert tally.counts["jobs that ended as an uninterrupted one"] == 1
     for fault in recovery.Fault:
         assert tally.counts[f"{fault}: recovered"] == 1
+
+
+@pytest.mark.parametrize("store", ["etcd", "agent"])
+def test_what_agreeing_costs_is_measured(store: str, make_place: MakePlace) -> None:
+    tally = job_cost.run(make_place(store), 2, bound_ms=0)
+    assert tally.trials == 2
+    beyond = tally.counts["beyond: median, ms"]
+    assert tally.counts["commit: median, ms"] > tally.counts["dump: median, ms"] > 0
+    assert tally.failures == [f"{beyond} ms beyond the slowest rank's dump, the bound is 0"]
 
 
 def test_each_fault_is_aimed_at_each_phase_that_it_can_meet() -> None:

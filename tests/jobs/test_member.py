@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs
+from gpustasis.jobs import epochs, exchange
 from gpustasis.jobs.etcd import Etcd
 from gpustasis.jobs.etcd_words import Access
 from gpustasis.jobs.local import Local
+from gpustasis.jobs.member import Keeper
 from gpustasis.jobs.messages import Join, Phase
 from gpustasis.jobs.records import Plan
 from gpustasis.jobs.seat import Seat
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Put
+from gpustasis.jobs.work import Order
 from support.etcd import EtcdCluster
 from support.job_ranks import KEYS, Job, Proxy, job_of, wait_for
 
@@ -247,6 +250,52 @@ def test_one_of_two_keepers_of_a_rank_joins(cluster: EtcdCluster) -> None:
     for seat in seats:
         seat.leave()
     store.close()
+
+
+class Idle:
+    """A Work (jobs.work.Work) with nothing to do."""
+
+    def enter(self, order: Order) -> None: ...
+
+    def has_tasks(self) -> bool:
+        return True
+
+    def look(self) -> None: ...
+
+    def lock_cuda(self) -> None: ...
+
+    def lock_network(self) -> None: ...
+
+    def dump(self, number: int) -> str:
+        return "{}"
+
+    def release(self) -> None: ...
+
+    def finish(self, *, leave_running: bool) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def slipped(self) -> str:
+        return ""
+
+
+def test_a_keeper_waits_for_nothing_when_an_epoch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_IDLE_S", 30.0)
+    server, store = Server(tmp_path / "store", tmp_path / "journal"), Local(tmp_path / "store")
+    settings = exchange.Settings(ttl_s=1000)
+    keepers = [Keeper(store, KEYS, rank, 2, Idle(), settings) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            number = epochs.begin(store, KEYS, Plan(world=2, leave_running=True))
+            outcomes = [pool.submit(one.take_part, lambda: False) for one in keepers]
+            for outcome in outcomes:
+                found = outcome.result(15)
+                assert found is not None
+                assert (found.number, found.epoch.phase) == (number, Phase.COMMITTED)
+    store.close()
+    server.close()
 
 
 def test_records_that_were_exchanged_are_seen(cluster: EtcdCluster, tmp_path: Path) -> None:

@@ -46,8 +46,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     alone = metafunc.definition.get_closest_marker("with_crio") is not None
     every: list[type[ContainerdNode | CrioNode]] = [ContainerdNode, CrioNode]
     runtimes = every[1:] if alone else every
-    names = [runtime.name for runtime in runtimes]
-    metafunc.parametrize("cluster", runtimes, ids=names, indirect=True, scope="session")
+    values = [  # a cluster of each at once, and the tests of one after the other
+        pytest.param(one, id=one.name, marks=pytest.mark.xdist_group(one.name)) for one in runtimes
+    ]
+    metafunc.parametrize("cluster", values, indirect=True, scope="session")
 
 
 Clusters = Callable[[type[ContainerdNode] | type[CrioNode]], AbstractContextManager[KubernetesNode]]

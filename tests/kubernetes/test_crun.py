@@ -20,8 +20,10 @@ from support.restored_pod import push, restored_in_another_pod
 
 @pytest.fixture(
     scope="module",
-    params=[ContainerdWithCrun, CrioWithCrun],
-    ids=lambda runtime: runtime.name,
+    params=[
+        pytest.param(one, id=one.name, marks=pytest.mark.xdist_group(one.name))
+        for one in (ContainerdWithCrun, CrioWithCrun)
+    ],
 )
 def crun_cluster(request: pytest.FixtureRequest, new_cluster: Any) -> Iterator[KubernetesNode]:
     started: AbstractContextManager[KubernetesNode] = new_cluster(request.param)

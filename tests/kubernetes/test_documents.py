@@ -19,6 +19,8 @@ from support.gpu_pod import GpuPod
 from support.kubernetes_node import ADDRESS, ADMIN, API_SERVER, NODE, KubernetesNode, node_root
 from support.kubernetes_objects import PLACE, RESOURCE
 
+pytestmark = pytest.mark.xdist_group("documents")
+
 HOME = Path("/srv/operator")
 _KIND = re.compile(r"^```sh (node|cluster)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _KUBELET = re.compile(r"^```sh kubelet\n(.*?)^```$", re.MULTILINE | re.DOTALL)

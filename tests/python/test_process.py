@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -76,6 +77,22 @@ def test_calls_back_while_it_runs() -> None:
     ticks = []
     run(python("import time; time.sleep(0.5)"), on_tick=lambda: ticks.append(time.monotonic()))
     assert len(ticks) >= 2
+
+
+def test_without_a_descriptor_the_end_is_seen_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pidfd_open(pid: int) -> int:
+        raise OSError(errno.EMFILE, "none is left")
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    ticks = []
+    ended = run(
+        python("import time; time.sleep(0.5); raise SystemExit(3)"),
+        on_tick=lambda: ticks.append(time.monotonic()),
+    )
+    assert ended.status == 3
+    assert len(ticks) >= 2
+    with pytest.raises(TimeoutError):
+        run(python("import time; time.sleep(60)"), timeout_s=0.3)
 
 
 @pytest.mark.parametrize("shielded", [True, False], ids=["shielded", "plain"])

@@ -4,8 +4,8 @@
 Each campaign's result is kept in build/soak/; one that has a result for the same seed and the same
 tree (sources, tests and what is installed) is not run again, unless it is named, so that what was
 broken off can be taken up. The report is build/soak.json; --docs puts it into docs/soak.json, which
-holds each campaign as it was last run, and writes docs/soak.md from that, and what job-faults and
-recovery have found into docs/reliability.md. Exit status 1 if anything failed.
+holds each campaign as it was last run, and writes docs/soak.md from that, and what job-faults,
+recovery and job-cost have found into docs/reliability.md. Exit status 1 if anything failed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each part of a job fails in each phase, and jobs that fail are restored: with each store and each
-CRIU."""
+"""Each part of a job fails in each phase, jobs that fail are restored, and what agreeing costs
+without faults: with each store and each CRIU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from campaigns import job_faults, recovery
+from campaigns import job_cost, job_faults, recovery
 from campaigns.rig import Rig
 from campaigns.tally import Tally
 from gpustasis.emulator import library_directory
@@ -20,6 +20,7 @@ from support.ring_stores import AgentStore, EtcdStore, RingStore
 
 EACH, EACH_OTHERS = 20, 3  # hits of each fault before, in and after the phases that lock
 RECOVERED, RECOVERED_OTHERS = 20, 2  # of each fault
+MEASURED = 20  # checkpoints
 DUMPS_TCP = (4, 2)  # before, CRIU asks TCP for SO_PASSCRED, which Linux refuses from 6.16 on
 _PROGRAM = Path(__file__).resolve().parent.parent / "programs" / "ring_rank.c"
 
@@ -34,6 +35,11 @@ def recover(bench: Bench) -> Iterator[tuple[str, Tally]]:
     for name, place, is_main in _places(bench):
         each = RECOVERED if is_main else RECOVERED_OTHERS
         yield name, recovery.run(place, bench.random(f"recovery {name}"), recovery.planned(each))
+
+
+def measure(bench: Bench) -> Iterator[tuple[str, Tally]]:
+    for name, place, _ in _places(bench):
+        yield name, job_cost.run(place, MEASURED, job_cost.BOUND_MS)
 
 
 def _places(bench: Bench) -> Iterator[tuple[str, job_faults.Place, bool]]:

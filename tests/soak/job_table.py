@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the campaigns job-faults and recovery have found, as tables for docs/reliability.md."""
+"""What the campaigns job-faults, recovery and job-cost have found, as tables for
+docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -15,9 +16,13 @@ Report = Mapping[str, Any]
 
 
 def write(path: Path, report: Report) -> None:
-    """Put the tables of those of the two that were run between two comments of that page each."""
+    """Put the tables of those that were run between two comments of that page each."""
     text = path.read_text(encoding="utf-8")
-    for name, tables in (("job-faults", _fault_tables), ("recovery", _recovery_tables)):
+    for name, tables in (
+        ("job-faults", _fault_tables),
+        ("recovery", _recovery_tables),
+        ("job-cost", _cost_tables),
+    ):
         if name in report["campaigns"]:
             text = _put(path, text, name, tables(report))
     path.write_text(text, encoding="utf-8")
@@ -78,6 +83,28 @@ def _recovery_tables(report: Report) -> str:
             )
     lines += ["", f"{jobs} jobs ended as an uninterrupted one, {failed} did not.", ""]
     return "\n".join(lines)
+
+
+def _cost_tables(report: Report) -> str:
+    """Of each part: how long its checkpoints took."""
+    lines = [
+        _conditions(report),
+        "",
+        (
+            "| part | checkpoints | order to decision, ms | slowest rank's dump, ms | the first "
+            "less the second, ms | decision to running, ms |"
+        ),
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for part in report["campaigns"]["job-cost"]:
+        counts = part["counts"]
+        cells = [
+            f"{counts.get(f'{name}: median, ms', 0)} ({counts.get(f'{name}: least, ms', 0)} ... "
+            f"{counts.get(f'{name}: most, ms', 0)})"
+            for name in ("commit", "dump", "beyond", "back")
+        ]
+        lines.append(f"| {part['part']} | {part['trials']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def _table(part: Mapping[str, Any]) -> Sequence[str]:

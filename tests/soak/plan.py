@@ -17,6 +17,7 @@ from campaigns import (
     damage,
     driver_faults,
     hook_cost,
+    job_cost,
     job_scale,
     kill_points,
     kill_restore,
@@ -364,6 +365,13 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
             "itself, and ends with the sums of an uninterrupted run"
         ),
         job_faults.recover,
+    ),
+    "job-cost": (
+        (
+            "four ranks with CRIU and emulated GPUs agree on a checkpoint without faults; half of "
+            f"the times take at most {job_cost.BOUND_MS} ms beyond the slowest rank's own dump"
+        ),
+        job_faults.measure,
     ),
     "plan": (
         (

@@ -39,6 +39,7 @@ class Checkpointing(HasCriu):
     def __init__(self, context: Context, order: Order) -> None:
         super().__init__(context, order, context.place.images(order.number))
         self._tree: Tree | None = None
+        self._seen = Network()  # before the lock
         self._network = Network()
         self._council = Council(
             *(context.store, context.keys, order.number),
@@ -55,7 +56,8 @@ class Checkpointing(HasCriu):
             self._stop_program()
         tree = Tree(context.state.pid)
         try:
-            self._require_known(look(tree.pids))
+            self._seen = look(tree.pids)
+            self._require_known(self._seen)
             communicators.require(context, cuda_processes(tree.pids))
         finally:
             tree.close()
@@ -152,10 +154,14 @@ class Checkpointing(HasCriu):
         tree = Tree(context.state.pid)
         try:
             pids = tree.pids
-            if not context.options.tcp_close and look(pids) != Network():
+            if context.options.tcp_close:
+                return
+            if self._seen == Network():
+                self._seen = look(pids)
+            if self._seen != Network():
                 context.require_nft()
                 context.note(network=True)
-                self._network = context.lock.take_of(pids)
+                self._network = context.lock.take_of(pids, self._seen)
         finally:
             tree.close()
 

@@ -159,6 +159,8 @@ class _Attendance(Exchange):
         self._begin()
         while not self._is_done():
             self._exchange()
+            if self._is_done():  # nothing comes any more: the next epoch may have begun
+                break
             try:
                 event = self._events.get(timeout=self._pause())
             except queue.Empty:

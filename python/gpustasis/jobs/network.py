@@ -25,6 +25,7 @@ from gpustasis.errors import JobError, UnsupportedError
 MAX_CONNECTIONS = 10_000
 _LISTEN, _TIME_WAIT, _CLOSED = "0A", "06", "07"  # tcp_states.h
 _LOCAL = re.compile(r"\|-- (\S+)\n\s+/32 host LOCAL")
+_IN_USE = re.compile(r"^TCP6?: inuse (\d+)", re.MULTILINE)
 _SETTLE = 20  # looks, until no connection is new
 _TIMEOUT_S = 20.0
 _TABLE = """\
@@ -103,7 +104,7 @@ def network_of_json(value: Any) -> Network:
 def look(pids: Collection[int]) -> Network:
     """Of these processes, which share the network namespace of the first."""
     inodes = _sockets(pids)
-    rows = [row for pid in list(pids)[:1] for row in _rows(pid)]
+    rows = [row for pid in list(pids)[:1] for row in _rows(pid, closed=False)]
     ports = frozenset(row.port for row in rows if row.state == _LISTEN and row.inode in inodes)
     found = set()
     for row in rows:
@@ -128,7 +129,7 @@ def remembered(wanted: Collection[Connection]) -> set[Connection]:
 
 
 def _here() -> Iterable[tuple[Connection, int]]:
-    for row in _rows("self"):
+    for row in _rows("self", closed=True):
         if row.state != _LISTEN and row.remote_port:
             yield Connection(row.address, row.port, row.remote, row.remote_port), row.inode
 
@@ -153,9 +154,10 @@ class Lock:
         """Replaces what this rank had locked. Raises JobError, UnsupportedError."""
         self._nft(_script(self._name, network))
 
-    def take_of(self, pids: Collection[int]) -> Network:
-        """Lock whatever these processes have, until nothing is new; what that is."""
-        network = look(pids)
+    def take_of(self, pids: Collection[int], seen: Network) -> Network:
+        """Lock whatever these processes have, until nothing is new; what that is. seen: what they
+        had a moment ago."""
+        network = seen
         for _ in range(_SETTLE):
             self.take(network)
             now = look(pids)
@@ -222,10 +224,14 @@ class _Row:
     inode: int
 
 
-def _rows(pid: int | str) -> Iterable[_Row]:
-    for name in ("tcp", "tcp6"):
+def _rows(pid: int | str, *, closed: bool) -> Iterable[_Row]:
+    """closed: also if all that is left is connections that no process has any more."""
+    for name, counted in (("tcp", "sockstat"), ("tcp6", "sockstat6")):
         place = Path(f"/proc/{pid}/net/{name}")
         if not place.exists():
+            continue
+        # The kernel goes through a table of all namespaces for each file, which takes milliseconds.
+        if not closed and not _are_in_use(place.with_name(counted)):
             continue
         for line in place.read_text().splitlines()[1:]:
             words = line.split()
@@ -235,6 +241,13 @@ def _rows(pid: int | str) -> Iterable[_Row]:
                 *(_address(local), int(port, 16), _address(remote), int(remote_port, 16)),
                 *(words[3], int(words[9])),
             )
+
+
+def _are_in_use(sockstat: Path) -> bool:
+    """Whether the namespace has TCP sockets of that family, listening ones too: without one it has
+    no connection that a process has, and none that comes in. Also if that cannot be told."""
+    found = _IN_USE.search(sockstat.read_text()) if sockstat.exists() else None
+    return found is None or found[1] != "0"
 
 
 def _address(text: str) -> str:
