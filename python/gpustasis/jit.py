@@ -5,4 +5,4 @@ from gpustasis.cli.framework import run
 from gpustasis.cli.jit import command
 
 if __name__ == "__main__":
-    run(command, "gpustasis.jit")
+    run(command, "gpustasis.jit", "python -m gpustasis.jit")

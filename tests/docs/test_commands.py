@@ -297,3 +297,37 @@ def test_emulator(checkout: tuple[Path, dict[str, str]], repository: Path) -> No
         assert (home / "gpustasis-emulator.json").exists()
     finally:
         clean_up(home, environ)
+
+
+def test_ranks(newcomer: tuple[Path, dict[str, str]], repository: Path, tmp_path: Path) -> None:
+    """Of docs/jobs.md, with an agent and a directory of this test's own."""
+    home, environ = newcomer
+    socket, config = tmp_path / "jobs.sock", tmp_path / "agent.toml"
+    places = {"store": "store", "socket": "agent.sock", "jobs_socket": socket.name}
+    lines = [f'{key} = "{tmp_path / name}"' for key, name in places.items()]
+    config.write_text("\n".join([*lines, 'http_socket = ""', ""]))
+    config.chmod(0o600)
+    text = (repository / "docs/jobs.md").read_text()
+    first, second = re.findall(r"^```sh ranks\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for words, own in (
+        ("agent run ", f"agent run --config {config} "),
+        ("/run/gpustasis/jobs.sock", str(socket)),
+        ("job run ", f"job run --run-directory {tmp_path / 'run'} "),
+    ):
+        assert words in first
+        first = first.replace(words, own)
+    ended = 'echo "ended at $(tail -n 1 ranks/rank-0/output.log)"\n'
+    try:
+        status, output = run_shell(f"set -eu\n{first}{ended}{second}", home, environ)
+        assert status == 0, output
+        assert re.findall(r"^count +\d +(checkpoint) +(committed) +2", output, re.MULTILINE) == [
+            ("checkpoint", "committed"),
+            ("checkpoint", "committed"),
+        ], output
+        assert "job count, epoch 2: whole; 2 of 2 dumps read" in output
+        assert "job count restored, epoch 3: 2 ranks" in output
+        (before,) = re.findall(r"^ended at step (\d+)$", output, re.MULTILINE)
+        after = re.findall(r"^step (\d+)$", output, re.MULTILINE)
+        assert len(after) == 2 and all(int(step) >= int(before) for step in after), output
+    finally:
+        end_programs_in(home)

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
+
+from support.kubernetes_objects import pod_of
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -70,3 +74,17 @@ def test_the_manifest_for_crio(repository: Path) -> None:
     assert "args: [crio, resume, --watch] #" in made
     assert "containerd" not in re.sub(r"#.*", "", made).split("containers:")[1].split("volumes:")[0]
     assert "REGISTRY" not in re.sub(r"#.*", "", made)
+
+
+def test_the_pod_for_crio(repository: Path) -> None:
+    """That of docs/kubernetes.md names its mounts as those do that tests restore over CRI-O."""
+    text = (repository / "docs/kubernetes.md").read_text()
+    (block,) = re.findall(r"^  ```yaml\n(.*?)^  ```$", text, re.MULTILINE | re.DOTALL)
+    pod = yaml.safe_load(textwrap.dedent(block))
+    (mount,) = pod["spec"]["containers"][0]["volumeMounts"]
+    places = {mount["mountPath"]: mount["mountPath"]}
+    tested = pod_of(pod["metadata"]["name"], "default", mounts=places)["spec"]
+    assert pod["spec"]["volumes"] == tested["volumes"]
+    (container,) = tested["containers"]
+    assert [mount] == container["volumeMounts"]
+    assert pod["spec"]["containers"][0]["name"] == container["name"]

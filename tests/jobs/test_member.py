@@ -236,7 +236,7 @@ def test_a_job_of_another_size_is_refused(cluster: EtcdCluster, tmp_path: Path) 
         number = epochs.begin(job.store, KEYS, Plan(world=2, leave_running=True))
         wait_for(lambda: job.standing(number).epoch.phase.is_final, "decision")
         now = job.standing(number)
-        assert now.epoch.note == "rank 1 is one of 4 ranks"
+        assert now.epoch.note == "rank 1 was started with --world 4, and this is for 2"
         job.require_uniform(now)
 
 

@@ -223,6 +223,6 @@ def test_an_epoch_in_which_all_keepers_died_does_not_hold_up_a_start(
     said: list[str] = []
     if phase is Phase.DUMP:
         assert not Supervisor(second, Settings(), said.append).settle()
-        assert said[0].startswith("rank 1, epoch 2: aborted")
+        assert said[0].startswith("job job, rank 1, epoch 2: aborted")
     assert preempting.to_restore(first, patience_s=0.5) == one
     assert epochs.phase(first.store, first.keys, two)[0].phase is Phase.ABORTED

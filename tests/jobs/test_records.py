@@ -23,6 +23,8 @@ from gpustasis.jobs.records import (
     number_of,
     phase_text,
     rank_of,
+    settled_of,
+    settled_text,
 )
 from gpustasis.jobs.store import Entry
 from support.changed_text import read_or_refused
@@ -40,6 +42,13 @@ def test_what_is_written_is_read() -> None:
     assert member_of("k", Entry(TEXTS[member_of], 5)) == (Step.READY, "me")
     assert number_of("k", Entry("7", 5)) == 7
     assert number_of("k", None) == 0
+
+
+def test_an_error_of_several_lines_is_a_note_of_one() -> None:
+    why = "criu 4.2.1 restore failed (exit 1)\n  criu: no\n\n  full log: /restore.log"
+    epoch, _ = epoch_of("k", Entry(phase_text(PLAN, Phase.ABORTED, why), 5))
+    assert epoch.note == "criu 4.2.1 restore failed (exit 1); criu: no; full log: /restore.log"
+    assert settled_of("k", Entry(settled_text(why), 5)) == epoch.note
 
 
 @pytest.mark.parametrize("read", TEXTS, ids=lambda read: read.__name__)

@@ -118,6 +118,32 @@ def test_a_process_without_its_first_thread_is_ended_too() -> None:
     subprocess.run(words, check=True, timeout=60)
 
 
+# The root of a rank is killed, and what it has started ends by itself before anybody looks. As a
+# zombie of the keeper it holds the root's session, and so the root's pid.
+LEFT_ENDED = """
+import ctypes, os, signal, subprocess, sys, time
+from gpustasis.jobs.stopping import children, stop
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # a subreaper, as a keeper is
+script = "sleep 1000 & echo $!; wait"
+root = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+child = int(root.stdout.readline())
+stat = lambda pid: open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+start = int(stat(root.pid)[19])
+root.kill()
+root.wait()  # as a keeper learns its status
+os.kill(child, signal.SIGKILL)
+while stat(child)[0] != "Z":
+    time.sleep(0.01)
+stop(root.pid if sys.argv[1] == "known" else 0, start)
+assert children() == []
+"""
+
+
+@pytest.mark.parametrize("root", ["known", "forgotten"])
+def test_what_has_ended_by_itself_keeps_no_pid(root: str) -> None:
+    subprocess.run([sys.executable, "-c", LEFT_ENDED, root], check=True, timeout=60)
+
+
 def test_the_session_of_a_later_process_is_left_alone(family: tuple[int, int, int]) -> None:
     root, start, child = family
     code = f"from gpustasis.jobs.stopping import stop; stop({root}, {start - 1})"

@@ -107,7 +107,7 @@ def without(words: tuple[str, ...], *names: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (without(LEAST, "--gpus"), "gpus is not given"),
+        (without(LEAST, "--gpus"), "gpus is not given: GPUs of the job. (--gpus)"),
         (without(LEAST, "--mtbf"), "(--gpu-failures, --node-failures, --mtbf)"),
         ([*LEAST, "--node-failures", "1"], "one of the two is enough"),
         (without(LEAST, "--restore"), "disk.restore_s is not given"),
@@ -132,7 +132,7 @@ def test_what_is_missing_or_wrong_is_named(words: list[str], message: str) -> No
     [
         (b"gpus = ", "Invalid value"),
         (b"\xff", "utf-8"),
-        (b"gpu = 3", "'gpu' is no figure of a plan"),
+        (b"gpu = 3", "'gpu' is no figure of a plan; there are gpus, "),
         (b"[disk]\ndowntime = 3", "'disk.downtime' is no figure of a plan"),
         (b"disk = 3", "'disk' is no figure of a plan"),
         (b"gpus = '8'", "gpus is '8', not a number"),

@@ -164,6 +164,10 @@ def test_options_that_contradict(supervise: Supervise) -> None:
         (("--older-if-unverified", "true"), "--older-if-unverified needs --verify-after"),
         (("--verify-after", "'", "true"), "cannot be taken apart"),
         (("--verify-after", " ", "true"), "it names no program"),
+        (
+            ("--verify-after", "no-such-program --now", "true"),
+            "there is no program no-such-program",
+        ),
     ):
         run = supervise(*words)
         assert run.wait() == 2

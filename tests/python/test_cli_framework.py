@@ -91,6 +91,30 @@ def test_every_command_answers_in_json() -> None:
         assert "--json" in options, name
 
 
+def test_every_option_says_what_it_is() -> None:
+    """More than its default, and in which unit a number of seconds is."""
+    for name, command in leaves():
+        for option in command.params:
+            if isinstance(option, click.Option):
+                text = (option.help or "").split("[")[0]
+                assert len(text.split()) > 2, (name, option.opts, option.help)
+                assert option.metavar != "S" or "econds" in text, (name, option.opts, text)
+
+
+def test_help_names_every_variable() -> None:
+    for name, command in leaves():
+        for option in command.params:
+            if isinstance(option, click.Option) and option.envvar is not None:
+                assert option.show_envvar, (name, option.opts)
+
+
+def test_the_module_that_is_no_command() -> None:
+    done = run("jit", "--store", "x", "train.py")
+    assert done.returncode == 2
+    assert "python -m gpustasis.jit" in done.stderr
+    assert "python -m gpustasis.jit" in run("--help").stdout
+
+
 @pytest.mark.parametrize(
     ("words", "command"),
     [

@@ -3,7 +3,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpustasis.criu.log import ERRORS_SHOWN, LogTail, criu_errors, phase_of, plugin_errors
+from gpustasis.criu.log import (
+    ERRORS_SHOWN,
+    LogTail,
+    criu_errors,
+    meanings,
+    phase_of,
+    plugin_errors,
+)
 
 # Lines as CRIU 4.1.1 and 4.2.1 write them, the plugin's among them.
 LOG = """\
@@ -26,6 +33,16 @@ def test_the_plugins_errors_are_told_from_its_other_lines() -> None:
 def test_the_first_errors_of_criu_are_shown_without_the_harmless_one() -> None:
     assert criu_errors(LOG) == ["CHECKPOINT_DEVICES failed", "second", "third"]
     assert len(criu_errors(LOG)) == ERRORS_SHOWN
+
+
+def test_what_to_do_is_said_of_errors_that_do_not_say_it() -> None:
+    twice = ["Can't fork for 42: File exists", "Can't fork for 42: File exists"]
+    (taken,) = meanings(twice)
+    assert taken.startswith("process 42, ") and "end it" in taken
+    (grown,) = meanings(["File tmp/log has bad size 90 (expect 70)"])
+    assert "bring back its 70 bytes" in grown
+    assert "install the same one" in meanings(["File libcuda.so.1 has bad build-ID"])[0]
+    assert meanings(criu_errors(LOG)) == []
 
 
 def test_a_clean_log_has_no_errors() -> None:

@@ -93,6 +93,7 @@ def test_a_name_that_is_no_utf_8_is_shown(
     assert "Traceback" not in ended.stderr
     if form == "text":
         assert f"{tmp_path}/\\xff.tar" in ended.stdout
+        assert "-> name another" in ended.stdout
     else:
         assert name in findings(ended)["checkpoint"]["text"]
 

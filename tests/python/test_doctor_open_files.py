@@ -87,6 +87,8 @@ def test_it_says_what_criu_says(
     assert finding["text"] == f"{tmp_path}/written has 8 bytes, and had 4"
     refused = restore()
     assert refused.returncode == 12 and "written has bad size 8" in refused.stderr
+    assert "that is: the job had that file open" in refused.stderr
+    assert "plugin: criu failed" not in refused.stderr
 
     for name, text in (("written", "is no regular file"), ("read", "cannot be found")):
         (tmp_path / name).unlink()

@@ -71,7 +71,7 @@ def test_the_table(store: Path) -> None:
     ("spoil", "why"),
     [
         (lambda place: (place / "inventory.img").unlink(), "no inventory.img"),
-        (lambda place: (place / MANIFEST_NAME).unlink(), "no manifest"),
+        (lambda place: (place / MANIFEST_NAME).unlink(), "a checkpoint of CRIU alone"),
         (lambda place: (place / MANIFEST_NAME).write_bytes(b"?" * 400), "manifest"),
         (lambda place: (place / image_name(8)).unlink(), f"{image_name(8)} is missing"),
         (lambda place: (place / image_name(8)).write_bytes(b"?" * 800), image_name(8)),

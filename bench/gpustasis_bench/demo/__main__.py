@@ -61,7 +61,7 @@ def command(
     demo = Demo(main_program(folder, machine), criu, work, console)
     reference = demo.reference(steps or demo.choose_steps(_WORKING_SECONDS[machine.emulated]))
     ours = demo.trip("gpustasis", reference, {})
-    stock = demo.trip("stock", reference, {"externalize": "off"})
+    stock = demo.trip("externalize=false", reference, {"externalize": "off"})
     report = make_report(machine.backend, criu, ours, stock)
     write_report(report, out)
     console.print(table_of(report, emulated=machine.emulated))

@@ -105,7 +105,10 @@ def table_of(report: Report, *, emulated: bool) -> Table:
         ("  stored as it is", _mib(report.raw_bytes), ""),
     ):
         table.add_row(*cells)
-    table.caption = "gpustasis syncs its image to storage before the job ends, stock CRIU does not."
+    table.caption = (
+        "externalize = false: GPU memory is in CRIU's own images, as with its own CUDA plugin.\n"
+        "gpustasis syncs its image to storage before the job ends, CRIU does not sync its images."
+    )
     if emulated:
         table.caption += "\nEmulator: no time here says anything of real hardware."
     return table

@@ -63,6 +63,13 @@ class _Program(Group):
         found.short_help = COMMANDS[cmd_name][1]
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "jit":  # a script runs with the Python that runs the module
+            ctx.fail("there is no command 'jit': run `python -m gpustasis.jit`, a module")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
@@ -73,6 +80,8 @@ class _Program(Group):
 @click.option("-v", "--verbose", count=True, help="Log more; twice: debug.")
 def cli(verbose: int) -> None:
     """Checkpoint and restore GPU workloads, transparently, with CRIU.
+
+    `python -m gpustasis.jit` runs a job that is checkpointed upon SIGTERM; its --help says how.
 
     Exit status: 0 when done, 2 for a wrong command line, 130 after Ctrl-C; the others mean what
     the message says, and are listed in docs/errors.md of the source.

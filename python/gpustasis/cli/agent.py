@@ -37,7 +37,7 @@ def command() -> None:
 @click.option(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
-    help=f"Its configuration.  [default: {DEFAULT_FILE}, if it is there]",
+    help=f"The agent's configuration file.  [default: {DEFAULT_FILE}, if it is there]",
 )
 def run(config: Path | None) -> None:
     """Be the agent, until SIGTERM. Its log goes to stderr, as JSON lines."""

@@ -48,19 +48,31 @@ def _machine_options(command: Command) -> Command:
     """Add the options that say what to emulate."""
     for option in reversed(
         [
-            click.option("--gpus", type=click.IntRange(0, 16), help="How many; default 1."),
+            click.option("--gpus", type=click.IntRange(0, 16), help="How many GPUs.  [default: 1]"),
             click.option(
-                "--memory", type=Size(), metavar="SIZE", help="Of each GPU; default 16GiB."
+                "--memory",
+                type=Size(),
+                metavar="SIZE",
+                help="Memory of each GPU.  [default: 16GiB]",
             ),
-            click.option("--uuid", multiple=True, help="Of the first GPU, the second, ..."),
-            click.option("--driver", metavar="VERSION", help="Default 580.95.05."),
+            click.option(
+                "--uuid",
+                multiple=True,
+                help="UUID of the first GPU, the second, ...: several times.",
+            ),
+            click.option(
+                "--driver", metavar="VERSION", help="Version of the driver.  [default: 580.95.05]"
+            ),
             click.option(
                 "--rates",
                 metavar="D2H,H2D",
                 callback=_parse_rates,
-                help="GB/s of each GPU at a checkpoint and at a restore; 0: no limit; default 2,7.",
+                help="GB/s of each GPU at a checkpoint and at a restore; 0: no limit.  "
+                "[default: 2,7]",
             ),
-            click.option("--name", help='Default "gpustasis emulated GPU".'),
+            click.option(
+                "--name", help="Name of each GPU's model.  [default: gpustasis emulated GPU]"
+            ),
             click.option(
                 "--set",
                 "settings",
@@ -88,7 +100,11 @@ def _options(
 
 
 @click.group("emulator", cls=Group)
-@click.option("--instance", default="default", help="Which of several emulators.")
+@click.option(
+    "--instance",
+    default="default",
+    help="Which of several emulators: a name of your choice.  [default: default]",
+)
 @click.pass_context
 def command(ctx: click.Context, instance: str) -> None:
     """Run programs on emulated GPUs.

@@ -90,12 +90,13 @@ def _ending(exc: Exception) -> Ending:
     return Ending(errors.BUG, type(exc).__name__, f"this is a bug in gpustasis: {exc}")
 
 
-def run(command: click.Command, program: str) -> NoReturn:
-    """Run a command line and exit with a status of docs/errors.md."""
+def run(command: click.Command, program: str, called: str = "") -> NoReturn:
+    """Run a command line and exit with a status of docs/errors.md. called: what to type for
+    `program`, if that is something else."""
     output.prepare_streams()
     try:
         # The status of --help and the like; a command itself returns nothing.
-        status = command.main(prog_name=program, standalone_mode=False) or errors.DONE
+        status = command.main(prog_name=called or program, standalone_mode=False) or errors.DONE
     except Exception as exc:  # noqa: BLE001 - whatever ends a command has a status
         ending = _ending(exc)
         context = exc.ctx if isinstance(exc, click.UsageError) else None

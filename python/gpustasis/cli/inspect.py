@@ -166,11 +166,15 @@ def _add_image(node: Node, image: ImageView) -> None:
     telling_first = sorted(image.sources, key=lambda source: source.state == State.RIGHT)
     for source in telling_first[:_SOURCES_SHOWN]:
         outside = source.state == State.OUTSIDE
-        nowhere = f"checkpoint {source.checkpoint_id}" if outside else "no link leads to it"
-        where = source.directory or nowhere
-        text = f"from {where}/{source.file}, depth {source.depth}"
-        if source.depth == 0:
-            text = f"alike with {where}/{source.file}"
+        unknown = f"checkpoint {source.checkpoint_id}" + (
+            "" if outside else ", to which no link leads"
+        )
+        where = (
+            f"{source.directory}/{source.file}"
+            if source.directory
+            else f"{source.file} of {unknown}"
+        )
+        text = f"alike with {where}" if source.depth == 0 else f"from {where}, depth {source.depth}"
         branch.add(text + _state_text(source.state))
     if len(image.sources) > _SOURCES_SHOWN:
         branch.add(f"and from {len(image.sources) - _SOURCES_SHOWN} more")

@@ -55,7 +55,7 @@ CHECKPOINTED = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
     type=click.FloatRange(0.1),
     default=5.0,
     show_default=True,
-    help="Of these, how many the job gets to end by itself when there is no checkpoint.",
+    help="Seconds of --grace that the job gets to end by itself when there is no checkpoint.",
 )
 @click.option(
     "--keep-last",
@@ -72,21 +72,21 @@ CHECKPOINTED = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
     default=8,
     show_default=True,
     metavar="N",
-    help="How many checkpoints are built on a full one, with --interval; 0: each is full.",
+    help="With --interval: how many checkpoints are built on a full one; 0: each is full.",
 )
 @click.option(
     "--speed",
     type=Size(),
     metavar="SIZE",
-    help="Memory that a checkpoint stores in a second, such as 1GiB.  [default: as the last one "
-    "did; 200MiB for the first]",
+    help="Memory that a checkpoint stores in a second, such as 1GiB: tells whether one can be made "
+    "within --grace.  [default: as the last one did; 200MiB for the first]",
 )
 @click.option(
     "--checkpointed-status",
     type=click.IntRange(0, 255),
     default=CHECKPOINTED,
     show_default=True,
-    help="What to exit with once the job is in a checkpoint.",
+    help="Exit status once the job is in a checkpoint.",
 )
 @click.option(
     "--never-afresh",

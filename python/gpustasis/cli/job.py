@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 _SHOWN = 16  # characters of a digest
 
 _epoch_option = click.option(
-    "--epoch", type=click.IntRange(1), metavar="E", help="[default: the newest whole checkpoint]"
+    "--epoch",
+    type=click.IntRange(1),
+    metavar="E",
+    help="Number of the checkpoint, as `job list` has it.  [default: the newest whole checkpoint]",
 )
 
 _look_limit_option = click.option(
@@ -34,7 +37,7 @@ _look_limit_option = click.option(
     default=30.0,
     show_default=True,
     metavar="S",
-    help="It is aborted if a rank has not joined by then.",
+    help="Seconds after which the epoch is aborted if a rank has not joined.",
 )
 
 
@@ -50,7 +53,12 @@ for _one in COMMANDS:
 
 @command.command("checkpoint")
 @click.argument("name")
-@click.option("--world", type=click.IntRange(1), metavar="N", help="[default: as last time]")
+@click.option(
+    "--world",
+    type=click.IntRange(1),
+    metavar="N",
+    help="How many ranks the job has.  [default: as last time]",
+)
 @click.option("-R", "--leave-running", is_flag=True, help="The job runs on afterwards.")
 @click.option(
     "--timeout",
@@ -59,7 +67,7 @@ for _one in COMMANDS:
     default=3600.0,
     show_default=True,
     metavar="S",
-    help="It is aborted if it is not decided by then.",
+    help="Seconds after which the checkpoint is aborted if it is not decided.",
 )
 @_look_limit_option
 @store_options
@@ -96,13 +104,13 @@ def checkpoint(
     default=3600.0,
     show_default=True,
     metavar="S",
-    help="Nothing is restored if not all ranks are back by then.",
+    help="Seconds after which nothing is restored if not all ranks are back.",
 )
 @click.option(
     "--older-if-unverified",
     is_flag=True,
-    help="If the job is not back, by what its ranks were told to verify it with, restore the next "
-    "older whole checkpoint; their keepers have to be told the same.",
+    help="If the --verify-after of a keeper fails, restore the next older whole checkpoint; the "
+    "keepers need this option, too.",
 )
 @_look_limit_option
 @store_options
@@ -118,8 +126,8 @@ def restore(
 
     Each rank needs a `gpustasis job run --restore`, on the host where its dump is and in the
     network namespace that it had; they wait for this command. No rank runs before all are back.
-    Ends with status 19 if nothing was restored, with 24 if it was and is not back: by the
-    --verify-after of a keeper.
+    Ends with status 19 if nothing was restored, with 24 if the job was restored and killed again,
+    since the --verify-after of a keeper has failed.
     """
     from gpustasis.jobs.kept import find_epoch, next_older
     from gpustasis.jobs.leading import require_no_recovery
@@ -169,10 +177,18 @@ def list_(name: str | None, **options: Any) -> None:
         for job, one in found
     ]
     titles = ("JOB", "EPOCH", "KIND", "STATE", "RANKS", "NOTE")
-    words = ("job", "epoch", "kind", "state", "world", "note")
+    words = ("job", "epoch", "kind", "state", "world")
+
+    def note(row: dict[str, Any]) -> str:
+        """For people: which checkpoint a restore has brought back, in place of a digest."""
+        is_done = row["restores"] and row["state"] == "committed"
+        return f"of epoch {row['restores']}" if is_done else str(row["note"])
+
     output.answer(
         {"epochs": rows},
-        lambda: output.table(titles, [[row[word] or "-" for word in words] for row in rows]),
+        lambda: output.table(
+            titles, [[*(row[word] or "-" for word in words), note(row) or "-"] for row in rows]
+        ),
     )
 
 
@@ -281,11 +297,15 @@ def prune(name: str, keep_last: int, **options: Any) -> None:
 
 
 def _world(store: Store, keys: Keys) -> int:
-    """As in the newest epoch; else as many ranks as have said where they are."""
+    """As in the newest epoch that was decided for: one with a wrong number is aborted. Else as in
+    the newest."""
     from gpustasis.jobs import epochs
+    from gpustasis.jobs.messages import Phase
     from gpustasis.jobs.records import number_of
 
     newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
     if not newest:
         raise JobError(f"job {keys.job} has no epoch yet: say by --world how many ranks it has")
-    return epochs.standing(store, keys, newest).plan.world
+    found = [epochs.phase(store, keys, number) for number in range(newest, 0, -1)]
+    committed = (plan for epoch, plan in found if epoch.phase is Phase.COMMITTED)
+    return next(committed, found[0][1]).world

@@ -30,34 +30,48 @@ def store_options(function: Decorated) -> Decorated:
                 multiple=True,
                 required=True,
                 envvar="GPUSTASIS_STORE",
+                show_envvar=True,
                 metavar="URL|SOCKET",
                 help="Where the ranks agree: an endpoint of etcd, http:// or https://, several "
-                "times for a cluster; or the socket of a store on this host. Also in "
-                "GPUSTASIS_STORE, separated by blanks.",
+                "times for a cluster; or, for a job on one host, the socket of `gpustasis agent "
+                "run`, /run/gpustasis/jobs.sock. Endpoints in the variable are separated by "
+                "blanks.",
             ),
             click.option(
                 "--store-ca",
                 envvar="GPUSTASIS_STORE_CA",
                 type=_FILE,
-                help="Certificates (PEM) that etcd's must come from.  [default: the system's]",
+                show_envvar=True,
+                help="CA certificates (PEM), one of which must have issued etcd's certificate.  "
+                "[default: the system's]",
             ),
             click.option(
                 "--store-cert",
                 envvar="GPUSTASIS_STORE_CERT",
                 type=_FILE,
-                help="Our certificate for etcd, in PEM.",
+                show_envvar=True,
+                help="Client certificate to show to etcd, in PEM.",
             ),
             click.option(
-                "--store-key", envvar="GPUSTASIS_STORE_KEY", type=_FILE, help="Its key, in PEM."
+                "--store-key",
+                envvar="GPUSTASIS_STORE_KEY",
+                type=_FILE,
+                show_envvar=True,
+                help="Private key of --store-cert, in PEM.",
             ),
             click.option(
-                "--store-user", envvar="GPUSTASIS_STORE_USER", help="Our name there.", default=""
+                "--store-user",
+                envvar="GPUSTASIS_STORE_USER",
+                show_envvar=True,
+                help="User of etcd to log in as.",
+                default="",
             ),
             click.option(
                 "--store-password-file",
                 envvar="GPUSTASIS_STORE_PASSWORD_FILE",
                 type=_FILE,
-                help="Holds our password, without a line's end.",
+                show_envvar=True,
+                help="File with the password of --store-user.",
             ),
         )
     ):

@@ -125,7 +125,12 @@ def _tell(keys: Keys, found: Standing, seconds: float) -> None:
     }
     if found.epoch.phase is Phase.ABORTED:
         output.answer(fields)
-        raise JobError(f"job {job}, epoch {number} was aborted: {found.epoch.note}")
+        hint = (
+            "; each rank needs a `gpustasis job run`"
+            if " not joined within " in found.epoch.note
+            else ""
+        )
+        raise JobError(f"job {job}, epoch {number} was aborted: {found.epoch.note}{hint}")
     ranks = plural(found.plan.world, "rank")
     output.answer(
         fields, lambda: output.say(f"job {job} {kind}, epoch {number}: {ranks}, {seconds:.2f} s")

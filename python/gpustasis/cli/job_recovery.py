@@ -63,14 +63,15 @@ def recovery_options(function: Decorated) -> Decorated:
                 default=1.0,
                 show_default=True,
                 metavar="S",
-                help="Before the same checkpoint is restored once more; it doubles each time.",
+                help="Seconds to wait before the same checkpoint is restored once more; doubles "
+                "each time, up to 300.",
             ),
             click.option(
                 "--hang-after",
                 type=click.FloatRange(min=1),
                 metavar="S",
-                help="A rank has failed, too, whose log is silent and that uses neither CPU nor "
-                "GPU for so long.",
+                help="A rank whose log has not grown, and that has used neither CPU nor GPU, for S "
+                "seconds has failed, too.",
             ),
             click.option(
                 "--progress",
@@ -81,13 +82,13 @@ def recovery_options(function: Decorated) -> Decorated:
             click.option(
                 "--evidence",
                 is_flag=True,
-                help="Before ranks are stopped, keep the stacks of all, and a checkpoint of a job "
-                "that hangs.",
+                help="Before ranks are stopped, store the stacks of all their processes below "
+                "DIRECTORY, and make a checkpoint of a job that hangs.",
             ),
             click.option(
                 "--standby",
                 is_flag=True,
-                help="Wait until the rank has no keeper, and be the next one.",
+                help="Wait until the rank has no keeper, and be its next keeper.",
             ),
         )
     ):
@@ -168,7 +169,13 @@ def recoveries(name: str, **options: Any) -> None:
 
 @click.command("fence", cls=Command)
 @click.argument("name")
-@click.option("--rank", required=True, type=click.IntRange(0), metavar="R")
+@click.option(
+    "--rank",
+    required=True,
+    type=click.IntRange(0),
+    metavar="R",
+    help="The rank that has no task left.",
+)
 @store_options
 def fence(name: str, rank: int, **options: Any) -> None:
     """Say of job NAME that rank R has no task left, and that none can run on.

@@ -67,7 +67,7 @@ def preempting_options(function: Decorated) -> Decorated:
                 default=30.0,
                 show_default=True,
                 metavar="S",
-                help="From SIGTERM to SIGKILL.",
+                help="With --checkpoint-on-sigterm: seconds from SIGTERM to SIGKILL.",
             ),
             click.option(
                 "--reserve",
@@ -75,14 +75,15 @@ def preempting_options(function: Decorated) -> Decorated:
                 default=5.0,
                 show_default=True,
                 metavar="S",
-                help="Of these, what COMMAND gets to end by itself when there is no checkpoint.",
+                help="Seconds of --grace that COMMAND gets to end by itself when there is no "
+                "checkpoint.",
             ),
             click.option(
                 "--speed",
                 type=Size(),
                 metavar="SIZE",
-                help="Memory that a checkpoint stores in a second, such as 1GiB.  [default: as the "
-                "last one took; 200MiB for the first]",
+                help="Memory that a checkpoint stores in a second, such as 1GiB: tells whether one "
+                "can be made within --grace.  [default: as the last one; 200MiB for the first]",
             ),
             click.option(
                 "--checkpointed-status",
@@ -90,7 +91,7 @@ def preempting_options(function: Decorated) -> Decorated:
                 default=0,
                 show_default=True,
                 metavar="N",
-                help="What to exit with once a checkpoint has ended COMMAND.",
+                help="Exit status once a checkpoint has ended COMMAND.",
             ),
         )
     ):
@@ -99,17 +100,35 @@ def preempting_options(function: Decorated) -> Decorated:
 
 
 @click.command("run", cls=Command)
-@click.option("--job", required=True, metavar="NAME", help="The job's name, the same for all.")
-@click.option("--rank", required=True, type=click.IntRange(0), metavar="R", help="From 0.")
-@click.option("--world", required=True, type=click.IntRange(1), metavar="N", help="How many.")
+@click.option(
+    "--job", required=True, metavar="NAME", help="The job's name, the same for all its ranks."
+)
+@click.option(
+    "--rank",
+    required=True,
+    type=click.IntRange(0),
+    metavar="R",
+    help="Number of this rank, from 0.",
+)
+@click.option(
+    "--world",
+    required=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="How many ranks the job has.",
+)
 @click.option(
     *("-D", "--directory"),
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="For checkpoints and the command's output, in a subdirectory of the rank; the same at a "
-    "restore.",
+    help="Directory for checkpoints and COMMAND's output, in a subdirectory rank-R; made if it is "
+    "not there. Name the same one at a restore.",
 )
-@click.option("--restore", is_flag=True, help="Wait for `gpustasis job restore`; no COMMAND.")
+@click.option(
+    "--restore",
+    is_flag=True,
+    help="Start nothing, and wait for `gpustasis job restore`; without COMMAND.",
+)
 @click.option(
     "--restore-newest",
     is_flag=True,
@@ -125,21 +144,23 @@ def preempting_options(function: Decorated) -> Decorated:
     "ones, those on this host.  [default: all stay]",
 )
 @preempting_options
-@click.option("--tcp-close", is_flag=True, help="Connections come back closed.")
-@click.option("--outside", is_flag=True, help="Allow connections that lead to no rank of the job.")
+@click.option("--tcp-close", is_flag=True, help="TCP connections come back closed at a restore.")
+@click.option(
+    "--outside", is_flag=True, help="Checkpoint although connections lead to no rank of the job."
+)
 @verify_options
 @click.option(
     "--safe-points",
     is_flag=True,
-    help="Checkpoints are made where the program calls gpustasis.job.safe_point().",
+    help="Make checkpoints only where COMMAND calls gpustasis.job.safe_point().",
 )
 @click.option(
     "--risk",
     "risks",
     multiple=True,
     type=click.Choice(nccl.RISKS),
-    help="What NCCL has in the rank's processes is no obstacle to a checkpoint; several times for "
-    "several.",
+    help="Checkpoint although the rank's processes have this of NCCL (docs/operating.md, `What "
+    "NCCL needs`). Several times for several.",
 )
 @click.option(
     "--criu",
@@ -152,7 +173,7 @@ def preempting_options(function: Decorated) -> Decorated:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(_RUN),
     show_default=True,
-    help="For what is of this boot only.",
+    help="Directory for locks and scripts, which are of use until the next boot only.",
 )
 @click.option(
     "--ttl",
@@ -160,14 +181,26 @@ def preempting_options(function: Decorated) -> Decorated:
     default=10,
     show_default=True,
     metavar="S",
-    help="How long the others wait for a rank that says nothing.",
+    help="Seconds without a word from a rank's keeper after which the others take it for gone.",
 )
-@_seconds("--away", 8.0, "How long the store may be away before a rank acts, if it may.")
-@_seconds("--look-limit", _LIMITS.look_s, "For all ranks to be there, and to look.")
-@_seconds("--safe-point-limit", 60.0, "With --safe-points, for the program to come to one.")
-@_seconds("--cuda-limit", _LIMITS.lock_cuda_s, "To lock CUDA.")
-@_seconds("--network-limit", _LIMITS.lock_network_s, "To lock the network.")
-@_seconds("--dump-limit", _LIMITS.dump_s, "For all dumps, or restores, and their decision.")
+@_seconds(
+    "--away",
+    8.0,
+    "Seconds without the store after which a rank that may leave an epoch does, and runs on.",
+)
+@_seconds(
+    "--look-limit",
+    _LIMITS.look_s,
+    "Seconds for all ranks to join an epoch, and to look whether they can be checkpointed.",
+)
+@_seconds("--safe-point-limit", 60.0, "With --safe-points: seconds for COMMAND to reach one.")
+@_seconds("--cuda-limit", _LIMITS.lock_cuda_s, "Seconds to lock CUDA in all ranks.")
+@_seconds("--network-limit", _LIMITS.lock_network_s, "Seconds to lock the network of all ranks.")
+@_seconds(
+    "--dump-limit",
+    _LIMITS.dump_s,
+    "Seconds for all dumps, or restores, until the epoch is decided.",
+)
 @click.option(
     "--writes",
     type=click.FloatRange(min=1),
@@ -243,7 +276,7 @@ def run(
         },
     )
     if restore and words:
-        raise click.UsageError("--restore and COMMAND exclude each other: it is restored")
+        raise click.UsageError("--restore takes no COMMAND: what was checkpointed runs again")
     if restore_newest and (restore or not words):
         raise click.UsageError("--restore-newest needs COMMAND, and excludes --restore")
     if rank >= world:
@@ -313,7 +346,7 @@ def _grace(grace: float, reserve: float, speed: int | None) -> Grace:
 
 @contextmanager
 def _by_the_clock(context: Context, periodic: Periodic | None) -> Iterator[None]:
-    """Rank 0's keeper begins checkpoints; of the others the option says nothing."""
+    """Rank 0's keeper begins checkpoints; the option has no effect on others."""
     from gpustasis.jobs.clock import Clock
     from gpustasis.jobs.lead import LEAD
 
@@ -358,6 +391,8 @@ def _keep(
 
     if context.state.lives and context.state.life:
         raise JobError(f"{context.name} was started with --restarts: its keeper must be, too")
+    if not (words or restore):
+        context.require_left()
     begun = _begin(supervisor, context, words, restore, newest)
     ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
     if newest and not ended.epoch and ended.status == 0:

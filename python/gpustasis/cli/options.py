@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -122,9 +123,9 @@ def verify_options(function: Decorated) -> Decorated:
                 "--verify-after",
                 type=Words(),
                 metavar="COMMAND",
-                help="Run this after a restore, without a shell; GPUSTASIS_ROOT_PID is what was "
-                "restored. Until it has succeeded the job does not count as back, and if it fails "
-                "the job is killed.",
+                help="Run COMMAND after a restore, without a shell; GPUSTASIS_ROOT_PID in its "
+                "environment is the process that was restored. Until it has succeeded the job does "
+                "not count as back, and if it fails the job is killed.",
             ),
             click.option(
                 "--verify-timeout",
@@ -132,12 +133,13 @@ def verify_options(function: Decorated) -> Decorated:
                 default=60.0,
                 show_default=True,
                 metavar="S",
-                help="Seconds after which it has failed.",
+                help="Seconds after which the command of --verify-after has failed.",
             ),
             click.option(
                 "--older-if-unverified",
                 is_flag=True,
-                help="If it fails, try the next older checkpoint.  [default: an error]",
+                help="If --verify-after fails, restore the next older checkpoint.  [default: end "
+                "with status 24]",
             ),
         )
     ):
@@ -153,8 +155,9 @@ def interval_options(function: Decorated) -> Decorated:
                 "--interval",
                 type=Interval(),
                 metavar="TIME",
-                help="Checkpoint the job in between as well, so long after the last: 90s, 30m, "
-                "12h; auto: computed from how long the job stands for one, and --mtbf.",
+                help="Checkpoint the job by the clock, too, this long after the last checkpoint: "
+                "90s, 30m, 12h; auto: computed from how long the job stands still for one, and "
+                "--mtbf.",
             ),
             click.option(
                 "--mtbf",
@@ -162,7 +165,7 @@ def interval_options(function: Decorated) -> Decorated:
                 default="24h",
                 show_default=True,
                 metavar="TIME",
-                help="For auto: the mean time between failures of the job.",
+                help="For --interval auto: the mean time between failures of the job.",
             ),
         )
     ):
@@ -184,6 +187,8 @@ def check_of(words: tuple[str, ...] | None, seconds: float, *, older: bool) -> C
     """Of verify_options."""
     if words is None and older:
         raise click.UsageError("--older-if-unverified needs --verify-after")
+    if words is not None and shutil.which(words[0]) is None:  # every restored job would be killed
+        raise click.UsageError(f"--verify-after: there is no program {words[0]}")
     return None if words is None else Check(words=words, seconds=seconds)
 
 

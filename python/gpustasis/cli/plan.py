@@ -130,7 +130,8 @@ def _read(path: Path) -> dict[str, object]:
             found[name] = value
     unknown = [key for key in found if key not in BY_KEY]
     if unknown:
-        raise click.UsageError(f"{path}: {unknown[0]!r} is no figure of a plan")
+        known = ", ".join(BY_KEY)
+        raise click.UsageError(f"{path}: {unknown[0]!r} is no figure of a plan; there are {known}")
     return found
 
 
@@ -138,7 +139,7 @@ def _with_option(message: str) -> str:
     """The same, with the options of the figures that it names."""
     words = [
         _word(BY_KEY[key])
-        for key in re.findall(r"[a-z_.]*_[a-z_.]*[a-z]", message)
+        for key in re.findall(r"^[a-z]+(?= is )|[a-z_.]*_[a-z_.]*[a-z]", message)
         if key in BY_KEY
     ]
     return f"{message} ({', '.join(dict.fromkeys(words))})" if words else message

@@ -16,7 +16,7 @@ from gpustasis.runtimes.podman_service import DEFAULT_URL, Report, Service
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _print_stats = click.option(
-    "--print-stats", is_flag=True, help="One JSON object: Podman's, CRIU's and our figures."
+    "--print-stats", is_flag=True, help="One JSON object: figures of Podman, CRIU and gpustasis."
 )
 _ARCHIVE = click.Path(dir_okay=False, exists=True, path_type=Path)
 
@@ -69,7 +69,12 @@ def checkpoint(
     help="An archive that the other is built on; can be given again.",
 )
 @click.option("-n", "--name", "new_name", metavar="NAME", help="Name of the new container.")
-@click.option("-k", "--keep", is_flag=True, help="Keep images and logs; our figures need it.")
+@click.option(
+    "-k",
+    "--keep",
+    is_flag=True,
+    help="Keep images and logs; --print-stats needs it for gpustasis's figures.",
+)
 @click.option("--tcp-established", is_flag=True, help="Restore open TCP connections.")
 @click.option("--tcp-close", is_flag=True, help="Restore TCP connections as closed.")
 @click.option("--file-locks", is_flag=True, help="Restore file locks.")

@@ -29,6 +29,32 @@ _PHASES = (
 )
 
 
+# What an error of CRIU's means, where its words do not say what to do.
+_MEANINGS = (
+    (
+        re.compile(r"Can't fork for (\d+): File exists"),
+        (
+            "process {0}, or a group or session of that number, still exists here: end it; a "
+            "process that has ended keeps its pid until its parent has waited for it"
+        ),
+    ),
+    (
+        re.compile(r"has bad size \d+ \(expect (\d+)\)"),
+        (
+            "the job had that file open, and it was written to since the checkpoint: bring back "
+            "its {0} bytes (docs/operating.md, `Files that the job has open`)"
+        ),
+    ),
+    (
+        re.compile(r"has bad build-ID"),
+        (
+            "another version of that program or library is installed here than where the "
+            "checkpoint was made: install the same one (docs/operating.md, `What a restore needs`)"
+        ),
+    ),
+)
+
+
 class LogTail:
     """Lines of a growing file, each given once it is complete."""
 
@@ -66,6 +92,23 @@ def criu_errors(text: str) -> list[str]:
     found = [match[1].strip() for match in matches if match]
     telling = [line for line in found if "cuda_plugin: " not in line and _HARMLESS not in line]
     return telling[:ERRORS_SHOWN]
+
+
+def meanings(errors: list[str]) -> list[str]:
+    """What to do about those of CRIU's errors whose words do not say it."""
+    found = [
+        text.format(*match.groups())
+        for pattern, text in _MEANINGS
+        for line in errors
+        if (match := pattern.search(line))
+    ]
+    return list(dict.fromkeys(found))
+
+
+def explained(errors: list[str]) -> list[str]:
+    """CRIU's errors for people, a line each, and what to do about them."""
+    lines = [f"  criu: {line}" for line in errors]
+    return lines + [f"  that is: {line}" for line in meanings(errors)]
 
 
 def phase_of(line: str) -> str | None:

@@ -357,7 +357,7 @@ class _Workspace:
     ) -> str:
         lines = [f"criu {criu.version_text} {self._stage} failed ({ended.ending})"]
         lines += [f"  plugin: {line}" for line in plugin_errors]
-        lines += [f"  criu: {line}" for line in log.criu_errors(text)]
+        lines += log.explained(log.criu_errors(text))
         if len(lines) == 1:  # not far enough for a log: what it said to the terminal, reason first
             said = [line for line in ended.output.splitlines() if line.strip()]
             lines += [f"  criu: {line}" for line in said[: log.ERRORS_SHOWN]]

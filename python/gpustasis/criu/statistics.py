@@ -106,6 +106,9 @@ def find_statistics(images: Path, stage: Stage) -> Statistics | None:
     return parse_statistics(raw, str(path))
 
 
+_NOT_OURS = "criu failed"  # what the plugin says of an error that criu's log explains
+
+
 def failures(found: Statistics | None, images: Path, status: int, logged: list[str]) -> list[str]:
     """What the plugin says has failed. found: its statistics of that run. status: criu's exit
     status. logged: lines in criu's log that look like errors of ours.
@@ -114,7 +117,8 @@ def failures(found: Statistics | None, images: Path, status: int, logged: list[s
     where criu has ended well and the plugin says the same, or has had nothing to do.
     """
     if found is not None and not found.succeeded:
-        return logged or ([found.error] if found.error else [])
+        is_known = status != 0 and found.error == _NOT_OURS
+        return logged or ([found.error] if found.error and not is_known else [])
     if status != 0 or not logged:
         return logged
     is_well = found is not None or _NAMES.isdisjoint(inventory_plugins(images))

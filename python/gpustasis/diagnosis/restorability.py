@@ -56,7 +56,8 @@ _MACHINES = {"x86_64": "X86_64", "aarch64": "AARCH64"}
 def _remedy(exc: CheckpointError) -> str:
     if isinstance(exc, SealError):
         return "open it with gpustasis unseal, and look at what that writes"
-    return "make a new one; gpustasis verify looks at every byte"
+    is_there = not isinstance(exc.__cause__, FileNotFoundError)
+    return "make a new one; gpustasis verify looks at every byte" if is_there else "name another"
 
 
 def check(

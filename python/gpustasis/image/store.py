@@ -296,7 +296,9 @@ def _what_is_missing(directory: Path, manifest: Manifest | None, sealed: SealedE
     if directory.name.startswith("."):
         return "hidden: not done, or not meant for others"
     if manifest is None and sealed is None:
-        return "no manifest: no checkpoint of ours, or a dump that is not done"
+        if is_file(directory / INVENTORY_NAME):
+            return "no manifest: a checkpoint of CRIU alone, or one that has lost its manifest"
+        return "no manifest: no checkpoint, or a dump that is not done"
     if not is_file(directory / INVENTORY_NAME):
         return f"no {INVENTORY_NAME}: a dump that is not done or was broken off"
     if sealed is not None and sealed.problem:

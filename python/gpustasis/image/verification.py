@@ -138,7 +138,10 @@ def require_no_manifest(directory: Path) -> None:
 def _why_no_manifest(directory: Path) -> str:
     """A sentence for a directory that has none."""
     if not os.path.lexists(directory / INVENTORY_NAME):
-        return f"{directory / MANIFEST_NAME}: missing: the checkpoint was never finished"
+        return (
+            f"{directory / MANIFEST_NAME}: missing: the checkpoint was never finished, or there is "
+            "neither a checkpoint here nor one of gpustasis's in a directory below"
+        )
     try:
         plugins = inventory_plugins(directory)
         require_no_manifest(directory)

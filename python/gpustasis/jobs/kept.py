@@ -51,7 +51,10 @@ def all_epochs(store: Store, keys: Keys) -> list[Standing]:
     """Oldest first. Raises JobError if there is none, or what is stored cannot be; StoreError."""
     newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
     if not newest:
-        raise JobError(f"job {keys.job}: the store knows none of this name")
+        raise JobError(
+            f"job {keys.job}: the store knows none of this name; `gpustasis job list` shows those "
+            "that it knows"
+        )
     return [epochs.standing(store, keys, number) for number in range(1, newest + 1)]
 
 

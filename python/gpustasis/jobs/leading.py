@@ -319,7 +319,10 @@ def find_life(store: Store, keys: Keys) -> Life:
     """Of a job that is recovered. Raises JobError, StoreError."""
     entry = store.read(keys.life).entries.get(keys.life)
     if entry is None:
-        raise JobError(f"job {keys.job} is not one that is recovered (`job run --restarts`)")
+        raise JobError(
+            f"job {keys.job} is not one that is recovered: no keeper of it was started with "
+            "`gpustasis job run --restarts`"
+        )
     return life_of(keys.life, entry)
 
 
@@ -339,7 +342,8 @@ def fence(store: Store, keys: Keys, rank: int) -> Life:
     last = last_standing(store, keys, rank, life.number if waits else life.number - 1)
     if not waits and (last is None or not last[1].may_run):
         raise JobError(
-            f"job {keys.job}: its life {life.number} is at {life.stage}, and waits for no rank"
+            f"job {keys.job} is in life {life.number}, stage {life.stage}: it waits for no rank in "
+            "this stage"
         )
     if last is None or last[1].way is Way.STOPPED:
         raise JobError(f"job {keys.job}: rank {rank} has no tasks in life {life.number}")

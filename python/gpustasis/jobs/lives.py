@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from gpustasis.errors import JobError
-from gpustasis.jobs.records import MAX_EPOCH, MAX_NOTE, MAX_WORLD, fields_of
+from gpustasis.jobs.records import MAX_EPOCH, MAX_WORLD, fields_of, note_of
 from gpustasis.jobs.store import Entry
 
 _VERSION = 1
@@ -136,7 +136,7 @@ class Life:
         value = asdict(self) | {"version": _VERSION}
         del value["revision"]
         if self.failure is not None:
-            value["failure"]["reason"] = self.failure.reason[:MAX_NOTE]
+            value["failure"]["reason"] = note_of(self.failure.reason)
         return json.dumps(value)
 
 

@@ -145,7 +145,10 @@ class _Line:
             self._socket.connect(str(place))
         except OSError as exc:
             self._socket.close()
-            raise Unreachable(f"cannot reach the store at {place}: {exc}") from exc
+            raise Unreachable(
+                f"no store answers at {place}: {exc.strerror or exc}; `gpustasis agent run` serves "
+                "one at the jobs_socket of its configuration"
+            ) from exc
 
     def is_quiet(self) -> bool:
         """Whether the server has not closed it while nothing was asked."""

@@ -197,7 +197,10 @@ class _Attendance(Exchange):
             try:
                 found = self._seat.take(self._settings.ttl_s)
                 if found.world != self._world:
-                    self._seat.refuse(f"rank {self._seat.rank} is one of {self._world} ranks")
+                    self._seat.refuse(
+                        f"rank {self._seat.rank} was started with --world {self._world}, and this "
+                        f"is for {found.world}"
+                    )
                 self._watch_all(found.revision)
                 break
             except (StoreError, WatchLost) as exc:

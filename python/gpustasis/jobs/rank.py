@@ -21,7 +21,7 @@ from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import driver_libraries
 from gpustasis.criu.run import Run, Settings
 from gpustasis.driver import ANSWER_S, Driver, ProcessState, TimedOutError, answer_within
-from gpustasis.errors import CheckpointError, JobError
+from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.jobs.gate import Gate
 from gpustasis.jobs.network import Lock, find_nft, own_addresses
 from gpustasis.jobs.place import Place, State
@@ -112,6 +112,17 @@ class Context:
         """Have the other ranks know this one's addresses. Raises StoreError."""
         value = {"host": socket.gethostname(), "addresses": sorted(own_addresses())}
         self.store.write([], [Put(self.keys.addresses(self.place.rank), json.dumps(value))])
+
+    def require_left(self) -> None:
+        """That there may be something for a keeper without a command: tasks that an earlier one has
+        left here, or an epoch that the rank has joined. Raises JobError."""
+        key = self.keys.rank(self.place.rank)
+        with suppress(StoreError):  # it is waited for, as by every keeper
+            if not self.state.pid and key not in self.store.read(key).entries:
+                raise JobError(
+                    f"job {self.place.job}, {self.name}: no earlier keeper has left tasks here: "
+                    "give a command after --, or --restore"
+                )
 
     def require_nft(self) -> None:
         """For what the rank has of TCP. Raises JobError."""

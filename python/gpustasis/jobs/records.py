@@ -50,7 +50,9 @@ class Keys:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.job):
-            raise JobError(f"job name {self.job!r}: letters, digits, '.', '_', '-'; at most 128")
+            raise JobError(
+                f"job name {self.job!r}: must be 1 to 128 letters, digits, '.', '_' and '-'"
+            )
 
     @property
     def newest(self) -> str:
@@ -121,6 +123,12 @@ class Plan:
     restores: int = 0
 
 
+def note_of(text: str) -> str:
+    """An error, say, in one line: it is shown in tables, and within other errors."""
+    lines = (line.strip() for line in text.split("\n"))
+    return "; ".join(line for line in lines if line)[:MAX_NOTE]
+
+
 def phase_text(plan: Plan, phase: Phase, note: str = "") -> str:
     """The value of the phase key."""
     return json.dumps(
@@ -130,7 +138,7 @@ def phase_text(plan: Plan, phase: Phase, note: str = "") -> str:
             "world": plan.world,
             "leave_running": plan.leave_running,
             "restores": plan.restores,
-            "note": note[:MAX_NOTE],
+            "note": note_of(note),
         }
     )
 
@@ -178,7 +186,7 @@ def storable(record: str) -> str:
 
 def settled_text(problem: str) -> str:
     """problem: what went wrong with what was decided."""
-    return json.dumps({"version": _VERSION, "problem": problem[:MAX_NOTE]})
+    return json.dumps({"version": _VERSION, "problem": note_of(problem)})
 
 
 def settled_of(key: str, entry: Entry) -> str:

@@ -109,8 +109,9 @@ class Recovering:
         if self._context.state.life > life.number:
             raise JobError(
                 f"job {self._context.place.job}: this rank's tasks are of life "
-                f"{self._context.state.life}, and the store says that it is {life.number}: it has "
-                "lost what it held; the tasks are left as they are"
+                f"{self._context.state.life}, and the store says that the job is in life "
+                f"{life.number}: the store has lost what it held; the tasks are left as they are. "
+                f"If none of them lives, remove {self._context.place.run} and start again"
             )
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ def stop(root: int, start_time: int) -> bool:
         if time.monotonic() > deadline:
             raise JobError(f"process {found[0]} does not end: of the tasks below {root}")
         time.sleep(_POLL_S)
-    reap()  # what a restore that was aborted has made, too
+    reap()  # what had ended by itself, or was made by a restore that was aborted
     # A restore needs their pids, which are free when their parents have heard of their ends.
     deadline = time.monotonic() + _HEARD_S
     while any(_is_zombie(pid) for pid in ended) and time.monotonic() < deadline:

@@ -263,7 +263,7 @@ class Supervisor:
 
     def _tell(self, outcome: Outcome) -> str:
         """What has become of an epoch, in words. Raises JobError if this rank has not done it."""
-        name, epoch = self._context.name, outcome.epoch
+        name, epoch = f"job {self._context.place.job}, {self._context.name}", outcome.epoch
         what = f"{name}, epoch {outcome.number}: {epoch.phase}"
         if epoch.phase is Phase.ABORTED:
             what += f": {epoch.note}"

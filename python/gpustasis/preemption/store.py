@@ -208,7 +208,7 @@ class JobStore:
                     return unusable(because, failed=True)
                 return unusable("has no record: its dump was cut off, or its job ended well")
         if record is None or ended:
-            return unusable("is of before the job's end: it ended well afterwards")
+            return unusable("is not restored: the job has ended with status 0 since")
         if difference := job.difference(record.identity):
             return unusable(difference, foreign=True)
         entry = read_entry(directory)

@@ -23,6 +23,7 @@ from gpustasis.preemption.signals import ENDING, Signals
 from gpustasis.preemption.store import Found, JobStore, says_nothing
 from gpustasis.preemption.streams import Outlet
 from gpustasis.preemption.tree import end_job
+from gpustasis.text import plural
 from gpustasis.verifying import require_verified
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -298,7 +299,7 @@ class Supervisor:
             self._say(f"older checkpoints stay: {exc}")
         else:
             if removed:
-                self._say(f"{removed} older removed")
+                self._say(f"{plural(removed, 'older checkpoint')} removed")
 
 
 def _reap(root: int) -> int | None:
