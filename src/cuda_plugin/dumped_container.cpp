@@ -2,7 +2,7 @@
 #include "cuda_plugin/dumped_container.hpp"
 
 #include "core/error.hpp"
-#include "cuda_plugin/container_id.hpp"
+#include "core/container_id.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/policy.hpp"
 #include "cuda_plugin/proc.hpp"

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Containers that are ranks of a job, in an EngineRoot with an agent; and what became of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpustasis.criu.plugin import plugin_directory, rank_script
+from support.engine_gpu import SteadyContainer
+from support.engine_policy import add_hook, remove_hook
+from support.engine_root import EngineRoot
+
+TIMEOUT_S = 90.0
+POLL_S = 0.05
+DEFAULT = "/etc/criu/default.conf"
+LOG = "/tmp/gpustasis.log"
+CONFIG = """
+store = "/mnt/shared/{name}"
+socket = "/run/gpustasis/{name}.sock"
+http_socket = ""
+jobs_look_limit = "{look}s"
+"""
+
+
+class Node:
+    """CRIU's configuration names our action script, as an installation has it, and an agent runs.
+    From start to close()."""
+
+    def __init__(self, root: EngineRoot, name: str, look_s: int = 60, lines: str = "") -> None:
+        self.root = root
+        self.name = name
+        self._config = f"/etc/gpustasis/{name}.toml"
+        add_hook(root)
+        root.write(DEFAULT, f"libdir {plugin_directory()}\naction-script {rank_script()}\n")
+        root.write(self._config, CONFIG.format(name=name, look=look_s) + lines, 0o600)
+        self.agent: subprocess.Popen[str] | None = None
+
+    def start_agent(self) -> None:
+        with open(self.root.path(LOG), "a") as log:
+            self.agent = self.root.start(
+                *("gpustasis", "agent", "run", "--config", self._config), stdout=log, stderr=log
+            )
+        self.wait_for(self.root.path("/run/gpustasis/ranks.sock").exists)
+
+    def kill_agent(self) -> None:
+        """At once."""
+        for pid in self.pids("agent", self._config):
+            self.root.run("kill", "-KILL", str(pid))
+        if self.agent is not None:
+            self.agent.wait(TIMEOUT_S)
+            self.agent = None
+        self.root.path("/run/gpustasis/ranks.sock").unlink(missing_ok=True)
+
+    def pids(self, *words: str) -> list[int]:
+        """As the root numbers them: processes with these words, or parts of them, in their command
+        lines."""
+        found = []
+        for place in self.root.path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                text = place.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if all(word in text for word in words):
+                found.append(int(place.parent.name))
+        return found
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not what():
+            assert time.monotonic() < deadline, self.root.path(LOG).read_text()[-8000:]
+            time.sleep(POLL_S)
+
+    def job(self, *words: str, store: str = "/run/gpustasis/jobs.sock") -> Any:
+        """What `gpustasis job` says in JSON."""
+        done = self.root.run("gpustasis", "job", *words, "--json", "--store", store)
+        return json.loads(done.stdout)
+
+    def close(self) -> None:
+        self.kill_agent()
+        self.root.write(DEFAULT, f"libdir {plugin_directory()}\n")
+        remove_hook(self.root)
+
+
+def annotations(job: str, rank: int, world: int = 2) -> list[str]:
+    words = {"job": job, "rank": rank, "world": world}
+    return [
+        word
+        for name, value in words.items()
+        for word in ("--annotation", f"io.gpustasis.{name}={value}")
+    ]
+
+
+class Asking(threading.Thread):
+    """A command that an administrator has given, beside others."""
+
+    def __init__(self, root: EngineRoot, *words: str) -> None:
+        super().__init__(daemon=True)
+        self._root, self._words = root, words
+        self.done: subprocess.CompletedProcess[str] | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.done = self._root.run(*self._words, check=False, timeout_s=2 * TIMEOUT_S)
+
+    def ended(self) -> subprocess.CompletedProcess[str]:
+        self.join(3 * TIMEOUT_S)
+        assert self.done is not None
+        return self.done
+
+
+def ask_all(
+    containers: list[SteadyContainer], verb: str, *words: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """podman container VERB of each, at the same time."""
+    asked = [
+        Asking(one.root, "podman", "container", verb, *words, one.name) for one in containers
+    ]
+    return [one.ended() for one in asked]
+
+
+def log_of(container: SteadyContainer) -> str:
+    """criu's, of the last dump that failed or not."""
+    place = Path(container.images()).parent
+    return container.root.path(f"{place}/dump.log").read_text(errors="replace")
+
+
