@@ -3,7 +3,6 @@
 /// decided. CRIU runs it at each of its steps (docs/jobs.md), for whatever is dumped on this host: where there
 /// is nothing to ask it ends at once. Status 0: criu goes on.
 #include "core/error.hpp"
-#include "rank_script/criu.hpp"
 #include "rank_script/membership.hpp"
 #include "rank_script/talk.hpp"
 
@@ -66,9 +65,9 @@ void ignore_signals() {
         std::signal(number, SIG_IGN);
 }
 
-int refuse(pid_t criu, const std::string& text) {
-    std::fprintf(stderr, "gpustasis: %s\n", text.c_str());
-    tell_log(criu, text);
+/// What a script says lies in CRIU's log, which is what an engine shows: a line as of CRIU's own.
+int refuse(const std::string& text) {
+    std::fprintf(stderr, "(00.000000) Error (rank-script): gpustasis: %s\n", text.c_str());
     return 1;
 }
 
@@ -84,7 +83,7 @@ int run() {
     try {
         rank = find_membership(pid, step->way);
     } catch (const Error& e) {
-        return refuse(criu, "the " + what + " is refused, since it cannot be told whether the container is a "
+        return refuse("the " + what + " is refused, since it cannot be told whether the container is a "
                                             "rank of a job: " +
                                 e.what());
     }
@@ -95,9 +94,9 @@ int run() {
                              std::to_string(pid) + " " + image_directory() + "\n";
     try {
         const Answer answer = step->holds ? ask_until_answered(line, criu) : ask(line, criu);
-        return answer.go ? 0 : refuse(criu, name + ": " + answer.reason);
+        return answer.go ? 0 : refuse(name + ": " + answer.reason);
     } catch (const Error& e) {
-        return refuse(criu, name + ": the " + what + " of container " + rank->container +
+        return refuse(name + ": the " + what + " of container " + rank->container +
                                 " is refused: " + e.what() +
                                 "; ranks of a job are checkpointed together, through the agent of "
                                 "their node: start gpustasis-agent");
@@ -111,7 +110,6 @@ int main() {
     try {
         return gpustasis::run();
     } catch (const std::exception& e) {
-        std::fprintf(stderr, "gpustasis: %s\n", e.what());
-        return 1;
+        return gpustasis::refuse(e.what());
     }
 }

@@ -4,7 +4,13 @@
 #include "core/container_id.hpp"
 #include "core/error.hpp"
 #include "core/trusted_directory.hpp"
-#include "rank_script/criu.hpp"
+#include "core/unique_fd.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <vector>
 
 #define TOML_EXCEPTIONS 1
 #include <toml++/toml.h>
@@ -13,6 +19,25 @@ namespace gpustasis {
 namespace {
 
 constexpr std::uint64_t kMaxBytes = 64 << 10; // as python/gpustasis/policy.py writes at most
+
+/// A file of /proc.
+std::string read_whole(const std::string& path) {
+    const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!file)
+        throw io_error("cannot open " + path, errno);
+    std::string text;
+    char part[4096];
+    for (;;) {
+        const ssize_t count = ::read(file.get(), part, sizeof part);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count < 0)
+            throw io_error("cannot read " + path, errno);
+        if (count == 0)
+            return text;
+        text.append(part, static_cast<std::size_t>(count));
+    }
+}
 
 std::optional<Membership> membership_of(const std::string& text, const std::string& path,
                                         const std::string& id) {

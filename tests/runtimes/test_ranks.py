@@ -22,7 +22,7 @@ STORE = ("--store", "/run/gpustasis/jobs.sock")
 @pytest.fixture
 def node(engines: EngineRoot) -> Iterator[Node]:
     url = start_podman(engines, "runc")
-    made = Node(engines, "ranks", LOOK_S, f'podman = "{url}"\n')
+    made = Node(engines, "node", LOOK_S, f'podman = "{url}"\n')
     made.start_agent()
     yield made
     made.close()

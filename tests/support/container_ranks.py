@@ -46,7 +46,14 @@ class Node:
             self.agent = self.root.start(
                 *("gpustasis", "agent", "run", "--config", self._config), stdout=log, stderr=log
             )
-        self.wait_for(self.root.path("/run/gpustasis/ranks.sock").exists)
+        self.wait_for(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.agent is not None and self.agent.poll() is None, self._said()
+        return self.root.path("/run/gpustasis/ranks.sock").exists()
+
+    def _said(self) -> str:
+        return self.root.path(LOG).read_text()[-8000:]
 
     def kill_agent(self) -> None:
         """At once."""
@@ -73,7 +80,7 @@ class Node:
     def wait_for(self, what: Callable[[], object]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not what():
-            assert time.monotonic() < deadline, self.root.path(LOG).read_text()[-8000:]
+            assert time.monotonic() < deadline, self._said()
             time.sleep(POLL_S)
 
     def job(self, *words: str, store: str = "/run/gpustasis/jobs.sock") -> Any:
@@ -82,6 +89,7 @@ class Node:
         return json.loads(done.stdout)
 
     def close(self) -> None:
+        print(self._said())  # shown if the test has failed
         self.kill_agent()
         self.root.write(DEFAULT, f"libdir {plugin_directory()}\n")
         remove_hook(self.root)
@@ -118,9 +126,7 @@ def ask_all(
     containers: list[SteadyContainer], verb: str, *words: str
 ) -> list[subprocess.CompletedProcess[str]]:
     """podman container VERB of each, at the same time."""
-    asked = [
-        Asking(one.root, "podman", "container", verb, *words, one.name) for one in containers
-    ]
+    asked = [Asking(one.root, "podman", "container", verb, *words, one.name) for one in containers]
     return [one.ended() for one in asked]
 
 
@@ -128,5 +134,3 @@ def log_of(container: SteadyContainer) -> str:
     """criu's, of the last dump that failed or not."""
     place = Path(container.images()).parent
     return container.root.path(f"{place}/dump.log").read_text(errors="replace")
-
-

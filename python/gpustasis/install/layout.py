@@ -94,8 +94,8 @@ def packages() -> str:
 def files(python: str) -> tuple[File, ...]:
     """python: the interpreter that the hook runs on, a path on the host that is installed on.
 
-    Raises InstallError if it cannot stand in a #! line, UnsupportedError if the plugin, or the action
-    script, is missing.
+    Raises InstallError if it cannot stand in a #! line, UnsupportedError if the plugin or
+    the action script is missing.
     """
     if not python.startswith("/") or len(python) > 200 or set(python) & set(" \t\n"):
         raise InstallError(f"{python!r} cannot be the hook's interpreter: an absolute path is one")

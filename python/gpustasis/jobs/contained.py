@@ -203,9 +203,7 @@ class ContainedRestore(HasCriu):
         visit.answer(yes=True)
         if self._visits.wait(PRE_RESUME, self.criu.is_there) is None:
             raise JobError(f"{context.name}: criu has not brought it back; its log says why")
-        return json.dumps(
-            {"version": 1, "restored": self.order.restores, "pid": context.state.pid}
-        )
+        return json.dumps({"version": 1, "restored": self.order.restores, "pid": context.state.pid})
 
     def release(self) -> None:
         """None of it may run: criu does not heed what its last script says."""
