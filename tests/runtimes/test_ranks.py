@@ -4,18 +4,42 @@ CRIU and its action scripts are real."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.container_ranks import Asking, Node, annotations, ask_all, log_of
+from gpustasis.criu.plugin import rank_script
+from support.container_ranks import Asking, EtcdIn, Hold, Node, annotations, ask_all, log_of
 from support.engine_gpu import Steady, SteadyContainer, start_podman
 from support.engine_root import EngineRoot
 
 RUNTIMES = ["runc", "crun"]
 LOOK_S = 8
+# Each step that does not wait for others: the median of so many.
+TIMED = """
+import json, os, statistics, subprocess, sys, time
+script, root = sys.argv[1:]
+found = {}
+for name, action, pid in (
+    ("no step of ours", "network-lock", root),
+    ("no rank", "pre-dump", str(os.getpid())),
+    ("a rank", "pre-dump", root),
+):
+    environ = {"CRTOOLS_SCRIPT_ACTION": action, "CRTOOLS_INIT_PID": pid}
+    times = []
+    for _ in range(41):
+        begin = time.perf_counter()
+        subprocess.run([script], env=environ, capture_output=True)
+        times.append(time.perf_counter() - begin)
+    found[name] = statistics.median(times)
+print(json.dumps(found))
+"""
 STORE = ("--store", "/run/gpustasis/jobs.sock")
 
 
@@ -132,3 +156,101 @@ def test_the_whole_job_is_asked_for(node: Node, steady: Steady) -> None:
         assert done.returncode == 0, done.stderr
     for one in ranks:
         one.run_on()
+
+
+def begin_held(node: Node, ranks: list[SteadyContainer]) -> tuple[Hold, list[Asking]]:
+    """Both are being checkpointed. The first is dumped and has said so; the second is just not."""
+    hold = Hold(node, ranks[1])
+    asked = [Asking(one.root, "podman", "container", "checkpoint", "-R", one.name) for one in ranks]
+    node.wait_for(hold.is_reached)
+    node.wait_for(lambda: node.pids("rank-script"))
+    return hold, asked
+
+
+def assert_none_is_in_it(ranks: list[SteadyContainer], asked: list[Asking]) -> None:
+    assert all(one.ended().returncode != 0 for one in asked)
+    for one in ranks:
+        one.run_on()
+
+
+def test_a_killed_agent_is_waited_for(node: Node, steady: Steady) -> None:
+    """By a script whose tasks stand: what is decided about them, the next agent knows."""
+    ranks = start(steady, "agent")
+    hold, asked = begin_held(node, ranks)
+    before = ranks[0].steps()
+    node.kill_agent()
+    hold.release()
+    node.wait_for(lambda: len(node.pids("rank-script")) == 2)
+    time.sleep(1)
+    assert len(node.pids("rank-script")) == 2
+    assert ranks[0].steps() == before
+    node.start_agent()
+    assert_none_is_in_it(ranks, asked)
+    for done in ask_all(ranks, "checkpoint", "-R"):
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_killed_script_of_a_dumped_rank_aborts(node: Node, steady: Steady) -> None:
+    ranks = start(steady, "gone")
+    hold, asked = begin_held(node, ranks)
+    for pid in node.pids("rank-script"):
+        node.root.run("kill", "-KILL", str(pid))
+    ranks[0].run_on()
+    hold.release()
+    assert_none_is_in_it(ranks, asked)
+
+
+def test_a_killed_criu_aborts(node: Node, steady: Steady) -> None:
+    ranks = start(steady, "criu")
+    hold, asked = begin_held(node, ranks)
+    parents = {
+        int(node.root.path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in node.pids("hold-criu-1.sh")
+    }
+    for pid in parents & set(node.pids("criu", "swrk")):
+        node.root.run("kill", "-KILL", str(pid))
+    assert_none_is_in_it(ranks, asked)
+    hold.release()
+
+
+def test_with_etcd(engines: EngineRoot, steady: Steady) -> None:
+    """Killed when one rank is bound: all stand still, and it is decided when it is back. Without it
+    there is no checkpoint."""
+    program = shutil.which("etcd")
+    assert program is not None
+    etcd = EtcdIn(engines, Path(program), "/tmp/etcd-ranks")
+    node = Node(engines, "etcd-node", LOOK_S, f'jobs_store = ["{etcd.url}"]\njobs_socket = ""\n')
+    try:
+        node.start_agent()
+        ranks = start(steady, "stored")
+        hold, asked = begin_held(node, ranks)
+        before = ranks[0].steps()
+        etcd.kill()
+        hold.release()
+        node.wait_for(lambda: len(node.pids("rank-script")) == 2)
+        time.sleep(1)
+        assert ranks[0].steps() == before
+        etcd.start()
+        assert [one.ended().returncode for one in asked] == [0, 0]
+        for one in ranks:
+            one.run_on()
+        states = [one["state"] for one in node.job("list", "stored", store=etcd.url)["epochs"]]
+        assert states == ["committed"]
+        etcd.kill()
+        assert ask_all(ranks[:1], "checkpoint")[0].returncode != 0
+        said = log_of(ranks[0])
+        assert f"job stored, rank 0: the store {etcd.url} cannot be reached: " in said
+        ranks[0].run_on()
+    finally:
+        etcd.kill()
+        node.close()
+
+
+def test_the_script_starts_in_30_ms(engines: EngineRoot, node: Node, steady: Steady) -> None:
+    """Of a container that is a rank, until its agent has answered; and of one that is none."""
+    steady("timed", "runc", *annotations("timed", 0, 1), mib=4)
+    root = engines.run(*["podman", "inspect", "--format", "{{.State.Pid}}", "timed"]).stdout.strip()
+    words = [sys.executable, "-c", TIMED, str(rank_script()), root]
+    found = json.loads(engines.run(*words).stdout)
+    print(found)
+    assert all(found[one] <= 0.030 for one in found), found

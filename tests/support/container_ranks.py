@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import threading
 import time
@@ -134,3 +135,69 @@ def log_of(container: SteadyContainer) -> str:
     """criu's, of the last dump that failed or not."""
     place = Path(container.images()).parent
     return container.root.path(f"{place}/dump.log").read_text(errors="replace")
+
+
+class Hold:
+    """Another action script, of an administrator's: it keeps criu at the end of the dump of one
+    container, before ours is run, for as long as it is asked to."""
+
+    def __init__(self, node: Node, container: SteadyContainer) -> None:
+        self._node = node
+        self._place = f"/run/hold-{container.name}"
+        text = (
+            "#!/bin/sh\n"
+            '[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
+            f"grep -q {container.id()} /proc/$CRTOOLS_INIT_PID/cgroup || exit 0\n"
+            f"touch {self._place}.reached\n"
+            f"while [ -e {self._place} ]; do sleep 0.1; done\n"
+        )
+        node.root.write(f"{self._place}.sh", text, 0o755)
+        node.root.write(self._place, "")
+        default = node.root.path(DEFAULT)
+        # criu runs the last one first.
+        default.write_text(f"{default.read_text()}action-script {self._place}.sh\n")
+
+    def is_reached(self) -> bool:
+        return self._node.root.path(f"{self._place}.reached").exists()
+
+    def release(self) -> None:
+        self._node.root.path(self._place).unlink(missing_ok=True)
+
+
+class EtcdIn:
+    """An etcd-server of this machine's, in a root."""
+
+    def __init__(self, root: EngineRoot, program: Path, data: str) -> None:
+        self._root, self._data = root, data
+        place = root.path("/opt/etcd")
+        if not place.exists():
+            place.parent.mkdir(exist_ok=True)
+            shutil.copy(program, place)
+        self.url = "http://127.0.0.1:23790"
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Again, and until it answers."""
+        peer = "http://127.0.0.1:23800"
+        with open(self._root.path("/tmp/etcd.log"), "a") as log:
+            self._process = self._root.start(
+                *("/opt/etcd", "--data-dir", self._data, "--listen-client-urls", self.url),
+                *("--advertise-client-urls", self.url, "--listen-peer-urls", peer),
+                *("--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"),
+                stdout=log,
+                stderr=log,
+            )
+        words = ("gpustasis", "job", "list", "--store", self.url)
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._root.run(*words, check=False).returncode != 0:
+            said = self._root.path("/tmp/etcd.log").read_text()[-4000:]
+            assert self._process.poll() is None and time.monotonic() < deadline, said
+            time.sleep(POLL_S)
+
+    def kill(self) -> None:
+        """At once."""
+        if self._process is not None:
+            self._root.run("pkill", "-KILL", "-x", "etcd", check=False)
+            self._process.wait(TIMEOUT_S)
+            self._process = None
