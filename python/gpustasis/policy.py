@@ -216,6 +216,8 @@ ANNOTATIONS: dict[str, Annotation] = {
     ),
 }
 _OF_RANK = ("job", "rank", "world")
+# By which CRI-O and containerd say of a container that it holds a pod's namespaces.
+_CONTAINER_TYPES = ("io.kubernetes.cri-o.ContainerType", "io.kubernetes.cri.container-type")
 # Refused by name, with what to do instead.
 REFUSED = {
     "encrypt": "the host's configuration says for whom its checkpoints are sealed (recipients), "
@@ -253,6 +255,8 @@ def parse_annotations(annotations: Mapping[str, object]) -> Policy | None:
             others[name] = value
     _check_together(settings, ours)
     rank = _rank_of(others, ours)
+    if any(annotations.get(name) == "sandbox" for name in _CONTAINER_TYPES):
+        rank = None  # it has what its pod's containers have, and is never checkpointed
     if rank is not None:
         # The agent locks the GPUs of all ranks before any criu begins.
         settings["found_locked"] = "dump"

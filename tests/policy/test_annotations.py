@@ -104,6 +104,14 @@ def test_a_rank_is_taken(name: str, text: str, value: object) -> None:
     assert again is not None and getattr(again, name) == value
 
 
+def test_what_holds_the_namespaces_of_a_pod_is_no_rank() -> None:
+    words = ours(job="a", rank="0", world="2")
+    policy = parse_annotations(words | {"io.kubernetes.cri-o.ContainerType": "sandbox"})
+    assert policy is not None and policy.rank is None
+    policy = parse_annotations(words | {"io.kubernetes.cri-o.ContainerType": "container"})
+    assert policy is not None and policy.rank is not None
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

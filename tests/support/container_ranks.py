@@ -22,7 +22,7 @@ POLL_S = 0.05
 DEFAULT = "/etc/criu/default.conf"
 LOG = "/tmp/gpustasis.log"
 CONFIG = """
-store = "/mnt/shared/{name}"
+store = "/var/lib/gpustasis/{name}"
 socket = "/run/gpustasis/{name}.sock"
 http_socket = ""
 jobs_look_limit = "{look}s"
@@ -31,14 +31,25 @@ jobs_look_limit = "{look}s"
 
 class Node:
     """CRIU's configuration names our action script, as an installation has it, and an agent runs.
-    From start to close()."""
+    From start to close(). installed: our hook is there, and CRIU's configuration is as
+    `gpustasis install` has made it."""
 
-    def __init__(self, root: EngineRoot, name: str, look_s: int = 60, lines: str = "") -> None:
+    def __init__(
+        self,
+        root: EngineRoot,
+        name: str,
+        look_s: int = 60,
+        lines: str = "",
+        *,
+        installed: bool = False,
+    ) -> None:
         self.root = root
         self.name = name
         self._config = f"/etc/gpustasis/{name}.toml"
-        add_hook(root)
-        root.write(DEFAULT, f"libdir {plugin_directory()}\naction-script {rank_script()}\n")
+        self._installed = installed
+        if not installed:
+            add_hook(root)
+            root.write(DEFAULT, f"libdir {plugin_directory()}\naction-script {rank_script()}\n")
         root.write(self._config, CONFIG.format(name=name, look=look_s) + lines, 0o600)
         self.agent: subprocess.Popen[str] | None = None
 
@@ -50,11 +61,8 @@ class Node:
         self.wait_for(self._answers)
 
     def _answers(self) -> bool:
-        assert self.agent is not None and self.agent.poll() is None, self._said()
+        assert self.agent is not None and self.agent.poll() is None, log_of_agent(self)
         return self.root.path("/run/gpustasis/ranks.sock").exists()
-
-    def _said(self) -> str:
-        return self.root.path(LOG).read_text()[-8000:]
 
     def kill_agent(self) -> None:
         """At once."""
@@ -81,7 +89,7 @@ class Node:
     def wait_for(self, what: Callable[[], object]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not what():
-            assert time.monotonic() < deadline, self._said()
+            assert time.monotonic() < deadline, log_of_agent(self)
             time.sleep(POLL_S)
 
     def job(self, *words: str, store: str = "/run/gpustasis/jobs.sock") -> Any:
@@ -90,10 +98,11 @@ class Node:
         return json.loads(done.stdout)
 
     def close(self) -> None:
-        print(self._said())  # shown if the test has failed
+        print(log_of_agent(self))  # shown if the test has failed
         self.kill_agent()
-        self.root.write(DEFAULT, f"libdir {plugin_directory()}\n")
-        remove_hook(self.root)
+        if not self._installed:
+            self.root.write(DEFAULT, f"libdir {plugin_directory()}\n")
+            remove_hook(self.root)
 
 
 def annotations(job: str, rank: int, world: int = 2) -> list[str]:
@@ -129,6 +138,11 @@ def ask_all(
     """podman container VERB of each, at the same time."""
     asked = [Asking(one.root, "podman", "container", verb, *words, one.name) for one in containers]
     return [one.ended() for one in asked]
+
+
+def log_of_agent(node: Node) -> str:
+    """Its end."""
+    return node.root.path(LOG).read_text()[-8000:]
 
 
 def log_of(container: SteadyContainer) -> str:

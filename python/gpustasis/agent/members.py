@@ -13,9 +13,16 @@ from gpustasis import policy
 from gpustasis.agent import containers
 from gpustasis.agent.config import Config
 from gpustasis.criu.find import Criu
-from gpustasis.errors import CheckpointError, JobError, StoreError
+from gpustasis.errors import CheckpointError, EngineError, JobError, StoreError
 from gpustasis.jobs import epochs, kept
-from gpustasis.jobs.contained import FIRST, PRE_DUMP, Contained, ContainedRestore, why_over
+from gpustasis.jobs.contained import (
+    FIRST,
+    PRE_DUMP,
+    Contained,
+    ContainedRestore,
+    Engine,
+    why_over,
+)
 from gpustasis.jobs.dumps import record_of, seal_of
 from gpustasis.jobs.member import Keeper, Settings
 from gpustasis.jobs.messages import Limits, Phase
@@ -26,6 +33,7 @@ from gpustasis.jobs.stopping import tree_pids
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.visits import Visit, Visits
 from gpustasis.jobs.work import Order
+from gpustasis.runtimes import freezer
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +41,33 @@ _AGAIN_S = 1.0
 _LOOK_S = 1.0  # how often it is looked whether an epoch is over that this keeper is not in
 _RUN = Path(STATE_DIRECTORY)
 _ENGINES = Criu(program=Path("criu"), root=None, version=(), origin="the container's engine")
+
+
+class EnginesPause:
+    """A contained.Pause."""
+
+    def __init__(self, container: str) -> None:
+        self._container = container
+        self._lifted: list[Path] = []
+
+    def lift(self) -> None:
+        self._lifted = self._groups()
+        for group in reversed(self._lifted):
+            freezer.thaw(group)
+
+    def put_back(self) -> None:
+        groups, self._lifted = self._lifted, []
+        for group in groups:
+            freezer.freeze(group)
+
+    def is_on(self) -> bool:
+        return bool(self._groups())
+
+    def _groups(self) -> list[Path]:
+        try:
+            return freezer.frozen_groups(self._container)
+        except EngineError:  # it has none that could be frozen, or has ended
+            return []
 
 
 class Member:
@@ -164,7 +199,8 @@ class Member:
         if order.restores:
             return ContainedRestore(self._context, order, self.visits)
         marks = Path(policy.POLICY_DIRECTORY)
-        return Contained(self._context, order, self.visits, marks, self._ask_engine)
+        engine = Engine(ask=self._ask_engine, pause=EnginesPause, marks=marks)
+        return Contained(self._context, order, self.visits, engine)
 
     def _ask_engine(self, order: Order, stop: Callable[[], bool]) -> None:
         """For the container that is this rank now. Raises CheckpointError."""

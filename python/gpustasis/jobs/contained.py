@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.files import remove
@@ -28,6 +29,31 @@ PRE_DUMP, POST_DUMP = "pre-dump", "post-dump"
 POST_RESTORE, PRE_RESUME = "post-restore", "pre-resume"
 FIRST = (PRE_DUMP, POST_RESTORE)  # actions before which nothing of an epoch was done
 _ENDED_S = 60.0
+_POLL_S = 0.05
+
+
+class Pause(Protocol):
+    """That of an engine, which pauses a container before it has it dumped. Methods raise
+    CheckpointError."""
+
+    def lift(self) -> None:
+        """The tasks run, if they did before the engine was asked."""
+
+    def put_back(self) -> None:
+        """As the engine has left them."""
+
+    def is_on(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What a rank needs of its container's. ask: has it dump the container, and returns when it
+    has; what it raises is why it has not. pause: of a container. marks: the policy directory, in
+    which the plugin leaves a mark for a container that ends."""
+
+    ask: Callable[[Order, Callable[[], bool]], None]
+    pause: Callable[[str], Pause]
+    marks: Path
 
 
 def note_criu(context: Context, visit: Visit) -> None:
@@ -46,22 +72,13 @@ def why_over(context: Context, number: int) -> str:
 
 
 class Contained(Checkpointing):
-    """An epoch that is a checkpoint. marks: the policy directory, in which the plugin leaves a mark
-    for a container that ends. ask: has the engine dump the container, and returns when it has; what
-    it raises is why it has not."""
+    """An epoch that is a checkpoint."""
 
-    def __init__(
-        self,
-        context: Context,
-        order: Order,
-        visits: Visits,
-        marks: Path,
-        ask: Callable[[Order, Callable[[], bool]], None],
-    ) -> None:
+    def __init__(self, context: Context, order: Order, visits: Visits, engine: Engine) -> None:
         super().__init__(context, order)
         self._visits = visits
-        self._marks = marks
-        self._ask = ask
+        self._engine = engine
+        self._pause: Pause | None = None
         self._refused = ""  # by the engine
         self._ours = EnginesCriu(context, visits, POST_DUMP)
         self.criu = self._ours
@@ -80,6 +97,9 @@ class Contained(Checkpointing):
                 f"checkpoint of the job is {words[self.order.leave_running]}"
             )
         note_criu(context, visit)
+        self._pause = self._engine.pause(visit.container)
+        # A kernel of another rank may wait for this one; and the driver locks no task that stands.
+        self._pause.lift()
         context.lock = Lock(context.place.job, context.place.rank, visit.pid)
         self._require_unlocked()
         context.say_where(visit.pid)
@@ -103,7 +123,7 @@ class Contained(Checkpointing):
 
     def _asked(self) -> None:
         try:
-            self._ask(self.order, self.stopping.is_set)
+            self._engine.ask(self.order, self.stopping.is_set)
         except Exception as exc:  # noqa: BLE001 - whatever it is, there is no dump
             self._refused = str(exc) or type(exc).__name__
 
@@ -128,6 +148,8 @@ class Contained(Checkpointing):
         self.images = _directory(visit)
         context.note(images=str(self.images))
         begin = time.monotonic()
+        if self._pause is not None:
+            self._pause.put_back()
         visit.answer(yes=True)
         if self._visits.wait(POST_DUMP, self.criu.is_there) is None:
             raise JobError(
@@ -138,17 +160,37 @@ class Contained(Checkpointing):
 
     def release(self) -> None:
         self._ours.reason = why_over(self.context, self.order.number)
+        self._know_pause()
+        if self._pause is not None:
+            with suppress(CheckpointError):  # it runs then, as it is to
+                self._pause.put_back()
         if not self.is_touched():
             self._ours.end(yes=False)
         super().release()
+
+    def finish(self, *, leave_running: bool) -> None:
+        self._know_pause()
+        super().finish(leave_running=leave_running)
+
+    def _know_pause(self) -> None:
+        """If an agent before this one has begun it."""
+        visit = self._visits.at(POST_DUMP)
+        if self._pause is None and visit is not None:
+            self._pause = self._engine.pause(visit.container)
+
+    def _bring_back(self) -> None:
+        """Once the engine has ended its pause, after what it has to do with the images."""
+        while self._pause is not None and self._pause.is_on() and self.context.state.lives:
+            time.sleep(_POLL_S)
+        super()._bring_back()
 
     def _remove_images(self) -> None:
         """They are the engine's. But the container has not ended, whatever the plugin took it
         for when criu had written everything."""
         with suppress(OSError):
-            directory = os.open(self._marks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            directory = os.open(self._engine.marks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                for one in self._marks.glob("*.checkpointed"):
+                for one in self._engine.marks.glob("*.checkpointed"):
                     if one.stem in Path(f"/proc/{self.context.state.pid}/cgroup").read_text():
                         remove(directory, one.name)
             finally:
