@@ -124,9 +124,13 @@ class Member:
 
     def arrives(self, visit: Visit) -> None:
         """Have it answered, by and by."""
+        if visit.action in FIRST:
+            # Before the keeper sees it, which may have the epoch go on at once.
+            self._have_epoch(visit)
         self.visits.add(visit)
-        if visit.action not in FIRST:
-            return
+
+    def _have_epoch(self, visit: Visit) -> None:
+        """Have it be in one; or it is refused."""
         try:
             restores = 0 if visit.action == PRE_DUMP else self._dumped_by(visit)
             visit.epoch = self._epoch(visit, restores)
