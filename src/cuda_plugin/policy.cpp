@@ -19,9 +19,9 @@ namespace {
 
 constexpr std::uint64_t kMaxBytes = 64 << 10;
 // What concerns one container only; the driver, and what a restore goes by, are the host's.
-constexpr std::array<std::string_view, 9> kKeys = {
-    "compress", "cpu_memory", "externalize",     "found_locked", "incremental",
-    "layout",   "parent",     "lock_timeout_ms", "threads"};
+constexpr std::array<std::string_view, 9> kKeys = {"compress",     "cpu_memory",      "externalize",
+                                                   "found_locked", "incremental",     "layout",
+                                                   "parent",       "lock_timeout_ms", "threads"};
 
 UniqueFd open_policies(const std::string& base, IfMissing missing) {
     return open_trusted(base, {"gpustasis", "policy"}, missing);

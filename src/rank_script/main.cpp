@@ -60,8 +60,7 @@ std::string image_directory() {
 
 /// Supervisors tell all that they have started to end: only a decision, or criu's end, ends this.
 void ignore_signals() {
-    for (const int number :
-         {SIGHUP, SIGINT, SIGQUIT, SIGALRM, SIGTERM, SIGUSR1, SIGUSR2, SIGPIPE})
+    for (const int number : {SIGHUP, SIGINT, SIGQUIT, SIGALRM, SIGTERM, SIGUSR1, SIGUSR2, SIGPIPE})
         std::signal(number, SIG_IGN);
 }
 
@@ -83,9 +82,10 @@ int run() {
     try {
         rank = find_membership(pid, step->way);
     } catch (const Error& e) {
-        return refuse("the " + what + " is refused, since it cannot be told whether the container is a "
-                                            "rank of a job: " +
-                                e.what());
+        return refuse("the " + what +
+                      " is refused, since it cannot be told whether the container is a "
+                      "rank of a job: " +
+                      e.what());
     }
     if (!rank)
         return 0;
@@ -97,9 +97,9 @@ int run() {
         return answer.go ? 0 : refuse(name + ": " + answer.reason);
     } catch (const Error& e) {
         return refuse(name + ": the " + what + " of container " + rank->container +
-                                " is refused: " + e.what() +
-                                "; ranks of a job are checkpointed together, through the agent of "
-                                "their node: start gpustasis-agent");
+                      " is refused: " + e.what() +
+                      "; ranks of a job are checkpointed together, through the agent of "
+                      "their node: start gpustasis-agent");
     }
 }
 
