@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ import pytest
 from gpustasis.criu.plugin import rank_script
 from support.container_ranks import Asking, EtcdIn, Hold, Node, annotations, ask_all, log_of
 from support.engine_gpu import Steady, SteadyContainer, start_podman
+from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
 
+PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
 RUNTIMES = ["runc", "crun"]
 LOOK_S = 8
 # Each step that does not wait for others: the median of so many.
@@ -65,13 +67,16 @@ def epochs_of(node: Node, job: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_all_are_in_it(node: Node, steady: Steady, runtime: str) -> None:
+def test_all_are_in_it(engines: EngineRoot, node: Node, steady: Steady, runtime: str) -> None:
     job = f"all-{runtime}"
     ranks = start(steady, job, runtime)
     for done in ask_all(ranks, "checkpoint", "--leave-running"):
         assert done.returncode == 0, done.stderr
     for one in ranks:
         one.run_on()
+        report = engines.path(one.images()) / "gpustasis-dump.json"
+        (task,) = json.loads(report.read_text())["tasks"]
+        assert task["state_before"] == "locked"  # before any criu has begun
     for done in ask_all(ranks, "checkpoint"):
         assert done.returncode == 0, done.stderr
     assert [one.state() for one in ranks] == ["exited"] * 2
@@ -156,6 +161,67 @@ def test_the_whole_job_is_asked_for(node: Node, steady: Steady) -> None:
         assert done.returncode == 0, done.stderr
     for one in ranks:
         one.run_on()
+
+
+def test_connections_are_locked_and_live_on(
+    engines: EngineRoot, node: Node, shared: Path, compile_c: Callable[..., Path]
+) -> None:
+    """In the network namespace of each container, from before the first dump to the decision."""
+    program = shutil.copy(compile_c(PROGRAMS / "tcp_counter.c"), shared / "tcp_counter")
+    names = ["net-0", "net-1"]
+    ranks = [SteadyContainer(engines, name) for name in names]
+    try:
+        for rank, name in enumerate(names):
+            engines.run(
+                *("podman", "run", "--detach", "--name", name, "--network", "none"),
+                *(
+                    "--volume",
+                    f"/mnt/shared/{program.name}:/bin/tcp_counter",
+                    *annotations("net", rank),
+                ),
+                *(IMAGE, "/bin/tcp_counter"),
+            )
+        for one in ranks:
+            wait_for_words(node, one, 5)
+        pids = [root_of(one) for one in ranks]  # later Podman waits for its checkpoints
+        hold = Hold(node, ranks[1])
+        words = ("podman", "container", "checkpoint", "-R", "--tcp-established")
+        asked = [Asking(engines, *words, name) for name in names]
+        node.wait_for(hold.is_reached)
+        held = [tables(engines, pid) for pid in pids]
+        hold.release()
+        assert all("table inet gpustasis_" in found for found in held), held
+        for one in asked:
+            done = one.ended()
+            assert done.returncode == 0, done.stderr
+        for one in ranks:
+            wait_for_words(node, one, len(one.output().split()) + 5)
+            said = one.output().split()
+            assert said == [str(number + 1) for number in range(len(said))]
+        assert not any("gpustasis" in tables(engines, pid) for pid in pids)
+    finally:
+        for one in ranks:
+            one.remove()
+
+
+def wait_for_words(node: Node, container: SteadyContainer, count: int) -> None:
+    """Until it has said so many."""
+
+    def has_said() -> bool:
+        assert container.state() == "running", container.output()
+        return len(container.output().split()) > count
+
+    node.wait_for(has_said)
+
+
+def root_of(container: SteadyContainer) -> str:
+    words = ("podman", "inspect", "--format", "{{.State.Pid}}", container.name)
+    return container.root.run(*words).stdout.strip()
+
+
+def tables(engines: EngineRoot, pid: str) -> str:
+    """Of nftables, in the network namespace of a process."""
+    return engines.run("nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables").stdout
 
 
 def begin_held(node: Node, ranks: list[SteadyContainer]) -> tuple[Hold, list[Asking]]:
