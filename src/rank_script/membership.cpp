@@ -5,11 +5,8 @@
 #include "core/error.hpp"
 #include "core/trusted_directory.hpp"
 #include "core/unique_fd.hpp"
+#include "tracee/proc.hpp"
 
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <vector>
 
 #define TOML_EXCEPTIONS 1
@@ -19,25 +16,6 @@ namespace gpustasis {
 namespace {
 
 constexpr std::uint64_t kMaxBytes = 64 << 10; // as python/gpustasis/policy.py writes at most
-
-/// A file of /proc.
-std::string read_whole(const std::string& path) {
-    const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    if (!file)
-        throw io_error("cannot open " + path, errno);
-    std::string text;
-    char part[4096];
-    for (;;) {
-        const ssize_t count = ::read(file.get(), part, sizeof part);
-        if (count < 0 && errno == EINTR)
-            continue;
-        if (count < 0)
-            throw io_error("cannot read " + path, errno);
-        if (count == 0)
-            return text;
-        text.append(part, static_cast<std::size_t>(count));
-    }
-}
 
 std::optional<Membership> membership_of(const std::string& text, const std::string& path,
                                         const std::string& id) {
@@ -58,8 +36,8 @@ std::optional<Membership> membership_of(const std::string& text, const std::stri
 } // namespace
 
 std::optional<Membership> find_membership(pid_t pid, Way way) {
-    const std::string task = read_whole("/proc/" + std::to_string(pid) + "/cgroup");
-    const std::string own = way == Way::dump ? read_whole("/proc/self/cgroup") : "";
+    const std::string task = proc::read_file("/proc/" + std::to_string(pid) + "/cgroup");
+    const std::string own = way == Way::dump ? proc::read_file("/proc/self/cgroup") : "";
     const std::vector<std::string> ids = container_ids(task, own);
     if (ids.empty())
         return std::nullopt;

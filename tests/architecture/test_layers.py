@@ -27,7 +27,7 @@ CPP_ARROWS = {
     "seal": {"seal", "core"},
     "bindings": {"bindings", "dirty_tracker", "dropped_memory", "seal", "core"},
     "cuda_plugin": {"cuda_plugin", "dropped_memory", "seal", "tracee", "core"},
-    "rank_script": {"rank_script", "core"},
+    "rank_script": {"rank_script", "tracee", "core"},
     "driver_emulator": {"driver_emulator"},
 }
 # What core may include beyond itself, the standard library and the system: bytes only.
