@@ -24,6 +24,8 @@ MAX_THREADS = 1024
 MAX_KEEP = 100_000
 MAX_TIMEOUT_MS = 2**31 - 1
 MAX_PATH_BYTES = 4095
+MAX_WORLD = 1 << 20
+_MAX_JOB = 128
 _ID_LENGTH = 64
 _SHOWN = 80  # characters of a wrong value in a message
 _MILLISECONDS = {"ms": 1, "s": 1000, "m": 60_000}
@@ -31,17 +33,34 @@ _MILLISECONDS = {"ms": 1, "s": 1000, "m": 60_000}
 Value = bool | int | str
 
 
+class Rank:
+    """A container that is rank `rank` of the `world` ranks of a job."""
+
+    __slots__ = ("job", "rank", "world")
+
+    def __init__(self, job: str, rank: int, world: int) -> None:
+        self.job = job
+        self.rank = rank
+        self.world = world
+
+
 class Policy:
     """settings: keys of the plugin's configuration, with their values. keep: how many checkpoints
-    of the container's store stay; None: all. annotations: what was said, ours only."""
+    of the container's store stay; None: all. rank: of a job, whose ranks are checkpointed together;
+    None: it is none. annotations: what was said, ours only."""
 
-    __slots__ = ("annotations", "keep", "settings")
+    __slots__ = ("annotations", "keep", "rank", "settings")
 
     def __init__(
-        self, settings: dict[str, Value], keep: int | None, annotations: dict[str, str]
+        self,
+        settings: dict[str, Value],
+        keep: int | None,
+        rank: Rank | None,
+        annotations: dict[str, str],
     ) -> None:
         self.settings = settings
         self.keep = keep
+        self.rank = rank
         self.annotations = annotations
 
 
@@ -97,6 +116,21 @@ def _threads(text: str) -> int:
 
 def _keep(text: str) -> int:
     return _number(text, 1, MAX_KEEP)
+
+
+def _job(text: str) -> str:
+    plain = text.isascii() and text[:1].isalnum() and text.replace("_", "a").replace("-", "a")
+    if not plain or not plain.replace(".", "a").isalnum() or len(text) > _MAX_JOB:
+        raise ValueError
+    return text
+
+
+def _rank(text: str) -> int:
+    return _number(text, 0, MAX_WORLD - 1)
+
+
+def _world(text: str) -> int:
+    return _number(text, 1, MAX_WORLD)
 
 
 def _timeout(text: str) -> int:
@@ -168,7 +202,22 @@ ANNOTATIONS: dict[str, Annotation] = {
         "how many checkpoints of the container's store stay when it ends",
         _keep,
     ),
+    "job": Annotation(
+        "",
+        f'letters, digits, ".", "_" and "-", at most {_MAX_JOB}',
+        "the job that the container is a rank of",
+        _job,
+    ),
+    "rank": Annotation(
+        "", f"a number from 0 to {MAX_WORLD - 1}", "which rank of the job it is", _rank
+    ),
+    "world": Annotation(
+        "", f"a number from 1 to {MAX_WORLD}", "how many ranks the job has", _world
+    ),
 }
+_OF_RANK = ("job", "rank", "world")
+# By which CRI-O and containerd say of a container that it holds a pod's namespaces.
+_CONTAINER_TYPES = ("io.kubernetes.cri-o.ContainerType", "io.kubernetes.cri.container-type")
 # Refused by name, with what to do instead.
 REFUSED = {
     "encrypt": "the host's configuration says for whom its checkpoints are sealed (recipients), "
@@ -182,7 +231,7 @@ def parse_annotations(annotations: Mapping[str, object]) -> Policy | None:
     Raises PolicyError: one sentence that names annotation, value and what is allowed.
     """
     settings: dict[str, Value] = {}
-    keep: int | None = None
+    others: dict[str, Value] = {}
     ours: dict[str, str] = {}
     for full_name in sorted(name for name in annotations if name.startswith(PREFIX)):
         text = annotations[full_name]
@@ -203,9 +252,32 @@ def parse_annotations(annotations: Mapping[str, object]) -> Policy | None:
         if known.key:
             settings[known.key] = value
         else:
-            keep = int(value)
+            others[name] = value
     _check_together(settings, ours)
-    return Policy(settings, keep, ours) if ours else None
+    rank = _rank_of(others, ours)
+    if any(annotations.get(name) == "sandbox" for name in _CONTAINER_TYPES):
+        rank = None  # it has what its pod's containers have, and is never checkpointed
+    if rank is not None:
+        # The agent locks the GPUs of all ranks before any criu begins.
+        settings["found_locked"] = "dump"
+    keep = int(others["keep"]) if "keep" in others else None
+    return Policy(settings, keep, rank, ours) if ours else None
+
+
+def _rank_of(others: Mapping[str, Value], ours: Mapping[str, str]) -> Rank | None:
+    """Raises PolicyError if it is said in part."""
+    said = [name for name in _OF_RANK if name in others]
+    if not said:
+        return None
+    missing = [name for name in _OF_RANK if name not in others]
+    name = PREFIX + said[0]
+    if missing:
+        raise _wrong(name, ours[name], f"needs {PREFIX}{missing[0]} as well")
+    rank = Rank(str(others["job"]), int(others["rank"]), int(others["world"]))
+    if rank.rank >= rank.world:
+        name = f"{PREFIX}rank"
+        raise _wrong(name, ours[name], f"must be 0 to {rank.world - 1}, by {PREFIX}world")
+    return rank
 
 
 def _check_together(settings: Mapping[str, Value], ours: Mapping[str, str]) -> None:
@@ -244,12 +316,15 @@ def is_container_id(text: str) -> bool:
 
 def format_policy(policy: Policy, container_id: str) -> str:
     """The text of the container's policy file: TOML, the plugin's keys, then a table [container]
-    with id, keep if there is one, and the annotations that it comes from."""
+    with id, keep and rank if there are any, and the annotations that it comes from."""
     lines = ["# Made by the OCI hook of gpustasis from the annotations of the container."]
     lines += [f"{key} = {_toml(value)}" for key, value in policy.settings.items()]
     lines += ["", "[container]", f"id = {_toml(container_id)}"]
     if policy.keep is not None:
         lines.append(f"keep = {policy.keep}")
+    if (rank := policy.rank) is not None:
+        lines += ["", "[container.rank]", f"job = {_toml(rank.job)}"]
+        lines += [f"rank = {rank.rank}", f"world = {rank.world}"]
     lines += ["", "[container.annotations]"]
     lines += [f"{_toml(name)} = {_toml(text)}" for name, text in policy.annotations.items()]
     return "\n".join(lines) + "\n"
@@ -269,6 +344,22 @@ def keep_of(text: str) -> int | None:
     if isinstance(keep, bool) or not isinstance(keep, int) or not 1 <= keep <= MAX_KEEP:
         raise PolicyError(f"keep = {shown(keep)}: must be a number from 1 to {MAX_KEEP}")
     return keep
+
+
+def rank_of(text: str) -> Rank | None:
+    """The rank in the text of a policy file; None: the container is none. Raises PolicyError."""
+    import tomllib
+
+    try:
+        found = tomllib.loads(text)["container"].get("rank")
+        if found is None:
+            return None
+        job, rank, world = (found[name] for name in _OF_RANK)
+        if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MAX_WORLD:
+            raise ValueError(f"rank {rank!r} of {world!r}")
+        return Rank(_job(job), rank, world)
+    except (ValueError, KeyError, AttributeError, TypeError) as exc:
+        raise PolicyError(f"it is no policy file: {exc!r}") from exc
 
 
 def _toml(value: Value) -> str:

@@ -11,6 +11,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <span>
 
 namespace gpustasis {
 
@@ -46,6 +47,31 @@ UniqueFd open_trusted(const std::string& base, const std::vector<std::string>& p
     if (!directory && (errno != ENOENT || missing == IfMissing::make))
         throw io_error("cannot open " + path, errno);
     return directory;
+}
+
+std::string read_trusted(int directory, const std::string& name, const std::string& path,
+                         std::uint64_t max) {
+    const UniqueFd file(
+        ::openat(directory, name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+    if (!file && errno == ENOENT)
+        return {};
+    if (!file && errno == ELOOP)
+        throw Error(Errc::bad_argument, path + " is a symbolic link");
+    if (!file)
+        throw io_error("cannot open " + path, errno);
+    struct stat status {};
+    if (::fstat(file.get(), &status) != 0)
+        throw io_error("cannot examine " + path, errno);
+    if (!S_ISREG(status.st_mode))
+        throw Error(Errc::bad_argument, path + " is no regular file");
+    require_trusted(file.get(), path);
+    const std::uint64_t size = file_size(file.get());
+    if (size == 0 || size > max)
+        throw Error(Errc::bad_argument, path + " has " + std::to_string(size) +
+                                            " bytes: it can have 1 to " + std::to_string(max));
+    std::string text(size, '\0');
+    read_at(file.get(), 0, std::as_writable_bytes(std::span(text)));
+    return text;
 }
 
 LockedFile open_locked(int directory, const std::string& name, IfMissing missing, int patience_ms,

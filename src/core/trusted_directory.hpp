@@ -7,6 +7,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,12 @@ UniqueFd open_trusted(const std::string& base, const std::vector<std::string>& p
 
 /// What `fd` is must be as said above. Throws Error: io, bad_argument naming `path`.
 void require_trusted(int fd, const std::string& path, uid_t user = ::geteuid());
+
+/// The text of the file `name` of a directory that open_trusted() has given, of 1 to `max` bytes; empty: it is
+/// not there. `path` names it in errors. Throws Error: io; bad_argument if it is a link, no regular file, too
+/// long, or as require_trusted().
+std::string read_trusted(int directory, const std::string& name, const std::string& path,
+                         std::uint64_t max);
 
 struct LockedFile {
     UniqueFd fd;         ///< none: there is no such file

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_plugin/dumped_container.hpp"
 
+#include "core/container_id.hpp"
 #include "core/error.hpp"
-#include "cuda_plugin/container_id.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/policy.hpp"
 #include "cuda_plugin/proc.hpp"

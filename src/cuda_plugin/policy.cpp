@@ -2,7 +2,6 @@
 #include "cuda_plugin/policy.hpp"
 
 #include "core/error.hpp"
-#include "core/file.hpp"
 #include "core/trusted_directory.hpp"
 #include "cuda_plugin/config_keys.hpp"
 
@@ -12,7 +11,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <string_view>
 #include <utility>
 
@@ -21,38 +19,12 @@ namespace {
 
 constexpr std::uint64_t kMaxBytes = 64 << 10;
 // What concerns one container only; the driver, and what a restore goes by, are the host's.
-constexpr std::array<std::string_view, 8> kKeys = {"compress",        "cpu_memory", "externalize",
-                                                   "incremental",     "layout",     "parent",
-                                                   "lock_timeout_ms", "threads"};
+constexpr std::array<std::string_view, 9> kKeys = {"compress",     "cpu_memory",      "externalize",
+                                                   "found_locked", "incremental",     "layout",
+                                                   "parent",       "lock_timeout_ms", "threads"};
 
 UniqueFd open_policies(const std::string& base, IfMissing missing) {
     return open_trusted(base, {"gpustasis", "policy"}, missing);
-}
-
-/// Empty if it is not there: a policy never is.
-std::string read_text(int directory, const std::string& name, const std::string& path) {
-    const UniqueFd file(
-        ::openat(directory, name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
-    if (!file && errno == ENOENT)
-        return {};
-    if (!file && errno == ELOOP)
-        throw Error(Errc::bad_argument, path + " is a symbolic link");
-    if (!file)
-        throw io_error("cannot open " + path, errno);
-    struct stat status {};
-    if (::fstat(file.get(), &status) != 0)
-        throw io_error("cannot examine " + path, errno);
-    if (!S_ISREG(status.st_mode))
-        throw Error(Errc::bad_argument, path + " is no regular file");
-    require_trusted(file.get(), path);
-    const std::uint64_t size = file_size(file.get());
-    if (size == 0 || size > kMaxBytes)
-        throw Error(Errc::bad_argument, path + " has " + std::to_string(size) +
-                                            " bytes: a policy has 1 to " +
-                                            std::to_string(kMaxBytes));
-    std::string text(size, '\0');
-    read_at(file.get(), 0, std::as_writable_bytes(std::span(text)));
-    return text;
 }
 
 void require_container(const toml::table& table, const std::string& path, const std::string& id) {
@@ -87,7 +59,7 @@ std::string PolicyDirectory::apply(Config& config, const std::vector<std::string
         if (!directory)
             break;
         const std::string file = path(id + ".toml");
-        const std::string text = read_text(directory.get(), id + ".toml", file);
+        const std::string text = read_trusted(directory.get(), id + ".toml", file, kMaxBytes);
         if (text.empty())
             continue;
         if (!found.empty())

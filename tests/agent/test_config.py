@@ -134,8 +134,10 @@ def test_the_documentation_has_every_key_and_its_default(repository: Path) -> No
 
 
 def shown(value: Any) -> str:
-    if value is None:
+    if value in (None, "", ()):
         return "none"
+    if isinstance(value, float):
+        return f'`"{value:g}s"`'
     if isinstance(value, frozenset):
         return "`[]`"
     if isinstance(value, int) and value >= 1 << 30:

@@ -27,6 +27,7 @@ CPP_ARROWS = {
     "seal": {"seal", "core"},
     "bindings": {"bindings", "dirty_tracker", "dropped_memory", "seal", "core"},
     "cuda_plugin": {"cuda_plugin", "dropped_memory", "seal", "tracee", "core"},
+    "rank_script": {"rank_script", "tracee", "core"},
     "driver_emulator": {"driver_emulator"},
 }
 # What core may include beyond itself, the standard library and the system: bytes only.
@@ -82,7 +83,7 @@ PYTHON_ARROWS = {
     "jit": {"cli"},
     "agent": {
         *("__init__", "errors", "files", "task", "process", "nvml", "criu", "image", "streaming"),
-        *("runtimes", "jobs", "recovery", "dump_records", "intervals"),
+        *("runtimes", "jobs", "recovery", "dump_records", "intervals", "policy"),
     },
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),

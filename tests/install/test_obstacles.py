@@ -136,7 +136,7 @@ def test_lines_without_a_record(root: Path) -> None:
     for path in sorted(layout.FILE_PATHS):
         (root / path[1:]).unlink()
     said = refused(root)
-    assert "/etc/criu/default.conf, lines 1 to 5: lines of gpustasis that no record" in said
+    assert "/etc/criu/default.conf, lines 1 to 9: lines of gpustasis that no record" in said
 
 
 @pytest.mark.parametrize("text", ["# BEGIN gpustasis\n", "# END gpustasis\n# BEGIN gpustasis\n"])

@@ -17,6 +17,7 @@ from gpustasis.policy import (
     is_container_id,
     keep_of,
     parse_annotations,
+    rank_of,
 )
 
 CONTAINER_ID = "0123456789abcdef" * 4
@@ -30,6 +31,12 @@ RIGHT: dict[str, dict[str, object]] = {
     "threads": {"0": 0, "8": 8, "1024": 1024},
     "timeout": {"1ms": 1, "10s": 10_000, "2m": 120_000, "2147483647ms": 2147483647},
     "keep": {"1": 1, "100000": 100_000},
+}
+# Together only.
+OF_RANK: dict[str, dict[str, object]] = {
+    "job": {"train": "train", "a.b_c-9": "a.b_c-9", "9" * 128: "9" * 128},
+    "rank": {"0": 0, "1048575": 1048575},
+    "world": {"1048576": 1048576},
 }
 WRONG = {
     "compress": ["", "LZ4", "zstd", "lz4 "],
@@ -53,6 +60,9 @@ WRONG = {
         "9" * 99,
     ],
     "keep": ["", "0", "100001", "all"],
+    "job": ["", ".a", "-a", "_", "a/b", "a b", "ä", "1" * 129, "a\n"],
+    "rank": ["", "-1", "1048576", "0x1", "all"],
+    "world": ["", "0", "1048577", "2.0"],
 }
 
 
@@ -61,7 +71,7 @@ def ours(**words: str) -> dict[str, object]:
 
 
 def test_there_is_a_case_for_every_annotation() -> None:
-    assert set(RIGHT) == set(WRONG) == set(ANNOTATIONS)
+    assert set(RIGHT) | set(OF_RANK) == set(WRONG) == set(ANNOTATIONS)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +86,62 @@ def test_what_is_allowed_is_taken(name: str, text: str, value: object) -> None:
     written = tomllib.loads(format_policy(policy, CONTAINER_ID))
     assert written.pop("container")["annotations"] == {PREFIX + name: text}
     assert written == policy.settings
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [(name, text, value) for name, texts in OF_RANK.items() for text, value in texts.items()],
+)
+def test_a_rank_is_taken(name: str, text: str, value: object) -> None:
+    words = {"job": "train", "rank": "0", "world": "1048576", "keep": "2"} | {name: text}
+    policy = parse_annotations(ours(**words))
+    assert policy is not None and policy.rank is not None
+    assert getattr(policy.rank, name) == value
+    assert (policy.keep, policy.settings) == (2, {"found_locked": "dump"})
+    written = format_policy(policy, CONTAINER_ID)
+    assert tomllib.loads(written)["container"]["rank"][name] == value
+    again = rank_of(written)
+    assert again is not None and getattr(again, name) == value
+
+
+def test_what_holds_the_namespaces_of_a_pod_is_no_rank() -> None:
+    words = ours(job="a", rank="0", world="2")
+    policy = parse_annotations(words | {"io.kubernetes.cri-o.ContainerType": "sandbox"})
+    assert policy is not None and policy.rank is None
+    policy = parse_annotations(words | {"io.kubernetes.cri-o.ContainerType": "container"})
+    assert policy is not None and policy.rank is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"job": "a"}, "needs io.gpustasis.rank as well"),
+        ({"job": "a", "rank": "0"}, "needs io.gpustasis.world as well"),
+        ({"rank": "0", "world": "2"}, "needs io.gpustasis.job as well"),
+        ({"job": "a", "rank": "2", "world": "2"}, "must be 0 to 1, by io.gpustasis.world"),
+    ],
+)
+def test_a_rank_is_said_as_a_whole(words: dict[str, str], why: str) -> None:
+    with pytest.raises(PolicyError, match=why):
+        parse_annotations(ours(**words))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[container]\nrank = 1", "[container.rank]\njob = 'a'", "]"),
+        "[container.rank]\njob = 'a/b'\nrank = 0\nworld = 1",
+        "[container.rank]\njob = 'a'\nrank = 1\nworld = 1",
+        "[container.rank]\njob = 'a'\nrank = true\nworld = 1",
+    ],
+)
+def test_a_rank_is_not_read_out_of_anything_else(text: str) -> None:
+    with pytest.raises(PolicyError, match="it is no policy file"):
+        rank_of(text)
+
+
+def test_a_container_without_a_job_is_no_rank() -> None:
+    assert rank_of("[container]\nid = 'a'\n") is None
 
 
 @pytest.mark.parametrize(

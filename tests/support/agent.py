@@ -37,6 +37,7 @@ class Agent:
             "socket": str(self.socket),
             "http_socket": str(self.http),
             "jobs_socket": str(place / "jobs.sock"),
+            "ranks_socket": str(place / "ranks.sock"),
             "criu": str(criu.root or criu.program),
         }
         defaults = {"memory_reserve": '"0"', "disk_reserve": '"0"'}

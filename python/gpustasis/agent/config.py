@@ -77,6 +77,19 @@ class Config:
     http_socket: Path | None = Path("/run/gpustasis/agent-http.sock")
     http_port: int = 0
     jobs_socket: Path | None = Path("/run/gpustasis/jobs.sock")
+    ranks_socket: Path | None = Path("/run/gpustasis/ranks.sock")
+    jobs_store: tuple[str, ...] = ()
+    jobs_store_ca: Path | None = None
+    jobs_store_cert: Path | None = None
+    jobs_store_key: Path | None = None
+    jobs_store_user: str = ""
+    jobs_store_password_file: Path | None = None
+    jobs_ttl: float = 10.0
+    jobs_away: float = 8.0
+    jobs_look_limit: float = 30.0
+    jobs_cuda_limit: float = 30.0
+    jobs_network_limit: float = 10.0
+    jobs_dump_limit: float = 1800.0
     criu: str | None = None
     podman: str | None = None
     containerd: str | None = None
@@ -210,6 +223,19 @@ def _seconds(value: Any) -> float:
     return parse_duration(_text(value)).total_seconds()
 
 
+def _limit(value: Any) -> float:
+    seconds = _seconds(value)
+    if seconds < 1:
+        raise ValueError("it is at least 1 s")
+    return seconds
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if type(value) is not list:
+        raise ValueError("it is a list of texts")
+    return tuple(map(_text, value))
+
+
 def _interval(value: Any) -> float | str:
     if value == "auto":
         return "auto"
@@ -270,6 +296,19 @@ _KEYS: dict[str, _Take] = {
     "http_socket": _optional_socket,
     "http_port": _whole(*_PORTS),
     "jobs_socket": _optional_socket,
+    "ranks_socket": _optional_socket,
+    "jobs_store": _texts,
+    "jobs_store_ca": _path,
+    "jobs_store_cert": _path,
+    "jobs_store_key": _path,
+    "jobs_store_user": _text,
+    "jobs_store_password_file": _path,
+    "jobs_ttl": _limit,
+    "jobs_away": _limit,
+    "jobs_look_limit": _limit,
+    "jobs_cuda_limit": _limit,
+    "jobs_network_limit": _limit,
+    "jobs_dump_limit": _limit,
     "criu": _text,
     "podman": _text,
     "containerd": _text,

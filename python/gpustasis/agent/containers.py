@@ -60,7 +60,7 @@ def checkpoint(
         return _podman(operation, config, archive, begin)
     if operation.stop:
         raise AgentError(f"{subject} cannot be ended with its checkpoint: its engine leaves it on")
-    with Cri(_address(subject, config)) as cri:
+    with Cri(_address(subject.engine, config)) as cri:
         found = containerd.find(cri, subject.name)
         paused_before = False
         with suppress(EngineError):  # if it cannot be told, its runtime refuses to pause it twice
@@ -81,6 +81,41 @@ def checkpoint(
     )
 
 
+def engine_of(container: str) -> str:
+    """The engine whose container this id is, by the cgroup of its processes. Raises AgentError if
+    none of them runs."""
+    for place in Path("/proc").glob("[0-9]*/cgroup"):
+        with suppress(OSError):
+            text = place.read_text()
+            if container in text:
+                for mark, engine in (("libpod", "podman"), ("crio-", "crio")):
+                    if mark in text:
+                        return engine
+                return "containerd"
+    raise AgentError(f"container {container} does not run")
+
+
+def dump_rank(
+    container: str, config: Config, archive: Path, *, leave_running: bool, stop: Callable[[], bool]
+) -> None:
+    """Have a container's engine dump it, which is a rank of a job: it is all that the dump waits
+    for. With Podman it stays in its storage, from which `podman container restore` takes it; with
+    others it is in the archive. Raises CheckpointError."""
+    engine = engine_of(container)
+    if engine == "podman":
+        with Service(config.podman) as service:
+            options = podman.CheckpointOptions(leave_running=leave_running, tcp_established=True)
+            podman.checkpoint(service, container, options)
+        return
+    if not leave_running:
+        raise AgentError(
+            f"container {container} cannot be ended with its checkpoint: {engine} leaves it on; "
+            "checkpoint the job with --leave-running"
+        )
+    with Cri(_address(engine, config)) as cri:
+        containerd.checkpoint(cri, containerd.find(cri, container), archive, stop=stop)
+
+
 def resume(operation: Operation, config: Config) -> bool:
     """Have the container run on that an agent which has ended had its engine pause; False: it was
     not paused, or before that already. Waits for a dump that is under way.
@@ -89,16 +124,16 @@ def resume(operation: Operation, config: Config) -> bool:
     """
     if not operation.to_resume:
         return False
-    with Cri(_address(operation.subject, config)) as cri:
+    with Cri(_address(operation.subject.engine, config)) as cri:
         found = containerd.find(cri, operation.to_resume, containerd.PERHAPS_PAUSED)
         return containerd.resume(cri, found)
 
 
-def _address(subject: Subject, config: Config) -> str:
+def _address(engine: str, config: Config) -> str:
     return {
         "containerd": config.containerd or containerd.DEFAULT_ADDRESS,
         "crio": config.crio or containerd.CRIO_ADDRESS,
-    }[subject.engine]
+    }[engine]
 
 
 def _podman(operation: Operation, config: Config, archive: Path, begin: float) -> Figures:

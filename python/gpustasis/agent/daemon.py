@@ -24,6 +24,7 @@ from gpustasis.agent.notify import notify, watchdog_s
 from gpustasis.agent.operations import Journal, Operation
 from gpustasis.agent.periodic import Periodic
 from gpustasis.agent.queue import Queue
+from gpustasis.agent.ranks import Ranks
 from gpustasis.agent.requests import Requests
 from gpustasis.agent.server import Server
 from gpustasis.agent.space import free_disk, require_own_way
@@ -69,7 +70,8 @@ def run(config: Config) -> None:
     """Until SIGTERM or SIGINT. Raises CheckpointError if it cannot start."""
     if os.geteuid() != 0:
         raise UnsupportedError("the agent dumps processes of others: run it as root")
-    for place in (config.store, config.socket, config.http_socket, config.jobs_socket):
+    sockets = (config.socket, config.http_socket, config.jobs_socket, config.ranks_socket)
+    for place in (config.store, *sockets):
         if place is not None:
             require_own_way(place)
     try:
@@ -110,6 +112,10 @@ class _Agent:
             if self._config.jobs_socket is not None:
                 store = jobs.Server(self._config.jobs_socket, self._config.store / "jobs.journal")
                 held.callback(store.close)
+            if self._config.ranks_socket is not None:
+                ranks = Ranks(self._config)
+                ranks.start()
+                held.callback(ranks.close)
             if not self._metrics.is_there:
                 log.warning("no metrics: prometheus_client is not installed")
             self._settling.start()

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpustasis.errors import StoreError
-
 if TYPE_CHECKING:
     from gpustasis.jobs.store import Store
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
-_MAX_PASSWORD = 4096
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -83,44 +80,19 @@ def store_options(function: Decorated) -> Decorated:
 def open_store(options: dict[str, Any]) -> Iterator[Store]:
     """The store that store_options have named; they are taken out of `options`. Raises
     StoreError."""
-    from gpustasis.jobs.etcd import Etcd
-    from gpustasis.jobs.etcd_words import Access
-    from gpustasis.jobs.local import Local
+    from gpustasis.jobs.stores import open_named
 
     places = options.pop("places")
     names = ("store_ca", "store_cert", "store_key", "store_password_file")
     ca, certificate, key, password = (options.pop(name) for name in names)
     user = options.pop("store_user")
-    urls = [place for place in places if "://" in place]
-    store: Store
-    if urls:
-        if len(urls) != len(places):
-            raise click.UsageError("--store names either endpoints of etcd or one socket")
-        store = Etcd(
-            Access(
-                endpoints=tuple(urls),
-                ca=str(ca or ""),
-                certificate=str(certificate or ""),
-                key=str(key or ""),
-                user=user,
-                password=_password(password),
-            )
+    try:
+        store = open_named(
+            places, ca=ca, certificate=certificate, key=key, user=user, password_file=password
         )
-    else:
-        if len(places) > 1 or any((ca, certificate, key, user, password)):
-            raise click.UsageError("a store on this host is one socket, without further options")
-        store = Local(Path(places[0]))
+    except ValueError as exc:
+        raise click.UsageError(f"--store: {exc}") from exc
     try:
         yield store
     finally:
         store.close()
-
-
-def _password(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        with path.open("rb") as file:
-            return file.read(_MAX_PASSWORD).decode().removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise StoreError(f"cannot read the password in {path}: {exc}") from exc

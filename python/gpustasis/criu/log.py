@@ -8,7 +8,8 @@ from pathlib import Path
 
 ERRORS_SHOWN = 3
 _LINE = re.compile(r"^\(\d+\.\d+\)\s*(?:\d+: )?")
-_PLUGIN_ERROR = re.compile(r"^Error\b.*?\bcuda_plugin: (.*)$")
+# Of the plugin, and of the action script for ranks.
+_PLUGIN_ERROR = re.compile(r"^Error\b.*?(?:\bcuda_plugin|\(rank-script\): gpustasis): (.*)$")
 _CRIU_ERROR = re.compile(r"^Error \([^)]*\): (.*)$")
 
 # Logged as an error, and then ignored by CRIU: without CAP_SYS_RESOURCE it cannot raise its own
@@ -90,7 +91,10 @@ def criu_errors(text: str) -> list[str]:
     """CRIU's first errors, at most ERRORS_SHOWN; the later ones follow from these."""
     matches = (_CRIU_ERROR.match(strip_time(line)) for line in text.splitlines())
     found = [match[1].strip() for match in matches if match]
-    telling = [line for line in found if "cuda_plugin: " not in line and _HARMLESS not in line]
+    ours = ("cuda_plugin: ", "gpustasis: ")
+    telling = [
+        line for line in found if not any(one in line for one in ours) and _HARMLESS not in line
+    ]
     return telling[:ERRORS_SHOWN]
 
 

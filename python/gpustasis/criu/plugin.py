@@ -42,6 +42,15 @@ def plugin_directory(environ: Mapping[str, str] | None = None) -> Path:
     return directory.absolute()
 
 
+def rank_script() -> Path:
+    """CRIU's action script for containers that are ranks of a job. Raises UnsupportedError if it is
+    not there."""
+    path = Path(__file__).resolve().parent.parent / "libexec" / "rank-script"
+    if not path.is_file():
+        raise UnsupportedError(f"{path} is missing; install gpustasis anew")
+    return path
+
+
 def find_config(environ: Mapping[str, str] | None = None) -> Path | None:
     """The configuration that the plugin would read by itself; None: its defaults."""
     env = os.environ if environ is None else environ

@@ -26,6 +26,7 @@ from gpustasis.criu.plugin import (
     RUNC_FILE,
     SYSTEM_CONFIG,
     plugin_directory,
+    rank_script,
 )
 from gpustasis.errors import InstallError
 from gpustasis.install.root import Root
@@ -33,6 +34,7 @@ from gpustasis.install.root import Root
 PLUGIN_DIRECTORY = "/usr/lib/gpustasis/criu"
 PLUGIN = f"{PLUGIN_DIRECTORY}/{PLUGIN_NAME}"
 HOOK = "/usr/libexec/gpustasis/oci-hook"
+SCRIPT = "/usr/libexec/gpustasis/rank-script"
 # Not /etc/containers/oci/hooks.d: of the two, Podman and CRI-O look only here unless told.
 HOOK_DEFINITION = "/usr/share/containers/oci/hooks.d/50-gpustasis.json"
 CRIO_DROP_IN = "/etc/crio/crio.conf.d/50-gpustasis.conf"
@@ -44,7 +46,7 @@ CONFIG = str(SYSTEM_CONFIG)
 BUNDLE = "/opt/gpustasis"
 COMMAND_PATHS = ("/usr/local/bin/gpustasis", "/usr/local/bin/checkpointctl-gpustasis")
 
-FILE_PATHS = frozenset({PLUGIN, HOOK, HOOK_DEFINITION, CRIO_DROP_IN, CONFIG, AGENT, UNIT})
+FILE_PATHS = frozenset({PLUGIN, HOOK, HOOK_DEFINITION, SCRIPT, CRIO_DROP_IN, CONFIG, AGENT, UNIT})
 BLOCK_PATHS = frozenset({DEFAULT_FILE, RUNC_FILE, CRUN_FILE})
 
 
@@ -92,7 +94,8 @@ def packages() -> str:
 def files(python: str) -> tuple[File, ...]:
     """python: the interpreter that the hook runs on, a path on the host that is installed on.
 
-    Raises InstallError if it cannot stand in a #! line, UnsupportedError if the plugin is missing.
+    Raises InstallError if it cannot stand in a #! line, UnsupportedError if the plugin or
+    the action script is missing.
     """
     if not python.startswith("/") or len(python) > 200 or set(python) & set(" \t\n"):
         raise InstallError(f"{python!r} cannot be the hook's interpreter: an absolute path is one")
@@ -107,6 +110,7 @@ def files(python: str) -> tuple[File, ...]:
             Kind.PROGRAM,
         ),
         File(HOOK_DEFINITION, _filled("oci/50-gpustasis.json", HOOK=HOOK), 0o644, Kind.DROP_IN),
+        File(SCRIPT, rank_script().read_bytes(), 0o755, Kind.PROGRAM),
         File(CRIO_DROP_IN, _filled("crio/50-gpustasis.conf"), 0o644, Kind.DROP_IN),
         File(
             AGENT,
@@ -134,7 +138,7 @@ def lines() -> tuple[Lines, ...]:
     Not into a new crun.conf: without one crun reads runc.conf, and what an administrator has put,
     or puts later, into runc.conf would no longer count for crun.
     """
-    whole = _filled("criu/default.conf", LIBDIR=PLUGIN_DIRECTORY).decode()
+    whole = _filled("criu/default.conf", LIBDIR=PLUGIN_DIRECTORY, SCRIPT=SCRIPT).decode()
     runtime = _filled("criu/runtime.conf", LIBDIR=PLUGIN_DIRECTORY).decode()
     return (
         Lines(DEFAULT_FILE, whole),

@@ -92,17 +92,7 @@ class Checkpointing(HasCriu):
                 f"{context.name}: {self.images} exists: a job of this name has left it there; "
                 "give another directory"
             )
-        tree = Tree(pid)
-        try:
-            using = cuda_processes(tree.pids)
-            driver = load_driver() if using else None
-            for one in using:
-                assert driver is not None
-                state = state_of(driver, one)
-                if state is not ProcessState.RUNNING:
-                    raise JobError(f"{context.name}: process {one} is {state.name.lower()} already")
-        finally:
-            tree.close()
+        self._require_unlocked()
         needed = resident_bytes(pid)
         free = shutil.disk_usage(context.place.directory).free
         if free < needed:
@@ -110,6 +100,21 @@ class Checkpointing(HasCriu):
                 f"{context.name}: {context.place.directory} has {free} bytes free, and the tasks "
                 f"have {needed} in use"
             )
+
+    def _require_unlocked(self) -> None:
+        """No other program is at work on the CUDA processes, or has left them so."""
+        name = self.context.name
+        tree = Tree(self.context.state.pid)
+        try:
+            using = cuda_processes(tree.pids)
+            driver = load_driver() if using else None
+            for one in using:
+                assert driver is not None
+                state = state_of(driver, one)
+                if state is not ProcessState.RUNNING:
+                    raise JobError(f"{name}: process {one} is {state.name.lower()} already")
+        finally:
+            tree.close()
 
     def _stop_program(self) -> None:
         context = self.context
@@ -138,7 +143,7 @@ class Checkpointing(HasCriu):
         if context.options.outside or not network.connections:
             return
         keys = [context.keys.addresses(rank) for rank in range(context.world)]
-        known: set[str] = set(own_addresses())
+        known: set[str] = set(self._addresses())
         for key, entry in context.store.read(*keys).entries.items():
             known.update(map(str, addresses_of(key, entry)["addresses"]))
         for connection in sorted(network.connections):
@@ -147,6 +152,10 @@ class Checkpointing(HasCriu):
                     f"{context.name}: the connection of {connection} leads to no rank of the job: "
                     "close it first, or allow it with --outside"
                 )
+
+    def _addresses(self) -> frozenset[str]:
+        """Of the rank."""
+        return own_addresses()
 
     def lock_cuda(self) -> None:
         """Work that was given to the GPUs ends; new work waits."""
@@ -200,6 +209,11 @@ class Checkpointing(HasCriu):
         )
         if not reached:
             raise self.criu.failed or JobError(f"{context.name}: criu has ended without asking")
+        return self._recorded()
+
+    def _recorded(self) -> str:
+        """The record of what lies in self.images, on the disk now, of tasks that stand."""
+        images, pid = self.images, self.context.state.pid
         self._tree = Tree(pid)
         self._tree.require_all(images)
         self._require_locked()
@@ -215,7 +229,7 @@ class Checkpointing(HasCriu):
             digest=digest,
             pid=pid,
             dump_ms=round(self.criu.seconds * 1000),
-            addresses=tuple(sorted(own_addresses())),
+            addresses=tuple(sorted(self._addresses())),
             network=self._network,
         ).to_text()
 
@@ -246,8 +260,11 @@ class Checkpointing(HasCriu):
         self.criu.end(yes=False)
         self._bring_back()
         if self.context.state.images == str(self.images):  # this epoch has made it
-            with suppress(FileNotFoundError):
-                shutil.rmtree(self.images)
+            self._remove_images()
+
+    def _remove_images(self) -> None:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.images)
 
     def finish(self, *, leave_running: bool) -> None:
         """Kill them, or let them run on."""

@@ -30,7 +30,8 @@ _POLL_S = 0.2
 class Standing:
     """An epoch as it is stored. records: what each rank has dumped. settled: who has done what was
     decided; problems: what went wrong with that, empty if nothing did. is_evidence: it was made of
-    a job that had failed, to look at."""
+    a job that had failed, to look at. is_engines: container engines were asked for it one by one,
+    and what they have made is theirs."""
 
     number: int
     epoch: Epoch
@@ -40,6 +41,7 @@ class Standing:
     problems: dict[int, str]
     pruned: bool = False
     is_evidence: bool = False
+    is_engines: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -130,6 +132,7 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
         problems=problems,
         pruned=keys.pruned(number) in snapshot.entries,
         is_evidence=keys.evidence(number) in snapshot.entries,
+        is_engines=keys.awaited(number) in snapshot.entries,
     )
 
 

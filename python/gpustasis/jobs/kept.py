@@ -182,7 +182,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
             if not store.write(requires, [Put(keys.pruned(one.number), "1")]).applied:
                 raise JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
         removed = []
-        for record in records_of(one):
+        for record in () if one.is_engines else records_of(one):
             try:
                 removed += [place] if (place := _remove(record, one.number)) else []
             except JobError as exc:

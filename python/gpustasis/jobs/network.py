@@ -148,10 +148,12 @@ def own_addresses(pid: int | str = "self") -> frozenset[str]:
 
 
 class Lock:
-    """The table of one rank, of the network namespace that this process is in."""
+    """The table of one rank, of the network namespace that this process is in; or of that of the
+    process `pid`, for as long as that is there."""
 
-    def __init__(self, job: str, rank: int) -> None:
+    def __init__(self, job: str, rank: int, pid: int = 0) -> None:
         self._name = f"gpustasis_{hashlib.sha256(job.encode()).hexdigest()[:16]}_{rank}"
+        self._namespace = f"/proc/{pid}/ns/net" if pid else ""
 
     def take(self, network: Network) -> None:
         """Replaces what this rank had locked. Raises JobError, UnsupportedError."""
@@ -171,6 +173,8 @@ class Lock:
 
     def release(self) -> None:
         """Whether or not it is held."""
+        if self._namespace and not os.path.exists(self._namespace):
+            return
         self._nft(f"table inet {self._name}\ndelete table inet {self._name}\n")
 
     def _nft(self, script: str) -> None:
@@ -183,7 +187,10 @@ class Lock:
         try:
             os.write(descriptor, script.encode())
             os.lseek(descriptor, 0, os.SEEK_SET)
-            ended = process.run([program, "-f", "-"], stdin=descriptor, timeout_s=_TIMEOUT_S)
+            words = [program, "-f", "-"]
+            if self._namespace:
+                words = ["nsenter", f"--net={self._namespace}", "--", *words]
+            ended = process.run(words, stdin=descriptor, timeout_s=_TIMEOUT_S)
         except OSError as exc:
             raise JobError(f"nft: {exc}") from exc
         finally:

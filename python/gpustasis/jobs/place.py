@@ -25,7 +25,8 @@ class State:
 
     pid, start_time: of the root of the tasks; 0: there are none. epoch: that was begun last.
     images: where it dumps to, or is restored from. cuda, network: are locked, or may be. life: of
-    the job, that the tasks belong to (lives.py); 0: it is not recovered.
+    the job, that the tasks belong to (lives.py); 0: it is not recovered. criu, criu_start: the
+    process that an engine has started for a container (contained.py); 0: there is none.
     """
 
     boot: str
@@ -36,6 +37,8 @@ class State:
     cuda: bool = False
     network: bool = False
     life: int = 0
+    criu: int = 0
+    criu_start: int = 0
 
     @property
     def lives(self) -> bool:

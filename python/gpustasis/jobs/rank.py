@@ -108,9 +108,10 @@ class Context:
         )
         self.place.store(self.state)
 
-    def say_where(self) -> None:
-        """Have the other ranks know this one's addresses. Raises StoreError."""
-        value = {"host": socket.gethostname(), "addresses": sorted(own_addresses())}
+    def say_where(self, pid: int | str = "self") -> None:
+        """Have the other ranks know this one's addresses: those of a process's network. Raises
+        StoreError."""
+        value = {"host": socket.gethostname(), "addresses": sorted(own_addresses(pid))}
         self.store.write([], [Put(self.keys.addresses(self.place.rank), json.dumps(value))])
 
     def require_left(self) -> None:

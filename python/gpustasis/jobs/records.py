@@ -12,6 +12,7 @@ TOP/NAME/epochs/E/said/...    how the ranks have agreed on a safe point (safe_po
 TOP/NAME/epochs/E/back        the restored job is back, or not (verified.py)
 TOP/NAME/epochs/E/unverified  of a checkpoint: why it did not bring the job back
 TOP/NAME/epochs/E/evidence    it holds a job that had failed: never restored unless it is named
+TOP/NAME/epochs/E/awaited     its ranks are containers, whose engines were asked one by one
 TOP/NAME/addresses/R          where rank R is, so that the others know whose connections are whose
 
 Of a job that is recovered (lives.py):
@@ -95,6 +96,9 @@ class Keys:
 
     def evidence(self, number: int) -> str:
         return f"{self.epoch(number)}evidence"
+
+    def awaited(self, number: int) -> str:
+        return f"{self.epoch(number)}awaited"
 
     @property
     def life(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 from gpustasis.errors import EngineError
@@ -18,6 +19,10 @@ GROUPS = Path("/sys/fs/cgroup")
 # File that says whether a group itself is frozen; file that changes it, and what to write there.
 _V1 = ("freezer.self_freezing", "freezer.state", "THAWED")
 _V2 = ("cgroup.freeze", "cgroup.freeze", "0")
+# What is written to freeze it; file that says whether all tasks stand, and the line that says so.
+_FREEZES = {_V1: ("FROZEN", "freezer.state", "FROZEN"), _V2: ("1", "cgroup.events", "frozen 1")}
+_FROZEN_S = 10.0
+_POLL_S = 0.01
 _CONTAINER = re.compile(r"(?:crio-|cri-containerd-)?([0-9a-f]{64})(?:\.scope)?")
 _BELOW = "container"
 
@@ -44,6 +49,21 @@ def thaw(group: Path) -> None:
         (group / change).write_text(value)
     except OSError as exc:
         raise EngineError(f"cannot write {value} to {group / change}: {exc.strerror}") from exc
+
+
+def freeze(group: Path) -> None:
+    """Until its tasks stand. Raises EngineError, also if they do not within a while."""
+    files = _files(group)
+    value, state, line = _FREEZES[files]
+    deadline = time.monotonic() + _FROZEN_S
+    try:
+        (group / files[1]).write_text(value)
+        while line not in (group / state).read_text().splitlines():
+            if time.monotonic() > deadline:
+                raise EngineError(f"tasks of {group} do not freeze")
+            time.sleep(_POLL_S)
+    except OSError as exc:
+        raise EngineError(f"cannot freeze {group}: {exc.strerror}") from exc
 
 
 def is_frozen(group: Path) -> bool:

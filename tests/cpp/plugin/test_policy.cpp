@@ -2,7 +2,7 @@
 #include "check.hpp"
 #include "sample.hpp"
 
-#include "cuda_plugin/container_id.hpp"
+#include "core/container_id.hpp"
 #include "cuda_plugin/policy.hpp"
 
 #include <sys/stat.h>

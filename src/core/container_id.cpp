@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda_plugin/container_id.hpp"
+#include "core/container_id.hpp"
 
 #include <algorithm>
 #include <optional>

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The criu that a container engine has started for a rank, and its action script, which waits for
+an answer (src/rank_script).
+
+criu goes no further than its script allows. Between two scripts it is at work, and is not stopped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpustasis.errors import CheckpointError
+from gpustasis.jobs.rank import Context, CriuAtGate
+from gpustasis.task import read_task
+
+_POLL_S = 0.02
+# How runc and crun, and criu itself, are told that the tasks run on after a dump.
+_LEAVES_RUNNING = frozenset((b"--leave-running", b"-R"))
+
+
+@dataclass(slots=True, kw_only=True)
+class Visit:
+    """A script that waits. pid: of the root of the tasks. criu, criu_start: who has started it.
+    images: the directory of the dump. leaves_running: what is to be done with the tasks after a
+    dump that succeeds. epoch: that it is in; 0: it is not known yet. over: it was answered, or is
+    gone."""
+
+    action: str
+    container: str
+    pid: int
+    criu: int
+    criu_start: int
+    images: Path
+    leaves_running: bool
+    epoch: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+    _said: list[str] = field(default_factory=list)
+
+    def answer(self, *, yes: bool, reason: str = "") -> None:
+        """Once."""
+        if not self.over.is_set():
+            self._said.append("go" if yes else f"no {' '.join(reason.split())}")
+            self.over.set()
+
+    @property
+    def said(self) -> str:
+        """The answer; empty: it is gone without one."""
+        return self._said[0] if self._said else ""
+
+
+def leaves_running(criu: int) -> bool:
+    """Whether it was asked to let the tasks run on after a dump: by its own words, or those of the
+    runtime that has started it."""
+    with suppress(OSError, CheckpointError, IndexError, ValueError):
+        stat = Path(f"/proc/{criu}/stat").read_text(errors="replace")
+        parent = int(stat.rpartition(")")[2].split()[1])
+        words = Path(f"/proc/{criu}/cmdline").read_bytes().split(b"\0")
+        words += Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+        return not _LEAVES_RUNNING.isdisjoint(words)
+    return False
+
+
+class Visits:
+    """Of one rank, from all criu's."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[Visit] = []
+        self._lost: set[tuple[int, str]] = set()
+
+    def add(self, visit: Visit) -> None:
+        with self._changed:
+            self._waiting.append(visit)
+            self._changed.notify_all()
+
+    def remove(self, visit: Visit) -> None:
+        """It has got its answer, or is gone."""
+        with self._changed:
+            self._waiting.remove(visit)
+            if not visit.said:
+                self._lost.add((visit.criu, visit.action))
+            self._changed.notify_all()
+
+    def all(self) -> list[Visit]:
+        """Those that wait."""
+        with self._changed:
+            return [one for one in self._waiting if not one.over.is_set()]
+
+    def at(self, action: str) -> Visit | None:
+        """The last one that waits at this action."""
+        found = [one for one in self.all() if one.action == action]
+        return found[-1] if found else None
+
+    def wait(self, action: str, goes_on: Callable[[], bool]) -> Visit | None:
+        """Until there is one; None: goes_on has become false before."""
+        while (found := self.at(action)) is None and goes_on():
+            with self._changed:
+                self._changed.wait(_POLL_S)
+        return found
+
+    def was_lost(self, criu: int, action: str) -> bool:
+        """Whether a script of this criu has ended without an answer: criu takes it for a no."""
+        return (criu, action) in self._lost
+
+    def refuse(self, reason: str, upto: int) -> None:
+        """Whoever waits for an epoch that is over."""
+        for one in self.all():
+            if 0 < one.epoch <= upto:
+                one.answer(yes=False, reason=reason)
+
+
+class EnginesCriu(CriuAtGate):
+    """As a criu of ours at its gate. holds: the action at which its tasks stand, and it waits for
+    what is decided. reason: what it is told when it is told no."""
+
+    def __init__(self, context: Context, visits: Visits, holds: str) -> None:
+        super().__init__(context, Path())
+        self._visits = visits
+        self._holds = holds
+        self.reason = "the epoch was aborted"
+
+    def _pids(self) -> list[int]:
+        state = self._context.state
+        with suppress(CheckpointError):
+            if state.criu and read_task(state.criu).start_time == state.criu_start:
+                return [state.criu]
+        return []
+
+    def end(self, *, yes: bool) -> None:
+        while self.is_there():
+            for one in self._visits.all():
+                one.answer(yes=yes, reason=self.reason)
+            time.sleep(_POLL_S)
+
+    def slipped(self) -> str:
+        """A script that waited for an agent before this one may not have come here yet."""
+        state = self._context.state
+        if self.is_there() and not self._visits.was_lost(state.criu, self._holds):
+            return ""
+        return f"{self._context.name}: its container's criu has gone on before anything was decided"
