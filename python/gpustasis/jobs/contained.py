@@ -105,7 +105,7 @@ class Contained(Checkpointing):
         context.say_where(visit.pid)
         tree = Tree(visit.pid)
         try:
-            communicators.require(context, cuda_processes(tree.pids))
+            communicators.require(context, cuda_processes(tree.pids), stands=False)
         finally:
             tree.close()
 
