@@ -149,6 +149,29 @@ def test_one_alone_is_not_restored(node: Node, steady: Steady) -> None:
         one.run_on()
 
 
+def test_a_rank_that_is_lost_in_a_restore_takes_the_others_with_it(
+    node: Node, steady: Steady
+) -> None:
+    """One is complete and stands, at a step whose failure CRIU does not heed."""
+    ranks = start(steady, "lost")
+    for done in ask_all(ranks, "checkpoint", "--keep"):
+        assert done.returncode == 0, done.stderr
+    before = ranks[0].output()
+    hold = Hold(node, ranks[1], "pre-resume")
+    asked = [
+        Asking(one.root, "podman", "container", "restore", "--keep", one.name) for one in ranks
+    ]
+    node.wait_for(hold.is_reached)
+    node.wait_for(lambda: node.pids("rank-script"))
+    hold.kill_criu()
+    assert all(one.ended().returncode != 0 for one in asked)
+    assert ranks[0].output() == before
+    for done in ask_all(ranks, "restore", "--keep"):
+        assert done.returncode == 0, done.stderr
+    for one in ranks:
+        one.run_on()
+
+
 def test_the_whole_job_is_asked_for(node: Node, steady: Steady) -> None:
     """Nobody speaks to an engine but the agent."""
     ranks = start(steady, "whole")
@@ -269,14 +292,7 @@ def test_a_killed_script_of_a_dumped_rank_aborts(node: Node, steady: Steady) -> 
 def test_a_killed_criu_aborts(node: Node, steady: Steady) -> None:
     ranks = start(steady, "criu")
     hold, asked = begin_held(node, ranks)
-    parents = {  # of the script: criu
-        int(node.root.path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        for pid in node.pids("hold-criu-1.sh")
-    }
-    assert len(parents) == 1
-    for pid in parents:
-        node.root.run("kill", "-KILL", str(pid))
-    hold.release()  # it has outlived its criu
+    hold.kill_criu()
     assert_none_is_in_it(ranks, asked)
 
 

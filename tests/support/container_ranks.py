@@ -152,15 +152,15 @@ def log_of(container: SteadyContainer) -> str:
 
 
 class Hold:
-    """Another action script, of an administrator's: it keeps criu at the end of the dump of one
-    container, before ours is run, for as long as it is asked to."""
+    """Another action script, of an administrator's: it keeps criu at this action of one container,
+    before ours is run, for as long as it is asked to."""
 
-    def __init__(self, node: Node, container: SteadyContainer) -> None:
+    def __init__(self, node: Node, container: SteadyContainer, action: str = "post-dump") -> None:
         self._node = node
         self._place = f"/run/hold-{container.name}"
         text = (
             "#!/bin/sh\n"
-            '[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0\n'
+            f'[ "$CRTOOLS_SCRIPT_ACTION" = {action} ] || exit 0\n'
             f"grep -q {container.id()} /proc/$CRTOOLS_INIT_PID/cgroup || exit 0\n"
             f"touch {self._place}.reached\n"
             f"while [ -e {self._place} ]; do sleep 0.1; done\n"
@@ -173,6 +173,13 @@ class Hold:
 
     def is_reached(self) -> bool:
         return self._node.root.path(f"{self._place}.reached").exists()
+
+    def kill_criu(self) -> None:
+        """That has come there. The script outlives it, and is released."""
+        (script,) = self._node.pids(f"{self._place}.sh")
+        stat = self._node.root.path(f"/proc/{script}/stat").read_text()
+        self._node.root.run("kill", "-KILL", stat.rpartition(")")[2].split()[1])
+        self.release()
 
     def release(self) -> None:
         self._node.root.path(self._place).unlink(missing_ok=True)

@@ -251,18 +251,23 @@ class ContainedRestore(HasCriu):
         """None of it may run: criu does not heed what its last script says."""
         context, ours = self.context, self._ours
         ours.reason = why_over(context, self.order.number)
-        tree = Tree(context.state.pid) if ours.is_there() and context.state.lives else None
-        if tree is None and self.is_touched() and context.state.lives:
-            tree = Tree(context.state.pid)
-        if tree is not None:
+        while ours.is_there() and self._visits.at(PRE_RESUME) is None:
+            if (first := self._visits.at(POST_RESTORE)) is not None:
+                first.answer(yes=False, reason=ours.reason)  # criu kills them
+            time.sleep(_POLL_S)
+        if not (ours.is_there() or self.is_touched()) or not context.state.lives:
+            return
+        tree = Tree(context.state.pid)
+        try:
             tree.kill()
-        ours.end(yes=False)
-        if tree is not None:
-            ended = tree.all_ended(_ENDED_S, lambda: None)
-            tree.close()
-            if not ended:
+            # criu waits for the container's first process, and the kernel, before it lets that end,
+            # for criu to hear of the ends of its threads: without criu both come to their end.
+            ours.kill()
+            if not tree.all_ended(_ENDED_S, lambda: None):
                 raise JobError(f"{context.name}: not every process has ended, of {tree.pids}")
-            context.note(pid=0, cuda=False)
+        finally:
+            tree.close()
+        context.note(pid=0, cuda=False)
 
     def finish(self, *, leave_running: bool) -> None:
         """They run, with the GPUs that the dump had found locked."""

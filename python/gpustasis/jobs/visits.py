@@ -7,6 +7,8 @@ criu goes no further than its script allows. Between two scripts it is at work, 
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -135,6 +137,18 @@ class EnginesCriu(CriuAtGate):
         while self.is_there():
             for one in self._visits.all():
                 one.answer(yes=yes, reason=self.reason)
+            time.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """Until it has ended."""
+        while pids := self._pids():
+            with suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(pids[0])
+                try:
+                    if self._pids():  # it is that one still
+                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                finally:
+                    os.close(descriptor)
             time.sleep(_POLL_S)
 
     def slipped(self) -> str:
