@@ -163,24 +163,26 @@ void what_the_process_has_made_itself_is_never_closed() {
     }
 }
 
-// It closes descriptors that it does not know, as a daemon does, and opens others.
+// It closes descriptors that it does not know, as a daemon does, and opens others: files, or userfaultfds.
 void what_has_taken_its_number_is_not_closed() {
-    const sample::TempDir base;
-    const Child target(prepare);
-    Maker(base.path(), target.pid(), At::made).kill();
-    UserfaultfdRecord record(target.pid(), IfMissing::nothing, base.path());
-    const std::vector<UnusedUserfaultfd> left = record.find_left();
-    CHECK(left.size() == 1);
-    const std::size_t before = descriptors(target.pid());
-    CHECK(::kill(target.pid(), SIGHUP) == 0);
-    CHECK(comes_true([&] { return descriptors(target.pid()) == before + 2; }));
-    const SeizedThread seized(target.pid(), kStop);
-    std::atomic<bool> blocked = false;
-    std::atomic<std::uint64_t> mask = 0;
-    InjectedSyscalls calls({target.pid(), target.pid(), blocked, mask});
-    CHECK(!record.close_left(left[0], calls));
-    calls.finish();
-    CHECK(descriptors(target.pid()) == before + 2);
+    for (const int signal : {SIGHUP, SIGWINCH}) {
+        const sample::TempDir base;
+        const Child target(prepare);
+        Maker(base.path(), target.pid(), At::made).kill();
+        UserfaultfdRecord record(target.pid(), IfMissing::nothing, base.path());
+        const std::vector<UnusedUserfaultfd> left = record.find_left();
+        CHECK(left.size() == 1);
+        const std::size_t before = descriptors(target.pid());
+        CHECK(::kill(target.pid(), signal) == 0);
+        CHECK(comes_true([&] { return descriptors(target.pid()) == before + 2; }));
+        const SeizedThread seized(target.pid(), kStop);
+        std::atomic<bool> blocked = false;
+        std::atomic<std::uint64_t> mask = 0;
+        InjectedSyscalls calls({target.pid(), target.pid(), blocked, mask});
+        CHECK(!record.close_left(left[0], calls));
+        calls.finish();
+        CHECK(descriptors(target.pid()) == before + 2);
+    }
 }
 
 // The thread of a maker that has just died may not have come to its call yet.
@@ -211,6 +213,7 @@ void what_cannot_be_looked_for_stays_on_record() {
     CHECK(attach(base.path(), target.pid()).has_value());
 }
 
+// And of nobody else: what is left in a process that lives is told from its record.
 void records_of_the_dead_are_removed() {
     const sample::TempDir base;
     std::string gone;
@@ -219,9 +222,13 @@ void records_of_the_dead_are_removed() {
         Maker(base.path(), target.pid(), At::made).kill();
         gone = file_of(base.path(), target.pid());
     }
+    const Child other(prepare);
+    Maker(base.path(), other.pid(), At::made).kill();
     const Child target(prepare);
     Maker(base.path(), target.pid(), At::made).kill();
-    CHECK(!std::filesystem::exists(gone) && is_record(base.path(), target.pid()));
+    CHECK(!std::filesystem::exists(gone));
+    CHECK(is_record(base.path(), other.pid()) && is_record(base.path(), target.pid()));
+    CHECK(attach(base.path(), other.pid()).has_value());
 }
 
 // No record can be written: that is no failure.
@@ -266,6 +273,15 @@ void root_closes_what_the_owner_has_left() {
         CHECK(!attach({}, of_root.pid()));
         CHECK(attach({}, target.pid()).has_value());
         CHECK(descriptors(target.pid()) == before && !is_record(place, target.pid()));
+        // While the owner is at it, what root has left stays: it might be the owner's.
+        Maker(std::string(), target.pid(), At::made).kill();
+        Maker living(std::string(), target.pid(), At::begun, kUser);
+        {
+            UserfaultfdRecord record(target.pid(), IfMissing::nothing);
+            CHECK(record.find_left().empty());
+        }
+        living.kill();
+        CHECK(attach({}, target.pid()).has_value() && descriptors(target.pid()) == before);
         // A time with which 64 bits of nanoseconds would overflow, to the one that it was.
         Maker(std::string(), target.pid(), At::made, kUser).kill();
         struct stat status {};

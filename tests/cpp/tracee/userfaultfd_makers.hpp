@@ -48,20 +48,23 @@ inline void make_blocking(int /*signal*/) {
     static_cast<void>(::syscall(SYS_userfaultfd, O_CLOEXEC | kUserModeOnly));
 }
 
-inline void replace_all(int /*signal*/) {
-    const int highest = ::open("/dev/null", O_RDONLY);
+inline void replace_all(int signal) {
+    const int highest = signal == SIGHUP ? ::open("/dev/null", O_RDONLY)
+                                         : static_cast<int>(::syscall(SYS_userfaultfd, kFlags));
     for (int fd = 3; fd < highest; ++fd)
         ::dup2(highest, fd);
     ::dup(highest);
 }
 
 /// Makes a userfaultfd of its own at SIGUSR1, one that it uses at SIGUSR2, and one with other flags than ours
-/// at SIGALRM. At SIGHUP it has other files under the numbers of all its descriptors.
+/// at SIGALRM. Under the numbers of all its descriptors it has another file at SIGHUP, and a userfaultfd of its
+/// own at SIGWINCH.
 inline void prepare() {
     ::signal(SIGUSR1, make_own);
     ::signal(SIGUSR2, make_own);
     ::signal(SIGALRM, make_blocking);
     ::signal(SIGHUP, replace_all);
+    ::signal(SIGWINCH, replace_all);
 }
 
 inline void prepare_two_threads() {
