@@ -52,7 +52,7 @@ inline void replace_all(int signal) {
     const int highest = signal == SIGHUP ? ::open("/dev/null", O_RDONLY)
                                          : static_cast<int>(::syscall(SYS_userfaultfd, kFlags));
     for (int fd = 3; fd < highest; ++fd)
-        ::dup2(highest, fd);
+        ::dup3(highest, fd, O_CLOEXEC); // as ours is
     ::dup(highest);
 }
 
