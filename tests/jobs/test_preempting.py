@@ -77,7 +77,8 @@ def states(ring: Ring) -> list[str]:  # noqa: F811
 def test_checkpoints_in_between_and_just_in_time(
     ring: Ring,  # noqa: F811
 ) -> None:
-    start(ring, "--interval", "2s", "--keep-last", 1)
+    words = ("--interval", "2s", "--keep-last", 1, "--max-chain", 0)
+    start(ring, *words)
     ring.wait(lambda: "epoch 3: committed" in ring.log_whole(0))
     ring.wait_for_progress()
     ring.wait(lambda: len(dumps(ring)) <= 2 * WORLD)
@@ -87,7 +88,7 @@ def test_checkpoints_in_between_and_just_in_time(
     made = len(states(ring))
     assert f"rank-2/epoch-{made:08d}" in dumps(ring)
 
-    start(ring, "--interval", "2s", "--keep-last", 1)
+    start(ring, *words)
     ring.wait(lambda: f"epoch {made + 2}: committed" in ring.log_whole(0))  # one more restores
     ring.wait_for_progress()
     for rank in range(WORLD):  # as if the host had failed

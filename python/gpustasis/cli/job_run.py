@@ -124,6 +124,14 @@ def preempting_options(function: Decorated) -> Decorated:
     help="After each checkpoint that leaves the job running, remove all but the newest N whole "
     "ones, those on this host.  [default: all stay]",
 )
+@click.option(
+    "--max-chain",
+    type=click.IntRange(0, 65535),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="How many of the rank's dumps by --interval are built on a full one; 0: each is full.",
+)
 @preempting_options
 @click.option("--tcp-close", is_flag=True, help="Connections come back closed.")
 @click.option("--outside", is_flag=True, help="Allow connections that lead to no rank of the job.")
@@ -189,6 +197,7 @@ def run(
     interval: timedelta | str | None,
     mtbf: timedelta,
     keep_last: int | None,
+    max_chain: int,
     checkpoint_on_sigterm: bool,
     grace: float,
     reserve: float,
@@ -268,6 +277,7 @@ def run(
         check=check_of(verify_after, verify_timeout, older=older_if_unverified),
         older=older_if_unverified,
         keep_last=keep_last or 0,
+        max_chain=max_chain,
     )
     with open_store(options) as store:
         place = place_of(job, rank, directory, run_directory)

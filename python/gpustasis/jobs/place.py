@@ -25,7 +25,9 @@ class State:
 
     pid, start_time: of the root of the tasks; 0: there are none. epoch: that was begun last.
     images: where it dumps to, or is restored from. cuda, network: are locked, or may be. life: of
-    the job, that the tasks belong to (lives.py); 0: it is not recovered.
+    the job, that the tasks belong to (lives.py); 0: it is not recovered. last: the whole checkpoint
+    that the tasks were in last, or came from; 0: none, or it is not known. stamp: of the rank's
+    dump in it.
     """
 
     boot: str
@@ -36,6 +38,8 @@ class State:
     cuda: bool = False
     network: bool = False
     life: int = 0
+    last: int = 0
+    stamp: str = ""
 
     @property
     def lives(self) -> bool:

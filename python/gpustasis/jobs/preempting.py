@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from gpustasis.dump_time import MARGIN, START_S, at_rate
 from gpustasis.errors import CheckpointError, DriverError, JobError, StoreError
 from gpustasis.jobs import epochs
-from gpustasis.jobs.kept import newest_whole_or_none, next_older, records_of
+from gpustasis.jobs.kept import newest_whole_or_none, next_older, slowest_dump
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context
@@ -144,11 +144,9 @@ class Preempting:
         return seconds, f"{mib(size)} {because}"
 
     def _measured(self) -> tuple[int, float] | None:
+        """Of full dumps, too: what is made now is one."""
         with suppress(CheckpointError):
-            found = newest_whole_or_none(self._context.store, self._context.keys)
-            if found is not None:
-                slowest = max(one.dump_ms for one in records_of(found)) / 1000
-                return found.number, slowest
+            return slowest_dump(self._context.store, self._context.keys)
         return None
 
 
