@@ -282,20 +282,21 @@ def run(
     with open_store(options) as store:
         place = place_of(job, rank, directory, run_directory)
         place.make()
-        held = place.only_keeper(wait_a_moment if choice.standby else None)
-        try:
+        waits = wait_a_moment if choice.standby else None
+        with place.kept(waits, preemptible=checkpoint_on_sigterm) as says:
             context = Context(place, world, store, keys, use)
             if safe_points:
                 context.seat.make(anew=False)
             if choice.restarts is not None:
                 ended = keep_recovered(context, settings, choice, words, restore=restore)
             else:
-                preempts = Preempting(context, terms, output.say) if checkpoint_on_sigterm else None
+                preempts = None
+                if checkpoint_on_sigterm:
+                    preempts = Preempting(context, terms, output.say, says)
                 supervisor = Supervisor(context, settings, output.say, preempts)
                 with _by_the_clock(context, periodic):
                     ended = _keep(supervisor, context, words, restore, restore_newest)
-        finally:
-            os.close(held)
+                says(**_end_of(context, ended, preempts.because if preempts else ""))
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
 
     def show() -> None:
@@ -309,6 +310,15 @@ def run(
     if status:
         output.finish()
         raise click.exceptions.Exit(status)
+
+
+def _end_of(context: Context, ended: Ended, because: str) -> dict[str, str]:
+    """What whoever has asked this keeper for a checkpoint is told."""
+    place = context.place
+    if not ended.epoch:
+        return {"because": because or f"{context.name} has ended, status {ended.status}"}
+    made = f"epoch {ended.epoch} of job {place.job}"
+    return {"checkpoint": str(place.images(ended.epoch)), "because": made}
 
 
 def _grace(grace: float, reserve: float, speed: int | None) -> Grace:

@@ -53,14 +53,27 @@ class Grace:
 
 
 class Preempting:
-    """Of one keeper. told: is called with what happens, in words."""
+    """Of one keeper. told: is called with what happens, in words. says: with what whoever asks the
+    keeper from outside is told. because: why there is no checkpoint; empty: that is not known."""
 
-    def __init__(self, context: Context, grace: Grace, told: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        grace: Grace,
+        told: Callable[[str], object],
+        says: Callable[..., object] = lambda **_: None,
+    ) -> None:
         self._context = context
         self._grace = grace
         self._told = told
+        self._says = says
+        self.because = ""
         self._thread: threading.Thread | None = None
         self._gave_up = threading.Event()
+
+    def listens(self) -> None:
+        """From now on SIGTERM does as it says."""
+        self._says(preemptible=True, listens=True)
 
     def told_to_end(self) -> bool:
         """SIGTERM has come. Whether the job is being checkpointed because of it: the tasks are not
@@ -89,7 +102,9 @@ class Preempting:
         because = found[0] if found else "it was not known in time whether there is one"
         if not because:
             return  # the keeper does what was decided
+        self.because = because
         self._gave_up.set()
+        self._says(preemptible=True, listens=True, because=because, gave_up=True)
         self._told(f"{name}: no checkpoint, the tasks are told to end: {because}")
         if self._context.state.lives:
             with suppress(ProcessLookupError):

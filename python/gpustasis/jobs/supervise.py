@@ -171,6 +171,8 @@ class Supervisor:
             return ended and (not waits or self._is_asked_to_end)
 
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        if self._preempting is not None:
+            self._preempting.listens()
         try:
             self._unlock_first(is_over)
             self._verify_left(is_over)
@@ -264,9 +266,8 @@ class Supervisor:
     def _tell(self, outcome: Outcome) -> str:
         """What has become of an epoch, in words. Raises JobError if this rank has not done it."""
         name, epoch = self._context.name, outcome.epoch
-        what = f"{name}, epoch {outcome.number}: {epoch.phase}"
-        if epoch.phase is Phase.ABORTED:
-            what += f": {epoch.note}"
+        note = f": {epoch.note}" if epoch.phase is Phase.ABORTED else ""
+        what = f"{name}, epoch {outcome.number}: {epoch.phase}{note}"
         if outcome.problem:
             if self._recovering is None:
                 raise JobError(f"{what}, but: {outcome.problem}")
@@ -387,8 +388,7 @@ class Supervisor:
     def _forward(self, number: int, _: object) -> None:
         pid = self._context.state.pid
         if self._recovering is not None and number in _ENDING:
-            name = signal.Signals(number).name
-            self._recovering.asked = f"its keeper was told to end, by {name}"
+            self._recovering.asked = f"its keeper was told to end, by {signal.Signals(number).name}"
         if not self._context.state.lives:
             if number in _ENDING:  # as soon as no epoch is under way, which may bring tasks
                 self._is_asked_to_end = True
