@@ -247,7 +247,7 @@ def put_record(context: Context, record: DumpRecord) -> None:
         (lambda c, r: put_record(c, replace(r, directory="/tmp")), "it is in /tmp on "),
         (lambda c, r: put_record(c, replace(r, id="")), "it is sealed, or holds nothing"),
         (lambda c, r: put_record(c, replace(r, digest="0" * 64)), "its files are not known"),
-        (lambda c, _: c.note(last=(7, "")), "there is no epoch 7"),
+        (lambda c, _: c.note(last=(7, "")), "the store knows no epoch 7"),
         (lambda c, _: c.note(last=(0, "")), "none of these tasks is known"),
     ],
 )

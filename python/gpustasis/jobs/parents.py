@@ -12,10 +12,10 @@ from pathlib import Path
 from gpustasis.criu.plugin import run_settings
 from gpustasis.errors import CheckpointError
 from gpustasis.image.store import why_not_whole
-from gpustasis.jobs import epochs
 from gpustasis.jobs.dumps import record_of, stamp_of
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import epoch_of
 from gpustasis.jobs.work import Order
 
 log = logging.getLogger(__name__)
@@ -46,15 +46,17 @@ def _why_not(context: Context, number: int, place: Path) -> str:
     """Why the dump of that epoch is not built on. Once it is read here that it is not pruned, and
     an epoch is open, nobody prunes it."""
     store, keys, rank = context.store, context.keys, context.place.rank
-    record_key = keys.record(number, rank)
+    phase_key, record_key = keys.phase(number), keys.record(number, rank)
     marks = {keys.pruned(number): "it is pruned", keys.evidence(number): "it is evidence"}
-    found = store.read(keys.phase(number), record_key, *marks).entries
+    found = store.read(phase_key, record_key, *marks).entries
     for mark, because in marks.items():
         if mark in found:
             return because
     try:
-        epoch, plan = epochs.phase(store, keys, number)
-        if epoch.phase is not Phase.COMMITTED or plan.restores or record_key not in found:
+        if phase_key not in found or record_key not in found:
+            return f"the store knows no epoch {number} with it"
+        epoch, plan = epoch_of(phase_key, found[phase_key])
+        if epoch.phase is not Phase.COMMITTED or plan.restores:
             return f"epoch {number} is no whole checkpoint"
         record = record_of(found[record_key].value, f"epoch {number}, rank {rank}")
         if record.host != socket.gethostname() or Path(record.directory) != place:
