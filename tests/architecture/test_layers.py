@@ -58,6 +58,7 @@ PYTHON_ARROWS = {
     "verifying": {"errors"},
     "intervals": set[str](),
     "dump_time": {"text"},
+    "locked_file": set[str](),
     "image": {"errors", "_core", "criu", "files"},
     "archive": {"errors", "_core", "image", "criu", "process", "files"},
     "sealing": {"errors", "_core", "image", "criu", "process", "files"},
@@ -75,10 +76,11 @@ PYTHON_ARROWS = {
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
         *("streaming", "verifying", "nvml", "intervals", "nccl", "job", "dump_time"),
+        "locked_file",
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
-        *("verifying", "intervals", "dump_time"),
+        *("verifying", "intervals", "dump_time", "locked_file"),
     },
     "jit": {"cli"},
     "agent": {

@@ -145,9 +145,10 @@ def test_tasks_are_told_to_end_in_time_whoever_does_not_answer(
     context.note(pid=task.pid)
     monkeypatch.setattr(preempting, "_memory_of", lambda _: int(over.wait(60)))
     said: list[str] = []
-    keeper = preempting.Preempting(
-        context, preempting.Grace(grace_s=0.6, reserve_s=0.2), said.append
-    )
+    asked: list[object] = []  # what who asks from outside is told
+    grace = preempting.Grace(grace_s=0.6, reserve_s=0.2)
+    keeper = preempting.Preempting(context, grace, said.append, lambda **one: asked.append(one))
+    keeper.listens()
     assert keeper.told_to_end()
     try:
         assert task.wait(30) == -signal.SIGTERM
@@ -155,6 +156,9 @@ def test_tasks_are_told_to_end_in_time_whoever_does_not_answer(
         over.set()
     assert said[0].endswith("it was not known in time whether there is one")
     assert not keeper.told_to_end()
+    ready = {"preemptible": True, "listens": True}
+    assert asked == [ready, {**ready, "gave_up": True, "because": keeper.because}]
+    assert said[0].endswith(keeper.because)
 
 
 def test_a_keeper_that_prunes_for_ever_is_not_waited_for(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustasis.errors import JobError
+from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs import epochs, preempting
 from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.lead import digest_of
@@ -21,6 +21,7 @@ from gpustasis.jobs.records import Keys, Plan, phase_text
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.supervise import Supervisor
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
+from support.command import call
 from support.criu_roots import newest_criu
 from support.json_output import check_document
 from support.ring import WORLD, Ring, reap
@@ -68,6 +69,45 @@ def test_sigterm_at_one_rank_checkpoints_all_and_the_same_words_go_on(
     assert ring.ends() == [CHECKPOINTED] * WORLD, ring.logs()
 
 
+def test_preempt_has_all_ranks_checkpointed_by_any_process_of_one(
+    ring: Ring,  # noqa: F811
+) -> None:
+    start(ring)
+    for epoch, rank in ((1, 2), (3, 0)):  # one that was started, and one that was restored
+        ring.wait_for_progress()
+        keeper = ring.keepers[rank]
+        assert keeper is not None
+        done = call("preempt", ring.program_of(rank), "--json")
+        assert done.exit_code == 0, done.output + ring.logs()
+        said = check_document(done.stdout, "preempt")
+        assert said["supervisor"] == keeper.pid
+        assert said["checkpoint"] == f"{ring.directory}/kept/rank-{rank}/epoch-{epoch:08d}"
+        assert said["because"] == f"epoch {epoch} of job {ring.name}"
+        assert ring.ends() == [CHECKPOINTED] * WORLD, ring.logs()
+        start(ring, *(() if epoch == 1 else ("--grace", 6, "--speed", "1K")))
+
+    ring.wait_for_progress()
+    keeper = ring.keepers[1]
+    assert keeper is not None
+    done = call("preempt", keeper.pid)
+    assert done.exit_code == CheckpointError.exit_code, done.output
+    assert "no checkpoint: a checkpoint of the job would take about" in done.output
+    statuses = ring.ends()
+    assert statuses[1] == 128 + signal.SIGTERM
+    assert ring.job("list").stdout.count("committed") == 4  # two checkpoints, two restores
+
+
+def test_preempt_leaves_a_keeper_alone_that_would_pass_the_signal_on(
+    ring: Ring,  # noqa: F811
+) -> None:
+    ring.start_all()
+    ring.wait(lambda: min(ring.steps_now()) > 50)
+    done = call("preempt", ring.program_of(3))
+    assert done.exit_code == CheckpointError.exit_code
+    assert "was started without --checkpoint-on-sigterm" in done.output
+    ring.wait_for_progress()
+
+
 def states(ring: Ring) -> list[str]:  # noqa: F811
     """Of all epochs, oldest first."""
     shown = check_document(ring.job("list", "--json").stdout, "job list")
@@ -77,7 +117,8 @@ def states(ring: Ring) -> list[str]:  # noqa: F811
 def test_checkpoints_in_between_and_just_in_time(
     ring: Ring,  # noqa: F811
 ) -> None:
-    start(ring, "--interval", "2s", "--keep-last", 1)
+    words = ("--interval", "2s", "--keep-last", 1, "--max-chain", 0)
+    start(ring, *words)
     ring.wait(lambda: "epoch 3: committed" in ring.log_whole(0))
     ring.wait_for_progress()
     ring.wait(lambda: len(dumps(ring)) <= 2 * WORLD)
@@ -87,7 +128,7 @@ def test_checkpoints_in_between_and_just_in_time(
     made = len(states(ring))
     assert f"rank-2/epoch-{made:08d}" in dumps(ring)
 
-    start(ring, "--interval", "2s", "--keep-last", 1)
+    start(ring, *words)
     ring.wait(lambda: f"epoch {made + 2}: committed" in ring.log_whole(0))  # one more restores
     ring.wait_for_progress()
     for rank in range(WORLD):  # as if the host had failed

@@ -18,13 +18,14 @@ import pytest
 
 from gpustasis.criu import run
 from gpustasis.errors import CheckpointError, ImageError, UnsupportedError
+from gpustasis.locked_file import SUPERVISOR_NAME
 from gpustasis.preemption import asking, making, start, supervisor
 from gpustasis.preemption.dumping import PLUGIN, Limits, criu_words, dump
 from gpustasis.preemption.estimate import estimate
 from gpustasis.preemption.privileges import own_privileges, require_privileges
 from gpustasis.preemption.records import RECORD_NAME, Identity, Record, identify, read_record
 from gpustasis.preemption.signals import Signals
-from gpustasis.preemption.store import LOCK_NAME, JobStore
+from gpustasis.preemption.store import JobStore
 from gpustasis.preemption.streams import Outlet
 from gpustasis.preemption.tree import Memory
 from support.criu_roots import newest_criu
@@ -180,7 +181,7 @@ def test_a_store_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"root": 3}', '{"root": {"pid": "x"}}'])
 def test_a_damaged_lock_file_stops_nobody(tmp_path: Path, text: str) -> None:
-    (tmp_path / LOCK_NAME).write_text(text)
+    (tmp_path / SUPERVISOR_NAME).write_text(text)
     with JobStore(tmp_path) as store:
         assert list(store.checkpoints(JOB)) == []
         assert store.new_directory().name == "jit-000001"
@@ -243,7 +244,7 @@ def test_a_supervisor_that_fails_tells_the_job_to_end_and_still_names_it(tmp_pat
             supervisor.Supervisor(settings, store, signals, outlets, say).run()
         root = int(said[0].split()[1])
         assert os.waitstatus_to_exitcode(os.waitpid(root, 0)[1]) == -signal.SIGTERM
-        lock = json.loads((tmp_path / LOCK_NAME).read_text())
+        lock = json.loads((tmp_path / SUPERVISOR_NAME).read_text())
         assert lock["root"]["pid"] == root
 
 
@@ -284,7 +285,7 @@ def test_a_signal_goes_to_the_supervisor_that_was_found_and_to_no_later_process(
         "f.flush()\n"
         "time.sleep(600)\n"
     )
-    lock = tmp_path / LOCK_NAME
+    lock = tmp_path / SUPERVISOR_NAME
     asked = subprocess.Popen([sys.executable, "-c", code, str(lock)])
     while not lock.exists() or not lock.read_text():
         time.sleep(0.01)

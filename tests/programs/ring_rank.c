@@ -5,7 +5,7 @@
  *
  * One address for each rank. It listens at its own, connects to the next rank's, and takes the connection
  * of the one before. In each step the sum of what all ranks bring is passed round the ring; each folds it
- * into its state, which is kept in GPU memory and compared with a copy. Prints "step K STATE" now and then
+ * into its state, which is kept in GPU memory and compared with a copy, as is memory that it never changes. Prints "step K STATE" now and then
  * and "done STATE" at the end. All ranks end with the same state; ring_state of tests/support/ring.py is
  * the same sum. Whatever goes wrong is said, and ends it with status 1. After SIGUSR1 it sends nothing any
  * more, and waits: so do all ranks then.
@@ -81,6 +81,30 @@ static uint64_t receive_word(int from) {
     return word;
 }
 
+/* Memory on the GPU with these words, and place to read it to. */
+struct Kept {
+    CUdeviceptr memory;
+    uint64_t *words, *read;
+};
+
+static struct Kept keep(uint64_t seed) {
+    struct Kept kept = {.words = calloc(kWords, sizeof(uint64_t)),
+                        .read = calloc(kWords, sizeof(uint64_t))};
+    for (size_t at = 0; seed != 0 && at < kWords; ++at)
+        kept.words[at] = seed = seed * 6364136223846793005u + 1442695040888963407u;
+    require(cuMemAlloc(&kept.memory, kWords * sizeof(uint64_t)), "cuMemAlloc");
+    require(cuMemcpyHtoD(kept.memory, kept.words, kWords * sizeof(uint64_t)), "cuMemcpyHtoD");
+    return kept;
+}
+
+static void compare(const struct Kept* kept) {
+    require(cuMemcpyDtoH(kept->read, kept->memory, kWords * sizeof(uint64_t)), "cuMemcpyDtoH");
+    if (memcmp(kept->read, kept->words, kWords * sizeof(uint64_t)) == 0)
+        return;
+    fprintf(stderr, "GPU memory is not what was written\n");
+    exit(1);
+}
+
 int main(int argc, char** argv) {
     if (argc < 4)
         return 2;
@@ -113,15 +137,11 @@ int main(int argc, char** argv) {
 
     CUdevice device;
     CUcontext context;
-    CUdeviceptr memory;
     require(cuInit(0), "cuInit");
     require(cuDeviceGet(&device, 0), "cuDeviceGet");
     require(cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
     require(cuCtxSetCurrent(context), "cuCtxSetCurrent");
-    uint64_t* words = calloc(kWords, sizeof *words);
-    uint64_t* read = calloc(kWords, sizeof *read);
-    require(cuMemAlloc(&memory, kWords * sizeof *words), "cuMemAlloc");
-    require(cuMemcpyHtoD(memory, words, kWords * sizeof *words), "cuMemcpyHtoD");
+    const struct Kept states = keep(0), same = keep((uint64_t)rank + 1);
 
     uint64_t state = 1;
     for (uint64_t step = 0; step < steps; ++step) {
@@ -135,15 +155,12 @@ int main(int argc, char** argv) {
         }
         state = state * 6364136223846793005u + sum;
         const size_t at = step % kWords;
-        words[at] = state;
-        require(cuMemcpyHtoD(memory + at * sizeof *words, &words[at], sizeof *words),
+        states.words[at] = state;
+        require(cuMemcpyHtoD(states.memory + at * sizeof state, &state, sizeof state),
                 "cuMemcpyHtoD");
         if (step % kEvery == 0) {
-            require(cuMemcpyDtoH(read, memory, kWords * sizeof *words), "cuMemcpyDtoH");
-            if (memcmp(read, words, kWords * sizeof *words) != 0) {
-                fprintf(stderr, "GPU memory is not what was written\n");
-                return 1;
-            }
+            compare(&states);
+            compare(&same);
             printf("step %llu %016llx\n", (unsigned long long)step, (unsigned long long)state);
         }
         usleep(kPause);

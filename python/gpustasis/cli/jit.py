@@ -198,19 +198,21 @@ def _command(words: tuple[str, ...], module: bool) -> tuple[tuple[str, ...], Pat
     type=click.FloatRange(0.0, min_open=True),
     default=600.0,
     show_default=True,
-    help="Seconds to wait for the job's supervisor to end.",
+    help="Seconds to wait for the job's supervisor, or the rank's keeper, to end.",
 )
 def preempt(pid: int, timeout: float) -> None:
     """Have the job of PID checkpointed just in time, and wait until that is done.
 
-    PID is a `python -m gpustasis.jit`, or any process of its job. It is sent SIGTERM, and does what
-    it does then: the job is in a checkpoint, or has ended without one, which is an error here.
+    PID is a `python -m gpustasis.jit` or a `gpustasis job run --checkpoint-on-sigterm`, or any
+    process below one. It is sent SIGTERM, and does what it does then: the job is in a checkpoint,
+    all ranks of it, or there is none, which is an error here.
     """
     done = asking.preempt(pid, timeout)
+    if not done.checkpoint and done.keeper:
+        raise CheckpointError(f"keeper {done.supervisor}: no checkpoint: {done.because}")
     if not done.checkpoint:
         raise CheckpointError(
             f"supervisor {done.supervisor} has ended without a checkpoint: {done.because}"
         )
-    output.answer(
-        asdict(done), lambda: output.say(f"the job is in {done.checkpoint} ({done.because})")
-    )
+    fields = {name: value for name, value in asdict(done).items() if name != "keeper"}
+    output.answer(fields, lambda: output.say(f"the job is in {done.checkpoint} ({done.because})"))

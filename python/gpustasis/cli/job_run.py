@@ -143,6 +143,14 @@ def preempting_options(function: Decorated) -> Decorated:
     help="After each checkpoint that leaves the job running, remove all but the newest N whole "
     "ones, those on this host.  [default: all stay]",
 )
+@click.option(
+    "--max-chain",
+    type=click.IntRange(0, 65535),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="How many of the rank's dumps by --interval are built on a full one; 0: each is full.",
+)
 @preempting_options
 @click.option("--tcp-close", is_flag=True, help="TCP connections come back closed at a restore.")
 @click.option(
@@ -222,6 +230,7 @@ def run(
     interval: timedelta | str | None,
     mtbf: timedelta,
     keep_last: int | None,
+    max_chain: int,
     checkpoint_on_sigterm: bool,
     grace: float,
     reserve: float,
@@ -301,24 +310,26 @@ def run(
         check=check_of(verify_after, verify_timeout, older=older_if_unverified),
         older=older_if_unverified,
         keep_last=keep_last or 0,
+        max_chain=max_chain,
     )
     with open_store(options) as store:
         place = place_of(job, rank, directory, run_directory)
         place.make()
-        held = place.only_keeper(wait_a_moment if choice.standby else None)
-        try:
+        waits = wait_a_moment if choice.standby else None
+        with place.kept(waits, preemptible=checkpoint_on_sigterm) as says:
             context = Context(place, world, store, keys, use)
             if safe_points:
                 context.seat.make(anew=False)
             if choice.restarts is not None:
                 ended = keep_recovered(context, settings, choice, words, restore=restore)
             else:
-                preempts = Preempting(context, terms, output.say) if checkpoint_on_sigterm else None
+                preempts = None
+                if checkpoint_on_sigterm:
+                    preempts = Preempting(context, terms, output.say, says)
                 supervisor = Supervisor(context, settings, output.say, preempts)
                 with _by_the_clock(context, periodic):
                     ended = _keep(supervisor, context, words, restore, restore_newest)
-        finally:
-            os.close(held)
+                says(**_end_of(context, ended, preempts.because if preempts else ""))
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
 
     def show() -> None:
@@ -332,6 +343,15 @@ def run(
     if status:
         output.finish()
         raise click.exceptions.Exit(status)
+
+
+def _end_of(context: Context, ended: Ended, because: str) -> dict[str, str]:
+    """What whoever has asked this keeper for a checkpoint is told."""
+    place = context.place
+    if not ended.epoch:
+        return {"because": because or f"{context.name} has ended, status {ended.status}"}
+    made = f"epoch {ended.epoch} of job {place.job}"
+    return {"checkpoint": str(place.images(ended.epoch)), "because": made}
 
 
 def _grace(grace: float, reserve: float, speed: int | None) -> Grace:

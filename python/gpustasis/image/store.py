@@ -145,6 +145,11 @@ def list_store(store: Path) -> list[Listed]:
     return [_listed(entry) for entry in sorted(read_store(store).values(), key=by_time)]
 
 
+def why_not_whole(directory: Path) -> str:
+    """As Listed.problem, of one directory."""
+    return _listed(read_entry(directory)).problem
+
+
 def by_time(entry: Entry) -> tuple[float, str]:
     """To sort by: oldest first; what has no time before all others."""
     return (0.0 if entry.taken is None else entry.taken.timestamp(), entry.name)

@@ -8,16 +8,18 @@ import os
 import shutil
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 from gpustasis.criu import run
 from gpustasis.criu.images import prepare_directory
-from gpustasis.criu.plugin import plugin_directory
+from gpustasis.criu.plugin import Setting, plugin_directory
 from gpustasis.driver import ProcessState
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs import communicators
-from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of
+from gpustasis.jobs.dumps import DumpRecord, identity_of, make_durable, seal_of, stamp_of
 from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, look, own_addresses
+from gpustasis.jobs.parents import find_parent
 from gpustasis.jobs.rank import (
     Context,
     HasCriu,
@@ -49,6 +51,8 @@ class Checkpointing(HasCriu):
         self._tree: Tree | None = None
         self._seen = Network()  # before the lock
         self._network = Network()
+        self._parent: Path | None = None  # what the dump is built on
+        self._stamp = ""  # of the dump
         self._council = Council(
             *(context.store, context.keys, order.number),
             (context.place.rank, context.world),
@@ -70,6 +74,7 @@ class Checkpointing(HasCriu):
             communicators.require(context, cuda_processes(tree.pids), stands=stands)
         finally:
             tree.close()
+        self._parent = find_parent(context, self.order)
 
     def _is_evidence(self) -> bool:
         """Whether it is made of a job that hangs, whose programs come to no safe point. All ranks
@@ -197,7 +202,7 @@ class Checkpointing(HasCriu):
         pid = context.state.pid
         closing = context.options.tcp_close
         settings = run.Settings(
-            plugin={"found_locked": "dump", "incremental": False},
+            plugin={"found_locked": "dump", **self._built_on()},
             options={"tcp-established": not closing, "tcp-close": closing},
             extra=("--network-lock", "skip", *context.options.extra),
         )
@@ -208,6 +213,8 @@ class Checkpointing(HasCriu):
             settings,
         )
         if not reached:
+            if self._parent is not None:  # whatever is wrong with that one: the next is full
+                context.note(last=(0, ""))
             raise self.criu.failed or JobError(f"{context.name}: criu has ended without asking")
         return self._recorded()
 
@@ -218,8 +225,12 @@ class Checkpointing(HasCriu):
         self._tree.require_all(images)
         self._require_locked()
         make_durable(images)
+        stamp = stamp_of(images)  # first: what is changed later is seen
         size, digest = seal_of(images)
+        self._stamp = f"{digest} {stamp}"
         identity, parent = identity_of(images)
+        if self._parent is not None and not parent:
+            log.info("%s: a full dump: %s ends a chain", context.name, self._parent)
         return DumpRecord(
             id=identity,
             parent=parent,
@@ -232,6 +243,11 @@ class Checkpointing(HasCriu):
             addresses=tuple(sorted(self._addresses())),
             network=self._network,
         ).to_text()
+
+    def _built_on(self) -> dict[str, Setting]:
+        if self._parent is None:
+            return {"incremental": False}
+        return {"parent": str(self._parent), "max_chain": self.context.options.max_chain}
 
     def _require_locked(self) -> None:
         """Nothing was connected after the lock, which does not hold it then. They stand still."""
@@ -281,6 +297,7 @@ class Checkpointing(HasCriu):
                     self._bring_back()
                 finally:
                     self._let_go()
+                    context.note(last=(self.order.number if self._stamp else 0, self._stamp))
             else:
                 self._end_tasks()
                 self._let_go()  # what is restored goes on by itself

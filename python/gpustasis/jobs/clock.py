@@ -17,7 +17,8 @@ from gpustasis.jobs import epochs
 from gpustasis.jobs.kept import prune, records_of
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
-from gpustasis.jobs.records import Plan
+from gpustasis.jobs.records import Plan, number_of
+from gpustasis.jobs.store import Put
 
 _LOOK_S = 0.2
 _LOCK_S = 10.0
@@ -53,7 +54,12 @@ class Clock(threading.Thread):
         Raises JobError, StoreError."""
         context = self._context
         store, keys = context.store, context.keys
-        number = epochs.begin(store, keys, Plan(world=context.world, leave_running=True))
+        number = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest)) + 1
+        plan, mark = (
+            Plan(world=context.world, leave_running=True),
+            Put(keys.in_between(number), "1"),
+        )
+        epochs.begin(store, keys, plan, number=number, puts=[mark])
         while not self.stop.wait(_LOOK_S):
             try:
                 epoch, _ = epochs.phase(store, keys, number)

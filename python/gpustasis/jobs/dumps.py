@@ -16,7 +16,8 @@ from typing import Any
 from gpustasis._core import MANIFEST_NAME
 from gpustasis.errors import ImageError, JobError
 from gpustasis.files import open_regular
-from gpustasis.image.checkpoint import find_manifest, is_sealed
+from gpustasis.image.checkpoint import NO_PARENT, find_manifest, is_sealed
+from gpustasis.image.store import why_not_whole
 from gpustasis.image.verification import verify_directory
 from gpustasis.jobs.network import Network, network_of_json
 
@@ -58,6 +59,8 @@ def record_of(text: str, whose: str) -> DumpRecord:
             raise ValueError("another version")
         network = network_of_json(value.pop("network"))
         addresses = tuple(value.pop("addresses"))
+        if value["parent"] == NO_PARENT.hex():  # as an older version had it
+            value["parent"] = ""
         record = DumpRecord(**value, addresses=addresses, network=network)
         words = (record.id, record.parent, record.directory, record.host, record.digest, *addresses)
         numbers = (record.bytes, record.pid, record.dump_ms)
@@ -94,6 +97,18 @@ def seal_of(directory: Path) -> tuple[int, str]:
     return total, digest.hexdigest()
 
 
+def stamp_of(directory: Path) -> str:
+    """Another one once one of a dump's files is another one, or was written to, by what the file
+    system says: to tell it without reading them. Raises OSError."""
+    found = hashlib.sha256()
+    for name in sorted(os.listdir(directory)):
+        if not _NOT_COVERED.fullmatch(name):
+            file = (directory / name).lstat()
+            facts = [name, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns]
+            found.update(json.dumps(facts).encode() + b"\n")
+    return found.hexdigest()
+
+
 def make_durable(directory: Path) -> None:
     """All files of a dump, and their names. Raises OSError."""
     for entry in os.scandir(directory):
@@ -118,7 +133,8 @@ def identity_of(directory: Path) -> tuple[str, str]:
     manifest = find_manifest(directory)
     if manifest is None:
         return "", ""
-    return manifest.checkpoint_id.hex(), manifest.parent_id.hex() if manifest.parent_id else ""
+    parent = "" if manifest.parent_id == NO_PARENT else manifest.parent_id.hex()
+    return manifest.checkpoint_id.hex(), parent
 
 
 def require_same(record: DumpRecord) -> None:
@@ -132,6 +148,13 @@ def require_same(record: DumpRecord) -> None:
             f"{record.directory} is not what was committed: {size} bytes, digest {digest[:16]}; "
             f"the record says {record.bytes} with {record.digest[:16]}"
         )
+
+
+def require_chain(record: DumpRecord) -> None:
+    """What it is built on is there, as far as can be told without reading all of it. Raises
+    JobError."""
+    if record.parent and (wrong := why_not_whole(Path(record.directory))):
+        raise JobError(f"{record.directory} cannot be restored: {wrong}")
 
 
 def problems_of(record: DumpRecord, threads: int = 0) -> list[str]:

@@ -46,10 +46,14 @@ class Standing:
     @property
     def is_whole(self) -> bool:
         """A checkpoint that is committed and not pruned, with the records that were committed."""
+        return self.was_whole and not self.pruned
+
+    @property
+    def was_whole(self) -> bool:
+        """The same, but it may be pruned by now."""
         return (
             self.epoch.phase is Phase.COMMITTED
             and not self.plan.restores
-            and not self.pruned
             and set(self.records) == set(range(self.plan.world))
             and digest_of(self.records) == self.epoch.note
         )

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +109,30 @@ def next_older(store: Store, keys: Keys, found: Standing) -> Standing | None:
     return None
 
 
+def slowest_dump(store: Store, keys: Keys) -> tuple[int, float] | None:
+    """The epoch and the seconds of the slowest dump of the newest whole checkpoints, back to where
+    each rank has a full one; None: there is no checkpoint. Raises JobError, StoreError."""
+    newest = newest_whole_or_none(store, keys)
+    if newest is None:
+        return None
+    slowest = (0, 0.0)
+    full: set[int] = set()
+    for number in range(newest.number, 0, -1):
+        found = epochs.standing(store, keys, number)
+        if not found.was_whole or found.is_evidence or found.plan.world != newest.plan.world:
+            continue
+        records = records_of(found)
+        slowest = max(slowest, (number, max(one.dump_ms for one in records) / 1000), key=_seconds)
+        full.update(rank for rank, one in enumerate(records) if not one.parent)
+        if len(full) == len(records):
+            break
+    return slowest
+
+
+def _seconds(one: tuple[int, float]) -> float:
+    return one[1]
+
+
 def unverified(store: Store, keys: Keys) -> dict[int, str]:
     """Epochs that did not bring the job back when they were restored last: why, for people. Raises
     JobError, StoreError."""
@@ -152,8 +177,9 @@ def verify(found: Standing, threads: int = 0) -> list[Checked]:
 
 def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     """Remove the dumps of all but the newest `keep_last` whole checkpoints, as far as they are on
-    this host; and of those that were pruned from another host. The newest whole one stays. One
-    that did not bring the job back when it was restored last counts for none that is kept.
+    this host; and of those that were pruned before, if they are there. The newest whole one stays;
+    so do dumps that those of one that stays are built on, for as long as that is so. One that did
+    not bring the job back when it was restored last counts for none that is kept.
 
     Raises JobError if an epoch is under way, or something cannot be removed; StoreError.
     """
@@ -168,6 +194,8 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     wrong = unverified(store, keys)
     good = [one.number for one in whole if one.number not in wrong]
     oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
+    stays = [one for one in found if one.is_whole and (one.is_evidence or one.number >= oldest)]
+    needed = _needs_of(stays, found)
     done = []
     problems: list[str] = []  # the others go all the same
     for one in found:
@@ -183,6 +211,8 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
                 raise JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
         removed = []
         for record in () if one.is_engines else records_of(one):
+            if record.id and record.id in needed:
+                continue
             try:
                 removed += [place] if (place := _remove(record, one.number)) else []
             except JobError as exc:
@@ -192,6 +222,28 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if problems:
         raise JobError("; ".join(problems))
     return done
+
+
+def _needs_of(these: Iterable[Standing], among: Iterable[Standing]) -> set[str]:
+    """Ids of the dumps that theirs are built on, and so on. Raises JobError if that cannot be
+    told."""
+    parents = {
+        record.id: record.parent for one in among if one.was_whole for record in records_of(one)
+    }
+    needed: set[str] = set()
+    todo = [(one.number, record.parent) for one in these for record in records_of(one)]
+    while todo:
+        number, parent = todo.pop()
+        if not parent or parent in needed:
+            continue
+        if parent not in parents:
+            raise JobError(
+                f"epoch {number} is built on {parent}, of which the store has no record as it was "
+                "committed: nothing is pruned"
+            )
+        needed.add(parent)
+        todo.append((number, parents[parent]))
+    return needed
 
 
 def _remove(record: DumpRecord, number: int) -> str:

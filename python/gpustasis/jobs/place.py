@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.files import changeable_by_others, make_directories, replace_file
+from gpustasis.locked_file import KEEPER_NAME, tell
 from gpustasis.task import boot_id, read_task
+
+log = logging.getLogger(__name__)
 
 STATE_DIRECTORY = "/run/gpustasis/jobs"
 _NAME = "state.json"
@@ -26,7 +31,9 @@ class State:
     pid, start_time: of the root of the tasks; 0: there are none. epoch: that was begun last.
     images: where it dumps to, or is restored from. cuda, network: are locked, or may be. life: of
     the job, that the tasks belong to (lives.py); 0: it is not recovered. criu, criu_start: the
-    process that an engine has started for a container (contained.py); 0: there is none.
+    process that an engine has started for a container (contained.py); 0: there is none. last: the
+    whole checkpoint that the tasks were in last, or came from; 0: none, or it is not known. stamp:
+    of the rank's dump in it.
     """
 
     boot: str
@@ -39,6 +46,8 @@ class State:
     life: int = 0
     criu: int = 0
     criu_start: int = 0
+    last: int = 0
+    stamp: str = ""
 
     @property
     def lives(self) -> bool:
@@ -94,7 +103,7 @@ class Place:
         """Be the keeper of the rank on this host for as long as the descriptor is open. Raises
         JobError if there is one. waits: called now and then until there is none any more; false:
         it is not waited for."""
-        descriptor = os.open(self.run / "keeper", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self.run / KEEPER_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,6 +117,29 @@ class Place:
                 ) from exc
             else:
                 return descriptor
+
+    @contextmanager
+    def kept(
+        self, waits: Callable[[], bool] | None, *, preemptible: bool
+    ) -> Iterator[Callable[..., None]]:
+        """As only_keeper. preemptible: SIGTERM has the job checkpointed. What it gives says to
+        `gpustasis preempt` how the keeper is: that it cannot be told harms no job."""
+        held = self.only_keeper(waits)
+
+        def says(**facts: object) -> None:
+            try:
+                tell(held, {**facts, "keeper": os.getpid()})
+            except OSError as exc:
+                log.warning("cannot write %s: %s", self.run / KEEPER_NAME, exc.strerror)
+
+        try:
+            says(preemptible=preemptible)
+            yield says
+        except CheckpointError as exc:
+            says(because=str(exc))
+            raise
+        finally:
+            os.close(held)
 
     def load(self) -> State:
         """As the last keeper left it; of another boot nothing is left. Raises JobError."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from gpustasis.dump_time import MARGIN, START_S, at_rate
 from gpustasis.errors import CheckpointError, DriverError, JobError, StoreError
 from gpustasis.jobs import epochs
-from gpustasis.jobs.kept import newest_whole_or_none, next_older, records_of
+from gpustasis.jobs.kept import newest_whole_or_none, next_older, slowest_dump
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context
@@ -53,14 +53,27 @@ class Grace:
 
 
 class Preempting:
-    """Of one keeper. told: is called with what happens, in words."""
+    """Of one keeper. told: is called with what happens, in words. says: with what whoever asks the
+    keeper from outside is told. because: why there is no checkpoint; empty: that is not known."""
 
-    def __init__(self, context: Context, grace: Grace, told: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        grace: Grace,
+        told: Callable[[str], object],
+        says: Callable[..., object] = lambda **_: None,
+    ) -> None:
         self._context = context
         self._grace = grace
         self._told = told
+        self._says = says
+        self.because = ""
         self._thread: threading.Thread | None = None
         self._gave_up = threading.Event()
+
+    def listens(self) -> None:
+        """From now on SIGTERM does as it says."""
+        self._says(preemptible=True, listens=True)
 
     def told_to_end(self) -> bool:
         """SIGTERM has come. Whether the job is being checkpointed because of it: the tasks are not
@@ -89,7 +102,9 @@ class Preempting:
         because = found[0] if found else "it was not known in time whether there is one"
         if not because:
             return  # the keeper does what was decided
+        self.because = because
         self._gave_up.set()
+        self._says(preemptible=True, listens=True, because=because, gave_up=True)
         self._told(f"{name}: no checkpoint, the tasks are told to end: {because}")
         if self._context.state.lives:
             with suppress(ProcessLookupError):
@@ -144,11 +159,9 @@ class Preempting:
         return seconds, f"{mib(size)} {because}"
 
     def _measured(self) -> tuple[int, float] | None:
+        """Of full dumps, too: what is made now is one."""
         with suppress(CheckpointError):
-            found = newest_whole_or_none(self._context.store, self._context.keys)
-            if found is not None:
-                slowest = max(one.dump_ms for one in records_of(found)) / 1000
-                return found.number, slowest
+            return slowest_dump(self._context.store, self._context.keys)
         return None
 
 

@@ -45,7 +45,8 @@ class Options:
     criu. cuda_timeout_ms: for work that was given to a GPU. check: must succeed after a restore,
     before the rank counts as back; None: nothing. older: if the job is not, the keeper waits for a
     restore of an older one. keep_last: so many whole checkpoints stay when another one that leaves
-    the job running was made; 0: all."""
+    the job running was made; 0: all. max_chain: so many dumps in between are built on a full one;
+    0: each is full."""
 
     criu: Criu
     tcp_close: bool = False
@@ -57,6 +58,7 @@ class Options:
     check: Check | None = None
     older: bool = False
     keep_last: int = 0
+    max_chain: int = 0
 
 
 @dataclass(slots=True)
@@ -93,12 +95,16 @@ class Context:
         images: str | None = None,
         cuda: bool | None = None,
         network: bool | None = None,
+        last: tuple[int, str] | None = None,
     ) -> None:
-        """Change what the next keeper finds, before what it is about is done. pid 0: none."""
+        """Change what the next keeper finds, before what it is about is done. pid 0: none. last: as
+        State's, with its stamp; new tasks were in none."""
         state = self.state
         if pid is not None:
             start = read_task(pid).start_time if pid else 0
-            state = replace(state, pid=pid, start_time=start, life=self.life)
+            state = replace(state, pid=pid, start_time=start, life=self.life, last=0, stamp="")
+        if last is not None:
+            state = replace(state, last=last[0], stamp=last[1])
         self.state = replace(
             state,
             epoch=state.epoch if epoch is None else epoch,

@@ -13,6 +13,7 @@ TOP/NAME/epochs/E/back        the restored job is back, or not (verified.py)
 TOP/NAME/epochs/E/unverified  of a checkpoint: why it did not bring the job back
 TOP/NAME/epochs/E/evidence    it holds a job that had failed: never restored unless it is named
 TOP/NAME/epochs/E/awaited     its ranks are containers, whose engines were asked one by one
+TOP/NAME/epochs/E/in-between  by the clock: a rank's dump may be built on its last one (parents.py)
 TOP/NAME/addresses/R          where rank R is, so that the others know whose connections are whose
 
 Of a job that is recovered (lives.py):
@@ -99,6 +100,9 @@ class Keys:
 
     def awaited(self, number: int) -> str:
         return f"{self.epoch(number)}awaited"
+
+    def in_between(self, number: int) -> str:
+        return f"{self.epoch(number)}in-between"
 
     @property
     def life(self) -> str:

@@ -10,7 +10,7 @@ from gpustasis.criu import run
 from gpustasis.criu.images import read_pstree
 from gpustasis.errors import CheckpointError, ImageError, JobError
 from gpustasis.jobs import epochs, leftover, verified
-from gpustasis.jobs.dumps import DumpRecord, record_of, require_same
+from gpustasis.jobs.dumps import DumpRecord, record_of, require_chain, require_same, stamp_of
 from gpustasis.jobs.gate import unsignalled
 from gpustasis.jobs.network import Network, own_addresses
 from gpustasis.jobs.rank import Context, HasCriu
@@ -27,6 +27,7 @@ class Restoring(HasCriu):
     def __init__(self, context: Context, order: Order) -> None:
         super().__init__(context, order, context.place.images(order.restores))
         self._record: DumpRecord | None = None
+        self._stamp = ""
 
     def look(self) -> None:
         """The dump is there, as it was committed, and its tasks can be made."""
@@ -45,6 +46,7 @@ class Restoring(HasCriu):
                 f"keeper has {images}: give the directory that it had, on that host or shared"
             )
         require_same(record)
+        require_chain(record)
         for task in read_pstree(images):
             if Path(f"/proc/{task.pid}").exists():
                 raise JobError(f"{context.name}: process {task.pid} exists, and is to be restored")
@@ -79,7 +81,10 @@ class Restoring(HasCriu):
     def dump(self) -> str:
         """Bring the tasks back; they stand."""
         context, images = self.context, self.images
-        require_same(self._read())
+        record = self._read()
+        stamp = stamp_of(images)  # first: what is changed later is seen
+        require_same(record)
+        self._stamp = f"{record.digest} {stamp}"
         pidfile = self._pidfile
         closing = context.options.tcp_close
         settings = run.Settings(
@@ -177,6 +182,8 @@ class Restoring(HasCriu):
             raise self.criu.failed
         if not leave_running or not context.state.lives:
             raise JobError(f"{context.name}: its tasks have ended")
+        if self._stamp:
+            context.note(last=(self.order.restores, self._stamp))
         verified.verify(context, self.order, str(self.images))
 
     def _read(self) -> DumpRecord:

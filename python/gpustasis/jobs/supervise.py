@@ -171,6 +171,8 @@ class Supervisor:
             return ended and (not waits or self._is_asked_to_end)
 
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        if self._preempting is not None:
+            self._preempting.listens()
         try:
             self._unlock_first(is_over)
             self._verify_left(is_over)
@@ -387,8 +389,7 @@ class Supervisor:
     def _forward(self, number: int, _: object) -> None:
         pid = self._context.state.pid
         if self._recovering is not None and number in _ENDING:
-            name = signal.Signals(number).name
-            self._recovering.asked = f"its keeper was told to end, by {name}"
+            self._recovering.asked = f"its keeper was told to end, by {signal.Signals(number).name}"
         if not self._context.state.lives:
             if number in _ENDING:  # as soon as no epoch is under way, which may bring tasks
                 self._is_asked_to_end = True

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from gpustasis.criu.images import PSTREE_NAME, prepare_directory, read_pstree
 from gpustasis.errors import CheckpointError, ImageError
@@ -29,11 +29,11 @@ from gpustasis.files import changeable_by_others, replace_file, sync_directory
 from gpustasis.image.directory import is_file, try_exclude
 from gpustasis.image.prune import Rules, prune
 from gpustasis.image.store import read_entry
+from gpustasis.locked_file import SUPERVISOR_NAME, tell, told
 from gpustasis.preemption.records import RECORD_NAME, Identity, Record, read_json, read_record
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.task import boot_id, find_users, read_task
 
-LOCK_NAME = "gpustasis-jit.lock"
 ENDED_NAME = "gpustasis-jit-ended"
 _CRIU = ("criu", "ld-linux-x86-64")  # as its process is called
 FAILED_LOG_NAME = "gpustasis-jit-failed.log"
@@ -45,8 +45,6 @@ _UNTOLD = frozenset(
     }
 )
 _NAME = re.compile(r"jit-([0-9]{6,12})")
-_STATE_SIZE = 1 << 16  # bytes: always written whole, so that no part of an older one shows
-_BECAUSE_LIMIT = 2000  # characters; with a path of the longest, and escapes, it fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ class JobStore:
                 f"{self.directory} is no safe place for a job's memory: {wrong}; whoever can "
                 "change a checkpoint decides what runs when it is restored"
             )
-        self._fd = _open_lock(self.directory / LOCK_NAME)
+        self._fd = _open_lock(self.directory / SUPERVISOR_NAME)
         try:
             self._refuse_two()
             self.tell(supervisor=os.getpid())
@@ -108,16 +106,11 @@ class JobStore:
     def tell(self, *, because: str = "", **facts: object) -> None:
         """What whoever asks is told of this supervisor from now on: all of it, in one step. Raises
         CheckpointError."""
-        if because:
-            facts["because"] = because[:_BECAUSE_LIMIT]
-        raw = json.dumps(facts).encode()
         try:
-            if os.pwrite(self._fd, raw.ljust(_STATE_SIZE), 0) < _STATE_SIZE:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.ftruncate(self._fd, _STATE_SIZE)  # of what another program left there
+            tell(self._fd, {**facts, "because": because} if because else facts)
         except OSError as exc:
             raise CheckpointError(
-                f"cannot write {self.directory / LOCK_NAME}: {exc.strerror}"
+                f"cannot write {self.directory / SUPERVISOR_NAME}: {exc.strerror}"
             ) from exc
 
     def tell_root(self, pid: int) -> None:
@@ -142,12 +135,12 @@ class JobStore:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = read_state(self._fd).get("supervisor")
+            owner = told(self._fd).get("supervisor")
             raise CheckpointError(
                 f"another supervisor holds {self.directory}: process {owner or 'unknown'}; a job "
                 "has one store for itself"
             ) from None
-        state = read_state(self._fd)
+        state = told(self._fd)
         root = state.get("root")
         if isinstance(root, dict) and root.get("boot") == boot_id().hex():
             pid = root.get("pid")
@@ -295,15 +288,6 @@ def says_nothing(exc: CheckpointError) -> bool:
     """Whether it comes from a refusal of the system that says nothing of the checkpoint: a disk
     that does not answer now or is full, this process out of something or not let in."""
     return exc.errno in _UNTOLD
-
-
-def read_state(fd: int) -> dict[str, Any]:
-    """What is told in a lock file; nothing if that is no such file."""
-    try:
-        found = json.loads(os.pread(fd, _STATE_SIZE, 0) or b"{}")
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _open_lock(path: Path) -> int:
