@@ -24,7 +24,7 @@ def test_tasks_are_left_alone_when_the_store_has_lost_their_life(
     context.life = 5
     context.note(pid=task.pid)
     _, rank = recovering(context)
-    with closing(rank), pytest.raises(JobError, match="it has lost what it held"):
+    with closing(rank), pytest.raises(JobError, match="the store has lost what it held"):
         rank.begin(new=True, can_start=True)
     assert task.poll() is None
 

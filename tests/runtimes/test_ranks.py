@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gpustasis.criu.plugin import rank_script
-from support.container_ranks import Asking, EtcdIn, Hold, Node, annotations, ask_all, log_of
+from support.container_ranks import Asking, EtcdIn, Hold, Node, ask_all, log_of, rank_annotations
 from support.engine_gpu import Steady, SteadyContainer, start_podman
 from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
@@ -56,7 +56,7 @@ def node(engines: EngineRoot) -> Iterator[Node]:
 
 def start(steady: Steady, job: str, runtime: str = "runc", world: int = 2) -> list[SteadyContainer]:
     return [
-        steady(f"{job}-{rank}", runtime, *annotations(job, rank, world), mib=8, seed=rank + 3)
+        steady(f"{job}-{rank}", runtime, *rank_annotations(job, rank, world), mib=8, seed=rank + 3)
         for rank in range(world)
     ]
 
@@ -190,7 +190,8 @@ def test_connections_are_locked_and_live_on(
     engines: EngineRoot, node: Node, shared: Path, compile_c: Callable[..., Path]
 ) -> None:
     """In the network namespace of each container, from before the first dump to the decision."""
-    program = shutil.copy(compile_c(PROGRAMS / "tcp_counter.c"), shared / "tcp_counter")
+    program = shared / "tcp_counter"
+    shutil.copy(compile_c(PROGRAMS / "tcp_counter.c"), program)
     names = ["net-0", "net-1"]
     ranks = [SteadyContainer(engines, name) for name in names]
     try:
@@ -200,7 +201,7 @@ def test_connections_are_locked_and_live_on(
                 *(
                     "--volume",
                     f"/mnt/shared/{program.name}:/bin/tcp_counter",
-                    *annotations("net", rank),
+                    *rank_annotations("net", rank),
                 ),
                 *(IMAGE, "/bin/tcp_counter"),
             )
@@ -214,8 +215,7 @@ def test_connections_are_locked_and_live_on(
         held = [tables(engines, pid) for pid in pids]
         hold.release()
         assert all("table inet gpustasis_" in found for found in held), held
-        for one in asked:
-            done = one.ended()
+        for done in [one.ended() for one in asked]:
             assert done.returncode == 0, done.stderr
         for one in ranks:
             wait_for_words(node, one, len(one.output().split()) + 5)
@@ -331,7 +331,7 @@ def test_with_etcd(engines: EngineRoot, steady: Steady) -> None:
 
 def test_the_script_starts_in_30_ms(engines: EngineRoot, node: Node, steady: Steady) -> None:
     """Of a container that is a rank, until its agent has answered; and of one that is none."""
-    steady("timed", "runc", *annotations("timed", 0, 1), mib=4)
+    steady("timed", "runc", *rank_annotations("timed", 0, 1), mib=4)
     root = engines.run(*["podman", "inspect", "--format", "{{.State.Pid}}", "timed"]).stdout.strip()
     words = [sys.executable, "-c", TIMED, str(rank_script()), root]
     found = json.loads(engines.run(*words).stdout)

@@ -105,7 +105,7 @@ class Node:
             remove_hook(self.root)
 
 
-def annotations(job: str, rank: int, world: int = 2) -> list[str]:
+def rank_annotations(job: str, rank: int, world: int = 2) -> list[str]:
     words = {"job": job, "rank": rank, "world": world}
     return [
         word

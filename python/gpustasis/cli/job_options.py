@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a job's ranks agree: options of the `gpustasis job` commands, and the store they name."""
+"""Options of the `gpustasis job` commands: where ranks agree and the store that is named, and what SIGTERM does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from gpustasis.cli.options import Size
 
 if TYPE_CHECKING:
     from gpustasis.jobs.store import Store
@@ -96,3 +98,51 @@ def open_store(options: dict[str, Any]) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+def preempting_options(function: Decorated) -> Decorated:
+    """What SIGTERM does."""
+    for option in reversed(
+        (
+            click.option(
+                "--checkpoint-on-sigterm",
+                is_flag=True,
+                help="Upon SIGTERM to this keeper, checkpoint all ranks and end them, within the "
+                "grace period or not at all; then COMMAND gets the signal.",
+            ),
+            click.option(
+                "--grace",
+                type=click.FloatRange(0.0),
+                default=30.0,
+                show_default=True,
+                metavar="S",
+                help="With --checkpoint-on-sigterm: seconds from SIGTERM to SIGKILL.",
+            ),
+            click.option(
+                "--reserve",
+                type=click.FloatRange(0.1),
+                default=5.0,
+                show_default=True,
+                metavar="S",
+                help="Seconds of --grace that COMMAND gets to end by itself when there is no "
+                "checkpoint.",
+            ),
+            click.option(
+                "--speed",
+                type=Size(),
+                metavar="SIZE",
+                help="Memory that a checkpoint stores in a second, such as 1GiB: tells whether one "
+                "can be made within --grace.  [default: as the last one; 200MiB for the first]",
+            ),
+            click.option(
+                "--checkpointed-status",
+                type=click.IntRange(0, 255),
+                default=0,
+                show_default=True,
+                metavar="N",
+                help="Exit status once a checkpoint has ended COMMAND.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function

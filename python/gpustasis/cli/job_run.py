@@ -15,7 +15,7 @@ import click
 from gpustasis import nccl
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.job_options import open_store, store_options
+from gpustasis.cli.job_options import open_store, preempting_options, store_options
 from gpustasis.cli.job_recovery import (
     choice_of,
     keep_recovered,
@@ -23,7 +23,7 @@ from gpustasis.cli.job_recovery import (
     require_alone,
     wait_a_moment,
 )
-from gpustasis.cli.options import Size, check_of, interval_options, periodic_of, verify_options
+from gpustasis.cli.options import check_of, interval_options, periodic_of, verify_options
 from gpustasis.errors import JobError
 from gpustasis.jobs.messages import Limits
 
@@ -49,54 +49,6 @@ def _seconds(
         metavar="S",
         help=text,
     )
-
-
-def preempting_options(function: Decorated) -> Decorated:
-    """What SIGTERM does."""
-    for option in reversed(
-        (
-            click.option(
-                "--checkpoint-on-sigterm",
-                is_flag=True,
-                help="Upon SIGTERM to this keeper, checkpoint all ranks and end them, within the "
-                "grace period or not at all; then COMMAND gets the signal.",
-            ),
-            click.option(
-                "--grace",
-                type=click.FloatRange(0.0),
-                default=30.0,
-                show_default=True,
-                metavar="S",
-                help="With --checkpoint-on-sigterm: seconds from SIGTERM to SIGKILL.",
-            ),
-            click.option(
-                "--reserve",
-                type=click.FloatRange(0.1),
-                default=5.0,
-                show_default=True,
-                metavar="S",
-                help="Seconds of --grace that COMMAND gets to end by itself when there is no "
-                "checkpoint.",
-            ),
-            click.option(
-                "--speed",
-                type=Size(),
-                metavar="SIZE",
-                help="Memory that a checkpoint stores in a second, such as 1GiB: tells whether one "
-                "can be made within --grace.  [default: as the last one; 200MiB for the first]",
-            ),
-            click.option(
-                "--checkpointed-status",
-                type=click.IntRange(0, 255),
-                default=0,
-                show_default=True,
-                metavar="N",
-                help="Exit status once a checkpoint has ended COMMAND.",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
 
 
 @click.command("run", cls=Command)

@@ -230,7 +230,7 @@ class Checkpointing(HasCriu):
         self._stamp = f"{digest} {stamp}"
         identity, parent = identity_of(images)
         if self._parent is not None and not parent:
-            log.info("%s: a full dump: %s ends a chain", context.name, self._parent)
+            log.info("%s: a full dump: %s ends a chain", self.context.name, self._parent)
         return DumpRecord(
             id=identity,
             parent=parent,

@@ -266,9 +266,8 @@ class Supervisor:
     def _tell(self, outcome: Outcome) -> str:
         """What has become of an epoch, in words. Raises JobError if this rank has not done it."""
         name, epoch = f"job {self._context.place.job}, {self._context.name}", outcome.epoch
-        what = f"{name}, epoch {outcome.number}: {epoch.phase}"
-        if epoch.phase is Phase.ABORTED:
-            what += f": {epoch.note}"
+        note = f": {epoch.note}" if epoch.phase is Phase.ABORTED else ""
+        what = f"{name}, epoch {outcome.number}: {epoch.phase}{note}"
         if outcome.problem:
             if self._recovering is None:
                 raise JobError(f"{what}, but: {outcome.problem}")
