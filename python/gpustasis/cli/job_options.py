@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the `gpustasis job` commands: where ranks agree and the store that is named, and what SIGTERM does."""
+"""Options of the `gpustasis job` commands: where ranks agree, the store, and what SIGTERM does."""
 
 from __future__ import annotations
 
