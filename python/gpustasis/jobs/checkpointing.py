@@ -368,3 +368,12 @@ class Checkpointing(HasCriu):
         if tree is not None:
             tree.close()
         self._tree = None
+
+
+def unlock_tree(root: int) -> list[str]:
+    """unlock_cuda of a process and all below it. Raises CheckpointError if it has ended."""
+    tree = Tree(root)
+    try:
+        return unlock_cuda(tree.pids)
+    finally:
+        tree.close()

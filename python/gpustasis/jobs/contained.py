@@ -17,10 +17,10 @@ from typing import Protocol
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.files import remove
 from gpustasis.jobs import communicators, epochs
-from gpustasis.jobs.checkpointing import Checkpointing
+from gpustasis.jobs.checkpointing import Checkpointing, unlock_tree
 from gpustasis.jobs.dumps import DumpRecord, record_of, require_same
 from gpustasis.jobs.network import Lock, look, own_addresses
-from gpustasis.jobs.rank import Context, HasCriu, cuda_processes, unlock_cuda
+from gpustasis.jobs.rank import Context, HasCriu, cuda_processes
 from gpustasis.jobs.visits import EnginesCriu, Visit, Visits
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
@@ -275,12 +275,7 @@ class ContainedRestore(HasCriu):
         self._ours.end(yes=True)
         if not context.state.lives:
             raise JobError(f"{context.name}: its tasks have ended")
-        tree = Tree(context.state.pid)
-        try:
-            wrong = unlock_cuda(tree.pids)
-        finally:
-            tree.close()
-        if wrong:
+        if wrong := unlock_tree(context.state.pid):
             raise JobError(f"{context.name}: {'; '.join(wrong)}")
         context.note(cuda=False)
 

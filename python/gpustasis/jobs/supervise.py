@@ -15,19 +15,18 @@ from dataclasses import dataclass
 
 from gpustasis.errors import CheckpointError, JobError, StoreError, VerificationError
 from gpustasis.jobs import epochs, verified
-from gpustasis.jobs.checkpointing import Checkpointing
+from gpustasis.jobs.checkpointing import Checkpointing, unlock_tree
 from gpustasis.jobs.clock import remove_older
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Preempting, Restart, older_than
-from gpustasis.jobs.rank import Context, Part, RankWork, unlock_cuda
+from gpustasis.jobs.rank import Context, Part, RankWork
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.safe_point import SEAT_VARIABLE
 from gpustasis.jobs.stopping import children, reap, status_of
 from gpustasis.jobs.work import Order
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
-from gpustasis.streaming.tree import Tree
 
 log = logging.getLogger(__name__)
 
@@ -225,12 +224,7 @@ class Supervisor:
         context.unlock_network()
         context.seat.release()
         if context.state.cuda and context.state.lives:
-            tree = Tree(context.state.pid)
-            try:
-                wrong = unlock_cuda(tree.pids)
-            finally:
-                tree.close()
-            if wrong:
+            if wrong := unlock_tree(context.state.pid):
                 raise JobError(f"{context.name} was left locked: {'; '.join(wrong)}")
             context.note(cuda=False)
 
