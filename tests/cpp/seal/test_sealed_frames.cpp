@@ -35,7 +35,20 @@ void* operator new(std::size_t size) {
     return pointer;
 }
 
+// A sanitizer's would not call the one above.
+void* operator new[](std::size_t size) {
+    return operator new(size);
+}
+
 void operator delete(void* pointer) noexcept {
+    std::free(pointer);
+}
+
+void operator delete[](void* pointer) noexcept {
+    std::free(pointer);
+}
+
+void operator delete[](void* pointer, std::size_t) noexcept {
     std::free(pointer);
 }
 
