@@ -136,6 +136,7 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 def make_directories(path: str, mode: int) -> None:
     """Make what is missing of this path, each directory with this mode whatever the umask is.
+    Others may make it at the same time.
 
     Raises OSError.
     """
@@ -143,8 +144,13 @@ def make_directories(path: str, mode: int) -> None:
     if above and not os.path.isdir(above):
         make_directories(above, mode)
     if not os.path.isdir(path):
-        os.mkdir(path, mode)
-        os.chmod(path, mode)
+        try:
+            os.mkdir(path, mode)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+        else:
+            os.chmod(path, mode)
 
 
 def open_own_directory(path: str, levels: int, make_mode: int | None = None) -> int:

@@ -10,6 +10,9 @@
 #include <vector>
 
 #define TOML_EXCEPTIONS 1
+// Without streams, which would be most of the program.
+#define TOML_ENABLE_FORMATTERS 0
+#define TOML_FLOAT_CHARCONV 1
 #include <toml++/toml.h>
 
 namespace gpustasis {

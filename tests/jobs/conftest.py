@@ -2,6 +2,7 @@
 """Fixtures of the tests of jobs.
 
 etcd         a real etcd-server, one for all tests of a file (support.etcd.EtcdCluster)
+childless    for all: none of this process's children is taken for a keeper's, and ended
 new_store    new_store() -> another client of one store, etcd or the local one; tests run with both
 """
 
@@ -21,6 +22,12 @@ from gpustasis.jobs.store import Store
 from support.etcd import EtcdCluster
 
 _prefixes = count(1)
+
+
+@pytest.fixture(autouse=True)
+def childless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper's children are its rank's; this process has others, emulators and engines."""
+    monkeypatch.setattr("gpustasis.jobs.stopping.children", list)
 
 
 @pytest.fixture(scope="module")

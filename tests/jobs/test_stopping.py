@@ -47,12 +47,6 @@ TERMS = Terms(restarts=1)
 FAMILY = "import subprocess, sys; subprocess.Popen(['sleep', '1000']); sys.stdin.read()"
 
 
-@pytest.fixture(autouse=True)
-def _childless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A keeper's children are its rank's; this process has others."""
-    monkeypatch.setattr("gpustasis.jobs.stopping.children", list)
-
-
 @pytest.fixture
 def family() -> Iterator[tuple[int, int, int]]:
     """Root, when it was started, and its child."""

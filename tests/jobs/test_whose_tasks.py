@@ -12,7 +12,7 @@ import pytest
 from gpustasis.errors import JobError
 from gpustasis.jobs.lives import Failure
 from gpustasis.jobs.rank import Context
-from jobs.test_stopping import _childless, recovering  # noqa: F401 - a fixture among them
+from jobs.test_stopping import recovering
 from jobs.test_undoing import at_the_gate, context, server, task  # noqa: F401 - fixtures
 from support.job_ranks import state_of
 

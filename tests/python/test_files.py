@@ -157,3 +157,22 @@ def test_links_stay_in_their_root(tmp_path: Path) -> None:
         list(files.changeable_by_others("/loop/file", str(tmp_path)))
     with pytest.raises(FileNotFoundError):
         list(files.changeable_by_others("/usr/none", str(tmp_path)))
+
+
+def test_a_directory_that_another_makes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As keepers of several ranks do that are started at once."""
+    real = os.mkdir
+
+    def mkdir(path: str, mode: int) -> None:
+        real(path, mode)
+        real(path, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", mkdir)
+        files.make_directories(str(tmp_path / "one/two"), 0o700)
+    assert (tmp_path / "one/two").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        files.make_directories(str(tmp_path / "file"), 0o700)

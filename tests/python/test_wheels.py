@@ -31,6 +31,7 @@ _KINDS = {
     ),
     "the Python extension": re.compile(r"gpustasis/_core\.[a-z0-9_-]+\.so"),
     "the CRIU plugin": re.compile(r"gpustasis/plugin/cuda_plugin\.so"),
+    "CRIU's action script": re.compile(r"gpustasis/libexec/rank-script"),
     "what install puts on a host": re.compile(r"gpustasis/runtime-hooks/[a-z]+/[a-z0-9.-]+"),
     "libraries of the driver emulator": re.compile(
         r"gpustasis/emulator/(cuda-13\.4/)?(libcuda|libnvidia-ml)\.so\.1"
@@ -64,7 +65,8 @@ def test_the_product_holds_what_a_node_needs(repository: Path) -> None:
     assert of_no_kind(names) == []
     assert [name for name in names if _NOT_THE_PRODUCTS.search(name)] == []
     assert path.stat().st_size <= _LIMIT
-    for kind in ("the Python extension", "the CRIU plugin", "the emulator's daemon"):
+    programs = ("the Python extension", "the CRIU plugin", "CRIU's action script")
+    for kind in (*programs, "the emulator's daemon"):
         assert sum(bool(_KINDS[kind].fullmatch(name)) for name in names) == 1, kind
 
 

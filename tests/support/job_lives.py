@@ -329,7 +329,7 @@ class Player:
 
         context = SimpleNamespace(
             name=f"rank {host.rank}",
-            place=SimpleNamespace(job="job", rank=host.rank),
+            place=SimpleNamespace(job="job", rank=host.rank, run=Path("/run/played")),
             state=State(),
             life=0,
             gate=SimpleNamespace(is_held=lambda: bool(host.held)),
