@@ -31,8 +31,8 @@ def write(path: Path, report: Report) -> None:
 def _put(path: Path, text: str, name: str, tables: str) -> str:
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    if not after:
+    _, found, after = rest.partition(end)
+    if not found:
         raise ValueError(f"{path}: no place between {begin!r} and {end!r}")
     return f"{before}{begin}{tables}{end}{after}"
 
