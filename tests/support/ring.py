@@ -100,7 +100,10 @@ class Network:
         for holder in self._holders:
             holder.kill()
             holder.wait()
-        subprocess.run(["ip", "link", "del", self._bridge], check=False, capture_output=True)
+        # A namespace that nobody is in any more may keep its end, and the name here, for a while.
+        ends = [f"{self._bridge}v{rank}" for rank in range(len(self.addresses))]
+        for name in [*ends, self._bridge]:
+            subprocess.run(["ip", "link", "del", name], check=False, capture_output=True)
 
 
 def _ip(*words: str) -> None:
