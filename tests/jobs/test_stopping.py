@@ -242,18 +242,6 @@ def test_tasks_of_this_life_are_kept(
         assert task.poll() is None
 
 
-def test_tasks_that_were_started_otherwise_are_left_alone(
-    context: Context,  # noqa: F811
-    task: subprocess.Popen[bytes],  # noqa: F811
-) -> None:
-    lived(context)
-    context.note(pid=task.pid)
-    _, rank = recovering(context)
-    with closing(rank), pytest.raises(JobError, match="was started without --restarts"):
-        rank.begin(new=True, can_start=True)
-    assert task.poll() is None
-
-
 def test_the_number_of_a_root_that_has_ended_stays_taken_until_all_is_stopped(
     context: Context,  # noqa: F811
 ) -> None:

@@ -12,19 +12,26 @@ import pytest
 from gpustasis.errors import JobError
 from gpustasis.jobs.lives import Failure
 from gpustasis.jobs.rank import Context
-from jobs.test_stopping import recovering
+from jobs.test_stopping import lived, recovering
 from jobs.test_undoing import at_the_gate, context, server, task  # noqa: F401 - fixtures
 from support.job_ranks import state_of
 
 
-def test_tasks_are_left_alone_when_the_store_has_lost_their_life(
+@pytest.mark.parametrize(
+    ("life", "said"),
+    [(5, "the store has lost what it held"), (0, "was started without --restarts")],
+)
+def test_tasks_of_no_life_that_the_store_knows_are_left_alone(
+    life: int,
+    said: str,
     context: Context,  # noqa: F811
     task: subprocess.Popen[bytes],  # noqa: F811
 ) -> None:
-    context.life = 5
+    lived(context)
+    context.life = life
     context.note(pid=task.pid)
     _, rank = recovering(context)
-    with closing(rank), pytest.raises(JobError, match="the store has lost what it held"):
+    with closing(rank), pytest.raises(JobError, match=said):
         rank.begin(new=True, can_start=True)
     assert task.poll() is None
 

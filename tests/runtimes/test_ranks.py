@@ -262,6 +262,14 @@ def assert_none_is_in_it(ranks: list[SteadyContainer], asked: list[Asking]) -> N
         one.run_on()
 
 
+def assert_they_stand(node: Node, rank: SteadyContainer, before: int) -> None:
+    """Both scripts wait, and the rank has not gone on since it had taken so many steps."""
+    node.wait_for(lambda: len(node.pids("rank-script")) == 2)
+    time.sleep(1)
+    assert len(node.pids("rank-script")) == 2
+    assert rank.steps() == before
+
+
 def test_a_killed_agent_is_waited_for(node: Node, steady: Steady) -> None:
     """By a script whose tasks stand: what is decided about them, the next agent knows."""
     ranks = start(steady, "agent")
@@ -269,10 +277,7 @@ def test_a_killed_agent_is_waited_for(node: Node, steady: Steady) -> None:
     before = ranks[0].steps()
     node.kill_agent()
     hold.release()
-    node.wait_for(lambda: len(node.pids("rank-script")) == 2)
-    time.sleep(1)
-    assert len(node.pids("rank-script")) == 2
-    assert ranks[0].steps() == before
+    assert_they_stand(node, ranks[0], before)
     node.start_agent()
     assert_none_is_in_it(ranks, asked)
     for done in ask_all(ranks, "checkpoint", "-R"):
@@ -310,9 +315,7 @@ def test_with_etcd(engines: EngineRoot, steady: Steady) -> None:
         before = ranks[0].steps()
         etcd.kill()
         hold.release()
-        node.wait_for(lambda: len(node.pids("rank-script")) == 2)
-        time.sleep(1)
-        assert ranks[0].steps() == before
+        assert_they_stand(node, ranks[0], before)
         etcd.start()
         assert [one.ended().returncode for one in asked] == [0, 0]
         for one in ranks:

@@ -15,7 +15,14 @@ import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Command
-from gpustasis.cli.options import Size, check_of, interval_options, periodic_of, verify_options
+from gpustasis.cli.options import (
+    Size,
+    chain_option,
+    check_of,
+    interval_options,
+    periodic_of,
+    verify_options,
+)
 from gpustasis.criu.find import find
 from gpustasis.errors import CheckpointError
 from gpustasis.image.directory import allow_many_files
@@ -66,14 +73,7 @@ CHECKPOINTED = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
     help="Keep the newest N checkpoints.",
 )
 @interval_options
-@click.option(
-    "--max-chain",
-    type=click.IntRange(0, 65535),
-    default=8,
-    show_default=True,
-    metavar="N",
-    help="With --interval: how many checkpoints are built on a full one; 0: each is full.",
-)
+@chain_option("With --interval: how many checkpoints are built on a full one")
 @click.option(
     "--speed",
     type=Size(),

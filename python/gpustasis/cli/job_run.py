@@ -23,7 +23,13 @@ from gpustasis.cli.job_recovery import (
     require_alone,
     wait_a_moment,
 )
-from gpustasis.cli.options import check_of, interval_options, periodic_of, verify_options
+from gpustasis.cli.options import (
+    chain_option,
+    check_of,
+    interval_options,
+    periodic_of,
+    verify_options,
+)
 from gpustasis.errors import JobError
 from gpustasis.jobs.messages import Limits
 
@@ -95,14 +101,7 @@ def _seconds(
     help="After each checkpoint that leaves the job running, remove all but the newest N whole "
     "ones, those on this host.  [default: all stay]",
 )
-@click.option(
-    "--max-chain",
-    type=click.IntRange(0, 65535),
-    default=8,
-    show_default=True,
-    metavar="N",
-    help="How many of the rank's dumps by --interval are built on a full one; 0: each is full.",
-)
+@chain_option("How many of the rank's dumps by --interval are built on a full one")
 @preempting_options
 @click.option("--tcp-close", is_flag=True, help="TCP connections come back closed at a restore.")
 @click.option(

@@ -173,6 +173,18 @@ def interval_options(function: Decorated) -> Decorated:
     return function
 
 
+def chain_option(counted: str) -> Callable[[Decorated], Decorated]:
+    """--max-chain; counted: what it is the greatest number of."""
+    return click.option(
+        "--max-chain",
+        type=click.IntRange(0, 65535),
+        default=8,
+        show_default=True,
+        metavar="N",
+        help=f"{counted}; 0: each is full.",
+    )
+
+
 def periodic_of(interval: timedelta | str | None, mtbf: timedelta) -> Periodic | None:
     """Of interval_options."""
     if interval is None:

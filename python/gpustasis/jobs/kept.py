@@ -225,13 +225,14 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
 
 
 def _needs_of(these: Iterable[Standing], among: Iterable[Standing]) -> set[str]:
-    """Ids of the dumps that theirs are built on, and so on. Raises JobError if that cannot be
-    told."""
+    """Ids of the dumps that theirs are built on, and so on; those of engines are the engines'.
+    Raises JobError if that cannot be told."""
     parents = {
         record.id: record.parent for one in among if one.was_whole for record in records_of(one)
     }
     needed: set[str] = set()
-    todo = [(one.number, record.parent) for one in these for record in records_of(one)]
+    ours = [one for one in these if not one.is_engines]
+    todo = [(one.number, record.parent) for one in ours for record in records_of(one)]
     while todo:
         number, parent = todo.pop()
         if not parent or parent in needed:
