@@ -192,6 +192,15 @@ def test_what_a_kept_dump_is_built_on_is_kept(context: Context) -> None:
     assert [there(0), there(1)] == [[6, 7, 8], [6, 7, 8]]
 
 
+def test_what_an_engines_dump_is_built_on_is_the_engines(context: Context) -> None:
+    put_epoch(context)
+    number = put_epoch(context, 77, 77)
+    with pytest.raises(JobError, match=f"epoch {number} is built on 77-[01], of which the store"):
+        kept.prune(context.store, context.keys, 1)
+    context.store.write([], [Put(context.keys.awaited(number), "1")])
+    assert [one.epoch for one in kept.prune(context.store, context.keys, 1)] == [1]
+
+
 def test_how_long_a_full_dump_takes(context: Context) -> None:
     def slowest() -> tuple[int, float] | None:
         return kept.slowest_dump(context.store, context.keys)
