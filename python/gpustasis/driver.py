@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import cffi
 
+from gpustasis.answering import ANSWER_S, answer_within
 from gpustasis.errors import DriverError
 
 DEFAULT_LIBRARY = "libcuda.so.1"
 # For who only looks.
-ANSWER_S = 10.0  # of an answer that needs no GPU work
 INIT_S = 30.0  # of cuInit: many GPUs that nobody uses take their time to wake up
 
 NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: the process does not use CUDA
@@ -94,10 +91,6 @@ class Device:
     def emulated(self) -> bool:
         """It is one of our driver emulator's, which name themselves so."""
         return "emulat" in self.name.lower()
-
-
-class TimedOutError(DriverError):
-    """The driver was asked and has not answered yet."""
 
 
 class Driver:
@@ -215,30 +208,6 @@ class Driver:
         if self._function(function)(code, out) != 0 or out[0] == _ffi.NULL:
             return ""
         return _string(out[0])
-
-
-def answer_within(seconds: float, what: str, call: Callable[[], Answer]) -> Answer:
-    """What `call` gives, for who only looks: a driver that hangs is not waited for. The thread that
-    waits for it is left behind and ends with this process.
-
-    Raises whatever `call` does, DriverError if the driver refuses, or TimedOutError.
-    """
-    answers: SimpleQueue[tuple[Answer] | Exception] = SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put((call(),))
-        except Exception as exc:  # noqa: BLE001  # the caller gets it
-            answers.put(exc)
-
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        answer = answers.get(timeout=seconds)
-    except Empty:
-        raise TimedOutError(f"{what}: no answer within {seconds:g} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer[0]
 
 
 def list_devices_within(driver: Driver) -> tuple[Device, ...]:

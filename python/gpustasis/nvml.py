@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import cffi
 
+from gpustasis.answering import ANSWER_S, TimedOutError, answer_within
 from gpustasis.errors import DriverError
 
 DEFAULT_LIBRARY = "libnvidia-ml.so.1"
-ANSWER_S = 15.0  # GPUs that nobody uses take their time to wake up
 _VERSION_SIZE = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 
-_left_behind: list[threading.Thread] = []
+_left_behind: list[threading.Event] = []  # of what was asked and not waited for
 Answer = TypeVar("Answer")
 
 _ffi = cffi.FFI()
@@ -93,28 +93,23 @@ def busiest(library: str = DEFAULT_LIBRARY) -> float:
 
 
 def _answered(ask: Callable[[], Answer]) -> Answer:
-    """What it gives. A GPU that has failed may hold NVML up for ever: then the thread that waits
-    for it is left behind, and nothing more is asked before it is back. Raises DriverError."""
-    if any(one.is_alive() for one in _left_behind):
+    """What it gives. A GPU that has failed may hold NVML up for ever: then nothing more is asked
+    before it has answered. Raises DriverError."""
+    if not all(one.is_set() for one in _left_behind):
         raise DriverError("NVML: it has not answered yet what it was asked before")
-    answers: list[Answer | Exception] = []
+    is_over = threading.Event()
 
-    def call() -> None:
+    def call() -> Answer:
         try:
-            answers.append(ask())
-        except Exception as exc:  # noqa: BLE001 - whoever asks gets it
-            answers.append(exc)
+            return ask()
+        finally:
+            is_over.set()
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(ANSWER_S)
-    if not answers:
-        _left_behind[:] = [thread]
-        raise DriverError(f"NVML: no answer within {ANSWER_S:g} s")
-    answer = answers[0]
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    try:
+        return answer_within(ANSWER_S, "NVML", call)
+    except TimedOutError:
+        _left_behind[:] = [is_over]
+        raise
 
 
 def _devices(nvml: Any) -> Iterator[Any]:

@@ -47,8 +47,9 @@ PYTHON_ARROWS = {
     "__main__": {"cli"},
     "checkpointctl": {"errors", "cli"},
     "process": {"errors"},
-    "driver": {"errors"},
-    "nvml": {"errors"},
+    "answering": {"errors"},
+    "driver": {"errors", "answering"},
+    "nvml": {"errors", "answering"},
     "nccl": set[str](),
     "job": {"errors"},
     "task": {"errors"},
@@ -76,7 +77,7 @@ PYTHON_ARROWS = {
     "jobs": {
         *("errors", "files", "criu", "driver", "image", "_core", "process", "recovery", "task"),
         *("streaming", "verifying", "nvml", "intervals", "nccl", "job", "dump_time"),
-        "locked_file",
+        *("locked_file", "answering"),
     },
     "preemption": {
         *("errors", "_core", "criu", "files", "image", "nvml", "process", "recovery", "task"),
@@ -89,7 +90,7 @@ PYTHON_ARROWS = {
     },
     "diagnosis": {
         *("errors", "process", "driver", "nvml", "criu", "emulator", "install", "task", "text"),
-        *("archive", "image", "_core", "policy", "nccl"),
+        *("archive", "image", "_core", "policy", "nccl", "answering"),
     },
     "cli": {
         *("__init__", "errors", "process", "driver", "nvml", "image", "criu"),

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import pytest
 
-from gpustasis.driver import Driver, ProcessState, TimedOutError
+from gpustasis.answering import TimedOutError
+from gpustasis.driver import Driver, ProcessState
 from gpustasis.jobs import clock, evidence, preempting, rank
 from gpustasis.jobs.lives import Failure, Life, Stage, Terms
 from gpustasis.jobs.rank import Context

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpustasis.driver import ANSWER_S
+from gpustasis.answering import ANSWER_S
 from support.checkpoint import Checkpointer
 from support.criu_roots import preferred_criu
 from support.job import Job

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from gpustasis.driver import Driver, ProcessState, TimedOutError, answer_within
+from gpustasis.answering import TimedOutError, answer_within
+from gpustasis.driver import Driver, ProcessState
 from gpustasis.emulator import Emulator
 from gpustasis.errors import DriverError
 from support.job import Job

@@ -66,7 +66,7 @@ def test_what_does_not_answer_is_asked_once(
             with pytest.raises(DriverError, match=said):
                 nvml.busiest(place)
     (left,) = nvml._left_behind
-    left.join(60)
+    assert left.wait(60)
     assert nvml.busiest(place) == 0.8  # it is back
 
 

@@ -11,17 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from gpustasis import nccl, nvml
+from gpustasis.answering import ANSWER_S, TimedOutError, answer_within
 from gpustasis.criu.plugin import RUNC_FILE, parse_options
 from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.diagnosis.container import PROC, Container, read_mounts, unknown
-from gpustasis.driver import (
-    ANSWER_S,
-    Driver,
-    ProcessState,
-    TimedOutError,
-    answer_within,
-    list_devices_within,
-)
+from gpustasis.driver import Driver, ProcessState, list_devices_within
 from gpustasis.errors import CheckpointError, CriuError, DriverError
 from gpustasis.task import misleading_thread, read_task
 from gpustasis.text import mib, plural
@@ -280,7 +274,7 @@ def _memory(container: Container, nvml_library: str) -> Finding:
     """The driver stages GPU memory in memory of the task, charged to its control group."""
     name = "memory"
     try:
-        used = answer_within(ANSWER_S, "NVML", partial(nvml.memory_used, nvml_library))
+        used = nvml.memory_used(nvml_library)
     except DriverError as exc:
         return note(name, f"how much GPU memory is in use is not known: {exc}")
     free, where = room(container.group)

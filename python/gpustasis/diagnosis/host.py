@@ -14,11 +14,12 @@ from pathlib import Path
 
 from gpustasis import nvml, process
 from gpustasis._core import is_userfaultfd_setting_left, list_drop_records, openssl_version
+from gpustasis.answering import ANSWER_S, answer_within
 from gpustasis.criu import run
 from gpustasis.criu.find import Criu, choose, find_all
 from gpustasis.criu.plugin import PLUGIN_NAME, find_config, plugin_directory, read_config
 from gpustasis.diagnosis import Finding, note, ok, problem
-from gpustasis.driver import ANSWER_S, Device, Driver, answer_within, list_devices_within
+from gpustasis.driver import Device, Driver, list_devices_within
 from gpustasis.errors import CheckpointError, CriuError, DriverError, UnsupportedError
 from gpustasis.text import mib
 

@@ -13,13 +13,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from gpustasis import nvml
 from gpustasis._core import Manifest
+from gpustasis.answering import ANSWER_S, answer_within
 from gpustasis.archive.layout import SPEC
 from gpustasis.archive.opened import Archive, inspect_archive
 from gpustasis.archive.opened import open_files as open_checkpoint
@@ -37,7 +37,7 @@ from gpustasis.diagnosis import (
     open_files,
     problem,
 )
-from gpustasis.driver import ANSWER_S, Device, Driver, answer_within, list_devices_within
+from gpustasis.driver import Device, Driver, list_devices_within
 from gpustasis.errors import CheckpointError, CriuError, DriverError, SealError
 from gpustasis.image.checkpoint import STORE_ROOT, CheckpointFiles, State, find_checkpoint
 from gpustasis.image.inspection import Inspection, inspect_files
@@ -280,7 +280,7 @@ def _gpu_memory(found: Inspection, devices: tuple[Device, ...], nvml_library: st
     needed = _gpu_bytes(found)
     total = sum(device.memory_size for device in devices)
     try:
-        used = answer_within(ANSWER_S, "NVML", partial(nvml.memory_used, nvml_library))
+        used = nvml.memory_used(nvml_library)
         unknown = ""
     except DriverError as exc:
         used = 0

@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from gpustasis.answering import ANSWER_S, TimedOutError, answer_within
 from gpustasis.criu.find import Criu
 from gpustasis.criu.plugin import driver_libraries
 from gpustasis.criu.run import Run, Settings
-from gpustasis.driver import ANSWER_S, Driver, ProcessState, TimedOutError, answer_within
+from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.jobs.gate import Gate
 from gpustasis.jobs.network import Lock, find_nft, own_addresses
