@@ -84,6 +84,7 @@ bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note&
     if (!hidden_)
         return false;
     taken_ = true;
+    host::info("storing CPU memory: looking at " + std::to_string(added_.size()) + " processes");
     std::vector<SharingTask> tasks = look_at_tasks();
     look_at_flags(tasks);
     const std::vector<SharedPart> shared = find_shared(tasks);

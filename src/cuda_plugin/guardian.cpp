@@ -6,23 +6,29 @@
 #include "cuda_plugin/undo.hpp"
 #include "tracee/proc.hpp"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <optional>
+#include <string>
 #include <thread>
+#include <vector>
 
 namespace gpustasis {
 namespace {
 
 constexpr int kPollMs = 10;
-constexpr int kStartMs = 5'000;
+constexpr int kStartMs =
+    30'000; // one that cannot start says so at once; this is for loaded machines
 constexpr int kRetryMs = 1'000; // between two attempts to put everything back
 constexpr int kAnswerMs = 100;  // between two attempts to answer who waits
 
@@ -153,26 +159,88 @@ private:
     std::optional<ImageReader> image_;
 };
 
+/// How a guardian tells who starts it that it is ready, or why it cannot be.
+class Start {
+public:
+    /// Throws Error: io.
+    Start() {
+        int ends[2];
+        if (::pipe2(ends, O_CLOEXEC) != 0)
+            throw io_error("cannot make a pipe for a guardian", errno);
+        reading_ = UniqueFd(ends[0]);
+        writing_ = UniqueFd(ends[1]);
+    }
+
+    /// In the guardian, which ends after failed(). It holds both ends: to write when criu has been killed
+    /// must not kill it.
+    std::vector<int> descriptors() const { return {reading_.get(), writing_.get()}; }
+    void ready() noexcept {
+        tell("");
+        writing_.reset();
+        reading_.reset();
+    }
+    void failed(const char* why) noexcept { tell(why); }
+
+    /// In who starts it, after the fork. Throws Error: io.
+    void wait() {
+        writing_.reset(); // or its death would not be seen
+        pollfd poll{.fd = reading_.get(), .events = POLLIN, .revents = 0};
+        int found = 0;
+        do
+            found = ::poll(&poll, 1, kStartMs);
+        while (found < 0 && errno == EINTR);
+        if (found == 0)
+            throw Error(Errc::io, "a guardian of dropped memory does not start: no answer in " +
+                                      std::to_string(kStartMs / 1000) + " s");
+        char told[kLongest];
+        const ssize_t got = ::read(reading_.get(), told, sizeof(told));
+        if (got <= 0)
+            throw Error(Errc::io, "a guardian of dropped memory has died at its start");
+        if (got > 1)
+            throw Error(Errc::io, "a guardian of dropped memory does not start: " +
+                                      std::string(told, static_cast<std::size_t>(got) - 1));
+    }
+
+private:
+    static constexpr std::size_t kLongest = 1024; // a pipe takes that at once
+
+    /// A message, and a byte that ends it.
+    void tell(const char* why) noexcept {
+        char text[kLongest]{};
+        std::strncpy(text, why, sizeof(text) - 1);
+        // One that cannot be written shows as a death.
+        [[maybe_unused]] const ssize_t put = ::write(writing_.get(), text, std::strlen(text) + 1);
+    }
+
+    UniqueFd reading_;
+    UniqueFd writing_;
+};
+
 [[noreturn]] void run_guardian(int number, TaskRecord& record, const TaskTable& table,
                                MissingPages& pages, UndoImages& images, KeyHandover& key,
-                               unsigned threads, int criu) noexcept {
+                               unsigned threads, int criu, Start& start) noexcept {
     try {
         key.take(images);
         std::vector<int> keep = images.lineage().descriptors();
         keep.push_back(pages.fd());
         keep.push_back(criu);
+        std::ranges::copy(start.descriptors(), std::back_inserter(keep));
         shed_criu(std::move(keep), kGuardianName);
         Guardian guardian(record, table, pages, images, threads, criu);
         guardian.open_image();
         images.forget_key(); // the image holds what it needs of it
         record.guardian_starts[number] = proc::start_time(::getpid());
         record.guardians[number] = ::getpid();
+        start.ready();
         for (int before = 0; before < number; ++before)
             while (!is_over(record) && is_running(record, before))
                 ::poll(nullptr, 0, kPollMs);
         guardian.run();
+    } catch (const std::exception& e) {
+        start.failed(e.what()); // nothing may unwind into criu's frames
+        ::_exit(1);
     } catch (...) {
-        ::_exit(1); // nothing may unwind into criu's frames
+        ::_exit(1);
     }
     ::_exit(0);
 }
@@ -186,14 +254,11 @@ void start_guardians(TaskRecord& record, const TaskTable& table, MissingPages& p
         throw io_error("pidfd_open of criu", errno);
     for (int number = 0; number < TaskRecord::kGuardians; ++number) {
         KeyHandover key(images);
+        Start start;
         fork_orphan("a guardian of dropped memory", [&] {
-            run_guardian(number, record, table, pages, images, key, threads, criu.get());
+            run_guardian(number, record, table, pages, images, key, threads, criu.get(), start);
         });
-        for (int waited = 0; record.guardians[number] == 0; ++waited) {
-            if (waited == kStartMs)
-                throw Error(Errc::io, "a guardian of dropped memory does not start");
-            ::poll(nullptr, 0, 1);
-        }
+        start.wait();
     }
     record.guarded = true;
 }

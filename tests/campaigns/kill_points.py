@@ -52,16 +52,15 @@ _PHASES = {
     "freeze": "Seized task",
     "checkpoint": "' hook 11 ",
     "drop": "cuda_plugin: dropping",
-    "store": "cuda_plugin: checkpointed pid",
+    "store": "cuda_plugin: storing CPU memory",
     "collect": "Collecting netns",
     "dump tasks": "Dumping task (pid:",
     "finish": "Writing image inventory",
     "refill": "cuda_plugin: bringing back",
 }
 _DROPPED = "cuda_plugin: checkpointed pid"  # the drop of one task is over
-_STORED = " MiB of CPU memory of pid "  # and its CPU memory is in its image
-_STORE = "store"  # a phase only where the plugin stores CPU memory
-_OF_A_TASK = ("drop", _STORE)
+_STORED = " MiB of CPU memory of pid "  # the CPU memory of one task is in its image
+_STORE = "store"  # a phase only where the plugin stores CPU memory, of all tasks at once
 _REFILLED = "cuda_plugin: brought back pid"
 _STOCK = ("start", "freeze", "dump tasks", "finish")
 _CRIUS_SIGNALS = {"SIGTRAP", "SIGSEGV"}  # what stock CRIU's victims die of in this campaign
@@ -117,7 +116,7 @@ def run(
     key = str((settings or {}).get("private_key", ""))
     hits: Counter[str] = Counter()
     with Jobs(start or (lambda: start_job(rig, plugin, random, shape))) as jobs:
-        lengths = _measure(rig, jobs.get(), plugin, phases)
+        spans = _measure(rig, jobs.get(), plugin, phases)
         calls = _count_calls(rig, jobs.get(), plugin, names)
         for index in itertools.count():
             fewest = min(names, key=lambda name: hits[name])
@@ -132,14 +131,16 @@ def run(
             words = _words(rig, job, images, plugin)
             users = [pid for pid in job.pids if with_worker and restore_thread(pid)]  # of CUDA
             # Dumps of a busy machine differ, so a count that is a difference may be none.
-            if lengths[fewest] < _SHORT_S or (index % 2 == 0 and calls[fewest] > 0):
+            turn = random.randrange(max(1, len(spans[fewest])))
+            length = spans[fewest][turn] if spans[fewest] else 0
+            if length < _SHORT_S or (index % 2 == 0 and calls[fewest] > 0):
                 number = random.randint(1, max(1, calls[fewest]))
                 point = f"system call {number} of {calls[fewest]} of {fewest}"
                 proofs = kill.at_call(words, number, _PHASES[fewest])
             else:
-                seconds = random.uniform(0, lengths[fewest])
-                point = f"{seconds * 1000:.1f} ms of {lengths[fewest] * 1000:.1f} of {fewest}"
-                proofs = kill.in_phase(words, fewest, seconds)
+                seconds = random.uniform(0, length)
+                point = f"{seconds * 1000:.1f} ms of {length * 1000:.1f} of {fewest} {turn + 1}"
+                proofs = kill.in_phase(words, fewest, turn, seconds)
             phase = _phase(images, phases)
             hits[phase] += kill.done
             tally.counts.update(["trials", f"in {phase}"] if kill.done else ["too late"])
@@ -171,8 +172,7 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
     these moments finds one alive, that is a failure."""
     tally = Tally()
     with Jobs(lambda: start_job(rig, True, random)) as jobs:
-        lengths = _measure(rig, jobs.get(), True, phases_of(None))
-        seconds = sum(lengths.values())
+        seconds = sum(map(sum, _measure(rig, jobs.get(), True, phases_of(None)).values()))
         for _ in range(count):
             job, images = jobs.get(), rig.images()
             threads = job.threads()
@@ -257,23 +257,27 @@ def _words(rig: Rig, job: SteadyJob, images: Path, plugin: bool) -> list[str]:
     return rig.dump_words(job, images, ["--leave-running"], plugin=plugin)
 
 
-def _measure(rig: Rig, job: SteadyJob, plugin: bool, phases: Sequence[str]) -> Counter[str]:
-    """The seconds that each phase of an undisturbed dump lasts."""
+def _measure(
+    rig: Rig, job: SteadyJob, plugin: bool, phases: Sequence[str]
+) -> dict[str, list[float]]:
+    """The seconds that each phase of an undisturbed dump lasts: each time, where tasks go through
+    it in turn. A phase that is too short to be seen has none."""
     images = rig.images()
     criu = rig.start(_words(rig, job, images, plugin))
-    lengths: Counter[str] = Counter()
-    phase, since = "start", time.monotonic()
+    spans: dict[str, list[float]] = {name: [] for name in phases}
+    phase, begun = "start", time.monotonic()
     while criu.poll() is None:
-        now = time.monotonic()
-        lengths[phase] += now - since
-        phase, since = _phase(images, phases), now
+        found, now = _phase(images, phases), time.monotonic()
+        if found != phase:
+            spans.setdefault(phase, []).append(now - begun)
+            phase, begun = found, now
         time.sleep(_WATCH_S)
     assert criu.returncode == 0, criu_errors(images, "dump")
     job.run_on()
     if _STORE in phases:  # all of them have some
         stored = log_path(images, "dump").read_text(errors="replace").count(_STORED)
         assert stored == len(job.pids), f"the CPU memory of {stored} processes was stored"
-    return lengths
+    return spans
 
 
 def _count_calls(rig: Rig, job: SteadyJob, plugin: bool, names: Sequence[str]) -> dict[str, int]:
@@ -282,8 +286,6 @@ def _count_calls(rig: Rig, job: SteadyJob, plugin: bool, names: Sequence[str]) -
     marks = [_PHASES[name] for name in names]
     left = {}
     ends_of = {"drop": _DROPPED, "refill": _REFILLED} if plugin else {}
-    if _STORE in names:
-        ends_of[_STORE] = _STORED
     for mark in {*marks, *ends_of.values()}:
         images = rig.images()
         kill = _Kill(rig, job, images, False, names)
@@ -330,12 +332,11 @@ class _Kill:
         self.done = status == 137
         return proofs
 
-    def in_phase(self, words: list[str], phase: str, seconds: float) -> dict[int, str]:
-        """That long after the phase, or one behind it, has begun. In which tasks CRIU's code
-        stood."""
-        begun = (*self.phases[self.phases.index(phase) :], "end")
+    def in_phase(self, words: list[str], phase: str, turn: int, seconds: float) -> dict[int, str]:
+        """That long after the phase has begun, `turn` times before not counted. In which tasks
+        CRIU's code stood."""
         criu = self.rig.start(words)
-        while criu.poll() is None and _phase(self.images, self.phases) not in begun:
+        while criu.poll() is None and _log(self.images).count(_PHASES[phase]) <= turn:
             time.sleep(_WATCH_S)
         time.sleep(seconds)
         proofs = {}
@@ -373,19 +374,18 @@ def _recover(rig: Rig, pids: Sequence[int], images: Path, key: str) -> None:
         assert recovered.returncode == 0, f"recover: {recovered.stderr}"
 
 
+def _log(images: Path) -> str:
+    log = log_path(images, "dump")
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
 def _phase(images: Path, phases: Sequence[str]) -> str:
     """In which of these phases a dump is, or was killed, by criu's log."""
-    log = log_path(images, "dump")
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = _log(images)
     phase = next(name for name in reversed(phases) if _PHASES[name] in text)
-    if phase in _OF_A_TASK:  # the next one goes through them again: whatever began last
-        after_drop = _STORE if _STORE in phases else "checkpoint"
-        begun = {
-            _PHASES["checkpoint"]: "checkpoint",
-            _PHASES["drop"]: "drop",
-            _DROPPED: after_drop,
-            _STORED: "checkpoint",
-        }
+    if phase == "drop":  # the next task goes through checkpoint and drop again
+        begun = {_PHASES["checkpoint"]: "checkpoint", _PHASES["drop"]: "drop"}
+        begun[_DROPPED] = "checkpoint"
         return begun[max(begun, key=text.rfind)]
     # A task's refill is over when the next task's begins.
     if phase == "refill" and text.count(_REFILLED) == text.count(_DROPPED):

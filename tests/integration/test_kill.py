@@ -39,7 +39,7 @@ def test_the_plugin_loses_no_job_when_criu_is_killed_while_it_stores_cpu_memory(
 ) -> None:
     shape = kill_points.SMALL_CPU
     tally = kill_points.run(
-        newest_rig, Random(SEED), 15, whole_bound=False, shape=shape, settings=OURS
+        newest_rig, Random(SEED), 15, whole_bound=False, each=1, shape=shape, settings=OURS
     )
     require_kills(tally)
     assert tally.counts["in store"], tally.counts
