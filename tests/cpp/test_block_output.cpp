@@ -83,6 +83,8 @@ void pieces_become_the_file() {
             }
             output.finish(size);
             CHECK(file_size(file.get()) == size);
+            if (size > 8 * kBlock) // only the end of it may have gone through the page cache
+                CHECK(is_mostly_cached(file.get(), size) == !output.is_direct());
             CHECK(read_part(file.get(), 0, size) == wanted);
         }
 }
