@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace gpustasis {
 
@@ -33,16 +34,8 @@ void BlockOutput::put(std::uint64_t offset, std::size_t size,
 MutBytes BlockOutput::at(std::uint64_t offset, std::size_t size) {
     const std::lock_guard lock(mutex_);
     auto found = open_.find(offset / kBlockSize);
-    if (found == open_.end()) {
-        AlignedBuffer buffer = [&] {
-            if (spare_.empty())
-                return AlignedBuffer(kBlockSize);
-            AlignedBuffer spare = std::move(spare_.back());
-            spare_.pop_back();
-            return spare;
-        }();
-        found = open_.emplace(offset / kBlockSize, Block{std::move(buffer)}).first;
-    }
+    if (found == open_.end())
+        found = open_.emplace(offset / kBlockSize, Block{spare_.take(kBlockSize)}).first;
     return found->second.buffer.bytes().subspan(offset % kBlockSize, size);
 }
 
@@ -60,8 +53,7 @@ void BlockOutput::filled(std::uint64_t offset, std::size_t size) {
     chunks_.write(begin, full.mapped().buffer.bytes(), kBlockSize);
     if (!is_direct())
         begin_write_back(fd_, begin, kBlockSize);
-    const std::lock_guard lock(mutex_);
-    spare_.push_back(std::move(full.mapped().buffer));
+    spare_.put_back(std::move(full.mapped().buffer));
 }
 
 void BlockOutput::finish(std::uint64_t size) {

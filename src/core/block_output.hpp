@@ -11,7 +11,6 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <vector>
 
 namespace gpustasis {
 
@@ -47,7 +46,7 @@ private:
     ChunkOutput chunks_;
     std::mutex mutex_;
     std::map<std::uint64_t, Block> open_; ///< by number; those that are not full
-    std::vector<AlignedBuffer> spare_;    ///< of blocks that were written
+    BufferPool spare_;
 };
 
 } // namespace gpustasis

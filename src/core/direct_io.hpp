@@ -13,7 +13,10 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <new>
+#include <utility>
+#include <vector>
 
 namespace gpustasis {
 
@@ -44,6 +47,33 @@ private:
     };
     std::size_t size_;
     std::unique_ptr<std::byte, Free> data_;
+};
+
+/// Buffers that are used again and again, by any number of threads: large memory that comes new from the kernel each
+/// time costs a fault for every page of it, more than what is done with it.
+class BufferPool {
+public:
+    /// One of `size` bytes at least. Throws std::bad_alloc.
+    AlignedBuffer take(std::size_t size) {
+        {
+            const std::lock_guard lock(mutex_);
+            while (!spare_.empty()) {
+                AlignedBuffer found = std::move(spare_.back());
+                spare_.pop_back();
+                if (found.bytes().size() >= size)
+                    return found;
+            }
+        }
+        return AlignedBuffer(size);
+    }
+    void put_back(AlignedBuffer buffer) {
+        const std::lock_guard lock(mutex_);
+        spare_.push_back(std::move(buffer));
+    }
+
+private:
+    std::mutex mutex_;
+    std::vector<AlignedBuffer> spare_; ///< the last one first: it is in a cache
 };
 
 /// Whether `bytes` can be a buffer of direct I/O.

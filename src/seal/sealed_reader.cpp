@@ -44,8 +44,8 @@ SealedReader::SealedReader(int dir, const std::string& name, const DataKey& key,
                            std::uint32_t file_id, IoMode io)
     : file_(std::make_shared<const UniqueFd>(open_regular(dir, name))),
       frames_(std::make_shared<const ChunkInput>(file_, 0, gpustasis::file_size(file_->get()), io)),
-      header_bytes_(read_header(file_->get())), header_(header_for(header_bytes_, key, file_id)),
-      opener_(key, file_id, header_bytes_) {
+      buffers_(std::make_unique<BufferPool>()), header_bytes_(read_header(file_->get())),
+      header_(header_for(header_bytes_, key, file_id)), opener_(key, file_id, header_bytes_) {
     const std::uint64_t size = frames_->size();
     const std::uint64_t end_at = size - kFrameOverhead - kEndSize;
     const std::vector<std::byte> end_header = read_part(file_->get(), end_at, kFrameHeaderSize);
@@ -136,7 +136,7 @@ void SealedReader::read_run(std::uint64_t at, MutBytes out) const {
         std::min<std::uint64_t>((at + out.size() + step - 1) / step * step, end_.content_size);
     const std::size_t size = end_of_frames(0, end - first, header_.frame_size);
     const std::uint64_t stored_at = end_of_frames(kSealedHeaderSize, first, header_.frame_size);
-    std::optional<AlignedBuffer> buffer;
+    AlignedBuffer buffer = buffers_->take(kDirectAlignment + size);
     Bytes stored = read_stored(stored_at, size, buffer);
     std::vector<std::byte> scratch;
     const Wiped wiped{scratch};
@@ -159,16 +159,15 @@ void SealedReader::read_run(std::uint64_t at, MutBytes out) const {
         out = out.subspan(wanted);
         at += wanted;
     }
+    buffers_->put_back(std::move(buffer));
 }
 
 // Sealed frames begin anywhere: what is read directly begins at the block before.
-Bytes SealedReader::read_stored(std::uint64_t at, std::size_t size,
-                                std::optional<AlignedBuffer>& buffer) const {
+Bytes SealedReader::read_stored(std::uint64_t at, std::size_t size, AlignedBuffer& buffer) const {
     const std::size_t before = is_direct() ? at % kDirectAlignment : 0;
-    buffer.emplace(before + size);
     if (!is_direct())
         begin_read_ahead(file_->get(), at, size);
-    return frames_->read(at - before, before + size, buffer->bytes()).subspan(before);
+    return frames_->read(at - before, before + size, buffer.bytes()).subspan(before);
 }
 
 void SealedReader::read_all(const Sink& sink, unsigned threads, const SealProgress& tell) const {

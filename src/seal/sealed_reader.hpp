@@ -54,14 +54,14 @@ public:
 private:
     void open_frame(std::uint64_t number, FrameKind kind, std::uint64_t at, MutBytes plain) const;
     void read_run(std::uint64_t at, MutBytes out) const;
-    Bytes read_stored(std::uint64_t at, std::size_t size,
-                      std::optional<AlignedBuffer>& buffer) const;
+    Bytes read_stored(std::uint64_t at, std::size_t size, AlignedBuffer& buffer) const;
     void open_stored(std::uint64_t number, FrameKind kind, Bytes stored, MutBytes plain) const;
     /// Content frame `number`, into the front of `plain`; what of that it fills.
     MutBytes open_content(std::uint64_t number, MutBytes plain) const;
 
     std::shared_ptr<const UniqueFd> file_;
     std::shared_ptr<const ChunkInput> frames_; ///< the same file
+    std::unique_ptr<BufferPool> buffers_;      ///< for frames
     std::vector<std::byte> header_bytes_;
     SealedHeader header_;
     FrameOpener opener_;
