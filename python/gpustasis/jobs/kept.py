@@ -20,7 +20,7 @@ from gpustasis.jobs.dumps import DumpRecord, problems_of, record_of
 from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import TOP, Keys, number_of
-from gpustasis.jobs.store import Put, Require, Store
+from gpustasis.jobs.store import Entry, Put, Require, Store
 
 _NEWEST = re.compile(re.escape(TOP) + r"/([^/]+)/newest")
 
@@ -196,19 +196,15 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
     stays = [one for one in found if one.is_whole and (one.is_evidence or one.number >= oldest)]
     needed = _needs_of(stays, found)
+    goes = [one.number for one in whole if one.number < oldest]
+    _mark(store, keys, newest, goes)
     done = []
     problems: list[str] = []  # the others go all the same
     for one in found:
+        if not one.pruned and one.number not in goes:
+            continue
         if one.plan.restores or one.epoch.phase is not Phase.COMMITTED:
             continue
-        if not one.pruned:
-            if one not in whole or one.number >= oldest:
-                continue
-            # Nobody has begun to restore it, and nobody will.
-            revision = newest.revision if newest else 0
-            requires = [Require(keys.newest, revision), Require(keys.pruned(one.number), 0)]
-            if not store.write(requires, [Put(keys.pruned(one.number), "1")]).applied:
-                raise JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
         removed = []
         for record in () if one.is_engines else records_of(one):
             if record.id and record.id in needed:
@@ -222,6 +218,24 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if problems:
         raise JobError("; ".join(problems))
     return done
+
+
+def _mark(store: Store, keys: Keys, newest: Entry | None, numbers: list[int]) -> None:
+    """Have all of these pruned before anything is removed: nobody has begun to restore one of them,
+    or to build on it, since all were read, and nobody will. newest: as it was read before them.
+    Another prune may have marked some by now. Raises JobError, StoreError."""
+    revision = newest.revision if newest else 0
+    has_begun = JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
+    for number in numbers:
+        key = keys.pruned(number)
+        requires = [Require(keys.newest, revision), Require(key, 0)]
+        is_marked = store.write(requires, [Put(key, "1")]).applied
+        if not is_marked and key not in store.read(key).entries:
+            raise has_begun
+    # Also where nothing was to be marked: epochs are read one by one, and may be of two moments.
+    now = store.read(keys.newest).entries.get(keys.newest)
+    if (now.revision if now else 0) != revision:
+        raise has_begun
 
 
 def _needs_of(these: Iterable[Standing], among: Iterable[Standing]) -> set[str]:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prune beside what goes on at the same time: epochs that begin, and other prunes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from gpustasis.errors import JobError
+from gpustasis.jobs import epochs, kept
+from gpustasis.jobs.epochs import Standing
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import Keys, Plan
+from gpustasis.jobs.store import Answer, Put, Require, Store
+from jobs.test_parents import context, put_epoch  # noqa: F401 - a fixture among them
+
+MEANWHILE = "an epoch has begun meanwhile"
+
+
+def prune(context: Context, keep_last: int = 1) -> list[int]:  # noqa: F811
+    """The epochs of which something was done."""
+    return [one.epoch for one in kept.prune(context.store, context.keys, keep_last)]
+
+
+def there(context: Context) -> list[int]:  # noqa: F811
+    """Epochs of which each rank's dump is there."""
+    top = context.place.directory.parent
+    found = [sorted(path.name for path in top.glob(f"rank-{rank}/epoch-*")) for rank in (0, 1)]
+    assert found[0] == found[1]
+    return [int(name[len("epoch-") :]) for name in found[0]]
+
+
+def before_marking(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    happens: Callable[[], object],
+) -> None:
+    """Have that happen when a prune is about to say that this epoch is pruned."""
+    write, key = context.store.write, context.keys.pruned(number)
+    happened: list[str] = []
+
+    def late(requires: Sequence[Require], puts: Sequence[Put]) -> Answer:
+        if puts and puts[0].key == key and not happened:
+            happened.append(key)
+            happens()
+        return write(requires, puts)
+
+    monkeypatch.setattr(context.store, "write", late)
+
+
+@pytest.mark.parametrize("was_pruned", [True, False])
+def test_what_is_about_to_be_restored_keeps_all_that_it_is_built_on(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    was_pruned: bool,
+) -> None:
+    put_epoch(context)
+    put_epoch(context, 1, 1)
+    if was_pruned:
+        assert prune(context) == [1]
+    put_epoch(context)
+    plan = Plan(world=2, leave_running=True, restores=2)
+    begin = lambda: epochs.begin(context.store, context.keys, plan)  # noqa: E731
+    before_marking(context, monkeypatch, 2, begin)
+    with pytest.raises(JobError, match=MEANWHILE):
+        prune(context)
+    assert there(context) == [1, 2, 3]
+
+
+def test_epochs_that_were_read_at_two_moments_are_no_reason_to_remove_anything(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prune is slow: another checkpoint is made, and pruned for, on another host meanwhile. What
+    the first one has read shows no checkpoint that stays."""
+    for parents in ((0, 0), (1, 1), (2, 2)):
+        put_epoch(context, *parents)
+    assert prune(context) == [1, 2]
+    standing = epochs.standing
+    made: list[int] = []
+
+    def slow(store: Store, keys: Keys, number: int) -> Standing:
+        if not made:
+            made.append(put_epoch(context, 3, 3))
+            store.write([], [Put(keys.pruned(3), "1")])
+        return standing(store, keys, number)
+
+    monkeypatch.setattr(epochs, "standing", slow)
+    with pytest.raises(JobError, match=MEANWHILE):
+        prune(context)
+    assert there(context) == [1, 2, 3, 4]
+
+
+def test_what_another_prune_has_marked_meanwhile_is_removed_all_the_same(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Keepers on several hosts prune at the same time, after the same checkpoint."""
+    for _ in range(3):
+        put_epoch(context)
+    mark = Put(context.keys.pruned(1), "1")
+    before_marking(context, monkeypatch, 1, lambda: context.store.write([], [mark]))
+    assert prune(context) == [1, 2]
+    assert there(context) == [3]
