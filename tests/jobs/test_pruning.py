@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prune beside what goes on at the same time: epochs that begin, and other prunes."""
+"""A prune beside what goes on at the same time: epochs that begin, other prunes, and who reads a
+dump without asking the store."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpustasis.errors import JobError
+from gpustasis.image import directory
+from gpustasis.image.directory import share
 from gpustasis.jobs import epochs, kept
 from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.rank import Context
@@ -105,3 +111,32 @@ def test_what_another_prune_has_marked_meanwhile_is_removed_all_the_same(
     before_marking(context, monkeypatch, 1, lambda: context.store.write([], [mark]))
     assert prune(context) == [1, 2]
     assert there(context) == [3]
+
+
+def test_a_dump_in_use_is_left_to_the_next_prune(context: Context) -> None:  # noqa: F811
+    """Who replays or copies one, or builds a dump of its own on it, asks no store."""
+    for _ in range(3):
+        put_epoch(context)
+    place = context.place.images(1)
+    with share(place), pytest.raises(JobError, match=f"{place} is in use"):
+        prune(context)
+    assert list(place.iterdir()) == [place / "inventory.img"]
+    assert not context.place.images(2).exists()
+    prune(context)
+    assert there(context) == [3]
+
+
+def test_where_no_directory_can_be_locked_dumps_go_all_the_same(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on NFS."""
+    put_epoch(context)
+    put_epoch(context)
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(directory, "fcntl", SimpleNamespace(flock=flock, LOCK_EX=0, LOCK_NB=0))
+    assert prune(context) == [1]
+    assert there(context) == [2]

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.errors import JobError
+from gpustasis.errors import ImageError, JobError
 from gpustasis.files import changeable_by_others
+from gpustasis.image.directory import try_exclude
 from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.dumps import DumpRecord, problems_of, record_of
 from gpustasis.jobs.epochs import Standing
@@ -275,6 +276,19 @@ def _remove(record: DumpRecord, number: int) -> str:
     if wrong is not None:  # while it is removed, it may become a link to somewhere else
         raise JobError(f"{place} is left alone: {wrong}, and keepers dump to no such place")
     try:
+        lock = try_exclude(place)
+    except ImageError:  # a network's file system has no such locks: nobody's is in the way there
+        _remove_all(place, names)
+        return str(place)
+    if lock is None:  # by who restores it, builds on it or fills memory from it, and asks no store
+        raise JobError(f"{place} is in use, and left alone: prune again later")
+    with lock:
+        _remove_all(place, names)
+    return str(place)
+
+
+def _remove_all(place: Path, names: list[str]) -> None:
+    try:
         # Last, so that what is left of a prune that was killed is known as a dump.
         for name in sorted(names, key=lambda one: (one == INVENTORY_NAME, one)):
             part = place / name
@@ -285,4 +299,3 @@ def _remove(record: DumpRecord, number: int) -> str:
         place.rmdir()
     except OSError as exc:
         raise JobError(f"cannot remove {place}: {exc.strerror}") from exc
-    return str(place)
