@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prune beside what goes on at the same time: epochs that begin, other prunes, and who reads a
-dump without asking the store."""
+"""A prune beside what goes on at the same time: epochs that begin, other prunes, ranks that are not
+back yet, and who reads a dump without asking the store."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from gpustasis.image import directory
 from gpustasis.image.directory import share
 from gpustasis.jobs import epochs, kept
 from gpustasis.jobs.epochs import Standing
+from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
-from gpustasis.jobs.records import Keys, Plan
+from gpustasis.jobs.records import Keys, Plan, phase_text, settled_text
 from gpustasis.jobs.store import Answer, Put, Require, Store
 from jobs.test_parents import context, put_epoch  # noqa: F401 - a fixture among them
 
@@ -36,6 +37,16 @@ def there(context: Context) -> list[int]:  # noqa: F811
     found = [sorted(path.name for path in top.glob(f"rank-{rank}/epoch-*")) for rank in (0, 1)]
     assert found[0] == found[1]
     return [int(name[len("epoch-") :]) for name in found[0]]
+
+
+def put_restore(context: Context, restores: int, *settled: str) -> int:  # noqa: F811
+    """A committed epoch that has restored this one; what ranks have said of it since."""
+    plan, keys = Plan(world=2, leave_running=True, restores=restores), context.keys
+    number = epochs.begin(context.store, keys, plan)
+    puts = [Put(keys.phase(number), phase_text(plan, Phase.COMMITTED))]
+    puts += [Put(keys.settled(number, rank), settled_text(t)) for rank, t in enumerate(settled)]
+    context.store.write([], puts)
+    return number
 
 
 def before_marking(
@@ -140,3 +151,32 @@ def test_where_no_directory_can_be_locked_dumps_go_all_the_same(
     monkeypatch.setattr(directory, "fcntl", SimpleNamespace(flock=flock, LOCK_EX=0, LOCK_NB=0))
     assert prune(context) == [1]
     assert there(context) == [2]
+
+
+@pytest.mark.parametrize(
+    ("settled", "gone"),
+    [((), []), (("",), []), (("", "it was not verified"), []), (("", ""), [1])],
+)
+def test_until_a_job_is_back_an_older_checkpoint_stays(
+    context: Context,  # noqa: F811
+    settled: Sequence[str],
+    gone: list[int],
+) -> None:
+    """If it is not verified, that one is restored in its place."""
+    put_epoch(context)
+    put_epoch(context)
+    put_restore(context, 2, *settled)
+    another = epochs.begin(context.store, context.keys, Plan(world=2, leave_running=True))
+    epochs.abort(context.store, context.keys, another, "a rank is not back")
+    assert prune(context) == gone
+
+
+def test_what_was_restored_before_the_newest_checkpoint_is_back(
+    context: Context,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    put_epoch(context)
+    put_restore(context, 1)
+    put_epoch(context)
+    assert prune(context) == [1]
+    assert not list(tmp_path.glob("kept/rank-*/epoch-00000001"))

@@ -180,7 +180,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     """Remove the dumps of all but the newest `keep_last` whole checkpoints, as far as they are on
     this host; and of those that were pruned before, if they are there. The newest whole one stays;
     so do dumps that those of one that stays are built on, for as long as that is so. One that did
-    not bring the job back when it was restored last counts for none that is kept.
+    not bring the job back when it was restored last, or has still to, counts for none that is kept.
 
     Raises JobError if an epoch is under way, or something cannot be removed; StoreError.
     """
@@ -192,7 +192,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if not last.epoch.phase.is_final:
         raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
     whole = [one for one in found if one.is_whole and not one.is_evidence]
-    wrong = unverified(store, keys)
+    wrong = unverified(store, keys).keys() | _not_back_yet(found)
     good = [one.number for one in whole if one.number not in wrong]
     oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
     stays = [one for one in found if one.is_whole and (one.is_evidence or one.number >= oldest)]
@@ -219,6 +219,17 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if problems:
         raise JobError("; ".join(problems))
     return done
+
+
+def _not_back_yet(found: list[Standing]) -> set[int]:
+    """What was restored last, while not all ranks have said that they are back: an older one may be
+    needed in its place."""
+    done = [one for one in found if one.epoch.phase is Phase.COMMITTED]
+    if not done or not done[-1].plan.restores:
+        return set()
+    last = done[-1]
+    are_back = len(last.settled) == last.plan.world and not any(last.problems.values())
+    return set() if are_back else {last.plan.restores}
 
 
 def _mark(store: Store, keys: Keys, newest: Entry | None, numbers: list[int]) -> None:
