@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a keeper says, and who hears it: its stdout may have lost its reader, may be for a program,
+and what is said too late goes nowhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpustasis.jobs import epochs
+from gpustasis.jobs.local import Local
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.place import place_of
+from gpustasis.jobs.records import Keys, Plan
+from gpustasis.jobs.server import Server
+from gpustasis.locked_file import KEEPER_NAME
+from jobs.test_undoing import server  # noqa: F401 - a fixture
+from support.criu_roots import criu_place, newest_criu
+from support.job_ranks import wait_for
+from support.json_output import check_document
+
+KEYS = Keys("job")
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(server: Server, tmp_path: Path) -> Iterator[Start]:  # noqa: F811
+    """The keeper of a job of one rank, which checkpoints nothing upon SIGTERM, for want of time."""
+    begun: list[subprocess.Popen[str]] = []
+    place = place_of("job", 0, tmp_path / "kept", tmp_path / "run")
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "gpustasis", "job", "run", "--job", "job"]
+        argv += ["--rank", "0", "--world", "1", "--store", str(tmp_path / "store")]
+        argv += ["-D", str(tmp_path / "kept"), "--run-directory", str(tmp_path / "run")]
+        argv += ["--criu", criu_place(newest_criu()), "--checkpoint-on-sigterm", "--speed", "1K"]
+        begun.append(
+            subprocess.Popen(
+                [*argv, *words, "--", "sleep", "1000"], stdout=subprocess.PIPE, text=True
+            )
+        )
+
+        def listens() -> bool:
+            assert begun[-1].poll() is None
+            file = place.run / KEEPER_NAME
+            return file.exists() and '"listens": true' in file.read_text()
+
+        wait_for(listens, "the keeper")
+        return begun[-1]
+
+    yield begin
+    for keeper in begun:
+        keeper.kill()
+        keeper.wait()
+        if keeper.stdout is not None:
+            keeper.stdout.close()
+    if (left := place.load()).lives:
+        os.kill(left.pid, signal.SIGKILL)
+
+
+def test_a_keeper_looks_after_its_rank_whether_or_not_anybody_reads_what_it_says(
+    start: Start, tmp_path: Path
+) -> None:
+    """As when a supervisor ends all of a service, what reads its output with it."""
+    keeper = start()
+    assert keeper.stdout is not None
+    assert "output in" in keeper.stdout.readline()
+    keeper.stdout.close()
+    store = Local(tmp_path / "store")
+    number = epochs.begin(store, KEYS, Plan(world=2, leave_running=True))
+
+    def is_settled() -> bool:
+        return epochs.phase(store, KEYS, number)[0].phase is Phase.ABORTED
+
+    wait_for(is_settled, "the keeper's refusal")  # which it tells
+    store.close()
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(60) == 128 + signal.SIGTERM
+
+
+def test_with_json_nothing_else_is_on_stdout_whichever_thread_has_something_to_say(
+    start: Start,
+) -> None:
+    keeper = start("--json")
+    keeper.send_signal(signal.SIGTERM)
+    said = keeper.communicate(timeout=60)[0]
+    assert keeper.returncode == 128 + signal.SIGTERM
+    found = check_document(said, "job run")
+    assert (found["status"], found["epoch"]) == (128 + signal.SIGTERM, None)
