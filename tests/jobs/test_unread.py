@@ -4,6 +4,7 @@ and what is said too late goes nowhere."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gpustasis.errors import JobError
 from gpustasis.jobs import epochs
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.messages import Phase
@@ -93,3 +95,38 @@ def test_with_json_nothing_else_is_on_stdout_whichever_thread_has_something_to_s
     assert keeper.returncode == 128 + signal.SIGTERM
     found = check_document(said, "job run")
     assert (found["status"], found["epoch"]) == (128 + signal.SIGTERM, None)
+
+
+def test_what_is_said_too_late_is_written_to_no_other_file(tmp_path: Path) -> None:
+    """A thread may learn only then that there is no checkpoint."""
+    place = place_of("job", 0, tmp_path / "kept", tmp_path / "run")
+    place.make()
+    with place.kept(None, preemptible=True) as says:
+        (held,) = (
+            int(name)
+            for name in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{name}")
+            and os.readlink(f"/proc/self/fd/{name}") == str(place.run / KEEPER_NAME)
+        )
+    (tmp_path / "other").write_text("other")
+    descriptor = os.open(tmp_path / "other", os.O_RDWR)
+    os.dup2(descriptor, held)
+    try:
+        says(because="there was no time", gave_up=True)
+    finally:
+        os.close(held)
+        if held != descriptor:
+            os.close(descriptor)
+    assert (tmp_path / "other").read_text() == "other"
+    assert "gave_up" not in (place.run / KEEPER_NAME).read_text()
+
+
+def test_a_keeper_that_fails_would_have_checkpointed_its_job_all_the_same(tmp_path: Path) -> None:
+    """Whoever waits for it to listen is told that it has ended, and not that it would not have."""
+    place = place_of("job", 0, tmp_path / "kept", tmp_path / "run")
+    place.make()
+    with pytest.raises(JobError), place.kept(None, preemptible=True) as says:
+        says(listens=True)
+        raise JobError("why not")
+    found = json.loads((place.run / KEEPER_NAME).read_text())
+    assert found == {"preemptible": True, "because": "why not", "keeper": os.getpid()}
