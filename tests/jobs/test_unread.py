@@ -19,10 +19,13 @@ from gpustasis.jobs import epochs
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.place import place_of
+from gpustasis.jobs.preempting import Grace, Preempting
+from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Keys, Plan
 from gpustasis.jobs.server import Server
+from gpustasis.jobs.supervise import _FORWARDED, Ended, Supervisor
 from gpustasis.locked_file import KEEPER_NAME
-from jobs.test_undoing import server  # noqa: F401 - a fixture
+from jobs.test_undoing import SETTINGS, context, server  # noqa: F401 - fixtures
 from support.criu_roots import criu_place, newest_criu
 from support.job_ranks import wait_for
 from support.json_output import check_document
@@ -130,3 +133,26 @@ def test_a_keeper_that_fails_would_have_checkpointed_its_job_all_the_same(tmp_pa
         raise JobError("why not")
     found = json.loads((place.run / KEEPER_NAME).read_text())
     assert found == {"preemptible": True, "because": "why not", "keeper": os.getpid()}
+
+
+def test_a_signal_that_comes_too_late_takes_no_word_from_a_keeper(
+    context: Context,  # noqa: F811
+) -> None:
+    """It has still to say whether there is a checkpoint, and to end with the status for it."""
+    said: list[str] = []
+    heard: list[int] = []
+    preempting = Preempting(context, Grace(grace_s=30, reserve_s=5), said.append)
+    supervisor = Supervisor(context, SETTINGS, said.append, preempting)
+    before = {
+        number: signal.signal(number, lambda number, _: heard.append(number))
+        for number in _FORWARDED
+    }
+    try:
+        supervisor.start(["sleep", "0.5"], os.environ)
+        assert supervisor.run(restoring=False) == Ended(epoch=0, status=0)
+        for number in _FORWARDED:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == said == []
