@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import TypeVar
 
 from gpustasis.errors import DriverError
@@ -24,7 +24,7 @@ def answer_within(seconds: float, what: str, call: Callable[[], Answer]) -> Answ
 
     Raises whatever `call` does, DriverError if the driver refuses, or TimedOutError.
     """
-    answers: SimpleQueue[tuple[Answer] | Exception] = SimpleQueue()
+    answers: Queue[tuple[Answer] | Exception] = Queue()
 
     def ask() -> None:
         try:

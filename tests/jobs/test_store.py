@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -134,6 +135,22 @@ def test_a_watch_of_one_entry(new_store: NewStore, top: str) -> None:
     store.write([], [Put(f"{top}ab", "no")])
     store.write([], [Put(f"{top}a", "yes")])
     assert [change.key for change in changes_of(watch, 1)] == [f"{top}a"]
+
+
+def test_a_signal_does_not_prolong_a_wait(new_store: NewStore, top: str) -> None:
+    """Nor does a handler that takes longer than the rest of it: keepers are told to end so."""
+    store, other = new_store(), new_store()
+    watch = store.watch(f"{top}w/", store.read(top).revision)
+    before = signal.signal(signal.SIGALRM, lambda *_: time.sleep(0.3))
+    waker = threading.Timer(SOON_S, lambda: other.write([], [Put(f"{top}w/a", "1")]))
+    waker.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.15)
+        assert watch.wait(0.2) == []
+    finally:
+        waker.cancel()
+        signal.signal(signal.SIGALRM, before)
+        watch.close()
 
 
 def test_a_client_is_closed_with_its_watches(new_store: NewStore, top: str) -> None:

@@ -106,6 +106,33 @@ class Network:
             subprocess.run(["ip", "link", "del", name], check=False, capture_output=True)
 
 
+def _line_of(pid: int) -> str:
+    with suppress(OSError):
+        return f"{pid}: {Path(f'/proc/{pid}/stat').read_text().strip()}"
+    return f"{pid}: gone"
+
+
+def _told_of(pid: int) -> Iterator[str]:
+    """How a process and its threads stand, and its Python stacks."""
+    for thread in sorted(Path(f"/proc/{pid}/task").iterdir()):
+        with suppress(OSError):
+            waits = (thread / "wchan").read_text()
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            signals = re.findall(
+                r"^Sig(?:Pnd|Blk|Ign|Cgt):.*", (thread / "status").read_text(), re.MULTILINE
+            )
+            yield f"thread {thread.name}: {state} {waits} {' '.join(signals)}"
+    yield from (_line_of(int(child)) for child in _children(pid))
+    os.kill(pid, signal.SIGABRT)  # its log gets the Python stacks
+    time.sleep(1)
+
+
+def _children(pid: int) -> list[str]:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return []
+
+
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
@@ -154,7 +181,11 @@ class Ring:
             ]
         with (self.directory / f"keeper-{rank}").open("ab") as log:
             return subprocess.Popen(
-                argv, env=dict(self.environ), stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                argv,
+                env=dict(self.environ) | {"PYTHONFAULTHANDLER": "1"},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
             )
 
     def start_all(self, *words: str, command: bool = True) -> None:
@@ -280,12 +311,14 @@ class Ring:
     def ends(self, timeout_s: float = TIMEOUT_S) -> list[int]:
         """Of all keepers: their statuses."""
         found = []
-        for keeper in self.keepers:
+        for rank, keeper in enumerate(self.keepers):
             assert keeper is not None
             try:
                 found.append(keeper.wait(timeout_s))
             except subprocess.TimeoutExpired:
-                raise AssertionError(self.logs()) from None
+                stands = "\n".join([*_told_of(keeper.pid), *map(_line_of, self.pids())])
+                why = f"the keeper of rank {rank} does not end; others: {found}\n{stands}"
+                raise AssertionError(f"{why}\n{self.logs()}") from None
         return found
 
     def kill_node(self, rank: int) -> None:

@@ -285,7 +285,7 @@ class EtcdWatch:
         self._response = response
         # The response has taken the connection's socket; closing needs it.
         self._socket = connection.sock
-        self._changes: queue.SimpleQueue[list[Change] | WatchLost] = queue.SimpleQueue()
+        self._changes: queue.Queue[list[Change] | WatchLost] = queue.Queue()
         self._lost: WatchLost | None = None
         self._thread = threading.Thread(target=self._read, daemon=True, name="etcd watch")
         self._thread.start()

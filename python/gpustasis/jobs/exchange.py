@@ -67,7 +67,7 @@ class Exchange(ABC):
         self._pace = pace
         self._limits = pace.limits(settings.limits)
         self._me = Rank()
-        self._events: queue.SimpleQueue[Event | Found | Lost] = queue.SimpleQueue()
+        self._events: queue.Queue[Event | Found | Lost] = queue.Queue()
         self._pending: dict[type, Write] = {}
         self._turns: dict[type, float] = {}  # of what is pending: not before this moment
         self._beats = 0

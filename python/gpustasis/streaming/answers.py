@@ -40,7 +40,7 @@ class Answers:
         self._source = source
         self._timeout_s = timeout_s
         self._closed = threading.Event()
-        self._queue: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
+        self._queue: queue.Queue[Answer | Exception] = queue.Queue()
         self._step: object = None
         self._expected: Kind | None = None
         self._come: Answer | None = None
