@@ -44,7 +44,7 @@ bool RestoreImages::read() {
                         std::string(kManifestName) + " lies in the clear beside a sealed one");
         const seal::DataKey key =
             open_sealed_key(image_dir_, config_.private_key, "the checkpoint");
-        sealed_.emplace(image_dir_, key);
+        sealed_.emplace(image_dir_, key, config_.io);
         lineage_.open_by(std::make_shared<seal::SealedChain>(key));
         has_manifest_ = sealed_->has(kManifestName);
         known_ancestors_ = key.ancestor_count();

@@ -60,7 +60,8 @@ void require_sealable(const Config& config) {
                 risk::kClearImages + "\" if only what this plugin stores is to be encrypted");
 }
 
-SealedDump::SealedDump(const Config& config, int image_dir) : image_dir_(image_dir) {
+SealedDump::SealedDump(const Config& config, int image_dir)
+    : image_dir_(image_dir), io_(config.io) {
     require_sealable(config);
     pems_.reserve(config.recipients.size());
     for (const std::string& path : config.recipients)
@@ -112,9 +113,12 @@ void SealedDump::write_image(const std::string& name, std::uint32_t alignment,
     const std::uint32_t file_id =
         written_.empty() ? seal::kFirstOther : written_.back().file_id + 1;
     try {
-        seal::SealedOutput output(
-            key_, image_dir_,
-            {.file_id = file_id, .name = name, .alignment = alignment, .frame_size = kImageFrame});
+        seal::SealedOutput output(key_, image_dir_,
+                                  {.file_id = file_id,
+                                   .name = name,
+                                   .alignment = alignment,
+                                   .frame_size = kImageFrame,
+                                   .io = io_});
         write(output);
         written_.push_back(output.listed());
     } catch (const Error& e) {

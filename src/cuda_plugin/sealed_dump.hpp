@@ -56,6 +56,7 @@ public:
 
 private:
     int image_dir_;
+    IoMode io_;
     std::vector<std::byte> make_envelope() const;
 
     std::vector<std::vector<std::byte>> pems_; ///< of the recipients

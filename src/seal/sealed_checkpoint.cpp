@@ -31,9 +31,10 @@ auto named(std::uint32_t file_id, const Work& work) {
     }
 }
 
-std::shared_ptr<const SealedReader> open_file(int dir, std::uint32_t file_id, const DataKey& key) {
+std::shared_ptr<const SealedReader> open_file(int dir, std::uint32_t file_id, const DataKey& key,
+                                              IoMode io = IoMode::automatic) {
     return named(file_id, [&] {
-        return std::make_shared<const SealedReader>(dir, sealed_name(file_id), key, file_id);
+        return std::make_shared<const SealedReader>(dir, sealed_name(file_id), key, file_id, io);
     });
 }
 
@@ -51,7 +52,7 @@ public:
             return Bytes(buffer.first(size));
         });
     }
-    bool is_direct() const noexcept override { return false; }
+    bool is_direct() const noexcept override { return sealed_->is_direct(); }
 
 private:
     std::shared_ptr<const SealedReader> sealed_;
@@ -60,12 +61,12 @@ private:
 
 } // namespace
 
-SealedCheckpoint::SealedCheckpoint(int dir, const DataKey& key) {
+SealedCheckpoint::SealedCheckpoint(int dir, const DataKey& key, IoMode io) {
     files_.push_back(open_file(dir, kSealedFile, key));
     std::vector<std::uint32_t> expected{kSealedFile};
     for (const OtherFile& other : files_.front()->others()) {
         expected.push_back(other.file_id);
-        files_.push_back(open_file(dir, other.file_id, key));
+        files_.push_back(open_file(dir, other.file_id, key, io));
         if (files_.back()->end_tag() != other.end_tag)
             throw Error(Errc::corrupt_data, sealed_name(other.file_id) + " is not the one that " +
                                                 kSealedName + " lists");

@@ -20,8 +20,9 @@ namespace gpustasis::seal {
 class SealedCheckpoint {
 public:
     /// Opens the sealed files of `dir`. Throws Error: io; corrupt_data, also if `key` is that of another
-    /// checkpoint, a file is missing, or one is there that is not of it; unsupported.
-    SealedCheckpoint(int dir, const DataKey& key);
+    /// checkpoint, a file is missing, or one is there that is not of it; unsupported. `io`: of the images that
+    /// were sealed while they were made.
+    SealedCheckpoint(int dir, const DataKey& key, IoMode io = IoMode::automatic);
 
     /// Of all files, ascending by name.
     std::vector<SealedEntry> entries() const;

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
-#include <memory>
 #include <utility>
 
 namespace gpustasis::seal {
@@ -49,8 +48,12 @@ SealedOutput::SealedOutput(FreshKey& key, int dir, Options options)
                              .is_single = true,
                              .lists_others = !options_.others.empty()})),
       sealer_(key.sealer(options_.file_id, header_)),
-      part_(writing([&] { return PartFile(dir, sealed_name(options_.file_id)); })) {
-    writing([&] { write_at(part_.fd(), 0, header_); });
+      part_(writing([&] { return PartFile(dir, sealed_name(options_.file_id)); })),
+      blocks_(part_.fd(), options_.io) {
+    writing([&] {
+        blocks_.put(0, header_.size(),
+                    [&](MutBytes to) { std::ranges::copy(header_, to.begin()); });
+    });
 }
 
 SealedOutput::~SealedOutput() {
@@ -90,13 +93,9 @@ void SealedOutput::fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded)
         throw Error(Errc::bad_argument, options_.name + " would be too long");
     while (offset < end) {
         const std::uint64_t at = offset % options_.frame_size;
-        const std::size_t whole = std::min<std::size_t>(bytes.size(), kMaxSealedFrame) /
-                                  options_.frame_size * options_.frame_size;
-        const std::uint64_t size =
-            at == 0 && whole != 0 ? whole
-                                  : std::min<std::uint64_t>(options_.frame_size - at, end - offset);
+        const std::uint64_t size = std::min<std::uint64_t>(options_.frame_size - at, end - offset);
         const Bytes piece = bytes.first(std::min<std::size_t>(size, bytes.size()));
-        if (at == 0 && whole != 0)
+        if (piece.size() == options_.frame_size)
             seal_whole(offset, piece);
         else
             fill_frame(offset, piece, size);
@@ -107,31 +106,18 @@ void SealedOutput::fill(std::uint64_t offset, Bytes bytes, std::uint64_t padded)
     --unfinished_;
 }
 
-// Frames that come whole are sealed out of the caller's memory, and written with one call.
+// One that comes whole is sealed out of the caller's memory.
 void SealedOutput::seal_whole(std::uint64_t offset, Bytes plain) {
-    const std::uint64_t first = offset / options_.frame_size;
-    const std::uint64_t count = plain.size() / options_.frame_size;
-    std::vector<FrameNumber> numbers;
+    OpenFrames::node_type frame;
     {
         const std::lock_guard lock(mutex_);
-        for (std::uint64_t number = first; number < first + count; ++number) {
-            const auto found = open_frame(number);
-            if (!found->second.plain.empty())
-                throw Error(Errc::bad_argument, options_.name + ": bytes were put twice");
-            numbers.push_back(std::move(found->second.number));
-            open_.erase(found);
-        }
+        const auto found = open_frame(offset / options_.frame_size);
+        if (!found->second.plain.empty())
+            throw Error(Errc::bad_argument, options_.name + ": bytes were put twice");
+        frame = open_.extract(found);
     }
-    const std::size_t step = options_.frame_size + kFrameOverhead;
-    const std::size_t size = count * step;
-    const auto sealed = std::make_unique_for_overwrite<std::byte[]>(size);
-    for (std::size_t i = 0; i < count; ++i)
-        seal(std::move(numbers[i]), FrameKind::content,
-             plain.subspan(i * options_.frame_size, options_.frame_size),
-             {sealed.get() + i * step, step});
-    const std::uint64_t at = end_of_frames(kSealedHeaderSize, offset, options_.frame_size);
-    writing([&] { write_at(part_.fd(), at, Bytes(sealed.get(), size)); });
-    begin_write_back(part_.fd(), at, size);
+    write_frame(std::move(frame.mapped().number), FrameKind::content, plain,
+                end_of_frames(kSealedHeaderSize, offset, options_.frame_size));
 }
 
 // A part of one frame; `padded` bytes of it are spoken for, with zeros behind `piece`.
@@ -163,22 +149,17 @@ void SealedOutput::fill_frame(std::uint64_t offset, Bytes piece, std::uint64_t p
         end_of_frames(kSealedHeaderSize, number * options_.frame_size, options_.frame_size));
 }
 
-// `sealed` has plain.size() + kFrameOverhead bytes.
-void SealedOutput::seal(FrameNumber&& number, FrameKind kind, Bytes plain, MutBytes sealed) const {
-    const auto head =
-        encode_frame_header({number.value(), static_cast<std::uint32_t>(plain.size()), kind});
-    std::ranges::copy(head, sealed.begin());
-    sealer_.seal(std::move(number), head, plain, sealed.subspan(kFrameHeaderSize));
-}
-
 void SealedOutput::write_frame(FrameNumber&& number, FrameKind kind, Bytes plain,
                                std::uint64_t at) {
-    std::vector<std::byte> out(plain.size() + kFrameOverhead);
-    seal(std::move(number), kind, plain, out);
-    writing([&] { write_at(part_.fd(), at, out); });
-    begin_write_back(part_.fd(), at, out.size());
-    if (kind == FrameKind::end)
-        std::ranges::copy(Bytes(out).last(kTagSize), end_tag_.begin());
+    const auto head =
+        encode_frame_header({number.value(), static_cast<std::uint32_t>(plain.size()), kind});
+    const auto seal = [&](MutBytes sealed) {
+        std::ranges::copy(head, sealed.begin());
+        sealer_.seal(std::move(number), head, plain, sealed.subspan(kFrameHeaderSize));
+        if (kind == FrameKind::end)
+            std::ranges::copy(sealed.last(kTagSize), end_tag_.begin());
+    };
+    writing([&] { blocks_.put(at, plain.size() + kFrameOverhead, seal); });
 }
 
 void SealedOutput::commit(std::uint64_t size) {
@@ -215,7 +196,10 @@ void SealedOutput::commit(std::uint64_t size) {
     const SealedEnd end{size, index.size(), 1, at + kFrameOverhead + kEndSize,
                         options_.others.size()};
     write_frame(sealer_.take(), FrameKind::end, encode_end(end), at);
-    writing([&] { part_.commit(); });
+    writing([&] {
+        blocks_.finish(end.file_size);
+        part_.commit();
+    });
 }
 
 } // namespace gpustasis::seal

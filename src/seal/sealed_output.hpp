@@ -2,6 +2,8 @@
 /// Writes one file sealed while it comes into being: nothing of it is ever on a disk in the clear.
 #pragma once
 
+#include "core/block_output.hpp"
+#include "core/direct_io.hpp"
 #include "core/file.hpp"
 #include "core/image_output.hpp"
 #include "seal/frame_cipher.hpp"
@@ -18,8 +20,7 @@ namespace gpustasis::seal {
 
 /// Frames are sealed as soon as all their bytes are there. Holds the plain text of those that are not
 /// full, and wipes it: with chunks that arrive nearly in order about one more than those chunks span, and
-/// the first, as the image's header comes last. Each thread that writes holds what it is writing besides,
-/// sealed: at most kMaxSealedFrame and the overhead of its frames.
+/// the first, as the image's header comes last. Holds besides what BlockOutput does, sealed.
 class SealedOutput final : public ImageOutput {
 public:
     struct Options {
@@ -27,10 +28,12 @@ public:
         std::string name;            ///< of the file within
         std::uint32_t alignment = 1; ///< of chunks
         std::uint32_t frame_size = kDefaultSealedFrame;
+        IoMode io = IoMode::buffered;
         std::vector<OtherFile> others{}; ///< what kSealedFile lists, ascending
     };
     /// Writes sealed_name(file_id) in `dir`, which stays the caller's, and open. Throws Error:
-    /// bad_argument, also if `key` has sealed that file before; OutputError.
+    /// bad_argument, also if `key` has sealed that file before; unsupported if direct I/O is asked for and not to
+    /// be had; OutputError.
     SealedOutput(FreshKey& key, int dir, Options options);
     ~SealedOutput() override;
 
@@ -38,7 +41,7 @@ public:
     void put(std::uint64_t offset, Bytes bytes) override;
     /// Throws Error: bad_argument also after a put that failed, or behind `size`.
     void commit(std::uint64_t size) override;
-    bool is_direct() const noexcept override { return false; }
+    bool is_direct() const noexcept override { return blocks_.is_direct(); }
 
     /// What kSealedFile has to list. After commit().
     OtherFile listed() const noexcept { return {options_.file_id, end_tag_}; }
@@ -56,13 +59,13 @@ private:
     void seal_whole(std::uint64_t offset, Bytes plain);
     void fill_frame(std::uint64_t offset, Bytes piece, std::uint64_t padded);
     OpenFrames::iterator open_frame(std::uint64_t number);
-    void seal(FrameNumber&& number, FrameKind kind, Bytes plain, MutBytes sealed) const;
     void write_frame(FrameNumber&& number, FrameKind kind, Bytes plain, std::uint64_t at);
 
     Options options_;
     std::vector<std::byte> header_;
     FrameSealer sealer_;
     PartFile part_;
+    BlockOutput blocks_;
     std::mutex mutex_;
     OpenFrames open_;
     std::uint64_t next_ = 0;       ///< frames before it are sealed, or open

@@ -41,18 +41,20 @@ SealedHeader header_for(Bytes bytes, const DataKey& key, std::uint32_t file_id) 
 } // namespace
 
 SealedReader::SealedReader(int dir, const std::string& name, const DataKey& key,
-                           std::uint32_t file_id)
-    : fd_(open_regular(dir, name)), header_bytes_(read_header(fd_.get())),
-      header_(header_for(header_bytes_, key, file_id)), opener_(key, file_id, header_bytes_) {
-    const std::uint64_t size = gpustasis::file_size(fd_.get());
+                           std::uint32_t file_id, IoMode io)
+    : file_(std::make_shared<const UniqueFd>(open_regular(dir, name))),
+      frames_(std::make_shared<const ChunkInput>(file_, 0, gpustasis::file_size(file_->get()), io)),
+      header_bytes_(read_header(file_->get())), header_(header_for(header_bytes_, key, file_id)),
+      opener_(key, file_id, header_bytes_) {
+    const std::uint64_t size = frames_->size();
     const std::uint64_t end_at = size - kFrameOverhead - kEndSize;
-    const std::vector<std::byte> end_header = read_part(fd_.get(), end_at, kFrameHeaderSize);
+    const std::vector<std::byte> end_header = read_part(file_->get(), end_at, kFrameHeaderSize);
     std::uint64_t number = 0; // as it says; it is authentic once the frame opens under it
     std::memcpy(&number, end_header.data(), sizeof number);
     std::vector<std::byte> end(kEndSize);
     open_frame(number, FrameKind::end, end_at, end);
     end_ = decode_end(end, header_, size);
-    read_at(fd_.get(), size - end_tag_.size(), end_tag_);
+    read_at(file_->get(), size - end_tag_.size(), end_tag_);
     const std::uint64_t content_frames = frames_for(end_.content_size, header_.frame_size);
     const std::uint64_t index_frames = frames_for(end_.index_size, header_.frame_size);
     if (number != content_frames + index_frames)
@@ -84,7 +86,7 @@ SealedReader::SealedReader(int dir, const std::string& name, const DataKey& key,
 
 void SealedReader::open_frame(std::uint64_t number, FrameKind kind, std::uint64_t at,
                               MutBytes plain) const {
-    open_stored(number, kind, read_part(fd_.get(), at, plain.size() + kFrameOverhead), plain);
+    open_stored(number, kind, read_part(file_->get(), at, plain.size() + kFrameOverhead), plain);
 }
 
 void SealedReader::open_stored(std::uint64_t number, FrameKind kind, Bytes stored,
@@ -134,10 +136,8 @@ void SealedReader::read_run(std::uint64_t at, MutBytes out) const {
         std::min<std::uint64_t>((at + out.size() + step - 1) / step * step, end_.content_size);
     const std::size_t size = end_of_frames(0, end - first, header_.frame_size);
     const std::uint64_t stored_at = end_of_frames(kSealedHeaderSize, first, header_.frame_size);
-    begin_read_ahead(fd_.get(), stored_at, size);
-    const auto memory = std::make_unique_for_overwrite<std::byte[]>(size);
-    read_at(fd_.get(), stored_at, MutBytes(memory.get(), size));
-    Bytes stored(memory.get(), size);
+    std::optional<AlignedBuffer> buffer;
+    Bytes stored = read_stored(stored_at, size, buffer);
     std::vector<std::byte> scratch;
     const Wiped wiped{scratch};
     while (!out.empty()) {
@@ -159,6 +159,16 @@ void SealedReader::read_run(std::uint64_t at, MutBytes out) const {
         out = out.subspan(wanted);
         at += wanted;
     }
+}
+
+// Sealed frames begin anywhere: what is read directly begins at the block before.
+Bytes SealedReader::read_stored(std::uint64_t at, std::size_t size,
+                                std::optional<AlignedBuffer>& buffer) const {
+    const std::size_t before = is_direct() ? at % kDirectAlignment : 0;
+    buffer.emplace(before + size);
+    if (!is_direct())
+        begin_read_ahead(file_->get(), at, size);
+    return frames_->read(at - before, before + size, buffer->bytes()).subspan(before);
 }
 
 void SealedReader::read_all(const Sink& sink, unsigned threads, const SealProgress& tell) const {

@@ -2,6 +2,8 @@
 /// Reads the sealed file, from its end: nothing of it is given that is not authentic.
 #pragma once
 
+#include "core/chunk_io.hpp"
+#include "core/direct_io.hpp"
 #include "core/unique_fd.hpp"
 #include "seal/content_map.hpp"
 #include "seal/frame_cipher.hpp"
@@ -9,6 +11,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -19,9 +22,10 @@ namespace gpustasis::seal {
 /// threads.
 class SealedReader {
 public:
-    /// Throws Error: io; corrupt_data, also if `key` is that of another checkpoint; unsupported.
+    /// `io`: of the frames that read() reads. Throws Error: io; corrupt_data, also if `key` is that of another
+    /// checkpoint; unsupported.
     SealedReader(int dir, const std::string& name, const DataKey& key,
-                 std::uint32_t file_id = kSealedFile);
+                 std::uint32_t file_id = kSealedFile, IoMode io = IoMode::automatic);
 
     const std::vector<SealedEntry>& entries() const noexcept { return map_.entries(); }
     std::uint64_t file_size() const noexcept { return end_.file_size; }
@@ -30,6 +34,8 @@ public:
     /// The other sealed files of the checkpoint, as kSealedFile lists them.
     const std::vector<OtherFile>& others() const noexcept { return others_; }
     const Tag& end_tag() const noexcept { return end_tag_; }
+    /// Whether read() waits for a device, and not for a processor.
+    bool is_direct() const noexcept { return frames_->is_direct(); }
 
     /// Which entry has this name; none: nullopt.
     std::optional<std::size_t> find(const std::string& name) const;
@@ -48,11 +54,14 @@ public:
 private:
     void open_frame(std::uint64_t number, FrameKind kind, std::uint64_t at, MutBytes plain) const;
     void read_run(std::uint64_t at, MutBytes out) const;
+    Bytes read_stored(std::uint64_t at, std::size_t size,
+                      std::optional<AlignedBuffer>& buffer) const;
     void open_stored(std::uint64_t number, FrameKind kind, Bytes stored, MutBytes plain) const;
     /// Content frame `number`, into the front of `plain`; what of that it fills.
     MutBytes open_content(std::uint64_t number, MutBytes plain) const;
 
-    UniqueFd fd_;
+    std::shared_ptr<const UniqueFd> file_;
+    std::shared_ptr<const ChunkInput> frames_; ///< the same file
     std::vector<std::byte> header_bytes_;
     SealedHeader header_;
     FrameOpener opener_;

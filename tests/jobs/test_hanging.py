@@ -72,3 +72,48 @@ def test_time_in_which_nobody_looked_is_no_silence(
     watcher.look(7)
     clock.now += 60.0
     assert watcher.look(7) == ""
+
+
+def test_an_epoch_is_no_progress_and_no_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes CPU in the name of tasks that hang, and tasks that run have no time meanwhile."""
+    clock = Clock(monkeypatch)
+    log = tmp_path / "output.log"
+    log.write_text("")
+    used = 0.0
+    monkeypatch.setattr("gpustasis.jobs.hanging._cpu_s", lambda _: used)
+    watcher = Watcher(10.0, log, None, lambda: 0.0)
+    assert watcher.look(7) == ""
+    for _ in range(3):
+        for _ in range(6):
+            clock.now += 0.5
+            assert watcher.look(7) == ""
+            assert watcher.is_quiet == (clock.now >= 1009)  # 3 s, 4 s held, and 2 s
+        watcher.is_held()
+        clock.now += 4.0
+        used += 2.0
+        assert watcher.look(7) == ""
+    assert watcher.silent_s == 21.0
+    clock.now += 0.5
+    assert watcher.look(7) == ""
+    clock.now += 0.6
+    assert "hangs" in watcher.look(7)
+
+
+def test_what_was_written_before_an_epoch_held_the_tasks_is_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a program that comes to a safe point after each step."""
+    clock = Clock(monkeypatch)
+    progress = tmp_path / "progress"
+    watcher = Watcher(10.0, tmp_path / "output.log", progress)
+    for turn in range(10):
+        for _ in range(16):
+            clock.now += 0.5
+            assert watcher.look(7) == "", turn
+        progress.write_text("x" * (turn + 1))
+        watcher.is_held()
+        clock.now += 2.0
+        assert watcher.look(7) == ""
+        assert not watcher.is_quiet

@@ -204,6 +204,56 @@ def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa:
     look_at(ring, 2)
 
 
+def whole(ring: Ring) -> list[int]:  # noqa: F811
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+    return [
+        one["epoch"] for one in listed if (one["kind"], one["state"]) == ("checkpoint", "committed")
+    ]
+
+
+def test_it_goes_back_to_what_was_made_by_the_clock_and_is_checkpointed_on(
+    ring: Ring,  # noqa: F811
+) -> None:
+    ring.steps = 3 * STEPS
+    ring.start_all("--restarts", "2", "--interval", "1s", "--keep-last", "2")
+    ring.wait(lambda: "epoch 3: committed" in ring.log_whole(0))
+    os.kill(ring.program_of(2), signal.SIGKILL)
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
+    (recovery,) = shown(ring)["recoveries"]
+    assert recovery["restored"] >= 3
+    ring.wait(lambda: max(whole(ring)) > recovery["epoch"] + 1)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    assert shown(ring)["restarts"] == 1
+    assert len(whole(ring)) == 2
+    for rank in range(WORLD):
+        kept = {one.name for one in (ring.directory / f"kept/rank-{rank}").glob("epoch-*")}
+        # And what those are built on.
+        assert {f"epoch-{epoch:08d}" for epoch in whole(ring)} <= kept, rank
+
+
+def test_checkpoints_by_the_clock_hide_no_hang_and_leave_one_from_before_it(
+    ring: Ring,  # noqa: F811
+) -> None:
+    ring.steps = 3 * STEPS
+    ring.start_all(
+        *("--restarts", "1", "--back-off", "0", "--hang-after", "6"),
+        *("--interval", "1s", "--keep-last", "1"),
+    )
+    ring.wait(lambda: "epoch 2: committed" in ring.log_whole(0))
+    before = max(whole(ring))
+    os.kill(ring.program_of(1), signal.SIGUSR1)
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1, timeout_s=120)
+    made = max(whole(ring))
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    (recovery,) = shown(ring)["recoveries"]
+    assert "hangs: " in recovery["reason"]
+    assert made > before + 1  # while it hung
+    # It goes back to one from before, although others are newer and --keep-last is 1.
+    assert before - 1 <= recovery["restored"] <= before + 1
+
+
 def test_a_checkpoint_of_a_job_that_hung_already_is_not_restored_for_ever(
     ring: Ring,  # noqa: F811
 ) -> None:

@@ -18,6 +18,7 @@ from gpustasis.cli.job_options import open_store, store_options
 from gpustasis.errors import StoreError
 
 if TYPE_CHECKING:
+    from gpustasis.intervals import Periodic
     from gpustasis.jobs.guard import Guard
     from gpustasis.jobs.member import Settings
     from gpustasis.jobs.rank import Context
@@ -286,8 +287,10 @@ def keep_recovered(
     words: tuple[str, ...],
     *,
     restore: bool,
+    periodic: Periodic | None,
 ) -> Ended:
     """Until the rank of a job that is recovered has ended."""
+    from gpustasis.jobs.clock import by_the_clock
     from gpustasis.jobs.supervise import Supervisor
 
     what, tell = f"job {context.place.job}, rank {context.place.rank}", output.teller()
@@ -303,7 +306,9 @@ def keep_recovered(
             tell(f"{what}: process {pid}, output in {context.place.log}")
         elif restore:
             tell(f"{what}: waits to be restored")
-        return supervisor.run(restoring=restore, command=(words, os.environ) if words else None)
+        command = (words, os.environ) if words else None
+        with by_the_clock(context, periodic, tell, recovering.may_checkpoint):
+            return supervisor.run(restoring=restore, command=command)
     finally:
         recovering.close()
 

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -229,8 +228,6 @@ def run(
         choice,
         {
             "--restore-newest": restore_newest,
-            "--interval": interval,
-            "--keep-last": keep_last,
             "--checkpoint-on-sigterm": checkpoint_on_sigterm,
             "--verify-after": verify_after,
         },
@@ -272,14 +269,15 @@ def run(
             if safe_points:
                 context.seat.make(anew=False)
             if choice.restarts is not None:
-                ended = keep_recovered(context, settings, choice, words, restore=restore)
+                ended = keep_recovered(
+                    context, settings, choice, words, restore=restore, periodic=periodic
+                )
             else:
                 preempts = None
                 if checkpoint_on_sigterm:
                     preempts = Preempting(context, terms, tell, says)
                 supervisor = Supervisor(context, settings, tell, preempts)
-                with _by_the_clock(context, periodic):
-                    ended = _keep(supervisor, context, words, restore, restore_newest)
+                ended = _keep(supervisor, context, words, restore, restore_newest, periodic)
                 says(**_end_of(context, ended, preempts.because if preempts else ""))
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
 
@@ -315,23 +313,6 @@ def _grace(grace: float, reserve: float, speed: int | None) -> Grace:
     return Grace(grace_s=grace, reserve_s=reserve, rate=speed)
 
 
-@contextmanager
-def _by_the_clock(context: Context, periodic: Periodic | None) -> Iterator[None]:
-    """Rank 0's keeper begins checkpoints; the option has no effect on others."""
-    from gpustasis.jobs.clock import Clock
-    from gpustasis.jobs.lead import LEAD
-
-    clock = None
-    if periodic is not None and context.place.rank == LEAD:
-        clock = Clock(context, periodic, output.teller())
-        clock.start()
-    try:
-        yield
-    finally:
-        if clock is not None:
-            clock.stop.set()
-
-
 def _begin(
     supervisor: Supervisor, context: Context, words: tuple[str, ...], restore: bool, newest: bool
 ) -> int:
@@ -355,17 +336,24 @@ def _begin(
 
 
 def _keep(
-    supervisor: Supervisor, context: Context, words: tuple[str, ...], restore: bool, newest: bool
+    supervisor: Supervisor,
+    context: Context,
+    words: tuple[str, ...],
+    restore: bool,
+    newest: bool,
+    periodic: Periodic | None,
 ) -> Ended:
     """Until the rank has ended."""
+    from gpustasis.jobs.clock import by_the_clock
     from gpustasis.jobs.preempting import note_ended
 
     if context.state.lives and context.state.life:
         raise JobError(f"{context.name} was started with --restarts: its keeper must be, too")
     if not (words or restore):
         context.require_left()
-    begun = _begin(supervisor, context, words, restore, newest)
-    ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
+    with by_the_clock(context, periodic, output.teller()):
+        begun = _begin(supervisor, context, words, restore, newest)
+        ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
     if newest and not ended.epoch and ended.status == 0:
         note_ended(context, output.warn)
     return ended

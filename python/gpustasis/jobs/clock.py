@@ -8,31 +8,48 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.intervals import Periodic, Schedule
 from gpustasis.jobs import epochs
 from gpustasis.jobs.kept import prune, records_of
+from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, number_of
-from gpustasis.jobs.store import Put
+from gpustasis.jobs.store import Put, Require
 
 _LOOK_S = 0.2
 _LOCK_S = 10.0
 _LOCK = "prune"
 
 
-class Clock(threading.Thread):
-    """told: is called with what happens, in words. Ends with `stop`."""
+MayBegin = Callable[[], Sequence[Require] | None]
 
-    def __init__(self, context: Context, periodic: Periodic, told: Callable[[str], object]) -> None:
+
+def _always() -> Sequence[Require]:
+    return ()
+
+
+class Clock(threading.Thread):
+    """told: is called with what happens, in words. may_begin: what must hold in the store when a
+    checkpoint is begun; None: now none is begun. Ends with `stop`."""
+
+    def __init__(
+        self,
+        context: Context,
+        periodic: Periodic,
+        told: Callable[[str], object],
+        may_begin: MayBegin = _always,
+    ) -> None:
         super().__init__(daemon=True)
         self._context = context
         self._schedule = Schedule(periodic, time.monotonic())
         self._told = told
+        self._may_begin = may_begin
         self.stop = threading.Event()
 
     def run(self) -> None:
@@ -42,14 +59,19 @@ class Clock(threading.Thread):
             state = self._context.state
             if not state.lives or state.epoch or self._schedule.left_s():
                 continue
+            requires = self._may_begin()
+            if requires is None:
+                continue
             downtime = None
             try:
-                downtime = self._checkpoint()
+                downtime = self._checkpoint(requires)
             except CheckpointError as exc:
+                if self._may_begin() != requires:
+                    continue  # that is why
                 self._told(f"job {self._context.place.job} runs on without a checkpoint: {exc}")
             self._schedule.note(time.monotonic(), downtime)
 
-    def _checkpoint(self) -> float | None:
+    def _checkpoint(self, requires: Sequence[Require]) -> float | None:
         """How long the slowest rank stood for it; None: it was aborted, which the keepers tell.
         Raises JobError, StoreError."""
         context = self._context
@@ -57,9 +79,9 @@ class Clock(threading.Thread):
         number = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest)) + 1
         plan, mark = (
             Plan(world=context.world, leave_running=True),
-            Put(keys.in_between(number), "1"),
+            Put(keys.in_between(number), f"{time.time():.3f}"),
         )
-        epochs.begin(store, keys, plan, number=number, puts=[mark])
+        epochs.begin(store, keys, plan, number=number, requires=requires, puts=[mark])
         while not self.stop.wait(_LOOK_S):
             try:
                 epoch, _ = epochs.phase(store, keys, number)
@@ -71,6 +93,25 @@ class Clock(threading.Thread):
             if epoch.phase.is_final:
                 return None
         return None
+
+
+@contextmanager
+def by_the_clock(
+    context: Context,
+    periodic: Periodic | None,
+    told: Callable[[str], object],
+    may_begin: MayBegin = _always,
+) -> Iterator[None]:
+    """Rank 0's keeper begins checkpoints; the option has no effect on others."""
+    clock = None
+    if periodic is not None and context.place.rank == LEAD:
+        clock = Clock(context, periodic, told, may_begin)
+        clock.start()
+    try:
+        yield
+    finally:
+        if clock is not None:
+            clock.stop.set()
 
 
 def keep_last(context: Context, count: int) -> list[str]:
@@ -102,14 +143,14 @@ def _await_lock(descriptor: int, place: Path) -> None:
             return
 
 
-def remove_older(context: Context, told: Callable[[str], object]) -> None:
+def remove_older(context: Context, told: Callable[[str], object], least: int = 1) -> None:
     """As keep_last of the rank's options says, after a checkpoint that was made: a failed one never
-    removes a good one."""
+    removes a good one. least: so many stay."""
     count = context.options.keep_last
     if not count:
         return
     try:
-        removed = keep_last(context, count)
+        removed = keep_last(context, max(count, least))
     except (CheckpointError, OSError) as exc:
         told(f"{context.name}: older checkpoints stay: {exc}")
     else:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from gpustasis.jobs.records import (
     rank_of,
     settled_of,
 )
-from gpustasis.jobs.store import Put, Require, Snapshot, Store, Unreachable
+from gpustasis.jobs.store import Entry, Put, Require, Snapshot, Store, Unreachable
 
 _POLL_S = 0.2
 
@@ -29,9 +30,10 @@ _POLL_S = 0.2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """An epoch as it is stored. records: what each rank has dumped. settled: who has done what was
-    decided; problems: what went wrong with that, empty if nothing did. is_evidence: it was made of
-    a job that had failed, to look at. is_engines: container engines were asked for it one by one,
-    and what they have made is theirs."""
+    decided; problems: what went wrong with that, empty if nothing did. begun_at: in seconds since
+    1970, of a checkpoint by the clock; 0: it is none, or that is not known. is_evidence: it was
+    made of a job that had failed, to look at. is_engines: container engines were asked for it one
+    by one, and what they have made is theirs."""
 
     number: int
     epoch: Epoch
@@ -39,6 +41,7 @@ class Standing:
     records: dict[int, str]
     settled: frozenset[int]
     problems: dict[int, str]
+    begun_at: float = 0.0
     pruned: bool = False
     is_evidence: bool = False
     is_engines: bool = False
@@ -134,10 +137,19 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
         records=records,
         settled=frozenset(problems),
         problems=problems,
+        begun_at=_seconds(snapshot.entries.get(keys.in_between(number))),
         pruned=keys.pruned(number) in snapshot.entries,
         is_evidence=keys.evidence(number) in snapshot.entries,
         is_engines=keys.awaited(number) in snapshot.entries,
     )
+
+
+def _seconds(entry: Entry | None) -> float:
+    try:
+        found = 0.0 if entry is None else float(entry.value)
+    except ValueError:
+        return 0.0
+    return found if math.isfinite(found) else 0.0
 
 
 def steps(store: Store, keys: Keys, number: int, world: int) -> dict[int, str]:

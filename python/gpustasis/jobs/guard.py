@@ -112,6 +112,14 @@ class Guard:
         assert self._life is not None
         return self._life
 
+    def as_it_runs(self) -> list[Require] | None:
+        """That the life is still the one that was read last; None: it is at another stage than that
+        in which its ranks run."""
+        life = self.life
+        if life.stage is not Stage.RUNS:
+            return None
+        return [Require(self._keys.life, life.revision)]
+
     # Before the keeper has tasks.
 
     def begin(self, *, new: bool) -> Life:

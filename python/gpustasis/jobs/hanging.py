@@ -50,12 +50,33 @@ class Watcher:
         self._pid = 0
         self._moved = 0.0
         self._before: _Signs | None = None
+        self._held = False
+        self._held_s = 0.0  # since it has moved
         self.reason = ""
 
     @property
     def silent_s(self) -> float:
-        """Since it was seen to make progress."""
+        """Since it was seen to make progress, by the clock."""
         return time.monotonic() - self._moved
+
+    def _idle_s(self) -> float:
+        """The same without the time in which epochs held it."""
+        return self.silent_s - self._held_s
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it has made no progress for half of the time after which it hangs."""
+        return self._pid != 0 and self._idle_s() >= self._after_s / 2
+
+    @property
+    def noticed_after_s(self) -> float:
+        """Seconds in which a hang that is there now is noticed."""
+        return self._after_s + 3 * self._between_s + 1
+
+    def is_held(self) -> None:
+        """By an epoch. It takes time on CPU and GPU in their name, which is no progress; nor is the
+        time that it takes one without. What they have written is theirs."""
+        self._held = True
 
     def forget(self) -> None:
         """What comes now are other tasks."""
@@ -64,15 +85,19 @@ class Watcher:
     def look(self, pid: int) -> str:
         """At the tasks below `pid`, if it is time to; the reason."""
         now = time.monotonic()
-        if now - self._looked < self._between_s:
+        if now - self._looked < self._between_s and not self._held:
             return self.reason
         gap = now - self._looked > _GAP * self._between_s + 1
         elapsed_s, self._looked = now - self._looked, now
         signs = self._signs(pid)
         before, self._before = self._before, signs
-        if pid != self._pid or gap or before is None or self._has_moved(before, signs, elapsed_s):
-            self._pid, self._moved, self.reason = pid, now, ""
-        elif now - self._moved >= self._after_s:
+        held, self._held = self._held, False
+        same = before is not None and pid == self._pid and before.files == signs.files
+        if held and same:
+            self._held_s += elapsed_s
+        elif pid != self._pid or gap or before is None or self._has_moved(before, signs, elapsed_s):
+            self._pid, self._moved, self._held_s, self.reason = pid, now, 0.0, ""
+        elif self._idle_s() >= self._after_s:
             what = (
                 "CPU and GPU are idle and its log is silent"
                 if self._heeds_work

@@ -90,6 +90,18 @@ def newest_good_or_none(store: Store, keys: Keys) -> Standing | None:
     return found or newest
 
 
+def begun_after(store: Store, keys: Keys, since: float) -> list[int]:
+    """The whole checkpoints by the clock that were begun later than this, in seconds since 1970:
+    newest first, as far as they follow each other. Raises JobError, StoreError."""
+    numbers = []
+    found = newest_whole_or_none(store, keys)
+    while found is not None and (not found.begun_at or found.begun_at > since):
+        if found.begun_at:
+            numbers.append(found.number)
+        found = next_older(store, keys, found)
+    return numbers
+
+
 def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
     """A whole checkpoint: that of this number, or the newest. Raises JobError."""
     if number is None:

@@ -204,10 +204,8 @@ class Leading:
             self._say("an epoch is not decided yet")
             return
         assert life.failure is not None
-        if self._marked != life.revision and self._hung_at_once(life):
-            why = f"the job hung as soon as it was restored: {life.failure.reason}"
-            require = Require(self._keys.life, life.revision)
-            self._store.write([require], [verified.mark(self._keys, life.restored, why)])
+        if self._marked != life.revision and life.failure.hung:
+            self._mark(life, life.failure)
         self._marked = life.revision
         found = kept.newest_good_or_none(self._store, self._keys)
         if found is None:
@@ -226,6 +224,17 @@ class Leading:
             return
         plan = Plan(world=life.world, leave_running=True, restores=found.number)
         self._begin(life, life.restoring(self._next(), found.number), plan)
+
+    def _mark(self, life: Life, failure: Failure) -> None:
+        """What was made of the job while it hung does not bring it back."""
+        keys, at = self._keys, failure.at - failure.unnoticed_s
+        why = f"it was begun when the job hung already: {failure.reason}"
+        marks = dict.fromkeys(kept.begun_after(self._store, keys, at), why)
+        if self._hung_at_once(life):
+            marks[life.restored] = f"the job hung as soon as it was restored: {failure.reason}"
+        puts = [verified.mark(keys, number, why) for number, why in marks.items()]
+        if puts:
+            self._store.write([Require(keys.life, life.revision)], puts)
 
     def _hung_at_once(self, life: Life) -> bool:
         """Whether it has made hardly any progress since it was restored: the checkpoint was made

@@ -102,6 +102,7 @@ class Keys:
         return f"{self.epoch(number)}awaited"
 
     def in_between(self, number: int) -> str:
+        """Of a checkpoint by the clock: when it was begun, in seconds since 1970."""
         return f"{self.epoch(number)}in-between"
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpustasis.errors import JobError, StoreError
@@ -16,6 +16,7 @@ from gpustasis.jobs.hanging import Watcher
 from gpustasis.jobs.lives import Life, Stage, Way
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.stopping import stop
+from gpustasis.jobs.store import Require
 from gpustasis.jobs.work import Order
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Recovering:
         self._reported = -1
         self._run = ""
         self._trouble = ""  # of an epoch: the tasks are not as they should be
+        self._made: list[float] = []  # when, checkpoints that may be of a job that hangs
         self.can_start = False
         self.asked = ""  # why the keeper was told to end
 
@@ -121,6 +123,8 @@ class Recovering:
     def enter(self, order: Order) -> None:
         """An epoch was joined: what it makes belongs to the next life if that is what it was begun
         for. That is stored before anything is made. Raises JobError."""
+        if self._watcher is not None:
+            self._watcher.is_held()
         if not order.restores:
             return
         while True:
@@ -143,6 +147,23 @@ class Recovering:
                 self._said = (number, Way.HERE)
                 self._trouble = ""
                 return
+
+    def may_checkpoint(self) -> Sequence[Require] | None:
+        """For a checkpoint by the clock: what has to hold when it is begun. None: none is begun,
+        since the job does not run, or this rank may hang."""
+        if self._watcher is not None and self._watcher.is_quiet:
+            return None
+        return self._guard.as_it_runs()
+
+    def has_checkpoint(self) -> int:
+        """One was just committed. How many have to stay at least, so that one of them is from
+        before a hang that nobody has noticed yet."""
+        if self._watcher is None:
+            return 1
+        now = time.monotonic()
+        since = now - self._watcher.noticed_after_s
+        self._made = [*(made for made in self._made if made > since), now]
+        return len(self._made) + 1
 
     def has_trouble(self, problem: str) -> None:
         """An epoch has left the tasks as they should not be."""

@@ -287,7 +287,8 @@ class Supervisor:
                 raise JobError(f"{what}; nothing was restored")
             return None
         if epoch.phase is Phase.COMMITTED and not epoch.restores and epoch.leave_running:
-            remove_older(self._context, self._told)
+            least = self._recovering.has_checkpoint() if self._recovering is not None else 1
+            remove_older(self._context, self._told, least)
         if epoch.phase is Phase.COMMITTED and not epoch.leave_running:
             if self._recovering is not None:
                 self._recovering.ended_by(outcome.number)

@@ -130,19 +130,30 @@ void what_fails_leaves_nothing() {
     rlimit before{};
     CHECK(::getrlimit(RLIMIT_FSIZE, &before) == 0);
     const rlimit small{2 * kMinSealedFrame, before.rlim_max};
-    bool failed = false;
-    {
-        SealedOutput output(key, dir.fd(), options(kFirstOther + 1));
+    const auto fails = [&](const auto& work) { // as a full disk does
+        bool failed = false;
         CHECK(::setrlimit(RLIMIT_FSIZE, &small) == 0);
         try {
-            output.put(0, sample::noise(8 * kMinSealedFrame, 1));
+            work();
         } catch (const Error& error) {
             failed = error.code() == Errc::io;
         }
         CHECK(::setrlimit(RLIMIT_FSIZE, &before) == 0);
-        CHECK_THROWS(Errc::bad_argument, output.commit(8 * kMinSealedFrame));
+        return failed;
+    };
+    { // blocks are written once they are full
+        constexpr std::size_t size = 3 * BlockOutput::kBlockSize;
+        SealedOutput output(key, dir.fd(), options(kFirstOther + 1));
+        CHECK(fails([&] { output.put(0, sample::noise(size, 1)); }));
+        CHECK_THROWS(Errc::bad_argument, output.commit(size));
     }
-    CHECK(failed && dir.names().empty());
+    { // and the rest at the end
+        constexpr std::size_t size = 8 * kMinSealedFrame;
+        SealedOutput output(key, dir.fd(), options(kFirstOther + 2));
+        output.put(0, sample::noise(size, 1));
+        CHECK(fails([&] { output.commit(size); }));
+    }
+    CHECK(dir.names().empty());
 }
 
 constexpr std::string_view kMarker = "a marker that nobody without the key may read";
@@ -319,20 +330,26 @@ void another_end_is_refused() {
 }
 
 // Memory is bounded: what is full, padding counted, is in the file and not held.
-void full_frames_are_written_at_once() {
+void full_blocks_are_written_at_once() {
     const Directory dir;
     FreshKey key;
     constexpr std::uint32_t alignment = 512;
+    constexpr std::size_t size = 4 * BlockOutput::kBlockSize;
     SealedOutput output(key, dir.fd(), options(kFirstOther, alignment));
     Buffer chunk = sample::noise(alignment, 1);
-    for (std::size_t at = alignment; at < 10 * kMinSealedFrame; at += alignment)
+    for (std::size_t at = alignment; at < size; at += alignment)
         output.write(at, chunk, alignment - 100);
-    // All but the first, into whose front nothing was put yet.
+    // Into the front of the first frame nothing was put yet, so its block is held; and the last, which the frames'
+    // overhead has begun.
     const std::string part = PartFile::part_name(sealed_name(kFirstOther));
-    CHECK(dir.read(part).size() ==
-          end_of_frames(kSealedHeaderSize, 10 * kMinSealedFrame, kMinSealedFrame));
-    output.commit(10 * kMinSealedFrame);
-    CHECK(read_back(dir, kFirstOther, key.key()).size() == 10 * kMinSealedFrame);
+    const Buffer written = dir.read(part);
+    CHECK(written.size() == size);
+    CHECK(std::ranges::all_of(Bytes(written).first(BlockOutput::kBlockSize),
+                              [](std::byte byte) { return byte == std::byte{0}; }));
+    CHECK(!std::ranges::all_of(Bytes(written).subspan(BlockOutput::kBlockSize, kMinSealedFrame),
+                               [](std::byte byte) { return byte == std::byte{0}; }));
+    output.commit(size);
+    CHECK(read_back(dir, kFirstOther, key.key()).size() == size);
 }
 
 // What opens an envelope has one name, for a plugin that has nothing else.
@@ -376,6 +393,6 @@ int main() {
     no_file_is_missing_or_added();
     another_end_is_refused();
     numbers_have_one_name();
-    full_frames_are_written_at_once();
+    full_blocks_are_written_at_once();
     a_key_has_one_name();
 }

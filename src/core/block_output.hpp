@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+/// A file whose parts come in any size and at any place, written in blocks.
+#pragma once
+
+#include "core/bytes.hpp"
+#include "core/chunk_io.hpp"
+#include "core/direct_io.hpp"
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace gpustasis {
+
+/// Parts are put together in memory, and each block is written once it is full: past the page cache where that is
+/// to be had, which takes whole aligned blocks only. Holds the blocks that are not full: with parts that come
+/// nearly in order about one more than those parts span.
+class BlockOutput {
+public:
+    static constexpr std::size_t kBlockSize = std::size_t{1} << 20;
+
+    /// `fd`: a new, empty file, which stays the caller's. Throws Error: as ChunkOutput.
+    BlockOutput(int fd, IoMode mode) : fd_(fd), chunks_(fd, mode, kDirectAlignment) {}
+
+    /// Make the `size` bytes at `offset`: `make` fills all of what it is given. By several threads at once, each
+    /// byte of the file once. Throws Error: io, and what `make` throws; then finish() fails.
+    void put(std::uint64_t offset, std::size_t size, const std::function<void(MutBytes)>& make);
+
+    /// The file has `size` bytes, and all of them were put. Once, when no thread puts any more; the file is not
+    /// synced. Throws Error: io; bad_argument if a byte is missing.
+    void finish(std::uint64_t size);
+
+    bool is_direct() const noexcept { return chunks_.is_direct(); }
+
+private:
+    struct Block {
+        AlignedBuffer buffer;
+        std::size_t filled = 0;
+    };
+    MutBytes at(std::uint64_t offset, std::size_t size);
+    void filled(std::uint64_t offset, std::size_t size);
+
+    int fd_;
+    ChunkOutput chunks_;
+    std::mutex mutex_;
+    std::map<std::uint64_t, Block> open_; ///< by number; those that are not full
+    std::vector<AlignedBuffer> spare_;    ///< of blocks that were written
+};
+
+} // namespace gpustasis

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "check.hpp"
+#include "core/block_output.hpp"
+#include "core/error.hpp"
+#include "core/file.hpp"
+#include "sample.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+using namespace gpustasis;
+using sample::Buffer;
+
+namespace {
+
+constexpr std::size_t kBlock = BlockOutput::kBlockSize;
+
+Buffer noise(std::size_t size) {
+    std::mt19937_64 random(size);
+    Buffer bytes(size + 8);
+    for (std::size_t at = 0; at < size; at += 8) {
+        const std::uint64_t word = random();
+        std::memcpy(bytes.data() + at, &word, sizeof word);
+    }
+    bytes.resize(size);
+    return bytes;
+}
+
+UniqueFd open_new(const sample::TempDir& dir) {
+    return UniqueFd(::open(dir.path("file").c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
+}
+
+struct Piece {
+    std::size_t begin;
+    std::size_t end;
+};
+
+std::vector<Piece> cut(std::size_t size, std::mt19937& random) {
+    std::vector<Piece> pieces;
+    for (std::size_t at = 0; at < size;) {
+        const std::size_t most = random() % 10 == 0 ? 3 * kBlock : 100'000;
+        const std::size_t end = std::min(size, at + 1 + random() % most);
+        pieces.push_back({at, end});
+        at = end;
+    }
+    std::ranges::shuffle(pieces, random);
+    return pieces;
+}
+
+void put(BlockOutput& output, const Buffer& wanted, const Piece& piece) {
+    const Bytes bytes = Bytes(wanted).subspan(piece.begin, piece.end - piece.begin);
+    output.put(piece.begin, bytes.size(), [&](MutBytes to) {
+        CHECK(to.size() == bytes.size());
+        std::ranges::copy(bytes, to.begin());
+    });
+}
+
+// Whatever the order, the size and the thread; sizes of a file that end in a block, at its end, and within a block
+// of the device.
+void pieces_become_the_file() {
+    std::mt19937 random(20261125);
+    for (const IoMode mode : {IoMode::buffered, IoMode::automatic})
+        for (const std::size_t size :
+             {std::size_t{0}, std::size_t{1}, std::size_t{4096}, kBlock - 1, kBlock, kBlock + 1,
+              9 * kBlock + 12'345, 8 * kBlock}) {
+            const sample::TempDir dir;
+            const UniqueFd file = open_new(dir);
+            const Buffer wanted = noise(size);
+            const std::vector<Piece> pieces = cut(size, random);
+            BlockOutput output(file.get(), mode);
+            {
+                std::vector<std::jthread> threads;
+                for (std::size_t thread = 0; thread < 4; ++thread)
+                    threads.emplace_back([&, thread] {
+                        for (std::size_t i = thread; i < pieces.size(); i += 4)
+                            put(output, wanted, pieces[i]);
+                    });
+            }
+            output.finish(size);
+            CHECK(file_size(file.get()) == size);
+            if (size > 8 * kBlock) // only the end of it may have gone through the page cache
+                CHECK(is_mostly_cached(file.get(), size) == !output.is_direct());
+            CHECK(read_part(file.get(), 0, size) == wanted);
+        }
+}
+
+void a_file_with_a_hole_is_not_finished() {
+    const Buffer wanted = noise(3 * kBlock);
+    for (const Piece& missing :
+         {Piece{0, 1}, Piece{kBlock + 7, kBlock + 8}, Piece{3 * kBlock - 1, 3 * kBlock}}) {
+        const sample::TempDir dir;
+        const UniqueFd file = open_new(dir);
+        BlockOutput output(file.get(), IoMode::automatic);
+        put(output, wanted, {0, missing.begin});
+        put(output, wanted, {missing.end, wanted.size()});
+        CHECK_THROWS(Errc::bad_argument, output.finish(wanted.size()));
+    }
+}
+
+void what_is_put_behind_the_end_is_refused() {
+    const Buffer wanted = noise(kBlock + 10);
+    const sample::TempDir dir;
+    const UniqueFd file = open_new(dir);
+    BlockOutput output(file.get(), IoMode::automatic);
+    put(output, wanted, {0, wanted.size()});
+    CHECK_THROWS(Errc::bad_argument, output.finish(wanted.size() - 1));
+}
+
+void what_cannot_be_made_is_missing() {
+    const Buffer wanted = noise(2 * kBlock);
+    for (const std::size_t size : {std::size_t{100}, kBlock + 100}) { // in a block, and over two
+        const sample::TempDir dir;
+        const UniqueFd file = open_new(dir);
+        BlockOutput output(file.get(), IoMode::automatic);
+        bool thrown = false;
+        try {
+            output.put(0, size, [](MutBytes) { throw std::runtime_error("cannot"); });
+        } catch (const std::runtime_error&) {
+            thrown = true;
+        }
+        CHECK(thrown);
+        put(output, wanted, {size, wanted.size()});
+        CHECK_THROWS(Errc::bad_argument, output.finish(wanted.size()));
+    }
+}
+
+} // namespace
+
+int main() {
+    pieces_become_the_file();
+    a_file_with_a_hole_is_not_finished();
+    what_is_put_behind_the_end_is_refused();
+    what_cannot_be_made_is_missing();
+}
