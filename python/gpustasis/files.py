@@ -149,8 +149,12 @@ def make_directories(path: str, mode: int) -> None:
         except FileExistsError:
             if not os.path.isdir(path):
                 raise
-        else:
-            os.chmod(path, mode)
+        else:  # whoever else can write there may have put a link in its place
+            descriptor = os.open(path, _DIRECTORY | os.O_NOFOLLOW)
+            try:
+                os.fchmod(descriptor, mode)
+            finally:
+                os.close(descriptor)
 
 
 def open_own_directory(path: str, levels: int, make_mode: int | None = None) -> int:

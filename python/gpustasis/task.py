@@ -57,6 +57,15 @@ def read_task(pid: int) -> Task:
     )
 
 
+def start_time(pid: int) -> int:
+    """As Task's; also of a dead one that its parent has yet to hear of. Raises CheckpointError."""
+    try:
+        stat = (PROC / str(pid) / "stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError) as exc:
+        raise CheckpointError(f"there is no process {pid}") from exc
+    return int(stat[stat.rindex(")") + 2 :].split()[_START_TIME])
+
+
 def misleading_thread(pid: int) -> str | None:
     """A thread of `pid` by whose name the driver would open a file, and not a pipe of its own;
     None: there is none.

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,23 @@ def test_a_keeper_that_waits_for_a_restore_ends_when_it_is_asked_to(
     ended = supervisor_of(context).run(restoring=True)
     assert ended.status == 128 + signal.SIGTERM
     timer.join()
+
+
+def test_a_command_that_has_ended_before_it_is_noted_has_its_status(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn = os.posix_spawnp
+
+    def spawn_and_wait(*words: Any, **named: Any) -> int:
+        pid = spawn(*words, **named)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return pid
+
+    monkeypatch.setattr(os, "posix_spawnp", spawn_and_wait)
+    supervisor = supervisor_of(context)
+    supervisor.start(["sh", "-c", "exit 3"], os.environ)
+    assert supervisor.run(restoring=False).status == 3
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from gpustasis.jobs.work import Order
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.criu_roots import newest_criu
 from support.json_output import check_document
-from support.ring import WORLD, Ring, reap
+from support.ring import WORLD, Ring
 
 SAME_BYTES = 1 << 19  # of GPU memory that a rank of the ring never changes
 
@@ -51,16 +51,19 @@ def whole(ring: Ring) -> list[int]:  # noqa: F811
     return [one["epoch"] for one in shown if one["whole"]]
 
 
-def kill_all(ring: Ring) -> None:  # noqa: F811
-    """As if the host had failed."""
-    for rank in range(WORLD):
-        ring.signal(rank, signal.SIGKILL)
-    programs = ring.pids()
-    for pid in programs:
-        os.kill(pid, signal.SIGKILL)
-    assert ring.ends() == [-signal.SIGKILL] * WORLD
-    for pid in programs:
-        reap(pid)
+def kill_between_epochs(ring: Ring) -> None:  # noqa: F811
+    """Whoever has the clock stands while it is looked at, and begins none."""
+
+    def is_settled() -> bool:
+        ring.signal(0, signal.SIGSTOP)
+        shown = check_document(ring.job("list", "--json").stdout, "job list")["epochs"][-1]
+        if shown["state"] in ("committed", "aborted") and shown["settled"] == WORLD:
+            return True
+        ring.signal(0, signal.SIGCONT)
+        return False
+
+    ring.wait(is_settled)
+    ring.kill_host()
 
 
 def test_a_killed_job_comes_back_from_a_dump_that_is_built_on_others(
@@ -84,7 +87,7 @@ def test_a_killed_job_comes_back_from_a_dump_that_is_built_on_others(
             assert next_one["bytes"] < records[1][0]["bytes"] - SAME_BYTES // 2
     ring.wait(lambda: f"epoch {aborted + 1}: committed" in ring.log_whole(0), timeout_s=120)
     ring.wait_for_progress()
-    kill_all(ring)
+    kill_between_epochs(ring)
     newest = whole(ring)[-1]
     after = ranks_of(ring, aborted + 1)
     (failed,) = (rank for rank, one in enumerate(after) if not one["parent"])
@@ -121,7 +124,7 @@ def test_a_killed_job_comes_back_from_a_dump_that_is_built_on_others(
     ring.wait(lambda: all(ended in ring.log_whole(rank) for rank in range(WORLD) if rank != failed))
     ring.wait(lambda: not image.parent.exists())  # nothing needs it any more
     ring.wait_for_progress()
-    kill_all(ring)
+    kill_between_epochs(ring)
     newest = whole(ring)[-1]
     ring.start_all(*words)
     ring.wait_for_progress()

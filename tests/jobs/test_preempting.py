@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs import epochs, preempting
 from gpustasis.jobs.exchange import Settings
+from gpustasis.jobs.gate import Gate
 from gpustasis.jobs.lead import digest_of
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.place import place_of
@@ -24,7 +24,7 @@ from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.command import call
 from support.criu_roots import newest_criu
 from support.json_output import check_document
-from support.ring import WORLD, Ring, reap
+from support.ring import WORLD, Ring
 
 CHECKPOINTED = 75
 WORDS = ("--checkpoint-on-sigterm", "--checkpointed-status", CHECKPOINTED, "--restore-newest")
@@ -131,12 +131,8 @@ def test_checkpoints_in_between_and_just_in_time(
     start(ring, *words)
     ring.wait(lambda: f"epoch {made + 2}: committed" in ring.log_whole(0))  # one more restores
     ring.wait_for_progress()
-    for rank in range(WORLD):  # as if the host had failed
-        ring.signal(rank, signal.SIGKILL)
-    assert ring.ends() == [-signal.SIGKILL] * WORLD
-    for pid in ring.pids():
-        os.kill(pid, signal.SIGKILL)
-        reap(pid)
+    ring.wait(Gate(ring.directory / "run" / ring.name / "2", Path("/none")).is_held)  # of the next
+    ring.kill_host()
     said = [len(ring.log_whole(rank)) for rank in range(WORLD)]
     start(ring)
     ring.wait_for_progress()

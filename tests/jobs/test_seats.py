@@ -177,7 +177,9 @@ def test_whoever_has_no_seat_replaces_nobody_s_addresses(context: Context) -> No
     with closing(other):
         other.begin(new=True)
         with pytest.raises(JobError, match="rank 0 has a keeper on b"):
-            job_recovery.keep_recovered(context, SETTINGS, CHOICE, ("true",), restore=False)
+            job_recovery.keep_recovered(
+                context, SETTINGS, CHOICE, ("true",), restore=False, periodic=None
+            )
     assert KEYS.addresses(0) not in context.store.read(KEYS.addresses(0)).entries
 
 

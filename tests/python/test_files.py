@@ -176,3 +176,21 @@ def test_a_directory_that_another_makes_meanwhile(
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
         files.make_directories(str(tmp_path / "file"), 0o700)
+
+
+def test_a_link_that_another_puts_in_its_place_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By who may write where the directory is made: root would change the mode of any other."""
+    (tmp_path / "other").mkdir(mode=0o755)
+    real = os.mkdir
+
+    def mkdir(path: str, mode: int) -> None:
+        real(path, mode)
+        os.rmdir(path)
+        os.symlink(tmp_path / "other", path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(NotADirectoryError):
+        files.make_directories(str(tmp_path / "new"), 0o700)
+    assert mode(tmp_path / "other") == 0o755

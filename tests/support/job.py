@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -121,6 +121,16 @@ def reap_workers() -> None:
     for pid in children_named(WORKER_COMM, GUARDIAN_COMM):
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+def pids_by(is_one: Callable[[bytes], bool]) -> list[int]:
+    """Of processes with such a command line."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if is_one(Path(f"/proc/{entry}/cmdline").read_bytes()):
+                found.append(int(entry))
+    return sorted(found)
 
 
 def children_named(*names: str) -> list[int]:

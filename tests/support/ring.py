@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpustasis_bench.roots import roots_directory
-from support.job import reap_workers
+from support.job import pids_by, reap_workers
 
 WORLD = 4
 PORT = 4711
@@ -283,15 +283,8 @@ class Ring:
 
     def pids(self) -> list[int]:
         """Of the ranks' programs that live."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with suppress(OSError):
-                    words = (entry / "cmdline").read_bytes().split(b"\0")
-                    at = len(self.interpreter)
-                    if words[at : at + 1] == [str(self.program).encode()]:
-                        found.append(int(entry.name))
-        return sorted(found)
+        at, wanted = len(self.interpreter), str(self.program).encode()
+        return pids_by(lambda words: words.split(b"\0")[at : at + 1] == [wanted])
 
     def program_of(self, rank: int) -> int:
         """The pid of a rank's program."""
@@ -330,6 +323,20 @@ class Ring:
             os.kill(pid, signal.SIGKILL)
         keeper.wait()
         reap(program)
+
+    def kill_host(self) -> None:
+        """As if it had failed: all keepers at once, and what runs without them. A criu that waits
+        for a decision would hold its rank's tasks for ever, as zombies."""
+        for rank in range(WORLD):
+            self.signal(rank, signal.SIGKILL)
+        assert self.ends() == [-signal.SIGKILL] * WORLD
+        place = str(self.directory / "kept").encode()  # which its helpers and scripts name, too
+        left = [*self.pids(), *pids_by(lambda words: place in words)]
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            reap(pid)
 
     def signal(self, rank: int, number: int) -> None:
         """To a keeper."""

@@ -293,21 +293,21 @@ def keep_recovered(
     from gpustasis.jobs.clock import by_the_clock
     from gpustasis.jobs.supervise import Supervisor
 
-    what = f"job {context.place.job}, rank {context.place.rank}"
+    what, tell = f"job {context.place.job}, rank {context.place.rank}", output.teller()
     recovering = _recovering(context, settings.ttl_s, choice, can_start=bool(words) or restore)
     try:
-        supervisor = Supervisor(context, settings, output.say, recovering=recovering)
+        supervisor = Supervisor(context, settings, tell, recovering=recovering)
         is_new = bool(words or restore) and not choice.standby
         starts = recovering.begin(new=is_new, can_start=bool(words))
         if words or restore or choice.standby:  # whoever has no seat replaces no other's addresses
             context.say_where()
         if starts:
             pid = supervisor.start(words, os.environ)
-            output.say(f"{what}: process {pid}, output in {context.place.log}")
+            tell(f"{what}: process {pid}, output in {context.place.log}")
         elif restore:
-            output.say(f"{what}: waits to be restored")
+            tell(f"{what}: waits to be restored")
         command = (words, os.environ) if words else None
-        with by_the_clock(context, periodic, output.say, recovering.may_checkpoint):
+        with by_the_clock(context, periodic, tell, recovering.may_checkpoint):
             return supervisor.run(restoring=restore, command=command)
     finally:
         recovering.close()
@@ -351,11 +351,11 @@ def _recovering(context: Context, ttl: int, choice: Choice, *, can_start: bool) 
         terms,
         where(place.run),
         ttl_s=ttl,
-        told=output.say,
+        told=output.teller(),
     )
     while choice.standby and not _is_next(guard, can_start=can_start):
         wait_a_moment()
     watcher = None
     if choice.hang_after is not None:
         watcher = Watcher(choice.hang_after, place.log, choice.progress)
-    return Recovering(context, guard, watcher, output.say)
+    return Recovering(context, guard, watcher, output.teller())

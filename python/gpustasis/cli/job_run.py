@@ -223,7 +223,7 @@ def run(
     from gpustasis.jobs.records import Keys
     from gpustasis.jobs.supervise import Supervisor
 
-    choice = choice_of(options)
+    choice, tell = choice_of(options), output.teller()
     require_alone(
         choice,
         {
@@ -275,17 +275,17 @@ def run(
             else:
                 preempts = None
                 if checkpoint_on_sigterm:
-                    preempts = Preempting(context, terms, output.say, says)
-                supervisor = Supervisor(context, settings, output.say, preempts)
+                    preempts = Preempting(context, terms, tell, says)
+                supervisor = Supervisor(context, settings, tell, preempts)
                 ended = _keep(supervisor, context, words, restore, restore_newest, periodic)
                 says(**_end_of(context, ended, preempts.because if preempts else ""))
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
 
     def show() -> None:
         if ended.epoch:
-            output.say(f"job {job}, rank {rank}: ended by the checkpoint of epoch {ended.epoch}")
+            tell(f"job {job}, rank {rank}: ended by the checkpoint of epoch {ended.epoch}")
         elif ended.status is None:
-            output.say(f"job {job}, rank {rank}: ended, its status is not known")
+            tell(f"job {job}, rank {rank}: ended, its status is not known")
 
     output.answer(fields, show)
     status = checkpointed_status if ended.epoch else ended.status
@@ -320,18 +320,18 @@ def _begin(
     0: none, or somebody else asks for it."""
     from gpustasis.jobs.preempting import to_restore
 
-    name = f"job {context.place.job}, rank {context.place.rank}"
+    name, tell = f"job {context.place.job}, rank {context.place.rank}", output.teller()
     is_taken_over = newest and supervisor.settle()
     found = to_restore(context) if newest and not is_taken_over else 0
     if words or restore:
         context.say_where()
     if found:
-        output.say(f"{name}: goes on from epoch {found}")
+        tell(f"{name}: goes on from epoch {found}")
     elif restore:
-        output.say(f"{name}: waits to be restored")
+        tell(f"{name}: waits to be restored")
     elif words and not is_taken_over:
         pid = supervisor.start(words, os.environ)
-        output.say(f"{name}: process {pid}, output in {context.place.log}")
+        tell(f"{name}: process {pid}, output in {context.place.log}")
     return found
 
 
@@ -351,7 +351,7 @@ def _keep(
         raise JobError(f"{context.name} was started with --restarts: its keeper must be, too")
     if not (words or restore):
         context.require_left()
-    with by_the_clock(context, periodic, output.say):
+    with by_the_clock(context, periodic, output.teller()):
         begun = _begin(supervisor, context, words, restore, newest)
         ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
     if newest and not ended.epoch and ended.status == 0:

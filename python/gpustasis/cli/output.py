@@ -50,6 +50,24 @@ def say(text: object, *, mark: str = "", colour: str | None = None) -> None:
         click.echo(f"{click.style(safe(mark), fg=colour)}{safe(text)}")
 
 
+def teller() -> Callable[[object], None]:
+    """As say, for a program that goes on, whether or not anybody reads it still, and for each of
+    its threads: whether --json was given is known to the one that calls this alone."""
+    is_quiet = json_wanted()
+
+    def tell(text: object) -> None:
+        if is_quiet:
+            return
+        try:
+            click.echo(safe(text))
+        except BrokenPipeError:
+            drop()
+        except (OSError, ValueError):
+            return
+
+    return tell
+
+
 def warn(text: object) -> None:
     """A message on stderr, with --json too."""
     click.echo(safe_lines(text), err=True)

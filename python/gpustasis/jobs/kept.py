@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpustasis.criu.images import INVENTORY_NAME
-from gpustasis.errors import JobError
+from gpustasis.errors import ImageError, JobError
 from gpustasis.files import changeable_by_others
+from gpustasis.image.directory import try_exclude
 from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.dumps import DumpRecord, problems_of, record_of
 from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import TOP, Keys, number_of
-from gpustasis.jobs.store import Put, Require, Store
+from gpustasis.jobs.store import Entry, Put, Require, Store
 
 _NEWEST = re.compile(re.escape(TOP) + r"/([^/]+)/newest")
 
@@ -191,7 +192,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     """Remove the dumps of all but the newest `keep_last` whole checkpoints, as far as they are on
     this host; and of those that were pruned before, if they are there. The newest whole one stays;
     so do dumps that those of one that stays are built on, for as long as that is so. One that did
-    not bring the job back when it was restored last counts for none that is kept.
+    not bring the job back when it was restored last, or has still to, counts for none that is kept.
 
     Raises JobError if an epoch is under way, or something cannot be removed; StoreError.
     """
@@ -203,24 +204,20 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if not last.epoch.phase.is_final:
         raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
     whole = [one for one in found if one.is_whole and not one.is_evidence]
-    wrong = unverified(store, keys)
+    wrong = unverified(store, keys).keys() | _not_back_yet(found)
     good = [one.number for one in whole if one.number not in wrong]
     oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
     stays = [one for one in found if one.is_whole and (one.is_evidence or one.number >= oldest)]
     needed = _needs_of(stays, found)
+    goes = [one.number for one in whole if one.number < oldest]
+    _mark(store, keys, newest, goes)
     done = []
     problems: list[str] = []  # the others go all the same
     for one in found:
+        if not one.pruned and one.number not in goes:
+            continue
         if one.plan.restores or one.epoch.phase is not Phase.COMMITTED:
             continue
-        if not one.pruned:
-            if one not in whole or one.number >= oldest:
-                continue
-            # Nobody has begun to restore it, and nobody will.
-            revision = newest.revision if newest else 0
-            requires = [Require(keys.newest, revision), Require(keys.pruned(one.number), 0)]
-            if not store.write(requires, [Put(keys.pruned(one.number), "1")]).applied:
-                raise JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
         removed = []
         for record in () if one.is_engines else records_of(one):
             if record.id and record.id in needed:
@@ -234,6 +231,35 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if problems:
         raise JobError("; ".join(problems))
     return done
+
+
+def _not_back_yet(found: list[Standing]) -> set[int]:
+    """What was restored last, while not all ranks have said that they are back: an older one may be
+    needed in its place."""
+    done = [one for one in found if one.epoch.phase is Phase.COMMITTED]
+    if not done or not done[-1].plan.restores:
+        return set()
+    last = done[-1]
+    are_back = len(last.settled) == last.plan.world and not any(last.problems.values())
+    return set() if are_back else {last.plan.restores}
+
+
+def _mark(store: Store, keys: Keys, newest: Entry | None, numbers: list[int]) -> None:
+    """Have all of these pruned before anything is removed: nobody has begun to restore one of them,
+    or to build on it, since all were read, and nobody will. newest: as it was read before them.
+    Another prune may have marked some by now. Raises JobError, StoreError."""
+    revision = newest.revision if newest else 0
+    has_begun = JobError(f"job {keys.job}: an epoch has begun meanwhile; prune after it")
+    for number in numbers:
+        key = keys.pruned(number)
+        requires = [Require(keys.newest, revision), Require(key, 0)]
+        is_marked = store.write(requires, [Put(key, "1")]).applied
+        if not is_marked and key not in store.read(key).entries:
+            raise has_begun
+    # Also where nothing was to be marked: epochs are read one by one, and may be of two moments.
+    now = store.read(keys.newest).entries.get(keys.newest)
+    if (now.revision if now else 0) != revision:
+        raise has_begun
 
 
 def _needs_of(these: Iterable[Standing], among: Iterable[Standing]) -> set[str]:
@@ -273,6 +299,19 @@ def _remove(record: DumpRecord, number: int) -> str:
     if wrong is not None:  # while it is removed, it may become a link to somewhere else
         raise JobError(f"{place} is left alone: {wrong}, and keepers dump to no such place")
     try:
+        lock = try_exclude(place)
+    except ImageError:  # a network's file system has no such locks: nobody's is in the way there
+        _remove_all(place, names)
+        return str(place)
+    if lock is None:  # by who restores it, builds on it or fills memory from it, and asks no store
+        raise JobError(f"{place} is in use, and left alone: prune again later")
+    with lock:
+        _remove_all(place, names)
+    return str(place)
+
+
+def _remove_all(place: Path, names: list[str]) -> None:
+    try:
         # Last, so that what is left of a prune that was killed is known as a dump.
         for name in sorted(names, key=lambda one: (one == INVENTORY_NAME, one)):
             part = place / name
@@ -283,4 +322,3 @@ def _remove(record: DumpRecord, number: int) -> str:
         place.rmdir()
     except OSError as exc:
         raise JobError(f"cannot remove {place}: {exc.strerror}") from exc
-    return str(place)

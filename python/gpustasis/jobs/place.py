@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -125,21 +126,29 @@ class Place:
         """As only_keeper. preemptible: SIGTERM has the job checkpointed. What it gives says to
         `gpustasis preempt` how the keeper is: that it cannot be told harms no job."""
         held = self.only_keeper(waits)
+        one_at_a_time, is_over = threading.Lock(), threading.Event()
 
         def says(**facts: object) -> None:
-            try:
-                tell(held, {**facts, "keeper": os.getpid()})
-            except OSError as exc:
-                log.warning("cannot write %s: %s", self.run / KEEPER_NAME, exc.strerror)
+            """By any thread: one that comes late must not write to what has got the number of the
+            descriptor."""
+            with one_at_a_time:
+                if is_over.is_set():
+                    return
+                try:
+                    tell(held, {"preemptible": preemptible, **facts, "keeper": os.getpid()})
+                except OSError as exc:
+                    log.warning("cannot write %s: %s", self.run / KEEPER_NAME, exc.strerror)
 
         try:
-            says(preemptible=preemptible)
+            says()
             yield says
         except CheckpointError as exc:
             says(because=str(exc))
             raise
         finally:
-            os.close(held)
+            with one_at_a_time:
+                is_over.set()
+                os.close(held)
 
     def load(self) -> State:
         """As the last keeper left it; of another boot nothing is left. Raises JobError."""

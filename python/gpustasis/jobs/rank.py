@@ -30,7 +30,7 @@ from gpustasis.jobs.records import Keys
 from gpustasis.jobs.safe_point import Seat
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.work import Order
-from gpustasis.task import has_driver_thread, misleading_thread, read_task
+from gpustasis.task import has_driver_thread, misleading_thread, read_task, start_time
 from gpustasis.verifying import Check
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Context:
         State's, with its stamp; new tasks were in none."""
         state = self.state
         if pid is not None:
-            start = read_task(pid).start_time if pid else 0
+            start = start_time(pid) if pid else 0  # a command may have ended already
             state = replace(state, pid=pid, start_time=start, life=self.life, last=0, stamp="")
         if last is not None:
             state = replace(state, last=last[0], stamp=last[1])

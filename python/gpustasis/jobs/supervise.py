@@ -37,6 +37,10 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _NAMED = frozenset((WORKER_COMM, GUARDIAN_COMM))
 
 
+def _too_late(*_: object) -> None:
+    """Whoever tells a keeper to end that has ended its work hears from it how it has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How it came to an end for this rank. epoch: of the checkpoint that ended its tasks; 0: none
@@ -195,7 +199,7 @@ class Supervisor:
             if self._restart is not None:
                 self._restart.stop.set()
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, handler if self._preempting is None else _too_late)
             if self._held[2] >= 0:
                 os.close(self._held[2])
             reap()
