@@ -137,8 +137,9 @@ def test_a_killed_script_is_a_no(node: Node, steady: Steady) -> None:
         one.run_on()
 
 
-def test_one_alone_is_not_restored(node: Node, steady: Steady) -> None:
-    ranks = start(steady, "back")
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_one_alone_is_not_restored(node: Node, steady: Steady, runtime: str) -> None:
+    ranks = start(steady, f"back-{runtime}", runtime)
     for done in ask_all(ranks, "checkpoint", "--keep"):
         assert done.returncode == 0, done.stderr
     assert ask_all(ranks[:1], "restore", "--keep")[0].returncode != 0
@@ -147,6 +148,39 @@ def test_one_alone_is_not_restored(node: Node, steady: Steady) -> None:
         assert done.returncode == 0, done.stderr
     for one in ranks:
         one.run_on()
+
+
+def test_a_second_call_is_not_taken_for_the_first(node: Node, steady: Steady) -> None:
+    """The first one's criu has waited for the other rank, and was killed; its epoch goes on."""
+    ranks = start(steady, "twice")
+    asked = Asking(ranks[0].root, "podman", "container", "checkpoint", "-R", ranks[0].name)
+    node.wait_for(lambda: node.pids("rank-script"))
+    for script in node.pids("rank-script"):
+        node.kill_parent(script)
+    assert asked.ended().returncode != 0
+    ask_all(ranks, "checkpoint", "-R")  # in time for that epoch, or for another one
+    for one in ranks:
+        one.run_on()
+    node.wait_for(lambda: not node.pids("rank-script"))
+    for done in ask_all(ranks, "checkpoint", "-R"):
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_container_in_a_pod_is_a_rank(node: Node, steady: Steady) -> None:
+    """Its cgroup is below that of the pod, which has an id as well."""
+    node.root.run("podman", "pod", "create", "--infra=false", "--name", "pod")
+    try:
+        words = rank_annotations("in-pod", 0, 1)
+        container = steady("in-pod", "runc", "--pod", "pod", *words, mib=4)
+        node.kill_agent()
+        assert ask_all([container], "checkpoint", "-R")[0].returncode != 0
+        assert "gpustasis: job in-pod, rank 0: " in log_of(container)
+        node.start_agent()
+        assert ask_all([container], "checkpoint", "-R")[0].returncode == 0
+        container.run_on()
+        container.remove()
+    finally:
+        node.root.run("podman", "pod", "rm", "--force", "--time", "0", "pod")
 
 
 def test_a_rank_that_is_lost_in_a_restore_takes_the_others_with_it(
