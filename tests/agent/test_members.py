@@ -32,6 +32,7 @@ from gpustasis.jobs.place import Place, State, place_of
 from gpustasis.jobs.records import Keys, Plan
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Put
+from gpustasis.jobs.visits import Visit
 from gpustasis.runtimes import containerd
 from gpustasis.task import boot_id, read_task
 from support.ring import put_nft
@@ -311,6 +312,36 @@ def test_an_engine_is_given_as_long_as_the_job(node: Node, monkeypatch: pytest.M
     words = (A, config, Path("/none"))
     containers.dump_rank(*words, leave_running=True, stop=lambda: False)
     assert given[0] > 7200
+
+
+def test_an_epoch_that_cannot_begin_is_not_tried_for_ever(node: Node) -> None:
+    """Somebody has pruned the checkpoint since it was found."""
+    node.add(A)
+    started = node.start()
+    wait_for(lambda: started._members)
+    (member,) = started._members.values()
+    node.store.write([], [Put(KEYS.pruned(7), "1")])
+    said: list[str] = []
+    visit = Visit(
+        action="post-restore",
+        container=A,
+        pid=os.getpid(),
+        criu=os.getpid(),
+        criu_start=1,
+        images=Path("/none"),
+        leaves_running=False,
+    )
+
+    def begin() -> None:
+        try:
+            member._epoch(visit, 7)
+        except JobError as exc:
+            said.append(str(exc))
+
+    beginning = threading.Thread(target=begin, daemon=True)
+    beginning.start()
+    beginning.join(TIMEOUT_S)
+    assert said
 
 
 def test_whatever_goes_wrong_a_rank_has_a_keeper(

@@ -4,6 +4,7 @@ processes, visits and stores, and without criu. Containers are in tests/runtimes
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from gpustasis.errors import JobError
 from gpustasis.jobs import contained, epochs
 from gpustasis.jobs.contained import POST_DUMP, PRE_DUMP, Contained, Engine, note_criu
 from gpustasis.jobs.local import Local
+from gpustasis.jobs.network import Lock, Network
 from gpustasis.jobs.place import place_of
 from gpustasis.jobs.rank import Context, Options
 from gpustasis.jobs.records import Keys, Plan
@@ -25,6 +27,8 @@ from gpustasis.jobs.store import Put
 from gpustasis.jobs.visits import EnginesCriu, Visit, Visits
 from gpustasis.jobs.work import Order
 from gpustasis.task import read_task
+from support.job_ranks import wait_for
+from support.ring import put_nft
 
 KEYS = Keys("job")
 NO_CRIU = Criu(program=Path("/none"), root=None, version=(4, 2), origin="test")
@@ -173,6 +177,40 @@ def test_a_script_of_an_earlier_process_of_that_pid_is_not_this_ones(
     now.over.set()
     visits.remove(now)
     assert "gone on before anything was decided" in ours.slipped()
+
+
+def test_a_network_is_unlocked_when_its_container_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are in it: a pod's, or the host's. What is restored there would find it locked."""
+    put_nft(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with subprocess.Popen(["unshare", "--net", "sleep", "1000"]) as container:
+        try:
+            wait_for(lambda: namespace(container.pid) != namespace(os.getpid()), "a namespace")
+            words = ["nsenter", f"--net=/proc/{container.pid}/ns/net", "sleep", "1000"]
+            with subprocess.Popen(words) as other:
+                try:
+                    wait_for(lambda: namespace(other.pid) == namespace(container.pid), "another")
+                    lock = Lock("job", 0, container.pid)
+                    lock.take(Network(ports=frozenset({5})))
+                    assert "gpustasis_" in tables(other.pid)
+                    end(container)
+                    lock.release()
+                    assert "gpustasis_" not in tables(other.pid)
+                finally:
+                    other.kill()
+        finally:
+            container.kill()
+
+
+def namespace(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def tables(pid: int) -> str:
+    words = ["nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
 def test_a_pause_that_its_engine_has_ended_is_not_put_back(

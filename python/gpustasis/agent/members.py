@@ -121,6 +121,8 @@ class Member:
             raise
         if context.state.lives:  # what is left locked is so in their network
             context.lock = Lock(rank.job, rank.rank, context.state.pid)
+            if context.state.network:
+                context.lock.hold()
         work = RankWork(self._part, lambda: context.state.lives)
         self._keeper = Keeper(store, self._keys, rank.rank, rank.world, work, settings)
         before = Pace(rank.rank, rank.world, settings.writes_per_s).limits(limits)
@@ -256,6 +258,7 @@ class Member:
         """The number of the one that this criu is in: one that another rank's has begun, or a new
         one. Raises JobError, StoreError."""
         store, keys = self._store, self._keys
+        tried = -1
         while True:
             newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
             if newest:
@@ -275,7 +278,10 @@ class Member:
             put = Put(keys.awaited(newest + 1), "1")
             try:
                 return epochs.begin(store, keys, plan, number=newest + 1, puts=[put])
-            except JobError as exc:  # another rank's criu was first
+            except JobError as exc:  # another rank's criu was first, if there is a newer one now
+                if tried == newest:
+                    raise
+                tried = newest
                 log.info("%s: %s", self._name, exc)
 
     def _dumped_by(self, visit: Visit) -> int:

@@ -84,8 +84,6 @@ class Contained(Checkpointing):
         self._ours = EnginesCriu(context, visits, POST_DUMP)
         self.criu = self._ours
         self.images = Path(context.state.images)
-        if context.state.lives:
-            context.lock = Lock(context.place.job, context.place.rank, context.state.pid)
 
     def look(self) -> None:
         """Waits for the engine's criu, whose script stands before anything was touched."""
@@ -101,6 +99,7 @@ class Contained(Checkpointing):
         self._pause = self._engine.pause(visit.container)
         # A kernel of another rank may wait for this one; and the driver locks no task that stands.
         self._pause.lift()
+        context.lock.close()
         context.lock = Lock(context.place.job, context.place.rank, visit.pid)
         self._require_unlocked()
         context.say_where(visit.pid)
