@@ -74,10 +74,11 @@ class Node:
         words = {"job": "job", "rank": "0", "world": f"{world}"}
         found = policy.parse_annotations({policy.PREFIX + name: one for name, one in words.items()})
         assert found is not None
-        file = self.policies / f"{container}.toml"
+        self.running.add(container)
+        file = self.policies / container
         file.write_text(policy.format_policy(found, container))
         file.chmod(0o600)
-        self.running.add(container)
+        file.rename(file.with_suffix(".toml"))
 
     def end(self, container: str) -> None:
         (self.policies / f"{container}.toml").unlink()
@@ -85,7 +86,7 @@ class Node:
 
     def start(self) -> Ranks:
         found = Ranks(self.config)
-        self._held.callback(found.close)
+        self._held.callback(close, found)
         found.start()
         return found
 
@@ -112,6 +113,16 @@ class Node:
 
     def newest(self) -> str:
         return self.store.read(KEYS.newest).entries[KEYS.newest].value
+
+
+def close(found: Ranks) -> None:
+    """And let nothing of it run on: other tests say other things."""
+    left = list(found._members.values())
+    found.close()
+    for one in left:
+        one._thread.join(TIMEOUT_S)
+    assert found._store is not None
+    found._store.close()
 
 
 def answer(script: subprocess.Popen[str]) -> str:
@@ -198,6 +209,15 @@ def test_a_state_that_cannot_be_read_keeps_nobody_away(node: Node) -> None:
     started = node.start()
     wait_for(lambda: "cannot be used" in str(started._told))
     state.unlink()
+    wait_for(lambda: started._members)
+
+
+def test_a_policy_that_cannot_be_read_is_read_again(node: Node) -> None:
+    file = node.policies / f"{A}.toml"
+    file.write_text("[")
+    started = node.start()
+    wait_for(lambda: "it is no policy file" in str(started._told))
+    node.add(A)
     wait_for(lambda: started._members)
 
 

@@ -210,14 +210,15 @@ class Ranks:
         """Containers that run, so that somebody takes part for them who was not asked by their
         engine; and what an agent before this one has left of those that have ended."""
         ranks: dict[str, policy.Rank | None] = {}
+        known: set[str] = set()
         looked = 0.0
         while not self._over.wait(_SCAN_S if looked else 0):
             names = {path.stem for path in Path(policy.POLICY_DIRECTORY).glob("*.toml")}
-            new = names - ranks.keys()
-            if not new and time.monotonic() < looked + _RUNNING_S:
+            if names <= known and time.monotonic() < looked + _RUNNING_S:
                 continue
-            looked = time.monotonic()
-            ranks = {one: ranks.get(one) for one in names}
+            known, looked = names, time.monotonic()
+            new = names - ranks.keys()
+            ranks = {one: rank for one, rank in ranks.items() if one in names}
             for one in new:
                 with self._telling(one):
                     ranks[one] = _read_rank(one)
