@@ -137,9 +137,8 @@ def test_a_killed_script_is_a_no(node: Node, steady: Steady) -> None:
         one.run_on()
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_one_alone_is_not_restored(node: Node, steady: Steady, runtime: str) -> None:
-    ranks = start(steady, f"back-{runtime}", runtime)
+def test_one_alone_is_not_restored(node: Node, steady: Steady) -> None:
+    ranks = start(steady, "back")
     for done in ask_all(ranks, "checkpoint", "--keep"):
         assert done.returncode == 0, done.stderr
     assert ask_all(ranks[:1], "restore", "--keep")[0].returncode != 0
@@ -148,6 +147,21 @@ def test_one_alone_is_not_restored(node: Node, steady: Steady, runtime: str) -> 
         assert done.returncode == 0, done.stderr
     for one in ranks:
         one.run_on()
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_one_that_has_ended_by_itself_is_not_restored_alone(
+    node: Node, steady: Steady, runtime: str
+) -> None:
+    """Not by crun either, which runs no hook at a restore that could tell again what it is."""
+    ranks = start(steady, f"ended-{runtime}", runtime)
+    for done in ask_all(ranks, "checkpoint", "-R", "--keep"):
+        assert done.returncode == 0, done.stderr
+    node.root.run("podman", "kill", ranks[0].name)
+    node.wait_for(lambda: ranks[0].state() == "exited")
+    assert ask_all(ranks[:1], "restore", "--keep")[0].returncode != 0
+    assert ranks[0].state() != "running"
+    ranks[1].run_on()
 
 
 def test_a_second_call_is_not_taken_for_the_first(node: Node, steady: Steady) -> None:
