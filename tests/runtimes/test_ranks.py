@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 from gpustasis.criu.plugin import rank_script
-from support.container_ranks import Asking, EtcdIn, Hold, Node, ask_all, log_of, rank_annotations
+from support.container_ranks import (
+    Asking,
+    EtcdIn,
+    Hold,
+    Node,
+    ask_all,
+    log_of,
+    log_of_agent,
+    rank_annotations,
+)
 from support.engine_gpu import Steady, SteadyContainer, start_podman
 from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
@@ -167,15 +176,20 @@ def test_one_that_has_ended_by_itself_is_not_restored_alone(
 def test_a_second_call_is_not_taken_for_the_first(node: Node, steady: Steady) -> None:
     """The first one's criu has waited for the other rank, and was killed; its epoch goes on."""
     ranks = start(steady, "twice")
-    asked = Asking(ranks[0].root, "podman", "container", "checkpoint", "-R", ranks[0].name)
-    node.wait_for(lambda: node.pids("rank-script"))
+    words = ("podman", "container", "checkpoint", "-R")
+    asked = Asking(node.root, *words, ranks[0].name)
+    node.wait_for(lambda: "job twice, epoch 1, rank 0 is waiting" in log_of_agent(node))
     for script in node.pids("rank-script"):
         node.kill_parent(script)
     assert asked.ended().returncode != 0
-    ask_all(ranks, "checkpoint", "-R")  # in time for that epoch, or for another one
+    node.wait_for(lambda: not node.pids("rank-script"))
+    again = []
+    for one in ranks:  # in time for that epoch, or for another one
+        again.append(Asking(node.root, *words, one.name))
+        node.wait_for(lambda: node.pids("rank-script"))
+    assert all(one.ended().returncode >= 0 for one in again), "one has not ended"
     for one in ranks:
         one.run_on()
-    node.wait_for(lambda: not node.pids("rank-script"))
     for done in ask_all(ranks, "checkpoint", "-R"):
         assert done.returncode == 0, done.stderr
 
