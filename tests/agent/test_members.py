@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +33,6 @@ from gpustasis.jobs.records import Keys, Plan
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.visits import Visit
-from gpustasis.runtimes import containerd
 from gpustasis.task import boot_id, read_task
 from support.ring import put_nft
 
@@ -321,19 +320,6 @@ def test_a_container_whose_engine_was_asked_by_an_agent_that_was_killed_is_resum
     assert (asks, file.exists()) == ([A], False)
 
 
-def test_an_engine_is_given_as_long_as_the_job(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its script waits for the dumps of all ranks."""
-    given = []
-    monkeypatch.setattr(containers, "engine_of", lambda _: "crio")
-    monkeypatch.setattr(containers, "Cri", lambda _: nullcontext())
-    monkeypatch.setattr(containerd, "find", lambda *_: A)
-    monkeypatch.setattr(containerd, "checkpoint", lambda *words: given.append(words[3]))
-    config = replace(node.config, jobs_dump_limit=7200.0)
-    words = (A, config, Path("/none"))
-    containers.dump_rank(*words, leave_running=True, stop=lambda: False)
-    assert given[0] > 7200
-
-
 def test_an_epoch_that_cannot_begin_is_not_tried_for_ever(node: Node) -> None:
     """Somebody has pruned the checkpoint since it was found."""
     node.add(A)
@@ -411,21 +397,3 @@ def namespace(pid: int) -> str:
 def tables(pid: int) -> str:
     words = ["nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables"]
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
-
-
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        (f"/machine.slice/libpod-{A}.scope", {A: f"libpod-{A}.scope"}),
-        (f"/machine.slice/libpod-{A}.scope/container", {A: f"libpod-{A}.scope"}),
-        (f"/kubepods.slice/pod1/crio-{A}.scope/{B}", {A: f"crio-{A}.scope"}),
-        (f"/kubepods/burstable/pod1234/{A}", {A: A}),
-        (f"/machine.slice/machine-libpod_pod_{B}.slice/libpod-{A}.scope", {A: f"libpod-{A}.scope"}),
-        (f"/libpod_parent/{B}/libpod-{A}", {A: f"libpod-{A}"}),
-        *((f"/machine.slice/libpod-conmon-{A}.scope", {}), ("/", {}), (f"/{A}b", {})),
-        *((f"/machine.slice/{A[1:]}", {}), (f"/docker/{'c' * 64}/libpod-{A}", {A: f"libpod-{A}"})),
-    ],
-)
-def test_which_container_a_process_is_in(path: str, found: dict[str, str]) -> None:
-    for line in (f"0::{path}\n", f"3:cpu,cpuacct:{path}\n1:name=systemd:/\n"):
-        assert containers.groups_of(line, {"c" * 64}) == found

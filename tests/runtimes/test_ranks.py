@@ -24,6 +24,8 @@ from support.container_ranks import (
     log_of,
     log_of_agent,
     rank_annotations,
+    root_of,
+    tables,
 )
 from support.engine_gpu import Steady, SteadyContainer, start_podman
 from support.engine_image import IMAGE
@@ -297,16 +299,6 @@ def wait_for_words(node: Node, container: SteadyContainer, count: int) -> None:
         return len(container.output().split()) > count
 
     node.wait_for(has_said)
-
-
-def root_of(container: SteadyContainer) -> str:
-    words = ("podman", "inspect", "--format", "{{.State.Pid}}", container.name)
-    return container.root.run(*words).stdout.strip()
-
-
-def tables(engines: EngineRoot, pid: str) -> str:
-    """Of nftables, in the network namespace of a process."""
-    return engines.run("nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables").stdout
 
 
 def begin_held(node: Node, ranks: list[SteadyContainer]) -> tuple[Hold, list[Asking]]:

@@ -156,6 +156,16 @@ def log_of(container: SteadyContainer) -> str:
     return container.root.path(f"{place}/dump.log").read_text(errors="replace")
 
 
+def root_of(container: SteadyContainer) -> str:
+    words = ("podman", "inspect", "--format", "{{.State.Pid}}", container.name)
+    return container.root.run(*words).stdout.strip()
+
+
+def tables(engines: EngineRoot, pid: str) -> str:
+    """Of nftables, in the network namespace of a process."""
+    return engines.run("nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables").stdout
+
+
 class Hold:
     """Another action script, of an administrator's: it keeps criu at this action of one container,
     before ours is run, for as long as it is asked to."""

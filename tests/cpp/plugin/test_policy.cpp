@@ -56,9 +56,9 @@ void what_a_container_makes_below_itself_does_not_count() {
 }
 
 void a_pod_of_podmans_does_not_count() {
-    for (const std::string& pod : {"machine.slice/machine-libpod_pod_" + kB + ".slice",
-                                   "user.slice/user-libpod_pod_" + kB + ".slice",
-                                   "libpod_parent/" + kB})
+    for (const std::string& pod :
+         {"machine.slice/machine-libpod_pod_" + kB + ".slice",
+          "user.slice/user-libpod_pod_" + kB + ".slice", "libpod_parent/" + kB})
         for (const std::string& name : {"libpod-" + kA + ".scope", "libpod-" + kA})
             CHECK(container_ids("0::/" + pod + "/" + name + "/container\n", "0::/\n") == Ids{kA});
     CHECK(container_ids("0::/libpod_parent/libpod-" + kA + "\n", "0::/\n") == Ids{kA});
