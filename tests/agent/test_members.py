@@ -159,7 +159,7 @@ def test_a_keeper_is_there_for_as_long_as_its_container_runs(node: Node) -> None
     wait_for(node.has_keeper)
     node.running.clear()  # its policy stays when it has ended by a checkpoint
     wait_for(lambda: not node.has_keeper())
-    node.running.add(A)
+    node.add(A)  # it is started again
     wait_for(node.has_keeper)
     node.end(A)
     wait_for(lambda: not node.has_keeper())

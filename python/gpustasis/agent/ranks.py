@@ -17,8 +17,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from gpustasis import policy
@@ -207,44 +206,43 @@ class Ranks:
         member.close()
 
     def _scan_again(self) -> None:
-        """Containers that run, so that somebody takes part for them who was not asked by their
-        engine; and what an agent before this one has left of those that have ended."""
-        ranks: dict[str, policy.Rank | None] = {}
-        known: set[str] = set()
+        """Containers that have started, so that somebody takes part for them who was not asked by
+        their engine; and what an agent before this one has left of those that have ended."""
+        known: dict[str, tuple[int, int]] = {}
         looked = 0.0
         while not self._over.wait(_SCAN_S if looked else 0):
-            names = {path.stem for path in Path(policy.POLICY_DIRECTORY).glob("*.toml")}
-            if names <= known and time.monotonic() < looked + _RUNNING_S:
+            policies = _policies()
+            new = {one for one, stamp in policies.items() if known.get(one) != stamp}
+            if not new and time.monotonic() < looked + _RUNNING_S:
                 continue
-            known, looked = names, time.monotonic()
-            new = names - ranks.keys()
-            ranks = {one: rank for one, rank in ranks.items() if one in names}
-            for one in new:
-                with self._telling(one):
-                    ranks[one] = _read_rank(one)
-            with self._telling("containers that run"):
-                self._look_at({one: rank for one, rank in ranks.items() if rank is not None}, new)
+            looked = time.monotonic()
+            try:
+                failed = self._look_at(new)
+            except Exception:
+                log.exception("containers that are ranks")
+                failed = new
+            known = {one: stamp for one, stamp in policies.items() if one not in failed}
 
-    def _look_at(self, ranks: dict[str, policy.Rank], new: set[str]) -> None:
+    def _look_at(self, new: set[str]) -> set[str]:
+        """At containers with a new policy, and whether those that are known run still. Those that
+        have to be looked at once more."""
         with self._lock:
             known = {one: one.known for one in self._members.values()}
-        running = containers.running(ranks.keys() | set().union(*known.values()))
-        for member, before in known.items():
-            member.drop(before - running)
-        for container, rank in ranks.items():
-            with self._telling(container):
-                if container in running or (container in new and has_left(self._config, rank)):
+        running = containers.running(new.union(*known.values()))
+        with self._lock:
+            for member, before in known.items():
+                if not member.visitors:  # else one of them is coming back just now
+                    member.drop(before - running)
+        failed = set()
+        for container in new:
+            try:
+                rank = _read_rank(container)
+                if rank is not None and (container in running or has_left(self._config, rank)):
                     self._member(rank, container)
-
-    @contextmanager
-    def _telling(self, who: str) -> Iterator[None]:
-        """What is wrong; it is tried again."""
-        try:
-            yield
-        except (CheckpointError, OSError) as exc:
-            self._tell(who, str(exc))
-        else:
-            self._told.pop(who, None)
+            except (CheckpointError, OSError) as exc:
+                self._tell(container, str(exc))
+                failed.add(container)
+        return failed
 
     def _tell(self, who: str, what: str) -> None:
         """Once, until it is something else."""
@@ -253,6 +251,17 @@ class Ranks:
             if len(self._told) >= _MAX_TOLD:
                 self._told.clear()
             self._told[who] = what
+
+
+def _policies() -> dict[str, tuple[int, int]]:
+    """Of which containers there are some, and what tells each from the one before: a container that
+    is started again has the same id, and that of a rank stays when it has ended."""
+    found = {}
+    for path in Path(policy.POLICY_DIRECTORY).glob("*.toml"):
+        with suppress(OSError):  # it has ended
+            stat = path.lstat()
+            found[path.stem] = (stat.st_ino, stat.st_mtime_ns)
+    return found
 
 
 def _read_rank(container: str) -> policy.Rank | None:
