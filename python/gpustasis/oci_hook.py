@@ -13,7 +13,8 @@ ID.refused until the container is started again.
 Hooks do not run at a checkpoint, and crun runs none at a restore. So a policy file outlives the
 container if it ended by a checkpoint: the plugin leaves a mark beside the file then, and the next
 poststop takes the mark instead of the file. A container that comes back under its id finds its
-policy there.
+policy there. That of a rank of a job stays in any case: a restore that is refused, or fails, ends
+with a poststop as well, and the next one would not be known for a rank's.
 
 A container without our annotations waits for the start of Python and a look at the state: what is
 imported, is imported late.
@@ -157,8 +158,8 @@ def keep_refusal(state: State, sentence: str) -> None:
 
 
 def drop_policy(state: State) -> int | None:
-    """Remove the policy file, if there is one, unless the container ended by a checkpoint; then
-    only the mark. Return its `keep`. Raises PolicyError."""
+    """Remove the policy file, if there is one, unless the container ended by a checkpoint, or is a
+    rank of a job; and the mark. Return its `keep`. Raises PolicyError."""
     if not policy.is_container_id(state.container_id):
         return None
     try:
@@ -168,7 +169,7 @@ def drop_policy(state: State) -> int | None:
     name = f"{state.container_id}.toml"
     try:
         text = _read(directory, name)
-        if not _remove(directory, state.container_id + MARK_SUFFIX):
+        if not _remove(directory, state.container_id + MARK_SUFFIX) and not _is_ranks(text):
             _remove(directory, name)
     finally:
         os.close(directory)
@@ -178,6 +179,13 @@ def drop_policy(state: State) -> int | None:
         return policy.keep_of(text)
     except PolicyError as exc:
         raise PolicyError(f"{policy.POLICY_DIRECTORY}/{name}: {exc}") from exc
+
+
+def _is_ranks(text: str | None) -> bool:
+    try:
+        return text is not None and policy.rank_of(text) is not None
+    except PolicyError:
+        return False
 
 
 def apply_retention(container_id: str, keep: int) -> None:

@@ -21,6 +21,13 @@ bool is_hex(char c) {
     return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
 }
 
+/// Podman's pods have ids of the same form, and their containers' cgroups are below theirs:
+/// "machine-libpod_pod_ID.slice", or "ID" in "libpod_parent".
+bool is_pod(std::string_view above, std::string_view name) {
+    return name.find("libpod_pod_") != std::string_view::npos ||
+           (above == "libpod_parent" && name.size() == kIdLength);
+}
+
 /// A run of just as many hex digits as an id has: longer ones are something else.
 std::optional<std::string> id_in_name(std::string_view name) {
     for (std::size_t at = 0; at < name.size();) {
@@ -53,10 +60,10 @@ std::vector<Hierarchy> hierarchies(std::string_view text) {
 
 std::optional<std::string> id_below(std::string_view path, std::string_view own) {
     bool together = true;
-    while (!path.empty()) {
-        const std::string_view name = take_until(path, '/');
+    for (std::string_view above, name; !path.empty(); above = name) {
+        name = take_until(path, '/');
         together = together && !own.empty() && take_until(own, '/') == name;
-        if (!together)
+        if (!together && !is_pod(above, name))
             if (auto id = id_in_name(name))
                 return id;
     }

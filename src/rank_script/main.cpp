@@ -6,6 +6,7 @@
 #include "rank_script/membership.hpp"
 #include "rank_script/talk.hpp"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <array>
@@ -19,6 +20,8 @@
 
 namespace gpustasis {
 namespace {
+
+constexpr int kAgainMs = 100;
 
 /// holds: the tasks stand by now, and what has become of them may be decided already.
 struct Step {
@@ -70,6 +73,23 @@ int refuse(const std::string& text) {
     return 1;
 }
 
+/// At `pre-resume` the tasks run when this has ended, whatever its status is: CRIU does not heed it. What cannot
+/// be told there is asked again, and the tasks stand.
+std::optional<Membership> membership_at(const Step& step, pid_t pid, pid_t criu) {
+    for (bool told = false;; told = true) {
+        try {
+            return find_membership(pid, step.way);
+        } catch (const Error& e) {
+            const bool stands = step.way == Way::restore && step.holds && ::kill(pid, 0) == 0;
+            if (!stands || ::getppid() != criu)
+                throw;
+            if (!told)
+                refuse(std::string("the restored tasks stand until this is mended: ") + e.what());
+        }
+        ::poll(nullptr, 0, kAgainMs);
+    }
+}
+
 int run() {
     const Step* step = find_step();
     const pid_t pid = root_task();
@@ -80,7 +100,7 @@ int run() {
     const std::string what = step->way == Way::dump ? "checkpoint" : "restore";
     std::optional<Membership> rank;
     try {
-        rank = find_membership(pid, step->way);
+        rank = membership_at(*step, pid, criu);
     } catch (const Error& e) {
         return refuse("the " + what +
                       " is refused, since it cannot be told whether the container is a "

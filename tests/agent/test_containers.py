@@ -7,20 +7,24 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpustasis.agent import containers
 from gpustasis.agent.aftermath import settle
 from gpustasis.agent.config import Config
 from gpustasis.agent.operations import Journal, Operation, State
 from gpustasis.agent.queue import Queue
 from gpustasis.agent.subjects import Subject
+from gpustasis.runtimes import containerd as engine
 from gpustasis.runtimes.cri import GET_TASK, RESUME_TASK, TASK_PAUSED
 from support.cri_server import CriServer, inventory
 
 ID = "fedcba9876543210" * 4
+A, B = "a" * 64, "b" * 64
 WAIT_S = 30.0
 TASK_RUNNING = 2  # Status.RUNNING of containerd.v1.types
 
@@ -104,3 +108,43 @@ def test_a_container_that_a_killed_agent_left_paused_is_resumed(
     assert containerd.paused == before
     assert found.state is State.INTERRUPTED
     assert ("was left paused, and runs on" in found.note) != before, found
+
+
+def test_a_rank_that_a_killed_agent_left_paused_is_resumed(
+    containerd: Containerd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "engine_of", lambda _: "containerd")
+    containerd.paused = True
+    containers.resume_rank(ID, containerd.config)
+    assert not containerd.paused
+    containers.resume_rank(ID, containerd.config)  # it was not left so, or ours is not the first
+
+
+def test_an_engine_is_given_as_long_as_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script waits for the dumps of all ranks."""
+    given = []
+    monkeypatch.setattr(containers, "engine_of", lambda _: "crio")
+    monkeypatch.setattr(containers, "Cri", lambda _: nullcontext())
+    monkeypatch.setattr(engine, "find", lambda *_: ID)
+    monkeypatch.setattr(engine, "checkpoint", lambda *words: given.append(words[3]))
+    words = (ID, Config(jobs_dump_limit=7200.0), Path("/none"))
+    containers.dump_rank(*words, leave_running=True, stop=lambda: False)
+    assert given[0] > 7200
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        (f"/machine.slice/libpod-{A}.scope", {A: f"libpod-{A}.scope"}),
+        (f"/machine.slice/libpod-{A}.scope/container", {A: f"libpod-{A}.scope"}),
+        (f"/kubepods.slice/pod1/crio-{A}.scope/{B}", {A: f"crio-{A}.scope"}),
+        (f"/kubepods/burstable/pod1234/{A}", {A: A}),
+        (f"/machine.slice/machine-libpod_pod_{B}.slice/libpod-{A}.scope", {A: f"libpod-{A}.scope"}),
+        (f"/libpod_parent/{B}/libpod-{A}", {A: f"libpod-{A}"}),
+        *((f"/machine.slice/libpod-conmon-{A}.scope", {}), ("/", {}), (f"/{A}b", {})),
+        *((f"/machine.slice/{A[1:]}", {}), (f"/docker/{'c' * 64}/libpod-{A}", {A: f"libpod-{A}"})),
+    ],
+)
+def test_which_container_a_process_is_in(path: str, found: dict[str, str]) -> None:
+    for line in (f"0::{path}\n", f"3:cpu,cpuacct:{path}\n1:name=systemd:/\n"):
+        assert containers.groups_of(line, {"c" * 64}) == found

@@ -40,6 +40,15 @@ def test_what_no_script_says_is_a_no(agent: Agent, said: str) -> None:
     assert answer == "no this agent does not know what the action script has said\n"
 
 
+@pytest.mark.parametrize("action", ["post-dump", "pre-resume"])
+def test_tasks_that_stand_are_told_nothing_else_than_what_was_decided(
+    agent: Agent, action: str
+) -> None:
+    """The agent cannot tell what that is; after a no they would run. The script asks again."""
+    for said in (f"{action} {ID} 1 /proc/1/fd/5\n", f"{action} in other words\n"):
+        assert say(agent.place / "ranks.sock", said.encode()) == b""
+
+
 def test_a_container_without_a_policy_is_a_no(agent: Agent) -> None:
     assert not Path(policy.POLICY_DIRECTORY, f"{ID}.toml").exists()
     answer = say(agent.place / "ranks.sock", LINE.encode()).decode()

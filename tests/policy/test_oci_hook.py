@@ -94,6 +94,18 @@ def test_a_wrong_annotation_stops_the_start(
     assert not made.policy.exists()
 
 
+def test_the_policy_of_a_rank_stays(made: Container, pid: int) -> None:
+    """A restore that was refused ends so, and the next one must not be taken for no rank's."""
+    assert made.create(pid, job="train", rank="0", world="2").returncode == 0
+    made.mark.touch()
+    for _ in range(2):
+        assert made.stop().returncode == 0
+        assert (made.policy.exists(), made.mark.exists()) == (True, False)
+    made.policy.write_text("[[")
+    assert made.stop().returncode != 0
+    assert not made.policy.exists()
+
+
 def test_a_cgroup_without_the_id_stops_the_start(made: Container) -> None:
     done = made.create(os.getpid(), threads="2")
     assert done.returncode == 1

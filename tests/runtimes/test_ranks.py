@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 
 from gpustasis.criu.plugin import rank_script
-from support.container_ranks import Asking, EtcdIn, Hold, Node, ask_all, log_of, rank_annotations
+from support.container_ranks import (
+    Asking,
+    EtcdIn,
+    Hold,
+    Node,
+    ask_all,
+    log_of,
+    log_of_agent,
+    rank_annotations,
+    root_of,
+    tables,
+)
 from support.engine_gpu import Steady, SteadyContainer, start_podman
 from support.engine_image import IMAGE
 from support.engine_root import EngineRoot
@@ -149,6 +160,59 @@ def test_one_alone_is_not_restored(node: Node, steady: Steady) -> None:
         one.run_on()
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_one_that_has_ended_by_itself_is_not_restored_alone(
+    node: Node, steady: Steady, runtime: str
+) -> None:
+    """Not by crun either, which runs no hook at a restore that could tell again what it is."""
+    ranks = start(steady, f"ended-{runtime}", runtime)
+    for done in ask_all(ranks, "checkpoint", "-R", "--keep"):
+        assert done.returncode == 0, done.stderr
+    node.root.run("podman", "kill", ranks[0].name)
+    node.wait_for(lambda: ranks[0].state() == "exited")
+    assert ask_all(ranks[:1], "restore", "--keep")[0].returncode != 0
+    assert ranks[0].state() != "running"
+    ranks[1].run_on()
+
+
+def test_a_second_call_is_not_taken_for_the_first(node: Node, steady: Steady) -> None:
+    """The first one's criu has waited for the other rank, and was killed; its epoch goes on."""
+    ranks = start(steady, "twice")
+    words = ("podman", "container", "checkpoint", "-R")
+    asked = Asking(node.root, *words, ranks[0].name)
+    node.wait_for(lambda: "job twice, epoch 1, rank 0 is waiting" in log_of_agent(node))
+    for script in node.pids("rank-script"):
+        node.kill_parent(script)
+    assert asked.ended().returncode != 0
+    node.wait_for(lambda: not node.pids("rank-script"))
+    again = []
+    for one in ranks:  # in time for that epoch, or for another one
+        again.append(Asking(node.root, *words, one.name))
+        node.wait_for(lambda: node.pids("rank-script"))
+    assert all(one.ended().returncode >= 0 for one in again), "one has not ended"
+    for one in ranks:
+        one.run_on()
+    for done in ask_all(ranks, "checkpoint", "-R"):
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_container_in_a_pod_is_a_rank(node: Node, steady: Steady) -> None:
+    """Its cgroup is below that of the pod, which has an id as well."""
+    node.root.run("podman", "pod", "create", "--infra=false", "--name", "pod")
+    try:
+        words = rank_annotations("in-pod", 0, 1)
+        container = steady("in-pod", "runc", "--pod", "pod", *words, mib=4)
+        node.kill_agent()
+        assert ask_all([container], "checkpoint", "-R")[0].returncode != 0
+        assert "gpustasis: job in-pod, rank 0: " in log_of(container)
+        node.start_agent()
+        assert ask_all([container], "checkpoint", "-R")[0].returncode == 0
+        container.run_on()
+        container.remove()
+    finally:
+        node.root.run("podman", "pod", "rm", "--force", "--time", "0", "pod")
+
+
 def test_a_rank_that_is_lost_in_a_restore_takes_the_others_with_it(
     node: Node, steady: Steady
 ) -> None:
@@ -235,16 +299,6 @@ def wait_for_words(node: Node, container: SteadyContainer, count: int) -> None:
         return len(container.output().split()) > count
 
     node.wait_for(has_said)
-
-
-def root_of(container: SteadyContainer) -> str:
-    words = ("podman", "inspect", "--format", "{{.State.Pid}}", container.name)
-    return container.root.run(*words).stdout.strip()
-
-
-def tables(engines: EngineRoot, pid: str) -> str:
-    """Of nftables, in the network namespace of a process."""
-    return engines.run("nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables").stdout
 
 
 def begin_held(node: Node, ranks: list[SteadyContainer]) -> tuple[Hold, list[Asking]]:

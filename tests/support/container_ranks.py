@@ -86,6 +86,11 @@ class Node:
                 found.append(int(place.parent.name))
         return found
 
+    def kill_parent(self, pid: int) -> None:
+        """Of an action script: criu."""
+        stat = self.root.path(f"/proc/{pid}/stat").read_text()
+        self.root.run("kill", "-KILL", stat.rpartition(")")[2].split()[1])
+
     def wait_for(self, what: Callable[[], object]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not what():
@@ -151,6 +156,16 @@ def log_of(container: SteadyContainer) -> str:
     return container.root.path(f"{place}/dump.log").read_text(errors="replace")
 
 
+def root_of(container: SteadyContainer) -> str:
+    words = ("podman", "inspect", "--format", "{{.State.Pid}}", container.name)
+    return container.root.run(*words).stdout.strip()
+
+
+def tables(engines: EngineRoot, pid: str) -> str:
+    """Of nftables, in the network namespace of a process."""
+    return engines.run("nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables").stdout
+
+
 class Hold:
     """Another action script, of an administrator's: it keeps criu at this action of one container,
     before ours is run, for as long as it is asked to."""
@@ -177,8 +192,7 @@ class Hold:
     def kill_criu(self) -> None:
         """That has come there. The script outlives it, and is released."""
         (script,) = self._node.pids(f"{self._place}.sh")
-        stat = self._node.root.path(f"/proc/{script}/stat").read_text()
-        self._node.root.run("kill", "-KILL", stat.rpartition(")")[2].split()[1])
+        self._node.kill_parent(script)
         self.release()
 
     def release(self) -> None:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 # Engines that leave a container paused when nobody waits for the answer to its checkpoint.
 LEFT_PAUSED = ("containerd", "crio")
 _PODMAN_WORKS = 1e6  # its figures are in microseconds
+_ID = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
 def root_pid(subject: Subject, config: Config) -> int | None:
@@ -84,15 +86,52 @@ def checkpoint(
 def engine_of(container: str) -> str:
     """The engine whose container this id is, by the cgroup of its processes. Raises AgentError if
     none of them runs."""
+    for groups in _groups():
+        if (name := groups.get(container)) is not None:
+            for mark, engine in (("libpod", "podman"), ("crio-", "crio")):
+                if mark in name:
+                    return engine
+            return "containerd"
+    raise AgentError(f"container {container} does not run")
+
+
+def running(wanted: Collection[str]) -> set[str]:
+    """Those of these containers that have a process."""
+    left = set(wanted)
+    for groups in _groups() if left else ():
+        left.difference_update(groups)
+        if not left:
+            break
+    return set(wanted) - left
+
+
+def _groups() -> Iterator[dict[str, str]]:
+    """Of each process, as groups_of."""
+    ours = frozenset(_ID.findall(Path("/proc/self/cgroup").read_text()))
     for place in Path("/proc").glob("[0-9]*/cgroup"):
         with suppress(OSError):
-            text = place.read_text()
-            if container in text:
-                for mark, engine in (("libpod", "podman"), ("crio-", "crio")):
-                    if mark in text:
-                        return engine
-                return "containerd"
-    raise AgentError(f"container {container} does not run")
+            yield groups_of(place.read_text(), ours)
+
+
+def groups_of(text: str, ours: Collection[str] = ()) -> dict[str, str]:
+    """The containers that a process is in, by its /proc/PID/cgroup, and the names of their groups.
+    Of each hierarchy the first name counts: those below are the container's own to give. ours: ids
+    of what this process is in itself. A pod of Podman's is no container, and an engine's monitor of
+    a container is not in it."""
+    found = {}
+    for line in text.splitlines():
+        above = ""
+        for name in line.partition(":/")[2].split("/"):
+            match = _ID.search(name)
+            is_pod = "libpod_pod_" in name or (
+                above == "libpod_parent" and _ID.fullmatch(name) is not None
+            )
+            above = name
+            if match is not None and not is_pod and match[0] not in ours:
+                if "conmon" not in name:
+                    found[match[0]] = name
+                break
+    return found
 
 
 def dump_rank(
@@ -112,8 +151,20 @@ def dump_rank(
             f"container {container} cannot be ended with its checkpoint: {engine} leaves it on; "
             "checkpoint the job with --leave-running"
         )
+    limits = (config.jobs_look_limit, config.jobs_cuda_limit, config.jobs_network_limit)
+    timeout_s = round(sum(limits) + config.jobs_dump_limit) + containerd.DEFAULT_TIMEOUT_S
     with Cri(_address(engine, config)) as cri:
-        containerd.checkpoint(cri, containerd.find(cri, container), archive, stop=stop)
+        found = containerd.find(cri, container)
+        containerd.checkpoint(cri, found, archive, timeout_s, stop)
+
+
+def resume_rank(container: str, config: Config) -> None:
+    """Have it run on if dump_rank was cut off: engines of LEFT_PAUSED leave it paused then. Waits
+    for a dump that is under way. Raises CheckpointError."""
+    engine = engine_of(container)
+    if engine in LEFT_PAUSED:
+        with Cri(_address(engine, config)) as cri:
+            containerd.resume(cri, containerd.find(cri, container, containerd.PERHAPS_PAUSED))
 
 
 def resume(operation: Operation, config: Config) -> bool:

@@ -4,7 +4,8 @@
 
 A script says one line, `ACTION CONTAINER PID IMAGES`, and is answered by one, `go`, or `no` and a
 reason; or not at all, if the agent ends. It then asks the next agent if its tasks stand, else it
-ends, and there is no dump.
+ends, and there is no dump. One whose tasks stand gets no other answer than what was decided: after
+a no they run.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import re
 import select
 import socket
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from gpustasis import policy
+from gpustasis.agent import containers
 from gpustasis.agent.config import Config
-from gpustasis.agent.members import Member
-from gpustasis.agent.peers import peer_of
+from gpustasis.agent.members import Member, has_left
+from gpustasis.agent.peers import Peer, peer_of
 from gpustasis.agent.server import listen
 from gpustasis.errors import AgentError, CheckpointError, JobError
 from gpustasis.files import open_own_directory
@@ -36,10 +39,14 @@ _LINE = re.compile(
     r"(pre-dump|post-dump|post-restore|pre-resume) ([0-9a-f]{64}) ([1-9][0-9]{0,9}) "
     r"(/proc/[0-9]+/fd/[0-9]+)\n"
 )
+_HOLDING = (b"post-dump ", b"pre-resume ")  # the tasks stand
 _MAX_LINE = 4096
 _SAID_S = 5.0  # for a line to come
 _POLL_S = 0.1
+_AGAIN_S = 1.0  # before a script that is not answered asks again
 _SCAN_S = 1.0
+_MAX_TOLD = 1000
+_RUNNING_S = 5.0  # how often it is looked which containers run
 
 
 class Ranks:
@@ -52,6 +59,7 @@ class Ranks:
         self._over = threading.Event()
         self._store: Store | None = None
         self._sock: socket.socket | None = None
+        self._told: dict[str, str] = {}  # what was wrong last, by whom
 
     def start(self) -> None:
         """Raises AgentError, StoreError."""
@@ -93,40 +101,50 @@ class Ranks:
             with suppress(OSError, ValueError):  # closed
                 if select.select([self._sock], [], [], _POLL_S)[0]:
                     conn, _ = self._sock.accept()
-                    threading.Thread(target=self._serve, args=(conn,), daemon=True).start()
+                    try:
+                        threading.Thread(target=self._serve, args=(conn,), daemon=True).start()
+                    except RuntimeError as exc:  # there are too many
+                        conn.close()
+                        self._tell("an action script", str(exc))
+                        self._over.wait(_AGAIN_S)
 
     def _serve(self, conn: socket.socket) -> None:
         with conn:
+            said = b""
             try:
-                visit, member = self._received(conn)
+                said = _line(conn)
+                visit, member = self._visit(said, peer_of(conn))
             except CheckpointError as exc:
-                _say(conn, f"no {' '.join(str(exc).split())}")
+                if said.startswith(_HOLDING):
+                    self._tell(f"{said!r}, of tasks that stand until it is known", str(exc))
+                    self._over.wait(_AGAIN_S)
+                else:
+                    _say(conn, f"no {' '.join(str(exc).split())}")
                 return
             except OSError:
                 return
-            member.arrives(visit)
             try:
-                while not visit.over.wait(_POLL_S) and not self._over.is_set():
-                    if _has_hung_up(conn):
-                        visit.over.set()
-                    member.look_after(visit)
-                if visit.said:
-                    _say(conn, visit.said)
+                self._answer(conn, visit, member)
             finally:
-                member.visits.remove(visit)
+                with self._lock:
+                    member.visitors -= 1
 
-    def _received(self, conn: socket.socket) -> tuple[Visit, Member]:
-        """Raises CheckpointError, OSError."""
-        conn.settimeout(_SAID_S)
-        peer = peer_of(conn)
+    def _answer(self, conn: socket.socket, visit: Visit, member: Member) -> None:
+        member.arrives(visit)
+        try:
+            while not visit.over.wait(_POLL_S) and not self._over.is_set():
+                if _has_hung_up(conn):
+                    visit.over.set()
+                member.look_after(visit)
+            if visit.said:
+                _say(conn, visit.said)
+        finally:
+            member.visits.remove(visit)
+
+    def _visit(self, said: bytes, peer: Peer) -> tuple[Visit, Member]:
+        """The member counts it already. Raises CheckpointError."""
         if not peer.is_root:
             raise AgentError(f"user {peer.uid} is not root")
-        said = b""
-        while not said.endswith(b"\n") and len(said) < _MAX_LINE:
-            piece = conn.recv(_MAX_LINE)
-            if not piece:
-                break
-            said += piece
         match = _LINE.fullmatch(said.decode("ascii", "replace"))
         if match is None:
             raise AgentError("this agent does not know what the action script has said")
@@ -149,37 +167,101 @@ class Ranks:
         rank = _read_rank(container)
         if rank is None:
             raise AgentError(f"container {container} is no rank of a job any more")
-        return visit, self._member(rank, container)
+        if images.parts[2] != str(criu):  # the script is another's child by now
+            raise AgentError("criu has ended, or has other pids than the agent sees")
+        return visit, self._member(rank, container, visits=1)
 
-    def _member(self, rank: policy.Rank, container: str) -> Member:
+    def _member(self, rank: policy.Rank, container: str, *, visits: int = 0) -> Member:
         """Raises CheckpointError."""
         if self._store is None:
             raise JobError(
                 "there is no store in which its ranks could agree: set jobs_store in the agent's "
                 "configuration"
             )
+        key = rank.job, rank.rank
         with self._lock:
-            found = self._members.get((rank.job, rank.rank))
+            found = self._members.get(key)
+            if found is not None and (found.stops or found.is_of_another_world(rank, container)):
+                found.stop()
+                if found.has_stopped():
+                    self._remove(found)
+                    found = None
             if found is None:
-                found = Member(self._config, self._store, rank)
-                self._members[rank.job, rank.rank] = found
+                found = Member(self._config, self._store, rank, container, self._leave)
+                self._members[key] = found
             found.require(rank, container)
+            found.visitors += visits
             return found
+
+    def _leave(self, member: Member) -> bool:
+        """Whether it is over; if not, it is needed again."""
+        with self._lock:
+            if member.is_needed:
+                return False
+            self._remove(member)
+            return True
+
+    def _remove(self, member: Member) -> None:
+        self._members = {key: one for key, one in self._members.items() if one is not member}
+        member.close()
 
     def _scan_again(self) -> None:
         """Containers that have started, so that somebody takes part for them who was not asked by
         their engine; and what an agent before this one has left of those that have ended."""
-        known: set[str] = set()
-        while not self._over.wait(0 if not known else _SCAN_S):
-            names = {path.stem for path in Path(policy.POLICY_DIRECTORY).glob("*.toml")}
-            for container in names - known:
-                with suppress(CheckpointError, OSError):
-                    if (rank := _read_rank(container)) is not None:
-                        self._member(rank, container)
-            known = names | {""}
-            with self._lock:
-                for one in self._members.values():
-                    one.keep_only(names)
+        known: dict[str, tuple[int, int]] = {}
+        looked = 0.0
+        while not self._over.wait(_SCAN_S if looked else 0):
+            policies = _policies()
+            new = {one for one, stamp in policies.items() if known.get(one) != stamp}
+            if not new and time.monotonic() < looked + _RUNNING_S:
+                continue
+            looked = time.monotonic()
+            try:
+                failed = self._look_at(new)
+            except Exception:
+                log.exception("containers that are ranks")
+                failed = new
+            known = {one: stamp for one, stamp in policies.items() if one not in failed}
+
+    def _look_at(self, new: set[str]) -> set[str]:
+        """At containers with a new policy, and whether those that are known run still. Those that
+        have to be looked at once more."""
+        with self._lock:
+            known = {one: one.known for one in self._members.values()}
+        running = containers.running(new.union(*known.values()))
+        with self._lock:
+            for member, before in known.items():
+                if not member.visitors:  # else one of them is coming back just now
+                    member.drop(before - running)
+        failed = set()
+        for container in new:
+            try:
+                rank = _read_rank(container)
+                if rank is not None and (container in running or has_left(self._config, rank)):
+                    self._member(rank, container)
+            except (CheckpointError, OSError) as exc:
+                self._tell(container, str(exc))
+                failed.add(container)
+        return failed
+
+    def _tell(self, who: str, what: str) -> None:
+        """Once, until it is something else."""
+        if self._told.get(who) != what:
+            log.error("%s: %s", who, what)
+            if len(self._told) >= _MAX_TOLD:
+                self._told.clear()
+            self._told[who] = what
+
+
+def _policies() -> dict[str, tuple[int, int]]:
+    """Of which containers there are some, and what tells each from the one before: a container that
+    is started again has the same id, and that of a rank stays when it has ended."""
+    found = {}
+    for path in Path(policy.POLICY_DIRECTORY).glob("*.toml"):
+        with suppress(OSError):  # it has ended
+            stat = path.lstat()
+            found[path.stem] = (stat.st_ino, stat.st_mtime_ns)
+    return found
 
 
 def _read_rank(container: str) -> policy.Rank | None:
@@ -199,6 +281,18 @@ def _read_rank(container: str) -> policy.Rank | None:
     except OSError as exc:
         raise AgentError(f"cannot read {path}: {exc.strerror}") from exc
     return policy.rank_of(text)
+
+
+def _line(conn: socket.socket) -> bytes:
+    """What is said first, or as much of it as can be one. Raises OSError."""
+    conn.settimeout(_SAID_S)
+    said = b""
+    while not said.endswith(b"\n") and len(said) < _MAX_LINE:
+        piece = conn.recv(_MAX_LINE)
+        if not piece:
+            break
+        said += piece
+    return said
 
 
 def _has_hung_up(conn: socket.socket) -> bool:

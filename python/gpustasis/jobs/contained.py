@@ -29,6 +29,7 @@ PRE_DUMP, POST_DUMP = "pre-dump", "post-dump"
 POST_RESTORE, PRE_RESUME = "post-restore", "pre-resume"
 FIRST = (PRE_DUMP, POST_RESTORE)  # actions before which nothing of an epoch was done
 _ENDED_S = 60.0
+_RESUMED_S = 5.0  # for an engine whose criu has just failed, to end its pause
 _POLL_S = 0.05
 
 
@@ -83,8 +84,6 @@ class Contained(Checkpointing):
         self._ours = EnginesCriu(context, visits, POST_DUMP)
         self.criu = self._ours
         self.images = Path(context.state.images)
-        if context.state.lives:
-            context.lock = Lock(context.place.job, context.place.rank, context.state.pid)
 
     def look(self) -> None:
         """Waits for the engine's criu, whose script stands before anything was touched."""
@@ -100,6 +99,7 @@ class Contained(Checkpointing):
         self._pause = self._engine.pause(visit.container)
         # A kernel of another rank may wait for this one; and the driver locks no task that stands.
         self._pause.lift()
+        context.lock.close()
         context.lock = Lock(context.place.job, context.place.rank, visit.pid)
         self._require_unlocked()
         context.say_where(visit.pid)
@@ -113,7 +113,10 @@ class Contained(Checkpointing):
         context, awaited = self.context, self.context.keys.awaited(self.order.number)
         if awaited not in context.store.read(awaited).entries:  # nobody asks the engine but us
             threading.Thread(target=self._asked, daemon=True).start()
-        visit = self._visits.wait(PRE_DUMP, lambda: not (self.stopping.is_set() or self._refused))
+        visit = self._visits.wait(
+            lambda: self._visits.first(PRE_DUMP, self.order.number),
+            lambda: not (self.stopping.is_set() or self._refused),
+        )
         if visit is None:
             raise JobError(
                 f"{context.name}: "
@@ -132,6 +135,7 @@ class Contained(Checkpointing):
 
     def lock_cuda(self) -> None:
         """All ranks have said where they are by now."""
+        self._require_criu()
         tree = Tree(self.context.state.pid)
         try:
             self._require_known(look(tree.pids))
@@ -139,19 +143,25 @@ class Contained(Checkpointing):
             tree.close()
         super().lock_cuda()
 
+    def _require_criu(self) -> Visit:
+        """The one that was looked at waits still: another one has been looked at by nobody."""
+        visit = self._ours.at(PRE_DUMP)
+        if visit is None:
+            raise JobError(
+                f"{self.context.name}: its container's criu has ended before it was to dump"
+            )
+        return visit
+
     def dump(self) -> str:
         """The record, with criu's script at `post-dump`."""
         context = self.context
-        visit = self._visits.at(PRE_DUMP)
-        if visit is None:
-            raise JobError(f"{context.name}: its container's criu has ended before it was to dump")
+        visit = self._require_criu()
         self.images = _directory(visit)
         context.note(images=str(self.images))
         begin = time.monotonic()
-        if self._pause is not None:
-            self._pause.put_back()
+        self._put_back()
         visit.answer(yes=True)
-        if self._visits.wait(POST_DUMP, self.criu.is_there) is None:
+        if self._ours.comes_to(POST_DUMP) is None:
             raise JobError(
                 f"{context.name}: criu has ended without a dump in {self.images}; its log says why"
             )
@@ -161,9 +171,8 @@ class Contained(Checkpointing):
     def release(self) -> None:
         self._ours.reason = why_over(self.context, self.order.number)
         self._know_pause()
-        if self._pause is not None:
-            with suppress(CheckpointError):  # it runs then, as it is to
-                self._pause.put_back()
+        with suppress(CheckpointError):  # it runs then, as it is to
+            self._put_back()
         if not self.is_touched():
             self._ours.end(yes=False)
         super().release()
@@ -172,9 +181,23 @@ class Contained(Checkpointing):
         self._know_pause()
         super().finish(leave_running=leave_running)
 
+    def _put_back(self) -> None:
+        """For an engine whose criu waits: it will end its pause. One whose criu has ended may have
+        done that already, and nobody would end another pause."""
+        pause, ours = self._pause, self._ours
+        if pause is None or not ours.is_there():
+            return
+        pause.put_back()
+        if ours.is_there():
+            return
+        deadline = time.monotonic() + _RESUMED_S
+        while pause.is_on() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        pause.lift()
+
     def _know_pause(self) -> None:
         """If an agent before this one has begun it."""
-        visit = self._visits.at(POST_DUMP)
+        visit = self._ours.at(POST_DUMP)
         if self._pause is None and visit is not None:
             self._pause = self._engine.pause(visit.container)
 
@@ -213,7 +236,10 @@ class ContainedRestore(HasCriu):
     def look(self) -> None:
         """Waits for the engine's criu. It restores what was committed."""
         context = self.context
-        visit = self._visits.wait(POST_RESTORE, lambda: not self.stopping.is_set())
+        visit = self._visits.wait(
+            lambda: self._visits.first(POST_RESTORE, self.order.number),
+            lambda: not self.stopping.is_set(),
+        )
         if visit is None:
             raise JobError(f"{context.name}: nobody has asked its container's engine to restore it")
         self.images = _directory(visit)
@@ -239,11 +265,11 @@ class ContainedRestore(HasCriu):
     def dump(self) -> str:
         """All is back; they stand."""
         context = self.context
-        visit = self._visits.at(POST_RESTORE)
+        visit = self._ours.at(POST_RESTORE)
         if visit is None:
             raise JobError(f"{context.name}: its container's criu has ended")
         visit.answer(yes=True)
-        if self._visits.wait(PRE_RESUME, self.criu.is_there) is None:
+        if self._ours.comes_to(PRE_RESUME) is None:
             raise JobError(f"{context.name}: criu has not brought it back; its log says why")
         return json.dumps({"version": 1, "restored": self.order.restores, "pid": context.state.pid})
 
@@ -251,8 +277,8 @@ class ContainedRestore(HasCriu):
         """None of it may run: criu does not heed what its last script says."""
         context, ours = self.context, self._ours
         ours.reason = why_over(context, self.order.number)
-        while ours.is_there() and self._visits.at(PRE_RESUME) is None:
-            if (first := self._visits.at(POST_RESTORE)) is not None:
+        while ours.is_there() and ours.at(PRE_RESUME) is None:
+            if (first := ours.at(POST_RESTORE)) is not None:
                 first.answer(yes=False, reason=ours.reason)  # criu kills them
             time.sleep(_POLL_S)
         if not (ours.is_there() or self.is_touched()) or not context.state.lives:

@@ -149,14 +149,34 @@ def own_addresses(pid: int | str = "self") -> frozenset[str]:
 
 class Lock:
     """The table of one rank, of the network namespace that this process is in; or of that of the
-    process `pid`, for as long as that is there."""
+    process `pid`. Others may be in that one as well, such as a pod's, and it outlives the process:
+    from hold() on so does the lock."""
 
     def __init__(self, job: str, rank: int, pid: int = 0) -> None:
         self._name = f"gpustasis_{hashlib.sha256(job.encode()).hexdigest()[:16]}_{rank}"
-        self._namespace = f"/proc/{pid}/ns/net" if pid else ""
+        self._pid = pid
+        self._namespace = -1  # a descriptor
+
+    def hold(self) -> bool:
+        """False: the process has ended."""
+        if self._pid and self._namespace < 0:
+            try:
+                flags = os.O_RDONLY | os.O_CLOEXEC
+                self._namespace = os.open(f"/proc/{self._pid}/ns/net", flags)
+            except OSError:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Let go of the namespace."""
+        if self._namespace >= 0:
+            os.close(self._namespace)
+            self._namespace = -1
 
     def take(self, network: Network) -> None:
         """Replaces what this rank had locked. Raises JobError, UnsupportedError."""
+        if not self.hold():
+            raise JobError(f"process {self._pid} has ended: there is no network to lock")
         self._nft(_script(self._name, network))
 
     def take_of(self, pids: Collection[int], seen: Network) -> Network:
@@ -173,9 +193,10 @@ class Lock:
 
     def release(self) -> None:
         """Whether or not it is held."""
-        if self._namespace and not os.path.exists(self._namespace):
+        if not self.hold():
             return
         self._nft(f"table inet {self._name}\ndelete table inet {self._name}\n")
+        self.close()
 
     def _nft(self, script: str) -> None:
         program = find_nft()
@@ -188,8 +209,9 @@ class Lock:
             os.write(descriptor, script.encode())
             os.lseek(descriptor, 0, os.SEEK_SET)
             words = [program, "-f", "-"]
-            if self._namespace:
-                words = ["nsenter", f"--net={self._namespace}", "--", *words]
+            if self._namespace >= 0:
+                place = f"/proc/{os.getpid()}/fd/{self._namespace}"
+                words = ["nsenter", f"--net={place}", "--", *words]
             ended = process.run(words, stdin=descriptor, timeout_s=_TIMEOUT_S)
         except OSError as exc:
             raise JobError(f"nft: {exc}") from exc

@@ -30,7 +30,7 @@ class Visit:
     """A script that waits. pid: of the root of the tasks. criu, criu_start: who has started it.
     images: the directory of the dump. leaves_running: what is to be done with the tasks after a
     dump that succeeds. epoch: that it is in; 0: it is not known yet. over: it was answered, or is
-    gone."""
+    gone. since, looked: when it has come, and was looked after last, of the monotonic clock."""
 
     action: str
     container: str
@@ -40,8 +40,15 @@ class Visit:
     images: Path
     leaves_running: bool
     epoch: int = 0
+    since: float = field(default_factory=time.monotonic)
+    looked: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
     _said: list[str] = field(default_factory=list)
+
+    @property
+    def whose(self) -> tuple[int, int]:
+        """Of which criu."""
+        return self.criu, self.criu_start
 
     def answer(self, *, yes: bool, reason: str = "") -> None:
         """Once."""
@@ -73,7 +80,7 @@ class Visits:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[Visit] = []
-        self._lost: set[tuple[int, str]] = set()
+        self._lost: set[tuple[tuple[int, int], str]] = set()
 
     def add(self, visit: Visit) -> None:
         with self._changed:
@@ -85,7 +92,7 @@ class Visits:
         with self._changed:
             self._waiting.remove(visit)
             if not visit.said:
-                self._lost.add((visit.criu, visit.action))
+                self._lost.add((visit.whose, visit.action))
             self._changed.notify_all()
 
     def all(self) -> list[Visit]:
@@ -93,21 +100,27 @@ class Visits:
         with self._changed:
             return [one for one in self._waiting if not one.over.is_set()]
 
-    def at(self, action: str) -> Visit | None:
-        """The last one that waits at this action."""
-        found = [one for one in self.all() if one.action == action]
+    def first(self, action: str, epoch: int) -> Visit | None:
+        """The last one that waits at this action, one of FIRST, to be in this epoch."""
+        found = [one for one in self.all() if (one.action, one.epoch) == (action, epoch)]
         return found[-1] if found else None
 
-    def wait(self, action: str, goes_on: Callable[[], bool]) -> Visit | None:
+    def of(self, whose: tuple[int, int], action: str = "") -> Visit | None:
+        """That of this criu, if it waits; action: at this one. There may be others: of another
+        criu, for a container that says it is the same rank."""
+        found = [one for one in self.all() if one.whose == whose and action in {"", one.action}]
+        return found[-1] if found else None
+
+    def wait(self, find: Callable[[], Visit | None], goes_on: Callable[[], bool]) -> Visit | None:
         """Until there is one; None: goes_on has become false before."""
-        while (found := self.at(action)) is None and goes_on():
+        while (found := find()) is None and goes_on():
             with self._changed:
                 self._changed.wait(_POLL_S)
         return found
 
-    def was_lost(self, criu: int, action: str) -> bool:
+    def was_lost(self, whose: tuple[int, int], action: str) -> bool:
         """Whether a script of this criu has ended without an answer: criu takes it for a no."""
-        return (criu, action) in self._lost
+        return (whose, action) in self._lost
 
     def refuse(self, reason: str, upto: int) -> None:
         """Whoever waits for an epoch that is over."""
@@ -126,6 +139,19 @@ class EnginesCriu(CriuAtGate):
         self._holds = holds
         self.reason = "the epoch was aborted"
 
+    @property
+    def _whose(self) -> tuple[int, int]:
+        state = self._context.state
+        return state.criu, state.criu_start
+
+    def at(self, action: str) -> Visit | None:
+        """Its script, if it waits there."""
+        return self._visits.of(self._whose, action)
+
+    def comes_to(self, action: str) -> Visit | None:
+        """Its script, once it waits there; None: criu has ended before."""
+        return self._visits.wait(lambda: self.at(action), self.is_there)
+
     def _pids(self) -> list[int]:
         state = self._context.state
         with suppress(CheckpointError):
@@ -135,7 +161,7 @@ class EnginesCriu(CriuAtGate):
 
     def end(self, *, yes: bool) -> None:
         while self.is_there():
-            for one in self._visits.all():
+            if (one := self._visits.of(self._whose)) is not None:
                 one.answer(yes=yes, reason=self.reason)
             time.sleep(_POLL_S)
 
@@ -153,7 +179,6 @@ class EnginesCriu(CriuAtGate):
 
     def slipped(self) -> str:
         """A script that waited for an agent before this one may not have come here yet."""
-        state = self._context.state
-        if self.is_there() and not self._visits.was_lost(state.criu, self._holds):
+        if self.is_there() and not self._visits.was_lost(self._whose, self._holds):
             return ""
         return f"{self._context.name}: its container's criu has gone on before anything was decided"

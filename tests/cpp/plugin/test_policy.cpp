@@ -51,6 +51,17 @@ void every_hierarchy_is_looked_at() {
 
 void what_a_container_makes_below_itself_does_not_count() {
     CHECK(container_ids("0::/libpod-" + kA + ".scope/" + kB + "\n", "0::/\n") == Ids{kA});
+    CHECK(container_ids("0::/libpod-" + kA + ".scope/libpod_pod_" + kB + "/" + kB + "\n", "") ==
+          Ids{kA});
+}
+
+void a_pod_of_podmans_does_not_count() {
+    for (const std::string& pod :
+         {"machine.slice/machine-libpod_pod_" + kB + ".slice",
+          "user.slice/user-libpod_pod_" + kB + ".slice", "libpod_parent/" + kB})
+        for (const std::string& name : {"libpod-" + kA + ".scope", "libpod-" + kA})
+            CHECK(container_ids("0::/" + pod + "/" + name + "/container\n", "0::/\n") == Ids{kA});
+    CHECK(container_ids("0::/libpod_parent/libpod-" + kA + "\n", "0::/\n") == Ids{kA});
 }
 
 void where_criu_is_too_does_not_count() {
@@ -213,6 +224,7 @@ int main() {
     other_names_are_none();
     every_hierarchy_is_looked_at();
     what_a_container_makes_below_itself_does_not_count();
+    a_pod_of_podmans_does_not_count();
     where_criu_is_too_does_not_count();
     keys_are_set_on_top_of_the_hosts();
     no_policy_is_none();
