@@ -34,6 +34,7 @@ from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.visits import Visit
 from gpustasis.task import boot_id, read_task
+from support.job_ranks import namespace, tables
 from support.ring import put_nft
 
 A, B = "a" * 64, "b" * 64
@@ -388,12 +389,3 @@ def test_what_was_left_locked_is_unlocked_in_its_containers_network(
             assert "gpustasis_" not in tables(task.pid)
         finally:
             task.kill()
-
-
-def namespace(pid: int) -> str:
-    return os.readlink(f"/proc/{pid}/ns/net")
-
-
-def tables(pid: int) -> str:
-    words = ["nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables"]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout

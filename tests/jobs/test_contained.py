@@ -27,7 +27,7 @@ from gpustasis.jobs.store import Put
 from gpustasis.jobs.visits import EnginesCriu, Visit, Visits
 from gpustasis.jobs.work import Order
 from gpustasis.task import read_task
-from support.job_ranks import wait_for
+from support.job_ranks import namespace, tables, wait_for
 from support.ring import put_nft
 
 KEYS = Keys("job")
@@ -202,15 +202,6 @@ def test_a_network_is_unlocked_when_its_container_has_ended(
                     other.kill()
         finally:
             container.kill()
-
-
-def namespace(pid: int) -> str:
-    return os.readlink(f"/proc/{pid}/ns/net")
-
-
-def tables(pid: int) -> str:
-    words = ["nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables"]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
 def test_a_pause_that_its_engine_has_ended_is_not_put_back(

@@ -17,7 +17,7 @@ import pytest
 
 from gpustasis.image.checkpoint import find_manifest
 from support.chains import make_chain, make_link, memory_of
-from support.container import Container, cgroup, container, hook_words, run_hook
+from support.container import Container, container, hook_words, process_in, run_hook
 
 START_BOUND_S = 2.0  # generous: docs/performance.md says how long it takes
 
@@ -30,11 +30,8 @@ def made() -> Iterator[Container]:
 
 @pytest.fixture
 def pid(made: Container) -> Iterator[int]:
-    """A process in the container's cgroup."""
-    with cgroup(made.container_id) as folder, subprocess.Popen(["/bin/sleep", "600"]) as process:
-        (folder / "cgroup.procs").write_text(str(process.pid))
-        yield process.pid
-        process.kill()
+    with process_in(made) as found:
+        yield found
 
 
 def test_a_policy_is_made_and_removed(made: Container, pid: int) -> None:

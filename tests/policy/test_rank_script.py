@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpustasis.criu.plugin import rank_script
-from support.container import Container, cgroup, container
+from support.container import Container, container, process_in
 
 TIMEOUT_S = 60.0
 WRONG = "is no TOML"
@@ -28,11 +28,8 @@ def made() -> Iterator[Container]:
 
 @pytest.fixture
 def pid(made: Container) -> Iterator[int]:
-    """A process in the container's cgroup."""
-    with cgroup(made.container_id) as folder, subprocess.Popen(["/bin/sleep", "600"]) as process:
-        (folder / "cgroup.procs").write_text(str(process.pid))
-        yield process.pid
-        process.kill()
+    with process_in(made) as found:
+        yield found
 
 
 def start(action: str, pid: int) -> subprocess.Popen[str]:

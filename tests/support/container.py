@@ -137,3 +137,12 @@ def _hierarchy() -> Path:
                 return place
             tried.append(str(place))
     raise AssertionError(f"no cgroup can be made here; tried {tried}")
+
+
+@contextmanager
+def process_in(made: Container) -> Iterator[int]:
+    """The pid of a process in the container's cgroup."""
+    with cgroup(made.container_id) as folder, subprocess.Popen(["/bin/sleep", "600"]) as process:
+        (folder / "cgroup.procs").write_text(str(process.pid))
+        yield process.pid
+        process.kill()

@@ -231,3 +231,14 @@ def job_of(directory: Path, store: Store, places: list[str]) -> Iterator[Job]:
         yield job
     finally:
         job.close()
+
+
+def namespace(pid: int) -> str:
+    """Of a process's network."""
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def tables(pid: int) -> str:
+    """nftables' tables there."""
+    words = ["nsenter", f"--net=/proc/{pid}/ns/net", "nft", "list", "tables"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
