@@ -53,10 +53,20 @@ void BlockOutput::filled(std::uint64_t offset, std::size_t size) {
     chunks_.write(begin, full.mapped().buffer.bytes(), kBlockSize);
     if (!is_direct())
         begin_write_back(fd_, begin, kBlockSize);
+    {
+        const std::lock_guard lock(mutex_);
+        written_ += kBlockSize; // not of a block that could not be written
+    }
     spare_.put_back(std::move(full.mapped().buffer));
 }
 
 void BlockOutput::finish(std::uint64_t size) {
+    std::uint64_t put = written_;
+    for (const auto& [number, block] : open_)
+        put += block.filled;
+    if (put != size)
+        throw Error(Errc::bad_argument,
+                    std::to_string(put) + " of " + std::to_string(size) + " bytes were put");
     for (auto& [number, block] : open_) {
         const std::uint64_t begin = number * kBlockSize;
         const std::uint64_t wanted =

@@ -46,6 +46,7 @@ private:
     ChunkOutput chunks_;
     std::mutex mutex_;
     std::map<std::uint64_t, Block> open_; ///< by number; those that are not full
+    std::uint64_t written_ = 0;           ///< bytes of blocks that were full
     BufferPool spare_;
 };
 

@@ -142,7 +142,8 @@ void ChunkOutput::write(std::uint64_t offset, MutBytes buffer, std::size_t size)
 }
 
 void ChunkOutput::finish(std::uint64_t size) {
-    if (reserved_ != 0 && ::ftruncate(fd_, static_cast<off_t>(size)) != 0)
+    // What is written directly ends with a block, also where no space was reserved.
+    if ((direct_ || reserved_ != 0) && ::ftruncate(fd_, static_cast<off_t>(size)) != 0)
         throw io_error("cut to its size", errno);
 }
 

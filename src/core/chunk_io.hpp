@@ -47,7 +47,7 @@ public:
     /// Throws Error: io.
     void write(std::uint64_t offset, MutBytes buffer, std::size_t size);
 
-    /// Give back what was reserved beyond `size`, the size of the whole file. Throws Error: io.
+    /// Give back what was reserved or written beyond `size`, the size of the whole file. Throws Error: io.
     void finish(std::uint64_t size);
 
     bool is_direct() const noexcept { return static_cast<bool>(direct_); }

@@ -68,10 +68,13 @@ public:
     }
     void put_back(AlignedBuffer buffer) {
         const std::lock_guard lock(mutex_);
-        spare_.push_back(std::move(buffer));
+        if (spare_.size() < kMost)
+            spare_.push_back(std::move(buffer));
     }
 
 private:
+    static constexpr std::size_t kMost = 8; // of several readers each has its own
+
     std::mutex mutex_;
     std::vector<AlignedBuffer> spare_; ///< the last one first: it is in a cache
 };

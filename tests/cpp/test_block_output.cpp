@@ -5,7 +5,14 @@
 #include "core/file.hpp"
 #include "sample.hpp"
 
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <random>
 #include <stdexcept>
@@ -15,6 +22,19 @@
 
 using namespace gpustasis;
 using sample::Buffer;
+
+namespace {
+bool reserves = true; // space for files, or as a file system that cannot
+} // namespace
+
+// In place of the C library's.
+extern "C" int fallocate(int fd, int mode, off_t offset, off_t size) {
+    if (!reserves) {
+        errno = EOPNOTSUPP;
+        return -1;
+    }
+    return static_cast<int>(::syscall(SYS_fallocate, fd, mode, offset, size));
+}
 
 namespace {
 
@@ -102,6 +122,50 @@ void a_file_with_a_hole_is_not_finished() {
     }
 }
 
+void a_block_that_nothing_was_put_into_is_missed() {
+    const Buffer wanted = noise(3 * kBlock);
+    const sample::TempDir dir;
+    const UniqueFd file = open_new(dir);
+    BlockOutput output(file.get(), IoMode::automatic);
+    put(output, wanted, {0, kBlock});
+    put(output, wanted, {2 * kBlock, 3 * kBlock});
+    CHECK_THROWS(Errc::bad_argument, output.finish(wanted.size()));
+}
+
+// As on a disk that is full. Through the page cache: direct writes reserve space first.
+void a_block_that_could_not_be_written_is_missed() {
+    const Buffer wanted = noise(2 * kBlock);
+    const sample::TempDir dir;
+    const UniqueFd file = open_new(dir);
+    BlockOutput output(file.get(), IoMode::buffered);
+    std::signal(SIGXFSZ, SIG_IGN);
+    rlimit before{};
+    CHECK(::getrlimit(RLIMIT_FSIZE, &before) == 0);
+    const rlimit small{4096, before.rlim_max};
+    CHECK(::setrlimit(RLIMIT_FSIZE, &small) == 0);
+    CHECK_THROWS(Errc::io, put(output, wanted, {0, kBlock}));
+    CHECK(::setrlimit(RLIMIT_FSIZE, &before) == 0);
+    put(output, wanted, {kBlock, 2 * kBlock});
+    CHECK_THROWS(Errc::bad_argument, output.finish(wanted.size()));
+}
+
+// Where O_DIRECT opens and no space can be reserved, as over some networks: what is written ends with a block, and
+// the file does not.
+void a_file_written_directly_has_its_size() {
+    reserves = false;
+    for (const std::size_t size : {std::size_t{5000}, 2 * kBlock + 100}) {
+        const UniqueFd file(::memfd_create("direct", MFD_CLOEXEC));
+        CHECK(file);
+        const Buffer wanted = noise(size);
+        BlockOutput output(file.get(), IoMode::direct);
+        put(output, wanted, {0, size});
+        output.finish(size);
+        CHECK(file_size(file.get()) == size);
+        CHECK(read_part(file.get(), 0, size) == wanted);
+    }
+    reserves = true;
+}
+
 void what_is_put_behind_the_end_is_refused() {
     const Buffer wanted = noise(kBlock + 10);
     const sample::TempDir dir;
@@ -134,6 +198,9 @@ void what_cannot_be_made_is_missing() {
 int main() {
     pieces_become_the_file();
     a_file_with_a_hole_is_not_finished();
+    a_block_that_nothing_was_put_into_is_missed();
+    a_block_that_could_not_be_written_is_missed();
+    a_file_written_directly_has_its_size();
     what_is_put_behind_the_end_is_refused();
     what_cannot_be_made_is_missing();
 }

@@ -90,7 +90,7 @@ def test_an_epoch_is_no_progress_and_no_silence(
             clock.now += 0.5
             assert watcher.look(7) == ""
             assert watcher.is_quiet == (clock.now >= 1009)  # 3 s, 4 s held, and 2 s
-        watcher.is_held()
+        watcher.is_held(7)
         clock.now += 4.0
         used += 2.0
         assert watcher.look(7) == ""
@@ -113,7 +113,7 @@ def test_what_was_written_before_an_epoch_held_the_tasks_is_progress(
             clock.now += 0.5
             assert watcher.look(7) == "", turn
         progress.write_text("x" * (turn + 1))
-        watcher.is_held()
+        watcher.is_held(7)
         clock.now += 2.0
         assert watcher.look(7) == ""
         assert not watcher.is_quiet

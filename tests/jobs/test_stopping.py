@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, kept, leading, verified
+from gpustasis.jobs import epochs, leading, verified
 from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lead import digest_of
@@ -36,7 +36,7 @@ from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.stopping import status_of
-from gpustasis.jobs.store import Put, Require
+from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Supervisor
 from gpustasis.task import read_task
 from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
@@ -313,10 +313,16 @@ def committed(context: Context, begun_at: float = 0.0) -> int:  # noqa: F811
     return number
 
 
-def stopped(context: Context, failure: Failure, **fields: int) -> None:  # noqa: F811
+def stopped(
+    context: Context,  # noqa: F811
+    failure: Failure,
+    *,
+    afresh: bool = False,
+    **fields: int,
+) -> None:
     """The job is, and has a keeper."""
     keys, place = context.keys, where(context.place.run)
-    terms = Terms(restarts=9, back_off_s=100.0)
+    terms = Terms(restarts=9, back_off_s=100.0, afresh=afresh)
     life = Life(run="r", number=1, stage=Stage.STOPS, world=1, terms=terms, failure=failure)
     puts = {
         keys.life: replace(life, **fields).to_text(),
@@ -324,41 +330,6 @@ def stopped(context: Context, failure: Failure, **fields: int) -> None:  # noqa:
         keys.keeper(0): keeper_text("me", place),
     }
     context.store.write([], [Put(key, value) for key, value in puts.items()])
-
-
-@pytest.mark.parametrize("hung", [True, False])
-def test_what_the_clock_made_of_a_job_that_hung_is_not_restored(
-    hung: bool,
-    context: Context,  # noqa: F811
-) -> None:
-    """Also if it was asked for in between: it cannot be told of what that was made."""
-    now, keys = time.time(), context.keys
-    for at in (-50, -21):
-        committed(context, now + at)
-    late = committed(context, now - 19)
-    asked_for = committed(context)
-    newest = committed(context, now - 1)
-    stopped(context, Failure(rank=0, reason="why", at=now, unnoticed_s=20.0, hung=hung))
-    Leading(context.store, keys, 4, print).turn(find_life(context.store, keys))
-    life = find_life(context.store, keys)
-    assert (life.stage, life.restored) == (Stage.RESTORES, asked_for if hung else newest)
-    wrong = kept.unverified(context.store, keys)
-    assert set(wrong) == ({late, newest} if hung else set())
-    assert all("begun when the job hung already: why" in why for why in wrong.values())
-
-
-def test_checkpoints_by_the_clock_wait_while_the_job_does_not_run(
-    context: Context,  # noqa: F811
-) -> None:
-    guard, rank = recovering(context)
-    with closing(rank):
-        assert rank.begin(new=True, can_start=True)
-        life = guard.read()
-        assert rank.may_checkpoint() == [Require(context.keys.life, life.revision)]
-        guard.report(1, "why", unnoticed_s=0.0)
-        guard.read()
-        assert guard.life.stage is not Stage.RUNS
-        assert rank.may_checkpoint() is None
 
 
 def test_the_same_checkpoint_is_restored_again_after_a_while(context: Context) -> None:  # noqa: F811

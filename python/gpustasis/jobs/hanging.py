@@ -52,6 +52,7 @@ class Watcher:
         self._before: _Signs | None = None
         self._held = False
         self._held_s = 0.0  # since it has moved
+        self._all_held_s = 0.0
         self.reason = ""
 
     @property
@@ -70,31 +71,42 @@ class Watcher:
 
     @property
     def noticed_after_s(self) -> float:
-        """Seconds in which a hang that is there now is noticed."""
-        return self._after_s + 3 * self._between_s + 1
+        """Seconds of free_s() in which a hang that is there now is noticed, on any rank: each loses
+        up to half the time between two looks at each epoch."""
+        return 1.5 * self._after_s + 3 * self._between_s + 5
 
-    def is_held(self) -> None:
-        """By an epoch. It takes time on CPU and GPU in their name, which is no progress; nor is the
-        time that it takes one without. What they have written is theirs."""
+    def free_s(self) -> float:
+        """A clock that stands while epochs hold the tasks."""
+        return time.monotonic() - self._all_held_s
+
+    def is_held(self, pid: int) -> None:
+        """An epoch begins to hold the tasks below `pid`. It takes time on CPU and GPU in their
+        name, which is no progress; nor is the time that it takes one without. What they have
+        written is theirs."""
+        if time.monotonic() - self._looked >= self._between_s / 2:
+            self.look(pid, at_once=True)
         self._held = True
 
     def forget(self) -> None:
         """What comes now are other tasks."""
         self._pid, self.reason = 0, ""
 
-    def look(self, pid: int) -> str:
+    def look(self, pid: int, *, at_once: bool = False) -> str:
         """At the tasks below `pid`, if it is time to; the reason."""
         now = time.monotonic()
-        if now - self._looked < self._between_s and not self._held:
+        if now - self._looked < self._between_s and not (self._held or at_once):
             return self.reason
         gap = now - self._looked > _GAP * self._between_s + 1
         elapsed_s, self._looked = now - self._looked, now
         signs = self._signs(pid)
         before, self._before = self._before, signs
         held, self._held = self._held, False
-        same = before is not None and pid == self._pid and before.files == signs.files
-        if held and same:
-            self._held_s += elapsed_s
+        if held and before is not None and pid == self._pid:
+            self._all_held_s += elapsed_s
+            if before.files == signs.files:
+                self._held_s += elapsed_s
+            else:  # before it was held: whatever it did then, it may hang since
+                self._moved, self._held_s, self.reason = now - elapsed_s, elapsed_s, ""
         elif pid != self._pid or gap or before is None or self._has_moved(before, signs, elapsed_s):
             self._pid, self._moved, self._held_s, self.reason = pid, now, 0.0, ""
         elif self._idle_s() >= self._after_s:

@@ -208,6 +208,8 @@ class Leading:
             self._mark(life, life.failure)
         self._marked = life.revision
         found = kept.newest_good_or_none(self._store, self._keys)
+        if found and life.terms.afresh and found.number in kept.unverified(self._store, self._keys):
+            found = None
         if found is None:
             if life.terms.afresh:
                 self._recovered(replace(life, restored=0), epoch=0, restored=0)
@@ -227,14 +229,15 @@ class Leading:
 
     def _mark(self, life: Life, failure: Failure) -> None:
         """What was made of the job while it hung does not bring it back."""
-        keys, at = self._keys, failure.at - failure.unnoticed_s
+        slack_s = _AT_ONCE_S + min(5.0, failure.unnoticed_s / 10)  # keepers look now and then
+        hung_at = failure.at - failure.unnoticed_s - slack_s
         why = f"it was begun when the job hung already: {failure.reason}"
-        marks = dict.fromkeys(kept.begun_after(self._store, keys, at), why)
+        marks = dict.fromkeys(kept.begun_after(self._store, self._keys, hung_at), why)
         if self._hung_at_once(life):
             marks[life.restored] = f"the job hung as soon as it was restored: {failure.reason}"
-        puts = [verified.mark(keys, number, why) for number, why in marks.items()]
-        if puts:
-            self._store.write([Require(keys.life, life.revision)], puts)
+        require = Require(self._keys.life, life.revision)
+        for number, text in marks.items():  # one by one: etcd takes no transaction of any size
+            self._store.write([require], [verified.mark(self._keys, number, text)])
 
     def _hung_at_once(self, life: Life) -> bool:
         """Whether it has made hardly any progress since it was restored: the checkpoint was made

@@ -22,6 +22,7 @@ from gpustasis.jobs.work import Order
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.2
+_ALL = 1 << 30  # checkpoints
 _NOTICED_S = 0.2  # a keeper looks so often whether its tasks have ended
 
 
@@ -54,6 +55,7 @@ class Recovering:
         self._run = ""
         self._trouble = ""  # of an epoch: the tasks are not as they should be
         self._made: list[float] = []  # when, checkpoints that may be of a job that hangs
+        self._known_since = (0, 0.0)  # in which life, and from when on they are known
         self.can_start = False
         self.asked = ""  # why the keeper was told to end
 
@@ -123,8 +125,8 @@ class Recovering:
     def enter(self, order: Order) -> None:
         """An epoch was joined: what it makes belongs to the next life if that is what it was begun
         for. That is stored before anything is made. Raises JobError."""
-        if self._watcher is not None:
-            self._watcher.is_held()
+        if self._watcher is not None and self._context.state.lives:
+            self._watcher.is_held(self._context.state.pid)
         if not order.restores:
             return
         while True:
@@ -160,10 +162,13 @@ class Recovering:
         before a hang that nobody has noticed yet."""
         if self._watcher is None:
             return 1
-        now = time.monotonic()
+        now, life = self._watcher.free_s(), self._guard.life.number
+        if self._known_since[0] != life:
+            self._known_since = (life, now)
         since = now - self._watcher.noticed_after_s
         self._made = [*(made for made in self._made if made > since), now]
-        return len(self._made) + 1
+        # What this life came from may have hung already; nor does a new keeper know what was made.
+        return _ALL if self._known_since[1] > since else len(self._made) + 1
 
     def has_trouble(self, problem: str) -> None:
         """An epoch has left the tasks as they should not be."""

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints by the clock of a job that is recovered, where it may hang."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpustasis.jobs import kept
+from gpustasis.jobs.leading import Leading, find_life
+from gpustasis.jobs.lives import Failure, Stage
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.store import Put, Require
+from jobs.test_stopping import committed, recovering, stopped
+from jobs.test_undoing import context, server  # noqa: F401 - fixtures
+
+
+@pytest.mark.parametrize("hung", [True, False])
+def test_what_the_clock_made_of_a_job_that_hung_is_not_restored(
+    hung: bool,
+    context: Context,  # noqa: F811
+) -> None:
+    """Also if it was asked for in between: it cannot be told of what that was made."""
+    now, keys = time.time(), context.keys
+    for at in (-50, -25):
+        committed(context, now + at)
+    late = committed(context, now - 21)  # keepers look now and then, and clocks differ
+    asked_for = committed(context)
+    newest = committed(context, now - 1)
+    stopped(context, Failure(rank=0, reason="why", at=now, unnoticed_s=20.0, hung=hung))
+    Leading(context.store, keys, 4, print).turn(find_life(context.store, keys))
+    life = find_life(context.store, keys)
+    assert (life.stage, life.restored) == (Stage.RESTORES, asked_for if hung else newest)
+    wrong = kept.unverified(context.store, keys)
+    assert set(wrong) == ({late, newest} if hung else set())
+    assert all("begun when the job hung already: why" in why for why in wrong.values())
+
+
+def test_checkpoints_by_the_clock_wait_while_the_job_does_not_run(
+    context: Context,  # noqa: F811
+) -> None:
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        life = guard.read()
+        assert rank.may_checkpoint() == [Require(context.keys.life, life.revision)]
+        guard.report(1, "why", unnoticed_s=0.0)
+        guard.read()
+        assert guard.life.stage is not Stage.RUNS
+        assert rank.may_checkpoint() is None
+
+
+def test_more_than_one_transaction_holds_is_marked(context: Context) -> None:  # noqa: F811
+    now = time.time()
+    before = committed(context, now - 5000)
+    late = [committed(context, now - 60 + at / 10) for at in range(150)]
+    stopped(context, Failure(rank=0, reason="why", at=now, unnoticed_s=100.0, hung=True))
+    Leading(context.store, context.keys, 4, print).turn(find_life(context.store, context.keys))
+    assert find_life(context.store, context.keys).restored == before
+    assert set(kept.unverified(context.store, context.keys)) == set(late)
+
+
+@pytest.mark.parametrize("afresh", [True, False])
+def test_a_job_all_of_whose_checkpoints_hang_starts_afresh_if_it_may(
+    afresh: bool,
+    context: Context,  # noqa: F811
+) -> None:
+    now = time.time()
+    newest = [committed(context, now - at) for at in (3, 2)][-1]
+    failure = Failure(rank=0, reason="why", at=now, unnoticed_s=20.0, hung=True)
+    stopped(context, failure, afresh=afresh)
+    Leading(context.store, context.keys, 4, print).turn(find_life(context.store, context.keys))
+    life = find_life(context.store, context.keys)
+    found = (Stage.RUNS, 0) if afresh else (Stage.RESTORES, newest)
+    assert (life.stage, life.restored) == found
+
+
+def test_nothing_is_removed_that_a_hang_may_need(context: Context) -> None:  # noqa: F811
+    """A keeper that has just begun does not know what was made; a life that has, not whether it
+    hangs."""
+    guard, rank = recovering(context)
+    now = 1000.0
+    watcher: Any = SimpleNamespace(free_s=lambda: now, noticed_after_s=20.0, forget=lambda: None)
+    rank._watcher = watcher
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+
+        def least_at(seconds: float) -> int:
+            nonlocal now
+            now = seconds
+            return rank.has_checkpoint()
+
+        everything = 1 << 20
+        assert least_at(1000) > everything
+        assert least_at(1019) > everything
+        assert least_at(1021) == 3  # those of 1019 and 1021 may be of a job that hangs
+        assert least_at(1060) == 2
+        life = guard.life
+        context.store.write([], [Put(context.keys.life, replace(life, number=2).to_text())])
+        guard.read()
+        assert least_at(1061) > everything
+        assert least_at(1090) == 2
