@@ -117,3 +117,25 @@ def test_what_was_written_before_an_epoch_held_the_tasks_is_progress(
         clock.now += 2.0
         assert watcher.look(7) == ""
         assert not watcher.is_quiet
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_epochs_that_follow_each_other_hide_neither_work_nor_a_hang(
+    busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that only waits has a tick now and then, as after it was let go."""
+    clock = Clock(monkeypatch)
+    used = 0.0
+    monkeypatch.setattr("gpustasis.jobs.hanging._cpu_s", lambda _: used)
+    watcher = Watcher(100.0, tmp_path / "output.log", None, lambda: 0.0)
+    watcher.look(7)
+    reasons = []
+    for _ in range(160):
+        clock.now += 1.0
+        used += 0.5 if busy else 0.01
+        watcher.is_held(7)
+        clock.now += 3.0
+        used += 1.0
+        reasons.append(watcher.look(7))
+    assert not any(reasons[:99])
+    assert bool(reasons[-1]) != busy

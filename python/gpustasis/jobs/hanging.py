@@ -19,6 +19,7 @@ _IDLE = 0.01  # of one CPU, or of the time of a GPU: less is none
 _LOOKS = 20  # in the time after which a rank hangs
 _MOST_S = 5.0  # between two looks
 _GAP = 4  # looks: after a longer pause the tasks may have been held by an epoch
+_WORK_S = 2.0
 _UTIME = 11  # field of /proc/PID/stat after the name: 14 of proc(5)
 
 
@@ -53,6 +54,9 @@ class Watcher:
         self._held = False
         self._held_s = 0.0  # since it has moved
         self._all_held_s = 0.0
+        self._work_s = max(self._between_s, min(_WORK_S, after_s / 3))
+        self._used_s = self._free_s = 0.0  # of CPU, in the time in which no epoch held it
+        self._used_at = self._held_then = 0.0  # when it last used some, and _held_s then
         self.reason = ""
 
     @property
@@ -73,7 +77,7 @@ class Watcher:
     def noticed_after_s(self) -> float:
         """Seconds of free_s() in which a hang that is there now is noticed, on any rank: each loses
         up to half the time between two looks at each epoch."""
-        return 1.5 * self._after_s + 3 * self._between_s + 5
+        return 1.5 * self._after_s + 3 * self._between_s + self._work_s + 5
 
     def free_s(self) -> float:
         """A clock that stands while epochs hold the tasks."""
@@ -101,28 +105,49 @@ class Watcher:
         signs = self._signs(pid)
         before, self._before = self._before, signs
         held, self._held = self._held, False
-        if held and before is not None and pid == self._pid:
+        if before is None or pid != self._pid:
+            self._pid = pid
+            self._moves(now)
+        elif held:
             self._all_held_s += elapsed_s
-            if before.files == signs.files:
-                self._held_s += elapsed_s
-            else:  # before it was held: whatever it did then, it may hang since
-                self._moved, self._held_s, self.reason = now - elapsed_s, elapsed_s, ""
-        elif pid != self._pid or gap or before is None or self._has_moved(before, signs, elapsed_s):
-            self._pid, self._moved, self._held_s, self.reason = pid, now, 0.0, ""
-        elif self._idle_s() >= self._after_s:
-            what = (
-                "CPU and GPU are idle and its log is silent"
-                if self._heeds_work
-                else (f"{self._file} has not changed")
-            )
-            self.reason = f"hangs: {what} for {self._after_s:g} s"
+            self._held_s += elapsed_s
+            if before.files != signs.files:  # by the time it was held: it may hang since
+                self._moves(now - elapsed_s, held_s=elapsed_s)
+        elif gap or before.files != signs.files:
+            self._moves(now)
+        else:
+            self._look_at_work(before, signs, elapsed_s)
+            if self._idle_s() >= self._after_s:
+                what = (
+                    "CPU and GPU are idle and its log is silent"
+                    if self._heeds_work
+                    else f"{self._file} has not changed"
+                )
+                self.reason = f"hangs: {what} for {self._after_s:g} s"
         return self.reason
 
-    def _has_moved(self, before: _Signs, now: _Signs, elapsed_s: float) -> bool:
-        if before.files != now.files:
-            return True
-        busy = (now.cpu_s - before.cpu_s) / elapsed_s
-        return self._heeds_work and (busy > _IDLE or now.gpu > _IDLE)
+    def _moves(self, at: float, held_s: float = 0.0) -> None:
+        self._moved, self._held_s, self.reason = at, held_s, ""
+        self._used_s = self._free_s = 0.0
+
+    def _look_at_work(self, before: _Signs, now: _Signs, elapsed_s: float) -> None:
+        """CPU is looked at over so long that the ticks of a process that only waits are none, and
+        over times between epochs together."""
+        if not self._heeds_work:
+            return
+        if now.gpu > _IDLE:
+            self._moves(self._looked)
+            return
+        used_s = max(0.0, now.cpu_s - before.cpu_s)
+        if used_s:
+            self._used_at, self._held_then = self._looked, self._held_s
+        self._used_s += used_s
+        self._free_s += elapsed_s
+        if self._free_s < self._work_s:
+            return
+        if self._used_s > _IDLE * self._free_s:
+            self._moves(self._used_at, self._held_s - self._held_then)
+        self._used_s = self._free_s = 0.0
 
     def _signs(self, pid: int) -> _Signs:
         files = []
