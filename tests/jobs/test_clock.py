@@ -80,6 +80,18 @@ def test_a_job_all_of_whose_checkpoints_hang_starts_afresh_if_it_may(
     assert (life.stage, life.restored) == found
 
 
+def test_one_begun_just_before_the_last_sign_is_taken_if_there_is_no_older_one(
+    context: Context,  # noqa: F811
+) -> None:
+    now = time.time()
+    unsure = committed(context, now - 21)
+    late = committed(context, now - 10)
+    stopped(context, Failure(rank=0, reason="why", at=now, unnoticed_s=20.0, hung=True))
+    Leading(context.store, context.keys, 4, print).turn(find_life(context.store, context.keys))
+    assert find_life(context.store, context.keys).restored == unsure
+    assert set(kept.unverified(context.store, context.keys)) == {late}
+
+
 def test_nothing_is_removed_that_a_hang_may_need(context: Context) -> None:  # noqa: F811
     """A keeper that has just begun does not know what was made; a life that has, not whether it
     hangs."""

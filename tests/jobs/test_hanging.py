@@ -132,7 +132,7 @@ def test_epochs_that_follow_each_other_hide_neither_work_nor_a_hang(
     reasons = []
     for _ in range(160):
         clock.now += 1.0
-        used += 0.5 if busy else 0.01
+        used += 0.5 if busy else 0.005
         watcher.is_held(7)
         clock.now += 3.0
         used += 1.0

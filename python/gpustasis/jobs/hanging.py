@@ -75,8 +75,7 @@ class Watcher:
 
     @property
     def noticed_after_s(self) -> float:
-        """Seconds of free_s() in which a hang that is there now is noticed, on any rank: each loses
-        up to half the time between two looks at each epoch."""
+        """Seconds of free_s() in which a hang that is there now is noticed, on any rank."""
         return 1.5 * self._after_s + 3 * self._between_s + self._work_s + 5
 
     def free_s(self) -> float:
@@ -87,8 +86,7 @@ class Watcher:
         """An epoch begins to hold the tasks below `pid`. It takes time on CPU and GPU in their
         name, which is no progress; nor is the time that it takes one without. What they have
         written is theirs."""
-        if time.monotonic() - self._looked >= self._between_s / 2:
-            self.look(pid, at_once=True)
+        self.look(pid, at_once=True)
         self._held = True
 
     def forget(self) -> None:

@@ -90,16 +90,23 @@ def newest_good_or_none(store: Store, keys: Keys) -> Standing | None:
     return found or newest
 
 
-def begun_after(store: Store, keys: Keys, since: float) -> list[int]:
-    """The whole checkpoints by the clock that were begun later than this, in seconds since 1970:
-    newest first, as far as they follow each other. Raises JobError, StoreError."""
-    numbers = []
+def made_while_hung(store: Store, keys: Keys, since: float, slack_s: float) -> list[int]:
+    """The whole checkpoints by the clock that were begun later than `since`, in seconds since 1970,
+    of a job that hung then; and if an older one is left, those begun up to slack_s before: keepers
+    look now and then, and hosts' clocks differ. Raises JobError, StoreError."""
+    late, unsure, others = [], [], False
     found = newest_whole_or_none(store, keys)
-    while found is not None and (not found.begun_at or found.begun_at > since):
-        if found.begun_at:
-            numbers.append(found.number)
+    while found is not None:
+        if found.begun_at > since:
+            late.append(found.number)
+        elif found.begun_at > since - slack_s:
+            unsure.append(found.number)
+        else:  # or one that was asked for, and may be of any moment
+            others = True
+            if found.begun_at:
+                break
         found = next_older(store, keys, found)
-    return numbers
+    return late + (unsure if others else [])
 
 
 def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:

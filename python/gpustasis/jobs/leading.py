@@ -229,10 +229,10 @@ class Leading:
 
     def _mark(self, life: Life, failure: Failure) -> None:
         """What was made of the job while it hung does not bring it back."""
-        slack_s = _AT_ONCE_S + min(5.0, failure.unnoticed_s / 10)  # keepers look now and then
-        hung_at = failure.at - failure.unnoticed_s - slack_s
+        since, slack_s = failure.at - failure.unnoticed_s, min(7.0, 2 + failure.unnoticed_s / 10)
         why = f"it was begun when the job hung already: {failure.reason}"
-        marks = dict.fromkeys(kept.begun_after(self._store, self._keys, hung_at), why)
+        hung = kept.made_while_hung(self._store, self._keys, since, slack_s)
+        marks = dict.fromkeys(hung, why)
         if self._hung_at_once(life):
             marks[life.restored] = f"the job hung as soon as it was restored: {failure.reason}"
         require = Require(self._keys.life, life.revision)
