@@ -19,7 +19,7 @@ _IDLE = 0.01  # of one CPU, or of the time of a GPU: less is none
 _LOOKS = 20  # in the time after which a rank hangs
 _MOST_S = 5.0  # between two looks
 _GAP = 4  # looks: after a longer pause the tasks may have been held by an epoch
-_WORK_S = 2.0
+_WORK_S = 2.0  # CPU is looked at over so long at least, where the time to a hang allows it
 _UTIME = 11  # field of /proc/PID/stat after the name: 14 of proc(5)
 
 
