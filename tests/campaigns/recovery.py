@@ -18,9 +18,9 @@ from statistics import median
 from campaigns.job_faults import Place
 from campaigns.tally import Tally
 from gpustasis.jobs import kept
-from gpustasis.jobs.leading import all_recoveries, find_life
 from gpustasis.jobs.lives import Recovery, Stage
 from gpustasis.jobs.records import Keys
+from gpustasis.jobs.steering import all_recoveries, find_life
 from support.ring import WORLD, Ring
 from support.ring_faults import end_all
 from support.ring_stores import RingStore

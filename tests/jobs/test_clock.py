@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from gpustasis.jobs import kept
-from gpustasis.jobs.leading import Leading, find_life
+from gpustasis.jobs.leading import Leading
 from gpustasis.jobs.lives import Failure, Stage
 from gpustasis.jobs.rank import Context
+from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Put, Require
 from jobs.test_stopping import committed, recovering, stopped
 from jobs.test_undoing import context, server  # noqa: F401 - fixtures

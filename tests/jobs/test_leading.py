@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, leading
+from gpustasis.jobs import epochs, leading, steering
 from gpustasis.jobs.guard import Guard
 from gpustasis.jobs.leading import Leading, Ranks
 from gpustasis.jobs.lives import Life, Stage, Standing, Way, keeper_text, standing_text
@@ -103,13 +103,102 @@ def test_it_runs_again_once_all_ranks_do(
     keepers.store.write([], [Put(keys.settled(number, 0), settled_text(""))])
     lead.turn(life)
     assert keepers.life() == life
-    assert leading.all_recoveries(keepers.store, keys) == []
+    assert steering.all_recoveries(keepers.store, keys) == []
     monkeypatch.setattr(leading, "_SETTLED_S", 0.0)  # who says nothing is not waited for long
     lead.turn(life)
     after = keepers.life()
     assert (after.stage, after.number, after.failure) == (Stage.RUNS, life.number + 1, None)
-    (recovery,) = leading.all_recoveries(keepers.store, keys)
+    (recovery,) = steering.all_recoveries(keepers.store, keys)
     assert (recovery.life, recovery.epoch, recovery.restored) == (life.number, number, checkpoint)
+
+
+def started(keepers: Keepers, *, ended: int = 0) -> Life:  # noqa: F811
+    """A job that is to go on from its newest checkpoint, all ranks of which are there."""
+    life = replace(LIFE, stage=Stage.STOPS, begun=0, ended=ended, failure=FAILURE)
+    return put(keepers, life, [Way.STOPPED] * 2)
+
+
+def test_a_start_goes_on_from_the_newest_checkpoint(keepers: Keepers) -> None:  # noqa: F811
+    checkpoint, keys = keepers.commit(), keepers.keys
+    lead = lead_of(keepers)
+    lead.turn(started(keepers))
+    life = keepers.life()
+    assert (life.stage, life.epoch, life.restored) == (Stage.RESTORES, checkpoint + 1, checkpoint)
+    plan = Plan(world=2, leave_running=True, restores=checkpoint)
+    puts = [Put(keys.settled(life.epoch, rank), settled_text("")) for rank in range(2)]
+    keepers.store.write([], [Put(keys.phase(life.epoch), phase_text(plan, Phase.COMMITTED)), *puts])
+    lead.turn(life)
+    after = keepers.life()
+    assert (after.stage, after.number, after.begun) == (Stage.RUNS, life.number + 1, 0)
+    assert steering.all_recoveries(keepers.store, keys) == []  # nothing had failed
+    assert keepers.said == [f"job {keys.job} goes on from epoch {checkpoint}"]
+
+
+def test_a_start_whose_restore_is_aborted_has_failed_once(keepers: Keepers) -> None:  # noqa: F811
+    checkpoint = keepers.commit()
+    lead = lead_of(keepers)
+    lead.turn(started(keepers))
+    epochs.abort(keepers.store, keepers.keys, checkpoint + 1, "why not")
+    lead.turn(keepers.life())
+    life = keepers.life()
+    assert (life.stage, life.begun, life.is_start) == (Stage.STOPS, 1, False)
+    assert "epoch 2 has not restored it: why not" in life.why()
+
+
+@pytest.mark.parametrize("by", ["lives", "ranks", "one rank", "nobody"])
+def test_what_has_ended_well_is_not_gone_on_from(keepers: Keepers, by: str) -> None:  # noqa: F811
+    """Whether keepers with --restarts have noted it or others; what is made later is."""
+    checkpoint, keys = keepers.commit(), keepers.keys
+    noted = {"ranks": [0, 1], "one rank": [1]}.get(by, [])
+    puts = [Put(keys.said_by("ended", rank), str(checkpoint)) for rank in noted]
+    keepers.store.write([], puts)
+    life = started(keepers, ended=checkpoint if by == "lives" else 0)
+    lead_of(keepers).turn(life)
+    after = keepers.life()
+    if by in {"one rank", "nobody"}:
+        assert (after.stage, after.restored) == (Stage.RESTORES, checkpoint)
+        return
+    assert (after.stage, after.restored, after.number) == (Stage.RUNS, 0, life.number + 1)
+    later = keepers.commit()
+    lead_of(keepers).turn(put(keepers, after.failed(FAILURE), [Way.STOPPED] * 2))
+    assert (keepers.life().stage, keepers.life().restored) == (Stage.RESTORES, later)
+
+
+def test_that_all_have_ended_well_is_kept_for_the_next_start(keepers: Keepers) -> None:  # noqa: F811
+    checkpoint = keepers.commit()
+    lead_of(keepers).turn(put(keepers, replace(LIFE, failure=None), [Way.ENDED] * 2))
+    assert (keepers.life().stage, keepers.life().ended) == (Stage.DONE, checkpoint)
+    guard = keepers.start(0)
+    assert (guard.life.stage, guard.life.ended) == (Stage.RUNS, checkpoint)
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_not_gone_on_from(
+    keepers: Keepers,  # noqa: F811
+) -> None:
+    keepers.commit()
+    three = replace(started(keepers), world=3)
+    lead_of(keepers).turn(put(keepers, three, [Way.STOPPED] * 3))
+    after = keepers.life()
+    assert after.stage is Stage.FAILED
+    assert "epoch 1 is a checkpoint of 2 ranks, and the job is started with 3" in after.why()
+    assert epochs_of(keepers) == 1
+
+
+def test_a_rank_that_is_not_back_fails_the_job(keepers: Keepers) -> None:  # noqa: F811
+    """As soon as it has said so: its tasks are killed, and all others have to stop."""
+    checkpoint, keys = keepers.commit(), keepers.keys
+    plan = Plan(world=2, leave_running=True, restores=checkpoint)
+    number = epochs.begin(keepers.store, keys, plan)
+    life = put(keepers, LIFE.failed(FAILURE).restoring(number, checkpoint), [Way.STOPPED] * 2)
+    settled = Put(keys.settled(number, 1), settled_text("its command has failed"))
+    phase = Put(keys.phase(number), phase_text(plan, Phase.COMMITTED))
+    keepers.store.write([], [phase, settled])
+    lead_of(keepers).turn(life)
+    after = keepers.life()
+    assert (after.stage, after.number) == (Stage.STOPS, life.number + 1)
+    assert after.begun == life.begun + 1
+    assert "has not brought it back: rank 1: its command has failed" in after.why()
+    assert steering.all_recoveries(keepers.store, keys) == []
 
 
 def test_a_leader_that_was_overtaken_begins_no_epoch(keepers: Keepers) -> None:  # noqa: F811
@@ -132,7 +221,7 @@ def test_a_leader_that_was_overtaken_begins_no_epoch(keepers: Keepers) -> None: 
 
 def test_a_leader_that_was_overtaken_changes_no_life(keepers: Keepers) -> None:  # noqa: F811
     stale = put(keepers, replace(LIFE, failure=None), [Way.ENDED] * 2)
-    life = leading.give_up(keepers.store, keepers.keys)
+    life = steering.give_up(keepers.store, keepers.keys)
     lead_of(keepers).turn(stale)
     assert keepers.life() == life
 
@@ -141,7 +230,7 @@ def test_what_is_being_restored_is_not_given_up(keepers: Keepers) -> None:  # no
     """Its ranks would be made by the epoch all the same."""
     life = put(keepers, LIFE.failed(FAILURE).restoring(2, 1), [Way.STOPPED] * 2)
     with pytest.raises(JobError, match="is being restored by epoch 2: wait for it"):
-        leading.give_up(keepers.store, keepers.keys)
+        steering.give_up(keepers.store, keepers.keys)
     words = keepers.store, keepers.keys, 1, 2, TERMS, HERE
     with closing(Guard(*words, ttl_s=TTL_S, told=keepers.said.append)) as guard:
         guard.give_up("why not")
@@ -150,13 +239,13 @@ def test_what_is_being_restored_is_not_given_up(keepers: Keepers) -> None:  # no
 
 @pytest.mark.parametrize("stage", Stage)
 def test_nobody_restores_by_hand_what_is_being_restored(keepers: Keepers, stage: Stage) -> None:  # noqa: F811
-    leading.require_no_recovery(keepers.store, keepers.keys)  # a job that is not recovered
+    steering.require_no_recovery(keepers.store, keepers.keys)  # a job that is not recovered
     put(keepers, replace(LIFE, stage=stage), [])
     if stage not in {Stage.LOOKS, Stage.STOPS, Stage.RESTORES}:
-        leading.require_no_recovery(keepers.store, keepers.keys)
+        steering.require_no_recovery(keepers.store, keepers.keys)
         return
     with pytest.raises(JobError, match="is being restored by itself, in life 3"):
-        leading.require_no_recovery(keepers.store, keepers.keys)
+        steering.require_no_recovery(keepers.store, keepers.keys)
 
 
 def test_a_fence_holds_in_the_life_that_it_was_said_in(
@@ -168,12 +257,12 @@ def test_a_fence_holds_in_the_life_that_it_was_said_in(
 
     def meanwhile(store: Store, keys: Keys, life: Life) -> Ranks:
         found = read(store, keys, life)
-        leading.give_up(store, keys)
+        steering.give_up(store, keys)
         return found
 
     monkeypatch.setattr(leading, "read_ranks", meanwhile)
     with pytest.raises(JobError, match="it has gone on meanwhile"):
-        leading.fence(keepers.store, keepers.keys, 1)
+        steering.fence(keepers.store, keepers.keys, 1)
     assert read(keepers.store, keepers.keys, LIFE).standings[1].way is Way.HERE
 
 

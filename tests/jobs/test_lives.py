@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, leading
+from gpustasis.jobs import epochs, steering
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lead import digest_of
 from gpustasis.jobs.leading import Ranks
@@ -161,11 +161,11 @@ class Keepers:
             told=self.said.append,
         )
         self.open.enter_context(closing(guard))
-        guard.begin(new=words.get("new", True))
+        guard.begin(new=words.get("new", True), newest=words.get("newest", False))
         return guard
 
     def life(self) -> Life:
-        return leading.find_life(self.store, self.keys)
+        return steering.find_life(self.store, self.keys)
 
     def wait(self, what: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 30
@@ -338,20 +338,20 @@ def test_a_rank_that_has_ended_well_is_not_missed(keepers: Keepers) -> None:
 def test_a_person_says_that_a_host_is_off(keepers: Keepers) -> None:
     keepers.commit()
     with pytest.raises(JobError, match="is not one that is recovered"):
-        leading.fence(keepers.store, keepers.keys, 1)
+        steering.fence(keepers.store, keepers.keys, 1)
     both = stopped(keepers)
     both[0].say(1, Way.STOPPED)
     with pytest.raises(JobError, match="it stops them itself"):
-        leading.fence(keepers.store, keepers.keys, 1)
+        steering.fence(keepers.store, keepers.keys, 1)
     both[1].close()
     keepers.start(1, replace(HERE, run="/run/b"))
-    leading.fence(keepers.store, keepers.keys, 1)
+    steering.fence(keepers.store, keepers.keys, 1)
     keepers.wait(lambda: keepers.life().stage is Stage.RESTORES)
 
 
 def test_a_job_that_has_ended_begins_anew(keepers: Keepers) -> None:
     both = stopped(keepers)
-    life = leading.give_up(keepers.store, keepers.keys)
+    life = steering.give_up(keepers.store, keepers.keys)
     assert life.stage is Stage.FAILED
     assert keepers.start(1, new=False).life.stage is Stage.FAILED
     for one in both:

@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from gpustasis.jobs import guard
-from gpustasis.jobs.leading import find_life
 from gpustasis.jobs.lives import Stage, Way
+from gpustasis.jobs.steering import find_life
 from support.job_lives import KEYS, TTL_S, Player
 
 WALKS, STEPS = 20, 2500

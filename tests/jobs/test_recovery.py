@@ -254,6 +254,67 @@ def test_checkpoints_by_the_clock_hide_no_hang_and_leave_one_from_before_it(
     assert 1 <= recovery["restored"] <= before + 1
 
 
+def test_a_job_that_is_recovered_is_preempted_and_goes_on(ring: Ring) -> None:  # noqa: F811
+    """One command line for all of it: the first start, what follows a SIGTERM, and a failure."""
+    words = ("--restarts", "2", "--checkpoint-on-sigterm", "--checkpointed-status", "75")
+    words += ("--restore-newest",)
+    ring.steps = STEPS
+    ring.start_all(*words)
+    ring.wait(lambda: min(ring.steps_now()) > 50)
+    ring.signal(2, signal.SIGTERM)
+    assert ring.ends() == [75] * WORLD, ring.logs()
+    assert ring.pids() == [] and ring.locked() == []
+    found = shown(ring)
+    assert (found["state"], found["reason"]) == ("done", "ended by the checkpoint of epoch 1")
+
+    ring.start_all(*words)
+    ring.wait_for_progress()
+    assert f"job {ring.name} goes on from epoch 1" in ring.log(0)
+    os.kill(ring.program_of(3), signal.SIGKILL)
+    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
+    ring.wait_for_progress()
+    ring.signal(0, signal.SIGTERM)
+    assert ring.ends() == [75] * WORLD, ring.logs()
+
+    ring.start_all(*words)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    assert shown(ring)["restarts"] == 0  # since this start
+    (recovery,) = shown(ring)["recoveries"]
+    assert recovery["restored"] == 1
+
+    # It has come to its end: the next start is one from the beginning.
+    said = len(ring.log_whole(0))
+    ring.start_all(*words)
+    ring.wait(lambda: "starts: it has no checkpoint" in ring.log_whole(0)[said:])
+    ring.wait(lambda: min(ring.steps_now()) > 0)
+    for rank in range(WORLD):
+        os.kill(ring.program_of(rank), signal.SIGKILL)
+    assert all(ring.ends())
+
+
+def test_a_checkpoint_that_does_not_bring_it_back_is_followed_by_the_next_older_one(
+    ring: Ring,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    check = tmp_path / "check"
+    check.write_text("#!/bin/sh\n[ $GPUSTASIS_RANK-$GPUSTASIS_EPOCH != 2-2 ]\n")
+    check.chmod(0o755)
+    begun(ring, "--restarts", "2", "--back-off", "0", "--verify-after", str(check))
+    made = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+    assert made.returncode == 0, made.stderr + ring.logs()
+    os.kill(ring.program_of(1), signal.SIGKILL)
+    assert ring.ends() == [0] * WORLD, ring.logs()
+    ring.check_end()
+    found = shown(ring)
+    assert (found["state"], found["restarts"]) == ("done", 2)
+    (recovery,) = found["recoveries"]
+    assert recovery["restored"] == 1
+    assert "rank 2 is not back: " in recovery["reason"]
+    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
+    assert "rank 2 is not back" in listed[1]["note"]
+
+
 def test_a_checkpoint_of_a_job_that_hung_already_is_not_restored_for_ever(
     ring: Ring,  # noqa: F811
 ) -> None:

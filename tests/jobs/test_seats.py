@@ -17,7 +17,7 @@ import pytest
 from gpustasis.cli import job_recovery
 from gpustasis.cli.job_recovery import Choice
 from gpustasis.errors import JobError
-from gpustasis.jobs import leading
+from gpustasis.jobs import steering
 from gpustasis.jobs.guard import Guard
 from gpustasis.jobs.lives import Stage, Terms, Way, life_of
 from gpustasis.jobs.rank import Context
@@ -157,15 +157,15 @@ def test_a_job_that_was_given_up_is_not_started_beside_what_may_run_on(
 ) -> None:
     first = keepers.start(1)
     first.say(1, Way.HERE)
-    leading.give_up(keepers.store, keepers.keys)
+    steering.give_up(keepers.store, keepers.keys)
     first.close()  # it was cut off: it has not stopped its tasks
     other = keepers.start(1, ELSEWHERE)
     assert other.life.number == 2
     with pytest.raises(JobError, match="rank 1 was on a in life 1, where no keeper says"):
         other.say(2, Way.HERE)
     with pytest.raises(JobError, match="waits for no rank"):
-        leading.fence(keepers.store, keepers.keys, 0)
-    leading.fence(keepers.store, keepers.keys, 1)
+        steering.fence(keepers.store, keepers.keys, 0)
+    steering.fence(keepers.store, keepers.keys, 1)
     assert other.say(2, Way.HERE)
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, leading, verified
+from gpustasis.jobs import epochs, steering, verified
 from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lead import digest_of
-from gpustasis.jobs.leading import Leading, find_life
+from gpustasis.jobs.leading import Leading
 from gpustasis.jobs.lives import (
     Failure,
     Life,
@@ -35,6 +35,7 @@ from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text
 from gpustasis.jobs.recovering import Recovering
+from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.stopping import status_of
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Supervisor
@@ -288,7 +289,7 @@ def test_whoever_ends_has_said_that_nothing_of_its_rank_is_left(
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
         context.note(pid=task.pid)
-        leading.give_up(context.store, context.keys)
+        steering.give_up(context.store, context.keys)
         if how == "anew":
             text = replace(find_life(context.store, context.keys), run="other", number=2).to_text()
             context.store.write([], [Put(context.keys.life, text)])
@@ -346,17 +347,3 @@ def test_the_same_checkpoint_is_restored_again_after_a_while(context: Context) -
     lead.turn(find_life(context.store, keys))
     found = find_life(context.store, keys)
     assert (found.stage, found.restored, found.in_a_row) == (Stage.RESTORES, newer, 1)
-
-
-def test_recovery_excludes_what_ends_or_restores_a_job_in_other_ways() -> None:
-    words = ["job", "run", "--job", "j", "--rank", "0", "--world", "1", "-D", "/nonexistent"]
-    words += ["--store", "http://127.0.0.1:1"]
-    others = ["--restore-newest", "--checkpoint-on-sigterm", "--restarts", "1", "--", "/bin/true"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "gpustasis", *words, *others],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 2
-    assert "--restarts excludes --restore-newest, --checkpoint-on-sigterm" in ended.stderr

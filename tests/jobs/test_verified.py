@@ -4,7 +4,9 @@ between network namespaces, and etcd."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,8 @@ from gpustasis.jobs.supervise import Ended
 from gpustasis.jobs.work import Order
 from gpustasis.verifying import Check
 from jobs.test_ranks import assert_ended, network, ring, store  # noqa: F401 - fixtures
-from jobs.test_undoing import context, server, supervisor_of  # noqa: F401 - fixtures
+from jobs.test_undoing import context, server, supervisor_of, task  # noqa: F401 - fixtures
+from support.job_ranks import wait_for
 from support.json_output import check_document
 from support.ring import WORLD, Ring
 
@@ -139,6 +142,26 @@ def test_a_keeper_whose_restored_tasks_have_ended_at_once_ends_as_well(
 
     monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
     assert supervisor.run(restoring=True) == Ended(epoch=0, status=None)
+
+
+def test_a_signal_that_comes_while_an_epoch_brings_the_tasks_reaches_them(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    supervisor = supervisor_of(context)
+    outcomes = [Outcome(2, Epoch(Phase.COMMITTED, 1, leave_running=True, restores=1), "")]
+
+    def take_part(is_over: Callable[[], bool]) -> Outcome | None:
+        if outcomes:
+            os.kill(os.getpid(), signal.SIGTERM)
+            context.note(pid=task.pid, epoch=2)
+            return outcomes.pop()
+        wait_for(is_over, "the end of the tasks")
+        return None
+
+    monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
+    assert supervisor.run(restoring=True) == Ended(epoch=0, status=128 + signal.SIGTERM)
 
 
 def test_tasks_that_have_ended_are_not_back_whatever_the_command_says(

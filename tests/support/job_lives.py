@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from gpustasis.errors import CheckpointError, JobError, StoreError
-from gpustasis.jobs import epochs, leading
+from gpustasis.jobs import epochs, steering
 from gpustasis.jobs.guard import Guard
 from gpustasis.jobs.lead import digest_of
 from gpustasis.jobs.lives import Terms, Where
@@ -305,8 +305,9 @@ class Player:
         keeper = Recovering(self._context(host), guard, None, lambda _: None)
         host.keeper, host.guard = keeper, guard
         has_command = self.random.random() < 0.7
+        newest = self.random.random() < 0.5  # else the command is started
         try:
-            if keeper.begin(new=has_command, can_start=has_command):
+            if keeper.begin(new=has_command, can_start=has_command, newest=newest):
                 self._make(host)
         except CheckpointError:
             self._close(host)
@@ -391,7 +392,7 @@ class Player:
         if any(one.pid for one in self.hosts if one.rank == host.rank):
             return False
         with suppress(JobError):
-            leading.fence(cast("Any", self.tree_store()), KEYS, host.rank)
+            steering.fence(cast("Any", self.tree_store()), KEYS, host.rank)
             self.counts["fenced"] += 1
         return True
 

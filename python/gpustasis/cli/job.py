@@ -130,8 +130,8 @@ def restore(
     since the --verify-after of a keeper has failed.
     """
     from gpustasis.jobs.kept import find_epoch, next_older
-    from gpustasis.jobs.leading import require_no_recovery
     from gpustasis.jobs.records import Keys, Plan
+    from gpustasis.jobs.steering import require_no_recovery
 
     with open_store(options) as store:
         keys = Keys(name)

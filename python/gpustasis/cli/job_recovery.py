@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gpustasis.intervals import Periodic
     from gpustasis.jobs.guard import Guard
     from gpustasis.jobs.member import Settings
+    from gpustasis.jobs.preempting import Preempting
     from gpustasis.jobs.rank import Context
     from gpustasis.jobs.recovering import Recovering
     from gpustasis.jobs.supervise import Ended
@@ -123,8 +124,9 @@ def recoveries(name: str, **options: Any) -> None:
     SECONDS go from when the failure was noticed until all ranks ran again; UNNOTICED is how long,
     at most, it had been there before.
     """
-    from gpustasis.jobs.leading import all_recoveries, find_life, read_ranks
+    from gpustasis.jobs.leading import read_ranks
     from gpustasis.jobs.records import Keys
+    from gpustasis.jobs.steering import all_recoveries, find_life
 
     with open_store(options) as store:
         keys = Keys(name)
@@ -184,8 +186,8 @@ def fence(name: str, rank: int, **options: Any) -> None:
     For a rank whose host is gone for good, or was switched off: its keeper cannot say so, and job
     NAME waits. If it is not true, the rank runs twice.
     """
-    from gpustasis.jobs.leading import fence as say_so
     from gpustasis.jobs.records import Keys
+    from gpustasis.jobs.steering import fence as say_so
 
     with open_store(options) as store:
         life = say_so(store, Keys(name), rank)
@@ -203,8 +205,8 @@ def give_up(name: str, **options: Any) -> None:
 
     The next start of it begins anew. Checkpoints are left as they are.
     """
-    from gpustasis.jobs.leading import give_up as end
     from gpustasis.jobs.records import Keys
+    from gpustasis.jobs.steering import give_up as end
 
     with open_store(options) as store:
         life = end(store, Keys(name))
@@ -274,12 +276,6 @@ def replay(
 COMMANDS = (recoveries, fence, give_up, replay)
 
 
-def require_alone(choice: Choice, others: dict[str, object]) -> None:
-    """A job that is recovered is started and ended by that alone. Raises UsageError."""
-    if choice.restarts is not None and (given := [name for name in others if others[name]]):
-        raise click.UsageError(f"--restarts excludes {', '.join(given)}")
-
-
 def keep_recovered(
     context: Context,
     settings: Settings,
@@ -287,18 +283,21 @@ def keep_recovered(
     words: tuple[str, ...],
     *,
     restore: bool,
+    newest: bool,
     periodic: Periodic | None,
+    preempting: Preempting | None,
 ) -> Ended:
     """Until the rank of a job that is recovered has ended."""
     from gpustasis.jobs.clock import by_the_clock
+    from gpustasis.jobs.preempting import note_ended
     from gpustasis.jobs.supervise import Supervisor
 
-    what, tell = f"job {context.place.job}, rank {context.place.rank}", output.teller()
+    what, tell = f"job {context.place.job}, {context.name}", output.teller()
     recovering = _recovering(context, settings.ttl_s, choice, can_start=bool(words) or restore)
     try:
-        supervisor = Supervisor(context, settings, tell, recovering=recovering)
+        supervisor = Supervisor(context, settings, tell, preempting, recovering)
         is_new = bool(words or restore) and not choice.standby
-        starts = recovering.begin(new=is_new, can_start=bool(words))
+        starts = recovering.begin(new=is_new, can_start=bool(words), newest=newest)
         if words or restore or choice.standby:  # whoever has no seat replaces no other's addresses
             context.say_where()
         if starts:
@@ -308,7 +307,10 @@ def keep_recovered(
             tell(f"{what}: waits to be restored")
         command = (words, os.environ) if words else None
         with by_the_clock(context, periodic, tell, recovering.may_checkpoint):
-            return supervisor.run(restoring=restore, command=command)
+            ended = supervisor.run(restoring=restore, command=command)
+        if not ended.epoch and ended.status == 0:  # a start without --restarts knows no lives
+            note_ended(context, output.warn)
+        return ended
     finally:
         recovering.close()
 
@@ -352,6 +354,7 @@ def _recovering(context: Context, ttl: int, choice: Choice, *, can_start: bool) 
         where(place.run),
         ttl_s=ttl,
         told=output.teller(),
+        verify_s=context.options.check.seconds if context.options.check else 0.0,
     )
     while choice.standby and not _is_next(guard, can_start=can_start):
         wait_a_moment()

@@ -19,7 +19,6 @@ from gpustasis.cli.job_recovery import (
     choice_of,
     keep_recovered,
     recovery_options,
-    require_alone,
     wait_a_moment,
 )
 from gpustasis.cli.options import (
@@ -224,14 +223,6 @@ def run(
     from gpustasis.jobs.supervise import Supervisor
 
     choice, tell = choice_of(options), output.teller()
-    require_alone(
-        choice,
-        {
-            "--restore-newest": restore_newest,
-            "--checkpoint-on-sigterm": checkpoint_on_sigterm,
-            "--verify-after": verify_after,
-        },
-    )
     if restore and words:
         raise click.UsageError("--restore takes no COMMAND: what was checkpointed runs again")
     if restore_newest and (restore or not words):
@@ -268,17 +259,21 @@ def run(
             context = Context(place, world, store, keys, use)
             if safe_points:
                 context.seat.make(anew=False)
+            preempts = None
+            if checkpoint_on_sigterm:
+                preempts = Preempting(context, terms, tell, says)
             if choice.restarts is not None:
                 ended = keep_recovered(
-                    context, settings, choice, words, restore=restore, periodic=periodic
+                    *(context, settings, choice, words),
+                    restore=restore,
+                    newest=restore_newest,
+                    periodic=periodic,
+                    preempting=preempts,
                 )
             else:
-                preempts = None
-                if checkpoint_on_sigterm:
-                    preempts = Preempting(context, terms, tell, says)
                 supervisor = Supervisor(context, settings, tell, preempts)
                 ended = _keep(supervisor, context, words, restore, restore_newest, periodic)
-                says(**_end_of(context, ended, preempts.because if preempts else ""))
+            says(**_end_of(context, ended, preempts.because if preempts else ""))
     fields = {"job": job, "rank": rank, "epoch": ended.epoch or None, "status": ended.status}
 
     def show() -> None:

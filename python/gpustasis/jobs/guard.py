@@ -71,7 +71,7 @@ def where(run: Path) -> Where:
 
 
 class Guard:
-    """Of one rank. told: hears what happens."""
+    """Of one rank. told: hears what happens. verify_s: how long a restored rank may be verified."""
 
     def __init__(
         self,
@@ -84,6 +84,7 @@ class Guard:
         *,
         ttl_s: int,
         told: Callable[[str], object],
+        verify_s: float = 0.0,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -100,7 +101,7 @@ class Guard:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._lead_missing_at: float | None = None
-        self._leading = Leading(store, keys, ttl_s, told) if rank == LEAD else None
+        self._leading = Leading(store, keys, ttl_s, told, verify_s) if rank == LEAD else None
         self._life: Life | None = None
         self._lock = threading.Lock()  # of the seat: it is given up once
         self._wrong = ("", 0)  # what, in what the store holds, and how often it was so
@@ -122,12 +123,13 @@ class Guard:
 
     # Before the keeper has tasks.
 
-    def begin(self, *, new: bool) -> Life:
+    def begin(self, *, new: bool, newest: bool = False) -> Life:
         """Have the rank's seat, and the life of the job. new: the rank is to be started: if the
-        last life is over, another one begins. Raises JobError, StoreError."""
+        last life is over, another one begins; newest: with what is restored. Raises JobError,
+        StoreError."""
         self._sit()
         self._beaten = time.monotonic()
-        self._life = self._entered(new)
+        self._life = self._entered(new, newest)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="life")
         self._thread.start()
         return self._life
@@ -168,7 +170,7 @@ class Guard:
             )
         self._lease = lease  # not before: without an answer the seat may not be there
 
-    def _entered(self, new: bool) -> Life:
+    def _entered(self, new: bool, newest: bool) -> Life:
         keys, key = self._keys, self._keys.life
         while True:
             entry = self._store.read(key).entries.get(key)
@@ -180,12 +182,15 @@ class Guard:
                         f"{life.terms}; this one with {self._world} and {self._terms}"
                     )
                 return life
+            started = Failure(rank=self._rank, reason="it was started", at=time.time())
             fresh = Life(
                 run=uuid.uuid4().hex,
                 number=1 if life is None else life.number + 1,
-                stage=Stage.RUNS,
+                stage=Stage.STOPS if newest else Stage.RUNS,
                 world=self._world,
                 terms=self._terms,
+                ended=0 if life is None else life.ended,
+                failure=started if newest else None,
             )
             require = Require(key, 0 if life is None else life.revision)
             self._store.write([require], [Put(key, fresh.to_text())])
@@ -226,12 +231,12 @@ class Guard:
             if ahead > 0 or (ahead == 0 and found.where == self._where):
                 return ahead == 0
         elif way is Way.HERE:
-            self._require_none_before(number)
+            self.require_none_before(number)
         text = standing_text(Standing(way=way, where=self._where))
         require = Require(key, 0 if found is None else found.revision)
         return self._store.write([require], [Put(key, text)]).applied
 
-    def _require_none_before(self, number: int) -> None:
+    def require_none_before(self, number: int) -> None:
         """Of a job that was given up nobody may have stopped all ranks. Raises JobError,
         StoreError."""
         last = last_standing(self._store, self._keys, self._rank, number - 1)

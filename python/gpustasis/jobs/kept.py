@@ -90,6 +90,19 @@ def newest_good_or_none(store: Store, keys: Keys) -> Standing | None:
     return found or newest
 
 
+def ended_at(store: Store, keys: Keys, world: int) -> int:
+    """The newest epoch by which all ranks of a job that is not recovered have ended well; 0: they
+    have not. Raises JobError, StoreError."""
+    return min(numbers_of(store, keys, "ended", world))
+
+
+def numbers_of(store: Store, keys: Keys, kind: str, world: int) -> list[int]:
+    """Of all ranks, "ended" or "waiting"; 0: it has said nothing. Raises JobError, StoreError."""
+    found = store.read(keys.said_by(kind)).entries
+    names = [keys.said_by(kind, rank) for rank in range(world)]
+    return [number_of(name, found.get(name)) for name in names]
+
+
 def made_while_hung(store: Store, keys: Keys, since: float, slack_s: float) -> list[int]:
     """The whole checkpoints by the clock that were begun later than `since`, in seconds since 1970,
     of a job that hung then; and if an older one is left, those begun up to slack_s before: keepers

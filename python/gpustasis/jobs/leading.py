@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, kept, verified
 from gpustasis.jobs.lives import (
     Failure,
@@ -19,11 +18,9 @@ from gpustasis.jobs.lives import (
     Way,
     Where,
     keeper_of,
-    life_of,
     recovery_of,
     recovery_text,
     standing_of,
-    standing_text,
 )
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import Keys, Plan, number_of, rank_of
@@ -122,11 +119,19 @@ class Leading:
     """turn() is called again and again, and does what can be done by now. It raises JobError and
     StoreError; then it is called again later."""
 
-    def __init__(self, store: Store, keys: Keys, ttl_s: int, told: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        ttl_s: int,
+        told: Callable[[str], object],
+        verify_s: float = 0.0,
+    ) -> None:
         self._store = store
         self._keys = keys
         self._ttl_s = ttl_s
         self._told = told
+        self._verify_s = verify_s
         self._looked = -1e9
         self._missing: dict[int, float] = {}
         self._since: tuple[int, float] = (0, 0.0)  # a life's revision, and when it was read
@@ -159,7 +164,7 @@ class Leading:
         """Whether all have ended, or one is lost."""
         ranks = read_ranks(self._store, self._keys, life)
         if ranks.are(Way.ENDED):
-            self._move(life, replace(life, stage=Stage.DONE))
+            self._move(life, life.done(self._newest()))
             return
         now = time.monotonic()
         lost = ranks.lost()
@@ -207,11 +212,17 @@ class Leading:
         if self._marked != life.revision and life.failure.hung:
             self._mark(life, life.failure)
         self._marked = life.revision
-        found = kept.newest_good_or_none(self._store, self._keys)
-        if found and life.terms.afresh and found.number in kept.unverified(self._store, self._keys):
-            found = None
+        found = self._newest_of(life)
+        if found is not None and found.plan.world != life.world:
+            wrong = (
+                f"epoch {found.number} is a checkpoint of {found.plan.world} ranks, and the job is "
+                f"started with {life.world}: remove it by `gpustasis job prune`, or give the job "
+                "another name"
+            )
+            self._move(life, life.given_up(replace(life.failure, reason=wrong)))
+            return
         if found is None:
-            if life.terms.afresh:
+            if life.terms.afresh or life.is_start:
                 self._recovered(replace(life, restored=0), epoch=0, restored=0)
             else:
                 failure = replace(
@@ -226,6 +237,16 @@ class Leading:
             return
         plan = Plan(world=life.world, leave_running=True, restores=found.number)
         self._begin(life, life.restoring(self._next(), found.number), plan)
+
+    def _newest_of(self, life: Life) -> epochs.Standing | None:
+        """The checkpoint that is to be restored; None: there is none, or the job has come to its
+        end since."""
+        store, keys = self._store, self._keys
+        found = kept.newest_good_or_none(store, keys)
+        if found is None or found.number <= max(life.ended, kept.ended_at(store, keys, life.world)):
+            return None
+        is_wrong = life.terms.afresh and found.number in kept.unverified(store, keys)
+        return None if is_wrong else found
 
     def _mark(self, life: Life, failure: Failure) -> None:
         """What was made of the job while it hung does not bring it back."""
@@ -259,12 +280,21 @@ class Leading:
             reason = f"epoch {life.epoch} has not restored it: {found.epoch.note}"
             # How long it has been down is counted from its failure.
             self._move(life, life.not_restored(replace(life.failure, reason=reason)))
-        elif len(found.settled) == life.world or self._waited_s() > _SETTLED_S:
+        elif any(found.problems.values()):
+            rank, wrong = min((rank, text) for rank, text in found.problems.items() if text)
+            reason = f"epoch {life.epoch} has not brought it back: rank {rank}: {wrong}"
+            self._move(life, life.not_back(replace(life.failure, rank=rank, reason=reason)))
+        elif len(found.settled) == life.world or self._waited_s() > _SETTLED_S + self._verify_s:
             self._recovered(life, epoch=life.epoch, restored=life.restored)
 
     def _recovered(self, life: Life, *, epoch: int, restored: int) -> None:
         failure = life.failure
         assert failure is not None
+        if life.is_start:
+            how = f"goes on from epoch {restored}" if epoch else "starts: it has no checkpoint"
+            if self._move(life, life.next()):
+                self._told(f"job {self._keys.job} {how}")
+            return
         recovery = Recovery(
             life=life.number,
             rank=failure.rank,
@@ -325,76 +355,3 @@ class Leading:
         if reason != self._said[0] or now > self._said[1] + _TOLD_S:
             self._said = (reason, now)
             self._told(f"job {self._keys.job} waits: {reason}")
-
-
-def find_life(store: Store, keys: Keys) -> Life:
-    """Of a job that is recovered. Raises JobError, StoreError."""
-    entry = store.read(keys.life).entries.get(keys.life)
-    if entry is None:
-        raise JobError(
-            f"job {keys.job} is not one that is recovered: no keeper of it was started with "
-            "`gpustasis job run --restarts`"
-        )
-    return life_of(keys.life, entry)
-
-
-def all_recoveries(store: Store, keys: Keys) -> list[Recovery]:
-    """Oldest first. Raises JobError, StoreError."""
-    found = store.read(keys.recovery()).entries
-    return [recovery_of(key, found[key]) for key in sorted(found)]
-
-
-def fence(store: Store, keys: Keys, rank: int) -> Life:
-    """Take it from whoever asks that a rank has no tasks. Raises JobError, StoreError."""
-    life = find_life(store, keys)
-    if rank >= life.world:
-        raise JobError(f"job {keys.job}: rank {rank}: must be 0 to {life.world - 1}")
-    # In a life that goes on a rank has tasks; what it has left of earlier ones is waited for, too.
-    waits = life.stage is Stage.STOPS or life.stage.is_final
-    last = last_standing(store, keys, rank, life.number if waits else life.number - 1)
-    if not waits and (last is None or not last[1].may_run):
-        raise JobError(
-            f"job {keys.job} is in life {life.number}, stage {life.stage}: it waits for no rank in "
-            "this stage"
-        )
-    if last is None or last[1].way is Way.STOPPED:
-        raise JobError(f"job {keys.job}: rank {rank} has no tasks in life {life.number}")
-    number, standing = last
-    key = keys.in_life(number, rank)
-    found = read_ranks(store, keys, life)
-    if rank in found.keepers and found.keepers[rank].is_mine(standing.where):
-        raise JobError(
-            f"job {keys.job}: rank {rank} has a keeper on {standing.where.host}, where its tasks "
-            "are: it stops them itself"
-        )
-    put = Put(key, standing_text(replace(standing, way=Way.STOPPED, by="fence")))
-    requires = [Require(key, standing.revision), Require(keys.life, life.revision)]
-    if not store.write(requires, [put]).applied:
-        raise JobError(f"job {keys.job}: it has gone on meanwhile; look at it again")
-    return life
-
-
-def give_up(store: Store, keys: Keys) -> Life:
-    """Raises JobError, StoreError."""
-    while True:
-        life = find_life(store, keys)
-        if life.stage.is_final:
-            return life
-        if life.stage is Stage.RESTORES:
-            raise JobError(f"job {keys.job} is being restored by epoch {life.epoch}: wait for it")
-        failure = Failure(rank=0, reason="given up by hand", at=time.time())
-        after = life.given_up(failure)
-        answer = store.write([Require(keys.life, life.revision)], [Put(keys.life, after.to_text())])
-        if answer.applied:
-            return replace(after, revision=answer.revision)
-
-
-def require_no_recovery(store: Store, keys: Keys) -> None:
-    """The job is not just being restored by itself. Raises JobError, StoreError."""
-    entry = store.read(keys.life).entries.get(keys.life)
-    life = None if entry is None else life_of(keys.life, entry)
-    if life is not None and life.stage in {Stage.LOOKS, Stage.STOPS, Stage.RESTORES}:
-        raise JobError(
-            f"job {keys.job} is being restored by itself, in life {life.number}: wait for it, or "
-            "end it with `gpustasis job give-up`"
-        )

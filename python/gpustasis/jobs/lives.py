@@ -78,7 +78,8 @@ class Failure:
 class Life:
     """run: unlike that of any other start of the job. begun: restarts that have begun. in_a_row:
     those of them since the newest checkpoint. epoch: that keeps the evidence, or restores; 0: none
-    yet. restored: the checkpoint that is or was brought back; 0: none."""
+    yet. restored: the checkpoint that is or was brought back; 0: none. ended: the newest epoch when
+    all ranks had ended well, in this start of the job or an earlier one; 0: they never have."""
 
     run: str
     number: int
@@ -89,8 +90,14 @@ class Life:
     in_a_row: int = 0
     epoch: int = 0
     restored: int = 0
+    ended: int = 0
     failure: Failure | None = None
     revision: int = 0
+
+    @property
+    def is_start(self) -> bool:
+        """Whether the job waits for its first restore, and nothing of it has failed yet."""
+        return self.begun == 0 and self.stage in {Stage.STOPS, Stage.RESTORES}
 
     def back_off_s(self) -> float:
         """From the failure until the job is restored."""
@@ -127,6 +134,14 @@ class Life:
     def next(self) -> Life:
         """It runs again."""
         return replace(self, number=self.number + 1, stage=Stage.RUNS, epoch=0, failure=None)
+
+    def not_back(self, failure: Failure) -> Life:
+        """The epoch was committed, and a rank has said that it is not back."""
+        return self.next().failed(failure, looks=False)
+
+    def done(self, newest: int) -> Life:
+        """All ranks have ended well. newest: the newest epoch."""
+        return replace(self, stage=Stage.DONE, ended=newest)
 
     def not_restored(self, failure: Failure) -> Life:
         """The epoch was aborted. What it had made may be left somewhere: it is another life."""
@@ -168,7 +183,7 @@ def life_of(key: str, entry: Entry) -> Life:
 def _require_numbers(life: Life) -> None:
     if not isinstance(life.run, str) or not 0 < len(life.run) <= _MAX_TEXT:
         raise ValueError("run is no text")
-    for name in ("number", "begun", "in_a_row", "epoch", "restored"):
+    for name in ("number", "begun", "in_a_row", "epoch", "restored", "ended"):
         if type(getattr(life, name)) is not int or not 0 <= getattr(life, name) <= MAX_EPOCH:
             raise ValueError(f"{name} is no number")
     if type(life.world) is not int or not 1 <= life.world <= MAX_WORLD:

@@ -6,8 +6,9 @@ The keeper that is told begins an epoch that ends the job; the others take part 
 it is not decided when the grace period, less a reserve, is over, it is aborted, and the tasks get
 the signal.
 
-JOB/waiting/R  rank R waits to be restored: the newest epoch when it began to
-JOB/ended/R    the tasks of rank R have ended by themselves with status 0: the newest epoch then
+TOP/NAME/waiting/R  rank R waits to be restored: the newest epoch when it began to
+TOP/NAME/ended/R    the tasks of rank R have ended by themselves, with status 0: the newest epoch
+                    then
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ from dataclasses import dataclass
 from gpustasis.dump_time import MARGIN, START_S, at_rate
 from gpustasis.errors import CheckpointError, DriverError, JobError, StoreError
 from gpustasis.jobs import epochs
-from gpustasis.jobs.kept import newest_whole_or_none, next_older, slowest_dump
+from gpustasis.jobs.kept import (
+    ended_at,
+    newest_whole_or_none,
+    next_older,
+    numbers_of,
+    slowest_dump,
+)
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context
-from gpustasis.jobs.records import Keys, Plan, number_of
-from gpustasis.jobs.store import Put, Store
+from gpustasis.jobs.records import Plan, number_of
+from gpustasis.jobs.store import Put
 from gpustasis.nvml import memory_used
 from gpustasis.streaming.tree import Tree, resident_bytes
 from gpustasis.task import has_driver_thread
@@ -207,7 +214,7 @@ def to_restore(context: Context, patience_s: float = _LOOK_S) -> int:
     found = newest_whole_or_none(store, keys)
     if found is None:
         return 0
-    if all(number >= found.number for number in _numbers(store, keys, "ended", world)):
+    if ended_at(store, keys, world) >= found.number:
         return 0
     if found.plan.world != world:
         raise JobError(
@@ -224,7 +231,7 @@ def note_ended(context: Context, told: Callable[[str], object]) -> None:
     try:
         newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
         if newest:
-            store.write([], [Put(_key(keys, "ended", context.place.rank), str(newest))])
+            store.write([], [Put(keys.said_by("ended", context.place.rank), str(newest))])
     except CheckpointError as exc:
         told(f"{context.name} has ended well, but the next start of the job restores it: {exc}")
 
@@ -252,7 +259,7 @@ class Restart(threading.Thread):
                 if before is not None and newest != before:
                     return  # it has begun
                 before = newest
-                store.write([], [Put(_key(keys, "waiting", rank), str(newest))])
+                store.write([], [Put(keys.said_by("waiting", rank), str(newest))])
                 if rank != LEAD:
                     return
                 missing = self._missing(newest)
@@ -283,7 +290,7 @@ class Restart(threading.Thread):
 
     def _missing(self, newest: int) -> list[int]:
         context = self._context
-        found = _numbers(context.store, context.keys, "waiting", context.world)
+        found = numbers_of(context.store, context.keys, "waiting", context.world)
         return [rank for rank, number in enumerate(found) if number != newest]
 
 
@@ -292,14 +299,3 @@ def older_than(context: Context, restored: int) -> int:
     found = epochs.standing(context.store, context.keys, restored)
     older = next_older(context.store, context.keys, found)
     return 0 if older is None else older.number
-
-
-def _key(keys: Keys, kind: str, rank: int) -> str:
-    return f"{keys.top}/{keys.job}/{kind}/{rank}"
-
-
-def _numbers(store: Store, keys: Keys, kind: str, world: int) -> list[int]:
-    """Of all ranks; 0: it has said nothing."""
-    found = store.read(f"{keys.top}/{keys.job}/{kind}/").entries
-    names = [_key(keys, kind, rank) for rank in range(world)]
-    return [number_of(name, found.get(name)) for name in names]

@@ -105,6 +105,11 @@ class Keys:
         """Of a checkpoint by the clock: when it was begun, in seconds since 1970."""
         return f"{self.epoch(number)}in-between"
 
+    def said_by(self, kind: str, rank: int | None = None) -> str:
+        """What a rank has said beside epochs, "ended" or "waiting" (preempting.py); None: the
+        beginning of those of all ranks."""
+        return f"{self.top}/{self.job}/{kind}/{'' if rank is None else rank}"
+
     @property
     def life(self) -> str:
         return f"{self.top}/{self.job}/life"

@@ -59,9 +59,10 @@ class Recovering:
         self.can_start = False
         self.asked = ""  # why the keeper was told to end
 
-    def begin(self, *, new: bool, can_start: bool) -> bool:
+    def begin(self, *, new: bool, can_start: bool, newest: bool = False) -> bool:
         """Have a seat. Whether the command is to be started: else what is left of an earlier life
-        goes first. Raises JobError, StoreError."""
+        goes first. newest: a job that is started goes on from its newest checkpoint. Raises
+        JobError, StoreError."""
         context, self.can_start = self._context, can_start
         if context.state.lives and context.state.life == 0:
             raise JobError(
@@ -70,7 +71,7 @@ class Recovering:
             )
         # Whoever is this rank's keeper now: tasks of an earlier life must not be beside others.
         self._stop_before(self._guard.newest())
-        life = self._guard.begin(new=new)
+        life = self._guard.begin(new=new, newest=newest)
         self._run = life.run
         self._require_known(life)
         self._stop_before(life.number)
@@ -174,6 +175,12 @@ class Recovering:
         """An epoch has left the tasks as they should not be."""
         self._trouble = problem
 
+    def has_moved_on(self) -> bool:
+        """Whether the job does not wait any more for ranks that were restored."""
+        life = self._guard.life
+        waits = life.run == self._run and life.stage in {Stage.RESTORES, Stage.RUNS}
+        return not waits or bool(self._guard.unseated)
+
     def is_due(self, *, ended: bool, waits: bool) -> bool:
         """Whether something is to be done before another epoch. ended: the root has. waits: there
         are no tasks yet, until somebody restores the job."""
@@ -239,9 +246,7 @@ class Recovering:
             case Stage.LOOKS:
                 self._look(life)
             case Stage.STOPS:
-                self._stop()
-                self._say(life, Way.STOPPED)
-                self._told(f"job {context.place.job}: {context.name} is stopped: {life.why()}")
+                self._make_way(life)
             case Stage.FAILED | Stage.DONE:
                 self._stop()
                 self._say(life, Way.STOPPED)  # so that it may be started elsewhere
@@ -294,6 +299,16 @@ class Recovering:
     def _look(self, life: Life) -> None:
         keep_stacks(self._context, life)
         self._say(life, Way.LOOKED)
+
+    def _make_way(self, life: Life) -> None:
+        """For an epoch that restores."""
+        if life.is_start:  # what was of an earlier start may run where it was
+            self._guard.require_none_before(life.number)
+        self._stop()
+        self._say(life, Way.STOPPED)
+        if not life.is_start:
+            name = self._context.name
+            self._told(f"job {self._context.place.job}: {name} is stopped: {life.why()}")
 
     def _say(self, life: Life, way: Way) -> bool:
         applied = self._guard.say(life.number, way)

@@ -159,3 +159,11 @@ def reap() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def reap_helpers() -> None:
+    """The plugin's helpers that have come to this process and ended."""
+    for pid in children():
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().rstrip("\n") in _HELPERS:
+                os.waitpid(pid, os.WNOHANG)

@@ -24,9 +24,8 @@ from gpustasis.jobs.rank import Context, Part, RankWork
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.safe_point import SEAT_VARIABLE
-from gpustasis.jobs.stopping import children, reap, status_of
+from gpustasis.jobs.stopping import children, reap, reap_helpers, status_of
 from gpustasis.jobs.work import Order
-from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ _AGAIN_S = 0.2  # before a store is asked again that has not answered
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_NAMED = frozenset((WORKER_COMM, GUARDIAN_COMM))
 
 
 def _too_late(*_: object) -> None:
@@ -78,7 +76,7 @@ class Supervisor:
         # The root, when it was started, and its pidfd: a restored one has the pid that it had.
         self._held: tuple[int, int, int] = (0, 0, -1)
         self._status: int | None = None
-        self._is_asked_to_end = False
+        self._is_asked_to_end = 0  # by which signal, when there were no tasks
         self._waits_again = False  # for a restore of an older checkpoint
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -192,6 +190,9 @@ class Supervisor:
                     done = self._recover(recovering)
                 if done is not None:
                     return done
+                if self._is_asked_to_end and self._context.state.lives:  # an epoch brought them
+                    number, self._is_asked_to_end = self._is_asked_to_end, 0
+                    self._forward(number, None)
                 # Restored tasks may have ended by now: there is nothing to wait for then.
                 is_there = self._context.state.lives or (outcome is not None and outcome.is_back)
                 waits = self._has_to_wait_again() or (waits and not is_there)
@@ -214,7 +215,9 @@ class Supervisor:
             return None
         if then.start and self._command is not None:
             self._status = None
-            self._start(*self._command)
+            pid, place = self._start(*self._command), self._context.place
+            name = f"job {place.job}, {self._context.name}"
+            self._told(f"{name}: process {pid}, output in {place.log}")
         if then.failed:
             self._told(f"job {self._context.place.job} has failed: {then.failed}")
             return Ended(epoch=0, status=self._status or JobError.exit_code)
@@ -298,10 +301,12 @@ class Supervisor:
     def _verify(self, number: int, problem: bool) -> None:
         """The tasks go on if the job is back, else they are killed. Raises VerificationError if it
         is not, and no older checkpoint is waited for; JobError."""
-        context = self._context
-        because = verified.await_verdict(
-            context, number, problem=problem, gives_up=lambda: self._is_asked_to_end
-        )
+        context, recovering = self._context, self._recovering
+
+        def gives_up() -> bool:
+            return self._is_asked_to_end != 0 or bool(recovering and recovering.has_moved_on())
+
+        because = verified.await_verdict(context, number, problem=problem, gives_up=gives_up)
         if because:
             verified.end_tasks(context)
             reap()
@@ -312,6 +317,10 @@ class Supervisor:
             self._told(f"{what}, and {'not known to be ' if because is None else ''}verified")
             return
         what += f", but the job is not back: {because}; its tasks were killed"
+        if recovering is not None:
+            self._told(what)
+            recovering.has_trouble(f"the job is not back: {because}")
+            return
         if not context.options.older:
             raise VerificationError(what)
         _, plan = epochs.phase(context.store, context.keys, number)
@@ -346,7 +355,7 @@ class Supervisor:
 
     def _has_ended(self) -> bool:
         """Whether the root has, by now; its status is kept."""
-        self._reap()
+        reap_helpers()
         pid, start = self._context.state.pid, self._context.state.start_time
         if pid == 0:
             return True
@@ -375,22 +384,13 @@ class Supervisor:
             self._status = code if code >= 0 else 128 - code
         return True
 
-    def _reap(self) -> None:
-        """The plugin's helpers that have come to this process and ended."""
-        for pid in children():
-            with suppress(OSError):
-                with open(f"/proc/{pid}/comm") as file:
-                    comm = file.read().rstrip("\n")
-                if comm in _NAMED:
-                    os.waitpid(pid, os.WNOHANG)
-
     def _forward(self, number: int, _: object) -> None:
         pid = self._context.state.pid
         if self._recovering is not None and number in _ENDING:
             self._recovering.asked = f"its keeper was told to end, by {signal.Signals(number).name}"
         if not self._context.state.lives:
             if number in _ENDING:  # as soon as no epoch is under way, which may bring tasks
-                self._is_asked_to_end = True
+                self._is_asked_to_end = number
                 self._status = 128 + number
         elif number == signal.SIGTERM and self._preempting and self._preempting.told_to_end():
             return
