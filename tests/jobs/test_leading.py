@@ -260,7 +260,7 @@ def test_a_fence_holds_in_the_life_that_it_was_said_in(
         steering.give_up(store, keys)
         return found
 
-    monkeypatch.setattr(leading, "read_ranks", meanwhile)
+    monkeypatch.setattr(steering, "read_ranks", meanwhile)
     with pytest.raises(JobError, match="it has gone on meanwhile"):
         steering.fence(keepers.store, keepers.keys, 1)
     assert read(keepers.store, keepers.keys, LIFE).standings[1].way is Way.HERE

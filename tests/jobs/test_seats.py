@@ -178,7 +178,11 @@ def test_whoever_has_no_seat_replaces_nobody_s_addresses(context: Context) -> No
         other.begin(new=True)
         with pytest.raises(JobError, match="rank 0 has a keeper on b"):
             job_recovery.keep_recovered(
-                context, SETTINGS, CHOICE, ("true",), restore=False, periodic=None
+                *(context, SETTINGS, CHOICE, ("true",)),
+                restore=False,
+                newest=False,
+                periodic=None,
+                preempting=None,
             )
     assert KEYS.addresses(0) not in context.store.read(KEYS.addresses(0)).entries
 

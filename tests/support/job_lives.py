@@ -143,8 +143,7 @@ class Player:
         self.steps: list[str] = []
         self.counts: Counter[str] = Counter()
         self._contexts: dict[Host, Any] = {}
-        self._pids = 100
-        self.tick = 0
+        self._pids, self.tick = 100, 0
         self.hosts = [
             Host(rank, Where(host=f"{name}{rank}", boot=f"{name}{rank}", machine="", run="r"))
             for rank in range(WORLD)

@@ -169,7 +169,7 @@ class Supervisor:
             ended = self._has_ended()
             if recovering is not None:
                 return recovering.is_due(ended=ended, waits=waits and not self._is_asked_to_end)
-            return ended and (not waits or self._is_asked_to_end)
+            return ended and (not waits or self._is_asked_to_end != 0)
 
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         if self._preempting is not None:
