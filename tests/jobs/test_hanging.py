@@ -139,3 +139,21 @@ def test_epochs_that_follow_each_other_hide_neither_work_nor_a_hang(
         reasons.append(watcher.look(7))
     assert not any(reasons[:99])
     assert bool(reasons[-1]) != busy
+
+
+@pytest.mark.parametrize("step_s", [0.1, 0.32, 0.37])
+def test_work_that_begins_at_the_last_moment_is_seen(
+    step_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPU is looked at over more than one look: what it has used by now counts at once."""
+    clock = Clock(monkeypatch)
+    used = 0.0
+    monkeypatch.setattr("gpustasis.jobs.hanging._cpu_s", lambda _: used)
+    for silent_s in (turn / 10 for turn in range(90, 120)):
+        watcher = Watcher(12.0, tmp_path / "output.log", None, lambda: 0.0)
+        watcher.look(7)
+        begin = clock.now
+        while clock.now < begin + 15.0:
+            clock.now += step_s
+            used += step_s if clock.now >= begin + silent_s else 0.0
+            assert watcher.look(7) == "", (silent_s, clock.now - begin)

@@ -115,7 +115,8 @@ class Watcher:
             self._moves(now)
         else:
             self._look_at_work(before, signs, elapsed_s)
-            if self._idle_s() >= self._after_s:
+            works = self._used_s > _IDLE * self._work_s  # what has been looked at so far shows it
+            if self._idle_s() >= self._after_s and not works:
                 what = (
                     "CPU and GPU are idle and its log is silent"
                     if self._heeds_work
