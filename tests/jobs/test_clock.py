@@ -3,22 +3,28 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpustasis.jobs import kept
+from gpustasis.jobs.hanging import Watcher
 from gpustasis.jobs.leading import Leading
 from gpustasis.jobs.lives import Failure, Stage
 from gpustasis.jobs.rank import Context
+from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Put, Require
+from gpustasis.jobs.work import Order
+from jobs.test_lives import FAILURE, LIFE
 from jobs.test_stopping import committed, recovering, stopped
-from jobs.test_undoing import context, server  # noqa: F401 - fixtures
+from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
 
 
 @pytest.mark.parametrize("hung", [True, False])
@@ -103,10 +109,10 @@ def test_nothing_is_removed_that_a_hang_may_need(context: Context) -> None:  # n
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
 
-        def least_at(seconds: float) -> int:
+        def least_at(seconds: float, *, is_made: bool = True) -> int:
             nonlocal now
             now = seconds
-            return rank.has_checkpoint()
+            return rank.least_kept(is_made=is_made)
 
         everything = 1 << 20
         assert least_at(1000) > everything
@@ -115,6 +121,89 @@ def test_nothing_is_removed_that_a_hang_may_need(context: Context) -> None:  # n
         assert least_at(1060) == 2
         life = guard.life
         context.store.write([], [Put(context.keys.life, replace(life, number=2).to_text())])
+        assert least_at(1061, is_made=False) == 2  # for want of room, say
+        assert least_at(1090, is_made=False) == 1
         guard.read()
-        assert least_at(1061) > everything
-        assert least_at(1090) == 2
+        assert least_at(1091, is_made=False) > everything
+        assert least_at(1110) > everything
+        assert least_at(1120) == 3
+        failed = replace(guard.life, terms=replace(life.terms, evidence=True)).failed(FAILURE)
+        context.store.write([], [Put(context.keys.life, failed.to_text())])
+        guard.read()
+        assert least_at(1200) > everything  # and what it has left is not marked yet
+
+
+@pytest.mark.parametrize(
+    ("after", "interval", "dump", "last", "stage"),
+    [(60, 10, 3, 120, Stage.LOOKS), (60, 10, 3, 120, Stage.RUNS), (20, 3, 3, 60, Stage.RUNS)],
+)
+def test_one_from_before_a_hang_stays_however_long_the_last_dump_takes(
+    after: float,
+    interval: float,
+    dump: float,
+    last: float,
+    stage: Stage,
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That of evidence, or one by the clock, that ends when nobody has noticed yet."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = tmp_path / "progress"
+    watcher = Watcher(after, tmp_path / "output.log", progress)
+    guard: Any = SimpleNamespace(life=replace(LIFE, stage=Stage.RUNS))
+    rank = Recovering(context, guard, watcher, print)
+    context.note(pid=task.pid)
+
+    def goes_on(seconds: float, *, works: bool) -> None:
+        nonlocal now
+        for _ in range(int(2 * seconds)):
+            now += 0.5
+            if works:
+                progress.write_text(f"{now}")
+            watcher.look(task.pid)
+
+    def least_after(seconds: float) -> int:
+        nonlocal now
+        rank.enter(Order(1, leave_running=True, restores=0))
+        now += seconds
+        return rank.least_kept(is_made=True)
+
+    for _ in range(int(watcher.noticed_after_s / (interval - 1)) + 2):
+        goes_on(interval, works=True)
+        assert watcher.look(task.pid) == ""
+        least = least_after(dump)
+    assert least < 1 << 20
+    hung_at, hung = watcher.free_s(), 0
+    while not watcher.reason:
+        goes_on(interval, works=False)
+        idle_s = watcher.free_s() - hung_at
+        if watcher.is_quiet:
+            continue
+        is_last = stage is Stage.RUNS and idle_s + interval >= after / 2
+        hung += 1
+        assert least_after(last if is_last else dump) > hung
+    assert hung >= 2
+    guard.life = replace(LIFE, stage=stage)
+    assert least_after(last) > hung + (stage is Stage.RUNS)  # evidence is none that is counted
+
+
+def test_of_a_hang_it_is_told_how_long_epochs_held_the_rank(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    guard, rank = recovering(context)
+    watcher: Any = SimpleNamespace(
+        reason="hangs", silent_s=153.0, held_s=90.0, look=lambda _: "hangs", forget=lambda: None
+    )
+    rank._watcher = watcher
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        context.note(pid=task.pid)
+        assert rank.is_due(ended=False, waits=False)
+        rank.take(None)
+        failure = guard.read().failure
+        assert failure is not None
+        assert (failure.hung, failure.unnoticed_s, failure.idle_s) == (True, 153.0, 63.0)

@@ -7,8 +7,10 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,13 @@ from gpustasis.image import directory
 from gpustasis.image.directory import share
 from gpustasis.jobs import epochs, kept
 from gpustasis.jobs.epochs import Standing
+from gpustasis.jobs.exchange import Settings
+from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Keys, Plan, phase_text, settled_text
 from gpustasis.jobs.store import Answer, Put, Require, Store
+from gpustasis.jobs.supervise import Supervisor
 from jobs.test_parents import context, put_epoch  # noqa: F401 - a fixture among them
 
 MEANWHILE = "an epoch has begun meanwhile"
@@ -180,3 +185,28 @@ def test_what_was_restored_before_the_newest_checkpoint_is_back(
     put_epoch(context)
     assert prune(context) == [1]
     assert not list(tmp_path.glob("kept/rank-*/epoch-00000001"))
+
+
+def test_after_an_epoch_that_was_aborted_what_is_not_needed_goes(
+    context: Context,  # noqa: F811
+) -> None:
+    """There may be no room for another checkpoint, and nothing else would make some."""
+    for _ in range(4):
+        put_epoch(context)
+    context.options = replace(context.options, keep_last=2)
+    number = epochs.begin(context.store, context.keys, Plan(world=2, leave_running=True))
+    epoch = epochs.abort(context.store, context.keys, number, "there is no room")
+    stay = [1 << 30]
+    made: list[bool] = []
+
+    def least_kept(*, is_made: bool) -> int:
+        made.append(is_made)
+        return stay[0]
+
+    recovering: Any = SimpleNamespace(least_kept=least_kept)
+    supervisor = Supervisor(context, Settings(), lambda _: None, recovering=recovering)
+    for least, left in ((1 << 30, [1, 2, 3, 4]), (3, [2, 3, 4]), (1, [3, 4])):
+        stay[0] = least
+        assert supervisor._after(Outcome(number, epoch, "")) is None
+        assert there(context) == left
+    assert made == [False] * 3

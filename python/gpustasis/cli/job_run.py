@@ -96,8 +96,8 @@ def _seconds(
     "--keep-last",
     type=click.IntRange(1),
     metavar="N",
-    help="After each checkpoint that leaves the job running, remove all but the newest N whole "
-    "ones, those on this host.  [default: all stay]",
+    help="After each checkpoint that leaves the job running, made or aborted, remove all but the "
+    "newest N whole ones, those on this host.  [default: all stay]",
 )
 @chain_option("How many of the rank's dumps by --interval are built on a full one")
 @preempting_options

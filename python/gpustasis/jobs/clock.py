@@ -144,8 +144,8 @@ def _await_lock(descriptor: int, place: Path) -> None:
 
 
 def remove_older(context: Context, told: Callable[[str], object], least: int = 1) -> None:
-    """As keep_last of the rank's options says, after a checkpoint that was made: a failed one never
-    removes a good one. least: so many stay."""
+    """As keep_last of the rank's options says, after a checkpoint that was made; or was to be, for
+    there may be no room. least: so many stay: one that has failed never removes a good one."""
     count = context.options.keep_last
     if not count:
         return

@@ -271,12 +271,12 @@ class Guard:
         self.read()
         return applied
 
-    def report(self, number: int, reason: str, *, unnoticed_s: float, hung: bool = False) -> None:
+    def report(
+        self, number: int, reason: str, *, unnoticed_s: float, held_s: float = 0, hung: bool = False
+    ) -> None:
         """A life has failed; of several reports one is taken. Raises JobError, StoreError."""
-        failure = Failure(
-            rank=self._rank, reason=reason, at=time.time(), unnoticed_s=unnoticed_s, hung=hung
-        )
-        self._report(number, failure)
+        failure = Failure(rank=self._rank, reason=reason, at=time.time(), unnoticed_s=unnoticed_s)
+        self._report(number, replace(failure, held_s=held_s, hung=hung))
 
     def _report(self, number: int, failure: Failure) -> None:
         life = self.read()

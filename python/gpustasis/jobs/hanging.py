@@ -64,9 +64,18 @@ class Watcher:
         """Since it was seen to make progress, by the clock."""
         return time.monotonic() - self._moved
 
+    @property
+    def held_s(self) -> float:
+        """How much of that epochs held it, up to the last look."""
+        return self._held_s
+
     def _idle_s(self) -> float:
-        """The same without the time in which epochs held it."""
-        return self.silent_s - self._held_s
+        """Silent, without the time in which epochs held it."""
+        return self._now() - self._moved - self._held_s
+
+    def _now(self) -> float:
+        """Stands from when an epoch begins to hold the tasks until the next look at them."""
+        return self._looked if self._held else time.monotonic()
 
     @property
     def is_quiet(self) -> bool:
@@ -80,7 +89,7 @@ class Watcher:
 
     def free_s(self) -> float:
         """A clock that stands while epochs hold the tasks."""
-        return time.monotonic() - self._all_held_s
+        return self._now() - self._all_held_s
 
     def is_held(self, pid: int) -> None:
         """An epoch begins to hold the tasks below `pid`. It takes time on CPU and GPU in their
@@ -103,11 +112,11 @@ class Watcher:
         signs = self._signs(pid)
         before, self._before = self._before, signs
         held, self._held = self._held, False
+        self._all_held_s += elapsed_s if held else 0.0
         if before is None or pid != self._pid:
             self._pid = pid
             self._moves(now)
         elif held:
-            self._all_held_s += elapsed_s
             self._held_s += elapsed_s
             if before.files != signs.files:  # by the time it was held: it may hang since
                 self._moves(now - elapsed_s, held_s=elapsed_s)

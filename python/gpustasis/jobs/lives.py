@@ -65,13 +65,20 @@ class Terms:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What ended a life. rank: whose. at: when that was noticed, in seconds since 1970, by the
-    clock of whoever did; unnoticed_s: since when at most it had been so. hung: the ranks live."""
+    clock of whoever did; unnoticed_s: since when at most it had been so; held_s: how long of that
+    epochs held the rank. hung: the ranks live."""
 
     rank: int
     reason: str
     at: float
     unnoticed_s: float = 0.0
+    held_s: float = 0.0
     hung: bool = False
+
+    @property
+    def idle_s(self) -> float:
+        """How long it could have made progress, and has made none."""
+        return self.unnoticed_s - self.held_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +209,7 @@ def _require_terms(terms: Terms) -> None:
 def _require_failure(failure: Failure) -> None:
     if type(failure.rank) is not int or not isinstance(failure.reason, str):
         raise ValueError("failure has no rank or reason")
-    for one in (failure.at, failure.unnoticed_s):
+    for one in (failure.at, failure.unnoticed_s, failure.held_s):
         if not isinstance(one, int | float) or not -_MAX_S < one < _MAX_S:  # nor is NaN
             raise ValueError("failure has no time")
     if type(failure.hung) is not bool:

@@ -158,18 +158,20 @@ class Recovering:
             return None
         return self._guard.as_it_runs()
 
-    def has_checkpoint(self) -> int:
-        """One was just committed. How many have to stay at least, so that one of them is from
-        before a hang that nobody has noticed yet."""
+    def least_kept(self, *, is_made: bool) -> int:
+        """How many checkpoints have to stay at least, so that one of them is from before a hang
+        that nobody has noticed yet. is_made: one was just committed."""
         if self._watcher is None:
             return 1
-        now, life = self._watcher.free_s(), self._guard.life.number
-        if self._known_since[0] != life:
-            self._known_since = (life, now)
+        now, life = self._watcher.free_s(), self._guard.life
+        if self._known_since[0] != life.number:
+            self._known_since = (life.number, now)
         since = now - self._watcher.noticed_after_s
-        self._made = [*(made for made in self._made if made > since), now]
+        self._made = [*(made for made in self._made if made > since), *([now] if is_made else [])]
         # What this life came from may have hung already; nor does a new keeper know what was made.
-        return _ALL if self._known_since[1] > since else len(self._made) + 1
+        # And of one that has failed nobody has looked yet which of them are no good.
+        is_known = self._known_since[1] <= since and life.stage is Stage.RUNS
+        return len(self._made) + 1 if is_known else _ALL
 
     def has_trouble(self, problem: str) -> None:
         """An epoch has left the tasks as they should not be."""
@@ -289,6 +291,7 @@ class Recovering:
                 life.number,
                 f"{context.name} {watcher.reason}",
                 unnoticed_s=watcher.silent_s,
+                held_s=watcher.held_s,
                 hung=True,
             )
         else:

@@ -289,8 +289,9 @@ class Supervisor:
             if self._recovering is None:
                 raise JobError(f"{what}; nothing was restored")
             return None
-        if epoch.phase is Phase.COMMITTED and not epoch.restores and epoch.leave_running:
-            least = self._recovering.has_checkpoint() if self._recovering is not None else 1
+        if not epoch.restores and epoch.leave_running:  # aborted: for want of room, perhaps
+            is_made, of_life = epoch.phase is Phase.COMMITTED, self._recovering
+            least = 1 if of_life is None else of_life.least_kept(is_made=is_made)
             remove_older(self._context, self._told, least)
         if epoch.phase is Phase.COMMITTED and not epoch.leave_running:
             if self._recovering is not None:
