@@ -45,7 +45,8 @@ def test_what_the_clock_made_of_a_job_that_hung_is_not_restored(
     assert (life.stage, life.restored) == (Stage.RESTORES, asked_for if hung else newest)
     wrong = kept.unverified(context.store, keys)
     assert set(wrong) == ({late, newest} if hung else set())
-    assert all("begun when the job hung already: why" in why for why in wrong.values())
+    assert not hung or "begun when the job hung already: why" in wrong[newest]
+    assert not hung or "begun when the job hung already, or just before: why" in wrong[late]
 
 
 def test_checkpoints_by_the_clock_wait_while_the_job_does_not_run(
@@ -77,13 +78,14 @@ def test_a_job_all_of_whose_checkpoints_hang_starts_afresh_if_it_may(
     afresh: bool,
     context: Context,  # noqa: F811
 ) -> None:
+    """Else it goes back as far as it can."""
     now = time.time()
-    newest = [committed(context, now - at) for at in (3, 2)][-1]
+    oldest, _ = (committed(context, now - at) for at in (3, 2))
     failure = Failure(rank=0, reason="why", at=now, unnoticed_s=20.0, hung=True)
     stopped(context, failure, afresh=afresh)
     Leading(context.store, context.keys, 4, print).turn(find_life(context.store, context.keys))
     life = find_life(context.store, context.keys)
-    found = (Stage.RUNS, 0) if afresh else (Stage.RESTORES, newest)
+    found = (Stage.RUNS, 0) if afresh else (Stage.RESTORES, oldest)
     assert (life.stage, life.restored) == found
 
 
@@ -119,10 +121,10 @@ def test_nothing_is_removed_that_a_hang_may_need(context: Context) -> None:  # n
         assert least_at(1019) > everything
         assert least_at(1021) == 3  # those of 1019 and 1021 may be of a job that hangs
         assert least_at(1060) == 2
-        life = guard.life
-        context.store.write([], [Put(context.keys.life, replace(life, number=2).to_text())])
         assert least_at(1061, is_made=False) == 2  # for want of room, say
         assert least_at(1090, is_made=False) == 1
+        life = guard.life
+        context.store.write([], [Put(context.keys.life, replace(life, number=2).to_text())])
         guard.read()
         assert least_at(1091, is_made=False) > everything
         assert least_at(1110) > everything

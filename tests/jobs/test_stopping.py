@@ -37,7 +37,7 @@ from gpustasis.jobs.records import Plan, phase_text
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.stopping import status_of
-from gpustasis.jobs.store import Put
+from gpustasis.jobs.store import Put, Snapshot
 from gpustasis.jobs.supervise import Supervisor
 from gpustasis.task import read_task
 from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
@@ -319,16 +319,19 @@ def stopped(
     failure: Failure,
     *,
     afresh: bool = False,
+    starts: bool = True,
+    back_off_s: float = 100.0,
     **fields: int,
 ) -> None:
-    """The job is, and has a keeper."""
+    """The job is, and has a keeper, with a command if `starts`."""
     keys, place = context.keys, where(context.place.run)
-    terms = Terms(restarts=9, back_off_s=100.0, afresh=afresh)
+    terms = Terms(restarts=99, back_off_s=back_off_s, afresh=afresh)
     life = Life(run="r", number=1, stage=Stage.STOPS, world=1, terms=terms, failure=failure)
+    life = replace(life, **fields)
     puts = {
-        keys.life: replace(life, **fields).to_text(),
-        keys.in_life(1, 0): standing_text(Standing(way=Way.STOPPED, where=place)),
-        keys.keeper(0): keeper_text("me", place),
+        keys.life: life.to_text(),
+        keys.in_life(life.number, 0): standing_text(Standing(way=Way.STOPPED, where=place)),
+        keys.keeper(0): keeper_text("me", place, starts=starts),
     }
     context.store.write([], [Put(key, value) for key, value in puts.items()])
 
@@ -347,3 +350,25 @@ def test_the_same_checkpoint_is_restored_again_after_a_while(context: Context) -
     lead.turn(find_life(context.store, keys))
     found = find_life(context.store, keys)
     assert (found.stage, found.restored, found.in_a_row) == (Stage.RESTORES, newer, 1)
+
+
+def test_while_it_waits_marks_are_not_read_again_and_again(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job may have thousands of epochs, and a turn comes several times a second."""
+    failure = Failure(rank=0, reason="why", at=time.time())
+    stopped(context, failure, in_a_row=2, restored=committed(context), afresh=True)
+    read, marks_read = context.store.read, 0
+
+    def counted(*names: str) -> Snapshot:
+        nonlocal marks_read
+        marks_read += any(name.endswith("unverified") for name in names)
+        return read(*names)
+
+    monkeypatch.setattr(context.store, "read", counted)
+    lead = Leading(context.store, context.keys, 4, lambda _: None)
+    for _ in range(5):
+        lead.turn(find_life(context.store, context.keys))
+    assert find_life(context.store, context.keys).stage is Stage.STOPS
+    assert marks_read == 1

@@ -18,7 +18,8 @@ from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context, Options
-from gpustasis.jobs.records import Plan
+from gpustasis.jobs.records import Plan, settled_text
+from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Ended
 from gpustasis.jobs.work import Order
 from gpustasis.verifying import Check
@@ -177,4 +178,25 @@ def test_tasks_that_have_ended_are_not_back_whatever_the_command_says(
     with pytest.raises(JobError, match="rank 0 is not back: its tasks have ended"):
         verified.verify(context, order, "images")
     assert "its tasks have ended" in verified.verdict(store, keys, order.number, 0)
-    assert "its tasks have ended" in verified.unverified(store, keys, [checkpoint])[checkpoint]
+    assert "its tasks have ended" in verified.marks(store, keys, [checkpoint])[checkpoint].why
+
+
+def test_how_often_a_checkpoint_was_not_verified_in_a_row_is_kept(
+    context: Context,  # noqa: F811
+) -> None:
+    """The second time it surely never will; but once it was, nothing is held against it."""
+    store, keys = context.store, context.keys  # noqa: F811
+
+    def marked(number: int, wrong: str) -> list[tuple[int, bool]]:
+        verified._store(store, keys, number, 1, wrong)
+        verified._store(store, keys, number, 1, "another one was quicker")
+        return [(one.times, one.is_sure) for one in verified.marks(store, keys, [1]).values()]
+
+    assert marked(2, "why") == [(1, False)]
+    assert marked(3, "why") == [(2, True)]
+    assert marked(4, "") == []
+    assert marked(5, "why") == [(1, False)]
+    store.write([], [Put(f"{keys.epoch(1)}unverified", "what is this")])
+    assert marked(6, "why") == [(1, False)]
+    store.write([], [Put(f"{keys.epoch(1)}unverified", settled_text("of an earlier build"))])
+    assert marked(7, "why") == [(2, True)]

@@ -57,7 +57,8 @@ def recovery_options(function: Decorated) -> Decorated:
             click.option(
                 "--afresh",
                 is_flag=True,
-                help="Start COMMAND again where there is no whole checkpoint yet.",
+                help="Start COMMAND again where there is no whole checkpoint yet, or none that may "
+                "bring the job back.",
             ),
             click.option(
                 "--back-off",

@@ -95,6 +95,7 @@ class Guard:
         self._ttl_s = ttl_s
         self._told = told
         self._name = uuid.uuid4().hex
+        self._starts = True
         self._lease = 0
         self._beaten = -1e9
         self._watch: Watch | None = None
@@ -123,10 +124,11 @@ class Guard:
 
     # Before the keeper has tasks.
 
-    def begin(self, *, new: bool, newest: bool = False) -> Life:
+    def begin(self, *, new: bool, newest: bool = False, starts: bool = True) -> Life:
         """Have the rank's seat, and the life of the job. new: the rank is to be started: if the
-        last life is over, another one begins; newest: with what is restored. Raises JobError,
-        StoreError."""
+        last life is over, another one begins; newest: with what is restored. starts: there is a
+        command. Raises JobError, StoreError."""
+        self._starts = starts
         self._sit()
         self._beaten = time.monotonic()
         self._life = self._entered(new, newest)
@@ -162,7 +164,7 @@ class Guard:
                     "that one first, or wait with --standby"
                 )
         lease = self._store.grant(self._ttl_s)
-        put = Put(key, keeper_text(self._name, self._where), lease)
+        put = Put(key, keeper_text(self._name, self._where, starts=self._starts), lease)
         require = Require(key, entry.revision if entry else 0)
         if not self._store.write([require], [put]).applied:
             raise JobError(

@@ -22,6 +22,7 @@ from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import TOP, Keys, number_of
 from gpustasis.jobs.store import Entry, Put, Require, Store
+from gpustasis.jobs.verified import Mark
 
 _NEWEST = re.compile(re.escape(TOP) + r"/([^/]+)/newest")
 
@@ -80,16 +81,6 @@ def newest_whole_or_none(store: Store, keys: Keys) -> Standing | None:
     return None
 
 
-def newest_good_or_none(store: Store, keys: Keys) -> Standing | None:
-    """As newest_whole_or_none, of those that did not fail to bring the job back when they were
-    restored last; if all did, of all."""
-    newest = found = newest_whole_or_none(store, keys)
-    wrong = unverified(store, keys)
-    while found is not None and found.number in wrong:
-        found = next_older(store, keys, found)
-    return found or newest
-
-
 def ended_at(store: Store, keys: Keys, world: int) -> int:
     """The newest epoch by which all ranks of a job that is not recovered have ended well; 0: they
     have not. Raises JobError, StoreError."""
@@ -101,25 +92,6 @@ def numbers_of(store: Store, keys: Keys, kind: str, world: int) -> list[int]:
     found = store.read(keys.said_by(kind)).entries
     names = [keys.said_by(kind, rank) for rank in range(world)]
     return [number_of(name, found.get(name)) for name in names]
-
-
-def made_while_hung(store: Store, keys: Keys, since: float, slack_s: float) -> list[int]:
-    """The whole checkpoints by the clock that were begun later than `since`, in seconds since 1970,
-    of a job that hung then; and if an older one is left, those begun up to slack_s before: keepers
-    look now and then, and hosts' clocks differ. Raises JobError, StoreError."""
-    late, unsure, others = [], [], False
-    found = newest_whole_or_none(store, keys)
-    while found is not None:
-        if found.begun_at > since:
-            late.append(found.number)
-        elif found.begun_at > since - slack_s:
-            unsure.append(found.number)
-        else:  # or one that was asked for, and may be of any moment
-            others = True
-            if found.begun_at:
-                break
-        found = next_older(store, keys, found)
-    return late + (unsure if others else [])
 
 
 def find_epoch(store: Store, keys: Keys, number: int | None) -> Standing:
@@ -166,12 +138,16 @@ def _seconds(one: tuple[int, float]) -> float:
     return one[1]
 
 
-def unverified(store: Store, keys: Keys) -> dict[int, str]:
-    """Epochs that did not bring the job back when they were restored last: why, for people. Raises
-    JobError, StoreError."""
+def marks(store: Store, keys: Keys) -> dict[int, Mark]:
+    """Of all checkpoints that have one. Raises JobError, StoreError."""
     newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
-    found = verified.unverified(store, keys, range(1, newest + 1))
-    return {number: f"not verified: {text}" for number, text in found.items()}
+    return verified.marks(store, keys, range(1, newest + 1))
+
+
+def unverified(store: Store, keys: Keys) -> dict[int, str]:
+    """Epochs that did not bring the job back when they were restored last, or will not: why, for
+    people. Raises JobError, StoreError."""
+    return {number: f"not verified: {mark.why}" for number, mark in marks(store, keys).items()}
 
 
 def state_of(found: Standing) -> str:
@@ -224,7 +200,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if not last.epoch.phase.is_final:
         raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
     whole = [one for one in found if one.is_whole and not one.is_evidence]
-    wrong = unverified(store, keys).keys() | _not_back_yet(found)
+    wrong = marks(store, keys).keys() | _not_back_yet(found)
     good = [one.number for one in whole if one.number not in wrong]
     oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
     stays = [one for one in found if one.is_whole and (one.is_evidence or one.number >= oldest)]

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from gpustasis.jobs import epochs, kept, verified
+from gpustasis.jobs import choosing, epochs, kept
+from gpustasis.jobs.choosing import Choice
 from gpustasis.jobs.lives import (
     Failure,
     Life,
@@ -18,7 +19,7 @@ from gpustasis.jobs.lives import (
     Way,
     Where,
     keeper_of,
-    recovery_of,
+    keeper_starts,
     recovery_text,
     standing_of,
 )
@@ -29,17 +30,17 @@ from gpustasis.jobs.store import Put, Require, Store
 _LOOKED_S = 60.0  # for evidence, before all is stopped without it
 _SETTLED_S = 60.0  # for ranks that are restored to run
 _TOLD_S = 10.0
-_AT_ONCE_S = 2.0  # by the clocks of two hosts
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What is stored of all ranks in one life."""
+    """What is stored of all ranks in one life. cannot_start: whose keepers have no command."""
 
     world: int
     standings: Mapping[int, Standing]
     keepers: Mapping[int, Where]
+    cannot_start: frozenset[int] = frozenset()
 
     def are(self, *ways: Way) -> bool:
         return all(
@@ -93,15 +94,18 @@ def read_ranks(store: Store, keys: Keys, life: Life) -> Ranks:
     entries = store.read(keys.in_life(life.number), keys.keeper()).entries
     standings: dict[int, Standing] = {}
     keepers: dict[int, Where] = {}
+    cannot_start: set[int] = set()
     for key, entry in entries.items():
         rank = rank_of(key, life.world)
         if rank is None:
             continue
         if key == keys.keeper(rank):
             keepers[rank] = keeper_of(key, entry)[1]
+            if not keeper_starts(key, entry):
+                cannot_start.add(rank)
         elif key == keys.in_life(life.number, rank):
             standings[rank] = standing_of(key, entry)
-    return Ranks(life.world, standings, keepers)
+    return Ranks(life.world, standings, keepers, frozenset(cannot_start))
 
 
 def last_standing(store: Store, keys: Keys, rank: int, number: int) -> tuple[int, Standing] | None:
@@ -136,7 +140,9 @@ class Leading:
         self._missing: dict[int, float] = {}
         self._since: tuple[int, float] = (0, 0.0)  # a life's revision, and when it was read
         self._said = ("", -1e9)
-        self._marked = 0  # the revision of a life whose checkpoint was looked at
+        self._marked = 0  # the revision of a life whose checkpoints were marked
+        # Until when: a life's revision, its newest epoch, and seconds from its failure.
+        self._backs_off = (0, 0, 0.0)
 
     def forget(self) -> None:
         """The store was away: a lease that it has lost meanwhile says nothing."""
@@ -188,10 +194,11 @@ class Leading:
             if not ranks.have_looked() and waited_s < _LOOKED_S:
                 return
             hung = life.failure is not None and life.failure.hung
-            if hung and ranks.are(Way.LOOKED) and self._is_decided():
+            newest = self._newest()
+            if hung and ranks.are(Way.LOOKED) and self._is_decided(newest):
                 self._begin(
                     life,
-                    replace(life, epoch=self._next()),
+                    replace(life, epoch=newest + 1),
                     Plan(world=life.world, leave_running=True),
                 )
                 return
@@ -200,28 +207,21 @@ class Leading:
         self._move(life, replace(life, stage=Stage.STOPS))
 
     def _restore(self, life: Life) -> None:
-        """No rank of this life can run any more: the newest whole checkpoint is brought back."""
+        """No rank of this life can run any more: a whole checkpoint is brought back."""
         ranks = read_ranks(self._store, self._keys, life)
         if reason := ranks.awaited(life):
             self._say(reason)
             return
-        if not self._is_decided():
+        newest = self._newest()
+        if not self._is_decided(newest):
             self._say("an epoch is not decided yet")
             return
         assert life.failure is not None
-        if self._marked != life.revision and life.failure.hung:
-            self._mark(life, life.failure)
-        self._marked = life.revision
-        found = self._newest_of(life)
-        if found is not None and found.plan.world != life.world:
-            wrong = (
-                f"epoch {found.number} is a checkpoint of {found.plan.world} ranks, and the job is "
-                f"started with {life.world}: remove it by `gpustasis job prune`, or give the job "
-                "another name"
-            )
-            self._move(life, life.given_up(replace(life.failure, reason=wrong)))
+        # As long as nothing has changed, what is to be restored then is not looked for.
+        if self._backs_off[:2] == (life.revision, newest) and self._is_early(life):
             return
-        if found is None:
+        choice = self._choose(life, ranks)
+        if choice is None:
             if life.terms.afresh or life.is_start:
                 self._recovered(replace(life, restored=0), epoch=0, restored=0)
             else:
@@ -231,45 +231,42 @@ class Leading:
                 )
                 self._move(life, life.given_up(failure))
             return
-        back_off_s = life.back_off_s() if found.number == life.restored else 0.0
-        if time.time() < life.failure.at + back_off_s and self._waited_s() < back_off_s:
-            self._say(f"it is restored {back_off_s:g} s after it has failed")
+        found, is_marked = choice.found, bool(choice.mark.why)
+        if found.plan.world != life.world:
+            wrong = (
+                f"epoch {found.number} is a checkpoint of {found.plan.world} ranks, and the job is "
+                f"started with {life.world}: remove it by `gpustasis job prune`, or give the job "
+                "another name"
+            )
+            self._move(life, life.given_up(replace(life.failure, reason=wrong)))
+            return
+        back_off_s = life.back_off_s() if is_marked or found.number == life.restored else 0.0
+        self._backs_off = (life.revision, newest, back_off_s)
+        if self._is_early(life):
             return
         plan = Plan(world=life.world, leave_running=True, restores=found.number)
-        self._begin(life, life.restoring(self._next(), found.number), plan)
+        self._begin(life, life.restoring(newest + 1, found.number, is_marked=is_marked), plan)
 
-    def _newest_of(self, life: Life) -> epochs.Standing | None:
-        """The checkpoint that is to be restored; None: there is none, or the job has come to its
-        end since."""
-        store, keys = self._store, self._keys
-        found = kept.newest_good_or_none(store, keys)
-        if found is None or found.number <= max(life.ended, kept.ended_at(store, keys, life.world)):
-            return None
-        is_wrong = life.terms.afresh and found.number in kept.unverified(store, keys)
-        return None if is_wrong else found
-
-    def _mark(self, life: Life, failure: Failure) -> None:
-        """What was made of the job while it hung does not bring it back."""
-        since, slack_s = failure.at - failure.unnoticed_s, min(7.0, 2 + failure.unnoticed_s / 10)
-        why = f"it was begun when the job hung already: {failure.reason}"
-        hung = kept.made_while_hung(self._store, self._keys, since, slack_s)
-        marks = dict.fromkeys(hung, why)
-        if self._hung_at_once(life):
-            marks[life.restored] = f"the job hung as soon as it was restored: {failure.reason}"
-        require = Require(self._keys.life, life.revision)
-        for number, text in marks.items():  # one by one: etcd takes no transaction of any size
-            self._store.write([require], [verified.mark(self._keys, number, text)])
-
-    def _hung_at_once(self, life: Life) -> bool:
-        """Whether it has made hardly any progress since it was restored: the checkpoint was made
-        of a job that hung already, before anybody had noticed."""
-        failure, key = life.failure, self._keys.recovery(life.number - 1)
-        entry = self._store.read(key).entries.get(key)
-        if failure is None or not failure.hung or not life.restored or entry is None:
+    def _is_early(self, life: Life) -> bool:
+        """Whether it is still waited before the restore; that is said then."""
+        back_off_s = self._backs_off[2]
+        assert life.failure is not None
+        if time.time() >= life.failure.at + back_off_s or self._waited_s() >= back_off_s:
             return False
-        last = recovery_of(key, entry)
-        went_on_s = failure.at - failure.unnoticed_s - last.at - last.seconds
-        return last.restored == life.restored and went_on_s < failure.unnoticed_s / 2 + _AT_ONCE_S
+        self._say(f"it is restored {back_off_s:g} s after it has failed")
+        return True
+
+    def _choose(self, life: Life, ranks: Ranks) -> Choice | None:
+        """What is to be restored; None: nothing, for there is no checkpoint, the job has come to
+        its end since, or it may start afresh, and none of them brings it back."""
+        store, keys = self._store, self._keys
+        ended = max(life.ended, kept.ended_at(store, keys, life.world))
+        if self._marked != life.revision:
+            choosing.mark(store, keys, life, ended)
+        self._marked = life.revision
+        found = choosing.choose(store, keys, ended)
+        may_start = life.terms.afresh and not ranks.cannot_start
+        return None if found is not None and found.mark.is_sure and may_start else found
 
     def _follow(self, life: Life) -> None:
         found = epochs.standing(self._store, self._keys, life.epoch)
@@ -316,18 +313,12 @@ class Leading:
     def _waited_s(self) -> float:
         return time.monotonic() - self._since[1]
 
-    def _is_decided(self) -> bool:
-        newest = self._newest()
-        if not newest:
-            return True
-        return epochs.phase(self._store, self._keys, newest)[0].phase.is_final
+    def _is_decided(self, newest: int) -> bool:
+        return not newest or epochs.phase(self._store, self._keys, newest)[0].phase.is_final
 
     def _newest(self) -> int:
         key = self._keys.newest
         return number_of(key, self._store.read(key).entries.get(key))
-
-    def _next(self) -> int:
-        return self._newest() + 1
 
     def _begin(self, life: Life, after: Life, plan: Plan) -> None:
         """The epoch and the life that waits for it, at once or not at all."""

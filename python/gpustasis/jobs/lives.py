@@ -132,8 +132,9 @@ class Life:
         """Its tasks are stopped, for good."""
         return replace(self, stage=Stage.FAILED, failure=failure)
 
-    def restoring(self, epoch: int, checkpoint: int) -> Life:
-        in_a_row = self.in_a_row if checkpoint == self.restored else 1
+    def restoring(self, epoch: int, checkpoint: int, *, is_marked: bool = False) -> Life:
+        """is_marked: the checkpoint has failed before."""
+        in_a_row = self.in_a_row if is_marked or checkpoint == self.restored else 1
         return replace(
             self, stage=Stage.RESTORES, epoch=epoch, restored=checkpoint, in_a_row=in_a_row
         )
@@ -273,18 +274,27 @@ def standing_of(key: str, entry: Entry) -> Standing:
         raise JobError(f"{key} cannot be used: {exc}") from exc
 
 
-def keeper_text(name: str, where: Where) -> str:
-    """name: of the keeper, unlike every other one."""
-    return json.dumps({"version": _VERSION, "name": name, "where": asdict(where)})
+def keeper_text(name: str, where: Where, *, starts: bool = True) -> str:
+    """name: of the keeper, unlike every other one. starts: it has a command."""
+    return json.dumps({"version": _VERSION, "name": name, "where": asdict(where), "starts": starts})
+
+
+def keeper_starts(key: str, entry: Entry) -> bool:
+    """Whether it can start its rank. Raises JobError."""
+    return _keeper_fields(key, entry)["starts"] is True
 
 
 def keeper_of(key: str, entry: Entry) -> tuple[str, Where]:
     """Raises JobError."""
-    value = fields_of(key, entry, "version", "name", "where")
+    value = _keeper_fields(key, entry)
     try:
         return str(value["name"]), _where(value["where"])
     except (TypeError, ValueError) as exc:
         raise JobError(f"{key} cannot be used: {exc}") from exc
+
+
+def _keeper_fields(key: str, entry: Entry) -> dict[str, Any]:
+    return fields_of(key, entry, "version", "name", "where", starts=True)
 
 
 def _where(value: Mapping[str, Any]) -> Where:

@@ -239,14 +239,16 @@ def rank_of(key: str, world: int) -> int | None:
     return int(last)
 
 
-def fields_of(key: str, entry: Entry, *names: str) -> dict[str, Any]:
-    """An object with exactly these, of this version. Raises JobError."""
+def fields_of(key: str, entry: Entry, *names: str, **defaults: Any) -> dict[str, Any]:
+    """An object with exactly these, of this version; those that have a default may be missing.
+    Raises JobError."""
     try:
         value = json.loads(entry.value)
     except (ValueError, RecursionError) as exc:
         raise JobError(f"{key} is not JSON: {exc}") from exc
-    if not isinstance(value, dict) or set(value) != set(names):
+    if not isinstance(value, dict) or set(defaults | value) != {*names, *defaults}:
         raise JobError(f"{key}: must be an object with {', '.join(names)}")
+    value = defaults | value
     if value["version"] != _VERSION:
         raise JobError(f"{key}: version {value['version']!r}, this build reads {_VERSION}")
     return value

@@ -71,7 +71,7 @@ class Recovering:
             )
         # Whoever is this rank's keeper now: tasks of an earlier life must not be beside others.
         self._stop_before(self._guard.newest())
-        life = self._guard.begin(new=new, newest=newest)
+        life = self._guard.begin(new=new, newest=newest, starts=can_start)
         self._run = life.run
         self._require_known(life)
         self._stop_before(life.number)

@@ -7,23 +7,32 @@ others may end of that; or by rank 0's keeper, when all have settled. Every keep
 says: the tasks go on, or are killed.
 
 epochs/E/back        of an epoch that restores: the verdict
-epochs/E/unverified  of the checkpoint that it restored: why that did not bring the job back
+epochs/E/unverified  of the checkpoint that it restored: why that did not bring the job back (Mark)
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from gpustasis.errors import JobError, StoreError, VerificationError
 from gpustasis.jobs import epochs
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
-from gpustasis.jobs.records import Keys, settled_of, settled_text
+from gpustasis.jobs.records import (
+    MAX_EPOCH,
+    Keys,
+    fields_of,
+    note_of,
+    settled_of,
+    settled_text,
+)
 from gpustasis.jobs.stopping import stop
-from gpustasis.jobs.store import Put, Require, Store
+from gpustasis.jobs.store import Entry, Put, Require, Store
 from gpustasis.jobs.work import Order
 from gpustasis.verifying import require_verified
 
@@ -31,6 +40,38 @@ _POLL_S = 0.2
 _MANY = 1024  # ranks, of which not all are read that often
 _POLL_MANY_S = 2.0
 _LEAD_S = 30.0  # after that the others do not wait for rank 0's verdict: they look themselves
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Of a checkpoint. why: it did not bring the job back when it was restored last, or will not;
+    empty: nothing is held against it. times: how often. is_sure: it never will."""
+
+    why: str = ""
+    times: int = 1
+    is_sure: bool = False
+
+    def again(self, why: str, *, is_luck: bool = False) -> Mark:
+        """It has failed once more. is_luck: that may be bad luck however often."""
+        before = self.times if self.why else 0
+        return Mark(note_of(why), before + 1, self.is_sure or (before > 0 and not is_luck))
+
+    def to_text(self) -> str:
+        """The value of its key."""
+        value = {"version": _VERSION, "problem": note_of(self.why)}
+        return json.dumps(value | {"times": self.times, "sure": self.is_sure})
+
+
+def mark_of(key: str, entry: Entry) -> Mark:
+    """Raises JobError."""
+    value = fields_of(key, entry, "version", "problem", times=1, sure=False)
+    why, times, is_sure = value["problem"], value["times"], value["sure"]
+    if not isinstance(why, str) or type(times) is not int or not 0 < times <= MAX_EPOCH:
+        raise JobError(f"{key}: problem is no text, or times no number")
+    if type(is_sure) is not bool:
+        raise JobError(f"{key}: sure is neither true nor false")
+    return Mark(why, times, is_sure)
 
 
 def verify(context: Context, order: Order, images: str) -> None:
@@ -104,8 +145,11 @@ def _decide(store: Store, keys: Keys, number: int) -> None:
 
 
 def _store(store: Store, keys: Keys, number: int, restored: int, wrong: str) -> None:
-    text = settled_text(wrong)
-    puts = [Put(_verdict(keys, number), text), Put(_mark(keys, restored), text)]
+    before = Mark()
+    with suppress(JobError):  # one that cannot be used counts as none
+        before = marks(store, keys, [restored]).get(restored, before)
+    mark = before.again(wrong) if wrong else Mark()
+    puts = [Put(_verdict(keys, number), settled_text(wrong)), put_mark(keys, restored, mark)]
     store.write([Require(_verdict(keys, number), 0)], puts)
 
 
@@ -132,18 +176,17 @@ def verdict(store: Store, keys: Keys, number: int, patience_s: float) -> str:
         time.sleep(_POLL_S)
 
 
-def unverified(store: Store, keys: Keys, numbers: Iterable[int]) -> dict[int, str]:
-    """Of checkpoints: those that did not bring the job back when they were restored last, and
-    why. Raises JobError, StoreError."""
+def marks(store: Store, keys: Keys, numbers: Iterable[int]) -> dict[int, Mark]:
+    """Of those checkpoints that have one. Raises JobError, StoreError."""
     wanted = {_mark(keys, number): number for number in numbers}
-    found = store.read(*wanted).entries if wanted else {}
-    texts = {wanted[key]: settled_of(key, entry) for key, entry in found.items() if key in wanted}
-    return {number: text for number, text in texts.items() if text}
+    entries = store.read(*wanted).entries if wanted else {}
+    found = {wanted[key]: mark_of(key, entry) for key, entry in entries.items() if key in wanted}
+    return {number: mark for number, mark in found.items() if mark.why}
 
 
-def mark(keys: Keys, number: int, why: str) -> Put:
-    """That a checkpoint did not bring the job back."""
-    return Put(_mark(keys, number), settled_text(why))
+def put_mark(keys: Keys, number: int, mark: Mark) -> Put:
+    """Of a checkpoint."""
+    return Put(_mark(keys, number), mark.to_text())
 
 
 def _verdict(keys: Keys, number: int) -> str:
