@@ -84,9 +84,10 @@ class Failure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
     """run: unlike that of any other start of the job. begun: restarts that have begun. in_a_row:
-    those of them since the newest checkpoint. epoch: that keeps the evidence, or restores; 0: none
-    yet. restored: the checkpoint that is or was brought back; 0: none. ended: the newest epoch when
-    all ranks had ended well, in this start of the job or an earlier one; 0: they never have."""
+    those of them since a checkpoint was restored that had not failed. epoch: that keeps the
+    evidence, or restores; 0: none yet. restored: the checkpoint that is or was brought back; 0:
+    none. ended: the newest epoch when all ranks had ended well, in this start of the job or an
+    earlier one; 0: they never have."""
 
     run: str
     number: int
