@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, leading, steering
+from gpustasis.jobs import epochs, leading, steering, verified
 from gpustasis.jobs.guard import Guard
 from gpustasis.jobs.leading import Leading, Ranks
 from gpustasis.jobs.lives import Life, Stage, Standing, Way, keeper_text, standing_text
@@ -184,20 +184,25 @@ def test_a_checkpoint_of_another_number_of_ranks_is_not_gone_on_from(
     assert epochs_of(keepers) == 1
 
 
-def test_a_rank_that_is_not_back_fails_the_job(keepers: Keepers) -> None:  # noqa: F811
-    """As soon as it has said so: its tasks are killed, and all others have to stop."""
+@pytest.mark.parametrize("first", ["", "rank 0 is not back: its command has failed"])
+def test_a_rank_that_is_not_back_fails_the_job(keepers: Keepers, first: str) -> None:  # noqa: F811
+    """As soon as it has said so: its tasks are killed, and all others have to stop. What another
+    one has said before is why."""
     checkpoint, keys = keepers.commit(), keepers.keys
     plan = Plan(world=2, leave_running=True, restores=checkpoint)
     number = epochs.begin(keepers.store, keys, plan)
     life = put(keepers, LIFE.failed(FAILURE).restoring(number, checkpoint), [Way.STOPPED] * 2)
     settled = Put(keys.settled(number, 1), settled_text("its command has failed"))
     phase = Put(keys.phase(number), phase_text(plan, Phase.COMMITTED))
+    if first:
+        verified._store(keepers.store, keys, number, checkpoint, first)
     keepers.store.write([], [phase, settled])
     lead_of(keepers).turn(life)
     after = keepers.life()
     assert (after.stage, after.number) == (Stage.STOPS, life.number + 1)
     assert after.begun == life.begun + 1
-    assert "has not brought it back: rank 1: its command has failed" in after.why()
+    wrong = first or "rank 1: its command has failed"
+    assert after.why() == f"epoch {number} has not brought it back: {wrong}"
     assert steering.all_recoveries(keepers.store, keys) == []
 
 

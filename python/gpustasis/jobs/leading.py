@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from gpustasis.jobs import choosing, epochs, kept
+from gpustasis.jobs import choosing, epochs, kept, verified
 from gpustasis.jobs.choosing import Choice
 from gpustasis.jobs.lives import (
     Failure,
@@ -278,8 +278,11 @@ class Leading:
             # How long it has been down is counted from its failure.
             self._move(life, life.not_restored(replace(life.failure, reason=reason)))
         elif any(found.problems.values()):
-            rank, wrong = min((rank, text) for rank, text in found.problems.items() if text)
-            reason = f"epoch {life.epoch} has not brought it back: rank {rank}: {wrong}"
+            rank, text = min((rank, text) for rank, text in found.problems.items() if text)
+            # Who was first has said so before it has killed its tasks; others may end of that.
+            verdict = verified.verdict(self._store, self._keys, life.epoch, patience_s=0.0)
+            wrong = verdict or f"rank {rank}: {text}"
+            reason = f"epoch {life.epoch} has not brought it back: {wrong}"
             self._move(life, life.not_back(replace(life.failure, rank=rank, reason=reason)))
         elif len(found.settled) == life.world or self._waited_s() > _SETTLED_S + self._verify_s:
             self._recovered(life, epoch=life.epoch, restored=life.restored)
