@@ -5,6 +5,7 @@
 #include "core/file.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,9 @@ namespace gpustasis {
 
 void BlockOutput::put(std::uint64_t offset, std::size_t size,
                       const std::function<void(MutBytes)>& make) {
+    if (size == 0)
+        return;
+    claim(offset, size);
     if (offset % kBlockSize + size <= kBlockSize) {
         make(at(offset, size));
         filled(offset, size);
@@ -27,6 +31,33 @@ void BlockOutput::put(std::uint64_t offset, std::size_t size,
         filled(offset, piece.size());
         rest = rest.subspan(piece.size());
         offset += piece.size();
+    }
+}
+
+// Nobody has put any of these bytes before, and nobody else will.
+void BlockOutput::claim(std::uint64_t offset, std::size_t size) {
+    const std::uint64_t end = offset + size;
+    const std::lock_guard lock(mutex_);
+    const auto after = claimed_.lower_bound(offset);
+    const auto before = after == claimed_.begin() ? claimed_.end() : std::prev(after);
+    if ((after != claimed_.end() && after->first < end) ||
+        (before != claimed_.end() && before->second > offset)) {
+        was_put_twice_ = true;
+        throw Error(Errc::bad_argument, "bytes from " + std::to_string(offset) + " to " +
+                                            std::to_string(end) + " were put twice");
+    }
+    const bool is_behind = before != claimed_.end() && before->second == offset;
+    const bool is_in_front = after != claimed_.end() && after->first == end;
+    if (is_behind) {
+        before->second = is_in_front ? after->second : end;
+        if (is_in_front)
+            claimed_.erase(after);
+    } else if (is_in_front) {
+        auto node = claimed_.extract(after);
+        node.key() = offset;
+        claimed_.insert(std::move(node));
+    } else {
+        claimed_.emplace(offset, end);
     }
 }
 
@@ -61,22 +92,21 @@ void BlockOutput::filled(std::uint64_t offset, std::size_t size) {
 }
 
 void BlockOutput::finish(std::uint64_t size) {
-    std::uint64_t put = written_;
+    std::uint64_t put = written_; // not of what was claimed, and could not be made or written
     for (const auto& [number, block] : open_)
         put += block.filled;
+    const std::uint64_t end = claimed_.empty() ? 0 : claimed_.rbegin()->second;
+    if (was_put_twice_)
+        throw Error(Errc::bad_argument, "bytes were put twice");
+    if (end > size)
+        throw Error(Errc::bad_argument, "bytes were put up to " + std::to_string(end) + ", and " +
+                                            std::to_string(size) + " is the size");
     if (put != size)
         throw Error(Errc::bad_argument,
                     std::to_string(put) + " of " + std::to_string(size) + " bytes were put");
-    for (auto& [number, block] : open_) {
-        const std::uint64_t begin = number * kBlockSize;
-        const std::uint64_t wanted =
-            begin < size ? std::min<std::uint64_t>(size - begin, kBlockSize) : 0;
-        if (block.filled != wanted)
-            throw Error(Errc::bad_argument, "of block " + std::to_string(number) + " " +
-                                                std::to_string(block.filled) + " of " +
-                                                std::to_string(wanted) + " bytes were put");
-        chunks_.write(begin, block.buffer.bytes(), static_cast<std::size_t>(wanted));
-    }
+    // So each byte was put, and once: an open block ends where the file does.
+    for (auto& [number, block] : open_)
+        chunks_.write(number * kBlockSize, block.buffer.bytes(), block.filled);
     open_.clear();
     chunks_.finish(size);
 }

@@ -25,11 +25,12 @@ public:
     BlockOutput(int fd, IoMode mode) : fd_(fd), chunks_(fd, mode, kDirectAlignment) {}
 
     /// Make the `size` bytes at `offset`: `make` fills all of what it is given. By several threads at once, each
-    /// byte of the file once. Throws Error: io, and what `make` throws; then finish() fails.
+    /// byte of the file once. Throws Error: bad_argument if one of them was put before, and then none of them is put;
+    /// io, and what `make` throws. After that finish() fails.
     void put(std::uint64_t offset, std::size_t size, const std::function<void(MutBytes)>& make);
 
     /// The file has `size` bytes, and all of them were put. Once, when no thread puts any more; the file is not
-    /// synced. Throws Error: io; bad_argument if a byte is missing.
+    /// synced. Throws Error: io; bad_argument if a byte is missing, or one was put twice or behind `size`.
     void finish(std::uint64_t size);
 
     bool is_direct() const noexcept { return chunks_.is_direct(); }
@@ -39,6 +40,7 @@ private:
         AlignedBuffer buffer;
         std::size_t filled = 0;
     };
+    void claim(std::uint64_t offset, std::size_t size);
     MutBytes at(std::uint64_t offset, std::size_t size);
     void filled(std::uint64_t offset, std::size_t size);
 
@@ -47,6 +49,10 @@ private:
     std::mutex mutex_;
     std::map<std::uint64_t, Block> open_; ///< by number; those that are not full
     std::uint64_t written_ = 0;           ///< bytes of blocks that were full
+    /// Begin and end of what was put, or is being put. What touches is one: a sum of bytes cannot tell a part that came
+    /// twice from one that is missing.
+    std::map<std::uint64_t, std::uint64_t> claimed_;
+    bool was_put_twice_ = false; ///< a byte, or somebody tried to
     BufferPool spare_;
 };
 

@@ -25,11 +25,13 @@ using sample::Buffer;
 
 namespace {
 bool reserves = true; // space for files, or as a file system that cannot
+int refused = 0;      // how often it could not
 } // namespace
 
 // In place of the C library's.
 extern "C" int fallocate(int fd, int mode, off_t offset, off_t size) {
     if (!reserves) {
+        ++refused;
         errno = EOPNOTSUPP;
         return -1;
     }
@@ -53,6 +55,30 @@ Buffer noise(std::size_t size) {
 
 UniqueFd open_new(const sample::TempDir& dir) {
     return UniqueFd(::open(dir.path("file").c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
+}
+
+bool takes_direct(const UniqueFd& file) {
+    try {
+        return static_cast<bool>(open_direct(file.get(), O_WRONLY, IoMode::direct));
+    } catch (const Error& e) {
+        CHECK(e.code() == Errc::unsupported);
+        return false;
+    }
+}
+
+// An empty file that O_DIRECT opens: in memory, which a tmpfs has since Linux 6.6, or else on a disk.
+UniqueFd open_new_for_direct() {
+    UniqueFd file(::memfd_create("direct", MFD_CLOEXEC));
+    CHECK(file);
+    for (const char* place : {"/tmp", "."}) { // which ctest sets to where the tests are built
+        if (takes_direct(file))
+            return file;
+        std::fprintf(stderr, "direct I/O is refused there: a file in %s instead\n", place);
+        file = open_new(sample::TempDir(place)); // that goes, and the file has no name any more
+        CHECK(file);
+    }
+    CHECK(takes_direct(file) && "no file here can be written directly: build on another disk");
+    return file;
 }
 
 struct Piece {
@@ -123,6 +149,52 @@ void a_file_with_a_hole_is_not_finished() {
     }
 }
 
+// What a sum of sizes does not show.
+void what_is_put_twice_is_refused() {
+    const Buffer wanted = noise(3 * kBlock);
+    for (const Piece& twice :
+         {Piece{0, kBlock}, Piece{kBlock, 3 * kBlock}, Piece{0, kBlock / 2}, Piece{10, 11},
+          Piece{kBlock - 1, kBlock + 1}, Piece{3 * kBlock - 1, 3 * kBlock}, Piece{0, 3 * kBlock}}) {
+        const sample::TempDir dir;
+        const UniqueFd file = open_new(dir);
+        BlockOutput output(file.get(), IoMode::automatic);
+        put(output, wanted, {kBlock / 2, kBlock});
+        put(output, wanted, {2 * kBlock, 3 * kBlock});
+        put(output, wanted, {0, kBlock / 2});
+        put(output, wanted, {kBlock, 2 * kBlock});
+        CHECK_THROWS(Errc::bad_argument, put(output, noise(wanted.size() + 8), twice));
+        CHECK_THROWS(Errc::bad_argument, output.finish(wanted.size()));
+        CHECK(read_part(file.get(), 0, wanted.size()) == wanted); // nothing of the second one
+    }
+}
+
+// The sum fits: one block behind the end is whole, and one before it is missing; or one came twice.
+void blocks_are_counted_by_their_numbers() {
+    const Buffer wanted = noise(3 * kBlock);
+    const sample::TempDir dir;
+    {
+        const UniqueFd file = open_new(dir);
+        BlockOutput output(file.get(), IoMode::automatic);
+        put(output, wanted, {0, kBlock});
+        put(output, wanted, {2 * kBlock, 3 * kBlock});
+        CHECK_THROWS(Errc::bad_argument, output.finish(2 * kBlock));
+    }
+    for (const Piece& twice : {Piece{0, kBlock}, Piece{kBlock, kBlock + kBlock / 2}}) {
+        const UniqueFd file = open_new(dir);
+        BlockOutput output(file.get(), IoMode::automatic);
+        std::size_t sum = 0;
+        for (const Piece& piece : {Piece{0, kBlock}, twice, twice}) {
+            try {
+                put(output, wanted, piece);
+            } catch (const Error& e) {
+                CHECK(e.code() == Errc::bad_argument);
+            }
+            sum += piece.end - piece.begin;
+        }
+        CHECK_THROWS(Errc::bad_argument, output.finish(sum));
+    }
+}
+
 // As on a disk that is full. Through the page cache: direct writes reserve space first.
 void a_block_that_could_not_be_written_is_missed() {
     const Buffer wanted = noise(2 * kBlock);
@@ -145,12 +217,13 @@ void a_block_that_could_not_be_written_is_missed() {
 void a_file_written_directly_has_its_size() {
     reserves = false;
     for (const std::size_t size : {std::size_t{5000}, 2 * kBlock + 100}) {
-        const UniqueFd file(::memfd_create("direct", MFD_CLOEXEC));
-        CHECK(file);
+        const UniqueFd file = open_new_for_direct();
         const Buffer wanted = noise(size);
+        refused = 0;
         BlockOutput output(file.get(), IoMode::direct);
         put(output, wanted, {0, size});
         output.finish(size);
+        CHECK(refused > 0); // else the C library's was asked, and this has shown nothing
         CHECK(file_size(file.get()) == size);
         CHECK(read_part(file.get(), 0, size) == wanted);
     }
@@ -189,6 +262,8 @@ void what_cannot_be_made_is_missing() {
 int main() {
     pieces_become_the_file();
     a_file_with_a_hole_is_not_finished();
+    what_is_put_twice_is_refused();
+    blocks_are_counted_by_their_numbers();
     a_block_that_could_not_be_written_is_missed();
     a_file_written_directly_has_its_size();
     what_is_put_behind_the_end_is_refused();
