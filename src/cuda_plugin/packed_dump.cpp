@@ -127,6 +127,7 @@ void PackedDump::look() noexcept {
         host::error(std::string("layout = \"packed\": ") + e.what());
         tried_ = true;
         redirect_.reset();
+        withdraw(); // now: this criu may be ended, or killed, before it comes to the end of the dump
         if (!host::fail_dump()) {
             host::error("this criu does not let the dump fail: it is ended, and the tasks run on");
             host::undo_dump_of_criu(); // all else its end undoes
@@ -139,7 +140,24 @@ void PackedDump::pack() {
     const int directory = redirect_->memory();
     const std::vector<std::string> names = names_in(directory);
     require_all_pages(directory, names);
+    began_to_pack_ = true;
     pack_(directory, names);
+}
+
+// Of a pack or a sealed file that is whole as well: what comes behind it, as its signature, may be what failed.
+void PackedDump::withdraw() noexcept {
+    if (!began_to_pack_) // what is there, if anything, is of an earlier dump
+        return;
+    try {
+        remove_early_images(image_dir_);
+    } catch (const std::exception& e) {
+        host::error(std::string("what this dump has left is no checkpoint: remove it: ") +
+                    e.what());
+    }
+    // Of sealed files, this one lists the others: without it they are no checkpoint to anybody.
+    for (const char* name : {kPackName, seal::kSealedName})
+        if (::unlinkat(image_dir_, name, 0) != 0 && errno != ENOENT)
+            host::error(std::string("what this dump has left is no checkpoint: remove ") + name);
 }
 
 // What is taken out of the tasks comes back into memory next: there must be room for it.
@@ -157,20 +175,10 @@ void PackedDump::drop_images() noexcept {
 }
 
 bool PackedDump::end(bool succeeded) noexcept {
-    if (!succeeded)
-        drop_images();
-    if (succeeded || !done_)
-        return !succeeded || done_;
-    try {
-        remove_early_images(image_dir_);
-    } catch (const Error& e) {
-        host::error(std::string("what this dump has left is no checkpoint: remove it: ") +
-                    e.what());
-    }
-    // Of sealed files, this one lists the others: without it they are no checkpoint to anybody.
-    for (const char* name : {kPackName, seal::kSealedName})
-        if (::unlinkat(image_dir_, name, 0) != 0 && errno != ENOENT)
-            host::error(std::string("what this dump has left is no checkpoint: remove ") + name);
+    if (succeeded)
+        return done_;
+    drop_images();
+    withdraw();
     return true;
 }
 

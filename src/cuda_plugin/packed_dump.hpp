@@ -22,7 +22,8 @@ namespace gpustasis {
 /// and while it can still let the tasks run on.
 class PackedDump {
 public:
-    /// Packs the files `names` of `directory`. Throws Error: the dump must fail.
+    /// Packs the files `names` of `directory`. Nothing of an earlier dump is there any more that it would replace: of a
+    /// dump that fails from here on, pack and sealed file are removed. Throws Error: the dump must fail.
     using Pack = std::function<void(int directory, const std::vector<std::string>& names)>;
 
     /// Before criu writes an image. At most one of them lives. `image_dir` outlives it. Throws Error:
@@ -47,6 +48,7 @@ private:
     static int close_of_criu(int fd) noexcept;
     void look() noexcept;
     void pack();
+    void withdraw() noexcept;
     void drop_images() noexcept;
 
     int image_dir_;
@@ -56,6 +58,7 @@ private:
     std::unique_ptr<ImageRedirect> redirect_; ///< until all is over
     std::optional<ImportSlot> slot_;
     bool tried_ = false;
+    bool began_to_pack_ = false;
     bool done_ = false;
 };
 

@@ -29,6 +29,7 @@ from .test_sealed_streams import run
 LAYOUTS = ["criu", "packed", "sealed"]
 SMALL: dict[str, Scalar] = {"chunk_size": 4096}
 INVENTORY = "inventory.img"
+FILES, SEALED = "gpustasis-files.img", "gpustasis-sealed.img"
 
 
 @pytest.fixture
@@ -311,6 +312,8 @@ def test_a_key_that_goes_while_the_dump_is_made(
         rig.settle(images)
         job.run_on()
         assert not (images / INVENTORY).exists() and not (images / SIGNATURE).exists()
+        # Either was whole: unsealed, it would have been a complete checkpoint.
+        assert not {path.name for path in images.iterdir()} & {FILES, SEALED}
 
 
 def read_log(images: Path) -> str:

@@ -64,12 +64,16 @@ void delete_link_remaps(void) {
 }
 // The plugin ends the process that stands for criu; this tells what it has done before.
 void _exit(int status) {
+    if (stubborn && ::faccessat(image_dir, gpustasis::kPackName, F_OK, 0) == 0)
+        undone |= 8; // which it is to leave to nobody
     ::syscall(SYS_exit_group, stubborn ? 16 + undone : status);
     std::abort();
 }
 }
 
 namespace {
+
+constexpr const char* kOther = "gpustasis-1.img"; // the undo may still need it
 
 struct Dump {
     sample::TempDir dir;
@@ -82,9 +86,11 @@ struct Dump {
         image_dir = ::open(dir.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         made.emplace(dir.fd(), [this, fails](int memory, const std::vector<std::string>& names) {
             packed = names;
-            if (fails)
-                throw io_error("test", ENOSPC);
             copy_early_images(memory, names, dir.fd());
+            for (const char* name : {kPackName, seal::kSealedName, kOther})
+                sample::write_file(dir.fd(), name, sample::pattern_bytes(5));
+            if (fails) // all is whole by then: what signs it comes last
+                throw io_error("test", ENOSPC);
         });
     }
     ~Dump() {
@@ -105,6 +111,7 @@ struct Dump {
         return global;
     }
     bool is_checkpoint() const { return dir.has(kInventoryImage); }
+    bool has_files() const { return dir.has(kPackName) || dir.has(seal::kSealedName); }
 };
 
 void the_last_close_packs() {
@@ -119,11 +126,10 @@ void the_last_close_packs() {
     CHECK(::fstat(image_dir, &led) == 0 && ::fstat(dump.dir.fd(), &real) == 0);
     CHECK(led.st_ino == real.st_ino && led.st_dev == real.st_dev);
     CHECK(dump.made->end(true) && dump.is_checkpoint());
-    for (const char* name : {kPackName, seal::kSealedName})
-        sample::write_file(dump.dir.fd(), name, sample::pattern_bytes(5));
+    CHECK(dump.dir.has(kPackName) && dump.dir.has(seal::kSealedName));
     CHECK(dump.made->end(false));
     CHECK(!dump.is_checkpoint() && !dump.dir.has("ids-1.img"));
-    CHECK(!dump.dir.has(kPackName) && !dump.dir.has(seal::kSealedName));
+    CHECK(!dump.has_files() && dump.dir.has(kOther));
 }
 
 void what_criu_could_not_write_is_not_packed() {
@@ -138,7 +144,25 @@ void what_criu_could_not_write_is_not_packed() {
 void a_pack_that_fails_fails_the_dump() {
     Dump dump(true);
     CHECK(::close(Dump::write_all()) == 0);
-    CHECK(cut && unwritable >= 0 && !dump.made->is_done() && !dump.is_checkpoint());
+    CHECK(cut && unwritable >= 0 && !dump.made->is_done());
+    for (int turn = 0; turn < 2; ++turn) { // before criu comes to the end of the dump, and then
+        CHECK(!dump.has_files() && dump.dir.has(kOther));
+        CHECK(!dump.is_checkpoint() && !dump.dir.has("ids-1.img"));
+        sample::write_file(dump.dir.fd(), seal::kSealedName, {}); // as if it could not be removed
+        CHECK(dump.made->end(false));
+    }
+}
+
+// Until something is packed, whatever has these names is of a checkpoint that may be good.
+void a_dump_that_packs_nothing_removes_nothing() {
+    Dump dump;
+    for (const char* name : {kPackName, seal::kSealedName})
+        sample::write_file(dump.dir.fd(), name, sample::pattern_bytes(5));
+    const int last = Dump::write_all();
+    cut = true;
+    ::close(last);
+    CHECK(!dump.made->is_done() && dump.packed.empty() && dump.made->end(false));
+    CHECK(dump.dir.has(kPackName) && dump.dir.has(seal::kSealedName));
 }
 
 void pages_that_went_elsewhere_fail_the_dump() {
@@ -258,6 +282,7 @@ int main() {
     the_last_close_packs();
     what_criu_could_not_write_is_not_packed();
     a_pack_that_fails_fails_the_dump();
+    a_dump_that_packs_nothing_removes_nothing();
     pages_that_went_elsewhere_fail_the_dump();
     pages_that_are_in_no_image_fail_the_dump();
     a_child_packs_nothing();
