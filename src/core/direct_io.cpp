@@ -52,6 +52,18 @@ bool offers_direct(int fd) {
 
 } // namespace
 
+std::shared_ptr<BufferPool> BufferPool::of_process() {
+    static std::mutex mutex;
+    static std::weak_ptr<BufferPool> living;
+    const std::lock_guard lock(mutex);
+    std::shared_ptr<BufferPool> pool = living.lock();
+    if (!pool) {
+        pool = std::make_shared<BufferPool>();
+        living = pool;
+    }
+    return pool;
+}
+
 UniqueFd open_direct(int fd, int flags, IoMode mode) {
     if (mode == IoMode::buffered || (mode == IoMode::automatic && !offers_direct(fd)))
         return {};

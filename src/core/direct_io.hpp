@@ -50,9 +50,17 @@ private:
 };
 
 /// Buffers that are used again and again, by any number of threads: large memory that comes new from the kernel each
-/// time costs a fault for every page of it, more than what is done with it.
+/// time costs a fault for every page of it, more than what is done with it. It keeps no more of them than were taken at
+/// once, and no more than kMostKept bytes.
 class BufferPool {
 public:
+    /// One for each of the threads that may wait for a device (workers.hpp), with what is read or written at once.
+    static constexpr std::size_t kMostKept = std::size_t{64} << 20;
+
+    /// One for all files of this process that are read: a restore has one open for each task, and more for those that it
+    /// is built on. It is there until nobody has it any more.
+    static std::shared_ptr<BufferPool> of_process();
+
     /// One of `size` bytes at least. Throws std::bad_alloc.
     AlignedBuffer take(std::size_t size) {
         {
@@ -60,6 +68,7 @@ public:
             while (!spare_.empty()) {
                 AlignedBuffer found = std::move(spare_.back());
                 spare_.pop_back();
+                kept_ -= found.bytes().size();
                 if (found.bytes().size() >= size)
                     return found;
             }
@@ -67,16 +76,23 @@ public:
         return AlignedBuffer(size);
     }
     void put_back(AlignedBuffer buffer) {
+        const std::size_t size = buffer.bytes().size();
         const std::lock_guard lock(mutex_);
-        if (spare_.size() < kMost)
-            spare_.push_back(std::move(buffer));
+        if (size > kMostKept - kept_)
+            return;
+        spare_.push_back(std::move(buffer));
+        kept_ += size;
+    }
+    /// Bytes of the buffers that nobody has at the moment.
+    std::size_t kept() const {
+        const std::lock_guard lock(mutex_);
+        return kept_;
     }
 
 private:
-    static constexpr std::size_t kMost = 8; // of several readers each has its own
-
-    std::mutex mutex_;
+    mutable std::mutex mutex_;
     std::vector<AlignedBuffer> spare_; ///< the last one first: it is in a cache
+    std::size_t kept_ = 0;             ///< bytes of those
 };
 
 /// Whether `bytes` can be a buffer of direct I/O.

@@ -44,7 +44,7 @@ SealedReader::SealedReader(int dir, const std::string& name, const DataKey& key,
                            std::uint32_t file_id, IoMode io)
     : file_(std::make_shared<const UniqueFd>(open_regular(dir, name))),
       frames_(std::make_shared<const ChunkInput>(file_, 0, gpustasis::file_size(file_->get()), io)),
-      buffers_(std::make_unique<BufferPool>()), header_bytes_(read_header(file_->get())),
+      buffers_(BufferPool::of_process()), header_bytes_(read_header(file_->get())),
       header_(header_for(header_bytes_, key, file_id)), opener_(key, file_id, header_bytes_) {
     const std::uint64_t size = frames_->size();
     const std::uint64_t end_at = size - kFrameOverhead - kEndSize;

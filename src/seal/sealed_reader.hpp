@@ -61,7 +61,7 @@ private:
 
     std::shared_ptr<const UniqueFd> file_;
     std::shared_ptr<const ChunkInput> frames_; ///< the same file
-    std::unique_ptr<BufferPool> buffers_;      ///< for frames
+    std::shared_ptr<BufferPool> buffers_;      ///< for frames as they are stored
     std::vector<std::byte> header_bytes_;
     SealedHeader header_;
     FrameOpener opener_;

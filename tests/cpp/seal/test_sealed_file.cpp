@@ -3,6 +3,7 @@
 #include "check.hpp"
 #include "sealed_sample.hpp"
 
+#include "core/direct_io.hpp"
 #include "core/error.hpp"
 #include "seal/content_map.hpp"
 #include "seal/sealed_writer.hpp"
@@ -83,6 +84,23 @@ void any_part_can_be_read() {
     Buffer past(1);
     CHECK_THROWS(Errc::bad_argument, reader.read(*file, whole.size(), past));
     CHECK_THROWS(Errc::bad_argument, reader.read(99, 0, past));
+}
+
+// However many are open, as one for each task at a restore: what they keep is bounded once for all of them.
+void readers_use_the_same_buffers() {
+    const Directory sealed;
+    seal::FreshKey key;
+    sample::seal_into(sealed, key);
+    const auto pool = BufferPool::of_process();
+    CHECK(pool->kept() == 0);
+    const seal::SealedReader first(sealed.fd(), seal::kSealedName, key.key());
+    const seal::SealedReader second(sealed.fd(), seal::kSealedName, key.key());
+    Buffer part(5000);
+    first.read(*first.find("pages-1.img"), 0, part);
+    const std::size_t kept = pool->kept();
+    CHECK(kept > part.size());
+    second.read(*second.find("pages-1.img"), 0, part);
+    CHECK(pool->kept() == kept);
 }
 
 void no_files_at_all_is_a_sealed_file_too() {
@@ -197,6 +215,7 @@ int main() {
     files_come_back_with_mode_and_time();
     nothing_is_in_the_clear();
     any_part_can_be_read();
+    readers_use_the_same_buffers();
     no_files_at_all_is_a_sealed_file_too();
     what_cannot_be_sealed_is_refused_and_leaves_nothing();
     a_file_that_changes_is_noticed();
