@@ -196,3 +196,13 @@ def _each(process: Path, look: Callable[[Path], Seen]) -> Iterator[Seen]:
             yield look(fd)
         except OSError:  # closed, or of a name too long to be told
             continue
+
+
+def is_of_ipc_job(pid: int) -> bool:
+    """Whether a process belongs to a job of CUDA IPC, for whose processes the driver has to be
+    called one after the other: it writes to the job's file. One that has ended does not."""
+    try:
+        environ = (PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return False
+    return any(word.startswith(b"CUDA_CHECKPOINT_JOB_FILE=") for word in environ.split(b"\0"))

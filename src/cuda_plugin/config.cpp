@@ -22,6 +22,7 @@ namespace {
 
 constexpr const char* kDefaultPath = "/etc/gpustasis/config.toml";
 constexpr std::int64_t kMaxThreads = 1024;
+constexpr std::int64_t kMaxParallelGpus = 256;
 constexpr std::int64_t kMaxChain = 65535;
 constexpr std::int64_t kMaxChunkSize = std::int64_t{4} << 20;
 
@@ -281,6 +282,8 @@ void set_key(Config& config, const std::string& path, std::string_view key,
         config.dump_locked = word == "dump";
     } else if (key == "lock_timeout_ms") {
         config.lock_timeout_ms = number(path, key, node, 1, kMaxMs);
+    } else if (key == "parallel_gpus") {
+        config.parallel_gpus = number(path, key, node, 0, kMaxParallelGpus);
     } else if (key == "driver_timeout_ms") {
         config.driver_timeout_ms = number(path, key, node, 1, kMaxMs);
     } else if (key == "gpu_map") {

@@ -68,6 +68,8 @@ struct Config {
         trusted; ///< of a restore: certificates of those who may have signed; none: nobody need have
     bool require_guard = false; ///< key guard = "auto" | "require"
     bool dump_locked = false;   ///< key found_locked = "refuse" | "dump": a task that others locked
+    unsigned parallel_gpus =
+        0; ///< tasks that the driver works in at once; 0: as many as there are GPUs
     std::uint32_t lock_timeout_ms = 10'000;    ///< for submitted GPU work to drain; not 0
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0
     std::vector<GpuMapEntry> gpu_map;          ///< of a restore

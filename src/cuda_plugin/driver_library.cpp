@@ -166,6 +166,7 @@ ProcessGpus DriverLibrary::look_at_gpus(int pid) const {
 }
 
 void DriverLibrary::initialize() {
+    const std::lock_guard once(initialize_);
     if (initialized_)
         return;
     const driver::Result result = api_.init(0);

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 /// The driver's libraries, loaded into this process: libcuda.so.1 and, if there is one,
 /// libnvidia-ml.so.1. The driver keeps threads that outlive every call, so a process that has
-/// made one of these must end by _exit.
+/// made one of these must end by _exit. Calls for different processes may be made side by side; before
+/// the first of them one of any kind must have been made.
 #pragma once
 
 #include "cuda_plugin/driver.hpp"
 #include "cuda_plugin/driver_abi.hpp"
 
+#include <mutex>
 #include <string>
 
 namespace gpustasis {
@@ -54,6 +56,7 @@ private:
     Api api_;
     std::string nvml_;
     bool is_emulator_ = false;
+    std::mutex initialize_;
     bool initialized_ = false;
 };
 

@@ -4,6 +4,7 @@
 #include "cuda_plugin/dump_session.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/side_by_side.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
 #include "cuda_plugin/traced_thread.hpp"
 #include "cuda_plugin/undo.hpp"
@@ -12,8 +13,11 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <deque>
 #include <exception>
+#include <optional>
 #include <string>
 
 namespace gpustasis {
@@ -49,21 +53,136 @@ void DumpSession::sign_directory() {
     }
 }
 
+// What was begun with a task that has ended: nothing is left to undo.
+void DumpSession::settle_dead(TaskRecord& record) noexcept {
+    forget_drop(record);
+    forget_checkpoint(record);
+    record.settled = true;
+}
+
+void DumpSession::tell_left(const TaskRecord& record, const char* why) noexcept {
+    host::error(name(record) + " is left as it is, its GPU work may hang: " + why +
+                "; the driver worker tries again when criu is gone, then try gpustasis "
+                "recover " +
+                std::to_string(record.pid));
+    statistics_.result = "failed";
+    statistics_.error = why;
+}
+
+// Bytes that are to be put back into it, or that the driver has staged in it.
+std::uint64_t DumpSession::missing_in(const TaskRecord& record) {
+    return record.drop_begun && !record.refilled ? statistics_of(record).staged_bytes : 0;
+}
+
+// While every thread of the task is frozen: none may see the memory missing.
+void DumpSession::refill(TaskRecord& record) {
+    Guard& guard = guards_[record.pid];
+    refill_task(record, undo_images_, config_.threads, guard.pages ? &*guard.pages : nullptr);
+}
+
+/// A task that is brought back.
+struct DumpSession::GoingBack {
+    TaskRecord* record = nullptr;
+    std::optional<ThawedThread> thawed; ///< if the dump came so far that it is frozen
+    bool failed = false;                ///< and that was told
+    bool restored = false;
+};
+
+// All tasks are restored before any is unlocked. While the driver restores one, memory is put back into the next.
+void DumpSession::undo_tree() noexcept {
+    std::deque<GoingBack> tasks;
+    try {
+        for (std::size_t i = 0; i < table_->task_count; ++i) {
+            TaskRecord& record = table_->tasks[i];
+            if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead)
+                settle_dead(record);
+            else
+                tasks.emplace_back().record = &record;
+        }
+        const auto fail = [&](GoingBack& task, const std::exception_ptr& error) {
+            task.failed = true;
+            try {
+                std::rethrow_exception(error);
+            } catch (const std::exception& e) {
+                tell_left(*task.record, e.what());
+            }
+        };
+        // One that cannot be brought back keeps no other from it. What was lost with the worker because of
+        // another is tried once more, below.
+        const auto step = [&](auto&& begin, auto&& done) {
+            side_by_side(
+                worker_, tasks.size(),
+                {.limit = statistics_.parallel_gpus,
+                 .memory = [&](std::size_t i) { return missing_in(*tasks[i].record); },
+                 .room = [&](std::size_t i) { return room_of(tasks[i].record->pid); }},
+                [&](std::size_t i) -> std::optional<Worker::Call> {
+                    GoingBack& task = tasks[i];
+                    try {
+                        return begin(task);
+                    } catch (const std::exception&) {
+                        if (worker_.is_there()) // else it was that: one more try, below
+                            fail(task, std::current_exception());
+                        return std::nullopt;
+                    }
+                },
+                [&](const CallsUnderWay::Answer& answer) {
+                    GoingBack& task = tasks[answer.number];
+                    statistics_of(*task.record).phases.add("undo", answer.waited);
+                    try {
+                        if (!answer.error)
+                            done(task);
+                        else if (!answer.lost)
+                            fail(task, answer.error);
+                    } catch (const std::exception&) {
+                        fail(task, std::current_exception());
+                    }
+                });
+        };
+        step(
+            [&](GoingBack& task) -> std::optional<Worker::Call> {
+                TaskRecord& record = *task.record;
+                host::info("bringing back " + name(record));
+                statistics_of(record).phases.time("undo", [&] { refill(record); });
+                const bool is_frozen = is_traced_by_us(record.restore_tid);
+                if (is_frozen)
+                    task.thawed.emplace(record);
+                const WatchedThread watched(worker_, is_frozen ? record.restore_tid : 0);
+                // Quick, where there is nothing to restore.
+                task.restored =
+                    worker_.state(record.pid) == ProcessState::running || !record.checkpoint_begun;
+                if (task.restored)
+                    return std::nullopt;
+                return worker_.begin_undo_restore(record, is_frozen ? record.restore_tid : 0);
+            },
+            [](GoingBack& task) { task.restored = true; });
+        step(
+            [&](GoingBack& task) -> std::optional<Worker::Call> {
+                if (!task.restored)
+                    return std::nullopt;
+                return worker_.begin_undo_unlock(*task.record,
+                                                 task.thawed ? task.record->restore_tid : 0);
+            },
+            [&](GoingBack& task) {
+                if (task.thawed)
+                    task.thawed->refreeze();
+                task.record->settled = true;
+                host::info("brought back " + name(*task.record));
+            });
+    } catch (const std::exception& e) {
+        host::warn(std::string("tasks are not brought back side by side: ") + e.what());
+    }
+    for (GoingBack& task : tasks) {
+        task.thawed.reset();
+        if (!task.record->settled && !task.failed)
+            undo(*task.record);
+    }
+}
+
 void DumpSession::undo(TaskRecord& record) noexcept {
     try {
-        if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead) {
-            forget_drop(record);
-            forget_checkpoint(record);
-            record.settled = true;
-            return;
-        }
-        TaskStatistics& statistics = statistics_of(record);
         host::info("bringing back " + name(record));
-        statistics.phases.time("undo", [&] {
-            // While every thread of it is frozen: none may see the memory missing.
-            Guard& guard = guards_[record.pid];
-            refill_task(record, undo_images_, config_.threads,
-                        guard.pages ? &*guard.pages : nullptr);
+        statistics_of(record).phases.time("undo", [&] {
+            refill(record);
             // Frozen only if the dump came that far: a failing lock leaves the task running.
             if (is_traced_by_us(record.restore_tid)) {
                 ThawedThread thawed(record);
@@ -77,12 +196,7 @@ void DumpSession::undo(TaskRecord& record) noexcept {
         record.settled = true;
         host::info("brought back " + name(record));
     } catch (const std::exception& e) {
-        host::error(name(record) + " is left as it is, its GPU work may hang: " + e.what() +
-                    "; the driver worker tries again when criu is gone, then try gpustasis "
-                    "recover " +
-                    std::to_string(record.pid));
-        statistics_.result = "failed";
-        statistics_.error = e.what();
+        tell_left(record, e.what());
     }
 }
 
@@ -124,10 +238,9 @@ void DumpSession::finish(bool succeeded) noexcept {
         const bool killed = succeeded && host::final_state() == criu::FinalState::dead;
         bool settled = true;
         if (!killed) {
-            for (std::size_t i = 0; i < table_->task_count; ++i) {
-                undo(table_->tasks[i]);
+            undo_tree();
+            for (std::size_t i = 0; i < table_->task_count; ++i)
                 settled = settled && table_->tasks[i].settled;
-            }
         }
         if (begun_ && (killed || !settled)) {
             table_->left = true;

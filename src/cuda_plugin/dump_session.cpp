@@ -20,14 +20,6 @@
 #include <utility>
 
 namespace gpustasis {
-namespace {
-
-std::string name(const TaskRecord& record) {
-    return "pid " + std::to_string(record.pid);
-}
-
-} // namespace
-
 DumpSession::DumpSession(const Config& config, PluginOptions options)
     : config_(config), options_(std::move(options)), image_dir_(host::open_image_dir()),
       lineage_(image_dir_.get()), undo_images_(lineage_), table_(OnOrphaned::undo),
@@ -118,7 +110,6 @@ void DumpSession::begin() {
 bool DumpSession::pause(pid_t pid) {
     const bool first = std::exchange(root_, root_ == 0 ? pid : root_) == 0;
     files_.add_task(pid);
-    bool asked = false;
     try {
         if (first) {
             const host::PausedAlarm paused;
@@ -137,73 +128,34 @@ bool DumpSession::pause(pid_t pid) {
             if (config_.cpu_memory == CpuMemory::ours)
                 choose_parent_once();
         }
-        return pause_task(pid, asked);
     } catch (const Error& e) {
-        // The tree still runs: a child may end while it is looked at, and CRIU goes on without it. Of
-        // one that ends while the driver works in it, the driver may be the cause: that is told.
-        if (asked || !proc::has_exited(pid))
+        if (!proc::has_exited(pid))
             throw;
         host::info("pid " + std::to_string(pid) + " has ended: " + e.what());
         return false;
     }
+    if (first)
+        lock_tree();
+    if (const TaskRecord* locked = table_.find(pid)) // with the whole tree
+        return is_still(*locked);
+    TaskRecord* record = look_at(pid);
+    if (record != nullptr)
+        lock({record}, pid);
+    return record != nullptr;
 }
 
-bool DumpSession::pause_task(pid_t pid, bool& asked) {
-    if (!proc::may_use_cuda(pid)) // only what uses CUDA can lack memory
+// False: the task has ended since it was locked. Throws Error: io if its pid is another program's by now.
+bool DumpSession::is_still(const TaskRecord& record) const {
+    if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead) {
+        host::info("pid " + std::to_string(record.pid) + " has ended since it was locked");
         return false;
-    DumpLock lock_of_dump(identify_task(pid), "criu " + std::to_string(::getpid()) +
-                                                  " dumps it into " +
-                                                  directory_path(image_dir_.get()));
-    refuse_missing_memory(pid, false);
-    const host::PausedAlarm paused;
-    choose_parent_once();
-    require_lock(lock_of_dump, config_.externalize); // as settled by then
-    const auto tid = worker_.restore_thread(pid);
-    if (!tid)
-        return false;
-    begin();
-    require_answering(pid, *tid);
-    asked = true;
-    const ProcessState before = worker_.state(pid);
-    if (before == ProcessState::failed)
-        throw Error(Errc::io, "the driver has given the process up (state FAILED)");
-    if (before != ProcessState::running && !config_.dump_locked)
-        throw Error(Errc::unsupported,
-                    std::string("the driver says that the process is ") +
-                        (before == ProcessState::locked ? "locked" : "checkpointed") +
-                        ": another program is at work on it, or has left it so; unlock it, or "
-                        "set found_locked = \"dump\" to have it dumped as it is");
-    const TaskIdentity identity = identify_task(pid);
-    table_.refuse_same_image(pid, identity.inner_pid);
-    locks_.push_back(std::move(lock_of_dump));
-    TaskRecord& record = table_.add(pid);
-    record.image_pid = identity.inner_pid;
-    record.start_time = identity.start_time;
-    record.pid_namespace = identity.pid_namespace;
-    record.checkpoint_id = images_.manifest().checkpoint_id;
-    record.restore_tid = *tid;
-    record.state_before = before;
-    TaskStatistics& statistics = statistics_of(record);
-    if (before != ProcessState::checkpointed) {
-        statistics.gpus = worker_.gpus_of(pid);
-        for (std::string& risk :
-             take_risks(pid, images_.manifest().driver_api_version, table_->task_count,
-                        statistics.gpus, staging_room_, config_))
-            statistics_.risks.push_back(std::move(risk));
     }
-    if (before == ProcessState::running)
-        lock(record, statistics);
-    else
-        host::info(name(record) + " was found locked or checkpointed and will be left so");
+    const std::string thread =
+        "/proc/" + std::to_string(record.pid) + "/task/" + std::to_string(record.restore_tid);
+    if (::access(thread.c_str(), F_OK) != 0 && !proc::has_exited(record.pid))
+        throw Error(Errc::io,
+                    "the process has executed another program since it was locked: try again");
     return true;
-}
-
-void DumpSession::lock(TaskRecord& record, TaskStatistics& statistics) {
-    record.lock_begun = true;
-    statistics.phases.time("lock", [&] { worker_.lock(record.pid, config_.lock_timeout_ms); });
-    if (worker_.state(record.pid) != ProcessState::locked)
-        throw Error(Errc::io, "the driver says it locked the process, and that it is not locked");
-    host::info("locked " + name(record));
 }
 
 bool DumpSession::checkpoint(pid_t pid) {
@@ -212,10 +164,13 @@ bool DumpSession::checkpoint(pid_t pid) {
         throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
                               "try again");
     images_.require_as_asked();
-    close_left_userfaultfd(pid, record, closed_);
-    std::vector<Region> staging;
-    if (record != nullptr)
-        staging = checkpoint_device(*record);
+    if (record != nullptr && !is_still(*record))
+        record = nullptr; // and another task has its pid
+    checkpoint_tree(pid);
+    close_left(pid);
+    if (record != nullptr && !staging_.contains(pid))
+        throw Error(Errc::io, "criu asks about a process that was not frozen before: try again");
+    const std::vector<Region>& staging = staging_[pid];
     if (packed_ && record != nullptr) // from now on as much is missing, or has been staged
         packed_->leave_room(pid, record->drop_begun ? statistics_of(*record).staged_bytes : 0);
     cpu_memory_.add(pid, staging);
@@ -225,89 +180,6 @@ bool DumpSession::checkpoint(pid_t pid) {
                          [this](CpuMemoryDump::Noted noted) { note(std::move(noted)); });
     images_.asked_about(pid);
     return taken || record != nullptr;
-}
-
-// On return nothing of the task runs any more. Gives the memory that the driver staged.
-std::vector<Region> DumpSession::checkpoint_device(TaskRecord& record) {
-    TaskStatistics& statistics = statistics_of(record);
-    if (record.state_before == ProcessState::checkpointed) {
-        refuse_missing_memory(record.pid, false); // another dump may have dropped it meanwhile
-        require_checkpointed(record);
-        note({{entry_of(record), record.pid}});
-        return {};
-    }
-
-    const std::vector<Mapping> before = read_maps(record.pid);
-    run_driver_checkpoint(record, statistics);
-    std::vector<Region> regions;
-    if (config_.externalize || cpu_memory_.is_on())
-        regions = statistics.phases.time("find_staging", [&] {
-            return find_staging(before, read_maps(record.pid), addresses_in_use(record.pid));
-        });
-    if (regions.empty() || !config_.externalize)
-        note({{entry_of(record), record.pid}});
-    else
-        externalize(record, regions, statistics);
-    host::info("checkpointed " + name(record) + ": " +
-               std::to_string(statistics.staged_bytes >> 20) + " MiB of GPU memory, " +
-               std::to_string(statistics.file_bytes >> 20) + " MiB stored");
-    return regions;
-}
-
-// Whoever has left it so may have come back for it before it was frozen.
-void DumpSession::require_checkpointed(TaskRecord& record) {
-    ThawedThread thawed(record);
-    const WatchedThread watched(worker_, record.restore_tid);
-    const ProcessState state = worker_.state(record.pid);
-    thawed.refreeze();
-    if (state != ProcessState::checkpointed)
-        throw Error(Errc::io, "another program has restored the process meanwhile; try again");
-}
-
-void DumpSession::run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics) {
-    const std::vector<pid_t> threads = proc::threads(record.pid);
-    record.checkpoint_begun = true;
-    record_checkpoint(record, image_dir_.get(), config_.externalize);
-    ThawedThread thawed(record);
-    const WatchedThread watched(worker_, record.restore_tid);
-    statistics.phases.time("driver_checkpoint", [&] { worker_.checkpoint(record.pid); });
-    if (worker_.state(record.pid) != ProcessState::checkpointed)
-        throw Error(Errc::io, "the driver says it checkpointed the process, and that it is not "
-                              "checkpointed");
-    proc::wait_for_helper_threads(record.pid, threads);
-    thawed.refreeze();
-}
-
-void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& regions,
-                              TaskStatistics& statistics) {
-    ManifestTask task = entry_of(record);
-    const WriteResult written =
-        statistics.phases.time("write", [&] { return images_.write(record.pid, task, regions); });
-    statistics.externalized = true;
-    statistics.regions = regions.size();
-    statistics.totals = written.totals;
-    statistics.file_bytes = written.file_size;
-    statistics.damaged_in_parent = written.damaged_in_parent;
-    for (const Region& region : regions)
-        statistics.staged_bytes += region.length;
-    note({{std::move(task), record.pid}});
-    record.digest = written.digest;
-    Guard& guard = guards_[record.pid];
-    statistics.phases.time("drop", [&] {
-        drop_staging(guard, record, regions, *table_, undo_images_, config_.threads,
-                     config_.require_guard);
-    });
-    statistics.not_guarded_because = guard.why_not;
-}
-
-ManifestTask DumpSession::entry_of(const TaskRecord& record) {
-    const ProcessGpus& seen = statistics_of(record).gpus;
-    ManifestTask task;
-    task.pid = record.image_pid;
-    task.state_before = record.state_before;
-    task.gpus = places_of(seen, images_.manifest().gpus);
-    task.gpu_source = task.gpus.empty() ? GpuSource::unknown : seen.source;
-    return task;
 }
 
 void DumpSession::note(CpuMemoryDump::Noted noted) {

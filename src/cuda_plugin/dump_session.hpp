@@ -24,6 +24,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <vector>
 
 namespace gpustasis {
@@ -35,11 +36,12 @@ public:
     /// `options` win over what the container's policy says.
     DumpSession(const Config& config, PluginOptions options);
 
-    /// The task runs. Lock it. False: not a CUDA task, or it has just ended.
+    /// The task runs. Lock it; at the first call all of the tree are locked, side by side, for criu freezes one
+    /// after the other, and one may wait on its GPU for another. False: not a CUDA task, or it has just ended.
     bool pause(pid_t pid);
 
-    /// Every task is seized. Checkpoint this one; on return its staged memory is durable in its
-    /// image and gone from the task, and its CPU memory durable in another, if asked for.
+    /// Every task is seized. At the first call all are checkpointed; on return of that their staged memory is
+    /// durable in their images and gone from them. Of the last call: so is CPU memory, if asked for.
     bool checkpoint(pid_t pid);
 
     /// The dump is over, the tasks are still frozen. Brings every task back to where it was
@@ -56,17 +58,28 @@ private:
     [[noreturn]] void refuse(const char* why) noexcept;
     void choose_parent_once();
     void begin();
-    /// `asked`: set once the driver has been asked to work in the task.
-    bool pause_task(pid_t pid, bool& asked);
-    void lock(TaskRecord& record, TaskStatistics& statistics);
+    void lock_tree();
+    bool is_still(const TaskRecord& record) const;
+    TaskRecord* look_at(pid_t pid);
+    TaskRecord* look_at_cuda(pid_t pid, bool& asked);
+    void lock(const std::vector<TaskRecord*>& records, pid_t asked);
+    void checkpoint_tree(pid_t asked);
+    void close_left(pid_t pid);
     void require_checkpointed(TaskRecord& record);
-    void run_driver_checkpoint(TaskRecord& record, TaskStatistics& statistics);
+    struct AtWork;
+    Worker::Call begin_checkpoint(AtWork& task);
+    void end_checkpoint(AtWork& task);
     void externalize(TaskRecord& record, const std::vector<Region>& regions,
                      TaskStatistics& statistics);
-    std::vector<Region> checkpoint_device(TaskRecord& record);
     ManifestTask entry_of(const TaskRecord& record);
     void note(CpuMemoryDump::Noted noted);
+    struct GoingBack;
+    void undo_tree() noexcept;
     void undo(TaskRecord& record) noexcept;
+    void refill(TaskRecord& record);
+    std::uint64_t missing_in(const TaskRecord& record);
+    void settle_dead(TaskRecord& record) noexcept;
+    void tell_left(const TaskRecord& record, const char* why) noexcept;
 
     Config config_;
     PluginOptions options_;
@@ -77,9 +90,11 @@ private:
     Lineage lineage_;
     UndoImages undo_images_;
     SharedTaskTable table_;
-    std::vector<DumpLock> locks_;           ///< of the tasks in the table
-    std::map<pid_t, Guard> guards_;         ///< of dropped memory, by task as criu sees it
-    std::vector<UnusedUserfaultfd> closed_; ///< that were left in the tasks
+    std::vector<DumpLock> locks_;                  ///< of the tasks in the table
+    std::map<pid_t, Guard> guards_;                ///< of dropped memory, by task as criu sees it
+    std::map<pid_t, std::vector<Region>> staging_; ///< of CUDA tasks that are checkpointed
+    std::vector<UnusedUserfaultfd> closed_;        ///< that were left in the tasks
+    std::set<pid_t> looked_at_;                    ///< for one of these
     Worker worker_;
     StagingRoom staging_room_;
     Statistics statistics_;
@@ -90,7 +105,8 @@ private:
     std::optional<PackedDump> packed_;       ///< layout = "packed"
     bool policy_settled_ = false;
     bool parent_chosen_ = false;
-    bool begun_ = false; ///< the driver has been asked
+    bool begun_ = false;        ///< the driver has been asked
+    bool checkpointed_ = false; ///< checkpoint_tree() has begun
 };
 
 } // namespace gpustasis

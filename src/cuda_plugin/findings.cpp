@@ -52,6 +52,16 @@ void require_answering(pid_t pid, pid_t tid) {
                                            "for that thread; end the tracer first");
 }
 
+bool is_of_ipc_job(pid_t pid) {
+    const std::string name = "CUDA_CHECKPOINT_JOB_FILE=";
+    try {
+        const std::string environ = proc::read_file("/proc/" + std::to_string(pid) + "/environ");
+        return environ.starts_with(name) || environ.find('\0' + name) != std::string::npos;
+    } catch (const Error&) {
+        return false; // it has ended
+    }
+}
+
 std::vector<Finding> find_risks(pid_t pid, std::uint32_t api_version, std::size_t cuda_tasks) {
     std::vector<Finding> found;
     if (api_version <= kLast580)

@@ -32,6 +32,10 @@ void require_answering(pid_t pid, pid_t tid);
 /// with them. Throws Error: io if the task is gone.
 std::vector<Finding> find_risks(pid_t pid, std::uint32_t api_version, std::size_t cuda_tasks);
 
+/// Whether the task belongs to a job of CUDA IPC (CUDA_CHECKPOINT_JOB_FILE in its environment), for whose tasks
+/// the driver has to be called one after the other: it writes to the job's file. One that has ended does not.
+bool is_of_ipc_job(pid_t pid);
+
 /// The host memory that the driver takes for staged GPU memory. It is charged to the task's cgroups,
 /// whose limit kills the job.
 class StagingRoom {

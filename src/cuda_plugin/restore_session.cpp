@@ -4,14 +4,10 @@
 #include "core/error.hpp"
 #include "cuda_plugin/cpu_memory_restore.hpp"
 #include "cuda_plugin/host.hpp"
-#include "cuda_plugin/huge_pages.hpp"
 #include "cuda_plugin/nvml.hpp"
 #include "cuda_plugin/other_ways.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/requirement_check.hpp"
-#include "cuda_plugin/thawed_thread.hpp"
-#include "cuda_plugin/traced_thread.hpp"
-#include "dropped_memory/refill.hpp"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -181,15 +177,13 @@ bool RestoreSession::resume(pid_t pid) {
     if (ended_) {
         if (failed_)
             ::kill(pid, SIGKILL); // if it was not in the tree that was killed
-        return false;
+        return resumed_.contains(pid);
     }
     try {
         begin_resuming();
-        const bool resumed = waiting_.contains(pid) && resume_task(pid);
-        waiting_.erase(pid);
-        if (waiting_.empty())
-            complete();
-        return resumed;
+        resume_tree(pid);
+        complete();
+        return resumed_.contains(pid);
     } catch (const std::exception& e) {
         ::kill(pid, SIGKILL);
         kill_all("pid " + std::to_string(pid) + ": " + e.what());
@@ -251,66 +245,6 @@ void RestoreSession::begin_resuming() {
     statistics_.phases.time("cpu_memory", [&] {
         fill_cpu_memory(images_.of_cpu(), tree_, config_.threads, statistics_);
     });
-}
-
-bool RestoreSession::resume_task(pid_t pid) {
-    const std::uint32_t image_pid = proc::innermost_pid(pid);
-    const auto tid = worker_.restore_thread(pid);
-    if (!tid) {
-        if (images_.externalized())
-            throw Error(Errc::corrupt_data, "the restored process has no CUDA restore thread");
-        return false;
-    }
-
-    TaskRecord& record = table_.add(pid);
-    record.image_pid = image_pid;
-    record.start_time = proc::start_time(pid);
-    record.restore_tid = *tid;
-    TaskStatistics& statistics = statistics_.tasks.emplace_back();
-    statistics.pid = pid;
-    statistics.image_pid = image_pid;
-    if (const auto image = images_.of_gpu().find(image_pid); image != images_.of_gpu().end()) {
-        statistics.externalized = true;
-        statistics.totals = image->second.totals();
-        statistics.file_bytes = image->second.file_size();
-        statistics.regions = image->second.info().regions.size();
-        for (const Region& region : image->second.info().regions)
-            statistics.staged_bytes += region.length;
-        statistics.phases.time("ask_huge_pages", [&] {
-            statistics.huge_pages =
-                ask_for_huge_pages(config_.huge_pages, record, image->second.info());
-        });
-        statistics.phases.time("refill", [&] { refill(pid, image->second, config_.threads); });
-    }
-    const ManifestTask* saved = images_.manifest().find(image_pid, MemoryKind::gpu);
-    restore_device(record, statistics,
-                   saved == nullptr ? std::vector<GpuMove>{}
-                                    : placement_.moves_of(images_.manifest(), *saved));
-    host::info("restored pid " + std::to_string(pid));
-    return true;
-}
-
-void RestoreSession::restore_device(TaskRecord& record, TaskStatistics& statistics,
-                                    const std::vector<GpuMove>& moves) {
-    statistics.phases.time("driver_init", [&] { worker_.initialize(); });
-    ThawedThread thawed(record);
-    const WatchedThread watched(worker_, record.restore_tid);
-    ProcessState state = worker_.state(record.pid);
-    statistics.state_before = state;
-    if (state == ProcessState::checkpointed) {
-        statistics.phases.time("driver_restore", [&] { worker_.restore(record.pid, moves); });
-        state = worker_.state(record.pid);
-    } else if (statistics.externalized) {
-        throw Error(Errc::corrupt_data, "the restored process has a GPU image, and the driver "
-                                        "says that it is not checkpointed");
-    }
-    // As the stock plugin: a restored process runs, whatever it was found in.
-    if (state == ProcessState::locked)
-        statistics.phases.time("unlock", [&] { worker_.unlock(record.pid); });
-    if (worker_.state(record.pid) != ProcessState::running)
-        throw Error(Errc::io, "the driver says it restored the process, and that it is not "
-                              "running");
-    thawed.refreeze();
 }
 
 void RestoreSession::expect_death_of(const std::vector<pid_t>& tree) {

@@ -16,6 +16,7 @@
 
 #include <sys/types.h>
 
+#include <deque>
 #include <optional>
 #include <set>
 #include <string>
@@ -31,9 +32,9 @@ public:
     /// checkpoint is none of this plugin. Throws Error with the reason to refuse.
     bool prepare();
 
-    /// The restored task is complete but for its GPU, and stopped. False: not a CUDA task. With the
-    /// last CUDA task of the tree the restore is complete, and the worker that would kill the tree if
-    /// criu died is told to end.
+    /// The restored tasks are complete but for their GPUs, and stopped. False: this one is no CUDA task. At the
+    /// first call all are given their memory and restored, side by side, and when all are restored they are
+    /// unlocked: then the restore is complete, and the worker that would kill the tree if criu died is told to end.
     /// On failure every task that criu has made is killed before the Error is thrown, and in a pid
     /// namespace of their own all have ended but the first: criu itself ignores what this hook
     /// returns, stumbles over the dead tasks, and waits for that one.
@@ -45,10 +46,13 @@ private:
     void unpack();
     void check_machine();
     bool uses_driver() const noexcept;
-    bool resume_task(pid_t pid);
-    void restore_device(TaskRecord& record, TaskStatistics& statistics,
-                        const std::vector<GpuMove>& moves);
     void begin_resuming();
+    void resume_tree(pid_t asked);
+    struct AtWork;
+    void look_at(pid_t pid, std::deque<AtWork>& tasks);
+    std::uint64_t staged_of(const TaskRecord& record) const;
+    std::optional<Worker::Call> begin_restore(AtWork& task);
+    std::optional<Worker::Call> begin_unlock(AtWork& task);
     void expect_death_of(const std::vector<pid_t>& tree);
     void complete() noexcept;
     void kill_all(const std::string& error) noexcept;
@@ -68,6 +72,7 @@ private:
     Statistics statistics_;
     std::vector<pid_t> tree_; ///< every task that criu has made
     std::set<pid_t> waiting_; ///< tasks that use CUDA and have not been resumed
+    std::set<pid_t> resumed_; ///< those that have
     bool prepared_ = false;   ///< prepare() found a checkpoint of ours and nothing against it
     bool resuming_ = false;   ///< the tree stands; waiting_ is filled
     bool failed_ = false;     ///< all is killed, and what criu still calls for is too

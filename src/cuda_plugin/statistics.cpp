@@ -132,6 +132,8 @@ Json to_json(const Statistics& statistics) {
             {"driver_version", statistics.driver_version},
             {"gpus", std::move(gpus)},
             {"gpu_moves", std::move(moves)},
+            {"parallel_gpus", statistics.parallel_gpus},
+            {"in_turn_because", statistics.in_turn_because},
             {"risks", statistics.risks},
             {"parent", parent_json(statistics)},
             {"full_because", statistics.full_because},

@@ -82,6 +82,9 @@ struct Statistics {
     std::string driver_version;
     std::vector<GpuInfo> gpus;      ///< of this machine
     std::vector<GpuMove> gpu_moves; ///< of a restore: where memory went to another GPU
+    std::size_t parallel_gpus =
+        0; ///< tasks that the driver worked in at once, at most; 0: none uses CUDA
+    std::string in_turn_because;    ///< why the driver was called for one task after the other
     std::vector<std::string> risks; ///< of a dump: findings that `risk` allowed, in a sentence
     std::string parent_directory;   ///< empty: a full checkpoint
     std::string parent_id;          ///< in hex

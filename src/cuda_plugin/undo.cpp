@@ -54,7 +54,12 @@ void refill_task(TaskRecord& record, const UndoImages& images, unsigned threads,
 }
 
 void undo_task(const TaskRecord& record, Driver& driver) {
-    ProcessState state = driver.state(record.pid);
+    undo_restore(record, driver);
+    undo_unlock(record, driver);
+}
+
+void undo_restore(const TaskRecord& record, Driver& driver) {
+    const ProcessState state = driver.state(record.pid);
     if (state == ProcessState::failed)
         throw Error(Errc::io, "the driver has given the process up (state FAILED)");
     // Only what this dump has begun: another one may be at work on the task.
@@ -62,10 +67,16 @@ void undo_task(const TaskRecord& record, Driver& driver) {
         record.state_before != ProcessState::checkpointed) {
         driver.initialize();
         driver.restore(record.pid, {});
-        state = ProcessState::locked;
+        if (record.state_before == ProcessState::locked &&
+            driver.state(record.pid) != ProcessState::locked)
+            throw Error(Errc::io, "the driver says it restored the process, and that it is not");
     }
-    if (record.lock_begun && state == ProcessState::locked &&
-        record.state_before == ProcessState::running)
+}
+
+void undo_unlock(const TaskRecord& record, Driver& driver) {
+    // Also if it is checkpointed still: then the driver refuses, and that is told.
+    if (record.lock_begun && record.state_before == ProcessState::running &&
+        driver.state(record.pid) != ProcessState::running)
         unlock(record.pid, driver);
     forget_checkpoint(record);
 }

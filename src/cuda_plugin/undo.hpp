@@ -25,6 +25,10 @@ void refill_task(TaskRecord& record, const UndoImages& images, unsigned threads,
 /// restore thread must be running. Throws Error or DriverError with what is left undone.
 void undo_task(const TaskRecord& record, Driver& driver);
 
+/// The two halves of undo_task(): of several tasks at once all are restored before any is unlocked.
+void undo_restore(const TaskRecord& record, Driver& driver);
+void undo_unlock(const TaskRecord& record, Driver& driver);
+
 /// Remove the record of the drop: all memory is back, or the task is dead. Errors are lost: the job
 /// comes first, and a record that stays only has later dumps of the task refused.
 void forget_drop(TaskRecord& record) noexcept;

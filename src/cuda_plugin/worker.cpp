@@ -19,39 +19,16 @@
 namespace gpustasis {
 namespace {
 
+using worker_protocol::kQuickTimeoutMs;
 using worker_protocol::Op;
 using worker_protocol::Reply;
 using worker_protocol::Request;
 using worker_protocol::Status;
 
-// Answers that need no GPU work: they come at once or not at all.
-constexpr std::uint32_t kQuickTimeoutMs = 20'000;
-// How long an unlock or a lock's own timeout may be late before the call counts as hung.
-constexpr std::uint32_t kGraceMs = 10'000;
 // It leaves by _exit: a moment is enough, or it is stuck.
 constexpr int kQuitMs = 200;
 constexpr int kKillMs = 2'000;
-// How often the watched thread is looked at while a call is under way.
-constexpr int kWatchIntervalMs = 10;
-
-/// Why a call under way will never be answered; empty while it may.
-std::string stopped_reason(pid_t tid) {
-    siginfo_t info{};
-    if (::waitid(P_PID, static_cast<id_t>(tid), &info,
-                 WEXITED | WSTOPPED | WNOHANG | WNOWAIT | __WALL) != 0 ||
-        info.si_pid == 0)
-        return "";
-    if (info.si_code == CLD_EXITED || info.si_code == CLD_KILLED || info.si_code == CLD_DUMPED)
-        return "the task died";
-    return "its restore thread " + std::to_string(tid) + " stopped with signal " +
-           std::to_string(info.si_status & 0xff) + " inside the driver";
-}
-
-[[noreturn]] void throw_reply(const Reply& reply) {
-    if (reply.status == Status::driver_refused)
-        throw DriverError(reply.result, reply.text);
-    throw Error(Errc::unsupported, reply.text);
-}
+constexpr int kSocketBytes = 8 << 20;
 
 } // namespace
 
@@ -61,6 +38,9 @@ void Worker::start() {
         throw io_error("cannot make a socket pair for the driver worker", errno);
     UniqueFd ours(ends[0]);
     UniqueFd theirs(ends[1]);
+    // Room for the replies to all calls that may be under way: nobody waits to be read. As much as the kernel gives.
+    for (const int end : ends)
+        ::setsockopt(end, SOL_SOCKET, SO_SNDBUFFORCE, &kSocketBytes, sizeof(kSocketBytes));
     KeyHandover key(images_);
     fork_orphan("the driver worker", [&] {
         ours.reset();
@@ -80,6 +60,9 @@ void Worker::start() {
         throw io_error("pidfd_open of the driver worker", errno);
     process_ = std::move(process);
     socket_ = std::move(ours);
+    ++number_;
+    under_way_.clear();
+    given_up_.clear();
     initialize_id_ = 0;
     initialized_.reset();
 }
@@ -106,6 +89,8 @@ void Worker::kill() noexcept {
     }
     socket_.reset();
     process_.reset();
+    under_way_.clear();
+    given_up_.clear();
     initialize_id_ = 0; // whatever it was asked for was asked of that worker
 }
 
@@ -142,35 +127,11 @@ void Worker::send(Request& request) {
 }
 
 Reply Worker::receive(std::uint64_t id, const char* call, int pid, std::uint32_t timeout_ms) {
-    const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
-    const auto fail = [&](const std::string& why) {
-        kill();
-        return Error(Errc::io, std::string(call) + " for pid " + std::to_string(pid) + ": " + why);
-    };
-    for (;;) {
-        pollfd poll{.fd = socket_.get(), .events = POLLIN, .revents = 0};
-        const auto left =
-            std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-        const int wait = static_cast<int>(std::clamp<long long>(left, 0, timeout_ms));
-        const int ready = ::poll(&poll, 1, watched_ != 0 ? std::min(wait, kWatchIntervalMs) : wait);
-        if (ready < 0 && errno != EINTR)
-            throw fail(io_error("poll", errno).what());
-        if (ready > 0) {
-            Reply reply;
-            const ssize_t got = ::recv(socket_.get(), &reply, sizeof(reply), 0);
-            if (got != static_cast<ssize_t>(sizeof(reply)))
-                throw fail("the driver worker died");
-            if (reply.id != id)
-                throw fail("the driver worker answered another request");
-            reply.text[sizeof(reply.text) - 1] = '\0';
-            return reply;
-        }
-        if (watched_ != 0)
-            if (const std::string why = stopped_reason(watched_); !why.empty())
-                throw fail(why);
-        if (Clock::now() >= deadline)
-            throw fail("no answer from the driver within " + std::to_string(timeout_ms) + " ms");
-    }
+    const Call one = call_of(id, call, pid, timeout_ms, watched_);
+    Received received = receive(std::span(&one, 1));
+    if (received.error)
+        std::rethrow_exception(received.error);
+    return received.reply;
 }
 
 // The worker answers one request after the other: what is asked behind an initialize() that is under
@@ -185,9 +146,12 @@ void Worker::await_initialize() {
 Reply Worker::call(Request& request, const char* name, std::uint32_t timeout_ms) {
     await_initialize();
     send(request);
+    // A driver that answers one call after the other has those that are under way to answer first.
+    if (!under_way_.empty())
+        timeout_ms = std::max(timeout_ms, config_.driver_timeout_ms);
     Reply reply = receive(request.id, name, request.pid, timeout_ms);
     if (reply.status != Status::done && reply.status != Status::nothing)
-        throw_reply(reply);
+        worker_protocol::throw_refused(reply);
     return reply;
 }
 
@@ -247,7 +211,7 @@ void Worker::initialize() {
     // A failure that came early is told now, to the one who needs the GPUs.
     if (const std::optional<Reply> early = std::exchange(initialized_, std::nullopt)) {
         if (early->status != Status::done)
-            throw_reply(*early);
+            worker_protocol::throw_refused(*early);
         return;
     }
     call(Op::initialize, "cuInit", 0, config_.driver_timeout_ms);
@@ -264,37 +228,6 @@ std::optional<int> Worker::restore_thread(int pid) {
 ProcessState Worker::state(int pid) {
     const Reply reply = call(Op::state, "cuCheckpointProcessGetState", pid, kQuickTimeoutMs);
     return static_cast<ProcessState>(reply.value);
-}
-
-void Worker::lock(int pid, std::uint32_t timeout_ms) {
-    Request request;
-    request.op = Op::lock;
-    request.pid = pid;
-    request.timeout_ms = timeout_ms;
-    call(request, "cuCheckpointProcessLock", timeout_ms + kGraceMs);
-}
-
-void Worker::checkpoint(int pid) {
-    call(Op::checkpoint, "cuCheckpointProcessCheckpoint", pid, config_.driver_timeout_ms);
-}
-
-void Worker::restore(int pid, const std::vector<GpuMove>& moves) {
-    Request request;
-    request.op = Op::restore;
-    request.pid = pid;
-    if (moves.size() > worker_protocol::kMaxGpus)
-        throw Error(Errc::unsupported,
-                    "more than " + std::to_string(worker_protocol::kMaxGpus) + " GPUs to map");
-    for (const GpuMove& move : moves) {
-        request.move_from[request.move_count] = move.from;
-        request.move_to[request.move_count] = move.to;
-        ++request.move_count;
-    }
-    call(request, "cuCheckpointProcessRestore", config_.driver_timeout_ms);
-}
-
-void Worker::unlock(int pid) {
-    call(Op::unlock, "cuCheckpointProcessUnlock", pid, kQuickTimeoutMs);
 }
 
 } // namespace gpustasis

@@ -17,13 +17,22 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <map>
 #include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
 
 namespace gpustasis {
 
 /// Starts the process with the first call. Every call has a deadline: when it passes, or when the
 /// watched thread dies or stops in a signal, the worker is killed and Error: io thrown; the next
-/// call starts a new worker. Call from one thread, while no other thread of this process runs.
+/// call starts a new worker. Calls that are begun, and not waited for, are made side by side.
+/// Call from one thread, while no other thread of this process runs.
 class Worker final : public Driver {
 public:
     /// All three must outlive the worker. `images`: for an undo; what their lineage has open when the
@@ -55,6 +64,42 @@ public:
     /// From now on give up a call when thread `tid`, a tracee, dies or stops; 0: watch none.
     void watch(pid_t tid) noexcept { watched_ = tid; }
 
+    using Clock = std::chrono::steady_clock;
+
+    /// A call that was begun.
+    struct Call {
+        std::uint64_t id = 0;
+        std::uint64_t worker = 0; ///< number of the process that was asked
+        const char* name = "";
+        int pid = 0;
+        pid_t watched = 0; ///< as of watch(), for this call
+        std::uint32_t timeout_ms = 0;
+        Clock::time_point deadline;
+    };
+    /// What came of one. error: as the call would have thrown it; none: it is done.
+    struct Answer {
+        std::size_t index = 0; ///< among the calls that were waited for
+        std::exception_ptr error;
+        bool lost = false; ///< nobody knows: the process was killed for the sake of another call
+    };
+
+    /// Begin a call and do not wait for it. `tid`: as of watch(). Throw Error: io if the worker cannot be
+    /// asked.
+    Call begin_lock(int pid, std::uint32_t timeout_ms);
+    Call begin_checkpoint(int pid, pid_t tid);
+    Call begin_restore(int pid, const std::vector<GpuMove>& moves, pid_t tid);
+    Call begin_unlock(int pid, pid_t tid);
+    /// undo_restore() and undo_unlock() of undo.hpp, done by the process. `record`: of its table.
+    Call begin_undo_restore(const TaskRecord& record, pid_t tid);
+    Call begin_undo_unlock(const TaskRecord& record, pid_t tid);
+
+    /// Wait for one of `calls`, which is not empty: the first that is answered, or is given up. Then the process is
+    /// killed, as soon as no other call is under way: a driver is not broken off in one task because of another.
+    /// All are lost when the process dies.
+    Answer wait(std::span<const Call> calls);
+    /// Whether there is a process.
+    bool is_there() const noexcept { return static_cast<bool>(process_); }
+
     /// Tell the worker that all is well and wait for its end.
     void stop() noexcept;
 
@@ -63,15 +108,31 @@ public:
     void leave();
 
 private:
-    using Clock = std::chrono::steady_clock;
+    struct Received {
+        std::size_t index = 0;
+        worker_protocol::Reply reply;
+        std::exception_ptr error; ///< there is no reply
+        bool lost = false;
+    };
 
     void start();
     void kill() noexcept;
     bool wait_for_end(int timeout_ms) noexcept;
     void await_initialize();
     void send(worker_protocol::Request& request);
+    Received receive(std::span<const Call> calls);
+    Received give_up(std::size_t index, const Call& call, const std::string& why);
+    Received lose(std::size_t index, const Call& call, const std::string& why);
+    bool take_reply(std::span<const Call> calls, Received& received);
     worker_protocol::Reply receive(std::uint64_t id, const char* call, int pid,
                                    std::uint32_t timeout_ms);
+    void finish(const Call& call);
+    Call call_of(std::uint64_t id, const char* name, int pid, std::uint32_t timeout_ms,
+                 pid_t tid) const noexcept;
+    Call begin(worker_protocol::Request& request, const char* name, std::uint32_t timeout_ms,
+               pid_t tid);
+    Call begin_undo(worker_protocol::Op op, const char* name, const TaskRecord& record, pid_t tid,
+                    std::uint32_t timeout_ms);
     worker_protocol::Reply call(worker_protocol::Op op, const char* name, int pid,
                                 std::uint32_t timeout_ms);
     worker_protocol::Reply call(worker_protocol::Request& request, const char* name,
@@ -83,7 +144,11 @@ private:
     UniqueFd process_; ///< pidfd of the worker; none: there is no worker
     UniqueFd socket_;
     std::uint64_t last_id_ = 0;
-    std::uint64_t initialize_id_ = 0; ///< of a begin_initialize() without an answer; 0: none
+    std::uint64_t number_ = 0; ///< of the process, of all that were started
+    std::map<std::uint64_t, std::optional<worker_protocol::Reply>>
+        under_way_; ///< calls that were begun, by id; a reply that came while another was waited for
+    std::set<std::uint64_t> given_up_; ///< calls whose replies nobody waits for
+    std::uint64_t initialize_id_ = 0;  ///< of a begin_initialize() without an answer; 0: none
     std::optional<worker_protocol::Reply> initialized_; ///< that answer, until initialize()
     pid_t watched_ = 0;
 };

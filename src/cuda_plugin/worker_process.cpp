@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -26,6 +27,8 @@
 #include <memory>
 #include <set>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace gpustasis {
 namespace {
@@ -84,7 +87,7 @@ void answer_gpus_of(Driver& driver, int pid, Reply& reply) {
     }
 }
 
-void answer(Driver& driver, const Request& request, Reply& reply) {
+void answer(Driver& driver, const TaskTable& table, const Request& request, Reply& reply) {
     switch (request.op) {
     case Op::is_emulator: reply.value = driver.is_emulator() ? 1 : 0; return;
     case Op::api_version: reply.value = driver.api_version(); return;
@@ -109,6 +112,8 @@ void answer(Driver& driver, const Request& request, Reply& reply) {
         return;
     }
     case Op::unlock: driver.unlock(request.pid); return;
+    case Op::undo_restore: undo_restore(table.tasks[request.task], driver); return;
+    case Op::undo_unlock: undo_unlock(table.tasks[request.task], driver); return;
     case Op::quit: return;
     }
 }
@@ -128,8 +133,59 @@ private:
     std::unique_ptr<DriverLibrary> driver_;
 };
 
+/// `work` fills it.
+template <class Work>
+Reply reply_to(const Request& request, Work&& work) noexcept {
+    Reply reply;
+    reply.id = request.id;
+    reply.status = Status::done;
+    try {
+        std::forward<Work>(work)(reply);
+    } catch (const DriverError& e) {
+        reply.status = Status::driver_refused;
+        reply.result = e.result();
+        copy_text(reply.text, sizeof(reply.text), e.what());
+    } catch (const std::exception& e) {
+        reply.status = Status::failed;
+        copy_text(reply.text, sizeof(reply.text), e.what());
+    }
+    return reply;
+}
+
+/// False: the other end is gone.
+bool send_reply(int socket, const Reply& reply) noexcept {
+    return ::send(socket, &reply, sizeof(reply), MSG_NOSIGNAL) >= 0;
+}
+
+/// Calls under way, each in a thread of its own. When it is gone, all have been answered: who undoes
+/// asks no driver that is still at work in the task.
+class LongCalls {
+public:
+    LongCalls(TaskTable& table, int socket) : table_(table), socket_(socket) {}
+    void begin(Driver& driver, const Request& request) {
+        std::erase_if(calls_, [](const Call& call) { return call.is_done->load(); });
+        auto is_done = std::make_shared<std::atomic<bool>>(false);
+        calls_.push_back({is_done, std::jthread([this, &driver, request, is_done] {
+                              send_reply(socket_, reply_to(request, [&](Reply& reply) {
+                                             answer(driver, table_, request, reply);
+                                         }));
+                              *is_done = true;
+                          })});
+    }
+
+private:
+    struct Call {
+        std::shared_ptr<std::atomic<bool>> is_done;
+        std::jthread thread;
+    };
+    TaskTable& table_;
+    int socket_;
+    std::vector<Call> calls_;
+};
+
 /// Returns when the other end is gone; true: it said goodbye.
-bool serve(LazyDriver& driver, int socket) {
+bool serve(LazyDriver& driver, TaskTable& table, int socket) {
+    LongCalls calls(table, socket);
     for (;;) {
         Request request;
         const ssize_t got = ::recv(socket, &request, sizeof(request), 0);
@@ -139,20 +195,19 @@ bool serve(LazyDriver& driver, int socket) {
             return false;
         if (request.op == Op::quit)
             return true;
-        Reply reply;
-        reply.id = request.id;
-        reply.status = Status::done;
-        try {
-            answer(driver.get(), request, reply);
-        } catch (const DriverError& e) {
-            reply.status = Status::driver_refused;
-            reply.result = e.result();
-            copy_text(reply.text, sizeof(reply.text), e.what());
-        } catch (const std::exception& e) {
-            reply.status = Status::failed;
-            copy_text(reply.text, sizeof(reply.text), e.what());
-        }
-        if (::send(socket, &reply, sizeof(reply), MSG_NOSIGNAL) < 0)
+        pollfd peer{.fd = socket, .events = POLLRDHUP, .revents = 0};
+        if (::poll(&peer, 1, 0) > 0)
+            return false; // what it had asked before it was gone is not begun any more
+        bool is_begun = false;
+        const Reply reply = reply_to(request, [&](Reply& filled) {
+            Driver& loaded = driver.get();
+            if (worker_protocol::takes_long(request.op)) {
+                calls.begin(loaded, request);
+                is_begun = true;
+            } else
+                answer(loaded, table, request, filled);
+        });
+        if (!is_begun && !send_reply(socket, reply))
             return false;
     }
 }
@@ -288,7 +343,7 @@ void run_worker(const Config& config, TaskTable& table, UndoImages& images, KeyH
         const pid_t pid = ::getpid();
         if (::send(socket, &pid, sizeof(pid), MSG_NOSIGNAL) < 0)
             ::_exit(1);
-        if (!serve(driver, socket)) {
+        if (!serve(driver, table, socket)) {
             if (table.on_orphaned == OnOrphaned::kill)
                 kill_when_orphaned(table, socket);
             undo_all(driver, config, table, images);

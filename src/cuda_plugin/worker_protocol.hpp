@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-/// What criu and the worker say to each other: one datagram a request, one a reply. Both ends are
-/// the same binary, so the layout is the compiler's.
+/// What criu and the worker say to each other: one datagram a request, one a reply, in any order. Both
+/// ends are the same binary, so the layout is the compiler's.
 #pragma once
 
 #include "core/image_info.hpp"
+#include "cuda_plugin/driver.hpp"
 
 #include <cstdint>
 
@@ -22,8 +23,23 @@ enum class Op : std::uint32_t {
     checkpoint,
     restore,
     unlock,
-    quit, ///< no reply; the worker ends and undoes nothing
+    undo_restore, ///< of the record `task` of the table: undo_restore() of undo.hpp
+    undo_unlock,  ///< the same: undo_unlock()
+    quit,         ///< no reply; the worker ends and undoes nothing
 };
+
+/// What the driver may take long for: of several tasks at once, each answered when it is done.
+constexpr bool takes_long(Op op) noexcept {
+    switch (op) {
+    case Op::lock:
+    case Op::checkpoint:
+    case Op::restore:
+    case Op::unlock:
+    case Op::undo_restore:
+    case Op::undo_unlock: return true;
+    default: return false;
+    }
+}
 
 inline constexpr std::size_t kMaxGpus = 64;
 inline constexpr std::size_t kNameSize = 96;
@@ -32,6 +48,7 @@ struct Request {
     std::uint64_t id = 0;
     Op op = Op::quit;
     std::int32_t pid = 0;
+    std::uint32_t task = 0;
     std::uint32_t timeout_ms = 0;
     std::uint32_t move_count = 0;
     Id move_from[kMaxGpus];
@@ -61,5 +78,15 @@ struct Reply {
     std::uint32_t gpu_count = 0;
     Gpu gpus[kMaxGpus];
 };
+
+/// Answers that need no GPU work: they come at once or not at all.
+inline constexpr std::uint32_t kQuickTimeoutMs = 20'000;
+
+/// Throws what a reply says that is no answer: DriverError, or Error: unsupported.
+[[noreturn]] inline void throw_refused(const Reply& reply) {
+    if (reply.status == Status::driver_refused)
+        throw DriverError(reply.result, reply.text);
+    throw Error(Errc::unsupported, reply.text);
+}
 
 } // namespace gpustasis::worker_protocol

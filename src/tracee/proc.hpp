@@ -75,6 +75,10 @@ std::vector<Tracee> tracees();
 /// machine is looked at, and one that has lost its parent meanwhile is not found. Throws Error: io.
 std::vector<Tracee> tracees_below(pid_t root);
 
+/// `root` and every process below it, parents first, as things are now: one that ends meanwhile may be
+/// missing, and so are those below it. Throws nothing of the processes': none if `root` is gone.
+std::vector<pid_t> tree(pid_t root);
+
 /// The pids of tracees().
 std::vector<pid_t> traced_by_us();
 

@@ -7,7 +7,9 @@ import logging
 import os
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from gpustasis.criu import run
@@ -34,6 +36,7 @@ from gpustasis.jobs.safe_point import Council, let_go, stop_all
 from gpustasis.jobs.stopping import killed
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree, resident_bytes
+from gpustasis.task import is_of_ipc_job
 
 log = logging.getLogger(__name__)
 
@@ -172,10 +175,13 @@ class Checkpointing(HasCriu):
             using = cuda_processes(tree.pids)
         finally:
             tree.close()
-        driver = load_driver() if using else None
-        for pid in using:
-            assert driver is not None
-            lock_cuda(driver, pid, context.options.cuda_timeout_ms)
+        if not using:
+            return
+        lock = partial(lock_cuda, load_driver(), timeout_ms=context.options.cuda_timeout_ms)
+        # One may wait on its GPU for another. Not in a job of CUDA IPC, as in the plugin.
+        with ThreadPoolExecutor(1 if any(map(is_of_ipc_job, using)) else len(using)) as pool:
+            for _ in pool.map(lock, using):
+                pass
 
     def lock_network(self) -> None:
         """From here on nothing that the others send is answered, and nothing is sent."""

@@ -23,7 +23,7 @@ Config read(const std::string& text) {
 void every_key_is_taken() {
     const Config config =
         read("externalize = \"off\"\ncompress = \"none\"\nthreads = 3\n"
-             "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\n"
+             "chunk_size = 65536\nlock_timeout_ms = 5\ndriver_timeout_ms = 6\nparallel_gpus = 7\n"
              "driver = \"/x/libcuda.so.1\"\nnvml = \"/x/nvml.so\"\n"
              "io = \"direct\"\nhuge_pages = false\nparent = \"../a\"\n"
              "max_chain = 8\nincremental = true\nfound_locked = \"dump\"\nguard = \"require\"\n"
@@ -36,6 +36,7 @@ void every_key_is_taken() {
     CHECK(config.risk == std::vector<std::string>({"nccl", "memory"}));
     CHECK(!config.externalize && !config.compress && config.threads == 3);
     CHECK(config.chunk_size == 65536 && config.lock_timeout_ms == 5);
+    CHECK(config.parallel_gpus == 7 && read("").parallel_gpus == 0);
     CHECK(config.driver_timeout_ms == 6 && config.driver == "/x/libcuda.so.1");
     CHECK(config.nvml == "/x/nvml.so" && config.source == path);
     CHECK(config.io == IoMode::direct && config.huge_pages == HugePages::off);
@@ -94,6 +95,8 @@ void bad_values_are_named() {
                              "max_chain = 65536",
                              "incremental = 1",
                              "lock_timeout_ms = 0",
+                             "parallel_gpus = 257",
+                             "parallel_gpus = -1",
                              "gpu_map = [\"0\"]",
                              "gpu_map = [\"0=\"]",
                              "gpu_map = [\"0=GPU-12\"]",

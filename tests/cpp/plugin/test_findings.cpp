@@ -4,6 +4,10 @@
 
 #include "cuda_plugin/findings.hpp"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
 #include <string>
 
 using namespace gpustasis;
@@ -84,9 +88,28 @@ void a_thread_that_runs_answers() {
     require_answering(::getpid(), ::getpid());
 }
 
+void who_is_of_an_ipc_job_says_so_in_its_environment() {
+    CHECK(!is_of_ipc_job(::getpid()));
+    const pid_t child = ::fork();
+    if (child == 0) {
+        const char* environ[] = {"NOT_CUDA_CHECKPOINT_JOB_FILE=/x", "CUDA_CHECKPOINT_JOB_FILE=/y",
+                                 nullptr};
+        ::execle("/bin/sleep", "sleep", "1000", nullptr, environ);
+        ::_exit(1);
+    }
+    bool is_one = false;
+    for (int waited = 0; !is_one && waited < 5'000; ++waited) {
+        is_one = is_of_ipc_job(child);
+        ::usleep(1'000);
+    }
+    CHECK(is_one);
+    CHECK(::kill(child, SIGKILL) == 0 && ::waitpid(child, nullptr, 0) == child);
+}
+
 } // namespace
 
 int main() {
+    who_is_of_an_ipc_job_says_so_in_its_environment();
     without_a_limit_the_host_counts();
     limits_of_every_level_count();
     pages_of_files_can_be_given_up();

@@ -200,6 +200,11 @@ void a_tree_is_found_by_its_root_or_any_other_task() {
             tree.push_back(child);
         }
         std::ranges::sort(tree);
+        std::vector<pid_t> below = proc::tree(root.pid());
+        CHECK(below.front() == root.pid());
+        std::ranges::sort(below);
+        CHECK(below == tree); // whoever traces them
+        CHECK(proc::tree(other.pid()) == std::vector<pid_t>{other.pid()});
         for (const pid_t pid : tree)
             CHECK(pids_of(proc::tracees_below(pid)) == tree);
         CHECK(pids_of(proc::tracees()) == tree);
@@ -212,9 +217,38 @@ void a_tree_is_found_by_its_root_or_any_other_task() {
     }
 }
 
+// Its threads come and go, and the child, which the first of them has made, is there all the time.
+void a_tree_is_found_while_threads_end() {
+    int ends[2];
+    CHECK(::pipe(ends) == 0);
+    const Child root([&] {
+        const pid_t child = ::fork();
+        if (child == 0) {
+            CHECK(::prctl(PR_SET_PDEATHSIG, SIGKILL) == 0);
+            for (;;)
+                ::pause();
+        }
+        CHECK(::write(ends[1], &child, sizeof child) == sizeof child);
+        for (int i = 0; i < 2; ++i)
+            std::thread([] {
+                for (;;)
+                    std::thread([] {}).join();
+            }).detach();
+    });
+    pid_t child = 0;
+    CHECK(::read(ends[0], &child, sizeof child) == sizeof child);
+    for (int look = 0; look < 300; ++look) {
+        const std::vector<pid_t> found = proc::tree(root.pid());
+        CHECK(found == (std::vector<pid_t>{root.pid(), child}));
+    }
+    ::close(ends[0]);
+    ::close(ends[1]);
+}
+
 } // namespace
 
 int main() {
+    a_tree_is_found_while_threads_end();
     of_tasks_that_are_not_ours_no_file_is_read();
     a_tree_is_found_by_its_root_or_any_other_task();
     who_may_do_less_has_other_rights();

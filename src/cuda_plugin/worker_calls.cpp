@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+/// Of worker.hpp: calls that take long, of which several may be under way at once.
+#include "cuda_plugin/worker.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <string>
+#include <utility>
+
+namespace gpustasis {
+namespace {
+
+using worker_protocol::kQuickTimeoutMs;
+using worker_protocol::Op;
+using worker_protocol::Reply;
+using worker_protocol::Request;
+using worker_protocol::Status;
+
+// How long an unlock or a lock's own timeout may be late before the call counts as hung.
+constexpr std::uint32_t kGraceMs = 10'000;
+// How often watched threads are looked at while calls are under way.
+constexpr int kWatchIntervalMs = 10;
+constexpr int kLongestPollMs = 60'000;
+
+/// Why a call under way will never be answered; empty while it may.
+std::string stopped_reason(pid_t tid) {
+    siginfo_t info{};
+    if (::waitid(P_PID, static_cast<id_t>(tid), &info,
+                 WEXITED | WSTOPPED | WNOHANG | WNOWAIT | __WALL) != 0 ||
+        info.si_pid == 0)
+        return "";
+    if (info.si_code == CLD_EXITED || info.si_code == CLD_KILLED || info.si_code == CLD_DUMPED)
+        return "the task died";
+    return "its restore thread " + std::to_string(tid) + " stopped with signal " +
+           std::to_string(info.si_status & 0xff) + " inside the driver";
+}
+
+Request request_of(Op op, int pid) noexcept {
+    Request request;
+    request.op = op;
+    request.pid = pid;
+    return request;
+}
+
+} // namespace
+
+Worker::Received Worker::give_up(std::size_t index, const Call& call, const std::string& why) {
+    under_way_.erase(call.id);
+    given_up_.insert(call.id);
+    if (under_way_.empty())
+        kill();
+    return {.index = index,
+            .reply = {},
+            .error = std::make_exception_ptr(Error(Errc::io, std::string(call.name) + " for pid " +
+                                                                 std::to_string(call.pid) + ": " +
+                                                                 why))};
+}
+
+// Whatever it was asked, nobody knows what came of it.
+Worker::Received Worker::lose(std::size_t index, const Call& call, const std::string& why) {
+    kill();
+    Received received = give_up(index, call, why);
+    received.lost = true;
+    return received;
+}
+
+// False: it was the reply to another call, which is waited for later.
+bool Worker::take_reply(std::span<const Call> calls, Received& received) {
+    Reply& reply = received.reply;
+    const ssize_t got = ::recv(socket_.get(), &reply, sizeof(reply), 0);
+    if (got != static_cast<ssize_t>(sizeof(reply))) {
+        received = lose(0, calls.front(), "the driver worker died");
+        return true;
+    }
+    reply.text[sizeof(reply.text) - 1] = '\0';
+    const auto known = under_way_.find(reply.id);
+    const auto call = std::ranges::find(calls, reply.id, &Call::id);
+    if (given_up_.contains(reply.id))
+        return false;
+    if (call == calls.end() && known == under_way_.end()) {
+        received = lose(0, calls.front(), "the driver worker answered another request");
+        return true;
+    }
+    if (call == calls.end()) {
+        known->second = reply;
+        return false;
+    }
+    if (known != under_way_.end())
+        under_way_.erase(known);
+    received.index = static_cast<std::size_t>(call - calls.begin());
+    return true;
+}
+
+Worker::Received Worker::receive(std::span<const Call> calls) {
+    Received received;
+    for (std::size_t i = 0; i < calls.size(); ++i) {
+        received.index = i;
+        if (calls[i].worker != number_ || !process_) {
+            received.lost = true;
+            received.error = std::make_exception_ptr(Error(
+                Errc::io, std::string(calls[i].name) + " for pid " + std::to_string(calls[i].pid) +
+                              ": the driver worker was ended, because of another call"));
+            return received;
+        }
+        if (const auto early = under_way_.find(calls[i].id);
+            early != under_way_.end() && early->second) {
+            received.reply = *early->second;
+            under_way_.erase(early);
+            return received;
+        }
+    }
+    const bool watches = std::ranges::any_of(calls, [](const Call& c) { return c.watched != 0; });
+    for (;;) {
+        const auto first = std::ranges::min(calls, {}, &Call::deadline).deadline;
+        const auto left =
+            std::chrono::duration_cast<std::chrono::milliseconds>(first - Clock::now()).count();
+        const int wait = static_cast<int>(std::clamp<long long>(left, 0, kLongestPollMs));
+        pollfd poll{.fd = socket_.get(), .events = POLLIN, .revents = 0};
+        const int ready = ::poll(&poll, 1, watches ? std::min(wait, kWatchIntervalMs) : wait);
+        if (ready < 0 && errno != EINTR)
+            return lose(0, calls.front(), io_error("poll", errno).what());
+        if (ready > 0 && take_reply(calls, received))
+            return received;
+        if (ready > 0)
+            continue;
+        for (std::size_t i = 0; i < calls.size(); ++i) {
+            if (calls[i].watched != 0)
+                if (const std::string why = stopped_reason(calls[i].watched); !why.empty())
+                    return give_up(i, calls[i], why);
+            if (Clock::now() >= calls[i].deadline)
+                return give_up(i, calls[i],
+                               "no answer from the driver within " +
+                                   std::to_string(calls[i].timeout_ms) + " ms");
+        }
+    }
+}
+
+Worker::Call Worker::call_of(std::uint64_t id, const char* name, int pid, std::uint32_t timeout_ms,
+                             pid_t tid) const noexcept {
+    return {.id = id,
+            .worker = number_,
+            .name = name,
+            .pid = pid,
+            .watched = tid,
+            .timeout_ms = timeout_ms,
+            .deadline = Clock::now() + std::chrono::milliseconds(timeout_ms)};
+}
+
+Worker::Answer Worker::wait(std::span<const Call> calls) {
+    Received received = receive(calls);
+    if (under_way_.empty() && !given_up_.empty())
+        kill(); // the driver does not answer it, or its task is dead
+    Answer answer{.index = received.index, .error = received.error, .lost = received.lost};
+    const Status status = received.reply.status;
+    if (!answer.error && status != Status::done && status != Status::nothing) {
+        try {
+            worker_protocol::throw_refused(received.reply);
+        } catch (const Error&) {
+            answer.error = std::current_exception();
+        }
+    }
+    return answer;
+}
+
+void Worker::finish(const Call& call) {
+    const Answer answer = wait(std::span(&call, 1));
+    if (answer.error)
+        std::rethrow_exception(answer.error);
+}
+
+Worker::Call Worker::begin(Request& request, const char* name, std::uint32_t timeout_ms,
+                           pid_t tid) {
+    await_initialize();
+    send(request);
+    under_way_.emplace(request.id, std::nullopt);
+    return call_of(request.id, name, request.pid, timeout_ms, tid);
+}
+
+Worker::Call Worker::begin_lock(int pid, std::uint32_t timeout_ms) {
+    Request request = request_of(Op::lock, pid);
+    request.timeout_ms = timeout_ms;
+    return begin(request, "cuCheckpointProcessLock", timeout_ms + kGraceMs, watched_);
+}
+
+Worker::Call Worker::begin_checkpoint(int pid, pid_t tid) {
+    Request request = request_of(Op::checkpoint, pid);
+    return begin(request, "cuCheckpointProcessCheckpoint", config_.driver_timeout_ms, tid);
+}
+
+Worker::Call Worker::begin_restore(int pid, const std::vector<GpuMove>& moves, pid_t tid) {
+    Request request = request_of(Op::restore, pid);
+    if (moves.size() > worker_protocol::kMaxGpus)
+        throw Error(Errc::unsupported,
+                    "more than " + std::to_string(worker_protocol::kMaxGpus) + " GPUs to map");
+    for (const GpuMove& move : moves) {
+        request.move_from[request.move_count] = move.from;
+        request.move_to[request.move_count] = move.to;
+        ++request.move_count;
+    }
+    return begin(request, "cuCheckpointProcessRestore", config_.driver_timeout_ms, tid);
+}
+
+Worker::Call Worker::begin_unlock(int pid, pid_t tid) {
+    Request request = request_of(Op::unlock, pid);
+    return begin(request, "cuCheckpointProcessUnlock", kQuickTimeoutMs, tid);
+}
+
+Worker::Call Worker::begin_undo(Op op, const char* name, const TaskRecord& record, pid_t tid,
+                                std::uint32_t timeout_ms) {
+    Request request = request_of(op, record.pid);
+    request.task = static_cast<std::uint32_t>(&record - &table_->tasks[0]);
+    return begin(request, name, timeout_ms, tid);
+}
+
+Worker::Call Worker::begin_undo_restore(const TaskRecord& record, pid_t tid) {
+    return begin_undo(Op::undo_restore, "cuCheckpointProcessRestore", record, tid,
+                      config_.driver_timeout_ms);
+}
+
+Worker::Call Worker::begin_undo_unlock(const TaskRecord& record, pid_t tid) {
+    return begin_undo(Op::undo_unlock, "cuCheckpointProcessUnlock", record, tid, kQuickTimeoutMs);
+}
+
+void Worker::lock(int pid, std::uint32_t timeout_ms) {
+    finish(begin_lock(pid, timeout_ms));
+}
+
+void Worker::checkpoint(int pid) {
+    finish(begin_checkpoint(pid, watched_));
+}
+
+void Worker::restore(int pid, const std::vector<GpuMove>& moves) {
+    finish(begin_restore(pid, moves, watched_));
+}
+
+void Worker::unlock(int pid) {
+    finish(begin_unlock(pid, watched_));
+}
+
+} // namespace gpustasis
