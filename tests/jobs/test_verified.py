@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context, Options
-from gpustasis.jobs.records import Plan, settled_text
+from gpustasis.jobs.records import Plan, phase_text, settled_text
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Ended
 from gpustasis.jobs.work import Order
@@ -114,12 +113,21 @@ def test_a_keeper_that_dies_before_the_verdict_leaves_it_to_the_next_one(
     ring.wait(lambda: ring.status(1) is not None)
     assert len(ring.pids()) == WORLD
     ring.start(1, "--verify-after", check, command=False)
-    time.sleep(0.5)
+    ring.wait(lambda: catches(ring, 1, signal.SIGTERM))  # it is the keeper of the tasks
     (tmp_path / "go").touch()
     _, said = order.communicate(timeout=120)
     assert order.returncode == VerificationError.exit_code, said + ring.logs()
     assert ring.ends() == [VerificationError.exit_code] * WORLD
     assert ring.pids() == []
+
+
+def catches(ring: Ring, rank: int, number: signal.Signals) -> bool:  # noqa: F811
+    """Whether the rank's keeper does something with this signal."""
+    keeper = ring.keepers[rank]
+    assert keeper is not None
+    status = Path(f"/proc/{keeper.pid}/status").read_text()
+    caught = int(status.split("SigCgt:")[1].split()[0], 16)
+    return bool(caught & 1 << (number - 1))
 
 
 def check_settled(ring: Ring) -> int:  # noqa: F811
@@ -143,6 +151,26 @@ def test_a_keeper_whose_restored_tasks_have_ended_at_once_ends_as_well(
 
     monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
     assert supervisor.run(restoring=True) == Ended(epoch=0, status=None)
+
+
+def test_the_next_keeper_of_tasks_that_have_ended_asks_for_the_verdict(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    """They may have ended since those of other ranks were killed."""
+    store, keys = context.store, context.keys  # noqa: F811
+    context.options = Options(criu=context.options.criu, check=Check(words=("true",), seconds=60))
+    checkpoint = epochs.begin(store, keys, Plan(world=1, leave_running=True))
+    epochs.abort(store, keys, checkpoint, "what became of it does not matter here")
+    plan = Plan(world=1, leave_running=True, restores=checkpoint)
+    number = epochs.begin(store, keys, plan)
+    verdict = Put(f"{keys.epoch(number)}back", settled_text("rank 3 is not back"))
+    store.write([], [Put(keys.phase(number), phase_text(plan, Phase.COMMITTED)), verdict])
+    context.note(pid=task.pid, epoch=number)
+    task.kill()
+    task.wait()
+    with pytest.raises(VerificationError, match="rank 3 is not back"):
+        supervisor_of(context).run(restoring=False)
 
 
 def test_a_signal_that_comes_while_an_epoch_brings_the_tasks_reaches_them(

@@ -344,12 +344,14 @@ class Supervisor:
 
     def _verify_left(self, is_over: Callable[[], bool]) -> None:
         """An earlier keeper may have ended before the verdict on a restore of the tasks."""
-        while self._context.options.check is not None and not is_over():
+        while self._context.options.check is not None:
             try:
                 if not self._keeper.has_open() and (left := verified.left_open(self._context)):
                     self._verify(left, problem=False)
             except StoreError as exc:
                 log.info("%s waits for the store: %s", self._context.name, exc)
+                if is_over():
+                    return
                 time.sleep(_AGAIN_S)
             else:
                 return

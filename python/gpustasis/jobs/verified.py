@@ -154,10 +154,11 @@ def _store(store: Store, keys: Keys, number: int, restored: int, wrong: str) -> 
 
 
 def left_open(context: Context) -> int:
-    """The epoch that has restored the tasks, which live, and whose verdict an earlier keeper has
-    not done; 0: there is none. Raises JobError, StoreError."""
+    """The epoch that has restored the tasks, and whose verdict an earlier keeper has not done; 0:
+    there is none. They may have ended because of it: others were killed. Raises JobError,
+    StoreError."""
     number = context.state.epoch
-    if not number or not context.state.lives:
+    if not number:
         return 0
     epoch, _ = epochs.phase(context.store, context.keys, number)
     return number if epoch.restores and epoch.phase is Phase.COMMITTED else 0
