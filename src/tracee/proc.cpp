@@ -21,7 +21,6 @@
 #include <iterator>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string_view>
 #include <system_error>
 
@@ -29,7 +28,6 @@ namespace gpustasis::proc {
 namespace {
 
 // To look at one, and for its children, takes as long as to pass 20 other tasks of the machine.
-constexpr int kLooks = 20; // at the threads of a process
 constexpr std::size_t kFewThreads = 4;
 
 struct CloseDir {
@@ -365,38 +363,6 @@ std::vector<Tracee> tracees_below(pid_t root) {
     } catch (const Error&) { // as of a kernel that lists no children
         return tracees();
     }
-}
-
-std::vector<pid_t> tree(pid_t root) {
-    std::vector<pid_t> found;
-    std::set<pid_t> known{root};
-    std::vector<pid_t> next{root};
-    for (std::size_t i = 0; i < next.size(); ++i) {
-        bool all = false;
-        // A thread that ends leaves its children to another one of the process, which may have been asked by then.
-        for (int look = 0; look < kLooks && !all; ++look) {
-            all = true;
-            std::vector<pid_t> tids;
-            try {
-                tids = threads(next[i]);
-            } catch (const Error&) {
-                break; // it has ended, and what it had made is another's
-            }
-            if (look == 0)
-                found.push_back(next[i]);
-            for (const pid_t tid : tids) {
-                std::vector<pid_t> below;
-                try {
-                    append_children(next[i], tid, below);
-                } catch (const Error&) {
-                    all = false;
-                }
-                std::ranges::copy_if(below, std::back_inserter(next),
-                                     [&](pid_t pid) { return known.insert(pid).second; });
-            }
-        }
-    }
-    return found;
 }
 
 std::vector<pid_t> traced_by_us() {
