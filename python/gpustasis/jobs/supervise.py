@@ -210,8 +210,7 @@ class Supervisor:
         try:
             then = recovering.take(None if self._context.state.lives else self._status)
         except StoreError as exc:
-            log.info("%s waits for the store: %s", self._context.name, exc)
-            time.sleep(_AGAIN_S)
+            self._await_store(exc)
             return None
         if then.start and self._command is not None:
             self._status = None
@@ -222,6 +221,10 @@ class Supervisor:
             self._told(f"job {self._context.place.job} has failed: {then.failed}")
             return Ended(epoch=0, status=self._status or JobError.exit_code)
         return Ended(epoch=0, status=0) if then.done else None
+
+    def _await_store(self, exc: StoreError) -> None:
+        log.info("%s waits for the store: %s", self._context.name, exc)
+        time.sleep(_AGAIN_S)
 
     def _unlock_left(self) -> None:
         """What a release that failed has left locked, when no epoch is open. Raises JobError."""
@@ -242,10 +245,9 @@ class Supervisor:
                 if not self._keeper.has_open():
                     self._unlock_left()
             except StoreError as exc:
-                log.info("%s waits for the store: %s", self._context.name, exc)
                 if is_over():
                     return
-                time.sleep(_AGAIN_S)
+                self._await_store(exc)
             except CheckpointError as exc:  # the tasks have a keeper all the same
                 self._told(str(exc))
                 return
@@ -349,10 +351,9 @@ class Supervisor:
                 if not self._keeper.has_open() and (left := verified.left_open(self._context)):
                     self._verify(left, problem=False)
             except StoreError as exc:
-                log.info("%s waits for the store: %s", self._context.name, exc)
                 if is_over():
                     return
-                time.sleep(_AGAIN_S)
+                self._await_store(exc)
             else:
                 return
 
