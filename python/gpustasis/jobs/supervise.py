@@ -35,10 +35,6 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def _too_late(*_: object) -> None:
-    """Whoever tells a keeper to end that has ended its work hears from it how it has."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How it came to an end for this rank. epoch: of the checkpoint that ended its tasks; 0: none
@@ -199,8 +195,9 @@ class Supervisor:
         finally:
             if self._restart is not None:
                 self._restart.stop.set()
+            # Too late: whoever tells this keeper to end hears from it how it has.
             for number, handler in before.items():
-                signal.signal(number, handler if self._preempting is None else _too_late)
+                signal.signal(number, handler if self._preempting is None else signal.SIG_IGN)
             if self._held[2] >= 0:
                 os.close(self._held[2])
             reap()
@@ -215,8 +212,7 @@ class Supervisor:
         if then.start and self._command is not None:
             self._status = None
             pid, place = self._start(*self._command), self._context.place
-            name = f"job {place.job}, {self._context.name}"
-            self._told(f"{name}: process {pid}, output in {place.log}")
+            self._told(f"job {place.job}, rank {place.rank}: process {pid}, output in {place.log}")
         if then.failed:
             self._told(f"job {self._context.place.job} has failed: {then.failed}")
             return Ended(epoch=0, status=self._status or JobError.exit_code)
