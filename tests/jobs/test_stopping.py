@@ -278,6 +278,25 @@ def test_a_command_is_started_once_in_a_life(context: Context) -> None:  # noqa:
         )
 
 
+@pytest.mark.parametrize("status", [0, 1, None])
+def test_tasks_that_have_ended_well_have_not_failed_whatever_an_epoch_says(
+    status: int | None,
+    context: Context,  # noqa: F811
+) -> None:
+    """One by the clock has been under way, and was aborted."""
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        rank.has_trouble("its tasks have ended")
+        assert rank.is_due(ended=True, waits=False)
+        rank.take(status)
+        assert guard.read().begun == (status != 0)
+        standing = guard.standing(1)
+        assert standing is not None
+        assert (standing.way is Way.ENDED) == (status == 0)
+        assert (rank._trouble == "") == (status == 0)
+
+
 @pytest.mark.parametrize("how", ["given up", "anew"])
 def test_whoever_ends_has_said_that_nothing_of_its_rank_is_left(
     how: str,

@@ -281,11 +281,12 @@ class Recovering:
     def _report(self, life: Life, status: int | None) -> None:
         context, guard = self._context, self._guard
         watcher = self._watcher
-        if self._trouble:
-            guard.report(life.number, f"{context.name}: {self._trouble}", unnoticed_s=0.0)
-        elif status == 0:
+        if status == 0:  # which an epoch that was under way has taken for trouble
+            self._trouble = ""
             self._say(life, Way.ENDED)
             return
+        if self._trouble:
+            guard.report(life.number, f"{context.name}: {self._trouble}", unnoticed_s=0.0)
         elif watcher is not None and context.state.lives and watcher.reason:
             guard.report(
                 life.number,
