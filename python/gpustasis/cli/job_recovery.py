@@ -298,6 +298,8 @@ def keep_recovered(
     try:
         supervisor = Supervisor(context, settings, tell, preempting, recovering)
         is_new = bool(words or restore) and not choice.standby
+        if is_new and context.gate.is_held():  # a criu of the last start waits to be answered
+            supervisor.settle()
         starts = recovering.begin(new=is_new, can_start=bool(words), newest=newest)
         if words or restore or choice.standby:  # whoever has no seat replaces no other's addresses
             context.say_where()
@@ -309,7 +311,7 @@ def keep_recovered(
         command = (words, os.environ) if words else None
         with by_the_clock(context, periodic, tell, recovering.may_checkpoint):
             ended = supervisor.run(restoring=restore, command=command)
-        if not ended.epoch and ended.status == 0:  # a start without --restarts knows no lives
+        if recovering.ended_well:  # a start without --restarts knows no lives
             note_ended(context, output.warn)
         return ended
     finally:

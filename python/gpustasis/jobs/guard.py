@@ -296,10 +296,10 @@ class Guard:
                 return
             life = self.life
 
-    def end(self, reason: str) -> None:
-        """The job has been ended as it should be. Raises JobError, StoreError."""
+    def end(self, reason: str, run: str) -> None:
+        """The job, as started then, was ended as it should be. Raises JobError, StoreError."""
         life = self.read()
-        while not life.stage.is_final:
+        while life.run == run and not life.stage.is_final:
             failure = Failure(rank=self._rank, reason=reason, at=time.time())
             if self.replace(life, replace(life, stage=Stage.DONE, failure=failure)):
                 return

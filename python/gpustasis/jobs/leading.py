@@ -139,6 +139,7 @@ class Leading:
         self._looked = -1e9
         self._missing: dict[int, float] = {}
         self._since: tuple[int, float] = (0, 0.0)  # a life's revision, and when it was read
+        self._committed: tuple[int, float] = (0, 0.0)  # the same, when its restore was
         self._said = ("", -1e9)
         self._marked = 0  # the revision of a life whose checkpoints were marked
         # Until when: a life's revision, its newest epoch, and seconds from its failure.
@@ -284,8 +285,12 @@ class Leading:
             wrong = verdict or f"rank {rank}: {text}"
             reason = f"epoch {life.epoch} has not brought it back: {wrong}"
             self._move(life, life.not_back(replace(life.failure, rank=rank, reason=reason)))
-        elif len(found.settled) == life.world or self._waited_s() > _SETTLED_S + self._verify_s:
-            self._recovered(life, epoch=life.epoch, restored=life.restored)
+        else:
+            if self._committed[0] != life.revision:
+                self._committed = (life.revision, time.monotonic())
+            waited_s = time.monotonic() - self._committed[1]
+            if len(found.settled) == life.world or waited_s > _SETTLED_S + self._verify_s:
+                self._recovered(life, epoch=life.epoch, restored=life.restored)
 
     def _recovered(self, life: Life, *, epoch: int, restored: int) -> None:
         failure = life.failure

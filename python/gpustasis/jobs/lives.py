@@ -169,7 +169,7 @@ _LIFE = [name for name in Life.__dataclass_fields__ if name != "revision"]
 
 def life_of(key: str, entry: Entry) -> Life:
     """Raises JobError."""
-    value = fields_of(key, entry, "version", *_LIFE)
+    value = fields_of(key, entry, "version", *(name for name in _LIFE if name != "ended"), ended=0)
     del value["version"]
     try:
         failure = value.pop("failure")

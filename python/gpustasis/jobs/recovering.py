@@ -58,6 +58,8 @@ class Recovering:
         self._known_since = (0, 0.0)  # in which life, and from when on they are known
         self.can_start = False
         self.asked = ""  # why the keeper was told to end
+        self._was_asked = ""  # the same, when the tasks have ended well upon it
+        self.ended_well = False  # all ranks have, by themselves
 
     def begin(self, *, new: bool, can_start: bool, newest: bool = False) -> bool:
         """Have a seat. Whether the command is to be started: else what is left of an earlier life
@@ -233,12 +235,7 @@ class Recovering:
             self._leave(life)
             raise JobError(f"job {context.place.job} was started anew meanwhile")
         self._require_known(life)
-        if self.asked and not context.state.lives and not life.stage.is_final:
-            if status == 0 and not self._has_said(life, Way.ENDED):
-                self.asked = ""  # it was, and has done well
-                self._say(life, Way.ENDED)
-            else:
-                guard.give_up(f"{context.name}: {self.asked}")
+        if self._was_told_to_end(life, status):
             return Next()
         match life.stage:
             case Stage.RUNS if self._is_other(life):
@@ -251,12 +248,30 @@ class Recovering:
                 self._make_way(life)
             case Stage.FAILED | Stage.DONE:
                 self._stop()
-                self._say(life, Way.STOPPED)  # so that it may be started elsewhere
+                if guard.standing(life.number) is not None:  # else another place may have it
+                    self._say(life, Way.STOPPED)  # so that it may be started elsewhere
                 is_done = life.stage is Stage.DONE
+                self.ended_well = is_done and life.failure is None
                 return Next(done=is_done, failed="" if is_done else life.why() or "no reason")
             case _:
                 pass
         return Next()
+
+    def _was_told_to_end(self, life: Life, status: int | None) -> bool:
+        """A job one of whose keepers was told to end is not restored. Whether that was all that was
+        to be done."""
+        why = self.asked or self._was_asked
+        if not why or life.stage.is_final or life.stage is Stage.RESTORES:
+            return False
+        if life.stage is Stage.RUNS:
+            if not self.asked or self._context.state.lives:
+                return False
+            if status == 0 and not self._has_said(life, Way.ENDED):  # it has done well
+                self._was_asked, self.asked = self.asked, ""
+                self._say(life, Way.ENDED)
+                return True
+        self._guard.give_up(f"{self._context.name}: {why}")
+        return True
 
     def _follow(self, life: Life) -> Next:
         """Another life has begun, and this rank did not come into it by an epoch."""
@@ -306,7 +321,7 @@ class Recovering:
 
     def _make_way(self, life: Life) -> None:
         """For an epoch that restores."""
-        if life.is_start:  # what was of an earlier start may run where it was
+        if self._guard.standing(life.number) is None:  # what was before may run where it was
             self._guard.require_none_before(life.number)
         self._stop()
         self._say(life, Way.STOPPED)
@@ -337,15 +352,19 @@ class Recovering:
             self._watcher.forget()
         return were_there
 
-    def ended_by(self, epoch: int) -> None:
-        """A checkpoint has ended the tasks, as it should. Raises JobError."""
+    def ended_by(self, epoch: int) -> bool:
+        """A checkpoint has ended the tasks, as it should. False: those of an earlier start of the
+        job, whose keepers had left it open. Raises JobError."""
         while True:
             try:
-                self._guard.end(f"ended by the checkpoint of epoch {epoch}")
+                if self._guard.read().is_start:
+                    return False
+                self._guard.end(f"ended by the checkpoint of epoch {epoch}", self._run)
                 self._stop()
-                self._say(self._guard.life, Way.STOPPED)
+                if self._guard.life.run == self._run:
+                    self._say(self._guard.life, Way.STOPPED)
             except StoreError as exc:
                 log.info("%s waits for the store: %s", self._context.name, exc)
                 time.sleep(_AGAIN_S)
             else:
-                return
+                return True

@@ -292,8 +292,8 @@ class Supervisor:
             least = 1 if of_life is None else of_life.least_kept(is_made=is_made)
             remove_older(self._context, self._told, least)
         if epoch.phase is Phase.COMMITTED and not epoch.leave_running:
-            if self._recovering is not None:
-                self._recovering.ended_by(outcome.number)
+            if self._recovering is not None and not self._recovering.ended_by(outcome.number):
+                return None
             return Ended(epoch=outcome.number, status=None)
         return None
 

@@ -46,32 +46,38 @@ _VERSION = 1
 @dataclass(frozen=True, slots=True)
 class Mark:
     """Of a checkpoint. why: it did not bring the job back when it was restored last, or will not;
-    empty: nothing is held against it. times: how often. is_sure: it never will."""
+    empty: nothing is held against it. times: how often. is_sure: it never will. by_verdict: only
+    verdicts were against it, and one that it is back clears it."""
 
     why: str = ""
     times: int = 1
     is_sure: bool = False
+    by_verdict: bool = False
 
-    def again(self, why: str, *, is_luck: bool = False) -> Mark:
+    def again(self, why: str, *, is_luck: bool = False, by_verdict: bool = False) -> Mark:
         """It has failed once more. is_luck: that may be bad luck however often."""
         before = self.times if self.why else 0
-        return Mark(note_of(why), before + 1, self.is_sure or (before > 0 and not is_luck))
+        is_sure = self.is_sure or (before > 0 and not is_luck)
+        return Mark(
+            note_of(why), before + 1, is_sure, by_verdict and (self.by_verdict or not before)
+        )
 
     def to_text(self) -> str:
         """The value of its key."""
         value = {"version": _VERSION, "problem": note_of(self.why)}
-        return json.dumps(value | {"times": self.times, "sure": self.is_sure})
+        more = {"times": self.times, "sure": self.is_sure, "verdict": self.by_verdict}
+        return json.dumps(value | more)
 
 
 def mark_of(key: str, entry: Entry) -> Mark:
     """Raises JobError."""
-    value = fields_of(key, entry, "version", "problem", times=1, sure=False)
+    value = fields_of(key, entry, "version", "problem", times=1, sure=False, verdict=False)
     why, times, is_sure = value["problem"], value["times"], value["sure"]
     if not isinstance(why, str) or type(times) is not int or not 0 < times <= MAX_EPOCH:
         raise JobError(f"{key}: problem is no text, or times no number")
-    if type(is_sure) is not bool:
-        raise JobError(f"{key}: sure is neither true nor false")
-    return Mark(why, times, is_sure)
+    if type(is_sure) is not bool or type(value["verdict"]) is not bool:
+        raise JobError(f"{key}: sure or verdict is neither true nor false")
+    return Mark(why, times, is_sure, value["verdict"])
 
 
 def verify(context: Context, order: Order, images: str) -> None:
@@ -148,7 +154,10 @@ def _store(store: Store, keys: Keys, number: int, restored: int, wrong: str) -> 
     before = Mark()
     with suppress(JobError):  # one that cannot be used counts as none
         before = marks(store, keys, [restored]).get(restored, before)
-    mark = before.again(wrong) if wrong else Mark()
+    if wrong:
+        mark = before.again(wrong, by_verdict=True)
+    else:  # what it has done after it was back, before, stays known
+        mark = before if before.why and not before.by_verdict else Mark()
     puts = [Put(_verdict(keys, number), settled_text(wrong)), put_mark(keys, restored, mark)]
     store.write([Require(_verdict(keys, number), 0)], puts)
 
