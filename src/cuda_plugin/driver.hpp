@@ -43,6 +43,13 @@ struct ProcessGpus {
     std::vector<Gpu> gpus;   ///< that it can see, in NVML's order; empty if not known
     std::string why_not_all; ///< why the source is not the best one, in a clause
 
+    /// In use on all of them, bytes; nullopt: of one it is not known.
+    std::optional<std::uint64_t> known_size() const noexcept {
+        for (const Gpu& gpu : gpus)
+            if (gpu.memory_size == TaskGpu::kUnknownSize)
+                return std::nullopt;
+        return source == GpuSource::nvml ? std::optional(memory_size()) : std::nullopt;
+    }
     /// In use on all of them, as far as it is known; bytes.
     std::uint64_t memory_size() const noexcept {
         std::uint64_t sum = 0;

@@ -171,12 +171,7 @@ void DumpSession::checkpoint_tree(pid_t asked) {
     side_by_side(
         worker_, tasks.size(),
         {.limit = statistics_.parallel_gpus,
-         .memory =
-             [&](std::size_t i) {
-                 const ProcessGpus& gpus = statistics_of(*tasks[i].record).gpus;
-                 return gpus.source == GpuSource::nvml ? std::optional(gpus.memory_size())
-                                                       : std::nullopt;
-             },
+         .memory = [&](std::size_t i) { return statistics_of(*tasks[i].record).gpus.known_size(); },
          .room = [&](std::size_t i) { return room_of(tasks[i].record->pid); }},
         [&](std::size_t i) -> std::optional<Worker::Call> {
             return of_task(tasks[i].record->pid, asked, [&] { return begin_checkpoint(tasks[i]); });
@@ -194,8 +189,11 @@ void DumpSession::checkpoint_tree(pid_t asked) {
 
 // Once of each task.
 void DumpSession::close_left(pid_t pid) {
+    TaskRecord* record = table_.find(pid);
+    if (record != nullptr && !has_thread(pid, record->restore_tid))
+        record = nullptr; // another task has its pid
     if (looked_at_.insert(pid).second)
-        close_left_userfaultfd(pid, table_.find(pid), closed_);
+        close_left_userfaultfd(pid, record, closed_);
 }
 
 // Whoever has left it so may have come back for it before it was frozen.

@@ -94,7 +94,10 @@ void DumpSession::undo_tree() noexcept {
     try {
         for (std::size_t i = 0; i < table_->task_count; ++i) {
             TaskRecord& record = table_->tasks[i];
-            if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead)
+            // One that has executed another program has no CUDA state any more.
+            const bool is_another =
+                !record.drop_begun && !has_thread(record.pid, record.restore_tid);
+            if (is_another || proc::liveness(record.pid, record.start_time) == proc::Liveness::dead)
                 settle_dead(record);
             else
                 tasks.emplace_back().record = &record;
@@ -149,7 +152,7 @@ void DumpSession::undo_tree() noexcept {
                 const WatchedThread watched(worker_, is_frozen ? record.restore_tid : 0);
                 // Quick, where there is nothing to restore.
                 task.restored =
-                    worker_.state(record.pid) == ProcessState::running || !record.checkpoint_begun;
+                    !record.checkpoint_begun || worker_.state(record.pid) == ProcessState::running;
                 if (task.restored)
                     return std::nullopt;
                 return worker_.begin_undo_restore(record, is_frozen ? record.restore_tid : 0);

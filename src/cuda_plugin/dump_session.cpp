@@ -150,9 +150,7 @@ bool DumpSession::is_still(const TaskRecord& record) const {
         host::info("pid " + std::to_string(record.pid) + " has ended since it was locked");
         return false;
     }
-    const std::string thread =
-        "/proc/" + std::to_string(record.pid) + "/task/" + std::to_string(record.restore_tid);
-    if (::access(thread.c_str(), F_OK) != 0 && !proc::has_exited(record.pid))
+    if (!has_thread(record.pid, record.restore_tid) && !proc::has_exited(record.pid))
         throw Error(Errc::io,
                     "the process has executed another program since it was locked: try again");
     return true;
@@ -160,12 +158,12 @@ bool DumpSession::is_still(const TaskRecord& record) const {
 
 bool DumpSession::checkpoint(pid_t pid) {
     TaskRecord* record = table_.find(pid);
+    if (record != nullptr && !is_still(*record))
+        record = nullptr; // and another task has its pid
     if (record == nullptr && proc::may_use_cuda(pid) && worker_.restore_thread(pid))
         throw Error(Errc::io, "the process started to use CUDA while the tree was being frozen; "
                               "try again");
     images_.require_as_asked();
-    if (record != nullptr && !is_still(*record))
-        record = nullptr; // and another task has its pid
     checkpoint_tree(pid);
     close_left(pid);
     if (record != nullptr && !staging_.contains(pid))

@@ -44,7 +44,11 @@ void RestoreSession::resume_tree(pid_t asked) {
         side_by_side(
             worker_, tasks.size(),
             {.limit = at_once,
-             .memory = [&](std::size_t i) { return staged_of(*tasks[i].record); },
+             // None, once it is filled: it is taken by then, and the driver gives it back.
+             .memory =
+                 [&](std::size_t i) {
+                     return tasks[i].thawed ? std::uint64_t{0} : staged_of(*tasks[i].record);
+                 },
              .room = [&](std::size_t i) { return room_of(tasks[i].record->pid); }},
             [&](std::size_t i) {
                 return of_task(tasks[i].record->pid, asked, [&] { return begin(tasks[i]); });

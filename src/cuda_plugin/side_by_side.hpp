@@ -140,16 +140,21 @@ auto of_task(pid_t pid, pid_t asked, Body&& body) {
     } catch (const Error& e) {
         if (pid == asked)
             throw;
-        throw Error(e.code(), "pid " + std::to_string(pid) + ": " + e.what());
+        throw Error(e, "pid " + std::to_string(pid) + ": " + e.what());
     }
 }
 
-/// Bytes of memory that process `pid` may still take, with some to spare. Throws Error: io if it is gone.
+/// Bytes of memory that process `pid` may still take, with some to spare; of one that is gone, all: whoever begins
+/// something with it finds out.
 inline std::uint64_t room_of(pid_t pid) {
     constexpr std::uint64_t kSpare = std::uint64_t{64} << 20;
     std::uint64_t room = std::numeric_limits<std::uint64_t>::max();
-    for (const MemoryLevel& level : memory_levels(std::to_string(pid)))
-        room = std::min(room, level.room);
+    try {
+        for (const MemoryLevel& level : memory_levels(std::to_string(pid)))
+            room = std::min(room, level.room);
+    } catch (const Error&) {
+        return room;
+    }
     return room - std::min(room, kSpare);
 }
 

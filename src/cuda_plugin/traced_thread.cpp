@@ -5,6 +5,8 @@
 
 #include <unistd.h>
 
+#include <array>
+#include <cstdio>
 #include <exception>
 #include <string>
 
@@ -16,6 +18,12 @@ bool is_traced_by_us(pid_t tid) noexcept {
     } catch (const std::exception&) {
         return false; // it has ended
     }
+}
+
+bool has_thread(pid_t pid, pid_t tid) noexcept {
+    std::array<char, 64> path{};
+    std::snprintf(path.data(), path.size(), "/proc/%d/task/%d", pid, tid);
+    return ::access(path.data(), F_OK) == 0;
 }
 
 } // namespace gpustasis

@@ -11,6 +11,9 @@ namespace gpustasis {
 /// Whether thread `tid` exists and this process is its tracer.
 bool is_traced_by_us(pid_t tid) noexcept;
 
+/// Whether process `pid` has thread `tid` now.
+bool has_thread(pid_t pid, pid_t tid) noexcept;
+
 /// Has `worker` give up a call when the thread dies or stops, for as long as this lives.
 class WatchedThread {
 public:

@@ -63,6 +63,7 @@ void Worker::start() {
     ++number_;
     under_way_.clear();
     given_up_.clear();
+    hangs_ = false;
     initialize_id_ = 0;
     initialized_.reset();
 }
@@ -91,6 +92,7 @@ void Worker::kill() noexcept {
     process_.reset();
     under_way_.clear();
     given_up_.clear();
+    hangs_ = false;
     initialize_id_ = 0; // whatever it was asked for was asked of that worker
 }
 
@@ -113,6 +115,11 @@ void Worker::leave() {
         start();
     socket_.reset();
     process_.reset();
+}
+
+void Worker::require_listening() const {
+    if (hangs_)
+        throw Error(Errc::io, "the driver worker hangs in a call that was given up");
 }
 
 void Worker::send(Request& request) {
@@ -145,10 +152,11 @@ void Worker::await_initialize() {
 
 Reply Worker::call(Request& request, const char* name, std::uint32_t timeout_ms) {
     await_initialize();
+    require_listening();
     send(request);
     // A driver that answers one call after the other has those that are under way to answer first.
     if (!under_way_.empty())
-        timeout_ms = std::max(timeout_ms, config_.driver_timeout_ms);
+        timeout_ms = std::max(timeout_ms, most_ms_);
     Reply reply = receive(request.id, name, request.pid, timeout_ms);
     if (reply.status != Status::done && reply.status != Status::nothing)
         worker_protocol::throw_refused(reply);

@@ -30,8 +30,8 @@
 namespace gpustasis {
 
 /// Starts the process with the first call. Every call has a deadline: when it passes, or when the
-/// watched thread dies or stops in a signal, the worker is killed and Error: io thrown; the next
-/// call starts a new worker. Calls that are begun, and not waited for, are made side by side.
+/// watched thread dies or stops in a signal, Error: io is thrown and the worker killed, once no other
+/// call is under way; the next call starts a new worker. Calls that are begun, and not waited for, are made side by side.
 /// Call from one thread, while no other thread of this process runs.
 class Worker final : public Driver {
 public:
@@ -97,8 +97,8 @@ public:
     /// killed, as soon as no other call is under way: a driver is not broken off in one task because of another.
     /// All are lost when the process dies.
     Answer wait(std::span<const Call> calls);
-    /// Whether there is a process.
-    bool is_there() const noexcept { return static_cast<bool>(process_); }
+    /// Whether there is a process that answers.
+    bool is_there() const noexcept { return process_ && !hangs_; }
 
     /// Tell the worker that all is well and wait for its end.
     void stop() noexcept;
@@ -119,6 +119,7 @@ private:
     void kill() noexcept;
     bool wait_for_end(int timeout_ms) noexcept;
     void await_initialize();
+    void require_listening() const;
     void send(worker_protocol::Request& request);
     Received receive(std::span<const Call> calls);
     Received give_up(std::size_t index, const Call& call, const std::string& why);
@@ -150,6 +151,8 @@ private:
     std::set<std::uint64_t> given_up_; ///< calls whose replies nobody waits for
     std::uint64_t initialize_id_ = 0;  ///< of a begin_initialize() without an answer; 0: none
     std::optional<worker_protocol::Reply> initialized_; ///< that answer, until initialize()
+    std::uint32_t most_ms_ = 0; ///< the longest timeout of calls that were begun
+    bool hangs_ = false;        ///< in a quick call that was given up: it takes no request any more
     pid_t watched_ = 0;
 };
 

@@ -51,7 +51,8 @@ Request request_of(Op op, int pid) noexcept {
 } // namespace
 
 Worker::Received Worker::give_up(std::size_t index, const Call& call, const std::string& why) {
-    under_way_.erase(call.id);
+    if (under_way_.erase(call.id) == 0)
+        hangs_ = true; // in a call that it makes between two requests
     given_up_.insert(call.id);
     if (under_way_.empty())
         kill();
@@ -177,7 +178,9 @@ void Worker::finish(const Call& call) {
 Worker::Call Worker::begin(Request& request, const char* name, std::uint32_t timeout_ms,
                            pid_t tid) {
     await_initialize();
+    require_listening();
     send(request);
+    most_ms_ = std::max(under_way_.empty() ? 0 : most_ms_, timeout_ms);
     under_way_.emplace(request.id, std::nullopt);
     return call_of(request.id, name, request.pid, timeout_ms, tid);
 }

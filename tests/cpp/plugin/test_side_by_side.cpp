@@ -148,6 +148,32 @@ void who_gives_one_call_up_waits_for_the_others() {
     rig.worker->stop();
 }
 
+// A quick call hangs, and with it whatever is asked after it: that is said at once. What is under way ends.
+void who_hangs_in_a_quick_call_is_asked_nothing_more() {
+    const Variable mute("SLOW_DRIVER_MUTE", "9");
+    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "1500");
+    Rig rig(OnOrphaned::undo);
+    rig.config.driver_timeout_ms = 60'000;
+    CHECK(rig.worker->api_version() == 13000);
+    std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(8, 0)};
+    const auto begin = std::chrono::steady_clock::now();
+    const pid_t child = ::fork();
+    if (child == 0)
+        ::_exit(0);
+    rig.worker->watch(child); // it dies at once: nobody waits for the deadline
+    CHECK_THROWS(Errc::io, rig.worker->state(9));
+    rig.worker->watch(0);
+    CHECK(!rig.worker->is_there());
+    CHECK_THROWS(Errc::io, rig.worker->state(8));
+    CHECK_THROWS(Errc::io, rig.worker->begin_checkpoint(7, 0));
+    const Worker::Answer answer = rig.worker->wait(calls);
+    CHECK(!answer.error && !answer.lost);
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(30));
+    CHECK(rig.worker->state(8) == ProcessState::running); // by a new one
+    CHECK(::waitpid(child, nullptr, 0) == child);
+    rig.worker->stop();
+}
+
 void who_dies_has_lost_all_calls() {
     const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "60000");
     Rig rig(OnOrphaned::undo);
@@ -243,6 +269,7 @@ int main() {
     after_a_failure_none_is_begun_and_all_are_waited_for();
     what_memory_has_no_room_for_at_once_is_done_in_turn();
     who_gives_one_call_up_waits_for_the_others();
+    who_hangs_in_a_quick_call_is_asked_nothing_more();
     who_dies_has_lost_all_calls();
     a_call_is_given_up_when_its_own_task_dies();
     an_orphan_undoes_when_its_calls_have_ended();
