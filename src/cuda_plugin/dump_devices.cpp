@@ -227,7 +227,8 @@ void DumpSession::end_checkpoint(AtWork& task) {
                                   "checkpointed");
     }
     proc::wait_for_helper_threads(record.pid, task.threads);
-    task.thawed->refreeze();
+    if (task.thawed)
+        task.thawed->refreeze();
     std::vector<Region> regions;
     if (config_.externalize || cpu_memory_.is_on())
         regions = statistics.phases.time("find_staging", [&] {

@@ -109,9 +109,11 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
                               ": the driver worker was ended, because of another call"));
             return received;
         }
-        if (const auto early = under_way_.find(calls[i].id);
-            early != under_way_.end() && early->second) {
-            received.reply = *early->second;
+        const auto early = under_way_.find(calls[i].id);
+        if (early == under_way_.end())
+            continue;
+        if (const std::optional<Reply>& reply = early->second) {
+            received.reply = *reply;
             under_way_.erase(early);
             return received;
         }
