@@ -357,7 +357,8 @@ def test_gpus_of_a_task_copy_side_by_side_and_tasks_are_a_tree(
     one_gpu = 20.0 * 16 / 1024
     phases = [task["phases_ms"]["driver_checkpoint"] / 1000 for task in dumped.record["tasks"]]
     assert len(phases) == 2
-    assert one_gpu <= min(phases) < 2 * one_gpu, "two GPUs take as long as one"
+    # What was waited for one task after the other: they are checkpointed side by side, too.
+    assert 0.8 * one_gpu <= sum(phases) < 2 * one_gpu, "two GPUs take as long as one"
 
 
 def test_a_dump_that_fails_says_why(course: Course, content: Content, medium: Medium) -> None:

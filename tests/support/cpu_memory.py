@@ -153,6 +153,9 @@ def require_refused_when_damaged(
         file.write(bytes([byte ^ 1]))
     log = refused(rig.restore(damaged))
     assert "every restored task was killed" in log and name in log
+    deadline = time.monotonic() + 10  # of SIGKILL, which takes its time with much memory
+    while job.alive_pids() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not job.alive_pids()
     job.reap()
     assert rig.restore(images).status == 0
