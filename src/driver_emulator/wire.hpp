@@ -101,7 +101,7 @@ enum class FaultAction : std::uint32_t {
     nonsense,   ///< do all of it, then answer with the first half of a reply
     wrong,      ///< do all of it, then answer with noise of the right length
     close,      ///< do all of it, then close the way back instead of answering
-    race,       ///< in cuInit: wait until the process `code` is to be locked
+    race,       ///< in cuInit: wait until the process `code` is to be checkpointed
     end_thread, ///< the restore thread ends mid-way, the process does not
 };
 

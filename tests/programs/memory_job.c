@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A tree without CUDA whose processes check all of their memory at every step, and say so.
 //
-//   memory_job [--mib N] [--threads N] [--children N] [--holes MIB]
+//   memory_job [--mib N] [--threads N] [--children N] [--holes MIB] [--sparse MIB]
 //
 // Each process prints "PID step N ok" for a step in which every byte was right, and ends with 1, saying
 // what was wrong, after one in which it was not. Half of the memory is the heap, half mapped; there are
@@ -125,6 +125,8 @@ static void check_holes(void) {
 
 // Small pages with holes, for which huge ones are asked from now on.
 static void add_sparse(size_t mib) {
+    if (mib == 0)
+        return;
     uint8_t* at = map(mib * MIB);
     ask_small_pages(at, mib * MIB);
     for (size_t i = 0; i < mib; i += 2)
@@ -199,7 +201,7 @@ int main(int argc, char** argv) {
     add_mapped(4 * MIB, MADV_NOHUGEPAGE, PROT_READ | PROT_WRITE, "advised: small pages");
     add_mapped(8 * MIB, MADV_HUGEPAGE, PROT_READ | PROT_WRITE, "advised: huge pages");
     add_mapped(4 * MIB, MADV_DONTDUMP, PROT_READ | PROT_WRITE, "advised: no core dump");
-    add_sparse(64);
+    add_sparse(number(argc, argv, "--sparse", 64));
     while (children != 0 && fork() != 0)
         --children;
     if (children != 0)

@@ -89,7 +89,7 @@ unsigned FaultTable::add(const std::vector<std::string_view>& words) {
 }
 
 void FaultTable::apply(Operation operation, pid_t pid, OperationPlan& plan) {
-    if (operation == Operation::lock) {
+    if (operation == Operation::checkpoint) {
         std::erase_if(faults_, [pid](const Fault& fault) {
             return fault.action == FaultAction::race && fault.code == pid;
         });
@@ -100,7 +100,7 @@ void FaultTable::apply(Operation operation, pid_t pid, OperationPlan& plan) {
             continue;
         }
         if (fault->action == FaultAction::race && operation == Operation::init) {
-            plan.action = FaultAction::race; // asked again and again, until that lock
+            plan.action = FaultAction::race; // asked again and again, until then
             return;
         }
         plan.delay_ms += fault->delay_ms;
