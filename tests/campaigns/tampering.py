@@ -78,7 +78,7 @@ def run_unseal(rig: Rig, random: Random, pair: Pair, count: int, *, live: bool) 
     """Bytes of a checkpoint are changed, and `unseal` reads it. count: of them in each file; 0:
     every one. live: sealed while it was made; else by `gpustasis seal`."""
     tally = Tally()
-    settings = sealed_for(pair) if live else {"layout": "criu"}
+    settings = sealed_for(pair) if live else {"layout": "criu", "cpu_memory": "ours"}
     tiny = replace(rig, programs=replace(rig.programs, job=rig.programs.tiny))
     with taken(tiny, {}, settings) as two, _tmpfs(rig) as place:
         if live:
