@@ -63,7 +63,7 @@ class ArchiveError(ImageError):
 
 
 class SealError(ImageError):
-    """A checkpoint is sealed, or cannot be; or a key, or what was sealed, is not the right one."""
+    """A checkpoint is sealed, or cannot be; or a key, a signature or what was sealed is wrong."""
 
     exit_code = 14
 
@@ -116,7 +116,7 @@ class StreamError(CheckpointError):
 
 
 class JobError(CheckpointError):
-    """A checkpoint of a whole job was aborted, or cannot be made, or is not whole."""
+    """A checkpoint or restore of a whole job was aborted, or cannot be made; or the job failed."""
 
     exit_code = 19
 

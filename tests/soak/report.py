@@ -135,7 +135,9 @@ def write_markdown(path: Path, record: dict[str, Any]) -> None:
     ]
     missing = ", ".join(f"*{name}*" for name in CAMPAIGNS if name not in campaigns)
     if missing:
-        lines += ["", f"Not run yet: {missing}."]
+        lines += ["", f"Without a result here: {missing}."]
+        lines += ["What *job-faults*, *recovery* and *job-scale* have found is in reliability.md,"]
+        lines += ["what *plan* has found in planner.md, each with its date."]
     lines += ["", "What each campaign does:", ""]
     lines += [f"- **{name}**: {what}." for name, (what, _) in CAMPAIGNS.items()]
     failures = [

@@ -90,7 +90,7 @@ class Contender:
     synced: str | None = None
 
 
-_STOCK_PLUGIN: dict[str, Setting] = {"externalize": "off"}
+_STOCK_PLUGIN: dict[str, Setting] = {"externalize": "off", "parallel_gpus": 1}
 CONTENDERS = {
     each.name: each
     for each in (

@@ -19,7 +19,7 @@ from gpustasis_bench.bench.statistics import paired_ratio
 from gpustasis_bench.bench.target import Target
 from gpustasis_bench.errors import BenchError
 
-SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4))  # GPUs of each task, tasks
+SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8))  # GPUs of each task, tasks
 _DRIVER = "580.95.05"
 _RATES: dict[str, Rates | None] = {"as measured": None, "off": RATES_OFF}
 

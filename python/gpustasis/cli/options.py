@@ -224,29 +224,33 @@ def dump_options(function: Decorated) -> Decorated:
             click.option(
                 "--compress",
                 type=click.Choice(["lz4", "none"]),
-                help="How this plugin stores memory.",
+                help="How this plugin stores memory.  [default: as configured, else lz4]",
             ),
             click.option(
                 "--cpu-memory",
                 type=click.Choice(["criu", "ours", "auto"]),
                 help="Who stores the processes' own memory: CRIU, or this plugin as it stores GPU "
-                "memory; auto: the plugin, where there is much of it and this system allows it.",
+                "memory; auto: the plugin, where there is much of it and this system allows it.  "
+                "[default: as configured, else criu]",
             ),
             click.option(
                 "--layout",
                 type=click.Choice(["criu", "packed"]),
-                help="packed: CRIU's images in one file, compressed and checked.",
+                help="packed: CRIU's images in one file, compressed and checked.  "
+                "[default: as configured, else criu]",
             ),
             click.option(
                 "--externalize",
                 type=click.Choice(["on", "off"]),
-                help="off: GPU memory goes into CRIU's own images, as with the stock plugin.",
+                help="off: GPU memory goes into CRIU's own images, as with the stock plugin.  "
+                "[default: as configured, else on]",
             ),
             click.option(
                 "--ghost-limit",
                 type=Size(),
                 metavar="SIZE",
-                help="The largest file without a name that is dumped with its content.",
+                help="The largest file without a name that is dumped with its content.  "
+                "[default: CRIU's, 1 MiB]",
             ),
             click.option(
                 "--skip-in-flight", is_flag=True, help="Leave out connections not accepted yet."
