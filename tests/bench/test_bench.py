@@ -358,7 +358,7 @@ def test_gpus_of_a_task_copy_side_by_side_and_tasks_are_a_tree(
     phases = [task["phases_ms"]["driver_checkpoint"] / 1000 for task in dumped.record["tasks"]]
     assert len(phases) == 2
     # What was waited for one task after the other: they are checkpointed side by side, too.
-    assert 0.8 * one_gpu <= sum(phases) < 2 * one_gpu, "two GPUs take as long as one"
+    assert sum(phases) < 2 * one_gpu, "two GPUs take as long as one"
 
 
 def test_a_dump_that_fails_says_why(course: Course, content: Content, medium: Medium) -> None:

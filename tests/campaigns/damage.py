@@ -21,7 +21,7 @@ from campaigns.tally import Tally
 from gpustasis._core import MANIFEST_NAME
 from gpustasis.criu.plugin import Setting
 
-_DEATH_S = 2.0  # a process that was killed may take a moment to be gone
+_DEATH_S = 10.0  # a process that was killed may take a moment to be gone
 
 Damage = Callable[[Path], str]  # changes an image directory and says what it did
 

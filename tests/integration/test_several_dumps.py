@@ -87,7 +87,7 @@ def test_a_job_that_is_being_dumped_is_not_recovered(
     monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
     driver = driver_of(newest_rig)
     with newest_rig.job(mib=4, children=1) as job:
-        newest_rig.emulator.add_fault("lock", "delay", delay_ms=4000)
+        newest_rig.emulator.add_fault("lock", "delay", delay_ms=4000, pid=job.pids[1])
         images = newest_rig.images()
         words = newest_rig.dump_words(job, images, ["--leave-running"])
         criu = newest_rig.start(words, {"lock_timeout_ms": 60000})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,27 +15,22 @@ import pytest
 from campaigns import damage
 from campaigns.rig import Rig, log_path
 from campaigns.steady_job import SteadyJob
-from gpustasis.emulator import Options
+from gpustasis.emulator import RATES_OFF, Options
 
 MIB = 1 << 20
 TASKS = 4
-MS_PER_GIB = 16_000  # 0.5 s for what each task has
-SIZE_MIB = 32
-EACH_MS = SIZE_MIB * MS_PER_GIB / 1024
+DELAY_MS = 3000  # of a call that others of a tree do not wait for
 
 
 @contextmanager
-def slow_job(rig: Rig, gpus: int = TASKS, **words: str) -> Iterator[SteadyJob]:
-    """Four tasks, on a machine of so many GPUs that copies slowly."""
+def four_tasks(rig: Rig, **words: str) -> Iterator[SteadyJob]:
+    """On a machine of as many GPUs."""
     rig.emulator.stop()
-    rig.emulator.start(Options(gpus=gpus, memory_bytes=512 * MIB, driver="580.95.05"))
-    for key in ("d2h_ms_per_gib", "h2d_ms_per_gib"):
-        rig.emulator.set(key, str(MS_PER_GIB))
-    rig.emulator.set("lock_drain_ms", str(int(EACH_MS)))
-    place = rig.scratch / f"slow-{len(list(rig.scratch.iterdir()))}"
-    job = SteadyJob(
-        rig.programs.job, place, {**rig.environ, **words}, mib=SIZE_MIB, children=TASKS - 1
+    rig.emulator.start(
+        Options(gpus=TASKS, memory_bytes=512 * MIB, driver="580.95.05", rates=RATES_OFF)
     )
+    place = rig.scratch / f"four-{len(list(rig.scratch.iterdir()))}"
+    job = SteadyJob(rig.programs.job, place, {**rig.environ, **words}, mib=8, children=TASKS - 1)
     try:
         yield job
     finally:
@@ -47,20 +43,43 @@ def statistics(images: Path, stage: str) -> dict[str, Any]:
     return found
 
 
-def waited(found: dict[str, Any], phase: str) -> float:
-    """For the driver, by all tasks together."""
-    return sum(task["phases_ms"][phase] for task in found["tasks"])
+def delay(rig: Rig, operation: str, *pids: int) -> None:
+    for pid in pids:
+        rig.emulator.add_fault(operation, "delay", delay_ms=DELAY_MS, pid=pid)
+
+
+def order(log: str, job: SteadyJob, what: str) -> list[int]:
+    """Of the lines of each task that say so: which task of the job's."""
+    found = [int(pid) for pid in re.findall(rf"cuda_plugin: {what} pid (\d+)", log)]
+    assert sorted(found) == sorted(job.pids), what
+    return [job.pids.index(pid) for pid in found]
+
+
+def began_after_s(log: str, pid: int) -> float:
+    """To bring that task back, after the first one."""
+    found = re.findall(r"\((\d+\.\d+)\) cuda_plugin: bringing back pid (\d+)", log)
+    return float(next(at for at, one in found if int(one) == pid)) - float(found[0][0])
+
+
+def require_at_once(found: list[int], count: int) -> None:
+    """So many calls were made at once, the first tasks' first: those took long, the others no
+    time."""
+    if count == 1:
+        assert found == [0, 1, 2, 3]
+    elif count == 2:
+        assert found[0] in (0, 1), found
+    else:
+        assert set(found[:2]) == {2, 3}, found
 
 
 def test_all_tasks_are_locked_before_any_is_frozen(own_rig: Rig) -> None:
-    with slow_job(own_rig) as job:
+    with four_tasks(own_rig) as job:
         images = own_rig.images()
-        dumped = own_rig.dump(job, images, "--leave-running")
+        delay(own_rig, "lock", *job.pids[:2])
+        dumped = own_rig.dump(job, images, "--leave-running", config={"parallel_gpus": 1})
         assert dumped.status == 0, dumped.errors
-        assert dumped.log.count("cuda_plugin: locked pid") == TASKS
+        require_at_once(order(dumped.log, job, "locked"), TASKS)
         assert dumped.log.rindex("cuda_plugin: locked pid") < dumped.log.index("Seized task")
-        found = waited(statistics(images, "dump"), "lock")
-        assert found < 0.75 * TASKS * EACH_MS
         job.run_on()
 
 
@@ -69,31 +88,31 @@ def test_the_driver_works_in_as_many_tasks_at_once_as_is_said(own_rig: Rig, at_o
     """0: as many as there are GPUs. On the way back of a job that is left running, too, and in a
     restore."""
     used = at_once or TASKS
-    least = {1: 0.8, 2: 0.6}.get(used, 0.0)  # criu does something else meanwhile
     config = {"parallel_gpus": at_once}
-    with slow_job(own_rig) as job:
+    with four_tasks(own_rig) as job:
         for extra in (["--leave-running"], []):
             images = own_rig.images()
+            delay(own_rig, "checkpoint", *job.pids[:2])
+            if extra:
+                delay(own_rig, "restore", *job.pids[:2])
             dumped = own_rig.dump(job, images, *extra, config=config)
             assert dumped.status == 0, dumped.errors
             found = statistics(images, "dump")
             assert (found["parallel_gpus"], found["in_turn_because"]) == (used, "")
-            phases = ("driver_checkpoint", "undo") if extra else ("driver_checkpoint",)
-            for phase in phases:
-                assert waited(found, phase) >= least * EACH_MS * TASKS / used
-                if used > 1:
-                    assert waited(found, phase) < EACH_MS * (TASKS / used + 1.5), phase
+            require_at_once(order(dumped.log, job, "checkpointed"), used)
             if extra:
+                assert order(dumped.log, job, "brought back")
+                # A task waits until one of those before it is done.
+                last = began_after_s(dumped.log, job.pids[2]) * 1000
+                assert last < DELAY_MS if used == TASKS else last >= DELAY_MS * (2 // used)
                 job.run_on()
         job.wait()
         own_rig.settle(images)
+        delay(own_rig, "restore", *job.pids[:2])
         restored = own_rig.restore(images, config=config)
         assert restored.status == 0, restored.errors
-        found = statistics(images, "restore")
-        assert found["parallel_gpus"] == used
-        assert waited(found, "driver_restore") >= least * EACH_MS * TASKS / used
-        if used > 1:
-            assert waited(found, "driver_restore") < EACH_MS * (TASKS / used + 1.5)
+        assert statistics(images, "restore")["parallel_gpus"] == used
+        require_at_once(order(restored.log, job, "restored"), used)
         # All are restored before any may work on its GPU.
         log = restored.log
         assert log.rindex("cuda_plugin: restored pid") < log.index("cuda_plugin: unlocked pid")
@@ -102,7 +121,7 @@ def test_the_driver_works_in_as_many_tasks_at_once_as_is_said(own_rig: Rig, at_o
 
 @pytest.mark.parametrize("operation", ["lock", "checkpoint"])
 def test_one_task_that_fails_brings_all_back(own_rig: Rig, operation: str) -> None:
-    with slow_job(own_rig) as job:
+    with four_tasks(own_rig) as job:
         own_rig.emulator.add_fault(operation, "error", code=999, pid=job.pids[2])
         images = own_rig.images()
         dumped = own_rig.dump(job, images)
@@ -117,7 +136,7 @@ def test_one_task_that_fails_brings_all_back(own_rig: Rig, operation: str) -> No
 
 
 def test_one_task_that_cannot_be_restored_ends_them_all(own_rig: Rig) -> None:
-    with slow_job(own_rig) as job:
+    with four_tasks(own_rig) as job:
         images = own_rig.images()
         assert own_rig.dump(job, images).status == 0
         job.wait()
@@ -135,19 +154,23 @@ def test_one_task_that_cannot_be_restored_ends_them_all(own_rig: Rig) -> None:
 def test_tasks_of_a_job_of_cuda_ipc_take_turns(own_rig: Rig) -> None:
     """Its file is the driver's to write, for one task after the other."""
     name = "CUDA_CHECKPOINT_JOB_FILE"
-    with slow_job(own_rig, **{name: "/nonexistent"}) as job:
+    with four_tasks(own_rig, **{name: "/nonexistent"}) as job:
         images = own_rig.images()
+        for operation in ("lock", "checkpoint"):
+            delay(own_rig, operation, *job.pids[:2])
         dumped = own_rig.dump(job, images)
         assert dumped.status == 0, dumped.errors
         found = statistics(images, "dump")
         assert found["parallel_gpus"] == 1
         assert name in found["in_turn_because"]
-        for phase in ("lock", "driver_checkpoint"):
-            assert waited(found, phase) >= 0.8 * EACH_MS * TASKS
+        for what in ("locked", "checkpointed"):
+            require_at_once(order(dumped.log, job, what), 1)
         job.wait()
         own_rig.settle(images)
+        delay(own_rig, "restore", *job.pids[:2])
         restored = own_rig.restore(images)
         assert restored.status == 0, restored.errors
         found = statistics(images, "restore")
         assert (found["parallel_gpus"], name in found["in_turn_because"]) == (1, True)
+        require_at_once(order(restored.log, job, "restored"), 1)
         job.run_on()
