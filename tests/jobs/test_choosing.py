@@ -55,11 +55,12 @@ def restored_after(
     worked_s: float | None = 0.0,
     afresh: bool = False,
     starts: bool = True,
+    now: float = 0.0,
     **fields: int,
 ) -> int:
     """The checkpoint that is restored next, or is to be; 0: the command is started. worked_s: until
-    the last sign of progress of a job that was restored; None: that was aborted."""
-    store, keys, now = context.store, context.keys, time.time()
+    the last sign of progress of a job that was restored; None: that was aborted. now: 0: it is."""
+    store, keys, now = context.store, context.keys, now or time.time()
     failure = replace(failure, at=now)
     fields = {"number": 2, "in_a_row": 1, "begun": 1, **fields}
     if worked_s is not None:
@@ -92,7 +93,7 @@ def test_one_that_was_asked_for_later_is_no_older_one(context: Context) -> None:
     committed(context, now - 21)
     asked_for = committed(context)
     late = committed(context, now - 10)
-    assert restored_after(context, HUNG) == asked_for
+    assert restored_after(context, HUNG, now=now) == asked_for
     assert set(marks(context)) == {late}
 
 
@@ -104,7 +105,7 @@ def test_one_that_is_marked_already_is_no_older_one(older: float, context: Conte
     put(context, marked, Mark("it was not verified"))
     unsure = committed(context, now - 21)
     late = committed(context, now - 10)
-    assert restored_after(context, HUNG) == unsure
+    assert restored_after(context, HUNG, now=now) == unsure
     assert {number: one.is_sure for number, one in marks(context).items()} == {
         marked: False,
         late: True,
@@ -116,7 +117,7 @@ def test_beyond_one_that_is_marked_an_older_one_is_found(context: Context) -> No
     good = committed(context, now - 70)
     put(context, committed(context, now - 50), Mark("it was not verified"))
     unsure = committed(context, now - 21)
-    assert restored_after(context, HUNG) == good
+    assert restored_after(context, HUNG, now=now) == good
     assert marks(context)[unsure] == Mark(
         "it was begun when the job hung already, or just before: why"
     )
@@ -256,6 +257,20 @@ def test_the_next_leader_of_the_same_life_counts_nothing_twice(
     context.store.write([], [Put(context.keys.life, failed.to_text())])
     choosing.mark(context.store, context.keys, find_life(context.store, context.keys), 0)
     assert [(one.times, one.is_sure) for one in marks(context).values()] == [(1, False)]
+
+
+def test_a_leader_of_a_life_that_is_over_marks_nothing(context: Context) -> None:  # noqa: F811
+    """Another one has counted it, and the job is in its next life."""
+    now = time.time()
+    committed(context)
+    newest = committed(context, now - 10)
+    stopped(context, replace(HUNG, at=now), number=2, in_a_row=1, begun=1)
+    life = find_life(context.store, context.keys)
+    failed = replace(life, failure=replace(HUNG, at=now))
+    put(context, newest, Mark("of the next life", 3))
+    context.store.write([], [Put(context.keys.life, life.to_text())])
+    choosing.mark(context.store, context.keys, failed, 0)
+    assert marks(context) == {newest: Mark("of the next life", 3)}
 
 
 # What is stored.

@@ -18,9 +18,12 @@ import pytest
 
 from gpustasis.answering import TimedOutError
 from gpustasis.driver import Driver, ProcessState
-from gpustasis.jobs import clock, evidence, preempting, rank
+from gpustasis.jobs import checkpointing, clock, evidence, preempting, rank
+from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.lives import Failure, Life, Stage, Terms
 from gpustasis.jobs.rank import Context
+from gpustasis.jobs.work import Order
+from gpustasis.task import is_of_ipc_job
 from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
 from support.job_ranks import wait_for
 
@@ -173,3 +176,40 @@ def test_a_keeper_that_prunes_for_ever_is_not_waited_for(
         fcntl.flock(file, fcntl.LOCK_EX)
         clock.remove_older(context, said.append)
     assert "older checkpoints stay: another keeper of this host holds " in said[0]
+
+
+@pytest.mark.parametrize("is_ipc", [False, True])
+def test_all_cuda_processes_of_a_rank_are_locked_at_once_but_those_of_cuda_ipc(
+    is_ipc: bool,
+    context: Context,  # noqa: F811
+    two: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One may wait for another on its GPU; of a job of CUDA IPC the driver writes to one file."""
+    meeting = threading.Barrier(2)
+    under_way: list[int] = []
+
+    def lock(_: object, pid: int, *, timeout_ms: int) -> None:
+        assert timeout_ms > 0
+        under_way.append(pid)
+        if is_ipc:
+            assert under_way == [pid]
+            time.sleep(0.2)
+        else:
+            meeting.wait(30)
+        under_way.remove(pid)
+
+    monkeypatch.setattr(checkpointing, "cuda_processes", lambda _: list(two))
+    monkeypatch.setattr(checkpointing, "load_driver", lambda: None)
+    monkeypatch.setattr(checkpointing, "lock_cuda", lock)
+    monkeypatch.setattr(checkpointing, "is_of_ipc_job", lambda pid: is_ipc and pid == two[1])
+    Checkpointing(context, Order(7, leave_running=True, restores=0)).lock_cuda()
+    assert not under_way
+
+
+@pytest.mark.parametrize("name", ["CUDA_CHECKPOINT_JOB_FILE", "NOT_CUDA_CHECKPOINT_JOB_FILE"])
+def test_who_is_of_a_job_of_cuda_ipc_says_so_in_its_environment(name: str) -> None:
+    with subprocess.Popen(["sleep", "1000"], env={"A": "B", name: "/x"}) as process:
+        assert is_of_ipc_job(process.pid) == (not name.startswith("NOT"))
+        process.kill()
+    assert not is_of_ipc_job(process.pid)

@@ -19,6 +19,7 @@ from gpustasis.cli.job_recovery import Choice
 from gpustasis.errors import JobError
 from gpustasis.jobs import steering
 from gpustasis.jobs.guard import Guard
+from gpustasis.jobs.kept import ended_at
 from gpustasis.jobs.lives import Stage, Terms, Way, life_of
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.server import Server
@@ -32,6 +33,7 @@ from jobs.test_lives import (  # noqa: F401 - a fixture
     Keepers,
     keepers,
 )
+from jobs.test_stopping import committed
 from jobs.test_undoing import KEYS, SETTINGS, context, server  # noqa: F401 - fixtures
 
 CHOICE = Choice(
@@ -185,6 +187,21 @@ def test_whoever_has_no_seat_replaces_nobody_s_addresses(context: Context) -> No
                 preempting=None,
             )
     assert KEYS.addresses(0) not in context.store.read(KEYS.addresses(0)).entries
+
+
+def test_a_start_without_restarts_knows_that_the_job_has_ended(context: Context) -> None:  # noqa: F811
+    """Else it would go back to a checkpoint of before the end."""
+    number = committed(context)
+    assert ended_at(context.store, KEYS, number) == 0
+    ended = job_recovery.keep_recovered(
+        *(context, SETTINGS, CHOICE, ("true",)),
+        restore=False,
+        newest=False,
+        periodic=None,
+        preempting=None,
+    )
+    assert ended.status == 0
+    assert ended_at(context.store, KEYS, number) == number
 
 
 def test_whoever_stands_by_leaves_a_start_to_who_has_the_command(

@@ -49,6 +49,7 @@ def test_a_checkpoint_that_ended_an_earlier_start_does_not_end_this_one(
         stored(context, replace(guard.life, run="another", stage=Stage.RUNS))
         assert rank.ended_by(7)  # nor the one that was begun meanwhile
         assert guard.read().stage is Stage.RUNS
+        assert guard.standing(guard.life.number) is None
 
 
 def test_a_job_that_a_checkpoint_has_ended_has_not_ended_by_itself(

@@ -35,6 +35,7 @@ from gpustasis.jobs.supervise import Supervisor
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
 from gpustasis.task import read_task
+from gpustasis.verifying import Check
 from support.job_ranks import state_of, wait_for
 from support.ring import put_nft
 
@@ -320,3 +321,25 @@ def living(group: int) -> list[int]:
             if os.getpgid(pid) == group and state_of(pid) != "Z":
                 found.append(pid)
     return found
+
+
+@pytest.mark.parametrize(("life", "is_verified"), [(1, False), (1, True), (0, False)])
+def test_tasks_that_have_ended_after_a_restore_have_failed_unless_their_status_tells(
+    life: int,
+    is_verified: bool,
+    context: Context,
+    task: subprocess.Popen[bytes],
+) -> None:
+    """That of a job which is recovered does; not where a command is to say that it is back."""
+    check = Check(words=("true",), seconds=60) if is_verified else None
+    context.options = replace(context.options, check=check)
+    context.life = life
+    context.note(pid=task.pid)
+    task.kill()
+    task.wait()
+    restoring = Restoring(context, Order(7, leave_running=True, restores=2))
+    if life and not is_verified:
+        restoring.finish(leave_running=True)
+    else:
+        with pytest.raises(JobError, match="its tasks have ended"):
+            restoring.finish(leave_running=True)

@@ -8,22 +8,32 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpustasis.errors import JobError, VerificationError
 from gpustasis.jobs import epochs, verified
+from gpustasis.jobs.lives import Failure, Stage
 from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context, Options
 from gpustasis.jobs.records import Plan, phase_text, settled_text
 from gpustasis.jobs.store import Put
-from gpustasis.jobs.supervise import Ended
+from gpustasis.jobs.supervise import Ended, Supervisor
 from gpustasis.jobs.work import Order
 from gpustasis.verifying import Check
 from jobs.test_ranks import assert_ended, network, ring, store  # noqa: F401 - fixtures
-from jobs.test_undoing import context, server, supervisor_of, task  # noqa: F401 - fixtures
+from jobs.test_stopping import committed, recovering
+from jobs.test_undoing import (  # noqa: F401 - fixtures
+    SETTINGS,
+    context,
+    server,
+    supervisor_of,
+    task,
+)
 from support.job_ranks import wait_for
 from support.json_output import check_document
 from support.ring import WORLD, Ring
@@ -171,6 +181,27 @@ def test_the_next_keeper_of_tasks_that_have_ended_asks_for_the_verdict(
     task.wait()
     with pytest.raises(VerificationError, match="rank 3 is not back"):
         supervisor_of(context).run(restoring=False)
+
+
+def test_a_verdict_is_not_waited_for_once_the_job_has_moved_on(context: Context) -> None:  # noqa: F811
+    """A rank has lost its keeper meanwhile, and will never settle: this one is to be stopped."""
+    store, keys = context.store, context.keys  # noqa: F811
+    checkpoint = committed(context)
+    plan = Plan(world=1, leave_running=True, restores=checkpoint)
+    number = epochs.begin(store, keys, plan)
+    store.write([], [Put(keys.phase(number), phase_text(plan, Phase.COMMITTED))])
+    guard, rank = recovering(context)
+    with closing(rank):
+        rank.begin(new=True, can_start=True)
+        for stage, has_moved_on in ((Stage.RUNS, False), (Stage.STOPS, True)):
+            failure = None if stage is Stage.RUNS else Failure(rank=0, reason="why", at=1.0)
+            life = replace(guard.read(), stage=stage, failure=failure)
+            store.write([], [Put(keys.life, life.to_text())])
+            guard.read()
+            assert rank.has_moved_on() == has_moved_on
+        told: list[str] = []
+        Supervisor(context, SETTINGS, told.append, recovering=rank)._verify(number, problem=False)
+        assert "not known to be verified" in told[-1]
 
 
 def test_a_signal_that_comes_while_an_epoch_brings_the_tasks_reaches_them(

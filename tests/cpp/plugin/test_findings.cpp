@@ -3,6 +3,7 @@
 #include "fake_root.hpp"
 
 #include "cuda_plugin/findings.hpp"
+#include "cuda_plugin/proc.hpp"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -88,22 +89,30 @@ void a_thread_that_runs_answers() {
     require_answering(::getpid(), ::getpid());
 }
 
-void who_is_of_an_ipc_job_says_so_in_its_environment() {
-    CHECK(!is_of_ipc_job(::getpid()));
+/// A process with that environment. It has it once its program is another one.
+bool comes_to_be_of_one(const char* const* environ) {
     const pid_t child = ::fork();
     if (child == 0) {
-        const char* environ[] = {"NOT_CUDA_CHECKPOINT_JOB_FILE=/x", "CUDA_CHECKPOINT_JOB_FILE=/y",
-                                 nullptr};
         ::execle("/bin/sleep", "sleep", "1000", nullptr, environ);
         ::_exit(1);
     }
-    bool is_one = false;
-    for (int waited = 0; !is_one && waited < 5'000; ++waited) {
-        is_one = is_of_ipc_job(child);
+    for (int waited = 0; proc::comm(child) != "sleep" && waited < 5'000; ++waited)
         ::usleep(1'000);
-    }
-    CHECK(is_one);
+    const bool is_one = is_of_ipc_job(child);
     CHECK(::kill(child, SIGKILL) == 0 && ::waitpid(child, nullptr, 0) == child);
+    return is_one;
+}
+
+void who_is_of_an_ipc_job_says_so_in_its_environment() {
+    CHECK(!is_of_ipc_job(::getpid()));
+    const char* const name = "CUDA_CHECKPOINT_JOB_FILE=/y";
+    for (const bool is_first : {true, false}) {
+        const char* environ[] = {is_first ? name : "NOT_CUDA_CHECKPOINT_JOB_FILE=/x",
+                                 is_first ? "A=B" : name, nullptr};
+        CHECK(comes_to_be_of_one(environ));
+    }
+    const char* environ[] = {"NOT_CUDA_CHECKPOINT_JOB_FILE=/x", nullptr};
+    CHECK(!comes_to_be_of_one(environ));
 }
 
 } // namespace

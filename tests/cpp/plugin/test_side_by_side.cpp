@@ -130,7 +130,7 @@ void what_memory_has_no_room_for_at_once_is_done_in_turn() {
 // The driver is not broken off in one task because it hangs in another.
 void who_gives_one_call_up_waits_for_the_others() {
     const Variable hangs("SLOW_DRIVER_HANGS", "7");
-    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "1500");
+    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "6000");
     Rig rig(OnOrphaned::undo);
     rig.config.driver_timeout_ms = 500;
     std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(7, 0)};
@@ -144,6 +144,23 @@ void who_gives_one_call_up_waits_for_the_others() {
     const Worker::Answer second = rig.worker->wait(calls);
     CHECK(second.index == 0 && !second.error && !second.lost);
     CHECK(!rig.worker->is_there()); // what hangs is ended with it
+    CHECK(rig.worker->state(8) == ProcessState::running);
+    rig.worker->stop();
+}
+
+// What was given up is answered after all, while the driver is at work in another task: that one is waited for.
+void a_late_answer_breaks_off_no_other_call() {
+    const Variable meet("SLOW_DRIVER_MEET", "2"); // a lock that is alone fails after 3 s
+    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "1000");
+    Rig rig(OnOrphaned::undo);
+    rig.config.driver_timeout_ms = 100;
+    std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(7, 0),
+                                    rig.worker->begin_lock(8, 20'000)};
+    const Worker::Answer first = rig.worker->wait(calls);
+    CHECK(first.index == 0 && first.error && !first.lost);
+    calls.erase(calls.begin());
+    const Worker::Answer second = rig.worker->wait(calls);
+    CHECK(second.index == 0 && second.error && !second.lost);
     CHECK(rig.worker->state(8) == ProcessState::running);
     rig.worker->stop();
 }
@@ -181,11 +198,14 @@ void who_dies_has_lost_all_calls() {
                                     rig.worker->begin_checkpoint(8, 0)};
     const pid_t worker = find_worker();
     CHECK(worker != 0 && ::kill(worker, SIGKILL) == 0);
+    const auto begin = std::chrono::steady_clock::now();
     while (!calls.empty()) {
         const Worker::Answer answer = rig.worker->wait(calls);
         CHECK(answer.error && answer.lost);
         calls.erase(calls.begin() + static_cast<std::ptrdiff_t>(answer.index));
+        CHECK(rig.worker->state(1) == ProcessState::running); // by a new one, which has no such call
     }
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(30));
     CHECK(::waitpid(worker, nullptr, 0) == worker);
     rig.worker->stop();
 }
@@ -269,6 +289,7 @@ int main() {
     after_a_failure_none_is_begun_and_all_are_waited_for();
     what_memory_has_no_room_for_at_once_is_done_in_turn();
     who_gives_one_call_up_waits_for_the_others();
+    a_late_answer_breaks_off_no_other_call();
     who_hangs_in_a_quick_call_is_asked_nothing_more();
     who_dies_has_lost_all_calls();
     a_call_is_given_up_when_its_own_task_dies();
