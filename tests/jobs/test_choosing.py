@@ -160,17 +160,29 @@ def test_one_hopeless_checkpoint_is_not_restored_for_ever(context: Context) -> N
 
 @pytest.mark.parametrize("starts", [True, False])
 def test_it_starts_afresh_once_all_have_failed_twice(starts: bool, context: Context) -> None:  # noqa: F811
-    """And never where a keeper has no command, as long as there is a checkpoint."""
+    """One of which nobody knows but that it was begun after the last sign of progress is tried
+    once. And never where a keeper has no command, as long as there is a checkpoint."""
     now = time.time()
     late = committed(context, now - 10)
     good = committed(context)
 
-    def fails(number: int) -> int:
+    def fails(number: int, restored: int) -> int:
         words = {"afresh": True, "starts": starts}
-        return restored_after(context, HUNG, number=number, restored=good, **words)
+        return restored_after(context, HUNG, number=number, restored=restored, **words)
 
-    assert fails(2) == good
-    assert fails(3) == (0 if starts else late)
+    assert fails(2, good) == good
+    assert fails(3, good) == late
+    assert fails(4, late) == (0 if starts else late)
+
+
+def test_what_may_have_been_bad_luck_makes_nothing_surely_useless() -> None:
+    unlucky = Mark().again("it failed", is_luck=True).again("it failed", is_luck=True)
+    assert (unlucky.times, unlucky.is_sure) == (2, False)
+    hung = unlucky.again("it hung")
+    assert not hung.is_sure
+    assert hung.again("it hung").is_sure
+    assert Mark().again("it hung").again("it hung").is_sure
+    assert mark_of("k", Entry(unlucky.to_text(), 7)) == unlucky
 
 
 def test_a_job_that_has_a_checkpoint_is_not_given_up_for_want_of_a_command(
@@ -217,7 +229,7 @@ def test_what_fails_twice_in_a_row_is_followed_by_the_next_older_one(
     assert marks(context) == {}
     assert fails(newest, 3, 3) == older
     why = "it has failed again, in life 3, 4 s after it was restored: why"
-    assert marks(context) == {newest: Mark(why)}
+    assert marks(context) == {newest: Mark(why, is_luck=True)}
     assert kept.unverified(context.store, context.keys) == {newest: f"not verified: {why}"}
     assert find_life(context.store, context.keys).in_a_row == 1
     assert fails(older, 2, 4) == older
@@ -300,7 +312,8 @@ def test_any_text_is_read_or_refused(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"problem": 1}, {"times": 0}, {"times": True}, {"sure": 1}, {"more": 1}]
+    "changed",
+    [{"problem": 1}, {"times": 0}, {"times": True}, {"sure": 1}, {"luck": 1}, {"more": 1}],
 )
 def test_a_mark_that_cannot_be_is_refused(changed: dict[str, object]) -> None:
     with pytest.raises(JobError):

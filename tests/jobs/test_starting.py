@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -16,12 +19,20 @@ from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lives import Failure, Life, Stage, Way, life_of
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
-from gpustasis.jobs.records import Plan
+from gpustasis.jobs.records import Plan, phase_text
 from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Put
+from gpustasis.jobs.supervise import Supervisor
 from gpustasis.jobs.verified import Mark
+from jobs.test_lives import TTL_S, Keepers, keepers  # noqa: F401 - a fixture
 from jobs.test_stopping import TERMS, committed, recovering
-from jobs.test_undoing import context, server, task  # noqa: F401 - fixtures
+from jobs.test_undoing import (  # noqa: F401 - fixtures
+    SETTINGS,
+    context,
+    decided,
+    server,
+    task,
+)
 
 FAILURE = Failure(rank=0, reason="why", at=1.0)
 
@@ -69,7 +80,7 @@ def test_a_job_that_a_checkpoint_has_ended_has_not_ended_by_itself(
         assert standby.ended_well
 
 
-@pytest.mark.parametrize("stage", [Stage.STOPS, Stage.FAILED])
+@pytest.mark.parametrize("stage", [Stage.LOOKS, Stage.STOPS, Stage.FAILED])
 def test_nobody_says_that_a_rank_has_stopped_that_may_run_elsewhere(
     stage: Stage,
     context: Context,  # noqa: F811
@@ -83,33 +94,105 @@ def test_nobody_says_that_a_rank_has_stopped_that_may_run_elsewhere(
     guard, rank = recovering(context)
     with closing(rank):
         rank.begin(new=False, can_start=True)
-        if stage is Stage.STOPS:
+        if stage is Stage.FAILED:
+            assert rank.take(None).failed
+        else:
             with pytest.raises(JobError, match="rank 0 was on b in life 1"):
                 rank.take(None)
-        else:
-            assert rank.take(None).failed
         assert guard.standing(2) is None
 
 
-@pytest.mark.parametrize("how", ["stops", "lives", "had ended well"])
+@pytest.mark.parametrize("lives", [False, True])
 def test_a_keeper_that_was_told_to_end_restores_nothing(
-    how: str,
+    lives: bool,
     context: Context,  # noqa: F811
     task: subprocess.Popen[bytes],  # noqa: F811
 ) -> None:
     guard, rank = recovering(context)
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
-        if how == "lives":
+        if lives:
             context.note(pid=task.pid)
         rank.asked = "it was told to end"
-        if how == "had ended well":
-            rank.take(0)  # upon the signal
-            assert rank.asked == ""
         stored(context, guard.read().failed(FAILURE))
         rank.take(0)
         life = guard.read()
         assert (life.stage, life.why()) == (Stage.FAILED, "rank 0: it was told to end")
+
+
+def test_a_job_that_was_told_to_end_has_not_come_to_its_end(context: Context) -> None:  # noqa: F811
+    """Its program has ended well upon that, in the middle of its work: it goes on from its newest
+    checkpoint later."""
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        rank.asked = "it was told to end"
+        assert rank.is_due(ended=True, waits=False)
+        rank.take(0)
+        assert rank.take(0).failed
+        assert not rank.ended_well
+        assert (guard.read().stage, guard.life.ended) == (Stage.FAILED, 0)
+
+
+def test_a_checkpoint_ends_the_start_whose_tasks_it_has_ended_and_no_other(
+    context: Context,  # noqa: F811
+) -> None:
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert not rank.begin(new=True, can_start=False)  # --restore: it has had no tasks yet
+        assert not rank.ended_by(7)
+        assert guard.read().stage is Stage.RUNS
+        first = replace(guard.life, stage=Stage.RESTORES, epoch=9, failure=FAILURE)
+        stored(context, first)
+        assert guard.read().is_start
+        assert guard.say(first.number, Way.STOPPED)
+        assert rank.ended_by(10)  # of what epoch 9 has just restored
+        assert guard.read().stage is Stage.DONE
+
+
+def test_what_an_earlier_start_has_left_undone_does_not_fail_the_new_one(
+    context: Context,  # noqa: F811
+) -> None:
+    number = decided(context, Plan(world=1, leave_running=True), Phase.ABORTED)
+    context.note(epoch=number)
+    _, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        rank.has_trouble("its tasks have ended")
+        supervisor = Supervisor(context, SETTINGS, lambda _: None, recovering=rank)
+        pid = supervisor.start(["sleep", "1000"], os.environ)
+        try:
+            assert not rank.is_due(ended=False, waits=False)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("how", ["decided", "not decided", "the lead is there"])
+def test_whoever_was_restored_without_the_lead_does_not_wait_for_it_for_ever(
+    how: str,
+    keepers: Keepers,  # noqa: F811
+) -> None:
+    """Nobody else says that the job is back, or is not."""
+    lead = keepers.start(0)
+    keepers.start(1)
+    keys, checkpoint = keepers.keys, keepers.commit()
+    plan = Plan(world=2, leave_running=True, restores=checkpoint)
+    number = epochs.begin(keepers.store, keys, plan)
+    if how != "not decided":
+        keepers.store.write([], [Put(keys.phase(number), phase_text(plan, Phase.COMMITTED))])
+    life = keepers.life().failed(FAILURE).restoring(number, checkpoint)
+    if how != "the lead is there":
+        lead.close()
+    keepers.store.write([], [Put(keys.life, life.to_text())])
+    if how == "decided":
+        keepers.wait(lambda: keepers.life().stage is not Stage.RESTORES)
+        after = keepers.life()
+        assert (after.number, after.begun) == (life.number + 1, life.begun + 1)
+        assert after.why() == "rank 0: its keeper's lease is gone"
+    else:
+        time.sleep(2 * TTL_S)
+        assert keepers.life().stage is Stage.RESTORES
 
 
 def test_a_verdict_clears_only_what_verdicts_have_marked(context: Context) -> None:  # noqa: F811

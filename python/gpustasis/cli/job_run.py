@@ -349,6 +349,6 @@ def _keep(
     with by_the_clock(context, periodic, output.teller()):
         begun = _begin(supervisor, context, words, restore, newest)
         ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
-    if newest and not ended.epoch and ended.status == 0:
+    if newest and not ended.epoch and ended.status == 0 and not ended.told:
         note_ended(context, output.warn)
     return ended

@@ -125,4 +125,8 @@ def _made_while_hung(
     hung = dict.fromkeys(late, Mark(f"{why}: {failure.reason}", is_sure=True))
     if is_left:
         hung |= dict.fromkeys(unsure, Mark(f"{why}, or just before: {failure.reason}"))
-    return {number: one for number, one in hung.items() if one.is_sure or number not in marks}
+    return {
+        number: one
+        for number, one in hung.items()
+        if number not in marks or (one.is_sure and not marks[number].is_sure)
+    }

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gpustasis.errors import JobError, StoreError
 from gpustasis.files import replace_file
+from gpustasis.jobs import epochs
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.leading import Leading, last_standing
 from gpustasis.jobs.lives import (
@@ -86,11 +87,8 @@ class Guard:
         told: Callable[[str], object],
         verify_s: float = 0.0,
     ) -> None:
-        self._store = store
-        self._keys = keys
-        self._rank = rank
-        self._world = world
-        self._terms = terms
+        self._store, self._keys = store, keys
+        self._rank, self._world, self._terms = rank, world, terms
         self._where = place
         self._ttl_s = ttl_s
         self._told = told
@@ -149,7 +147,7 @@ class Guard:
         if entry is None:
             return False
         life = life_of(self._keys.life, entry)
-        is_first = life.stage is Stage.RUNS and life.begun == 0
+        is_first = life.begun == 0 and not life.stage.is_final
         return not is_first or self.standing(life.number) is not None
 
     def _sit(self) -> None:
@@ -232,7 +230,7 @@ class Guard:
             # Said before another boot it is said anew: the next keeper goes by where it was said.
             if ahead > 0 or (ahead == 0 and found.where == self._where):
                 return ahead == 0
-        elif way is Way.HERE:
+        elif way in {Way.HERE, Way.LOOKED}:
             self.require_none_before(number)
         text = standing_text(Standing(way=way, where=self._where))
         require = Require(key, 0 if found is None else found.revision)
@@ -382,7 +380,8 @@ class Guard:
         mine, keeper = keys.in_life(life.number, LEAD), keys.keeper(LEAD)
         entries = self._store.read(mine, keeper).entries
         is_gone = mine in entries and standing_of(mine, entries[mine]).way is Way.HERE
-        if keeper in entries or not is_gone or life.stage is not Stage.RUNS:
+        is_left = life.stage is Stage.RESTORES and self._is_decided(life.epoch)
+        if keeper in entries or not (is_left or (is_gone and life.stage is Stage.RUNS)):
             self._lead_missing_at = None
             return
         now = time.monotonic()
@@ -391,7 +390,11 @@ class Guard:
         elif now - self._lead_missing_at >= self._ttl_s / 2:
             reason = f"rank {LEAD}: its keeper's lease is gone"
             unnoticed_s = now - self._lead_missing_at + self._ttl_s
-            self._report(
-                life.number,
-                Failure(rank=LEAD, reason=reason, at=time.time(), unnoticed_s=unnoticed_s),
-            )
+            failure = Failure(rank=LEAD, reason=reason, at=time.time(), unnoticed_s=unnoticed_s)
+            if is_left:  # nobody says that the job is back
+                self.replace(life, life.not_back(failure))
+            else:
+                self._report(life.number, failure)
+
+    def _is_decided(self, epoch: int) -> bool:
+        return epochs.phase(self._store, self._keys, epoch)[0].phase.is_final

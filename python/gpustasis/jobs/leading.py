@@ -236,8 +236,7 @@ class Leading:
         if found.plan.world != life.world:
             wrong = (
                 f"epoch {found.number} is a checkpoint of {found.plan.world} ranks, and the job is "
-                f"started with {life.world}: remove it by `gpustasis job prune`, or give the job "
-                "another name"
+                f"started with {life.world}: start it with as many, or give the job another name"
             )
             self._move(life, life.given_up(replace(life.failure, reason=wrong)))
             return
@@ -267,7 +266,9 @@ class Leading:
         self._marked = life.revision
         found = choosing.choose(store, keys, ended)
         may_start = life.terms.afresh and not ranks.cannot_start
-        return None if found is not None and found.mark.is_sure and may_start else found
+        # One that was begun when the job hung, as it seems, is tried once all the same.
+        is_useless = found is not None and found.mark.is_sure and found.mark.times > 1
+        return None if is_useless and may_start else found
 
     def _follow(self, life: Life) -> None:
         found = epochs.standing(self._store, self._keys, life.epoch)

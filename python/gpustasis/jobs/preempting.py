@@ -219,8 +219,7 @@ def to_restore(context: Context, patience_s: float = _LOOK_S) -> int:
     if found.plan.world != world:
         raise JobError(
             f"{context.name}: epoch {found.number} is a checkpoint of {found.plan.world} ranks, "
-            f"and the job is started with {world}: remove it by `gpustasis job prune`, or give the "
-            "job another name"
+            f"and the job is started with {world}: start it with as many, or give it another name"
         )
     return found.number
 

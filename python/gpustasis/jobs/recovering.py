@@ -58,7 +58,6 @@ class Recovering:
         self._known_since = (0, 0.0)  # in which life, and from when on they are known
         self.can_start = False
         self.asked = ""  # why the keeper was told to end
-        self._was_asked = ""  # the same, when the tasks have ended well upon it
         self.ended_well = False  # all ranks have, by themselves
 
     def begin(self, *, new: bool, can_start: bool, newest: bool = False) -> bool:
@@ -235,7 +234,7 @@ class Recovering:
             self._leave(life)
             raise JobError(f"job {context.place.job} was started anew meanwhile")
         self._require_known(life)
-        if self._was_told_to_end(life, status):
+        if self._was_told_to_end(life):
             return Next()
         match life.stage:
             case Stage.RUNS if self._is_other(life):
@@ -257,20 +256,15 @@ class Recovering:
                 pass
         return Next()
 
-    def _was_told_to_end(self, life: Life, status: int | None) -> bool:
-        """A job one of whose keepers was told to end is not restored. Whether that was all that was
-        to be done."""
-        why = self.asked or self._was_asked
-        if not why or life.stage.is_final or life.stage is Stage.RESTORES:
+    def _was_told_to_end(self, life: Life) -> bool:
+        """A job one of whose keepers was told to end is not restored, and has not come to its end
+        either, even if its tasks ended well upon that: they may have had more to do. Whether that
+        was all that was to be done."""
+        if not self.asked or life.stage.is_final or life.stage is Stage.RESTORES:
             return False
-        if life.stage is Stage.RUNS:
-            if not self.asked or self._context.state.lives:
-                return False
-            if status == 0 and not self._has_said(life, Way.ENDED):  # it has done well
-                self._was_asked, self.asked = self.asked, ""
-                self._say(life, Way.ENDED)
-                return True
-        self._guard.give_up(f"{self._context.name}: {why}")
+        if life.stage is Stage.RUNS and self._context.state.lives:
+            return False
+        self._guard.give_up(f"{self._context.name}: {self.asked}")
         return True
 
     def _follow(self, life: Life) -> Next:
@@ -357,8 +351,9 @@ class Recovering:
         job, whose keepers had left it open. Raises JobError."""
         while True:
             try:
-                if self._guard.read().is_start:
-                    return False
+                life = self._guard.read()
+                if life.run == self._run and self._guard.standing(life.number) is None:
+                    return False  # this rank has had no tasks in this start of the job
                 self._guard.end(f"ended by the checkpoint of epoch {epoch}", self._run)
                 self._stop()
                 if self._guard.life.run == self._run:

@@ -39,10 +39,11 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Ended:
     """How it came to an end for this rank. epoch: of the checkpoint that ended its tasks; 0: none
     did. status: of its command, as a shell has it; None: it is not known, for the tasks were
-    started by another keeper."""
+    started by another keeper. told: the keeper was told to end."""
 
     epoch: int
     status: int | None
+    told: bool = False
 
 
 class Supervisor:
@@ -128,6 +129,8 @@ class Supervisor:
         except OSError as exc:
             raise JobError(f"cannot start {command[0]}: {exc.strerror}") from exc
         context.note(pid=pid, epoch=0, images="", cuda=False)
+        if self._recovering is not None:
+            self._recovering.has_trouble("")  # what was before had it
         return pid
 
     def settle(self) -> bool:
@@ -181,7 +184,7 @@ class Supervisor:
                 if outcome is not None:
                     done = self._after(outcome)
                 elif recovering is None:
-                    return Ended(epoch=0, status=self._status)
+                    return Ended(epoch=0, status=self._status, told=self._is_asked_to_end != 0)
                 else:
                     done = self._recover(recovering)
                 if done is not None:
@@ -215,7 +218,8 @@ class Supervisor:
             self._told(f"job {place.job}, rank {place.rank}: process {pid}, output in {place.log}")
         if then.failed:
             self._told(f"job {self._context.place.job} has failed: {then.failed}")
-            return Ended(epoch=0, status=self._status or JobError.exit_code)
+            told = self._is_asked_to_end and self._status == 0
+            return Ended(epoch=0, status=0 if told else self._status or JobError.exit_code)
         return Ended(epoch=0, status=0) if then.done else None
 
     def _await_store(self, exc: StoreError) -> None:
@@ -236,7 +240,8 @@ class Supervisor:
 
     def _unlock_first(self, is_over: Callable[[], bool]) -> None:
         """As soon as the store says that nothing is open, which would do it."""
-        while self._is_left():
+        context = self._context
+        while context.state.cuda or context.state.network or context.seat.is_asked():
             try:
                 if not self._keeper.has_open():
                     self._unlock_left()
@@ -249,11 +254,6 @@ class Supervisor:
                 return
             else:
                 return
-
-    def _is_left(self) -> bool:
-        """Whether anything of the tasks is locked, or may be, or waits at a safe point."""
-        state = self._context.state
-        return state.cuda or state.network or self._context.seat.is_asked()
 
     def _part(self, order: Order) -> Part:
         if self._recovering is not None:

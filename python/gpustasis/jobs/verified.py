@@ -47,37 +47,45 @@ _VERSION = 1
 class Mark:
     """Of a checkpoint. why: it did not bring the job back when it was restored last, or will not;
     empty: nothing is held against it. times: how often. is_sure: it never will. by_verdict: only
-    verdicts were against it, and one that it is back clears it."""
+    verdicts were against it, and one that it is back clears it. is_luck: it may have been bad luck
+    each time."""
 
     why: str = ""
     times: int = 1
     is_sure: bool = False
     by_verdict: bool = False
+    is_luck: bool = False
 
     def again(self, why: str, *, is_luck: bool = False, by_verdict: bool = False) -> Mark:
         """It has failed once more. is_luck: that may be bad luck however often."""
         before = self.times if self.why else 0
-        is_sure = self.is_sure or (before > 0 and not is_luck)
-        return Mark(
-            note_of(why), before + 1, is_sure, by_verdict and (self.by_verdict or not before)
-        )
+        is_sure = self.is_sure or (before > 0 and not is_luck and not self.is_luck)
+        by_verdict = by_verdict and (self.by_verdict or not before)
+        is_luck = is_luck and (self.is_luck or not before)
+        return Mark(note_of(why), before + 1, is_sure, by_verdict, is_luck)
 
     def to_text(self) -> str:
         """The value of its key."""
         value = {"version": _VERSION, "problem": note_of(self.why)}
-        more = {"times": self.times, "sure": self.is_sure, "verdict": self.by_verdict}
+        more = {
+            "times": self.times,
+            "sure": self.is_sure,
+            "verdict": self.by_verdict,
+            "luck": self.is_luck,
+        }
         return json.dumps(value | more)
 
 
 def mark_of(key: str, entry: Entry) -> Mark:
     """Raises JobError."""
-    value = fields_of(key, entry, "version", "problem", times=1, sure=False, verdict=False)
+    words = {"times": 1, "sure": False, "verdict": False, "luck": False}
+    value = fields_of(key, entry, "version", "problem", **words)
     why, times, is_sure = value["problem"], value["times"], value["sure"]
     if not isinstance(why, str) or type(times) is not int or not 0 < times <= MAX_EPOCH:
         raise JobError(f"{key}: problem is no text, or times no number")
-    if type(is_sure) is not bool or type(value["verdict"]) is not bool:
-        raise JobError(f"{key}: sure or verdict is neither true nor false")
-    return Mark(why, times, is_sure, value["verdict"])
+    if not all(type(value[name]) is bool for name in ("sure", "verdict", "luck")):
+        raise JobError(f"{key}: sure, verdict or luck is neither true nor false")
+    return Mark(why, times, is_sure, value["verdict"], value["luck"])
 
 
 def verify(context: Context, order: Order, images: str) -> None:
