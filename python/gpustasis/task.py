@@ -200,9 +200,12 @@ def _each(process: Path, look: Callable[[Path], Seen]) -> Iterator[Seen]:
 
 def is_of_ipc_job(pid: int) -> bool:
     """Whether a process belongs to a job of CUDA IPC, for whose processes the driver has to be
-    called one after the other: it writes to the job's file. One that has ended does not."""
+    called one after the other: it writes to the job's file. One that has ended does not; of one
+    that cannot be told it is assumed."""
     try:
         environ = (PROC / str(pid) / "environ").read_bytes()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:
+        return True
     return any(word.startswith(b"CUDA_CHECKPOINT_JOB_FILE=") for word in environ.split(b"\0"))

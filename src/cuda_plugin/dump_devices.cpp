@@ -122,8 +122,9 @@ void DumpSession::lock(const std::vector<TaskRecord*>& records, pid_t asked) {
         {.limit = statistics_.in_turn_because.empty() ? kMost : 1, .memory = {}, .room = {}},
         [&](std::size_t i) -> std::optional<Worker::Call> {
             TaskRecord& record = *records[i];
-            // It may have ended while the others were looked at.
+            // It may have ended while the others were looked at, or be about to.
             if (record.state_before != ProcessState::running ||
+                !has_thread(record.pid, record.restore_tid) ||
                 proc::liveness(record.pid, record.start_time) == proc::Liveness::dead)
                 return std::nullopt;
             record.lock_begun = true;
@@ -227,8 +228,7 @@ void DumpSession::end_checkpoint(AtWork& task) {
                                   "checkpointed");
     }
     proc::wait_for_helper_threads(record.pid, task.threads);
-    if (task.thawed)
-        task.thawed->refreeze();
+    task.thawed->refreeze();
     std::vector<Region> regions;
     if (config_.externalize || cpu_memory_.is_on())
         regions = statistics.phases.time("find_staging", [&] {

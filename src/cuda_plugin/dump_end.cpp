@@ -69,7 +69,7 @@ void DumpSession::tell_left(const TaskRecord& record, const char* why) noexcept 
     statistics_.error = why;
 }
 
-// Bytes that are to be put back into it, or that the driver has staged in it.
+// Bytes that are to be put back into it.
 std::uint64_t DumpSession::missing_in(const TaskRecord& record) {
     return record.drop_begun && !record.refilled ? statistics_of(record).staged_bytes : 0;
 }
@@ -94,10 +94,16 @@ void DumpSession::undo_tree() noexcept {
     try {
         for (std::size_t i = 0; i < table_->task_count; ++i) {
             TaskRecord& record = table_->tasks[i];
-            // One that has executed another program has no CUDA state any more.
+            const bool is_dead =
+                proc::liveness(record.pid, record.start_time) == proc::Liveness::dead;
+            // One that has executed another program has no CUDA state any more. Once it is frozen it cannot.
             const bool is_another =
-                !record.drop_begun && !has_thread(record.pid, record.restore_tid);
-            if (is_another || proc::liveness(record.pid, record.start_time) == proc::Liveness::dead)
+                !record.checkpoint_begun && !has_thread(record.pid, record.restore_tid);
+            if (is_another && !is_dead)
+                host::warn(name(record) +
+                           " has no restore thread any more: it has executed another "
+                           "program, or its GPU work may hang");
+            if (is_another || is_dead)
                 settle_dead(record);
             else
                 tasks.emplace_back().record = &record;

@@ -11,6 +11,7 @@
 #include "cuda_plugin/worker_process.hpp"
 #include "tracee/thread_memory.hpp"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -146,14 +147,21 @@ bool DumpSession::pause(pid_t pid) {
 
 // False: the task has ended since it was locked. Throws Error: io if its pid is another program's by now.
 bool DumpSession::is_still(const TaskRecord& record) const {
-    if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead) {
-        host::info("pid " + std::to_string(record.pid) + " has ended since it was locked");
-        return false;
+    const host::PausedAlarm paused;
+    // One that is about to end has lost that thread before it counts as dead: its GPU files are closed first.
+    constexpr int kEndsWithinMs = 2'000;
+    for (int waited = 0;; ++waited) {
+        if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead) {
+            host::info("pid " + std::to_string(record.pid) + " has ended since it was locked");
+            return false;
+        }
+        if (has_thread(record.pid, record.restore_tid) || proc::has_exited(record.pid))
+            return true;
+        if (waited == kEndsWithinMs)
+            throw Error(Errc::io,
+                        "the process has executed another program since it was locked: try again");
+        ::poll(nullptr, 0, 1);
     }
-    if (!has_thread(record.pid, record.restore_tid) && !proc::has_exited(record.pid))
-        throw Error(Errc::io,
-                    "the process has executed another program since it was locked: try again");
-    return true;
 }
 
 bool DumpSession::checkpoint(pid_t pid) {

@@ -7,6 +7,7 @@
 #include "cuda_plugin/proc.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <sstream>
 #include <utility>
 
@@ -57,8 +58,8 @@ bool is_of_ipc_job(pid_t pid) {
     try {
         const std::string environ = proc::read_file("/proc/" + std::to_string(pid) + "/environ");
         return environ.starts_with(name) || environ.find('\0' + name) != std::string::npos;
-    } catch (const Error&) {
-        return false; // it has ended
+    } catch (const Error& e) {
+        return e.error_number() != ENOENT && e.error_number() != ESRCH; // else it has ended
     }
 }
 

@@ -3,9 +3,11 @@
 
 #include "tracee/proc.hpp"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -23,7 +25,8 @@ bool is_traced_by_us(pid_t tid) noexcept {
 bool has_thread(pid_t pid, pid_t tid) noexcept {
     std::array<char, 64> path{};
     std::snprintf(path.data(), path.size(), "/proc/%d/task/%d", pid, tid);
-    return ::access(path.data(), F_OK) == 0;
+    struct stat found {};
+    return ::stat(path.data(), &found) == 0 || (errno != ENOENT && errno != ESRCH);
 }
 
 } // namespace gpustasis

@@ -127,6 +127,7 @@ private:
     bool take_reply(std::span<const Call> calls, Received& received);
     worker_protocol::Reply receive(std::uint64_t id, const char* call, int pid,
                                    std::uint32_t timeout_ms);
+    Clock::time_point deadline_of(const Call& call) const noexcept;
     void finish(const Call& call);
     Call call_of(std::uint64_t id, const char* name, int pid, std::uint32_t timeout_ms,
                  pid_t tid) const noexcept;
@@ -151,8 +152,9 @@ private:
     std::set<std::uint64_t> given_up_; ///< calls whose replies nobody waits for
     std::uint64_t initialize_id_ = 0;  ///< of a begin_initialize() without an answer; 0: none
     std::optional<worker_protocol::Reply> initialized_; ///< that answer, until initialize()
-    std::uint32_t most_ms_ = 0; ///< the longest timeout of calls that were begun
-    bool hangs_ = false;        ///< in a quick call that was given up: it takes no request any more
+    std::uint32_t most_ms_ = 0;  ///< the longest timeout of calls that were begun
+    Clock::time_point answered_; ///< when the last reply came
+    bool hangs_ = false; ///< in a quick call that was given up: it takes no request any more
     pid_t watched_ = 0;
 };
 

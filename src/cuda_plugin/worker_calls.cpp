@@ -82,6 +82,7 @@ bool Worker::take_reply(std::span<const Call> calls, Received& received) {
     reply.text[sizeof(reply.text) - 1] = '\0';
     const auto known = under_way_.find(reply.id);
     const auto call = std::ranges::find(calls, reply.id, &Call::id);
+    answered_ = Clock::now();
     if (given_up_.contains(reply.id))
         return false;
     if (call == calls.end() && known == under_way_.end()) {
@@ -120,9 +121,11 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
     }
     const bool watches = std::ranges::any_of(calls, [](const Call& c) { return c.watched != 0; });
     for (;;) {
-        const auto first = std::ranges::min(calls, {}, &Call::deadline).deadline;
+        const auto first =
+            std::ranges::min(calls, {}, [this](const Call& one) { return deadline_of(one); });
         const auto left =
-            std::chrono::duration_cast<std::chrono::milliseconds>(first - Clock::now()).count();
+            std::chrono::duration_cast<std::chrono::milliseconds>(deadline_of(first) - Clock::now())
+                .count();
         const int wait = static_cast<int>(std::clamp<long long>(left, 0, kLongestPollMs));
         pollfd poll{.fd = socket_.get(), .events = POLLIN, .revents = 0};
         const int ready = ::poll(&poll, 1, watches ? std::min(wait, kWatchIntervalMs) : wait);
@@ -136,12 +139,17 @@ Worker::Received Worker::receive(std::span<const Call> calls) {
             if (calls[i].watched != 0)
                 if (const std::string why = stopped_reason(calls[i].watched); !why.empty())
                     return give_up(i, calls[i], why);
-            if (Clock::now() >= calls[i].deadline)
+            if (Clock::now() >= deadline_of(calls[i]))
                 return give_up(i, calls[i],
                                "no answer from the driver within " +
                                    std::to_string(calls[i].timeout_ms) + " ms");
         }
     }
+}
+
+// A driver that answers one call after the other has only begun with it when it has answered the one before.
+Worker::Clock::time_point Worker::deadline_of(const Call& call) const noexcept {
+    return std::max(call.deadline, answered_ + std::chrono::milliseconds(call.timeout_ms));
 }
 
 Worker::Call Worker::call_of(std::uint64_t id, const char* name, int pid, std::uint32_t timeout_ms,

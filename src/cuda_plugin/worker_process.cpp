@@ -123,8 +123,11 @@ class LazyDriver {
 public:
     explicit LazyDriver(const Config& config) : config_(config) {}
     Driver& get() {
-        if (!driver_)
-            driver_ = std::make_unique<DriverLibrary>(config_.driver, config_.nvml);
+        if (!driver_) {
+            auto loaded = std::make_unique<DriverLibrary>(config_.driver, config_.nvml);
+            loaded->api_version(); // one call is made before any are made side by side
+            driver_ = std::move(loaded);
+        }
         return *driver_;
     }
 
@@ -252,61 +255,87 @@ void lower_setting() noexcept {
     }
 }
 
+// All are restored before any is unlocked, but for those whose memory cannot be put back, or that do not come to
+// where they can be restored: nobody waits for these.
 void undo_all(LazyDriver& driver, const Config& config, TaskTable& table,
               const UndoImages& images) {
     std::unique_ptr<UndoLog> log; // made when there is something to tell
     std::set<pid_t> told;         // of whose memory it is known that some cannot be put back
     std::set<pid_t> waited_for;   // whose restore thread has not come back for long
+    std::set<pid_t> restored;
     const auto begin = Clock::now();
+    const auto tell = [&](const TaskRecord& record, const std::string& text) {
+        if (!log)
+            log = std::make_unique<UndoLog>(images.lineage().directory(0));
+        (*log)("pid " + std::to_string(record.pid) + ": " + text);
+    };
     lower_setting();
     while (anything_to_undo(table)) {
+        bool waits = false;
         for (std::size_t i = 0; i < table.task_count; ++i) {
             TaskRecord& record = table.tasks[i];
             if (record.settled)
                 continue;
             const proc::Liveness life = proc::liveness(record.pid, record.start_time);
-            if (life == proc::Liveness::traced || life == proc::Liveness::unknown)
+            const bool is_late = Clock::now() - begin > kLongDrop;
+            if (life == proc::Liveness::traced || life == proc::Liveness::unknown) {
+                waits |= !is_late;
                 continue; // criu, or the kernel on its behalf, still holds it
+            }
             if (life == proc::Liveness::dead || record.gone) {
                 forget_drop(record);
                 forget_checkpoint(record);
                 record.settled = true;
                 continue;
             }
-            const std::string who = "pid " + std::to_string(record.pid) + ": ";
-            const auto tell = [&](const std::string& text) {
-                if (!log)
-                    log = std::make_unique<UndoLog>(images.lineage().directory(0));
-                (*log)(who + text);
-            };
+            if (restored.contains(record.pid))
+                continue;
             if (record.drop_begun && !record.refilled) {
                 if (is_guarded(record)) {
                     if (record.refill_failed && told.insert(record.pid).second)
-                        tell(std::string(record.refill_error) +
-                             "; this is tried again every second");
+                        tell(record, std::string(record.refill_error) +
+                                         "; this is tried again every second");
+                    waits |= !told.contains(record.pid);
                     continue;
                 }
-                if (record.gone)
+                if (record.gone) {
+                    waits = true;
                     continue;
+                }
                 if (!is_drop_over(record.pid, record.restore_tid)) {
-                    if (Clock::now() - begin > kLongDrop && waited_for.insert(record.pid).second)
-                        tell("waits until restore thread " + std::to_string(record.restore_tid) +
-                             " is back in a call of its own: is the task stopped, frozen or "
-                             "traced?");
+                    if (is_late && waited_for.insert(record.pid).second)
+                        tell(record,
+                             "waits until restore thread " + std::to_string(record.restore_tid) +
+                                 " is back in a call of its own: is the task stopped, frozen or "
+                                 "traced?");
+                    waits |= !is_late;
                     continue;
                 }
             }
             try {
                 refill_task(record, images, config.threads, nullptr);
                 reset_signal_mask(record);
-                undo_task(record, driver.get());
-                tell("criu is gone; the task was brought back and runs on");
+                undo_restore(record, driver.get());
+                restored.insert(record.pid);
             } catch (const std::exception& e) {
-                tell(std::string(e.what()) + "; try gpustasis recover");
+                tell(record, std::string(e.what()) + "; try gpustasis recover");
+                record.settled = true; // only now: until here it is not undone
             }
-            record.settled = true; // only now: until here it is not undone
         }
-        ::poll(nullptr, 0, told.empty() ? kOrphanPollMs : kDamagedPollMs);
+        for (std::size_t i = 0; !waits && i < table.task_count; ++i) {
+            TaskRecord& record = table.tasks[i];
+            if (record.settled || restored.erase(record.pid) == 0)
+                continue;
+            try {
+                undo_unlock(record, driver.get());
+                tell(record, "criu is gone; the task was brought back and runs on");
+            } catch (const std::exception& e) {
+                tell(record, std::string(e.what()) + "; try gpustasis recover");
+            }
+            record.settled = true;
+        }
+        if (anything_to_undo(table))
+            ::poll(nullptr, 0, told.empty() ? kOrphanPollMs : kDamagedPollMs);
     }
     lower_setting(); // at the first time a dying criu may have held the lock still
 }

@@ -135,6 +135,16 @@ def test_one_task_that_fails_brings_all_back(own_rig: Rig, operation: str) -> No
         job.run_on()
 
 
+def test_one_task_whose_restore_thread_is_lost_is_named(own_rig: Rig) -> None:
+    """It may hang for ever in its next CUDA call; the others run on."""
+    with four_tasks(own_rig) as job:
+        own_rig.emulator.add_fault("checkpoint", "end_thread", pid=job.pids[2])
+        dumped = own_rig.dump(job, own_rig.images())
+        assert dumped.status != 0
+        assert f"pid {job.pids[2]} is left as it is" in dumped.log
+        assert dumped.log.count("cuda_plugin: brought back pid") == TASKS - 1
+
+
 def test_one_task_that_cannot_be_restored_ends_them_all(own_rig: Rig) -> None:
     with four_tasks(own_rig) as job:
         images = own_rig.images()

@@ -4,11 +4,15 @@
 // has begun. All succeed but cuInit, which returns SLOW_DRIVER_INIT_RESULT, and Lock where SLOW_DRIVER_MEET
 // calls of it do not meet: none returns before so many are under way at once. Every process is in state
 // SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint of pid SLOW_DRIVER_HANGS, or a
-// GetState of SLOW_DRIVER_MUTE, never returns.
+// GetState of SLOW_DRIVER_MUTE, never returns. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has
+// ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
+// as no DriverGetVersion has returned.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
+#include <mutex>
 #include <thread>
 
 namespace {
@@ -28,11 +32,20 @@ int take(const char* variable) {
 }
 
 std::atomic<int> locking{0};
-std::atomic<int> moved{-1}; // the state by now
+std::atomic<bool> is_ready{false};
+std::mutex in_turn;
+std::mutex states;
+std::map<int, int> moved; // states by now
 
-int move_to(int state) {
+int move_to(int pid, int state, const char* how) {
+    const std::lock_guard<std::mutex> lock(states);
     if (number("SLOW_DRIVER_MOVES") != 0)
-        moved = state;
+        moved[pid] = state;
+    if (const char* notes = std::getenv("SLOW_DRIVER_NOTES"))
+        if (std::FILE* file = std::fopen(notes, "a")) {
+            std::fprintf(file, "%s\n", how);
+            std::fclose(file);
+        }
     return 0;
 }
 
@@ -45,6 +58,7 @@ int cuInit(unsigned) {
 }
 int cuDriverGetVersion(int* version) {
     *version = 13000;
+    is_ready = true;
     return 0;
 }
 int cuCheckpointProcessGetRestoreThreadId(int pid, int* tid) {
@@ -54,8 +68,9 @@ int cuCheckpointProcessGetRestoreThreadId(int pid, int* tid) {
 int cuCheckpointProcessGetState(int pid, int* state) {
     while (pid == number("SLOW_DRIVER_MUTE"))
         std::this_thread::sleep_for(std::chrono::hours(1));
-    *state = moved >= 0 ? moved.load() : number("SLOW_DRIVER_STATE");
-    return 0;
+    const std::lock_guard<std::mutex> lock(states);
+    *state = moved.contains(pid) ? moved[pid] : number("SLOW_DRIVER_STATE");
+    return is_ready ? 0 : 3; // CUDA_ERROR_NOT_INITIALIZED
 }
 int cuCheckpointProcessLock(int, void*) {
     const int wanted = number("SLOW_DRIVER_MEET");
@@ -70,13 +85,16 @@ int cuCheckpointProcessLock(int, void*) {
 int cuCheckpointProcessCheckpoint(int pid, void*) {
     while (pid == number("SLOW_DRIVER_HANGS"))
         std::this_thread::sleep_for(std::chrono::hours(1));
+    std::unique_lock<std::mutex> turn(in_turn, std::defer_lock);
+    if (number("SLOW_DRIVER_IN_TURN") != 0)
+        turn.lock();
     return take("SLOW_DRIVER_CHECKPOINT_MS");
 }
-int cuCheckpointProcessRestore(int, void*) {
+int cuCheckpointProcessRestore(int pid, void*) {
     take("SLOW_DRIVER_RESTORE_MS");
-    return move_to(1);
+    return move_to(pid, 1, "restore");
 }
-int cuCheckpointProcessUnlock(int, void*) {
-    return move_to(0);
+int cuCheckpointProcessUnlock(int pid, void*) {
+    return is_ready ? move_to(pid, 0, "unlock") : 3;
 }
 }

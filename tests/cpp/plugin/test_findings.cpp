@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.hpp"
+#include "child.hpp"
 #include "fake_root.hpp"
 
 #include "cuda_plugin/findings.hpp"
 #include "cuda_plugin/proc.hpp"
 
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -113,6 +115,16 @@ void who_is_of_an_ipc_job_says_so_in_its_environment() {
     }
     const char* environ[] = {"NOT_CUDA_CHECKPOINT_JOB_FILE=/x", nullptr};
     CHECK(!comes_to_be_of_one(environ));
+    Child ended;
+    const pid_t pid = ended.pid();
+    ended.end();
+    CHECK(!is_of_ipc_job(pid));
+    rlimit limit{};
+    CHECK(::getrlimit(RLIMIT_NOFILE, &limit) == 0);
+    const rlimit none{.rlim_cur = 0, .rlim_max = limit.rlim_max};
+    CHECK(::setrlimit(RLIMIT_NOFILE, &none) == 0);
+    CHECK(is_of_ipc_job(::getpid())); // nobody can tell
+    CHECK(::setrlimit(RLIMIT_NOFILE, &limit) == 0);
 }
 
 } // namespace

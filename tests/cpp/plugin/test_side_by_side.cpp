@@ -16,8 +16,10 @@
 #include <chrono>
 #include <csignal>
 #include <cstdint>
+#include <fstream>
 #include <optional>
 #include <set>
+#include <string>
 #include <vector>
 
 using namespace gpustasis;
@@ -203,7 +205,8 @@ void who_dies_has_lost_all_calls() {
         const Worker::Answer answer = rig.worker->wait(calls);
         CHECK(answer.error && answer.lost);
         calls.erase(calls.begin() + static_cast<std::ptrdiff_t>(answer.index));
-        CHECK(rig.worker->state(1) == ProcessState::running); // by a new one, which has no such call
+        CHECK(rig.worker->state(1) ==
+              ProcessState::running); // by a new one, which has no such call
     }
     CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(30));
     CHECK(::waitpid(worker, nullptr, 0) == worker);
@@ -242,6 +245,73 @@ void an_orphan_undoes_when_its_calls_have_ended() {
     CHECK(comes_true([&] { return record.settled.load(); }));
     CHECK(std::chrono::steady_clock::now() - begin >= std::chrono::milliseconds(1000));
     CHECK(::waitpid(worker, nullptr, 0) == worker);
+}
+
+std::string read_lines(const std::string& path) {
+    std::ifstream file(path);
+    std::string text;
+    for (std::string line; std::getline(file, line);)
+        text += line + " ";
+    return text;
+}
+
+// One may use memory of another as soon as it runs.
+void an_orphan_restores_all_before_it_unlocks_any() {
+    const sample::TempDir place;
+    const Bystander tasks[3];
+    const Variable moves("SLOW_DRIVER_MOVES", "1");
+    const Variable notes("SLOW_DRIVER_NOTES", place.path("notes"));
+    const Slow slow("SLOW_DRIVER_RESTORE_MS", "1", "2");
+    Rig rig(OnOrphaned::undo);
+    CHECK(rig.worker->state(tasks[0].pid()) == ProcessState::checkpointed);
+    for (const Bystander& task : tasks) {
+        TaskRecord& record = rig.table.add(task.pid());
+        record.start_time = proc::start_time(task.pid());
+        record.lock_begun = record.checkpoint_begun = true;
+    }
+    const pid_t worker = find_worker();
+    rig.worker.reset();
+    CHECK(::waitpid(worker, nullptr, 0) == worker);
+    CHECK(read_lines(place.path("notes")) == "restore restore restore unlock unlock unlock ");
+    for (std::size_t i = 0; i < rig.table->task_count; ++i)
+        CHECK(rig.table->tasks[i].settled);
+}
+
+// Loading the driver is no call: the first ones that are made at once find it ready.
+void calls_side_by_side_are_not_the_first() {
+    const Bystander tasks[2];
+    const Variable moves("SLOW_DRIVER_MOVES", "1");
+    const Slow slow("SLOW_DRIVER_RESTORE_MS", "1", "1");
+    Rig rig(OnOrphaned::undo);
+    std::vector<Worker::Call> calls;
+    for (const Bystander& task : tasks) {
+        TaskRecord& record = rig.table.add(task.pid());
+        record.lock_begun = true;
+        calls.push_back(rig.worker->begin_undo_unlock(record, 0));
+    }
+    while (!calls.empty()) {
+        const Worker::Answer answer = rig.worker->wait(calls);
+        CHECK(!answer.error);
+        calls.erase(calls.begin() + static_cast<std::ptrdiff_t>(answer.index));
+    }
+    rig.worker->stop();
+}
+
+// A driver that answers one call after the other has not begun with all of them.
+void what_waits_for_other_calls_does_not_hang() {
+    const Variable turns("SLOW_DRIVER_IN_TURN", "1");
+    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "1000");
+    Rig rig(OnOrphaned::undo);
+    rig.config.driver_timeout_ms = 2'500;
+    std::vector<Worker::Call> calls;
+    for (int pid = 1; pid <= 3; ++pid)
+        calls.push_back(rig.worker->begin_checkpoint(pid, 0));
+    while (!calls.empty()) {
+        const Worker::Answer answer = rig.worker->wait(calls);
+        CHECK(!answer.error && !answer.lost);
+        calls.erase(calls.begin() + static_cast<std::ptrdiff_t>(answer.index));
+    }
+    rig.worker->stop();
 }
 
 void both_halves_of_an_undo_are_done_by_the_worker() {
@@ -294,6 +364,9 @@ int main() {
     who_dies_has_lost_all_calls();
     a_call_is_given_up_when_its_own_task_dies();
     an_orphan_undoes_when_its_calls_have_ended();
+    an_orphan_restores_all_before_it_unlocks_any();
+    calls_side_by_side_are_not_the_first();
+    what_waits_for_other_calls_does_not_hang();
     both_halves_of_an_undo_are_done_by_the_worker();
     a_way_back_that_was_not_taken_is_an_error();
 }
