@@ -315,6 +315,20 @@ def log_path(images: Path, stage: str) -> Path:
     return images.with_name(f"{images.name}.{stage}" + ("" if stage == "pid" else ".log"))
 
 
+def await_line(criu: subprocess.Popen[bytes], log: Path, words: str) -> None:
+    """Until criu's log has them, or criu has failed before that."""
+    deadline = time.monotonic() + 30
+    while True:
+        status = criu.poll()  # first: one that has ended writes no more
+        if words in (log.read_text() if log.exists() else ""):
+            return
+        if status is not None:
+            assert status != 0, f"criu has dumped, and {log} has no {words!r}"
+            return
+        assert time.monotonic() < deadline, f"no {words!r} in {log}"
+        time.sleep(0.001)
+
+
 def criu_errors(images: Path, stage: str) -> str:
     """What criu's log of that stage calls an error or a warning, and its last lines."""
     log = log_path(images, stage)

@@ -100,18 +100,24 @@ class Relay:
                     self.backward = done
                 else:
                     self.forward = done
-        for end in (source, target) if fault.kind == "cut" else (target,):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR if fault.kind == "cut" else socket.SHUT_WR)
-        if back and fault.kind == "cut":
-            self._hear_the_rest(source)
+        _shut(target, socket.SHUT_WR)
+        if fault.kind == "cut":
+            _shut(self.near, socket.SHUT_RDWR)
+            _shut(self.far, socket.SHUT_WR)
+        if back:
+            self._hear_the_rest()
 
-    def _hear_the_rest(self, source: socket.socket) -> None:
-        """What was said before the cut, and does not come through."""
+    def _hear_the_rest(self) -> None:
+        """What the receiver says before it hears of the cut, and does not come through."""
         with suppress(OSError):
-            while data := source.recv(_PIECE):
+            while data := self.far.recv(_PIECE):
                 if b'"digest"' in data:
                     self.ready.set()
+
+
+def _shut(end: socket.socket, how: int) -> None:
+    with suppress(OSError):  # the other side has done it
+        end.shutdown(how)
 
 
 def _is_release(data: bytes) -> bool:

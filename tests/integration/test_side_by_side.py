@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +17,13 @@ from typing import Any
 import pytest
 
 from campaigns import damage
-from campaigns.rig import Rig, log_path
+from campaigns.rig import Rig, await_line, log_path
 from campaigns.steady_job import SteadyJob
 from gpustasis.emulator import RATES_OFF, Options
 
 MIB = 1 << 20
 TASKS = 4
+PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 0x40, 0x40000000
 DELAY_MS = 3000  # of a call that others of a tree do not wait for
 
 
@@ -143,6 +148,27 @@ def test_one_task_whose_restore_thread_is_lost_is_named(own_rig: Rig) -> None:
         assert dumped.status != 0
         assert f"pid {job.pids[2]} is left as it is" in dumped.log
         assert dumped.log.count("cuda_plugin: brought back pid") == TASKS - 1
+
+
+def test_a_task_that_is_about_to_end_is_no_other_program(own_rig: Rig) -> None:
+    """Its threads are gone, and it closes what it has open, when criu comes to it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with four_tasks(own_rig) as job:
+        ending, images = job.pids[2], own_rig.images()
+        delay(own_rig, "lock", job.pid)
+        criu = own_rig.start(own_rig.dump_words(job, images, ["--leave-running"]))
+        log = log_path(images, "dump")
+        await_line(criu, log, f"locked pid {ending}")
+        assert libc.ptrace(PTRACE_SEIZE, ending, 0, PTRACE_O_TRACEEXIT) == 0
+        os.kill(ending, signal.SIGTERM)
+        assert os.waitpid(ending, WALL)[0] == ending
+        await_line(criu, log, f"locked pid {job.pid}")
+        time.sleep(0.3)
+        assert criu.poll() is None
+        assert libc.ptrace(PTRACE_DETACH, ending, 0, 0) == 0
+        assert criu.wait(60) == 0, log.read_text()[-3000:]
+        assert f"pid {ending} has ended since it was locked" in log.read_text()
+        assert json.loads((images / "gpustasis-dump.json").read_text())["result"] == "ok"
 
 
 def test_one_task_that_cannot_be_restored_ends_them_all(own_rig: Rig) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from random import Random
 import pytest
 
 from campaigns.driver_faults import REASON_OF_STATE, STATE_FAILED
-from campaigns.rig import Rig, log_path
+from campaigns.rig import Rig, await_line, log_path
 from campaigns.steady_job import SteadyJob, restore_thread
 from gpustasis._core import ImageReader, RegionKind, image_name
 
@@ -211,20 +210,6 @@ def test_cuda_that_starts_at_any_moment_of_a_dump(newest_rig: Rig) -> None:
             assert restore_thread(late) is not None, "CUDA did not start"
             newest_rig.settle(images)
     assert 0 in statuses[""], "what starts before criu looks must be dumped"
-
-
-def await_line(criu: subprocess.Popen[bytes], log: Path, words: str) -> None:
-    """Until criu's log has them, or criu has failed before that."""
-    deadline = time.monotonic() + 30
-    while True:
-        status = criu.poll()  # first: one that has ended writes no more
-        if words in (log.read_text() if log.exists() else ""):
-            return
-        if status is not None:
-            assert status != 0, f"criu has dumped, and {log} has no {words!r}"
-            return
-        assert time.monotonic() < deadline, f"no {words!r} in {log}"
-        time.sleep(0.001)
 
 
 def await_silence(job: SteadyJob, pid: int) -> None:
