@@ -23,7 +23,8 @@ from gpustasis.emulator import RATES_OFF, Options
 
 MIB = 1 << 20
 TASKS = 4
-PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 0x40, 0x40000000
+PTRACE_SEIZE, PTRACE_CONT, PTRACE_DETACH = 0x4206, 7, 17
+PTRACE_O_TRACEEXIT, WALL = 0x40, 0x40000000
 DELAY_MS = 3000  # of a call that others of a tree do not wait for
 
 
@@ -161,7 +162,9 @@ def test_a_task_that_is_about_to_end_is_no_other_program(own_rig: Rig) -> None:
         await_line(criu, log, f"locked pid {ending}")
         assert libc.ptrace(PTRACE_SEIZE, ending, 0, PTRACE_O_TRACEEXIT) == 0
         os.kill(ending, signal.SIGTERM)
-        assert os.waitpid(ending, WALL)[0] == ending
+        assert os.waitpid(ending, WALL)[0] == ending  # it gets the signal
+        assert libc.ptrace(PTRACE_CONT, ending, 0, signal.SIGTERM) == 0
+        assert os.waitpid(ending, WALL)[0] == ending  # it is about to end
         await_line(criu, log, f"locked pid {job.pid}")
         time.sleep(0.3)
         assert criu.poll() is None
