@@ -7,19 +7,23 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
+from gpustasis.cli import job_run
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, verified
+from gpustasis.jobs import epochs, preempting, verified
+from gpustasis.jobs import recovering as recovering_module
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lives import Failure, Life, Stage, Way, life_of
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text
+from gpustasis.jobs.recovering import Next
 from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Supervisor
@@ -132,6 +136,52 @@ def test_a_job_that_was_told_to_end_has_not_come_to_its_end(context: Context) ->
         assert rank.take(0).failed
         assert not rank.ended_well
         assert (guard.read().stage, guard.life.ended) == (Stage.FAILED, 0)
+
+
+def test_tasks_that_were_told_to_end_have_time_for_it(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of another rank have done it at once."""
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        context.note(pid=task.pid)
+        rank.asked = "it was told to end"
+        stored(context, replace(guard.read(), stage=Stage.FAILED, failure=FAILURE))
+        assert rank.take(None) == Next()
+        assert task.poll() is None
+        monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 0.0)
+        assert rank.take(None).failed
+        assert task.poll() is not None
+
+
+def test_a_command_that_ends_well_upon_a_signal_has_not_come_to_its_end(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next start would begin anew, whatever checkpoint there is."""
+    monkeypatch.setattr(preempting, "note_ended", lambda *_: pytest.fail("it counts as ended"))
+    supervisor = Supervisor(context, SETTINGS, lambda _: None)
+    context.say_where()
+    words = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    ended = job_run._keep(supervisor, context, words, False, True, None)
+    timer.join()
+    assert (ended.epoch, ended.status, ended.told) == (0, 0, True)
+
+
+def test_trouble_of_an_earlier_start_does_not_fail_one_that_waits(
+    context: Context,  # noqa: F811
+) -> None:
+    _, rank = recovering(context)
+    with closing(rank):
+        assert not rank.begin(new=True, can_start=False)
+        rank.has_trouble("its tasks have ended")
+        assert not rank.is_due(ended=True, waits=True)
+        assert rank.is_due(ended=False, waits=False)
 
 
 def test_a_checkpoint_ends_the_start_whose_tasks_it_has_ended_and_no_other(

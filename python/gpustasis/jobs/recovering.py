@@ -21,6 +21,7 @@ from gpustasis.jobs.work import Order
 
 log = logging.getLogger(__name__)
 
+_ENDS_WITHIN_S = 60.0  # after a signal; whoever sent it may kill it earlier
 _AGAIN_S = 0.2
 _ALL = 1 << 30  # checkpoints
 _NOTICED_S = 0.2  # a keeper looks so often whether its tasks have ended
@@ -58,6 +59,7 @@ class Recovering:
         self._known_since = (0, 0.0)  # in which life, and from when on they are known
         self.can_start = False
         self.asked = ""  # why the keeper was told to end
+        self._asked_at = 0.0  # when that was first waited for
         self.ended_well = False  # all ranks have, by themselves
 
     def begin(self, *, new: bool, can_start: bool, newest: bool = False) -> bool:
@@ -197,7 +199,8 @@ class Recovering:
                 return True
             case Stage.RUNS:
                 failed = ended and not waits and not self._has_said(life, Way.ENDED)
-                failed = failed or bool(self._trouble) or self._hangs(ended)
+                trouble = bool(self._trouble) and not waits  # else it is of an earlier start
+                failed = failed or trouble or self._hangs(ended)
                 return failed and self._reported != life.number
             case Stage.LOOKS:
                 return not self._has_said(life, Way.LOOKED)
@@ -245,6 +248,8 @@ class Recovering:
                 self._look(life)
             case Stage.STOPS:
                 self._make_way(life)
+            case Stage.FAILED if self._still_ends():
+                time.sleep(_AGAIN_S)
             case Stage.FAILED | Stage.DONE:
                 self._stop()
                 if guard.standing(life.number) is not None:  # else another place may have it
@@ -255,6 +260,13 @@ class Recovering:
             case _:
                 pass
         return Next()
+
+    def _still_ends(self) -> bool:
+        """Its tasks were told to end, too, and may need as long as other ranks' to do it well."""
+        if not self.asked or not self._context.state.lives:
+            return False
+        self._asked_at = self._asked_at or time.monotonic()
+        return time.monotonic() - self._asked_at < _ENDS_WITHIN_S
 
     def _was_told_to_end(self, life: Life) -> bool:
         """A job one of whose keepers was told to end is not restored, and has not come to its end

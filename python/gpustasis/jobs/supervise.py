@@ -38,8 +38,8 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How it came to an end for this rank. epoch: of the checkpoint that ended its tasks; 0: none
-    did. status: of its command, as a shell has it; None: it is not known, for the tasks were
-    started by another keeper. told: the keeper was told to end."""
+    did. status: of its command, as a shell has it; None: it is not known, for another keeper has
+    started them. told: this one was told to end."""
 
     epoch: int
     status: int | None
@@ -73,7 +73,7 @@ class Supervisor:
         # The root, when it was started, and its pidfd: a restored one has the pid that it had.
         self._held: tuple[int, int, int] = (0, 0, -1)
         self._status: int | None = None
-        self._is_asked_to_end = 0  # by which signal, when there were no tasks
+        self._is_asked_to_end, self._was_told = 0, False  # by which signal, without tasks; at all
         self._waits_again = False  # for a restore of an older checkpoint
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -184,7 +184,7 @@ class Supervisor:
                 if outcome is not None:
                     done = self._after(outcome)
                 elif recovering is None:
-                    return Ended(epoch=0, status=self._status, told=self._is_asked_to_end != 0)
+                    return Ended(epoch=0, status=self._status, told=self._was_told)
                 else:
                     done = self._recover(recovering)
                 if done is not None:
@@ -218,8 +218,8 @@ class Supervisor:
             self._told(f"job {place.job}, rank {place.rank}: process {pid}, output in {place.log}")
         if then.failed:
             self._told(f"job {self._context.place.job} has failed: {then.failed}")
-            told = self._is_asked_to_end and self._status == 0
-            return Ended(epoch=0, status=0 if told else self._status or JobError.exit_code)
+            is_well = self._was_told and self._status == 0
+            return Ended(epoch=0, status=0 if is_well else self._status or JobError.exit_code)
         return Ended(epoch=0, status=0) if then.done else None
 
     def _await_store(self, exc: StoreError) -> None:
@@ -385,11 +385,12 @@ class Supervisor:
         return True
 
     def _forward(self, number: int, _: object) -> None:
-        pid = self._context.state.pid
-        if self._recovering is not None and number in _ENDING:
+        pid, ends = self._context.state.pid, number in _ENDING
+        self._was_told |= ends
+        if self._recovering is not None and ends:
             self._recovering.asked = f"its keeper was told to end, by {signal.Signals(number).name}"
         if not self._context.state.lives:
-            if number in _ENDING:  # as soon as no epoch is under way, which may bring tasks
+            if ends:  # as soon as no epoch is under way, which may bring tasks
                 self._is_asked_to_end = number
                 self._status = 128 + number
         elif number == signal.SIGTERM and self._preempting and self._preempting.told_to_end():

@@ -16,10 +16,8 @@
 #include <chrono>
 #include <csignal>
 #include <cstdint>
-#include <fstream>
 #include <optional>
 #include <set>
-#include <string>
 #include <vector>
 
 using namespace gpustasis;
@@ -247,36 +245,6 @@ void an_orphan_undoes_when_its_calls_have_ended() {
     CHECK(::waitpid(worker, nullptr, 0) == worker);
 }
 
-std::string read_lines(const std::string& path) {
-    std::ifstream file(path);
-    std::string text;
-    for (std::string line; std::getline(file, line);)
-        text += line + " ";
-    return text;
-}
-
-// One may use memory of another as soon as it runs.
-void an_orphan_restores_all_before_it_unlocks_any() {
-    const sample::TempDir place;
-    const Bystander tasks[3];
-    const Variable moves("SLOW_DRIVER_MOVES", "1");
-    const Variable notes("SLOW_DRIVER_NOTES", place.path("notes"));
-    const Slow slow("SLOW_DRIVER_RESTORE_MS", "1", "2");
-    Rig rig(OnOrphaned::undo);
-    CHECK(rig.worker->state(tasks[0].pid()) == ProcessState::checkpointed);
-    for (const Bystander& task : tasks) {
-        TaskRecord& record = rig.table.add(task.pid());
-        record.start_time = proc::start_time(task.pid());
-        record.lock_begun = record.checkpoint_begun = true;
-    }
-    const pid_t worker = find_worker();
-    rig.worker.reset();
-    CHECK(::waitpid(worker, nullptr, 0) == worker);
-    CHECK(read_lines(place.path("notes")) == "restore restore restore unlock unlock unlock ");
-    for (std::size_t i = 0; i < rig.table->task_count; ++i)
-        CHECK(rig.table->tasks[i].settled);
-}
-
 // Loading the driver is no call: the first ones that are made at once find it ready.
 void calls_side_by_side_are_not_the_first() {
     const Bystander tasks[2];
@@ -364,7 +332,6 @@ int main() {
     who_dies_has_lost_all_calls();
     a_call_is_given_up_when_its_own_task_dies();
     an_orphan_undoes_when_its_calls_have_ended();
-    an_orphan_restores_all_before_it_unlocks_any();
     calls_side_by_side_are_not_the_first();
     what_waits_for_other_calls_does_not_hang();
     both_halves_of_an_undo_are_done_by_the_worker();

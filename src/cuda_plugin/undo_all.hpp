@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+/// What a worker does for the tasks when criu is gone.
+#pragma once
+
+#include "cuda_plugin/config.hpp"
+#include "cuda_plugin/driver.hpp"
+#include "cuda_plugin/task_table.hpp"
+#include "cuda_plugin/undo_images.hpp"
+
+#include <functional>
+
+namespace gpustasis {
+
+/// Wait until each unsettled task of `table` has died or is no longer traced, put its memory back out of `images`, have the
+/// driver restore it, and unlock it; an account is left in gpustasis-undo.log. All are restored before any is unlocked, but
+/// for those whose memory cannot be put back, or that do not come to where they can be restored: after 10 s nobody waits for
+/// these. `driver`: loads it, when first needed. Throws what a broken table or no memory leads to.
+void undo_all(const std::function<Driver&()>& driver, const Config& config, TaskTable& table,
+              const UndoImages& images);
+
+} // namespace gpustasis
