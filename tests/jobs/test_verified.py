@@ -221,7 +221,7 @@ def test_a_signal_that_comes_while_an_epoch_brings_the_tasks_reaches_them(
         return None
 
     monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
-    assert supervisor.run(restoring=True) == Ended(epoch=0, status=128 + signal.SIGTERM)
+    assert supervisor.run(restoring=True) == Ended(epoch=0, status=128 + signal.SIGTERM, told=True)
 
 
 def test_tasks_that_have_ended_are_not_back_whatever_the_command_says(
