@@ -228,7 +228,8 @@ void DumpSession::end_checkpoint(AtWork& task) {
                                   "checkpointed");
     }
     proc::wait_for_helper_threads(record.pid, task.threads);
-    task.thawed->refreeze();
+    if (task.thawed) // since its call was begun
+        task.thawed->refreeze();
     std::vector<Region> regions;
     if (config_.externalize || cpu_memory_.is_on())
         regions = statistics.phases.time("find_staging", [&] {
