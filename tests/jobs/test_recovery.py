@@ -21,7 +21,7 @@ from support.job_ranks import state_of
 from support.json_output import check_document
 from support.ring import WORLD, Ring, reap
 
-STEPS = 1500
+STEPS, LONG = 1500, 100_000  # LONG: of a job that does not come to its end in a test
 
 
 def begun(ring: Ring, *words: str, steps: int = STEPS) -> None:  # noqa: F811
@@ -95,7 +95,7 @@ def test_a_restore_that_is_aborted_is_tried_again(
 
 
 def test_restarts_are_bounded(ring: Ring) -> None:  # noqa: F811
-    begun(ring, "--restarts", "1", "--back-off", "0")
+    begun(ring, "--restarts", "1", "--back-off", "0", steps=LONG)
     os.kill(ring.program_of(3), signal.SIGKILL)
     ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
     ring.wait_for_progress()
@@ -110,7 +110,7 @@ def test_restarts_are_bounded(ring: Ring) -> None:  # noqa: F811
 
 
 def test_whoever_ends_the_job_does_not_see_it_restored(ring: Ring) -> None:  # noqa: F811
-    begun(ring, "--restarts", "3")
+    begun(ring, "--restarts", "3", steps=LONG)
     ring.signal(2, signal.SIGTERM)
     statuses = ring.ends()
     assert statuses[2] in {128 + signal.SIGTERM, JobError.exit_code}
