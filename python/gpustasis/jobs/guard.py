@@ -89,8 +89,7 @@ class Guard:
     ) -> None:
         self._store, self._keys = store, keys
         self._rank, self._world, self._terms = rank, world, terms
-        self._where = place
-        self._ttl_s = ttl_s
+        self._where, self._ttl_s = place, ttl_s
         self._told = told
         self._name = uuid.uuid4().hex
         self._starts = True
@@ -380,8 +379,9 @@ class Guard:
         mine, keeper = keys.in_life(life.number, LEAD), keys.keeper(LEAD)
         entries = self._store.read(mine, keeper).entries
         is_gone = mine in entries and standing_of(mine, entries[mine]).way is Way.HERE
-        is_left = life.stage is Stage.RESTORES and self._is_decided(life.epoch)
-        if keeper in entries or not (is_left or (is_gone and life.stage is Stage.RUNS)):
+        is_here = keeper in entries  # mostly: then nothing else is read
+        is_left = not is_here and life.stage is Stage.RESTORES and self._is_decided(life.epoch)
+        if is_here or not (is_left or (is_gone and life.stage is Stage.RUNS)):
             self._lead_missing_at = None
             return
         now = time.monotonic()

@@ -29,6 +29,14 @@ using sample::Variable;
 
 namespace {
 
+void expect_done(Worker& worker, std::vector<Worker::Call>& calls) {
+    while (!calls.empty()) {
+        const Worker::Answer answer = worker.wait(calls);
+        CHECK(!answer.error && !answer.lost);
+        calls.erase(calls.begin() + static_cast<std::ptrdiff_t>(answer.index));
+    }
+}
+
 void calls_are_made_side_by_side() {
     const Variable meet("SLOW_DRIVER_MEET", "3");
     Rig rig(OnOrphaned::undo);
@@ -257,11 +265,7 @@ void calls_side_by_side_are_not_the_first() {
         record.lock_begun = true;
         calls.push_back(rig.worker->begin_undo_unlock(record, 0));
     }
-    while (!calls.empty()) {
-        const Worker::Answer answer = rig.worker->wait(calls);
-        CHECK(!answer.error);
-        calls.erase(calls.begin() + static_cast<std::ptrdiff_t>(answer.index));
-    }
+    expect_done(*rig.worker, calls);
     rig.worker->stop();
 }
 
@@ -274,11 +278,7 @@ void what_waits_for_other_calls_does_not_hang() {
     std::vector<Worker::Call> calls;
     for (int pid = 1; pid <= 3; ++pid)
         calls.push_back(rig.worker->begin_checkpoint(pid, 0));
-    while (!calls.empty()) {
-        const Worker::Answer answer = rig.worker->wait(calls);
-        CHECK(!answer.error && !answer.lost);
-        calls.erase(calls.begin() + static_cast<std::ptrdiff_t>(answer.index));
-    }
+    expect_done(*rig.worker, calls);
     rig.worker->stop();
 }
 

@@ -217,30 +217,37 @@ void a_tree_is_found_by_its_root_or_any_other_task() {
     }
 }
 
-// Its threads come and go, and the child, which the first of them has made, is there all the time.
+/// A thread that lives for a moment, and starts the next one before it ends.
+void live_for_a_moment() {
+    std::thread(live_for_a_moment).detach();
+    ::usleep(200);
+}
+
+// Its threads come and go, the first of them has gone, and each that ends leaves the child to another one.
 void a_tree_is_found_while_threads_end() {
     int ends[2];
     CHECK(::pipe(ends) == 0);
-    const Child root([&] {
+    const pid_t root = fork_child();
+    CHECK(root >= 0);
+    if (root == 0) {
         const pid_t child = ::fork();
         if (child == 0) {
-            CHECK(::prctl(PR_SET_PDEATHSIG, SIGKILL) == 0);
+            ::alarm(300); // whatever becomes of the test
             for (;;)
                 ::pause();
         }
         CHECK(::write(ends[1], &child, sizeof child) == sizeof child);
-        for (int i = 0; i < 2; ++i)
-            std::thread([] {
-                for (;;)
-                    std::thread([] {}).join();
-            }).detach();
-    });
+        std::thread(live_for_a_moment).detach();
+        ::syscall(SYS_exit, 0);
+    }
     pid_t child = 0;
     CHECK(::read(ends[0], &child, sizeof child) == sizeof child);
-    for (int look = 0; look < 300; ++look) {
-        const std::vector<pid_t> found = proc::tree(root.pid());
-        CHECK(found == (std::vector<pid_t>{root.pid(), child}));
-    }
+    while (proc::state(root) != 'Z')
+        ::usleep(1'000);
+    for (int look = 0; look < 1'000; ++look)
+        CHECK(proc::tree(root) == (std::vector<pid_t>{root, child}));
+    CHECK(::kill(root, SIGKILL) == 0 && ::waitpid(root, nullptr, 0) == root);
+    CHECK(::kill(child, SIGKILL) == 0);
     ::close(ends[0]);
     ::close(ends[1]);
 }
