@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpustasis.jobs import kept
+from gpustasis.jobs import kept, verified
 from gpustasis.jobs.hanging import Watcher
 from gpustasis.jobs.leading import Leading
 from gpustasis.jobs.lives import Failure, Stage
@@ -21,6 +21,7 @@ from gpustasis.jobs.rank import Context
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Put, Require
+from gpustasis.jobs.verified import Mark
 from gpustasis.jobs.work import Order
 from jobs.test_lives import FAILURE, LIFE
 from jobs.test_stopping import committed, recovering, stopped
@@ -73,20 +74,27 @@ def test_more_than_one_transaction_holds_is_marked(context: Context) -> None:  #
     assert set(kept.unverified(context.store, context.keys)) == set(late)
 
 
+@pytest.mark.parametrize("has_hung", [True, False], ids=["has hung", "not tried"])
 @pytest.mark.parametrize("afresh", [True, False])
 def test_a_job_all_of_whose_checkpoints_hang_starts_afresh_if_it_may(
     afresh: bool,
+    has_hung: bool,
     context: Context,  # noqa: F811
 ) -> None:
-    """Else it goes back as far as it can."""
+    """Else it goes back as far as it can; so it does for what was not tried yet."""
     now = time.time()
-    oldest, _ = (committed(context, now - at) for at in (3, 2))
+    oldest, newest = (committed(context, now - at) for at in (3, 2))
+    if has_hung:
+        mark = Mark("it hung", times=2, is_sure=True)
+        puts = [verified.put_mark(context.keys, number, mark) for number in (oldest, newest)]
+        context.store.write([], puts)
     failure = Failure(rank=0, reason="why", at=now, unnoticed_s=20.0, hung=True)
     stopped(context, failure, afresh=afresh)
     Leading(context.store, context.keys, 4, print).turn(find_life(context.store, context.keys))
     life = find_life(context.store, context.keys)
-    found = (Stage.RUNS, 0) if afresh else (Stage.RESTORES, oldest)
+    found = (Stage.RUNS, 0) if afresh and has_hung else (Stage.RESTORES, oldest)
     assert (life.stage, life.restored) == found
+    assert all(one.is_sure for one in kept.marks(context.store, context.keys).values())
 
 
 def test_one_begun_just_before_the_last_sign_is_taken_if_there_is_no_older_one(
