@@ -151,13 +151,15 @@ bool DumpSession::is_still(const TaskRecord& record) const {
     // One that is about to end has lost that thread before it counts as dead: its GPU files are closed first.
     constexpr int kEndsWithinMs = 2'000;
     for (int waited = 0;; ++waited) {
-        if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead) {
+        const bool is_late = waited == kEndsWithinMs; // with much memory it takes longer
+        if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead ||
+            (is_late && proc::is_exiting(record.pid))) {
             host::info("pid " + std::to_string(record.pid) + " has ended since it was locked");
             return false;
         }
         if (has_thread(record.pid, record.restore_tid) || proc::has_exited(record.pid))
             return true;
-        if (waited == kEndsWithinMs)
+        if (is_late)
             throw Error(Errc::io,
                         "the process has executed another program since it was locked: try again");
         ::poll(nullptr, 0, 1);

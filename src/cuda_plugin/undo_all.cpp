@@ -11,13 +11,16 @@
 #include <fcntl.h>
 #include <poll.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <exception>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -81,92 +84,233 @@ bool is_stopped(pid_t tid) noexcept {
     }
 }
 
+/// What came of work in a thread of LongCalls.
+struct Outcome {
+    std::atomic<bool> is_there = false;
+    std::string error; ///< why it was not done; empty: it was
+};
+
+/// Work for one task after the other, as tasks that share memory need it.
+class Turns {
+public:
+    /// `limit`: of one's work; then it hangs.
+    Turns(LongCalls& calls, std::chrono::milliseconds limit) noexcept
+        : calls_(calls), limit_(limit) {}
+
+    /// What came of it; nullptr: it is not done yet, and is begun if no other is under way. `work` may throw.
+    const Outcome* take(pid_t pid, std::function<void()> work) {
+        std::shared_ptr<Outcome>& outcome = outcomes_[pid];
+        if (!outcome && !calls_.any_works())
+            begin(pid, outcome, std::move(work));
+        return outcome && outcome->is_there ? outcome.get() : nullptr;
+    }
+    void forget(pid_t pid) { outcomes_.erase(pid); }
+    bool hangs(pid_t pid) const noexcept { return calls_.hangs(pid); }
+
+private:
+    void begin(pid_t pid, std::shared_ptr<Outcome>& outcome, std::function<void()> work) {
+        outcome = std::make_shared<Outcome>();
+        const auto fail = [](Outcome& of, const std::exception& e) noexcept {
+            of.error = e.what();
+            of.is_there = true;
+        };
+        try {
+            calls_.begin(pid, limit_, [work = std::move(work), fail, of = outcome] {
+                try {
+                    work();
+                    of->is_there = true;
+                } catch (const std::exception& e) {
+                    fail(*of, e);
+                }
+            });
+        } catch (const std::exception& e) {
+            fail(*outcome, e);
+        }
+    }
+
+    LongCalls& calls_;
+    std::chrono::milliseconds limit_;
+    std::map<pid_t, std::shared_ptr<Outcome>> outcomes_;
+};
+
+/// What becomes of the tasks, looked at again and again.
+class Undo {
+public:
+    Undo(const std::function<Driver&()>& driver, const Config& config, TaskTable& table,
+         const UndoImages& images, LongCalls& calls)
+        : driver_(driver), config_(config), table_(table), images_(images),
+          patience_(config.driver_timeout_ms), refills_(reading_, std::chrono::hours(24 * 365)),
+          restores_(calls, patience_), unlocks_(calls, patience_) {}
+
+    /// Do what can be done now. Returns how long to wait until it is looked again.
+    int look();
+
+private:
+    bool restore(TaskRecord& record);
+    bool is_awaited(TaskRecord& record);
+    bool refill(TaskRecord& record);
+    bool failed(TaskRecord& record, Turns& turns, const std::string& why);
+    void unlock(TaskRecord& record);
+    void give_up(TaskRecord& record, const std::string& why);
+    void tell(const TaskRecord& record, const std::string& text);
+    bool is_past(std::chrono::milliseconds limit) const {
+        return released_ && Clock::now() - *released_ > limit;
+    }
+    bool is_late() const { return is_past(kLongDrop); }
+
+    const std::function<Driver&()>& driver_;
+    const Config& config_;
+    TaskTable& table_;
+    const UndoImages& images_;
+    std::chrono::milliseconds patience_;
+    LongCalls reading_;
+    Turns refills_, restores_, unlocks_;
+    std::unique_ptr<UndoLog> log_; // made when there is something to tell
+    std::set<pid_t> told_;         // of whose memory it is known that some cannot be put back
+    std::set<pid_t> waited_for_;   // whose restore thread has not come back for long
+    std::set<pid_t> restored_;
+    bool tries_again_ = false;
+    std::optional<Clock::time_point> released_; // when criu had let go of the first
+};
+
+void Undo::tell(const TaskRecord& record, const std::string& text) {
+    if (!log_)
+        log_ = std::make_unique<UndoLog>(images_.lineage().directory(0));
+    (*log_)("pid " + std::to_string(record.pid) + ": " + text);
+}
+
+void Undo::give_up(TaskRecord& record, const std::string& why) {
+    tell(record, why + "; try gpustasis recover");
+    record.settled = true; // only now: until here it is not undone
+}
+
+/// What fails may be another's who looks at the task for a moment. Returns whether it is tried again.
+bool Undo::failed(TaskRecord& record, Turns& turns, const std::string& why) {
+    if (is_late()) {
+        give_up(record, why);
+        return false;
+    }
+    turns.forget(record.pid);
+    tries_again_ = true;
+    return true;
+}
+
+/// Returns whether others wait for the task's memory.
+bool Undo::is_awaited(TaskRecord& record) {
+    if (record.refill_failed && told_.insert(record.pid).second)
+        tell(record, std::string(record.refill_error) + "; this is tried again every second");
+    return !is_past(patience_) && !told_.contains(record.pid) &&
+           !(is_late() && !is_drop_over(record.pid, record.restore_tid));
+}
+
+/// The same; nobody else puts it back.
+bool Undo::refill(TaskRecord& record) {
+    const Outcome* const done =
+        refills_.take(record.pid, [&] { refill_task(record, images_, config_.threads, nullptr); });
+    if (done != nullptr && !done->error.empty())
+        return failed(record, refills_, done->error);
+    return !is_past(patience_);
+}
+
+/// Returns whether others wait for the task.
+bool Undo::restore(TaskRecord& record) {
+    const bool is_missing = record.drop_begun && !record.refilled;
+    bool is_home = !is_stopped(record.restore_tid);
+    if (is_missing) {
+        if (is_guarded(record))
+            return is_awaited(record);
+        if (record.gone)
+            return true; // which the next look sees
+        is_home = is_home && is_drop_over(record.pid, record.restore_tid);
+    }
+    if (!is_home) {
+        if (is_late() && waited_for_.insert(record.pid).second)
+            tell(record, "waits until restore thread " + std::to_string(record.restore_tid) +
+                             " is back in a call of its own: is the task stopped, frozen or "
+                             "traced?");
+        return !is_late();
+    }
+    if (is_missing && !record.refilled)
+        return refill(record);
+    if (restores_.hangs(record.pid)) {
+        give_up(record, "the driver hangs in the task");
+        return false;
+    }
+    const Outcome* const done = restores_.take(record.pid, [&] {
+        forget_drop(record);
+        reset_signal_mask(record);
+        if (record.checkpoint_begun)
+            undo_restore(record, driver_());
+    });
+    if (done == nullptr)
+        return true;
+    if (!done->error.empty())
+        return failed(record, restores_, done->error);
+    restored_.insert(record.pid);
+    return false;
+}
+
+void Undo::unlock(TaskRecord& record) {
+    if (unlocks_.hangs(record.pid)) {
+        give_up(record, "the driver hangs in the task");
+        return;
+    }
+    const Outcome* const done = unlocks_.take(record.pid, [&] { undo_unlock(record, driver_()); });
+    if (done == nullptr)
+        return;
+    if (!done->error.empty()) {
+        give_up(record, done->error);
+        return;
+    }
+    tell(record, "criu is gone; the task was brought back and runs on");
+    record.settled = true;
+}
+
+int Undo::look() {
+    bool waits = false;
+    tries_again_ = false;
+    for (std::size_t i = 0; i < table_.task_count; ++i) {
+        TaskRecord& record = table_.tasks[i];
+        if (record.settled)
+            continue;
+        const proc::Liveness life = proc::liveness(record.pid, record.start_time);
+        if (life == proc::Liveness::traced || life == proc::Liveness::unknown) {
+            waits |= !is_late();
+            continue; // criu, or the kernel on its behalf, still holds it
+        }
+        if (life == proc::Liveness::dead || record.gone) {
+            forget_drop(record);
+            forget_checkpoint(record);
+            record.settled = true;
+            continue;
+        }
+        if (!released_)
+            released_ = Clock::now();
+        if (!restored_.contains(record.pid))
+            waits |= restore(record);
+    }
+    for (std::size_t i = 0; !waits && i < table_.task_count; ++i) {
+        TaskRecord& record = table_.tasks[i];
+        // Meanwhile it may have died, or another dump may have begun.
+        if (!record.settled && restored_.contains(record.pid) && !is_stopped(record.restore_tid) &&
+            proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced)
+            unlock(record);
+    }
+    return told_.empty() && !tries_again_ ? kOrphanPollMs : kDamagedPollMs;
+}
+
 } // namespace
 
 void undo_all(const std::function<Driver&()>& driver, const Config& config, TaskTable& table,
-              const UndoImages& images) {
-    std::unique_ptr<UndoLog> log; // made when there is something to tell
-    std::set<pid_t> told;         // of whose memory it is known that some cannot be put back
-    std::set<pid_t> waited_for;   // whose restore thread has not come back for long
-    std::set<pid_t> restored;
-    std::optional<Clock::time_point> released; // when criu had let go of the first
-    const auto tell = [&](const TaskRecord& record, const std::string& text) {
-        if (!log)
-            log = std::make_unique<UndoLog>(images.lineage().directory(0));
-        (*log)("pid " + std::to_string(record.pid) + ": " + text);
-    };
+              const UndoImages& images, LongCalls& calls) {
+    // It stays where it is: threads that hang use it until the process ends.
+    auto* const undo =
+        new Undo(driver, config, table, images, calls); // NOLINT(cppcoreguidelines-owning-memory)
     lower_setting();
     while (anything_to_undo(table)) {
-        bool waits = false;
-        const bool is_late = released && Clock::now() - *released > kLongDrop;
-        for (std::size_t i = 0; i < table.task_count; ++i) {
-            TaskRecord& record = table.tasks[i];
-            if (record.settled)
-                continue;
-            const proc::Liveness life = proc::liveness(record.pid, record.start_time);
-            if (life == proc::Liveness::traced || life == proc::Liveness::unknown) {
-                waits |= !is_late;
-                continue; // criu, or the kernel on its behalf, still holds it
-            }
-            if (life == proc::Liveness::dead || record.gone) {
-                forget_drop(record);
-                forget_checkpoint(record);
-                record.settled = true;
-                continue;
-            }
-            if (!released)
-                released = Clock::now();
-            if (restored.contains(record.pid))
-                continue;
-            bool is_home = !is_stopped(record.restore_tid);
-            if (record.drop_begun && !record.refilled) {
-                if (is_guarded(record)) {
-                    if (record.refill_failed && told.insert(record.pid).second)
-                        tell(record, std::string(record.refill_error) +
-                                         "; this is tried again every second");
-                    waits |= !told.contains(record.pid) &&
-                             !(is_late && !is_drop_over(record.pid, record.restore_tid));
-                    continue;
-                }
-                if (record.gone) {
-                    waits = true;
-                    continue;
-                }
-                is_home = is_home && is_drop_over(record.pid, record.restore_tid);
-            }
-            if (!is_home) {
-                if (is_late && waited_for.insert(record.pid).second)
-                    tell(record,
-                         "waits until restore thread " + std::to_string(record.restore_tid) +
-                             " is back in a call of its own: is the task stopped, frozen or "
-                             "traced?");
-                waits |= !is_late;
-                continue;
-            }
-            try {
-                refill_task(record, images, config.threads, nullptr);
-                reset_signal_mask(record);
-                undo_restore(record, driver());
-                restored.insert(record.pid);
-            } catch (const std::exception& e) {
-                tell(record, std::string(e.what()) + "; try gpustasis recover");
-                record.settled = true; // only now: until here it is not undone
-            }
-        }
-        for (std::size_t i = 0; !waits && i < table.task_count; ++i) {
-            TaskRecord& record = table.tasks[i];
-            if (record.settled || is_stopped(record.restore_tid) || restored.erase(record.pid) == 0)
-                continue;
-            try {
-                undo_unlock(record, driver());
-                tell(record, "criu is gone; the task was brought back and runs on");
-            } catch (const std::exception& e) {
-                tell(record, std::string(e.what()) + "; try gpustasis recover");
-            }
-            record.settled = true;
-        }
+        const int wait_ms = undo->look();
         if (anything_to_undo(table))
-            ::poll(nullptr, 0, told.empty() ? kOrphanPollMs : kDamagedPollMs);
+            ::poll(nullptr, 0, wait_ms);
     }
     lower_setting(); // at the first time a dying criu may have held the lock still
 }

@@ -82,7 +82,8 @@ bool Worker::take_reply(std::span<const Call> calls, Received& received) {
     reply.text[sizeof(reply.text) - 1] = '\0';
     const auto known = under_way_.find(reply.id);
     const auto call = std::ranges::find(calls, reply.id, &Call::id);
-    answered_ = Clock::now();
+    if (given_up_.contains(reply.id) || known != under_way_.end()) // and no quick call's
+        answered_ = Clock::now();
     if (given_up_.contains(reply.id))
         return false;
     if (call == calls.end() && known == under_way_.end()) {

@@ -4,6 +4,7 @@
 #include "core/error.hpp"
 #include "cuda_plugin/driver_library.hpp"
 #include "cuda_plugin/guardian.hpp"
+#include "cuda_plugin/long_calls.hpp"
 #include "cuda_plugin/orphan.hpp"
 #include "cuda_plugin/undo.hpp"
 #include "cuda_plugin/undo_all.hpp"
@@ -16,13 +17,13 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -109,8 +110,9 @@ void answer(Driver& driver, const TaskTable& table, const Request& request, Repl
 /// The driver, loaded when first needed: a tree without CUDA never pays for it.
 class LazyDriver {
 public:
-    explicit LazyDriver(const Config& config) : config_(config) {}
+    explicit LazyDriver(const Config& config) noexcept : config_(config) {}
     Driver& get() {
+        const std::lock_guard lock(mutex_);
         if (!driver_) {
             auto loaded = std::make_unique<DriverLibrary>(config_.driver, config_.nvml);
             loaded->api_version(); // one call is made before any are made side by side
@@ -121,6 +123,7 @@ public:
 
 private:
     const Config& config_;
+    std::mutex mutex_;
     std::unique_ptr<DriverLibrary> driver_;
 };
 
@@ -148,35 +151,10 @@ bool send_reply(int socket, const Reply& reply) noexcept {
     return ::send(socket, &reply, sizeof(reply), MSG_NOSIGNAL) >= 0;
 }
 
-/// Calls under way, each in a thread of its own. When it is gone, all have been answered: who undoes
-/// asks no driver that is still at work in the task.
-class LongCalls {
-public:
-    LongCalls(TaskTable& table, int socket) : table_(table), socket_(socket) {}
-    void begin(Driver& driver, const Request& request) {
-        std::erase_if(calls_, [](const Call& call) { return call.is_done->load(); });
-        auto is_done = std::make_shared<std::atomic<bool>>(false);
-        calls_.push_back({is_done, std::jthread([this, &driver, request, is_done] {
-                              send_reply(socket_, reply_to(request, [&](Reply& reply) {
-                                             answer(driver, table_, request, reply);
-                                         }));
-                              *is_done = true;
-                          })});
-    }
-
-private:
-    struct Call {
-        std::shared_ptr<std::atomic<bool>> is_done;
-        std::jthread thread;
-    };
-    TaskTable& table_;
-    int socket_;
-    std::vector<Call> calls_;
-};
-
 /// Returns when the other end is gone; true: it said goodbye.
-bool serve(LazyDriver& driver, TaskTable& table, int socket) {
-    LongCalls calls(table, socket);
+bool serve(LazyDriver& driver, const Config& config, TaskTable& table, LongCalls& calls,
+           int socket) {
+    const std::chrono::milliseconds limit(config.driver_timeout_ms);
     for (;;) {
         Request request;
         const ssize_t got = ::recv(socket, &request, sizeof(request), 0);
@@ -193,7 +171,11 @@ bool serve(LazyDriver& driver, TaskTable& table, int socket) {
         const Reply reply = reply_to(request, [&](Reply& filled) {
             Driver& loaded = driver.get();
             if (worker_protocol::takes_long(request.op)) {
-                calls.begin(loaded, request);
+                calls.begin(request.pid, limit, [&loaded, &table, socket, request] {
+                    send_reply(socket, reply_to(request, [&](Reply& late) {
+                                   answer(loaded, table, request, late);
+                               }));
+                });
                 is_begun = true;
             } else
                 answer(loaded, table, request, filled);
@@ -224,21 +206,23 @@ void kill_when_orphaned(const TaskTable& table, int socket) noexcept {
 
 void run_worker(const Config& config, TaskTable& table, UndoImages& images, KeyHandover& key,
                 int socket) {
+    // Both are there until the end: threads that hang in the driver use them.
+    LazyDriver driver(config);
+    LongCalls calls;
     try {
         key.take(images);
         std::vector<int> keep = images.lineage().descriptors();
         keep.push_back(socket);
         shed_criu(std::move(keep), "gpustasis-work");
-        LazyDriver driver(config);
         if (table.on_orphaned == OnOrphaned::kill)
             std::thread([&table, socket] { kill_when_orphaned(table, socket); }).detach();
         const pid_t pid = ::getpid();
         if (::send(socket, &pid, sizeof(pid), MSG_NOSIGNAL) < 0)
             ::_exit(1);
-        if (!serve(driver, table, socket)) {
+        if (!serve(driver, config, table, calls, socket)) {
             if (table.on_orphaned == OnOrphaned::kill)
                 kill_when_orphaned(table, socket);
-            undo_all([&driver]() -> Driver& { return driver.get(); }, config, table, images);
+            undo_all([&driver]() -> Driver& { return driver.get(); }, config, table, images, calls);
         }
         images.forget_key();
     } catch (...) {

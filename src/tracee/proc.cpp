@@ -157,6 +157,18 @@ Liveness liveness_of_others(pid_t pid) {
     return found == Liveness::dead && threads(pid) != listed ? Liveness::unknown : found;
 }
 
+// A number in /proc/PID/stat. Field 2 is the name in parentheses, which may hold anything; field 3 follows the last ')'.
+std::uint64_t stat_field(pid_t pid, int wanted) {
+    const std::string path = task_path(pid, "stat");
+    const std::string stat = read_file(path);
+    std::size_t at = stat.rfind(')');
+    for (int field = 2; field < wanted && at != std::string::npos; ++field)
+        at = stat.find(' ', at + 1);
+    if (at == std::string::npos)
+        throw Error(Errc::io, path + " has fewer than " + std::to_string(wanted) + " fields");
+    return parse<std::uint64_t>(std::string_view(stat).substr(at + 1), path);
+}
+
 } // namespace
 
 std::string read_file(const std::string& path) {
@@ -187,15 +199,7 @@ std::uint32_t innermost_pid(pid_t pid) {
 }
 
 std::uint64_t start_time(pid_t pid) {
-    const std::string path = task_path(pid, "stat");
-    const std::string stat = read_file(path);
-    // Field 2 is the name in parentheses, which may hold anything; field 3 follows the last ')'.
-    std::size_t at = stat.rfind(')');
-    for (int field = 2; field < 22 && at != std::string::npos; ++field)
-        at = stat.find(' ', at + 1);
-    if (at == std::string::npos)
-        throw Error(Errc::io, path + " has fewer than 22 fields");
-    return parse<std::uint64_t>(std::string_view(stat).substr(at + 1), path);
+    return stat_field(pid, 22);
 }
 
 std::string comm(pid_t pid) {
@@ -288,6 +292,10 @@ bool has_exited(pid_t pid) noexcept {
     } catch (const std::exception&) {
         return ::kill(pid, 0) != 0 && errno == ESRCH; // else it is there and cannot be read
     }
+}
+
+bool is_exiting(pid_t pid) {
+    return (stat_field(pid, 9) & std::uint64_t{4}) != 0;
 }
 
 void kill_task(pid_t pid, std::uint64_t start_time) noexcept {

@@ -54,6 +54,10 @@ pid_t parent(pid_t pid);
 /// Whether the task ended by itself: it is gone, or a zombie that no signal has killed.
 bool has_exited(pid_t pid) noexcept;
 
+/// Whether the task's first thread is about to end, and gives up what it has (PF_EXITING of linux/sched.h).
+/// Throws Error: io.
+bool is_exiting(pid_t pid);
+
 /// Send SIGKILL to the task, and never to another that has got the same id.
 void kill_task(pid_t pid, std::uint64_t start_time) noexcept;
 

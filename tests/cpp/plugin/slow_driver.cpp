@@ -3,8 +3,8 @@
 // SLOW_DRIVER_CHECKPOINT_MS, Restore SLOW_DRIVER_RESTORE_MS; a file SLOW_DRIVER_MARK says that one
 // has begun. All succeed but cuInit, which returns SLOW_DRIVER_INIT_RESULT, and Lock where SLOW_DRIVER_MEET
 // calls of it do not meet: none returns before so many are under way at once. Every process is in state
-// SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint of pid SLOW_DRIVER_HANGS, or a
-// GetState of SLOW_DRIVER_MUTE, never returns. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has
+// SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint or Restore of pid SLOW_DRIVER_HANGS,
+// or a GetState of SLOW_DRIVER_MUTE, never returns. The first SLOW_DRIVER_REFUSES Restores fail. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has
 // ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
 // as no DriverGetVersion has returned.
 #include <atomic>
@@ -32,6 +32,7 @@ int take(const char* variable) {
 }
 
 std::atomic<int> locking{0};
+std::atomic<int> refused{0};
 std::atomic<bool> is_ready{false};
 std::mutex in_turn;
 std::mutex states;
@@ -91,6 +92,10 @@ int cuCheckpointProcessCheckpoint(int pid, void*) {
     return take("SLOW_DRIVER_CHECKPOINT_MS");
 }
 int cuCheckpointProcessRestore(int pid, void*) {
+    while (pid == number("SLOW_DRIVER_HANGS"))
+        std::this_thread::sleep_for(std::chrono::hours(1));
+    if (refused++ < number("SLOW_DRIVER_REFUSES"))
+        return 304; // CUDA_ERROR_OPERATING_SYSTEM
     take("SLOW_DRIVER_RESTORE_MS");
     return move_to(pid, 1, "restore");
 }

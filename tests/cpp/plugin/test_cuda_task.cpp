@@ -151,12 +151,14 @@ void what_has_ended_is_told_from_what_was_killed() {
     siginfo_t info{};
     CHECK(::waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOWAIT) == 0);
     CHECK(proc::has_exited(pid)); // a zombie
+    CHECK(proc::is_exiting(pid));
     CHECK(::waitpid(pid, nullptr, 0) == pid);
     CHECK(proc::has_exited(pid)); // gone
 
     // A sanitizer's handler would turn the signal into an exit.
     Child child([] { CHECK(::signal(SIGSEGV, SIG_DFL) != SIG_ERR); });
     CHECK(!proc::has_exited(child.pid()));
+    CHECK(!proc::is_exiting(child.pid()));
     CHECK(::kill(child.pid(), SIGSEGV) == 0);
     CHECK(::waitid(P_PID, static_cast<id_t>(child.pid()), &info, WEXITED | WNOWAIT) == 0);
     CHECK(!proc::has_exited(child.pid()));

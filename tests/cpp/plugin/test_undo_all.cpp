@@ -37,7 +37,10 @@ std::string read_lines(const std::string& path) {
 
 /// Three tasks that an orphan is to restore and to unlock, with what it noted of that.
 struct Orphaned {
-    explicit Orphaned(const Bystander* tasks) {
+    explicit Orphaned(const Bystander* tasks, std::uint32_t driver_timeout_ms = 60'000,
+                      const char* restore_ms = "1", bool hangs = false)
+        : slow("SLOW_DRIVER_RESTORE_MS", restore_ms, "2") {
+        rig.config.driver_timeout_ms = driver_timeout_ms;
         CHECK(rig.worker->state(tasks[0].pid()) == ProcessState::checkpointed);
         for (int i = 0; i < 3; ++i) {
             TaskRecord& record = rig.table.add(tasks[i].pid());
@@ -46,14 +49,19 @@ struct Orphaned {
             record.lock_begun = record.checkpoint_begun = true;
         }
         worker = find_worker();
+        if (hangs) {
+            rig.worker->begin_checkpoint(tasks[1].pid(), 0);
+            ::usleep(300'000);
+        }
         rig.worker.reset();
     }
+    std::string log() const { return read_lines(rig.images.path("gpustasis-undo.log")); }
     std::string noted() const { return read_lines(place.path("notes")); }
 
     sample::TempDir place;
     const Variable moves{"SLOW_DRIVER_MOVES", "1"};
     const Variable notes{"SLOW_DRIVER_NOTES", place.path("notes")};
-    const Slow slow{"SLOW_DRIVER_RESTORE_MS", "1", "2"};
+    const Slow slow;
     Rig rig{OnOrphaned::undo};
     pid_t worker = 0;
 };
@@ -108,6 +116,71 @@ void an_orphan_leaves_no_other_locked_because_of_one_that_is_stopped() {
     CHECK(orphan.noted() == "restore restore unlock unlock restore unlock ");
 }
 
+// The driver hangs in one: the others run on after its deadline, and it is said what is left.
+void an_orphan_leaves_no_other_locked_because_the_driver_hangs_in_one() {
+    const Bystander tasks[3];
+    const Variable hangs("SLOW_DRIVER_HANGS", std::to_string(tasks[1].pid()));
+    for (const bool before : {false, true}) { // already when criu dies
+        Orphaned orphan(tasks, 1'000, "1", before);
+        CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+        CHECK(orphan.noted() == "restore restore unlock unlock ");
+        const std::string left = "pid " + std::to_string(tasks[1].pid()) +
+                                 ": the driver hangs in the task; try gpustasis recover ";
+        CHECK(orphan.log().find(left) != std::string::npos);
+        for (std::size_t i = 0; i < orphan.rig.table->task_count; ++i)
+            CHECK(orphan.rig.table->tasks[i].settled);
+    }
+}
+
+// Somebody else traces a thread for a moment, or a call of a worker that was killed is at its end.
+void an_orphan_tries_again() {
+    const Bystander tasks[3];
+    const Variable refuses("SLOW_DRIVER_REFUSES", "2");
+    const Orphaned orphan(tasks);
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(orphan.noted() == "restore restore restore unlock unlock unlock ");
+    CHECK(orphan.log().find("recover") == std::string::npos);
+}
+
+void an_orphan_gives_up_what_always_fails() {
+    const Bystander tasks[3];
+    const Variable refuses("SLOW_DRIVER_REFUSES", "1000000");
+    const auto begin = std::chrono::steady_clock::now();
+    const Orphaned orphan(tasks);
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(60));
+    CHECK(orphan.noted().empty());
+    CHECK(orphan.log().find("CUDA_ERROR_OPERATING_SYSTEM") != std::string::npos);
+    CHECK(orphan.log().find("try gpustasis recover") != std::string::npos);
+}
+
+// One dies while others are restored: the driver is asked nothing of whoever has its pid then.
+void an_orphan_unlocks_none_that_has_died_meanwhile() {
+    Bystander tasks[3];
+    const Orphaned orphan(tasks, 60'000, "1000");
+    CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
+    CHECK(::kill(tasks[0].pid(), SIGKILL) == 0);
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(orphan.noted() == "restore restore restore unlock unlock ");
+    CHECK(orphan.log().find("recover") == std::string::npos);
+}
+
+// Another dump has begun meanwhile: what it has seized is unlocked once it has let go.
+void an_orphan_unlocks_none_that_is_traced() {
+    const Bystander tasks[3];
+    const Orphaned orphan(tasks, 60'000, "1000");
+    CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
+    CHECK(::ptrace(PTRACE_SEIZE, tasks[0].pid(), nullptr, nullptr) == 0);
+    CHECK(comes_true([&] { return orphan.noted() == "restore restore restore unlock unlock "; }));
+    ::usleep(200'000);
+    CHECK(orphan.noted() == "restore restore restore unlock unlock ");
+    CHECK(::ptrace(PTRACE_INTERRUPT, tasks[0].pid(), nullptr, nullptr) == 0);
+    CHECK(::waitpid(tasks[0].pid(), nullptr, __WALL) == tasks[0].pid());
+    CHECK(::ptrace(PTRACE_DETACH, tasks[0].pid(), nullptr, nullptr) == 0);
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(orphan.noted() == "restore restore restore unlock unlock unlock ");
+}
+
 } // namespace
 
 int main() {
@@ -115,4 +188,9 @@ int main() {
     an_orphan_restores_all_before_it_unlocks_any();
     an_orphan_waits_for_whom_criu_has_not_let_go_of();
     an_orphan_leaves_no_other_locked_because_of_one_that_is_stopped();
+    an_orphan_leaves_no_other_locked_because_the_driver_hangs_in_one();
+    an_orphan_tries_again();
+    an_orphan_gives_up_what_always_fails();
+    an_orphan_unlocks_none_that_has_died_meanwhile();
+    an_orphan_unlocks_none_that_is_traced();
 }

@@ -252,9 +252,50 @@ void a_tree_is_found_while_threads_end() {
     ::close(ends[1]);
 }
 
+// Children that have ended are waited for, the last one first, while the list of children is read from its begin: whoever
+// stands behind them is found.
+void a_tree_is_found_while_children_are_waited_for() {
+    constexpr int kEnded = 64;
+    for (int round = 0; round < 200; ++round) {
+        int ends[2];
+        CHECK(::pipe(ends) == 0);
+        const pid_t root = fork_child();
+        CHECK(root >= 0);
+        if (root == 0) {
+            std::array<pid_t, kEnded> ended{};
+            for (pid_t& pid : ended)
+                if (pid = ::fork(); pid == 0)
+                    ::_exit(0);
+            const pid_t child = ::fork();
+            if (child == 0) {
+                ::alarm(300); // whatever becomes of the test
+                for (;;)
+                    ::pause();
+            }
+            siginfo_t info{};
+            for (const pid_t pid : ended)
+                CHECK(::waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOWAIT) == 0);
+            CHECK(::write(ends[1], &child, sizeof child) == sizeof child);
+            for (auto pid = ended.rbegin(); pid != ended.rend(); ++pid)
+                CHECK(::waitpid(*pid, nullptr, 0) == *pid);
+            for (;;)
+                ::pause();
+        }
+        pid_t child = 0;
+        CHECK(::read(ends[0], &child, sizeof child) == sizeof child);
+        for (int look = 0; look < 5; ++look)
+            CHECK(std::ranges::count(proc::tree(root), child) == 1);
+        CHECK(::kill(root, SIGKILL) == 0 && ::waitpid(root, nullptr, 0) == root);
+        CHECK(::kill(child, SIGKILL) == 0);
+        ::close(ends[0]);
+        ::close(ends[1]);
+    }
+}
+
 } // namespace
 
 int main() {
+    a_tree_is_found_while_children_are_waited_for();
     a_tree_is_found_while_threads_end();
     of_tasks_that_are_not_ours_no_file_is_read();
     a_tree_is_found_by_its_root_or_any_other_task();
