@@ -175,6 +175,31 @@ def test_it_starts_afresh_once_all_have_failed_twice(starts: bool, context: Cont
     assert fails(4, late) == (0 if starts else late)
 
 
+def test_what_is_made_while_one_of_them_hangs_again_does_not_keep_it_from_starting_afresh(
+    context: Context,  # noqa: F811
+) -> None:
+    """Each life that hangs makes another one by the clock, and a restart is a life."""
+    found: list[int] = []
+    for number in range(2, 6):
+        for at in (-12, -4):
+            committed(context, time.time() + at)
+        restored = found[-1] if found else 0
+        found.append(restored_after(context, HUNG, afresh=True, number=number, restored=restored))
+    assert found == [1, 0, 6, 0]
+    assert all(one.times == 2 for one in marks(context).values())
+
+
+@pytest.mark.parametrize(("begun", "restored"), [(98, 1), (99, 0)])
+def test_the_last_restart_is_for_the_command(
+    begun: int,
+    restored: int,
+    context: Context,  # noqa: F811
+) -> None:
+    """And not for a checkpoint of a job that hung, as it seems."""
+    committed(context, time.time() - 10)
+    assert restored_after(context, HUNG, afresh=True, begun=begun) == restored
+
+
 def test_what_may_have_been_bad_luck_makes_nothing_surely_useless() -> None:
     unlucky = Mark().again("it failed", is_luck=True).again("it failed", is_luck=True)
     assert (unlucky.times, unlucky.is_sure) == (2, False)

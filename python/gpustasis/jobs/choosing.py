@@ -9,7 +9,7 @@ when the job hung already, or that hung or was not verified a second time, is su
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpustasis.jobs import kept, verified
 from gpustasis.jobs.epochs import Standing
@@ -69,6 +69,10 @@ def mark(store: Store, keys: Keys, life: Life, after: int) -> None:
         # It was made of a job that hung already, before anybody had noticed.
         why = f"the job hung as soon as it was restored, in life {life.number}: {failure.reason}"
         found[life.restored] = _again(restored, why)
+        if restored.is_sure:  # nor can one that was made later of a job that hung be better
+            for number, one in {**marks, **found}.items():
+                if number > life.restored and one.is_sure and one.times == 1:
+                    found[number] = replace(one, times=2)
     elif life.in_a_row >= _OFTEN and (went_on_s is None or went_on_s < _SOON_S):
         chosen = choose(store, keys, after, {**marks, **found})
         if chosen is not None and chosen.found.number == life.restored:  # there is no newer one

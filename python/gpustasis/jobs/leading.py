@@ -266,8 +266,10 @@ class Leading:
         self._marked = life.revision
         found = choosing.choose(store, keys, ended)
         may_start = life.terms.afresh and not ranks.cannot_start
-        # One that was begun when the job hung, as it seems, is tried once all the same.
-        is_useless = found is not None and found.mark.is_sure and found.mark.times > 1
+        # One that was begun when the job hung, as it seems, is tried once all the same, but for the
+        # last restart: that is the command's.
+        is_last = 0 < life.terms.restarts <= life.begun
+        is_useless = found is not None and found.mark.is_sure and (found.mark.times > 1 or is_last)
         return None if is_useless and may_start else found
 
     def _follow(self, life: Life) -> None:
