@@ -184,6 +184,34 @@ def test_trouble_of_an_earlier_start_does_not_fail_one_that_waits(
         assert rank.is_due(ended=False, waits=False)
 
 
+@pytest.mark.parametrize("life", [0, 1])
+def test_a_keeper_that_waits_for_a_restore_says_that_tasks_of_this_life_have_ended(
+    life: int,
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    """They were restored, and have died with the keeper before; its supervisor says --restore
+    again. Nobody else would: the rank has a keeper. What was before --restarts was given says
+    nothing."""
+    context.life = life
+    context.note(pid=task.pid)
+    guard, rank = recovering(context)
+    task.kill()
+    task.wait()
+    if life:
+        with closing(guard):
+            guard.begin(new=True)
+            guard.say(life, Way.HERE)
+        guard, rank = recovering(context)
+    with closing(rank):
+        assert not rank.begin(new=True, can_start=False)
+        rank.has_trouble("it was not settled")
+        assert rank.is_due(ended=True, waits=True) == (life > 0)
+        if life:
+            rank.take(None)
+            assert (guard.read().stage, guard.life.begun) == (Stage.STOPS, 1)
+
+
 def test_a_checkpoint_ends_the_start_whose_tasks_it_has_ended_and_no_other(
     context: Context,  # noqa: F811
 ) -> None:

@@ -188,8 +188,10 @@ class Recovering:
 
     def is_due(self, *, ended: bool, waits: bool) -> bool:
         """Whether something is to be done before another epoch. ended: the root has. waits: there
-        are no tasks yet, until somebody restores the job."""
-        life = self._guard.life
+        are no tasks yet, until somebody restores the job. If there were some in this life, by what
+        is noted here, that they have ended is to be said."""
+        life, state = self._guard.life, self._context.state
+        waits = waits and not (state.pid and state.life == life.number)
         if life.run != self._run or life.stage.is_final or self._guard.unseated:
             return True
         if self.asked and ended and life.stage is not Stage.RESTORES:
