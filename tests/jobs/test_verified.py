@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -222,6 +223,36 @@ def test_a_signal_that_comes_while_an_epoch_brings_the_tasks_reaches_them(
 
     monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
     assert supervisor.run(restoring=True) == Ended(epoch=0, status=128 + signal.SIGTERM, told=True)
+
+
+def test_a_signal_that_ends_the_tasks_while_the_command_runs_is_not_the_checkpoint_s(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is not marked; nor does the keeper wait for an older one, with --older-if-unverified:
+    it was told to end."""
+    store, keys = context.store, context.keys  # noqa: F811
+    _, checkpoint = committed(context), committed(context)
+    plan = Plan(world=1, leave_running=True, restores=checkpoint)
+    order = Order(epochs.begin(store, keys, plan), leave_running=True, restores=checkpoint)
+    store.write([], [Put(keys.phase(order.number), phase_text(plan, Phase.COMMITTED))])
+    check = Check(words=("sleep", "60"), seconds=60)
+    context.options = replace(context.options, check=check, older=True)
+    supervisor = supervisor_of(context)
+    epoch = Epoch(Phase.COMMITTED, 1, leave_running=True, restores=checkpoint)
+
+    def take_part(_: Callable[[], bool]) -> Outcome:
+        context.note(pid=task.pid, epoch=order.number)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(JobError, match="rank 0 is not back: its tasks have ended"):
+            verified.verify(context, order, "images")
+        return Outcome(order.number, epoch, "it is not back")
+
+    monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
+    with pytest.raises(VerificationError, match="the job is not back: rank 0 is not back: its"):
+        supervisor.run(restoring=True)
+    assert verified.marks(store, keys, [checkpoint]) == {}
 
 
 def test_tasks_that_have_ended_are_not_back_whatever_the_command_says(

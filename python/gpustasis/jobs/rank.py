@@ -65,7 +65,7 @@ class Options:
 @dataclass(slots=True)
 class Context:
     """Of one rank, for as long as its keeper lives. life: of the job, that tasks belong to which
-    are made now."""
+    are made now. told_at: when the keeper was told to end, as time.monotonic(); 0: it was not."""
 
     place: Place
     world: int
@@ -73,6 +73,7 @@ class Context:
     keys: Keys
     options: Options
     life: int = 0
+    told_at: float = 0.0
     state: State = field(init=False)
     gate: Gate = field(init=False)
     lock: Lock = field(init=False)

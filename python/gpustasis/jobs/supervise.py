@@ -73,7 +73,7 @@ class Supervisor:
         # The root, when it was started, and its pidfd: a restored one has the pid that it had.
         self._held: tuple[int, int, int] = (0, 0, -1)
         self._status: int | None = None
-        self._is_asked_to_end, self._was_told = 0, False  # by which signal, without tasks; at all
+        self._is_asked_to_end = 0  # by which signal, without tasks
         self._waits_again = False  # for a restore of an older checkpoint
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -158,8 +158,7 @@ class Supervisor:
         restart: the checkpoint that is restored as soon as all ranks wait for that; 0: somebody
         else asks for it. command: that starts them again, if the job is recovered.
 
-        Raises JobError if that epoch was aborted, and what Keeper.take_part raises.
-        """
+        Raises JobError if that epoch was aborted, and what Keeper.take_part raises."""
         waits = restoring and not self._context.state.lives
         recovering = self._recovering
         self._command = command
@@ -184,7 +183,7 @@ class Supervisor:
                 if outcome is not None:
                     done = self._after(outcome)
                 elif recovering is None:
-                    return Ended(epoch=0, status=self._status, told=self._was_told)
+                    return Ended(epoch=0, status=self._status, told=self._context.told_at > 0)
                 else:
                     done = self._recover(recovering)
                 if done is not None:
@@ -218,7 +217,7 @@ class Supervisor:
             self._told(f"job {place.job}, rank {place.rank}: process {pid}, output in {place.log}")
         if then.failed:
             self._told(f"job {self._context.place.job} has failed: {then.failed}")
-            is_well = self._was_told and self._status == 0
+            is_well = self._context.told_at > 0 and self._status == 0
             return Ended(epoch=0, status=0 if is_well else self._status or JobError.exit_code)
         return Ended(epoch=0, status=0) if then.done else None
 
@@ -320,7 +319,7 @@ class Supervisor:
             self._told(what)
             recovering.has_trouble(f"the job is not back: {because}")
             return
-        if not context.options.older:
+        if not context.options.older or context.told_at:
             raise VerificationError(what)
         _, plan = epochs.phase(context.store, context.keys, number)
         older = older_than(context, plan.restores)
@@ -386,7 +385,8 @@ class Supervisor:
 
     def _forward(self, number: int, _: object) -> None:
         pid, ends = self._context.state.pid, number in _ENDING
-        self._was_told |= ends
+        if ends:
+            self._context.told_at = time.monotonic()
         if self._recovering is not None and ends:
             self._recovering.asked = f"its keeper was told to end, by {signal.Signals(number).name}"
         if not self._context.state.lives:

@@ -90,7 +90,7 @@ def mark_of(key: str, entry: Entry) -> Mark:
 
 def verify(context: Context, order: Order, images: str) -> None:
     """Run the rank's command, if it has one, beside its tasks. Raises JobError: they were killed,
-    or have ended."""
+    or have ended. If this keeper was told to end, that says nothing of the checkpoint."""
     check = context.options.check
     if check is None:
         return
@@ -112,7 +112,8 @@ def verify(context: Context, order: Order, images: str) -> None:
     except VerificationError as exc:
         text = f"{context.name} is not back: {exc}"
         with suppress(StoreError):  # then all learn it when this is settled
-            _store(context.store, context.keys, order.number, order.restores, text)
+            words = context.store, context.keys, order.number, order.restores, text
+            _store(*words, counts=not context.told_at)
         end_tasks(context)
         raise JobError(text) from exc
 
@@ -158,7 +159,10 @@ def _decide(store: Store, keys: Keys, number: int) -> None:
     _store(store, keys, number, found.plan.restores, wrong)
 
 
-def _store(store: Store, keys: Keys, number: int, restored: int, wrong: str) -> None:
+def _store(
+    store: Store, keys: Keys, number: int, restored: int, wrong: str, *, counts: bool = True
+) -> None:
+    """The verdict on epoch `number`, unless there is one. counts: it marks the checkpoint."""
     before = Mark()
     with suppress(JobError):  # one that cannot be used counts as none
         before = marks(store, keys, [restored]).get(restored, before)
@@ -166,7 +170,9 @@ def _store(store: Store, keys: Keys, number: int, restored: int, wrong: str) -> 
         mark = before.again(wrong, by_verdict=True)
     else:  # what it has done after it was back, before, stays known
         mark = before if before.why and not before.by_verdict else Mark()
-    puts = [Put(_verdict(keys, number), settled_text(wrong)), put_mark(keys, restored, mark)]
+    puts = [Put(_verdict(keys, number), settled_text(wrong))]
+    if counts:
+        puts.append(put_mark(keys, restored, mark))
     store.write([Require(_verdict(keys, number), 0)], puts)
 
 
