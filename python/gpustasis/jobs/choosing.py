@@ -92,11 +92,12 @@ def _again(mark: Mark, why: str, *, is_luck: bool = False) -> Mark:
 def _went_on_s(store: Store, keys: Keys, life: Life) -> float | None:
     """From when all ranks ran again until the last sign of progress, of a job that was restored;
     None: that is not known, or the restore has failed."""
-    key = keys.recovery(life.number - 1)
-    entry = store.read(key).entries.get(key)
-    if life.failure is None or not life.restored or entry is None:
+    names = keys.recovery(life.number - 1), keys.started(life.number - 1)
+    found = store.read(*names).entries
+    if life.failure is None or not life.restored or not found:
         return None
-    last = recovery_of(key, entry)
+    key = names[0] if names[0] in found else names[1]
+    last = recovery_of(key, found[key])
     if last.restored != life.restored:
         return None
     return max(0.0, life.failure.at - life.failure.unnoticed_s - last.at - last.seconds)

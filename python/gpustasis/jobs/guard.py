@@ -93,8 +93,7 @@ class Guard:
         self._told = told
         self._name = uuid.uuid4().hex
         self._starts = True
-        self._lease = 0
-        self._beaten = -1e9
+        self._lease, self._beaten = 0, -1e9
         self._watch: Watch | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -199,8 +198,9 @@ class Guard:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-        if self._watch is not None:
-            self._watch.close()
+        self._unwatch()
+        if self._leading is not None and self._life is not None:
+            self._leading.end(self._life)
         with self._lock:
             if self._lease:
                 try:

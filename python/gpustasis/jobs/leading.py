@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from gpustasis.errors import JobError, StoreError
 from gpustasis.jobs import choosing, epochs, kept, verified
 from gpustasis.jobs.choosing import Choice
 from gpustasis.jobs.lives import (
@@ -149,6 +151,12 @@ class Leading:
         """The store was away: a lease that it has lost meanwhile says nothing."""
         self._missing = {}
 
+    def end(self, life: Life) -> None:
+        """Nobody leads from here on. The job may have come to its end since the last turn."""
+        if life.stage.is_final:
+            with suppress(JobError, StoreError):
+                self.turn(life)
+
     def turn(self, life: Life) -> None:
         if life.revision != self._since[0]:
             self._since = (life.revision, time.monotonic())
@@ -164,6 +172,10 @@ class Leading:
                 self._restore(life)
             case Stage.RESTORES:
                 self._follow(life)
+            case Stage.FAILED if life.failure is not None and life.failure.hung:
+                # Its next start, which knows of no failure, goes by what is marked.
+                if self._marked != life.revision and self._is_decided(self._newest()):
+                    self._mark(life)
             case _:
                 pass
 
@@ -259,18 +271,24 @@ class Leading:
     def _choose(self, life: Life, ranks: Ranks) -> Choice | None:
         """What is to be restored; None: nothing, for there is no checkpoint, the job has come to
         its end since, or it may start afresh, and none of them brings it back."""
-        store, keys = self._store, self._keys
-        ended = max(life.ended, kept.ended_at(store, keys, life.world))
-        if self._marked != life.revision:
-            choosing.mark(store, keys, life, ended)
-        self._marked = life.revision
-        found = choosing.choose(store, keys, ended)
+        ended = self._mark(life)
+        found = choosing.choose(self._store, self._keys, ended)
         may_start = life.terms.afresh and not ranks.cannot_start
         # One that was begun when the job hung, as it seems, is tried once all the same, but for the
         # last restart: that is the command's.
         is_last = 0 < life.terms.restarts <= life.begun
         is_useless = found is not None and found.mark.is_sure and (found.mark.times > 1 or is_last)
         return None if is_useless and may_start else found
+
+    def _mark(self, life: Life) -> int:
+        """What its failure says of checkpoints, once. The newest epoch when the job had come to its
+        end."""
+        store, keys = self._store, self._keys
+        ended = max(life.ended, kept.ended_at(store, keys, life.world))
+        if self._marked != life.revision:
+            choosing.mark(store, keys, life, ended)
+        self._marked = life.revision
+        return ended
 
     def _follow(self, life: Life) -> None:
         found = epochs.standing(self._store, self._keys, life.epoch)
@@ -298,11 +316,6 @@ class Leading:
     def _recovered(self, life: Life, *, epoch: int, restored: int) -> None:
         failure = life.failure
         assert failure is not None
-        if life.is_start:
-            how = f"goes on from epoch {restored}" if epoch else "starts: it has no checkpoint"
-            if self._move(life, life.next()):
-                self._told(f"job {self._keys.job} {how}")
-            return
         recovery = Recovery(
             life=life.number,
             rank=failure.rank,
@@ -313,11 +326,17 @@ class Leading:
             epoch=epoch,
             restored=restored,
         )
-        put = Put(self._keys.recovery(life.number), recovery_text(recovery))
-        if self._move(life, life.next(), put):
+        keys = self._keys
+        key = keys.started(life.number) if life.is_start else keys.recovery(life.number)
+        if not self._move(life, life.next(), Put(key, recovery_text(recovery))):
+            return
+        if life.is_start:
+            how = f"goes on from epoch {restored}" if epoch else "starts: it has no checkpoint"
+            self._told(f"job {keys.job} {how}")
+        else:
             what = f"epoch {restored} restored" if epoch else "started afresh"
             self._told(
-                f"job {self._keys.job} runs again, {what}, {recovery.seconds:.2f} s after: "
+                f"job {keys.job} runs again, {what}, {recovery.seconds:.2f} s after: "
                 f"{failure.reason}"
             )
 

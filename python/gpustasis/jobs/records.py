@@ -22,6 +22,7 @@ TOP/NAME/life                 the life that the job is in: the one word that dec
 TOP/NAME/lives/L/R            how far rank R is in life L
 TOP/NAME/keepers/R            the keeper of rank R, for as long as its lease lives
 TOP/NAME/recoveries/L         what ended life L, and how long it took until the job ran again
+TOP/NAME/starts/L             the same of life L in which nothing had run: the job was started
 """
 
 from __future__ import annotations
@@ -125,6 +126,10 @@ class Keys:
     def recovery(self, number: int | None = None) -> str:
         """Of the end of a life; None: the beginning of all."""
         return f"{self.top}/{self.job}/recoveries/{'' if number is None else f'{number:08d}'}"
+
+    def started(self, number: int) -> str:
+        """Of a life in which the job was started, from a checkpoint or afresh."""
+        return f"{self.top}/{self.job}/starts/{number:08d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

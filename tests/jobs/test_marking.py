@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints are marked when a job ends for good, and by what follows its start."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from gpustasis.jobs import epochs
+from gpustasis.jobs.guard import Guard, where
+from gpustasis.jobs.leading import Leading
+from gpustasis.jobs.lives import Stage, Standing, Terms, Way, standing_text
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import Plan, phase_text, settled_text
+from gpustasis.jobs.steering import all_recoveries, find_life
+from gpustasis.jobs.store import Put
+from jobs.test_choosing import ENDED, HUNG, marks
+from jobs.test_stopping import committed, stopped
+from jobs.test_undoing import context, server  # noqa: F401 - fixtures
+
+
+def test_a_job_that_hangs_when_no_restart_is_left_marks_for_its_next_start(
+    context: Context,  # noqa: F811
+) -> None:
+    """As soon as it is known which checkpoints there are."""
+    store, keys, now = context.store, context.keys, time.time()
+    committed(context, now - 300)
+    late = committed(context, now - 10)
+    stopped(context, HUNG, begun=99)
+    hung = replace(find_life(store, keys), stage=Stage.RUNS).failed(replace(HUNG, at=now))
+    assert hung.stage is Stage.FAILED
+    store.write([], [Put(keys.life, hung.to_text())])
+    lead = Leading(store, keys, 4, print)
+    under_way = epochs.begin(store, keys, Plan(world=1, leave_running=True))
+    lead.turn(find_life(store, keys))
+    assert marks(context) == {}
+    epochs.abort(store, keys, under_way, "it is over")
+    lead.turn(find_life(store, keys))
+    assert set(marks(context)) == {late}
+
+
+def test_whoever_leads_marks_before_it_ends(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has failed the job for good itself, and stops what it has: nothing else waits for that."""
+    monkeypatch.setattr(Guard, "_serve", lambda _: None)
+    place = where(context.place.run)
+    words = context.store, context.keys, 0, 1, Terms(restarts=0), place
+    guard = Guard(*words, ttl_s=4, told=print)
+    with closing(guard):
+        guard.begin(new=True)
+        late = committed(context, time.time() - 10)
+        guard.report(1, "why", unnoticed_s=20.0, hung=True)
+        assert guard.life.stage is Stage.FAILED
+    assert set(marks(context)) == {late}
+
+
+def test_what_hangs_as_soon_as_a_start_has_restored_it_is_marked(
+    context: Context,  # noqa: F811
+) -> None:
+    """Nothing had failed before that start, and it counts as no recovery."""
+    store, keys = context.store, context.keys
+    older, newest = committed(context), committed(context)
+    stopped(context, replace(ENDED, at=time.time()))
+    lead = Leading(store, keys, 4, print)
+    lead.turn(find_life(store, keys))
+    life = find_life(store, keys)
+    assert (life.is_start, life.restored) == (True, newest)
+    plan = Plan(world=1, leave_running=True, restores=newest)
+    phase = Put(keys.phase(life.epoch), phase_text(plan, Phase.COMMITTED))
+    store.write([], [phase, Put(keys.settled(life.epoch, 0), settled_text(""))])
+    lead.turn(life)
+    runs = find_life(store, keys)
+    assert (runs.stage, all_recoveries(store, keys)) == (Stage.RUNS, [])
+    hung = runs.failed(replace(HUNG, at=time.time() + 20))
+    place = standing_text(Standing(way=Way.STOPPED, where=where(context.place.run)))
+    store.write([], [Put(keys.life, hung.to_text()), Put(keys.in_life(hung.number, 0), place)])
+    lead.turn(find_life(store, keys))
+    assert find_life(store, keys).restored == older
+    assert set(marks(context)) == {newest}
