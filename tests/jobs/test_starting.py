@@ -138,22 +138,32 @@ def test_a_job_that_was_told_to_end_has_not_come_to_its_end(context: Context) ->
         assert (guard.read().stage, guard.life.ended) == (Stage.FAILED, 0)
 
 
+@pytest.mark.parametrize("how", ["failed", "started anew"])
 def test_tasks_that_were_told_to_end_have_time_for_it(
+    how: str,
     context: Context,  # noqa: F811
     task: subprocess.Popen[bytes],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of another rank have done it at once."""
+    """Those of another rank have done it at once, and its supervisor may have started it again."""
     guard, rank = recovering(context)
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
         context.note(pid=task.pid)
         rank.asked = "it was told to end"
-        stored(context, replace(guard.read(), stage=Stage.FAILED, failure=FAILURE))
+        if how == "failed":
+            stored(context, replace(guard.read(), stage=Stage.FAILED, failure=FAILURE))
+        else:
+            stored(context, replace(guard.read(), run="another", number=2))
+        assert rank.is_due(ended=False, waits=False)
         assert rank.take(None) == Next()
         assert task.poll() is None
         monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 0.0)
-        assert rank.take(None).failed
+        if how == "failed":
+            assert rank.take(None).failed
+        else:
+            with pytest.raises(JobError, match="was started anew meanwhile"):
+                rank.take(None)
         assert task.poll() is not None
 
 

@@ -236,6 +236,9 @@ class Recovering:
             raise JobError(f"{guard.unseated}; its tasks here are stopped")
         life = guard.read()
         if life.run != self._run:
+            if self._still_ends():
+                time.sleep(_AGAIN_S)
+                return Next()
             self._leave(life)
             raise JobError(f"job {context.place.job} was started anew meanwhile")
         self._require_known(life)
