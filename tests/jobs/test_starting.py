@@ -16,7 +16,7 @@ import pytest
 
 from gpustasis.cli import job_run
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, preempting, verified
+from gpustasis.jobs import epochs, preempting, steering, verified
 from gpustasis.jobs import recovering as recovering_module
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lives import Failure, Life, Stage, Way, life_of
@@ -28,7 +28,7 @@ from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Supervisor
 from gpustasis.jobs.verified import Mark
-from jobs.test_lives import TTL_S, Keepers, keepers  # noqa: F401 - a fixture
+from jobs.test_lives import EVIDENCE, TTL_S, Keepers, keepers  # noqa: F401 - a fixture
 from jobs.test_stopping import TERMS, committed, recovering
 from jobs.test_undoing import (  # noqa: F401 - fixtures
     SETTINGS,
@@ -281,6 +281,33 @@ def test_whoever_was_restored_without_the_lead_does_not_wait_for_it_for_ever(
     else:
         time.sleep(2 * TTL_S)
         assert keepers.life().stage is Stage.RESTORES
+
+
+@pytest.mark.parametrize("evidence", ["none", "decided", "under way"])
+def test_evidence_is_not_waited_for_for_ever_without_the_lead(
+    evidence: str,
+    keepers: Keepers,  # noqa: F811
+) -> None:
+    """All ranks stop, and wait for it, or for who says that nothing is left there."""
+    lead = keepers.start(0, terms=EVIDENCE)
+    other = keepers.start(1, terms=EVIDENCE)
+    lead.say(1, Way.HERE)
+    lead.close()
+    life = keepers.life().failed(FAILURE)
+    assert life.stage is Stage.LOOKS
+    if evidence != "none":
+        plan = Plan(world=2, leave_running=True)
+        life = replace(life, epoch=epochs.begin(keepers.store, keepers.keys, plan))
+    if evidence == "decided":
+        epochs.abort(keepers.store, keepers.keys, life.epoch, "why not")
+    keepers.store.write([], [Put(keepers.keys.life, life.to_text())])
+    if evidence == "under way":
+        time.sleep(2 * TTL_S)
+        assert keepers.life().stage is Stage.LOOKS
+        return
+    keepers.wait(lambda: other.life.stage is Stage.STOPS)
+    assert keepers.life().to_text() == replace(life, stage=Stage.STOPS).to_text()
+    assert steering.fence(keepers.store, keepers.keys, 0).stage is Stage.STOPS
 
 
 def test_a_verdict_clears_only_what_verdicts_have_marked(context: Context) -> None:  # noqa: F811

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gpustasis.errors import JobError, StoreError
 from gpustasis.files import replace_file
-from gpustasis.jobs import epochs
+from gpustasis.jobs.following import Following
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.leading import Leading, last_standing
 from gpustasis.jobs.lives import (
@@ -97,7 +97,7 @@ class Guard:
         self._watch: Watch | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lead_missing_at: float | None = None
+        self._following = Following(store, keys, ttl_s) if rank != LEAD else None
         self._leading = Leading(store, keys, ttl_s, told, verify_s) if rank == LEAD else None
         self._life: Life | None = None
         self._lock = threading.Lock()  # of the seat: it is given up once
@@ -275,10 +275,7 @@ class Guard:
     ) -> None:
         """A life has failed; of several reports one is taken. Raises JobError, StoreError."""
         failure = Failure(rank=self._rank, reason=reason, at=time.time(), unnoticed_s=unnoticed_s)
-        self._report(number, replace(failure, held_s=held_s, hung=hung))
-
-    def _report(self, number: int, failure: Failure) -> None:
-        life = self.read()
+        failure, life = replace(failure, held_s=held_s, hung=hung), self.read()
         while life.number == number and life.stage is Stage.RUNS:
             if self.replace(life, life.failed(failure)):
                 return
@@ -335,7 +332,8 @@ class Guard:
         if wrong and times == _TOLD_AFTER:
             with suppress(OSError):  # who is told may be gone
                 self._told(f"job {self._keys.job}, rank {self._rank} is not looked after: {wrong}")
-        self._lead_missing_at = None  # whoever cannot reach it has not gone
+        if self._following is not None:
+            self._following.forget()
         if self._leading is not None:
             self._leading.forget()
         self._unwatch()
@@ -349,7 +347,9 @@ class Guard:
             if not self.unseated:
                 self._store.keep(self._lease)
             self._beaten = time.monotonic()
-            self._look_at_lead()
+            life = self.life
+            if self._following is not None and (after := self._following.after(life)) is not None:
+                self.replace(life, after)
         for change in self._watch.wait(_AGAIN_S):
             if change.entry is not None:
                 self._note(life_of(change.key, change.entry))
@@ -370,31 +370,3 @@ class Guard:
         except StoreError as exc:
             log.info("rank %d has no seat: %s", self._rank, exc)
             self._over.wait(_AGAIN_S)
-
-    def _look_at_lead(self) -> None:
-        """The lead looks after all others; each of them after the lead."""
-        if self._rank == LEAD:
-            return
-        life, keys = self.life, self._keys
-        mine, keeper = keys.in_life(life.number, LEAD), keys.keeper(LEAD)
-        entries = self._store.read(mine, keeper).entries
-        is_gone = mine in entries and standing_of(mine, entries[mine]).way is Way.HERE
-        is_here = keeper in entries  # mostly: then nothing else is read
-        is_left = not is_here and life.stage is Stage.RESTORES and self._is_decided(life.epoch)
-        if is_here or not (is_left or (is_gone and life.stage is Stage.RUNS)):
-            self._lead_missing_at = None
-            return
-        now = time.monotonic()
-        if self._lead_missing_at is None:
-            self._lead_missing_at = now
-        elif now - self._lead_missing_at >= self._ttl_s / 2:
-            reason = f"rank {LEAD}: its keeper's lease is gone"
-            unnoticed_s = now - self._lead_missing_at + self._ttl_s
-            failure = Failure(rank=LEAD, reason=reason, at=time.time(), unnoticed_s=unnoticed_s)
-            if is_left:  # nobody says that the job is back
-                self.replace(life, life.not_back(failure))
-            else:
-                self._report(life.number, failure)
-
-    def _is_decided(self, epoch: int) -> bool:
-        return epochs.phase(self._store, self._keys, epoch)[0].phase.is_final
