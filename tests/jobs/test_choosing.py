@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import choosing, epochs, kept
+from gpustasis.jobs import choosing, epochs, kept, verified
 from gpustasis.jobs.leading import Leading, read_ranks
 from gpustasis.jobs.lives import (
     Failure,
     Recovery,
     Stage,
+    Terms,
     keeper_of,
     keeper_starts,
     keeper_text,
@@ -264,6 +265,26 @@ def test_what_fails_twice_in_a_row_is_followed_by_the_next_older_one(
     assert found == [older, newest, older, newest, older, newest]
     assert find_life(context.store, context.keys).in_a_row == 3  # it is waited longer and longer
     assert not any(one.is_sure for one in marks(context).values())
+
+
+@pytest.mark.parametrize("wrong", ["rank 0 is not back: it has failed", "x" * 5000])
+def test_what_a_verdict_has_counted_is_not_counted_again(
+    wrong: str,
+    context: Context,  # noqa: F811
+) -> None:
+    """However often in a row; and a restore that is verified clears it."""
+    store, keys, number = context.store, context.keys, committed(context)
+    life = replace(LIFE, world=1, in_a_row=3, restored=number, terms=Terms(restarts=99))
+    for verdict in (77, 78):
+        verified._store(store, keys, verdict, number, wrong)
+        reason = f"epoch {verdict} has not brought it back: {wrong}"
+        life = life.not_back(replace(ENDED, reason=reason, at=time.time()))
+        store.write([], [Put(keys.life, life.to_text())])
+        choosing.mark(store, keys, find_life(store, keys), 0)
+        found = marks(context)[number]
+        assert (found.times, found.by_verdict) == (verdict - 76, True)
+    verified._store(store, keys, 79, number, "")
+    assert marks(context) == {}
 
 
 @pytest.mark.parametrize("how", ["aborted", "late", "newer"])

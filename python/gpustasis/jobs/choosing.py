@@ -21,6 +21,7 @@ from gpustasis.jobs.verified import Mark
 _AT_ONCE_S = 2.0  # by the clocks of two hosts
 _OFTEN = 3  # failures: the first one, and two after the same checkpoint was restored
 _SOON_S = 300.0  # what fails later has worked
+_SAME = 1000  # characters of a reason, of which the store does not keep what is too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ def mark(store: Store, keys: Keys, life: Life, after: int) -> None:
             for number, one in {**marks, **found}.items():
                 if number > life.restored and one.is_sure and one.times == 1:
                     found[number] = replace(one, times=2)
+    elif restored.why and restored.why[:_SAME] in failure.reason:
+        pass  # a verdict, which has counted it (verified.py)
     elif life.in_a_row >= _OFTEN and (went_on_s is None or went_on_s < _SOON_S):
         chosen = choose(store, keys, after, {**marks, **found})
         if chosen is not None and chosen.found.number == life.restored:  # there is no newer one
