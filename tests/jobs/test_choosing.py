@@ -119,9 +119,25 @@ def test_beyond_one_that_is_marked_an_older_one_is_found(context: Context) -> No
     put(context, committed(context, now - 50), Mark("it was not verified"))
     unsure = committed(context, now - 21)
     assert restored_after(context, HUNG, now=now) == good
-    assert marks(context)[unsure] == Mark(
-        "it was begun when the job hung already, or just before: why"
-    )
+    why = "it was begun when the job hung already, or just before: why"
+    assert marks(context)[unsure] == Mark(why, is_luck=True)
+
+
+def test_one_from_just_before_the_last_sign_is_of_no_use_once_it_has_hung_twice(
+    context: Context,  # noqa: F811
+) -> None:
+    """As any other: that it was begun then says nothing."""
+    now = time.time()
+    good = committed(context, now - 70)
+    unsure = committed(context, now - 21)
+    put(context, committed(context), MARK)
+    assert restored_after(context, HUNG, now=now) == good
+    found = []
+    for number in (3, 4):
+        restored_after(context, HUNG, number=number, restored=unsure)
+        one = marks(context)[unsure]
+        found.append((one.times, one.is_sure))
+    assert found == [(2, False), (3, True)]
 
 
 # What hangs at once.

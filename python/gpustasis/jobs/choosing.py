@@ -3,7 +3,8 @@
 
 A mark that may be bad luck (it hung as soon as it was restored, it was not verified, it failed
 twice in a row) only puts a checkpoint behind those that have failed less often. One that was begun
-when the job hung already, or that hung or was not verified a second time, is surely of no use.
+when the job hung already, or that hung or was not verified a second time, is surely of no use. What
+may only have been begun then has not failed yet, although it is marked.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def _made_while_hung(
     why = "it was begun when the job hung already"
     hung = dict.fromkeys(late, Mark(f"{why}: {failure.reason}", is_sure=True))
     if is_left:
-        hung |= dict.fromkeys(unsure, Mark(f"{why}, or just before: {failure.reason}"))
+        before = Mark(f"{why}, or just before: {failure.reason}", is_luck=True)
+        hung |= dict.fromkeys(unsure, before)
     return {
         number: one
         for number, one in hung.items()
