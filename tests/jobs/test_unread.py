@@ -16,6 +16,7 @@ import pytest
 
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs
+from gpustasis.jobs.ending import Ended
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.place import place_of
@@ -23,7 +24,7 @@ from gpustasis.jobs.preempting import Grace, Preempting
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Keys, Plan
 from gpustasis.jobs.server import Server
-from gpustasis.jobs.supervise import _FORWARDED, Ended, Supervisor
+from gpustasis.jobs.supervise import _FORWARDED, Supervisor
 from gpustasis.locked_file import KEEPER_NAME
 from jobs.test_undoing import SETTINGS, context, server  # noqa: F401 - fixtures
 from support.criu_roots import criu_place, newest_criu

@@ -17,13 +17,14 @@ import pytest
 
 from gpustasis.errors import JobError, VerificationError
 from gpustasis.jobs import epochs, verified
+from gpustasis.jobs.ending import Ended
 from gpustasis.jobs.lives import Failure, Stage
 from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context, Options
 from gpustasis.jobs.records import Plan, phase_text, settled_text
 from gpustasis.jobs.store import Put
-from gpustasis.jobs.supervise import Ended, Supervisor
+from gpustasis.jobs.supervise import Supervisor
 from gpustasis.jobs.work import Order
 from gpustasis.verifying import Check
 from jobs.test_ranks import assert_ended, network, ring, store  # noqa: F401 - fixtures

@@ -19,12 +19,12 @@ from gpustasis.errors import StoreError
 
 if TYPE_CHECKING:
     from gpustasis.intervals import Periodic
+    from gpustasis.jobs.ending import Ended
     from gpustasis.jobs.guard import Guard
     from gpustasis.jobs.member import Settings
     from gpustasis.jobs.preempting import Preempting
     from gpustasis.jobs.rank import Context
     from gpustasis.jobs.recovering import Recovering
-    from gpustasis.jobs.supervise import Ended
 
 _POLL_S = 0.2
 Decorated = TypeVar("Decorated", bound=Callable[..., object])

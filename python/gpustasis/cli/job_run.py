@@ -33,9 +33,10 @@ from gpustasis.jobs.messages import Limits
 
 if TYPE_CHECKING:
     from gpustasis.intervals import Periodic
+    from gpustasis.jobs.ending import Ended
     from gpustasis.jobs.preempting import Grace
     from gpustasis.jobs.rank import Context
-    from gpustasis.jobs.supervise import Ended, Supervisor
+    from gpustasis.jobs.supervise import Supervisor
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 _LIMITS = Limits()

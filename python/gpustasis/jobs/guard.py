@@ -18,8 +18,9 @@ from pathlib import Path
 from gpustasis.errors import JobError, StoreError
 from gpustasis.files import replace_file
 from gpustasis.jobs.following import Following
+from gpustasis.jobs.kept import numbers_of
 from gpustasis.jobs.lead import LEAD
-from gpustasis.jobs.leading import Leading, last_standing
+from gpustasis.jobs.leading import Leading, last_standing, read_ranks
 from gpustasis.jobs.lives import (
     Failure,
     Life,
@@ -245,6 +246,19 @@ class Guard:
             f"job {self._keys.job}: rank {self._rank} was on {last[1].where.host} in life {last[0]}"
             ", where no keeper says that its tasks have ended: start it there, or make sure that "
             f"they have and say `gpustasis job fence` with --rank {self._rank}"
+        )
+
+    def told(self, number: int) -> None:
+        """The rank's tasks have ended well, and upon a signal, in this life. Raises StoreError."""
+        self._store.write([], [Put(self._keys.said_by("told", self._rank), str(number))])
+
+    def others_run(self, life: Life) -> bool:
+        """Whether another rank has tasks, as far as it has said. Raises JobError, StoreError."""
+        standings = read_ranks(self._store, self._keys, life).standings
+        told = numbers_of(self._store, self._keys, "told", self._world)
+        return any(
+            one.way is Way.HERE and rank != self._rank and told[rank] != life.number
+            for rank, one in standings.items()
         )
 
     def read(self) -> Life:

@@ -9,6 +9,7 @@ the signal.
 TOP/NAME/waiting/R  rank R waits to be restored: the newest epoch when it began to
 TOP/NAME/ended/R    the tasks of rank R have ended by themselves, with status 0: the newest epoch
                     then
+TOP/NAME/told/R     the same upon a signal, of a job that is recovered: in which life
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class Preempting:
         self.because = ""
         self._thread: threading.Thread | None = None
         self._gave_up = threading.Event()
+
+    @property
+    def grace_s(self) -> float:
+        return self._grace.grace_s
 
     def listens(self) -> None:
         """From now on SIGTERM does as it says."""

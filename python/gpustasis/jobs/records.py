@@ -107,8 +107,8 @@ class Keys:
         return f"{self.epoch(number)}in-between"
 
     def said_by(self, kind: str, rank: int | None = None) -> str:
-        """What a rank has said beside epochs, "ended" or "waiting" (preempting.py); None: the
-        beginning of those of all ranks."""
+        """What a rank has said beside epochs, "ended", "waiting" or "told" (preempting.py); None:
+        the beginning of those of all ranks."""
         return f"{self.top}/{self.job}/{kind}/{'' if rank is None else rank}"
 
     @property

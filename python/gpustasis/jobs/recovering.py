@@ -60,6 +60,7 @@ class Recovering:
         self.can_start = False
         self.asked = ""  # why the keeper was told to end
         self._asked_at = 0.0  # when that was first waited for
+        self._looks_at, self._others_run = 0.0, True  # others: when it is looked again; how it was
         self.ended_well = False  # all ranks have, by themselves
 
     def begin(self, *, new: bool, can_start: bool, newest: bool = False) -> bool:
@@ -242,7 +243,7 @@ class Recovering:
             self._leave(life)
             raise JobError(f"job {context.place.job} was started anew meanwhile")
         self._require_known(life)
-        if self._was_told_to_end(life):
+        if self._was_told_to_end(life, status):
             return Next()
         match life.stage:
             case Stage.RUNS if self._is_other(life):
@@ -273,14 +274,31 @@ class Recovering:
         self._asked_at = self._asked_at or time.monotonic()
         return time.monotonic() - self._asked_at < _ENDS_WITHIN_S
 
-    def _was_told_to_end(self, life: Life) -> bool:
+    def _others_end(self, life: Life) -> bool:
+        """Whether other ranks may still end as this one has."""
+        now = time.monotonic()
+        if not self._asked_at:
+            self._guard.told(life.number)
+            self._asked_at = now
+        if now - self._asked_at >= _ENDS_WITHIN_S:
+            return False
+        if now >= self._looks_at:  # all ranks may be at this, and each reads of all
+            self._looks_at = now + _AGAIN_S * (1 + self._context.world / 32)
+            self._others_run = self._guard.others_run(life)
+        return self._others_run
+
+    def _was_told_to_end(self, life: Life, status: int | None) -> bool:
         """A job one of whose keepers was told to end is not restored, and has not come to its end
-        either, even if its tasks ended well upon that: they may have had more to do. Whether that
-        was all that was to be done."""
+        either, even if its tasks ended well upon that: they may have had more to do. Those of the
+        others may have agreed with them to end, and are waited for. Whether that was all that was
+        to be done."""
         if not self.asked or life.stage.is_final or life.stage is Stage.RESTORES:
             return False
         if life.stage is Stage.RUNS and self._context.state.lives:
             return False
+        if life.stage is Stage.RUNS and status == 0 and self._others_end(life):
+            time.sleep(_AGAIN_S)
+            return True
         self._guard.give_up(f"{self._context.name}: {self.asked}")
         return True
 

@@ -11,12 +11,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from gpustasis.errors import CheckpointError, JobError, StoreError, VerificationError
 from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.checkpointing import Checkpointing, unlock_tree
 from gpustasis.jobs.clock import remove_older
+from gpustasis.jobs.ending import Ended, Signal
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Preempting, Restart, older_than
@@ -33,17 +33,6 @@ _AGAIN_S = 0.2  # before a store is asked again that has not answered
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How it came to an end for this rank. epoch: of the checkpoint that ended its tasks; 0: none
-    did. status: of its command, as a shell has it; None: it is not known, for another keeper has
-    started them. told: this one was told to end."""
-
-    epoch: int
-    status: int | None
-    told: bool = False
 
 
 class Supervisor:
@@ -74,6 +63,7 @@ class Supervisor:
         self._held: tuple[int, int, int] = (0, 0, -1)
         self._status: int | None = None
         self._is_asked_to_end = 0  # by which signal, without tasks
+        self._signal = Signal(context, preempting.grace_s if preempting is not None else 0.0)
         self._waits_again = False  # for a restore of an older checkpoint
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -165,6 +155,8 @@ class Supervisor:
 
         def is_over() -> bool:
             ended = self._has_ended()
+            if not ended and self._signal.was_outlived() and recovering is not None:
+                recovering.asked = ""
             if recovering is not None:
                 return recovering.is_due(ended=ended, waits=waits and not self._is_asked_to_end)
             return ended and (not waits or self._is_asked_to_end != 0)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank comes to its end, and whether a signal to its keeper was why."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from gpustasis.jobs.rank import Context
+
+_OUTLIVED_S = 600.0  # tasks that live so long after a signal were not ended by it
+_SEEN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How it came to an end for this rank. epoch: of the checkpoint that ended its tasks; 0: none
+    did. status: of its command, as a shell has it; None: it is not known, for another keeper has
+    started them. told: this one was told to end."""
+
+    epoch: int
+    status: int | None
+    told: bool = False
+
+
+class Signal:
+    """That the keeper was told to end (Context.told_at). grace_s: for so long the tasks may not be
+    told so."""
+
+    def __init__(self, context: Context, grace_s: float) -> None:
+        self._context = context
+        self._lasts_s = _OUTLIVED_S + grace_s
+        self._looked = time.monotonic()
+
+    def was_outlived(self) -> bool:
+        """The tasks live. Whether they do so in spite of a signal, which is forgotten then. While
+        nobody asks this an epoch may hold them: that time does not count."""
+        context, now = self._context, time.monotonic()
+        unseen_s, self._looked = now - self._looked, now
+        if not context.told_at:
+            return False
+        if unseen_s > _SEEN_S:
+            context.told_at = min(now, context.told_at + unseen_s)
+        if now < context.told_at + self._lasts_s:
+            return False
+        context.told_at = 0.0
+        return True
