@@ -5,24 +5,28 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
-from gpustasis.jobs import ending
+from gpustasis.jobs import ending, epochs, steering
 from gpustasis.jobs import recovering as recovering_module
 from gpustasis.jobs.ending import Ended, Signal
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lives import Stage, Standing, Way, keeper_text, standing_text
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.preempting import Grace, Preempting
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.recovering import Next, Recovering
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Supervisor
 from jobs.test_lives import HERE
 from jobs.test_stopping import TERMS, recovering
-from jobs.test_undoing import SETTINGS, context, server  # noqa: F401 - fixtures
+from jobs.test_undoing import SETTINGS, context, server, task  # noqa: F401 - fixtures
+from support.job_ranks import wait_for
 
 
 @pytest.mark.parametrize("then", ["others end", "others were told", "it takes too long"])
@@ -119,3 +123,56 @@ def test_time_in_which_nobody_looked_makes_no_tasks_outlive_a_signal(
     assert not outlived(690, 1)
     assert outlived(20, 1)
     assert context.told_at == 0.0
+
+
+UNTIL_TOLD = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")
+GRACE = Grace(grace_s=120.0, reserve_s=5.0, rate=1 << 40)
+
+
+def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they would have time to end, and not know that they have to."""
+    monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 10.0)
+    _, rank = recovering(context)
+    told: list[str] = []
+    preempting = Preempting(context, GRACE, told.append)
+    monkeypatch.setattr(preempting, "_begin", lambda: 0)  # another epoch is under way
+
+    def fail() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: len(told) > 0, "the keeper's answer to the signal")
+        steering.give_up(context.store, context.keys)
+
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        supervisor = Supervisor(context, SETTINGS, print, preempting, rank)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        supervisor.start(UNTIL_TOLD, os.environ)
+        timer = threading.Timer(1.0, fail)
+        timer.start()
+        try:
+            assert supervisor.run(restoring=False) == Ended(epoch=0, status=0)
+        finally:
+            timer.join()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    assert "no checkpoint, the tasks are told to end: rank 0 was told to end, and the" in told[-1]
+
+
+def test_the_checkpoint_that_was_to_end_a_job_is_aborted_where_the_job_has_ended(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    context.note(pid=task.pid)
+    told: list[str] = []
+    preempting = Preempting(context, GRACE, told.append)
+    assert preempting.told_to_end()
+    store, keys = context.store, context.keys
+    wait_for(lambda: keys.newest in store.read(keys.newest).entries, "the epoch")
+    preempting.over()
+    assert task.wait(30) == -signal.SIGTERM
+    epoch, _ = epochs.phase(store, keys, 1)
+    assert (epoch.phase, not preempting.told_to_end()) == (Phase.ABORTED, True)
+    assert epoch.note == "rank 0 was told to end, and the job has ended meanwhile"

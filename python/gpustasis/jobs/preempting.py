@@ -78,6 +78,7 @@ class Preempting:
         self.because = ""
         self._thread: threading.Thread | None = None
         self._gave_up = threading.Event()
+        self._is_over = threading.Event()
 
     @property
     def grace_s(self) -> float:
@@ -95,6 +96,10 @@ class Preempting:
             self._thread = threading.Thread(target=self._run, args=(moment,), daemon=True)
             self._thread.start()
         return not self._gave_up.is_set()
+
+    def over(self) -> None:
+        """The job has ended: there is no checkpoint any more, and the tasks are told at once."""
+        self._is_over.set()
 
     def _run(self, moment: float) -> None:
         name, grace = self._context.name, self._grace
@@ -132,7 +137,7 @@ class Preempting:
             return f"a checkpoint of the job would take {text}, and {left:.1f} s are left for it"
         self._told(f"{context.name}: the job is checkpointed: {text}, {left:.1f} s are left")
         number = 0
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self._is_over.is_set():
             with suppress(StoreError):  # it may be there again in time
                 number = number or self._begin()
                 if number:
@@ -141,7 +146,11 @@ class Preempting:
                         return _why_aborted(number, epoch)
             time.sleep(_POLL_S)
         late = f"{context.name} was told to end, and had no more time for a checkpoint"
+        if self._is_over.is_set():
+            late = f"{context.name} was told to end, and the job has ended meanwhile"
         if not number:
+            if self._is_over.is_set():
+                return late
             return "the store did not answer in time, or another epoch was under way"
         return _why_aborted(number, epochs.abort(context.store, context.keys, number, late))
 

@@ -62,6 +62,7 @@ class Recovering:
         self._asked_at = 0.0  # when that was first waited for
         self._looks_at, self._others_run = 0.0, True  # others: when it is looked again; how it was
         self.ended_well = False  # all ranks have, by themselves
+        self.awaits_end = False  # of its tasks: the job has ended, and they have time for it
 
     def begin(self, *, new: bool, can_start: bool, newest: bool = False) -> bool:
         """Have a seat. Whether the command is to be started: else what is left of an earlier life
@@ -271,6 +272,7 @@ class Recovering:
         """Its tasks were told to end, too, and may need as long as other ranks' to do it well."""
         if not self.asked or not self._context.state.lives:
             return False
+        self.awaits_end = True
         self._asked_at = self._asked_at or time.monotonic()
         return time.monotonic() - self._asked_at < _ENDS_WITHIN_S
 
@@ -313,8 +315,7 @@ class Recovering:
         if life.restored == 0 and self._guard.standing(life.number) is None:
             if self.can_start:
                 return Next(start=self._claim(life))
-            reason = f"{context.name}: its keeper has no command to start it with"
-            self._guard.give_up(reason)
+            self._guard.give_up(f"{context.name}: its keeper has no command to start it with")
             return Next()
         self._said = (life.number, Way.HERE)
         self._guard.report(
@@ -323,8 +324,7 @@ class Recovering:
         return Next()
 
     def _report(self, life: Life, status: int | None) -> None:
-        context, guard = self._context, self._guard
-        watcher = self._watcher
+        context, guard, watcher = self._context, self._guard, self._watcher
         if status == 0:  # which an epoch that was under way has taken for trouble
             self._trouble = ""
             self._say(life, Way.ENDED)

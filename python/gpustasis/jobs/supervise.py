@@ -203,6 +203,8 @@ class Supervisor:
         except StoreError as exc:
             self._await_store(exc)
             return None
+        if recovering.awaits_end and self._preempting is not None:
+            self._preempting.over()
         if then.start and self._command is not None:
             self._status = None
             pid, place = self._start(*self._command), self._context.place
