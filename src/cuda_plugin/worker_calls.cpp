@@ -16,14 +16,13 @@
 namespace gpustasis {
 namespace {
 
+using worker_protocol::kGraceMs;
 using worker_protocol::kQuickTimeoutMs;
 using worker_protocol::Op;
 using worker_protocol::Reply;
 using worker_protocol::Request;
 using worker_protocol::Status;
 
-// How long an unlock or a lock's own timeout may be late before the call counts as hung.
-constexpr std::uint32_t kGraceMs = 10'000;
 // How often watched threads are looked at while calls are under way.
 constexpr int kWatchIntervalMs = 10;
 constexpr int kLongestPollMs = 60'000;

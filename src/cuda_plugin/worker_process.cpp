@@ -151,10 +151,19 @@ bool send_reply(int socket, const Reply& reply) noexcept {
     return ::send(socket, &reply, sizeof(reply), MSG_NOSIGNAL) >= 0;
 }
 
-/// Returns when the other end is gone; true: it said goodbye.
+/// How long the driver may take for it.
+std::chrono::milliseconds limit_of(const Request& request, const Config& config) noexcept {
+    using std::chrono::milliseconds;
+    if (request.op == Op::lock)
+        return milliseconds(request.timeout_ms) + milliseconds(worker_protocol::kGraceMs);
+    if (worker_protocol::takes_long(request.op) || request.op == Op::initialize)
+        return milliseconds(config.driver_timeout_ms);
+    return milliseconds(worker_protocol::kQuickTimeoutMs);
+}
+
+/// Returns when the other end is gone; true: it said goodbye. No call is made in this thread, which would hang with it.
 bool serve(LazyDriver& driver, const Config& config, TaskTable& table, LongCalls& calls,
            int socket) {
-    const std::chrono::milliseconds limit(config.driver_timeout_ms);
     for (;;) {
         Request request;
         const ssize_t got = ::recv(socket, &request, sizeof(request), 0);
@@ -168,19 +177,15 @@ bool serve(LazyDriver& driver, const Config& config, TaskTable& table, LongCalls
         if (::poll(&peer, 1, 0) > 0)
             return false; // what it had asked before it was gone is not begun any more
         bool is_begun = false;
-        const Reply reply = reply_to(request, [&](Reply& filled) {
-            Driver& loaded = driver.get();
-            if (worker_protocol::takes_long(request.op)) {
-                calls.begin(request.pid, limit, [&loaded, &table, socket, request] {
-                    send_reply(socket, reply_to(request, [&](Reply& late) {
-                                   answer(loaded, table, request, late);
-                               }));
-                });
-                is_begun = true;
-            } else
-                answer(loaded, table, request, filled);
+        const Reply refused = reply_to(request, [&](Reply&) {
+            calls.begin(request.pid, limit_of(request, config), [&driver, &table, socket, request] {
+                send_reply(socket, reply_to(request, [&](Reply& reply) {
+                               answer(driver.get(), table, request, reply);
+                           }));
+            });
+            is_begun = true;
         });
-        if (!is_begun && !send_reply(socket, reply))
+        if (!is_begun && !send_reply(socket, refused))
             return false;
     }
 }
@@ -223,6 +228,7 @@ void run_worker(const Config& config, TaskTable& table, UndoImages& images, KeyH
             if (table.on_orphaned == OnOrphaned::kill)
                 kill_when_orphaned(table, socket);
             undo_all([&driver]() -> Driver& { return driver.get(); }, config, table, images, calls);
+            ::_exit(0); // a thread may have the key in use still
         }
         images.forget_key();
     } catch (...) {

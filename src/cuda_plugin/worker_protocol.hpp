@@ -81,6 +81,8 @@ struct Reply {
 
 /// Answers that need no GPU work: they come at once or not at all.
 inline constexpr std::uint32_t kQuickTimeoutMs = 20'000;
+/// How long an unlock or a lock's own timeout may be late before the call counts as hung.
+inline constexpr std::uint32_t kGraceMs = 10'000;
 
 /// Throws what a reply says that is no answer: DriverError, or Error: unsupported.
 [[noreturn]] inline void throw_refused(const Reply& reply) {

@@ -4,7 +4,8 @@
 // has begun. All succeed but cuInit, which returns SLOW_DRIVER_INIT_RESULT, and Lock where SLOW_DRIVER_MEET
 // calls of it do not meet: none returns before so many are under way at once. Every process is in state
 // SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint or Restore of pid SLOW_DRIVER_HANGS,
-// or a GetState of SLOW_DRIVER_MUTE, never returns. The first SLOW_DRIVER_REFUSES Restores fail. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has
+// or a GetState of SLOW_DRIVER_MUTE, never returns. The first SLOW_DRIVER_REFUSES Restores and
+// SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has
 // ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
 // as no DriverGetVersion has returned.
 #include <atomic>
@@ -22,17 +23,22 @@ int number(const char* variable) {
     return text == nullptr ? 0 : std::atoi(text);
 }
 
-int take(const char* variable) {
-    const int milliseconds = number(variable);
-    if (const char* mark = std::getenv("SLOW_DRIVER_MARK"); milliseconds != 0 && mark)
+void make_mark() {
+    if (const char* mark = std::getenv("SLOW_DRIVER_MARK"))
         if (std::FILE* file = std::fopen(mark, "w"))
             std::fclose(file);
+}
+
+int take(const char* variable) {
+    const int milliseconds = number(variable);
+    if (milliseconds != 0)
+        make_mark();
     std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
     return 0;
 }
 
 std::atomic<int> locking{0};
-std::atomic<int> refused{0};
+std::atomic<int> refused{0}, unlocks_refused{0};
 std::atomic<bool> is_ready{false};
 std::mutex in_turn;
 std::mutex states;
@@ -84,8 +90,10 @@ int cuCheckpointProcessLock(int, void*) {
     return 0;
 }
 int cuCheckpointProcessCheckpoint(int pid, void*) {
-    while (pid == number("SLOW_DRIVER_HANGS"))
+    while (pid == number("SLOW_DRIVER_HANGS")) {
+        make_mark();
         std::this_thread::sleep_for(std::chrono::hours(1));
+    }
     std::unique_lock<std::mutex> turn(in_turn, std::defer_lock);
     if (number("SLOW_DRIVER_IN_TURN") != 0)
         turn.lock();
@@ -100,6 +108,8 @@ int cuCheckpointProcessRestore(int pid, void*) {
     return move_to(pid, 1, "restore");
 }
 int cuCheckpointProcessUnlock(int pid, void*) {
+    if (unlocks_refused++ < number("SLOW_DRIVER_REFUSES_UNLOCKS"))
+        return 304;
     return is_ready ? move_to(pid, 0, "unlock") : 3;
 }
 }

@@ -35,6 +35,13 @@ std::string read_lines(const std::string& path) {
     return text;
 }
 
+void add_record(Rig& rig, pid_t pid) {
+    TaskRecord& record = rig.table.add(pid);
+    record.start_time = proc::start_time(pid);
+    record.restore_tid = pid;
+    record.lock_begun = record.checkpoint_begun = true;
+}
+
 /// Three tasks that an orphan is to restore and to unlock, with what it noted of that.
 struct Orphaned {
     explicit Orphaned(const Bystander* tasks, std::uint32_t driver_timeout_ms = 60'000,
@@ -42,16 +49,12 @@ struct Orphaned {
         : slow("SLOW_DRIVER_RESTORE_MS", restore_ms, "2") {
         rig.config.driver_timeout_ms = driver_timeout_ms;
         CHECK(rig.worker->state(tasks[0].pid()) == ProcessState::checkpointed);
-        for (int i = 0; i < 3; ++i) {
-            TaskRecord& record = rig.table.add(tasks[i].pid());
-            record.start_time = proc::start_time(tasks[i].pid());
-            record.restore_tid = tasks[i].pid();
-            record.lock_begun = record.checkpoint_begun = true;
-        }
+        for (int i = 0; i < 3; ++i)
+            add_record(rig, tasks[i].pid());
         worker = find_worker();
         if (hangs) {
             rig.worker->begin_checkpoint(tasks[1].pid(), 0);
-            ::usleep(300'000);
+            CHECK(comes_true([&] { return slow.is_in_it(); }));
         }
         rig.worker.reset();
     }
@@ -118,24 +121,69 @@ void an_orphan_leaves_no_other_locked_because_of_one_that_is_stopped() {
 
 // The driver hangs in one: the others run on after its deadline, and it is said what is left.
 void an_orphan_leaves_no_other_locked_because_the_driver_hangs_in_one() {
-    const Bystander tasks[3];
-    const Variable hangs("SLOW_DRIVER_HANGS", std::to_string(tasks[1].pid()));
     for (const bool before : {false, true}) { // already when criu dies
+        const Bystander tasks[3];
+        const Variable hangs("SLOW_DRIVER_HANGS", std::to_string(tasks[1].pid()));
         Orphaned orphan(tasks, 1'000, "1", before);
+        TaskRecord* const records = &orphan.rig.table->tasks[0];
+        CHECK(comes_true([&] { return records[0].settled && records[2].settled; }));
+        CHECK(orphan.noted() == "restore restore unlock unlock ");
+        CHECK(!records[1].settled);
+        const std::string said =
+            "pid " + std::to_string(tasks[1].pid()) +
+            ": the driver hangs in the task: it is brought back when that ends ";
+        CHECK(comes_true([&] { return orphan.log().find(said) != std::string::npos; }));
+        CHECK(::kill(tasks[1].pid(), SIGKILL) == 0);
         CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
         CHECK(orphan.noted() == "restore restore unlock unlock ");
-        const std::string left = "pid " + std::to_string(tasks[1].pid()) +
-                                 ": the driver hangs in the task; try gpustasis recover ";
-        CHECK(orphan.log().find(left) != std::string::npos);
-        for (std::size_t i = 0; i < orphan.rig.table->task_count; ++i)
-            CHECK(orphan.rig.table->tasks[i].settled);
+        CHECK(records[1].settled);
     }
+}
+
+// The driver hangs when it is asked for a state, and criu is killed while it waits for that.
+void an_orphan_undoes_while_the_driver_hangs_in_a_quick_call() {
+    const Bystander tasks[3];
+    const Variable mute("SLOW_DRIVER_MUTE", std::to_string(tasks[1].pid()));
+    sample::TempDir place;
+    const Variable moves("SLOW_DRIVER_MOVES", "1");
+    const Variable notes("SLOW_DRIVER_NOTES", place.path("notes"));
+    const Slow slow("SLOW_DRIVER_RESTORE_MS", "1", "2");
+    Rig rig(OnOrphaned::undo);
+    for (const Bystander& task : tasks)
+        add_record(rig, task.pid());
+    int asks[2];
+    CHECK(::pipe(asks) == 0);
+    const pid_t criu = fork_child();
+    if (criu == 0) {
+        rig.worker->state(tasks[0].pid());
+        CHECK(::write(asks[1], "", 1) == 1);
+        rig.worker->state(tasks[1].pid());
+        ::_exit(1);
+    }
+    char asked = 0;
+    CHECK(::read(asks[0], &asked, 1) == 1);
+    ::usleep(100'000);
+    CHECK(::kill(criu, SIGKILL) == 0 && ::waitpid(criu, nullptr, 0) == criu);
+    const TaskRecord* const records = &rig.table->tasks[0];
+    CHECK(comes_true([] { return find_worker() != 0; }));
+    const pid_t worker = find_worker();
+    // A quick call hangs after 20 s.
+    CHECK(comes_true([&] { return records[0].settled && records[2].settled; }) ||
+          comes_true([&] { return records[0].settled && records[2].settled; }) ||
+          comes_true([&] { return records[0].settled && records[2].settled; }));
+    CHECK(!records[1].settled);
+    CHECK(::kill(tasks[1].pid(), SIGKILL) == 0);
+    CHECK(::waitpid(worker, nullptr, 0) == worker);
+    CHECK(read_lines(place.path("notes")) == "restore restore unlock unlock ");
+    ::close(asks[0]);
+    ::close(asks[1]);
 }
 
 // Somebody else traces a thread for a moment, or a call of a worker that was killed is at its end.
 void an_orphan_tries_again() {
     const Bystander tasks[3];
     const Variable refuses("SLOW_DRIVER_REFUSES", "2");
+    const Variable refuses_unlocks("SLOW_DRIVER_REFUSES_UNLOCKS", "2");
     const Orphaned orphan(tasks);
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
     CHECK(orphan.noted() == "restore restore restore unlock unlock unlock ");
@@ -171,6 +219,7 @@ void an_orphan_unlocks_none_that_is_traced() {
     const Orphaned orphan(tasks, 60'000, "1000");
     CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
     CHECK(::ptrace(PTRACE_SEIZE, tasks[0].pid(), nullptr, nullptr) == 0);
+    ::sleep(8); // 10 s after criu has let go of the first nobody waits for it
     CHECK(comes_true([&] { return orphan.noted() == "restore restore restore unlock unlock "; }));
     ::usleep(200'000);
     CHECK(orphan.noted() == "restore restore restore unlock unlock ");
@@ -189,6 +238,7 @@ int main() {
     an_orphan_waits_for_whom_criu_has_not_let_go_of();
     an_orphan_leaves_no_other_locked_because_of_one_that_is_stopped();
     an_orphan_leaves_no_other_locked_because_the_driver_hangs_in_one();
+    an_orphan_undoes_while_the_driver_hangs_in_a_quick_call();
     an_orphan_tries_again();
     an_orphan_gives_up_what_always_fails();
     an_orphan_unlocks_none_that_has_died_meanwhile();
