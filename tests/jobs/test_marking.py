@@ -9,15 +9,24 @@ from dataclasses import replace
 
 import pytest
 
-from gpustasis.jobs import epochs
+from gpustasis.jobs import choosing, epochs, verified
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.leading import Leading
-from gpustasis.jobs.lives import Stage, Standing, Terms, Way, standing_text
+from gpustasis.jobs.lives import (
+    Recovery,
+    Stage,
+    Standing,
+    Terms,
+    Way,
+    recovery_text,
+    standing_text,
+)
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text, settled_text
-from gpustasis.jobs.steering import all_recoveries, find_life
+from gpustasis.jobs.steering import all_recoveries, find_life, give_up
 from gpustasis.jobs.store import Put
+from gpustasis.jobs.verified import Mark
 from jobs.test_choosing import ENDED, HUNG, marks
 from jobs.test_stopping import committed, stopped
 from jobs.test_undoing import context, server  # noqa: F401 - fixtures
@@ -83,3 +92,41 @@ def test_what_hangs_as_soon_as_a_start_has_restored_it_is_marked(
     lead.turn(find_life(store, keys))
     assert find_life(store, keys).restored == older
     assert set(marks(context)) == {newest}
+
+
+def test_that_a_job_hung_is_known_after_it_was_given_up(context: Context) -> None:  # noqa: F811
+    """Its next start would restore what was made while it hung."""
+    store, keys, now = context.store, context.keys, time.time()
+    committed(context, now - 300)
+    late = committed(context, now - 10)
+    stopped(context, replace(HUNG, at=now))
+    given_up = give_up(store, keys)
+    assert given_up.why() == f"given up by hand; {HUNG.reason}"
+    Leading(store, keys, 4, print).turn(find_life(store, keys))
+    assert set(marks(context)) == {late}
+
+
+def test_who_leads_next_counts_no_failure_again(context: Context) -> None:  # noqa: F811
+    """That the restored one is surely of no use now says nothing of later ones that were not
+    tried."""
+    store, keys, now = context.store, context.keys, time.time()
+    first = committed(context, now - 30)
+    late = committed(context, now - 4)
+    before = Mark("it has hung", times=1)
+    put = [verified.put_mark(keys, first, before)]
+    recovery = Recovery(
+        life=1,
+        rank=0,
+        reason="why",
+        at=now - 22,
+        unnoticed_s=0.0,
+        seconds=0.0,
+        epoch=9,
+        restored=first,
+    )
+    put.append(Put(keys.recovery(1), recovery_text(recovery)))
+    store.write([], put)
+    stopped(context, replace(HUNG, at=now), number=2, restored=first)
+    for _ in range(2):
+        choosing.mark(store, keys, find_life(store, keys), 0)
+        assert {number: one.times for number, one in marks(context).items()} == {first: 2, late: 1}

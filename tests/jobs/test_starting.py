@@ -28,7 +28,7 @@ from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Supervisor
 from gpustasis.jobs.verified import Mark
-from jobs.test_lives import EVIDENCE, TTL_S, Keepers, keepers  # noqa: F401 - a fixture
+from jobs.test_lives import EVIDENCE, HERE, TTL_S, Keepers, keepers  # noqa: F401 - a fixture
 from jobs.test_stopping import TERMS, committed, recovering
 from jobs.test_undoing import (  # noqa: F401 - fixtures
     SETTINGS,
@@ -220,6 +220,22 @@ def test_a_keeper_that_waits_for_a_restore_says_that_tasks_of_this_life_have_end
         if life:
             rank.take(None)
             assert (guard.read().stage, guard.life.begun) == (Stage.STOPS, 1)
+
+
+def test_a_keeper_that_has_never_had_tasks_says_that_those_of_another_place_have_ended(
+    context: Context,  # noqa: F811
+) -> None:
+    """It has taken the seat of a keeper whose host is gone before anybody has missed that one."""
+    other = Guard(context.store, context.keys, 0, 1, TERMS, HERE, ttl_s=4, told=print)
+    with closing(other):
+        other.begin(new=True)
+        assert other.say(1, Way.HERE)
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert not rank.begin(new=False, can_start=False)
+        assert rank.is_due(ended=True, waits=True)
+        rank.take(None)
+        assert (guard.read().stage, guard.life.begun) == (Stage.STOPS, 1)
 
 
 def test_a_checkpoint_ends_the_start_whose_tasks_it_has_ended_and_no_other(

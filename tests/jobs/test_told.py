@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 from contextlib import closing
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,67 +16,62 @@ from gpustasis.jobs import ending, epochs, steering
 from gpustasis.jobs import recovering as recovering_module
 from gpustasis.jobs.ending import Ended, Signal
 from gpustasis.jobs.guard import Guard, where
-from gpustasis.jobs.lives import Stage, Standing, Way, keeper_text, standing_text
+from gpustasis.jobs.lives import Stage
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Grace, Preempting
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.recovering import Next, Recovering
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.supervise import Supervisor
-from jobs.test_lives import HERE
 from jobs.test_stopping import TERMS, recovering
 from jobs.test_undoing import SETTINGS, context, server, task  # noqa: F401 - fixtures
 from support.job_ranks import wait_for
 
 
-@pytest.mark.parametrize("then", ["others end", "others were told", "it takes too long"])
-def test_a_rank_that_has_ended_well_upon_a_signal_lets_the_others_end_too(
-    then: str,
+@pytest.mark.parametrize("status", [0, 143])
+def test_what_a_signal_has_ended_is_decided_at_once(
+    status: int,
     context: Context,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its program may have agreed with them to save, and to end."""
-    monkeypatch.setattr(recovering_module, "_AGAIN_S", 0.0)
-    store, keys = context.store, context.keys
-    guard = Guard(store, keys, 0, 2, TERMS, where(context.place.run), ttl_s=4, told=print)
-    rank = Recovering(context, guard, None, print)
-    other = Standing(way=Way.HERE, where=HERE)
-    puts = [Put(keys.keeper(1), keeper_text("me", HERE))]
-    puts.append(Put(keys.in_life(1, 1), standing_text(other)))
-    store.write([], puts)
+    """The keeper may be killed soon. If its tasks have ended well, that is known."""
+    key = context.keys.said_by("told", 0)
+    guard, rank = recovering(context)
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
         rank.asked = "it was told to end"
         assert rank.is_due(ended=True, waits=False)
-        assert rank.take(0) == rank.take(0) == Next()
-        standing = guard.standing(1)
-        assert standing is not None and standing.way is Way.HERE  # it has not come to its end
-        assert guard.read().stage is Stage.RUNS
-        match then:
-            case "others end":
-                ended = standing_text(replace(other, way=Way.ENDED))
-                store.write([], [Put(keys.in_life(1, 1), ended)])
-            case "others were told":
-                store.write([], [Put(keys.said_by("told", 1), "1")])
-            case _:
-                monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 0.0)
-        rank.take(0)
+        rank.take(status)
         life = guard.read()
         assert (life.stage, life.why()) == (Stage.FAILED, "rank 0: it was told to end")
-        assert store.read(keys.said_by("told", 0)).entries[keys.said_by("told", 0)].value == "1"
+    assert (key in context.store.read(key).entries) == (status == 0)
 
 
-def test_a_rank_that_has_died_upon_a_signal_lets_nobody_wait(
+@pytest.mark.parametrize("ended_well", [True, False])
+def test_tasks_may_end_by_themselves_once_those_of_another_rank_have_upon_a_signal(
+    ended_well: bool,
     context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    guard, rank = recovering(context)
-    monkeypatch.setattr(guard, "others_run", lambda _: True)
+    """The programs may have agreed to save, and to end."""
+    monkeypatch.setattr(recovering_module, "_AGAIN_S", 0.0)
+    store, keys = context.store, context.keys
+    guard = Guard(store, keys, 0, 2, TERMS, where(context.place.run), ttl_s=4, told=print)
+    rank = Recovering(context, guard, None, print)
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
-        rank.asked = "it was told to end"
-        rank.take(143)
-        assert guard.read().stage is Stage.FAILED
+        context.note(pid=task.pid)
+        if ended_well:
+            store.write([], [Put(keys.said_by("told", 1), str(context.state.life))])
+        steering.give_up(store, keys)
+        wait_for(lambda: guard.read().stage is Stage.FAILED, "the end")
+        assert rank.is_due(ended=False, waits=False)
+        if ended_well:
+            assert rank.take(None) == rank.take(None) == Next()
+            assert task.poll() is None
+            monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 0.0)
+        assert rank.take(None).failed
+        assert not Path(f"/proc/{task.pid}").exists()
 
 
 @pytest.mark.parametrize("lasts_s", [0.3, 60.0])
@@ -108,7 +103,7 @@ def test_time_in_which_nobody_looked_makes_no_tasks_outlive_a_signal(
     """An epoch may have held them; and they may not be told before the grace period is over."""
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    told = Signal(context, 100.0)
+    told = Signal(context)
 
     def outlived(seconds: int, step: int) -> bool:
         found = False
@@ -120,9 +115,12 @@ def test_time_in_which_nobody_looked_makes_no_tasks_outlive_a_signal(
     assert not outlived(10_000, 1)
     context.told_at = now[0]
     assert not outlived(900, 900)
-    assert not outlived(690, 1)
+    assert not outlived(590, 1)
     assert outlived(20, 1)
     assert context.told_at == 0.0
+    told.comes(signal.SIGHUP)
+    told.comes(signal.SIGTERM)
+    assert not outlived(10_000, 1)
 
 
 UNTIL_TOLD = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")

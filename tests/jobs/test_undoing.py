@@ -19,7 +19,7 @@ import pytest
 
 from gpustasis.criu.find import Criu
 from gpustasis.errors import JobError, StoreError
-from gpustasis.jobs import epochs
+from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.checkpointing import Checkpointing
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.member import Outcome, Settings
@@ -323,23 +323,30 @@ def living(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("told_at", [0.0, 1.0])
 @pytest.mark.parametrize(("life", "is_verified"), [(1, False), (1, True), (0, False)])
 def test_tasks_that_have_ended_after_a_restore_have_failed_unless_their_status_tells(
     life: int,
     is_verified: bool,
+    told_at: float,
     context: Context,
     task: subprocess.Popen[bytes],
 ) -> None:
-    """That of a job which is recovered does; not where a command is to say that it is back."""
+    """That of a job which is recovered does; not where a command is to say that it is back. What a
+    signal to the keeper has ended is not the checkpoint's."""
     check = Check(words=("true",), seconds=60) if is_verified else None
     context.options = replace(context.options, check=check)
     context.life = life
     context.note(pid=task.pid)
     task.kill()
     task.wait()
+    context.told_at = told_at
     restoring = Restoring(context, Order(7, leave_running=True, restores=2))
     if life and not is_verified:
         restoring.finish(leave_running=True)
     else:
         with pytest.raises(JobError, match="its tasks have ended"):
             restoring.finish(leave_running=True)
+    store, keys = context.store, context.keys
+    assert bool(verified.verdict(store, keys, 7, 0)) == is_verified
+    assert set(verified.marks(store, keys, [2])) == ({2} if is_verified and not told_at else set())

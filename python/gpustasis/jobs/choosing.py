@@ -71,7 +71,9 @@ def mark(store: Store, keys: Keys, life: Life, after: int) -> None:
         # It was made of a job that hung already, before anybody had noticed.
         why = f"the job hung as soon as it was restored, in life {life.number}: {failure.reason}"
         found[life.restored] = _again(restored, why)
-        if restored.is_sure:  # nor can one that was made later of a job that hung be better
+        if restored.is_sure and restored.why != note_of(
+            why
+        ):  # nor can one that was made later of a job that hung be better
             for number, one in {**marks, **found}.items():
                 if number > life.restored and one.is_sure and one.times == 1:
                     found[number] = replace(one, times=2)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass
 
@@ -24,24 +25,28 @@ class Ended:
 
 
 class Signal:
-    """That the keeper was told to end (Context.told_at). grace_s: for so long the tasks may not be
-    told so."""
+    """That the keeper was told to end (Context.told_at). may_lapse: by SIGHUP alone, which programs
+    take for other things, too."""
 
-    def __init__(self, context: Context, grace_s: float) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._lasts_s = _OUTLIVED_S + grace_s
+        self.may_lapse = True
         self._looked = time.monotonic()
+
+    def comes(self, number: int) -> None:
+        self.may_lapse = self.may_lapse and number == signal.SIGHUP
+        self._context.told_at = time.monotonic()
 
     def was_outlived(self) -> bool:
         """The tasks live. Whether they do so in spite of a signal, which is forgotten then. While
         nobody asks this an epoch may hold them: that time does not count."""
         context, now = self._context, time.monotonic()
         unseen_s, self._looked = now - self._looked, now
-        if not context.told_at:
+        if not context.told_at or not self.may_lapse:
             return False
         if unseen_s > _SEEN_S:
             context.told_at = min(now, context.told_at + unseen_s)
-        if now < context.told_at + self._lasts_s:
+        if now < context.told_at + _OUTLIVED_S:
             return False
         context.told_at = 0.0
         return True

@@ -20,7 +20,7 @@ from gpustasis.files import replace_file
 from gpustasis.jobs.following import Following
 from gpustasis.jobs.kept import numbers_of
 from gpustasis.jobs.lead import LEAD
-from gpustasis.jobs.leading import Leading, last_standing, read_ranks
+from gpustasis.jobs.leading import Leading, last_standing
 from gpustasis.jobs.lives import (
     Failure,
     Life,
@@ -252,14 +252,9 @@ class Guard:
         """The rank's tasks have ended well, and upon a signal, in this life. Raises StoreError."""
         self._store.write([], [Put(self._keys.said_by("told", self._rank), str(number))])
 
-    def others_run(self, life: Life) -> bool:
-        """Whether another rank has tasks, as far as it has said. Raises JobError, StoreError."""
-        standings = read_ranks(self._store, self._keys, life).standings
-        told = numbers_of(self._store, self._keys, "told", self._world)
-        return any(
-            one.way is Way.HERE and rank != self._rank and told[rank] != life.number
-            for rank, one in standings.items()
-        )
+    def was_told(self, number: int) -> bool:
+        """Whether the tasks of any rank have. Raises JobError, StoreError."""
+        return number in numbers_of(self._store, self._keys, "told", self._world)
 
     def read(self) -> Life:
         """As it is now. Raises JobError, StoreError."""

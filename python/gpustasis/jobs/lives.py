@@ -130,7 +130,10 @@ class Life:
         return replace(again, stage=Stage.LOOKS if looks and self.terms.evidence else Stage.STOPS)
 
     def given_up(self, failure: Failure) -> Life:
-        """Its tasks are stopped, for good."""
+        """Its tasks are stopped, for good. That they hung stays known."""
+        before = self.failure
+        if before is not None and before.hung and self.stage in {Stage.LOOKS, Stage.STOPS}:
+            failure = replace(before, reason=f"{failure.reason}; {before.reason}")
         return replace(self, stage=Stage.FAILED, failure=failure)
 
     def restoring(self, epoch: int, checkpoint: int, *, is_marked: bool = False) -> Life:

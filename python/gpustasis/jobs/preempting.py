@@ -80,10 +80,6 @@ class Preempting:
         self._gave_up = threading.Event()
         self._is_over = threading.Event()
 
-    @property
-    def grace_s(self) -> float:
-        return self._grace.grace_s
-
     def listens(self) -> None:
         """From now on SIGTERM does as it says."""
         self._says(preemptible=True, listens=True)

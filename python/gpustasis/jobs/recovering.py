@@ -60,7 +60,7 @@ class Recovering:
         self.can_start = False
         self.asked = ""  # why the keeper was told to end
         self._asked_at = 0.0  # when that was first waited for
-        self._looks_at, self._others_run = 0.0, True  # others: when it is looked again; how it was
+        self._found = 0  # the life of which another keeper has said that tasks are here
         self.ended_well = False  # all ranks have, by themselves
         self.awaits_end = False  # of its tasks: the job has ended, and they have time for it
 
@@ -83,6 +83,7 @@ class Recovering:
         found = self._guard.standing(life.number)
         if found is not None:
             self._said = (life.number, found.way)
+            self._found = life.number if found.way is Way.HERE else 0
         may_start = can_start and life.stage is Stage.RUNS and not context.state.lives
         if may_start and found is None:
             return self._claim(life)
@@ -153,7 +154,7 @@ class Recovering:
                         "that life already"
                     )
                 self._said = (number, Way.HERE)
-                self._trouble = ""
+                self._found, self._trouble = 0, ""
                 return
 
     def may_checkpoint(self) -> Sequence[Require] | None:
@@ -191,9 +192,10 @@ class Recovering:
     def is_due(self, *, ended: bool, waits: bool) -> bool:
         """Whether something is to be done before another epoch. ended: the root has. waits: there
         are no tasks yet, until somebody restores the job. If there were some in this life, by what
-        is noted here, that they have ended is to be said."""
+        is noted here or was said elsewhere, that they have ended is to be said."""
         life, state = self._guard.life, self._context.state
-        waits = waits and not (state.pid and state.life == life.number)
+        were_there = self._found == life.number or (state.pid and state.life == life.number)
+        waits = waits and not were_there
         if life.run != self._run or life.stage.is_final or self._guard.unseated:
             return True
         if self.asked and ended and life.stage is not Stage.RESTORES:
@@ -269,38 +271,28 @@ class Recovering:
         return Next()
 
     def _still_ends(self) -> bool:
-        """Its tasks were told to end, too, and may need as long as other ranks' to do it well."""
-        if not self.asked or not self._context.state.lives:
+        """Its tasks were told to end, too, or have agreed with another rank's to do so, and may
+        need as long to do it well."""
+        state = self._context.state
+        if not state.lives or not (
+            self.asked or self._asked_at or self._guard.was_told(state.life)
+        ):
             return False
-        self.awaits_end = True
+        self.awaits_end = bool(self.asked)
         self._asked_at = self._asked_at or time.monotonic()
         return time.monotonic() - self._asked_at < _ENDS_WITHIN_S
-
-    def _others_end(self, life: Life) -> bool:
-        """Whether other ranks may still end as this one has."""
-        now = time.monotonic()
-        if not self._asked_at:
-            self._guard.told(life.number)
-            self._asked_at = now
-        if now - self._asked_at >= _ENDS_WITHIN_S:
-            return False
-        if now >= self._looks_at:  # all ranks may be at this, and each reads of all
-            self._looks_at = now + _AGAIN_S * (1 + self._context.world / 32)
-            self._others_run = self._guard.others_run(life)
-        return self._others_run
 
     def _was_told_to_end(self, life: Life, status: int | None) -> bool:
         """A job one of whose keepers was told to end is not restored, and has not come to its end
         either, even if its tasks ended well upon that: they may have had more to do. Those of the
-        others may have agreed with them to end, and are waited for. Whether that was all that was
-        to be done."""
+        others may have agreed with them to end: they are not stopped at once. Whether that was all
+        that was to be done."""
         if not self.asked or life.stage.is_final or life.stage is Stage.RESTORES:
             return False
         if life.stage is Stage.RUNS and self._context.state.lives:
             return False
-        if life.stage is Stage.RUNS and status == 0 and self._others_end(life):
-            time.sleep(_AGAIN_S)
-            return True
+        if life.stage is Stage.RUNS and status == 0:
+            self._guard.told(life.number)
         self._guard.give_up(f"{self._context.name}: {self.asked}")
         return True
 

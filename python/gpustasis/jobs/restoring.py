@@ -182,6 +182,8 @@ class Restoring(HasCriu):
             raise self.criu.failed
         if not context.state.lives and context.state.life and context.options.check is None:
             return  # of a job that is recovered: how they have ended is told by their status
+        if not context.state.lives and context.options.check is not None:
+            raise verified.not_back(context, self.order, "its tasks have ended")
         if not leave_running or not context.state.lives:
             raise JobError(f"{context.name}: its tasks have ended")
         if self._stamp:

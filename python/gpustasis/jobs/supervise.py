@@ -63,7 +63,7 @@ class Supervisor:
         self._held: tuple[int, int, int] = (0, 0, -1)
         self._status: int | None = None
         self._is_asked_to_end = 0  # by which signal, without tasks
-        self._signal = Signal(context, preempting.grace_s if preempting is not None else 0.0)
+        self._signal = Signal(context)
         self._waits_again = False  # for a restore of an older checkpoint
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -380,7 +380,7 @@ class Supervisor:
     def _forward(self, number: int, _: object) -> None:
         pid, ends = self._context.state.pid, number in _ENDING
         if ends:
-            self._context.told_at = time.monotonic()
+            self._signal.comes(number)
         if self._recovering is not None and ends:
             self._recovering.asked = f"its keeper was told to end, by {signal.Signals(number).name}"
         if not self._context.state.lives:

@@ -110,12 +110,19 @@ def verify(context: Context, order: Order, images: str) -> None:
         require_verified(check, facts, look)
         look()
     except VerificationError as exc:
-        text = f"{context.name} is not back: {exc}"
-        with suppress(StoreError):  # then all learn it when this is settled
-            words = context.store, context.keys, order.number, order.restores, text
-            _store(*words, counts=not context.told_at)
+        wrong = not_back(context, order, str(exc))
         end_tasks(context)
-        raise JobError(text) from exc
+        raise wrong from exc
+
+
+def not_back(context: Context, order: Order, why: str) -> JobError:
+    """Have that be the verdict, unless there is one. If this keeper was told to end, that says
+    nothing of the checkpoint."""
+    text = f"{context.name} is not back: {why}"
+    with suppress(StoreError):  # then all learn it when this is settled
+        words = context.store, context.keys, order.number, order.restores, text
+        _store(*words, counts=not context.told_at)
+    return JobError(text)
 
 
 def end_tasks(context: Context) -> None:
@@ -144,19 +151,19 @@ def await_verdict(
             if entry is not None:
                 return settled_of(key, entry)
             if decides or time.monotonic() - begin > _LEAD_S:
-                _decide(store, keys, number)
+                _decide(store, keys, number, counts=not context.told_at)
         if gives_up():
             return None
         time.sleep(pause)
 
 
-def _decide(store: Store, keys: Keys, number: int) -> None:
+def _decide(store: Store, keys: Keys, number: int, *, counts: bool) -> None:
     """Store the verdict, if all that it needs is there, and nobody else has stored one."""
     found = epochs.standing(store, keys, number)
     wrong = "; ".join(text for _, text in sorted(found.problems.items()) if text)
     if not wrong and found.settled != frozenset(range(found.plan.world)):
         return
-    _store(store, keys, number, found.plan.restores, wrong)
+    _store(store, keys, number, found.plan.restores, wrong, counts=counts or not wrong)
 
 
 def _store(
