@@ -8,8 +8,8 @@
  * A tree of processes: one (without CUDA if so asked), its CUDA children, and children without CUDA. A
  * late child is without CUDA until SIGUSR1 comes; a forked child is forked when its parent has a context,
  * and is without CUDA. All of them share N MiB without a name, which nobody changes, and N MiB of a memfd,
- * of which each changes a part of its own. With --alike all children have the first one's memory; with 2,
- * fewer rights. Each CUDA process holds N MiB of device memory (default 4) in four regions - zero,
+ * of which each changes a part of its own. With --alike all children have the first one's memory, and change
+ * only the begin of each region, so that it stays alike however far each of them is; with 2, fewer rights. Each CUDA process holds N MiB of device memory (default 4) in four regions - zero,
  * compressible, random, and a pattern that repeats - and N KiB of pinned and of registered host memory
  * (default 0). Again and again it reads all of it, compares each byte with a copy of its own, prints "PID
  * step K ok", and changes a stretch of both. With a module, steady_kernels.cu compiled, each of N streams
@@ -54,6 +54,14 @@ static void require(CUresult result, const char* call) {
     _exit(1);
 }
 #define REQUIRE(call) require((call), #call)
+
+static bool are_alike;
+
+/* Of a region of `size` bytes: how much of it, from its begin on, changes. */
+static size_t at_most(size_t size) {
+    const size_t begin = 64 << 10;
+    return are_alike && size > begin ? begin : size;
+}
 
 static void compare(const uint8_t* found, const uint8_t* wanted, size_t size, int region) {
     if (memcmp(found, wanted, size) == 0)
@@ -269,7 +277,7 @@ static void run_cuda(const struct shape* shape, uint64_t seed) {
             size_t length;
             REQUIRE(cuMemcpyDtoH(found, memory[region], each));
             compare(found, wanted[region], each, region);
-            const size_t offset = change(wanted[region], each, region, &seed, &length);
+            const size_t offset = change(wanted[region], at_most(each), region, &seed, &length);
             REQUIRE(cuMemcpyHtoD(memory[region] + offset, wanted[region] + offset, length));
         }
         if (pinned_size > 0) {
@@ -320,7 +328,7 @@ static void run_plain(const struct shape* shape, unsigned long threads, uint64_t
     for (unsigned long step = 0; !cuda_wanted; ++step) {
         size_t length;
         compare(memory, wanted, size, 0);
-        const size_t offset = change(wanted, size, 2, &seed, &length);
+        const size_t offset = change(wanted, at_most(size), 2, &seed, &length);
         memcpy(memory + offset, wanted + offset, length);
         step_shared(step);
         say("step %lu ok", step);
@@ -366,7 +374,7 @@ int main(int argc, char** argv) {
         else if (strcmp(argv[i], "--seed") == 0)
             seed = value + 1;
         else if (strcmp(argv[i], "--alike") == 0)
-            alike = value;
+            alike = value, are_alike = value > 0;
         else if (strcmp(argv[i], "--shared-mib") == 0 && value > 0)
             share((size_t)value << 20);
         else if (strcmp(argv[i], "--cuda") == 0)
