@@ -31,7 +31,7 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
-enum { kRegions = 4, kStepMicroseconds = 10000, kChange = 5000 };
+enum { kRegions = 4, kStepMicroseconds = 10000 };
 
 static void say(const char* format, ...) {
     char line[200];
@@ -55,14 +55,6 @@ static void require(CUresult result, const char* call) {
 }
 #define REQUIRE(call) require((call), #call)
 
-static bool are_alike;
-
-/* Of a region of `size` bytes: how much of it, from its begin on, changes. */
-static size_t at_most(size_t size) {
-    const size_t begin = 64 << 10;
-    return are_alike && size > begin ? begin : size;
-}
-
 static void compare(const uint8_t* found, const uint8_t* wanted, size_t size, int region) {
     if (memcmp(found, wanted, size) == 0)
         return;
@@ -71,15 +63,6 @@ static void compare(const uint8_t* found, const uint8_t* wanted, size_t size, in
         ++offset;
     say("MISMATCH region %d offset %zu", region, offset);
     _exit(1);
-}
-
-/* Overwrite a stretch of `wanted` and say where it is. The first region stays zero. */
-static size_t change(uint8_t* wanted, size_t size, int region, uint64_t* state, size_t* length) {
-    *length = size < kChange ? size : kChange;
-    const size_t offset = next_random(state) % (size - *length + 1);
-    for (size_t i = 0; region != 0 && i < *length; ++i)
-        wanted[offset + i] = (uint8_t)(next_random(state) >> 32);
-    return offset;
 }
 
 static void step_shared(unsigned long step) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /* What steady_job.c has in memory, and what its processes share. */
 #pragma once
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +22,25 @@ static void fill(uint8_t* bytes, size_t size, int region, uint64_t seed) {
         default: bytes[i] = (uint8_t)(i % 4096 < 1024 ? i * 31 : i >> 16); break;
         }
     }
+}
+
+static bool are_alike;
+
+/* Of a region of `size` bytes: how much of it, from its begin on, changes. */
+static size_t at_most(size_t size) {
+    const size_t begin = 64 << 10;
+    return are_alike && size > begin ? begin : size;
+}
+
+enum { kChange = 5000 };
+
+/* Overwrite a stretch of `wanted` and say where it is. The first region stays zero. */
+static size_t change(uint8_t* wanted, size_t size, int region, uint64_t* state, size_t* length) {
+    *length = size < kChange ? size : kChange;
+    const size_t offset = next_random(state) % (size - *length + 1);
+    for (size_t i = 0; region != 0 && i < *length; ++i)
+        wanted[offset + i] = (uint8_t)(next_random(state) >> 32);
+    return offset;
 }
 
 /* Memory without a name, the same for all processes, and a memfd with a slot for each. */
