@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
@@ -88,9 +88,11 @@ class ContainerdNode:
         """Path, as seen from here, of containerd's socket."""
         return str(self.root.path(SOCKET))
 
-    def pod(self, name: str, namespace: str = "tests") -> Pod:
+    def pod(
+        self, name: str, namespace: str = "tests", annotations: Mapping[str, str] | None = None
+    ) -> Pod:
         """Start a pod's sandbox, in the network of the node: no CNI."""
-        return Pod(self, name, namespace)
+        return Pod(self, name, namespace, annotations or {})
 
     def pull(self, image: str) -> None:
         """Have it pulled from its registry."""
@@ -193,11 +195,14 @@ class ContainerdWithCrun(ContainerdNode):
 class Pod:
     """A pod's sandbox. id: of the sandbox."""
 
-    def __init__(self, node: ContainerdNode, name: str, namespace: str) -> None:
+    def __init__(
+        self, node: ContainerdNode, name: str, namespace: str, annotations: Mapping[str, str]
+    ) -> None:
         self.node, self.name, self.namespace = node, name, namespace
         options = {"network": NODE_NETWORK}
         self.config = {
             "metadata": {"name": name, "uid": f"uid-{name}", "namespace": namespace},
+            "annotations": dict(annotations),
             "log_directory": str(LOGS / f"{namespace}_{name}"),
             "linux": {"security_context": {"namespace_options": options}},
         }

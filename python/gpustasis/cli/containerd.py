@@ -4,15 +4,18 @@ its container runtime."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 import click
 
 from gpustasis.cli import output
 from gpustasis.cli.framework import Group
+from gpustasis.install.layout import with_hook
 from gpustasis.runtimes import containerd, left_paused
 from gpustasis.runtimes.cri import Cri
 from gpustasis.text import mib
@@ -150,6 +153,18 @@ def list_containers(address: str) -> None:
             ((c.id[:13], c.namespace, c.pod, c.name, c.image, c.state) for c in found),
         ),
     )
+
+
+@command.command("base-spec")
+@click.argument("spec", type=click.File("rb"))
+def base_spec(spec: IO[bytes]) -> None:
+    """Print SPEC with gpustasis's OCI hook in it, for containerd's option base_runtime_spec.
+
+    SPEC is what "ctr oci spec" prints, or "-" to read it from stdin. With the hook, annotations
+    io.gpustasis.* have an effect under containerd. "gpustasis install" puts the hook in place.
+    """
+    made = with_hook(spec.read(), spec.name)
+    output.answer({"spec": made}, lambda: output.exact(json.dumps(made, indent=4)))
 
 
 for _same in (checkpoint, resume, list_containers):

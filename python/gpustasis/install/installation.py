@@ -87,14 +87,18 @@ def install(
 def uninstall(root: Root, report: Report, dry_run: bool = False) -> bool:
     """Undo what the record speaks of. What was changed since is left, and the report says so.
 
-    Returns False if nothing is installed. Raises InstallError if the record is unfit, or if the
-    kernel refuses something: the record stays then.
+    Returns False if nothing is installed. Raises InstallError if the record is unfit, if containers
+    could not start without the hook, or if the kernel refuses something: the record stays then.
     """
     if not dry_run:
         record.clean(root)
     found = record.load(root)
     if found is None:
         return False
+    with _naming(layout.CONTAINERD, "nothing was changed"):
+        bound = list(layout.bound_to_hook(root))
+    if bound:
+        raise InstallError("\n".join(bound) + "\nnothing was changed")
     for entry in reversed(found.entries):
         with _naming(entry.path, "run it again when that is mended"):
             report(_undo(root, entry, dry_run))

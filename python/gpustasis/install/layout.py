@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ SCRIPT = "/usr/libexec/gpustasis/rank-script"
 HOOK_DEFINITION = "/usr/share/containers/oci/hooks.d/50-gpustasis.json"
 CRIO_DROP_IN = "/etc/crio/crio.conf.d/50-gpustasis.conf"
 AGENT = "/usr/libexec/gpustasis/agent"
+CONTAINERD = "/etc/containerd"
 UNIT = "/usr/lib/systemd/system/gpustasis-agent.service"
 CONFIG = str(SYSTEM_CONFIG)
 
@@ -207,6 +209,45 @@ def restart_advice(root: Root, made: tuple[str, ...]) -> Iterator[str]:
             f"{directory} was not there: a CRI-O that runs does not see it, and annotations "
             "io.gpustasis.* have no effect until it is restarted"
         )
+
+
+def with_hook(spec: bytes, name: str) -> dict[str, object]:
+    """A container's specification as JSON, with our hook in it. It may hold the hook already.
+
+    name: of the specification. Raises InstallError if it is none (OCI runtime specification, "hooks"). A
+    base specification has no condition, so the hook is run for every container.
+    """
+    try:
+        found = json.loads(spec)
+    except (ValueError, RecursionError) as exc:
+        raise InstallError(f"{name}: it is no JSON: {exc}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("ociVersion"), str):
+        raise InstallError(f"{name}: it is no container's specification: ociVersion is missing")
+    hooks = found.setdefault("hooks", {})
+    definition = json.loads(_filled("oci/50-gpustasis.json", HOOK=HOOK))
+    for stage in definition["stages"]:
+        one = hooks.setdefault(stage, []) if isinstance(hooks, dict) else None
+        if not isinstance(one, list):
+            raise InstallError(f"{name}: its hooks are not as the OCI runtime specification has them")
+        if not any(isinstance(other, dict) and other.get("path") == HOOK for other in one):
+            one.append(definition["hook"])
+    return found
+
+
+def bound_to_hook(root: Root) -> Iterator[str]:
+    """Which of containerd's files name the hook: without it, no container there would start. Each
+    a sentence."""
+    for name in root.listing(CONTAINERD):
+        path = f"{CONTAINERD}/{name}"
+        try:
+            found = root.read(path) if name.endswith(".json") else None
+        except InstallError:  # no regular file
+            continue
+        if found is not None and HOOK.encode() in found.data:
+            yield (
+                f"{path} names {HOOK}, without which no container of containerd starts: take the "
+                "file out of containerd's configuration, restart containerd, and delete the file"
+            )
 
 
 def old_libc(root: Root, plugin: bytes) -> Iterator[str]:
