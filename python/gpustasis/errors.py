@@ -116,7 +116,8 @@ class StreamError(CheckpointError):
 
 
 class JobError(CheckpointError):
-    """A checkpoint or restore of a whole job was aborted, or cannot be made; or the job failed."""
+    """A checkpoint or restore of a whole job was aborted, or cannot be made; or the job failed; or
+    `job verify` found a problem."""
 
     exit_code = 19
 
