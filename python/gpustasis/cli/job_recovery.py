@@ -57,8 +57,8 @@ def recovery_options(function: Decorated) -> Decorated:
             click.option(
                 "--afresh",
                 is_flag=True,
-                help="Start COMMAND again where there is no whole checkpoint yet, or none that may "
-                "bring the job back.",
+                help="With --restarts: start COMMAND again where there is no whole checkpoint yet, "
+                "or none that may bring the job back.",
             ),
             click.option(
                 "--back-off",
@@ -73,8 +73,8 @@ def recovery_options(function: Decorated) -> Decorated:
                 "--hang-after",
                 type=click.FloatRange(min=1),
                 metavar="S",
-                help="A rank whose log has not grown, and that has used neither CPU nor GPU, for S "
-                "seconds has failed, too.",
+                help="With --restarts: a rank whose log has not grown, and that has used neither "
+                "CPU nor GPU, for S seconds has failed, too.",
             ),
             click.option(
                 "--progress",
@@ -85,13 +85,13 @@ def recovery_options(function: Decorated) -> Decorated:
             click.option(
                 "--evidence",
                 is_flag=True,
-                help="Before ranks are stopped, store the stacks of all their processes below "
-                "DIRECTORY, and make a checkpoint of a job that hangs.",
+                help="With --restarts: before ranks are stopped, store the stacks of all their "
+                "processes below DIRECTORY, and make a checkpoint of a job that hangs.",
             ),
             click.option(
                 "--standby",
                 is_flag=True,
-                help="Wait until the rank has no keeper, and be its next keeper.",
+                help="With --restarts: wait until the rank has no keeper, and be its next keeper.",
             ),
         )
     ):
