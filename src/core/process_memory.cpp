@@ -63,21 +63,23 @@ void ProcessMemory::read(std::uint64_t address, MutBytes out) {
 }
 
 void ProcessMemory::write(std::uint64_t address, Bytes bytes) {
-    UniqueFd mem;
+    UniqueFd opened;
+    int mem = mem_;
     while (!bytes.empty()) {
         ssize_t put;
-        if (mem.get() < 0) {
+        if (mem < 0) {
             const iovec local{const_cast<std::byte*>(bytes.data()), bytes.size()};
             const iovec remote = remote_run(address, bytes.size());
             put = ::process_vm_writev(pid_, &local, 1, &remote, 1, 0);
             if (put < 0 && errno == EFAULT) {
-                mem = open_mem(pid_, O_WRONLY);
-                if (mem.get() < 0)
+                opened = open_mem(pid_, O_WRONLY);
+                mem = opened.get();
+                if (mem < 0)
                     throw failed("write", pid_, address, errno);
                 continue;
             }
         } else {
-            put = ::pwrite(mem.get(), bytes.data(), bytes.size(), static_cast<off_t>(address));
+            put = ::pwrite(mem, bytes.data(), bytes.size(), static_cast<off_t>(address));
         }
         if (put < 0 && errno == EINTR)
             continue;

@@ -13,7 +13,9 @@ namespace gpustasis {
 /// risk. Errors name the pid and the address.
 class ProcessMemory : public MemorySource, public MemorySink {
 public:
-    explicit ProcessMemory(pid_t pid) noexcept : pid_(pid) {}
+    /// `mem`, if any: /proc/PID/mem, opened for writing, through which all is written. It is of the program that
+    /// ran then, and of no other that has the pid later. It must outlive this object.
+    explicit ProcessMemory(pid_t pid, int mem = -1) noexcept : pid_(pid), mem_(mem) {}
 
     void read(std::uint64_t address, MutBytes out) override;
     void write(std::uint64_t address, Bytes bytes) override;
@@ -21,6 +23,7 @@ public:
 
 private:
     pid_t pid_;
+    int mem_;
 };
 
 } // namespace gpustasis

@@ -150,10 +150,19 @@ bool DumpSession::is_still(const TaskRecord& record) const {
     const host::PausedAlarm paused;
     // One that is about to end has lost that thread before it counts as dead: its GPU files are closed first.
     constexpr int kEndsWithinMs = 2'000;
+    const auto is_dead = [&record] {
+        return proc::liveness(record.pid, record.start_time) == proc::Liveness::dead;
+    };
+    const auto is_exiting = [&record, &is_dead] {
+        try {
+            return proc::is_exiting(record.pid);
+        } catch (const Error&) {
+            return is_dead(); // just now
+        }
+    };
     for (int waited = 0;; ++waited) {
         const bool is_late = waited == kEndsWithinMs; // with much memory it takes longer
-        if (proc::liveness(record.pid, record.start_time) == proc::Liveness::dead ||
-            (is_late && proc::is_exiting(record.pid))) {
+        if (is_dead() || (is_late && is_exiting())) {
             host::info("pid " + std::to_string(record.pid) + " has ended since it was locked");
             return false;
         }

@@ -7,15 +7,14 @@
 
 namespace gpustasis {
 
-using Clock = std::chrono::steady_clock;
-
 void LongCalls::begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work) {
     std::erase_if(calls_, [](const Call& call) { return call.has_ended->load(); });
     auto has_ended = std::make_shared<std::atomic<bool>>(false);
-    calls_.push_back({.pid = pid, .until = Clock::now() + limit, .has_ended = has_ended});
+    calls_.push_back({.pid = pid, .begin = Clock::now(), .limit = limit, .has_ended = has_ended});
     try {
-        std::thread([work = std::move(work), has_ended] {
+        std::thread([work = std::move(work), has_ended, last_end = last_end_] {
             work();
+            *last_end = Clock::now().time_since_epoch().count();
             *has_ended = true;
         }).detach();
     } catch (...) {
@@ -24,16 +23,27 @@ void LongCalls::begin(pid_t pid, std::chrono::milliseconds limit, std::function<
     }
 }
 
-bool LongCalls::hangs(pid_t pid) const noexcept {
-    return std::ranges::any_of(calls_, [&](const Call& call) {
-        return call.pid == pid && !call.has_ended->load() && Clock::now() >= call.until;
-    });
+bool LongCalls::hangs(Call& call) const noexcept {
+    if (call.has_ended->load())
+        return false;
+    const Clock::time_point last_end{Clock::duration(last_end_->load())};
+    call.was_found_hanging =
+        call.was_found_hanging || Clock::now() - std::max(call.begin, last_end) >= call.limit;
+    return call.was_found_hanging;
 }
 
-bool LongCalls::any_works() const noexcept {
-    return std::ranges::any_of(calls_, [](const Call& call) {
-        return !call.has_ended->load() && Clock::now() < call.until;
-    });
+bool LongCalls::hangs(pid_t pid) noexcept {
+    return std::ranges::any_of(calls_, [&](Call& call) { return call.pid == pid && hangs(call); });
+}
+
+bool LongCalls::is_in(pid_t pid) const noexcept {
+    return std::ranges::any_of(
+        calls_, [&](const Call& call) { return call.pid == pid && !call.has_ended->load(); });
+}
+
+bool LongCalls::any_works() noexcept {
+    return std::ranges::any_of(calls_,
+                               [&](Call& call) { return !call.has_ended->load() && !hangs(call); });
 }
 
 } // namespace gpustasis

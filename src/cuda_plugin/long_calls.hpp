@@ -16,24 +16,36 @@ namespace gpustasis {
 /// _exit().
 class LongCalls {
 public:
-    /// Do `work`, which must throw nothing, for task `pid`. From `limit` on it hangs. Throws std::system_error if there can
-    /// be no thread.
+    /// Do `work`, which must throw nothing, for task `pid`. It hangs if for `limit` neither it nor any other has ended: a
+    /// driver may do one after the other. Throws std::system_error if there can be no thread.
     void begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work);
 
-    /// Whether one of that task has not ended within its limit.
-    bool hangs(pid_t pid) const noexcept;
+    /// Whether one of that task hangs.
+    bool hangs(pid_t pid) noexcept;
+
+    /// Whether one of that task has not ended, hangs or not.
+    bool is_in(pid_t pid) const noexcept;
 
     /// Whether any has not ended, and does not hang.
-    bool any_works() const noexcept;
+    bool any_works() noexcept;
 
 private:
+    using Clock = std::chrono::steady_clock;
     struct Call {
         pid_t pid = 0;
-        std::chrono::steady_clock::time_point until;
+        Clock::time_point begin;
+        Clock::duration limit{};
         std::shared_ptr<std::atomic<bool>> has_ended;
+        bool was_found_hanging =
+            false; ///< and does so until it ends, whatever other ends behind it
     };
 
+    bool hangs(Call& call) const noexcept;
+
     std::vector<Call> calls_;
+    /// When one has ended.
+    std::shared_ptr<std::atomic<Clock::rep>> last_end_ =
+        std::make_shared<std::atomic<Clock::rep>>(0);
 };
 
 } // namespace gpustasis

@@ -1,29 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda_plugin/undo_all.hpp"
 
-#include "core/unique_fd.hpp"
 #include "cuda_plugin/drop.hpp"
 #include "cuda_plugin/guardian.hpp"
 #include "cuda_plugin/undo.hpp"
+#include "cuda_plugin/undo_log.hpp"
 #include "cuda_plugin/worker_process.hpp"
 #include "dropped_memory/userfaultfd_setting.hpp"
 #include "tracee/proc.hpp"
 
-#include <fcntl.h>
 #include <poll.h>
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
+#include <new>
 #include <optional>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 
 namespace gpustasis {
@@ -31,7 +27,7 @@ namespace {
 
 // How often an orphaned worker looks whether criu's kernel side has let go of the tasks.
 constexpr int kOrphanPollMs = 10;
-// The same once it is known that an image cannot be read: that may last.
+// The same once something fails, hangs, or has been waited for for long: that may last.
 constexpr int kDamagedPollMs = 200;
 // After this time the log says what is waited for, and the others wait no more. So long what fails is tried again.
 constexpr std::chrono::seconds kLongDrop{10};
@@ -40,58 +36,6 @@ constexpr std::chrono::seconds kLongRefill{60};
 constexpr std::chrono::seconds kLogTakes{5};
 
 using Clock = std::chrono::steady_clock;
-
-/// An account of what was done when nobody was there to be told. It is written in a thread of its own: the directory
-/// may be on storage that does not answer.
-class UndoLog {
-public:
-    explicit UndoLog(int image_dir) noexcept : image_dir_(image_dir) {}
-
-    /// Throws std::system_error if there can be no thread.
-    void operator()(std::string line) {
-        const std::lock_guard lock(lines_->mutex);
-        lines_->waiting.push_back(std::move(line) + "\n");
-        if (!is_begun_)
-            std::thread([lines = lines_, dir = image_dir_] { write(*lines, dir); }).detach();
-        is_begun_ = true;
-        lines_->changed.notify_all();
-    }
-
-    /// Wait until all is written, for `limit` at most.
-    void finish(std::chrono::milliseconds limit) {
-        std::unique_lock lock(lines_->mutex);
-        lines_->changed.wait_for(lock, limit, [&] { return lines_->waiting.empty(); });
-    }
-
-private:
-    struct Lines {
-        std::mutex mutex;
-        std::condition_variable changed;
-        std::deque<std::string> waiting; ///< the first stays until it is written
-    };
-
-    static void write(Lines& lines, int image_dir) {
-        // Without a file (a full disk, a vanished directory) the undo still has to be done. Nor may a
-        // FIFO that was put in its place hold it up.
-        const UniqueFd file(
-            ::openat(image_dir, kUndoLogName,
-                     O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
-        std::unique_lock lock(lines.mutex);
-        for (;;) {
-            lines.changed.wait(lock, [&] { return !lines.waiting.empty(); });
-            const std::string line = lines.waiting.front();
-            lock.unlock();
-            static_cast<void>(::write(file.get(), line.data(), line.size()) == 0);
-            lock.lock();
-            lines.waiting.pop_front();
-            lines.changed.notify_all();
-        }
-    }
-
-    int image_dir_;
-    bool is_begun_ = false;
-    std::shared_ptr<Lines> lines_ = std::make_shared<Lines>();
-};
 
 bool anything_to_undo(const TaskTable& table) noexcept {
     for (std::size_t i = 0; i < table.task_count; ++i)
@@ -134,18 +78,24 @@ public:
     /// What came of it; nullptr: it is not done yet, and is begun if no other is under way. `work` may throw.
     const Outcome* take(pid_t pid, std::function<void()> work) {
         std::shared_ptr<Outcome>& outcome = outcomes_[pid];
-        if (!outcome && !calls_.any_works())
+        // In its task nothing, not even what hangs.
+        if (!outcome && !calls_.any_works() && !calls_.is_in(pid))
             begin(pid, outcome, std::move(work));
         return outcome && outcome->is_there ? outcome.get() : nullptr;
     }
     void forget(pid_t pid) { outcomes_.erase(pid); }
     bool is_begun(pid_t pid) const { return outcomes_.contains(pid) && outcomes_.at(pid); }
+    bool is_under_way(pid_t pid) const { return is_begun(pid) && !outcomes_.at(pid)->is_there; }
 
 private:
     void begin(pid_t pid, std::shared_ptr<Outcome>& outcome, std::function<void()> work) {
         outcome = std::make_shared<Outcome>();
         const auto fail = [](Outcome& of, const std::exception& e) noexcept {
-            of.error = e.what();
+            try {
+                of.error = e.what();
+            } catch (const std::bad_alloc&) {
+                of.error = "no memory"; // short enough to need none
+            }
             of.is_there = true;
         };
         try {
@@ -188,6 +138,7 @@ private:
     bool refill(TaskRecord& record);
     bool hangs(const TaskRecord& record);
     bool failed(TaskRecord& record, Turns& turns, const std::string& why);
+    void give_up(TaskRecord& record);
     void unlock(TaskRecord& record);
     void tell(const TaskRecord& record, const std::string& text) {
         log_("pid " + std::to_string(record.pid) + ": " + text);
@@ -214,8 +165,11 @@ private:
     std::set<pid_t> waited_for_; // whose restore thread has not come back for long
     std::set<pid_t> hanging_;    // in which the driver hangs
     std::set<pid_t> restored_;
-    std::map<pid_t, Clock::time_point> failing_; // since when
+    std::map<std::pair<pid_t, const Turns*>, Clock::time_point> failing_; // since when, at what
+    std::map<pid_t, std::string> given_up_; // why: nobody waits for these, and they are tried again
+    std::set<pid_t> given_up_told_;
     bool tries_again_ = false;
+    std::size_t failures_ = 0;
     std::optional<Clock::time_point> released_; // when criu had let go of the first
 };
 
@@ -229,15 +183,20 @@ bool Undo::hangs(const TaskRecord& record) {
 
 /// What fails may be another's who looks at the task for a moment. Returns whether it is tried again.
 bool Undo::failed(TaskRecord& record, Turns& turns, const std::string& why) {
-    const auto since = failing_.try_emplace(record.pid, Clock::now()).first->second;
-    if (Clock::now() - since > kLongDrop) {
-        tell(record, why + "; try gpustasis recover");
-        record.settled = true; // only now: until here it is not undone
-        return false;
-    }
+    const auto since = failing_.try_emplace({record.pid, &turns}, Clock::now()).first->second;
+    const bool is_for_long = Clock::now() - since > kLongDrop;
+    if (is_for_long)
+        given_up_.insert_or_assign(record.pid, why);
     turns.forget(record.pid);
     tries_again_ = true;
-    return true;
+    ++failures_;
+    return !is_for_long;
+}
+
+/// Of a task that is tried again as long as the worker has others to look after.
+void Undo::give_up(TaskRecord& record) {
+    tell(record, given_up_.at(record.pid) + "; try gpustasis recover");
+    record.settled = true; // only now: until here it is not undone
 }
 
 /// Returns whether others wait for the task's memory.
@@ -267,7 +226,7 @@ bool Undo::restore(TaskRecord& record) {
     const bool is_missing = record.drop_begun && !record.refilled;
     if (hangs(record))
         return false;
-    if (!refills_.is_begun(record.pid) && !restores_.is_begun(record.pid)) {
+    if (!(is_missing ? refills_ : restores_).is_begun(record.pid)) {
         bool is_home = !is_stopped(record.restore_tid);
         if (is_missing) {
             if (is_guarded(record))
@@ -285,8 +244,10 @@ bool Undo::restore(TaskRecord& record) {
             return !is_late();
         }
     }
-    if (is_missing && !record.refilled)
+    if (is_missing)
         return refill(record);
+    if (refills_.is_under_way(record.pid)) // at its very end
+        return true;
     const Outcome* const done = restores_.take(record.pid, [&] {
         forget_drop(record);
         reset_signal_mask(record);
@@ -298,7 +259,8 @@ bool Undo::restore(TaskRecord& record) {
     if (!done->error.empty())
         return failed(record, restores_, done->error);
     restored_.insert(record.pid);
-    failing_.erase(record.pid);
+    failing_.erase({record.pid, &restores_});
+    given_up_.erase(record.pid);
     return false;
 }
 
@@ -310,6 +272,8 @@ void Undo::unlock(TaskRecord& record) {
         return;
     if (!done->error.empty()) {
         failed(record, unlocks_, done->error);
+        restored_.erase(record.pid); // a call that has ended late may have checkpointed it
+        restores_.forget(record.pid);
         return;
     }
     tell(record, "criu is gone; the task was brought back and runs on");
@@ -317,10 +281,14 @@ void Undo::unlock(TaskRecord& record) {
 }
 
 int Undo::look() {
-    bool waits = false;
+    bool waits = false, is_any_left = false;
     tries_again_ = false;
+    const std::size_t first = failures_;
+    for (std::size_t i = 0; i < table_.task_count; ++i)
+        is_any_left |= !table_.tasks[i].settled && !given_up_.contains(table_.tasks[i].pid);
     for (std::size_t i = 0; i < table_.task_count; ++i) {
-        TaskRecord& record = table_.tasks[i];
+        // Not always the first ones first: those that fail would take all turns.
+        TaskRecord& record = table_.tasks[(first + i) % table_.task_count];
         if (record.settled)
             continue;
         const proc::Liveness life = proc::liveness(record.pid, record.start_time);
@@ -334,6 +302,15 @@ int Undo::look() {
             record.settled = true;
             continue;
         }
+        if (given_up_.contains(record.pid) && !restored_.contains(record.pid)) {
+            if (is_any_left && given_up_told_.insert(record.pid).second)
+                tell(record, given_up_.at(record.pid) +
+                                 "; this is tried again until the others are brought back");
+            if (!is_any_left && !refills_.is_begun(record.pid) && !restores_.is_begun(record.pid)) {
+                give_up(record);
+                continue;
+            }
+        }
         if (!released_)
             released_ = Clock::now();
         if (!restored_.contains(record.pid))
@@ -346,7 +323,9 @@ int Undo::look() {
             proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced)
             unlock(record);
     }
-    return damaged_.empty() && !tries_again_ ? kOrphanPollMs : kDamagedPollMs;
+    const bool lasts =
+        tries_again_ || !damaged_.empty() || !hanging_.empty() || !waited_for_.empty();
+    return lasts ? kDamagedPollMs : kOrphanPollMs;
 }
 
 } // namespace
@@ -358,7 +337,12 @@ void undo_all(const std::function<Driver&()>& driver, const Config& config, Task
         new Undo(driver, config, table, images, calls); // NOLINT(cppcoreguidelines-owning-memory)
     lower_setting();
     while (anything_to_undo(table)) {
-        const int wait_ms = undo->look();
+        int wait_ms = kDamagedPollMs;
+        try {
+            wait_ms = undo->look();
+        } catch (const std::
+                     exception&) { // NOLINT(bugprone-empty-catch): no memory, or no thread, for now
+        }
         if (anything_to_undo(table))
             ::poll(nullptr, 0, wait_ms);
     }

@@ -154,7 +154,7 @@ private:
     std::optional<worker_protocol::Reply> initialized_; ///< that answer, until initialize()
     std::uint32_t most_ms_ = 0;  ///< the longest timeout of calls that were begun
     Clock::time_point answered_; ///< when the last reply came
-    bool hangs_ = false; ///< in a quick call that was given up: it takes no request any more
+    bool hangs_ = false;         ///< a quick call was given up: the driver is asked nothing more
     pid_t watched_ = 0;
 };
 

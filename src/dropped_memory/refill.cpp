@@ -111,8 +111,8 @@ bool is_untouched(PresentPages& pages, const Region& region) {
 class RefilledMemory : public ProcessMemory {
 public:
     /// `fresh`: no page of the private regions is there.
-    RefilledMemory(pid_t pid, const std::vector<Region>& regions, bool fresh)
-        : ProcessMemory(pid), regions_(regions), fresh_(fresh) {}
+    RefilledMemory(pid_t pid, int mem, const std::vector<Region>& regions, bool fresh)
+        : ProcessMemory(pid, mem), regions_(regions), fresh_(fresh) {}
 
     void write_zeros(std::uint64_t address, std::uint64_t length) override {
         const auto behind = std::ranges::upper_bound(regions_, address, {}, &Region::address);
@@ -167,6 +167,31 @@ void require_same_pages(pid_t pid, const ImageReader& image) {
         throw other_memory(pid, *empty);
 }
 
+/// refill(), through /proc/PID/mem if `mem` is one.
+void refill_through(int mem, pid_t pid, const ImageReader& image, unsigned threads,
+                    const ImageReader::Progress& progress) {
+    const std::vector<Mapping> maps = read_maps(pid);
+    PresentPages pages(pid);
+    bool fresh = true; // the private regions
+    for (const Region& region : image.info().regions) {
+        const std::uint64_t end = region.address + region.length;
+        if (const std::uint64_t at = mapped_until(maps, region, image.info().kind); at != end)
+            throw Error(Errc::corrupt_data, "the task does not map " + hex(region.address) + "-" +
+                                                hex(end) + " as its image says (differs at " +
+                                                hex(at) + ")");
+        fresh =
+            fresh && (region.kind == RegionKind::shared_anonymous || is_untouched(pages, region));
+    }
+    RefilledMemory memory(pid, mem, image.info().regions, fresh);
+    const RemovedFiles files(pid, maps, image.info().regions);
+    try {
+        image.restore(memory, threads, false, progress);
+    } catch (const Error& e) {
+        throw Error(e, e.what() + (e.code() == Errc::io ? files.why_not_filled() : ""));
+    }
+    files.put_times_back();
+}
+
 } // namespace
 
 ImageReader open_dropped(const DroppedTask& task, Lineage& lineage) {
@@ -197,37 +222,25 @@ bool is_drop_over(pid_t pid, pid_t restore_thread) noexcept {
 
 void refill(pid_t pid, const ImageReader& image, unsigned threads,
             const ImageReader::Progress& progress) {
-    const std::vector<Mapping> maps = read_maps(pid);
-    PresentPages pages(pid);
-    bool fresh = true; // the private regions
-    for (const Region& region : image.info().regions) {
-        const std::uint64_t end = region.address + region.length;
-        if (const std::uint64_t at = mapped_until(maps, region, image.info().kind); at != end)
-            throw Error(Errc::corrupt_data, "the task does not map " + hex(region.address) + "-" +
-                                                hex(end) + " as its image says (differs at " +
-                                                hex(at) + ")");
-        fresh =
-            fresh && (region.kind == RegionKind::shared_anonymous || is_untouched(pages, region));
-    }
-    RefilledMemory memory(pid, image.info().regions, fresh);
-    const RemovedFiles files(pid, maps, image.info().regions);
-    try {
-        image.restore(memory, threads, false, progress);
-    } catch (const Error& e) {
-        throw Error(e, e.what() + (e.code() == Errc::io ? files.why_not_filled() : ""));
-    }
-    files.put_times_back();
+    refill_through(-1, pid, image, threads, progress);
 }
 
 void refill_dropped(pid_t pid, const ImageReader& image, unsigned threads,
                     const ImageReader::Progress& progress) {
+    // Reading the image may take long. Whatever has the pid by then, or runs in the task, gets none of it.
+    const UniqueFd mem(
+        ::open(("/proc/" + std::to_string(pid) + "/mem").c_str(), O_WRONLY | O_CLOEXEC));
+    if (!mem)
+        throw io_error("cannot open the memory of pid " + std::to_string(pid), errno);
+    if (proc::start_time(pid) != image.info().start_time)
+        throw Error(Errc::gone, "pid " + std::to_string(pid) + " is another process by now");
     const std::vector<Mapping> maps = read_maps(pid);
     for (const Region& region : image.info().regions)
         if (const std::uint64_t at = mapped_until(maps, region, image.info().kind);
             at != region.address + region.length)
             throw other_memory(pid, at);
     require_same_pages(pid, image);
-    refill(pid, image, threads, progress);
+    refill_through(mem.get(), pid, image, threads, progress);
 }
 
 } // namespace gpustasis

@@ -5,9 +5,12 @@
 // calls of it do not meet: none returns before so many are under way at once. Every process is in state
 // SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint or Restore of pid SLOW_DRIVER_HANGS,
 // or a GetState of SLOW_DRIVER_MUTE, never returns. The first SLOW_DRIVER_REFUSES Restores and
-// SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has
-// ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
+// SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, the third Restore does not return, and
+// each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again.
+// With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
 // as no DriverGetVersion has returned.
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -21,6 +24,11 @@ namespace {
 int number(const char* variable) {
     const char* text = std::getenv(variable);
     return text == nullptr ? 0 : std::atoi(text);
+}
+
+bool is_gate_shut() {
+    const char* gate = std::getenv("SLOW_DRIVER_GATE");
+    return gate != nullptr && ::access(gate, F_OK) != 0;
 }
 
 void make_mark() {
@@ -38,7 +46,7 @@ int take(const char* variable) {
 }
 
 std::atomic<int> locking{0};
-std::atomic<int> refused{0}, unlocks_refused{0};
+std::atomic<int> refused{0}, unlocks_refused{0}, restores{0}, relapses{0};
 std::atomic<bool> is_ready{false};
 std::mutex in_turn;
 std::mutex states;
@@ -73,8 +81,10 @@ int cuCheckpointProcessGetRestoreThreadId(int pid, int* tid) {
     return 0;
 }
 int cuCheckpointProcessGetState(int pid, int* state) {
-    while (pid == number("SLOW_DRIVER_MUTE"))
+    while (pid == number("SLOW_DRIVER_MUTE")) {
+        make_mark();
         std::this_thread::sleep_for(std::chrono::hours(1));
+    }
     const std::lock_guard<std::mutex> lock(states);
     *state = moved.contains(pid) ? moved[pid] : number("SLOW_DRIVER_STATE");
     return is_ready ? 0 : 3; // CUDA_ERROR_NOT_INITIALIZED
@@ -104,10 +114,20 @@ int cuCheckpointProcessRestore(int pid, void*) {
         std::this_thread::sleep_for(std::chrono::hours(1));
     if (refused++ < number("SLOW_DRIVER_REFUSES"))
         return 304; // CUDA_ERROR_OPERATING_SYSTEM
+    if (pid == number("SLOW_DRIVER_REFUSES_PID") && is_gate_shut())
+        return 304;
+    while (++restores == 3 && number("SLOW_DRIVER_REFUSES_PID") == 0 && is_gate_shut()) {
+        --restores;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     take("SLOW_DRIVER_RESTORE_MS");
     return move_to(pid, 1, "restore");
 }
 int cuCheckpointProcessUnlock(int pid, void*) {
+    if (pid == number("SLOW_DRIVER_RELAPSES") && relapses++ == 0) {
+        move_to(pid, 2, "relapse");
+        return 304;
+    }
     if (unlocks_refused++ < number("SLOW_DRIVER_REFUSES_UNLOCKS"))
         return 304;
     return is_ready ? move_to(pid, 0, "unlock") : 3;

@@ -12,11 +12,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstddef>
 #include <fstream>
 #include <string>
+#include <vector>
 
 using namespace gpustasis;
 using sample::Bystander;
@@ -69,6 +71,19 @@ struct Orphaned {
     pid_t worker = 0;
 };
 
+void await_settled(const std::vector<const TaskRecord*>& records) {
+    const auto begin = std::chrono::steady_clock::now();
+    while (
+        !std::ranges::all_of(records, [](const TaskRecord* one) { return one->settled.load(); })) {
+        CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(120));
+        ::usleep(10'000);
+    }
+}
+
+void open_gate(const std::string& path) {
+    CHECK(std::ofstream(path) << "open" << std::flush);
+}
+
 // One may use memory of another as soon as it runs.
 void an_orphan_restores_all_before_it_unlocks_any() {
     const Bystander tasks[3];
@@ -107,11 +122,7 @@ void an_orphan_leaves_no_other_locked_because_of_one_that_is_stopped() {
     CHECK(comes_true([&] { return proc::state(tasks[1].pid()) == 'T'; }));
     Orphaned orphan(tasks);
     const TaskRecord* const records = &orphan.rig.table->tasks[0];
-    const auto begin = std::chrono::steady_clock::now();
-    while (!(records[0].settled && records[2].settled)) {
-        CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(60));
-        ::usleep(10'000);
-    }
+    await_settled({&records[0], &records[2]});
     CHECK(orphan.noted() == "restore restore unlock unlock ");
     CHECK(!records[1].settled);
     CHECK(::kill(tasks[1].pid(), SIGCONT) == 0);
@@ -147,7 +158,7 @@ void an_orphan_undoes_while_the_driver_hangs_in_a_quick_call() {
     sample::TempDir place;
     const Variable moves("SLOW_DRIVER_MOVES", "1");
     const Variable notes("SLOW_DRIVER_NOTES", place.path("notes"));
-    const Slow slow("SLOW_DRIVER_RESTORE_MS", "1", "2");
+    Slow slow("SLOW_DRIVER_RESTORE_MS", "1", "2");
     Rig rig(OnOrphaned::undo);
     for (const Bystander& task : tasks)
         add_record(rig, task.pid());
@@ -162,15 +173,12 @@ void an_orphan_undoes_while_the_driver_hangs_in_a_quick_call() {
     }
     char asked = 0;
     CHECK(::read(asks[0], &asked, 1) == 1);
-    ::usleep(100'000);
+    CHECK(comes_true([&] { return slow.is_in_it(); }));
     CHECK(::kill(criu, SIGKILL) == 0 && ::waitpid(criu, nullptr, 0) == criu);
     const TaskRecord* const records = &rig.table->tasks[0];
     CHECK(comes_true([] { return find_worker() != 0; }));
     const pid_t worker = find_worker();
-    // A quick call hangs after 20 s.
-    CHECK(comes_true([&] { return records[0].settled && records[2].settled; }) ||
-          comes_true([&] { return records[0].settled && records[2].settled; }) ||
-          comes_true([&] { return records[0].settled && records[2].settled; }));
+    await_settled({&records[0], &records[2]}); // a quick call hangs after 20 s
     CHECK(!records[1].settled);
     CHECK(::kill(tasks[1].pid(), SIGKILL) == 0);
     CHECK(::waitpid(worker, nullptr, 0) == worker);
@@ -202,12 +210,65 @@ void an_orphan_gives_up_what_always_fails() {
     CHECK(orphan.log().find("try gpustasis recover") != std::string::npos);
 }
 
+// Nobody runs meanwhile.
+void an_orphan_lets_others_wait_for_one_that_fails_at_first() {
+    const Bystander tasks[3];
+    const sample::TempDir place;
+    const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
+    const Variable refuses("SLOW_DRIVER_REFUSES_PID", std::to_string(tasks[0].pid()));
+    const Orphaned orphan(tasks);
+    CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
+    ::sleep(2);
+    CHECK(orphan.noted() == "restore restore ");
+    open_gate(place.path("gate"));
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(orphan.noted() == "restore restore restore unlock unlock unlock ");
+}
+
+// It may be the other one, which is stopped, that it needs; and gpustasis recover waits for the worker.
+void an_orphan_tries_what_fails_as_long_as_it_has_others_to_look_after() {
+    const Bystander tasks[3];
+    const sample::TempDir place;
+    const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
+    const Variable refuses("SLOW_DRIVER_REFUSES_PID", std::to_string(tasks[0].pid()));
+    CHECK(::kill(tasks[1].pid(), SIGSTOP) == 0);
+    CHECK(comes_true([&] { return proc::state(tasks[1].pid()) == 'T'; }));
+    Orphaned orphan(tasks);
+    const TaskRecord* const records = &orphan.rig.table->tasks[0];
+    await_settled({&records[2]});
+    const std::string said = "; this is tried again until the others are brought back ";
+    CHECK(comes_true([&] { return orphan.log().find(said) != std::string::npos; }));
+    CHECK(!records[0].settled && !records[1].settled);
+    open_gate(place.path("gate"));
+    await_settled({&records[0]});
+    CHECK(!records[1].settled);
+    CHECK(::kill(tasks[1].pid(), SIGCONT) == 0);
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(orphan.noted() == "restore unlock restore unlock restore unlock ");
+    CHECK(orphan.log().find("try gpustasis recover") == std::string::npos);
+}
+
+// A call that criu had begun has ended behind the restore.
+void an_orphan_restores_again_what_is_checkpointed_when_it_is_to_be_unlocked() {
+    const Bystander tasks[3];
+    const Variable relapses("SLOW_DRIVER_RELAPSES", std::to_string(tasks[1].pid()));
+    const Orphaned orphan(tasks);
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    const std::string noted = orphan.noted();
+    CHECK(noted == "restore restore restore unlock relapse unlock restore unlock " ||
+          noted == "restore restore restore unlock relapse restore unlock unlock ");
+    CHECK(orphan.log().find("recover") == std::string::npos);
+}
+
 // One dies while others are restored: the driver is asked nothing of whoever has its pid then.
 void an_orphan_unlocks_none_that_has_died_meanwhile() {
     Bystander tasks[3];
-    const Orphaned orphan(tasks, 60'000, "1000");
+    const sample::TempDir place;
+    const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
+    const Orphaned orphan(tasks);
     CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
     CHECK(::kill(tasks[0].pid(), SIGKILL) == 0);
+    open_gate(place.path("gate"));
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
     CHECK(orphan.noted() == "restore restore restore unlock unlock ");
     CHECK(orphan.log().find("recover") == std::string::npos);
@@ -216,9 +277,12 @@ void an_orphan_unlocks_none_that_has_died_meanwhile() {
 // Another dump has begun meanwhile: what it has seized is unlocked once it has let go.
 void an_orphan_unlocks_none_that_is_traced() {
     const Bystander tasks[3];
-    const Orphaned orphan(tasks, 60'000, "1000");
+    const sample::TempDir place;
+    const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
+    const Orphaned orphan(tasks);
     CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
     CHECK(::ptrace(PTRACE_SEIZE, tasks[0].pid(), nullptr, nullptr) == 0);
+    open_gate(place.path("gate"));
     ::sleep(8); // 10 s after criu has let go of the first nobody waits for it
     CHECK(comes_true([&] { return orphan.noted() == "restore restore restore unlock unlock "; }));
     ::usleep(200'000);
@@ -241,6 +305,9 @@ int main() {
     an_orphan_undoes_while_the_driver_hangs_in_a_quick_call();
     an_orphan_tries_again();
     an_orphan_gives_up_what_always_fails();
+    an_orphan_lets_others_wait_for_one_that_fails_at_first();
+    an_orphan_tries_what_fails_as_long_as_it_has_others_to_look_after();
+    an_orphan_restores_again_what_is_checkpointed_when_it_is_to_be_unlocked();
     an_orphan_unlocks_none_that_has_died_meanwhile();
     an_orphan_unlocks_none_that_is_traced();
 }

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "check.hpp"
+
+#include "cuda_plugin/long_calls.hpp"
+
+#include <chrono>
+#include <functional>
+#include <future>
+#include <thread>
+
+using namespace gpustasis;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr pid_t kFirst = 1, kSecond = 2; // no task is touched
+
+struct Gate {
+    void open() { opened.set_value(); }
+    std::function<void()> waits() {
+        return [future = opened.get_future().share()] { future.wait(); };
+    }
+    std::promise<void> opened;
+};
+
+void one_that_does_not_end_hangs_and_is_in_its_task_still() {
+    LongCalls calls;
+    Gate gate;
+    calls.begin(kFirst, milliseconds(500), gate.waits());
+    CHECK(calls.is_in(kFirst) && !calls.is_in(kSecond));
+    CHECK(comes_true([&] { return calls.hangs(kFirst); }));
+    CHECK(calls.is_in(kFirst) && !calls.any_works() && !calls.hangs(kSecond));
+    calls.begin(kSecond, milliseconds(500), [] {}); // which is no sign of life of the first
+    CHECK(comes_true([&] { return !calls.is_in(kSecond); }));
+    CHECK(calls.hangs(kFirst) && !calls.any_works());
+    gate.open();
+    CHECK(comes_true([&] { return !calls.is_in(kFirst); }));
+    CHECK(!calls.hangs(kFirst) && !calls.any_works());
+}
+
+// As in a driver that does one after the other: the second one's time begins when the first has ended.
+void one_that_waits_for_another_does_not_hang() {
+    constexpr milliseconds kLimit(4'000);
+    LongCalls calls;
+    Gate first, second;
+    const auto begin = std::chrono::steady_clock::now();
+    calls.begin(kFirst, kLimit, first.waits());
+    calls.begin(kSecond, kLimit, second.waits());
+    std::this_thread::sleep_until(begin + milliseconds(3'000));
+    first.open();
+    CHECK(comes_true([&] { return !calls.is_in(kFirst); }));
+    const auto ended = std::chrono::steady_clock::now();
+    std::this_thread::sleep_until(begin + milliseconds(4'100));
+    if (std::chrono::steady_clock::now() - ended <
+        milliseconds(3'500)) // this test was not held up itself
+        CHECK(!calls.hangs(kSecond) && calls.any_works());
+    CHECK(comes_true([&] { return calls.hangs(kSecond); }));
+    CHECK(std::chrono::steady_clock::now() - begin > milliseconds(6'900));
+    second.open();
+    CHECK(comes_true([&] { return !calls.is_in(kSecond); }));
+}
+
+} // namespace
+
+int main() {
+    one_that_does_not_end_hangs_and_is_in_its_task_still();
+    one_that_waits_for_another_does_not_hang();
+}
