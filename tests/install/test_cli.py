@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from gpustasis.install import layout, record
 from gpustasis.install.root import Root
 from install.conftest import install_into, put
 from install.tree import tree
+from support.json_output import check_document
 
 Gpustasis = Callable[..., CompletedProcess[str]]
 
@@ -49,6 +51,55 @@ def test_plugins_that_criu_does_not_load_any_more_are_named(
     put(root, "/usr/lib/criu/amdgpu_plugin.so", "")
     said = gpustasis("install", "--root", root).stdout
     assert "criu does not load amdgpu_plugin.so from /usr/lib/criu any more" in said
+
+
+def test_a_base_spec_of_containerd_has_the_hook(gpustasis: Gpustasis, root: Path) -> None:
+    spec = put(
+        root, "/spec.json", '{"ociVersion": "1.2.0", "hooks": {"poststop": [{"path": "/x"}]}}'
+    )
+    said = gpustasis("containerd", "base-spec", spec, "--json").stdout
+    made = check_document(said, "containerd base-spec")["spec"]
+    ours = {"path": layout.HOOK, "args": ["oci-hook"], "timeout": 30}
+    assert made == {
+        "ociVersion": "1.2.0",
+        "hooks": {"createRuntime": [ours], "poststop": [{"path": "/x"}, ours]},
+    }
+    spec.write_text(gpustasis("containerd", "base-spec", spec).stdout)
+    assert json.loads(spec.read_text()) == made
+    assert json.loads(gpustasis("containerd", "base-spec", spec).stdout) == made  # once is enough
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
+        ('{"hooks": {}}', "it is no container's specification: ociVersion is missing"),
+        ('{"ociVersion": "1.2.0", "hooks": []}', "its hooks are not as the OCI runtime"),
+        ('{"ociVersion": "1.2.0", "hooks": {"poststop": {}}}', "its hooks are not as the OCI"),
+    ],
+)
+def test_what_is_no_base_spec_is_refused(
+    gpustasis: Gpustasis, root: Path, text: str, said: str
+) -> None:
+    spec = put(root, "/spec.json", text)
+    ended = gpustasis("containerd", "base-spec", spec)
+    assert ended.returncode == 22 and f"{spec}: {said}" in ended.stderr and ended.stdout == ""
+
+
+def test_a_hook_that_containerd_needs_is_not_removed(gpustasis: Gpustasis, root: Path) -> None:
+    gpustasis("install", "--root", root)
+    spec = put(root, "/etc/containerd/base.json", f'{{"path": "{layout.HOOK}"}}')
+    put(root, "/etc/containerd/config.toml", f"# {layout.HOOK}")
+    before = tree(root)
+    for words in ((), ("--dry-run",)):
+        ended = gpustasis("uninstall", "--root", root, *words)
+        assert ended.returncode == 22
+        assert f"/etc/containerd/base.json names {layout.HOOK}" in ended.stderr
+        assert ended.stderr.endswith("nothing was changed\n")
+    assert tree(root) == before
+    spec.unlink()
+    assert gpustasis("uninstall", "--root", root).returncode == 0
 
 
 def test_obstacles_are_an_error(gpustasis: Gpustasis, root: Path) -> None:

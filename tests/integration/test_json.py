@@ -35,6 +35,7 @@ ELSEWHERE = {
     "podman checkpoint": "runtimes/test_podman_service.py",
     "podman restore": "runtimes/test_podman_service.py",
     "build-image": "runtimes/test_archives.py",
+    "containerd base-spec": "install/test_cli.py",
     "containerd checkpoint": "containerd/test_checkpoint.py",
     "containerd list": "containerd/test_checkpoint.py",
     "containerd resume": "containerd/test_checkpoint.py",

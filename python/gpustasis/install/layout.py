@@ -228,7 +228,9 @@ def with_hook(spec: bytes, name: str) -> dict[str, object]:
     for stage in definition["stages"]:
         one = hooks.setdefault(stage, []) if isinstance(hooks, dict) else None
         if not isinstance(one, list):
-            raise InstallError(f"{name}: its hooks are not as the OCI runtime specification has them")
+            raise InstallError(
+                f"{name}: its hooks are not as the OCI runtime specification has them"
+            )
         if not any(isinstance(other, dict) and other.get("path") == HOOK for other in one):
             one.append(definition["hook"])
     return found
