@@ -209,7 +209,12 @@ def test_all_cuda_processes_of_a_rank_are_locked_at_once_but_those_of_cuda_ipc(
 
 @pytest.mark.parametrize("name", ["CUDA_CHECKPOINT_JOB_FILE", "NOT_CUDA_CHECKPOINT_JOB_FILE"])
 def test_who_is_of_a_job_of_cuda_ipc_says_so_in_its_environment(name: str) -> None:
-    with subprocess.Popen(["sleep", "1000"], env={"A": "B", name: "/x"}) as process:
+    words, both = ["sh", "-c", "echo; read x"], subprocess.PIPE
+    environ = {"A": "B", name: "/x"}
+    with subprocess.Popen(words, env=environ, stdin=both, stdout=both) as process:
+        # Popen returns while the kernel still loads the program, which has no environment by then.
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
         assert is_of_ipc_job(process.pid) == (not name.startswith("NOT"))
         process.kill()
     assert not is_of_ipc_job(process.pid)

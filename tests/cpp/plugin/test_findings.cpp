@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <fstream>
 #include <string>
 
 using namespace gpustasis;
@@ -91,6 +92,12 @@ void a_thread_that_runs_answers() {
     require_answering(::getpid(), ::getpid());
 }
 
+/// Whether that process has one. The kernel names its program first, and says later where it is.
+bool has_environment(pid_t pid) {
+    std::ifstream file("/proc/" + std::to_string(pid) + "/environ");
+    return file.peek() != std::ifstream::traits_type::eof();
+}
+
 /// A process with that environment. It has it once its program is another one.
 bool comes_to_be_of_one(const char* const* environ) {
     const pid_t child = ::fork();
@@ -98,8 +105,7 @@ bool comes_to_be_of_one(const char* const* environ) {
         ::execle("/bin/sleep", "sleep", "1000", nullptr, environ);
         ::_exit(1);
     }
-    for (int waited = 0; proc::comm(child) != "sleep" && waited < 5'000; ++waited)
-        ::usleep(1'000);
+    CHECK(comes_true([&] { return proc::comm(child) == "sleep" && has_environment(child); }));
     const bool is_one = is_of_ipc_job(child);
     CHECK(::kill(child, SIGKILL) == 0 && ::waitpid(child, nullptr, 0) == child);
     return is_one;
