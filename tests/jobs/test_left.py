@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from gpustasis.jobs.store import Put
 from jobs.test_keeper import Tasks
 from jobs.test_undoing import context, server, supervisor_of  # noqa: F401 - fixtures
 from support.job_ranks import wait_for
+from support.signals import signalled
 
 KEYS = Keys("job")
 SETTINGS = Settings()
@@ -121,11 +121,9 @@ def test_a_prune_keeps_the_newest_and_what_is_evidence(context: Context) -> None
 def test_a_keeper_that_waits_for_a_restore_ends_when_it_is_asked_to(
     context: Context,  # noqa: F811
 ) -> None:
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    ended = supervisor_of(context).run(restoring=True)
+    with signalled(signal.SIGTERM):
+        ended = supervisor_of(context).run(restoring=True)
     assert ended.status == 128 + signal.SIGTERM
-    timer.join()
 
 
 def test_a_command_that_has_ended_before_it_is_noted_has_its_status(

@@ -7,10 +7,10 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +37,7 @@ from jobs.test_undoing import (  # noqa: F401 - fixtures
     server,
     task,
 )
+from support.signals import signalled
 
 FAILURE = Failure(rank=0, reason="why", at=1.0)
 
@@ -169,17 +170,17 @@ def test_tasks_that_were_told_to_end_have_time_for_it(
 
 def test_a_command_that_ends_well_upon_a_signal_has_not_come_to_its_end(
     context: Context,  # noqa: F811
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the next start would begin anew, whatever checkpoint there is."""
     monkeypatch.setattr(preempting, "note_ended", lambda *_: pytest.fail("it counts as ended"))
     supervisor = Supervisor(context, SETTINGS, lambda _: None)
     context.say_where()
-    words = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    ended = job_run._keep(supervisor, context, words, False, True, None)
-    timer.join()
+    ready = tmp_path / "ready"
+    words = ("sh", "-c", f"trap 'exit 0' TERM; touch {ready}; while :; do sleep 0.05; done")
+    with signalled(signal.SIGTERM, ready.exists):
+        ended = job_run._keep(supervisor, context, words, False, True, None)
     assert (ended.epoch, ended.status, ended.told) == (0, 0, True)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from gpustasis.jobs.supervise import Supervisor
 from jobs.test_stopping import TERMS, recovering
 from jobs.test_undoing import SETTINGS, context, server, task  # noqa: F401 - fixtures
 from support.job_ranks import wait_for
+from support.signals import signalled
 
 
 @pytest.mark.parametrize("status", [0, 143])
@@ -78,19 +78,30 @@ def test_tasks_may_end_by_themselves_once_those_of_another_rank_have_upon_a_sign
 def test_a_signal_that_the_tasks_outlive_has_not_ended_them(
     lasts_s: float,
     context: Context,  # noqa: F811
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A program may take SIGHUP for something else, and come to its end later."""
+    ready, go = tmp_path / "ready", tmp_path / "go"
     monkeypatch.setattr(ending, "_OUTLIVED_S", lasts_s)
+    look = Signal.was_outlived
+
+    def was_outlived(told: Signal) -> bool:
+        """The program ends as soon as it has been so, or is told, if it will not be so."""
+        found = look(told)
+        if found or (lasts_s > 1 and context.told_at):
+            go.touch()
+        return found
+
+    monkeypatch.setattr(Signal, "was_outlived", was_outlived)
     guard, rank = recovering(context)
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
         supervisor = Supervisor(context, SETTINGS, print, recovering=rank)
-        words = ("sh", "-c", "trap : HUP; for i in $(seq 20); do sleep 0.1; done; exit 0")
-        supervisor.start(words, os.environ)
-        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGHUP))
-        timer.start()
-        ended = supervisor.run(restoring=False)
+        code = f"trap : HUP; touch {ready}; while [ ! -e {go} ]; do sleep 0.05; done; exit 0"
+        supervisor.start(("sh", "-c", code), os.environ)
+        with signalled(signal.SIGHUP, ready.exists):
+            ended = supervisor.run(restoring=False)
         assert ended == Ended(epoch=0, status=0)
         assert rank.ended_well == (lasts_s < 1)
         assert guard.life.stage is (Stage.DONE if lasts_s < 1 else Stage.FAILED)
@@ -123,15 +134,16 @@ def test_time_in_which_nobody_looked_makes_no_tasks_outlive_a_signal(
     assert not outlived(10_000, 1)
 
 
-UNTIL_TOLD = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")
 GRACE = Grace(grace_s=120.0, reserve_s=5.0, rate=1 << 40)
 
 
 def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
     context: Context,  # noqa: F811
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else they would have time to end, and not know that they have to."""
+    ready = tmp_path / "ready"
     monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 10.0)
     _, rank = recovering(context)
     told: list[str] = []
@@ -139,7 +151,6 @@ def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
     monkeypatch.setattr(preempting, "_begin", lambda: 0)  # another epoch is under way
 
     def fail() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
         wait_for(lambda: len(told) > 0, "the keeper's answer to the signal")
         steering.give_up(context.store, context.keys)
 
@@ -147,13 +158,12 @@ def test_tasks_of_a_job_that_has_ended_get_the_signal_that_was_to_checkpoint_it(
         assert rank.begin(new=True, can_start=True)
         supervisor = Supervisor(context, SETTINGS, print, preempting, rank)
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-        supervisor.start(UNTIL_TOLD, os.environ)
-        timer = threading.Timer(1.0, fail)
-        timer.start()
+        code = f"trap 'exit 0' TERM; touch {ready}; while :; do sleep 0.05; done"
+        supervisor.start(("sh", "-c", code), os.environ)
         try:
-            assert supervisor.run(restoring=False) == Ended(epoch=0, status=0)
+            with signalled(signal.SIGTERM, ready.exists, fail):
+                assert supervisor.run(restoring=False) == Ended(epoch=0, status=0)
         finally:
-            timer.join()
             for number, handler in before.items():
                 signal.signal(number, handler)
     assert "no checkpoint, the tasks are told to end: rank 0 was told to end, and the" in told[-1]

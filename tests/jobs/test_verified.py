@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -39,6 +38,7 @@ from jobs.test_undoing import (  # noqa: F401 - fixtures
 from support.job_ranks import wait_for
 from support.json_output import check_document
 from support.ring import WORLD, Ring
+from support.signals import catches, signalled
 
 
 def program(place: Path, text: str) -> str:
@@ -125,21 +125,14 @@ def test_a_keeper_that_dies_before_the_verdict_leaves_it_to_the_next_one(
     ring.wait(lambda: ring.status(1) is not None)
     assert len(ring.pids()) == WORLD
     ring.start(1, "--verify-after", check, command=False)
-    ring.wait(lambda: catches(ring, 1, signal.SIGTERM))  # it is the keeper of the tasks
+    keeper = ring.keepers[1]
+    assert keeper is not None
+    ring.wait(lambda: catches(keeper.pid, signal.SIGTERM))  # it is the keeper of the tasks
     (tmp_path / "go").touch()
     _, said = order.communicate(timeout=120)
     assert order.returncode == VerificationError.exit_code, said + ring.logs()
     assert ring.ends() == [VerificationError.exit_code] * WORLD
     assert ring.pids() == []
-
-
-def catches(ring: Ring, rank: int, number: signal.Signals) -> bool:  # noqa: F811
-    """Whether the rank's keeper does something with this signal."""
-    keeper = ring.keepers[rank]
-    assert keeper is not None
-    status = Path(f"/proc/{keeper.pid}/status").read_text()
-    caught = int(status.split("SigCgt:")[1].split()[0], 16)
-    return bool(caught & 1 << (number - 1))
 
 
 def check_settled(ring: Ring) -> int:  # noqa: F811
@@ -229,6 +222,7 @@ def test_a_signal_that_comes_while_an_epoch_brings_the_tasks_reaches_them(
 def test_a_signal_that_ends_the_tasks_while_the_command_runs_is_not_the_checkpoint_s(
     context: Context,  # noqa: F811
     task: subprocess.Popen[bytes],  # noqa: F811
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which is not marked; nor does the keeper wait for an older one, with --older-if-unverified:
@@ -238,20 +232,21 @@ def test_a_signal_that_ends_the_tasks_while_the_command_runs_is_not_the_checkpoi
     plan = Plan(world=1, leave_running=True, restores=checkpoint)
     order = Order(epochs.begin(store, keys, plan), leave_running=True, restores=checkpoint)
     store.write([], [Put(keys.phase(order.number), phase_text(plan, Phase.COMMITTED))])
-    check = Check(words=("sleep", "60"), seconds=60)
+    begun = tmp_path / "begun"
+    check = Check(words=("sh", "-c", f"touch {begun}; exec sleep 60"), seconds=60)
     context.options = replace(context.options, check=check, older=True)
     supervisor = supervisor_of(context)
     epoch = Epoch(Phase.COMMITTED, 1, leave_running=True, restores=checkpoint)
 
     def take_part(_: Callable[[], bool]) -> Outcome:
         context.note(pid=task.pid, epoch=order.number)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(JobError, match="rank 0 is not back: its tasks have ended"):
             verified.verify(context, order, "images")
         return Outcome(order.number, epoch, "it is not back")
 
     monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
-    with pytest.raises(VerificationError, match="the job is not back: rank 0 is not back: its"):
+    back = pytest.raises(VerificationError, match="the job is not back: rank 0 is not back: its")
+    with back, signalled(signal.SIGTERM, begun.exists):
         supervisor.run(restoring=True)
     assert verified.marks(store, keys, [checkpoint]) == {}
 
