@@ -30,6 +30,7 @@ from gpustasis.preemption.streams import Outlet
 from gpustasis.preemption.tree import Memory
 from support.criu_roots import newest_criu
 from support.job import Job
+from support.pids import sleep_as
 from support.supervised import Supervised
 
 PAIR = Path(__file__).resolve().parent.parent / "programs" / "pair.py"
@@ -285,48 +286,31 @@ def test_a_signal_goes_to_the_supervisor_that_was_found_and_to_no_later_process(
         "f.flush()\n"
         "time.sleep(600)\n"
     )
+    lock = tmp_path / SUPERVISOR_NAME
+    asked = subprocess.Popen([sys.executable, "-c", code, str(lock)])
+    while not lock.exists() or not lock.read_text():
+        time.sleep(0.01)
     real = asking._lock_of
-    for attempt in range(20):  # another process of this machine may take the pid, and keep it
-        lock = tmp_path / str(attempt) / SUPERVISOR_NAME
-        lock.parent.mkdir()
-        asked = subprocess.Popen([sys.executable, "-c", code, str(lock)])
-        while not lock.exists() or not lock.read_text():
-            time.sleep(0.01)
-        later: list[subprocess.Popen[bytes]] = []
+    later: list[int] = []
 
-        def look(
-            pid: int,
-            asked: subprocess.Popen[bytes] = asked,
-            later: list[subprocess.Popen[bytes]] = later,
-        ) -> int | None:
-            found = real(pid)
-            asked.kill()
-            asked.wait()
-            for _ in range(5):
-                Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
-                later.append(subprocess.Popen(["/bin/sleep", "620"]))
-                if later[-1].pid == pid:
-                    return found
-            raise _PidTakenError
+    def look(pid: int) -> tuple[int, str] | None:
+        found = real(pid)
+        asked.kill()
+        asked.wait()
+        sleep_as(pid)
+        later.append(pid)
+        return found
 
-        monkeypatch.setattr(asking, "_lock_of", look)
-        try:
-            with pytest.raises(CheckpointError, match="ended before it was asked"):
-                asking.preempt(asked.pid, 5)
-            assert later[-1].poll() is None
-        except _PidTakenError:
-            continue
-        else:
-            return
-        finally:
-            for each in later:
-                each.kill()
-                each.wait()
-    raise AssertionError("in 20 attempts no process has got the pid")
-
-
-class _PidTakenError(Exception):
-    pass
+    monkeypatch.setattr(asking, "_lock_of", look)
+    try:
+        with pytest.raises(CheckpointError, match="ended before it was asked"):
+            asking.preempt(asked.pid, 5)
+        assert later == [asked.pid]
+        assert os.waitpid(asked.pid, os.WNOHANG) == (0, 0)
+    finally:
+        for pid in later:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def test_a_job_whose_reader_went_away_learns_of_it() -> None:
