@@ -159,7 +159,8 @@ void who_gives_one_call_up_waits_for_the_others() {
 // What was given up is answered after all, while the driver is at work in another task: that one is waited for.
 void a_late_answer_breaks_off_no_other_call() {
     const Variable meet("SLOW_DRIVER_MEET", "2"); // a lock that is alone fails after 3 s
-    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "1000");
+    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS",
+                        "2500"); // given up long before, answered before 3 s
     Rig rig(OnOrphaned::undo);
     rig.config.driver_timeout_ms = 100;
     std::vector<Worker::Call> calls{rig.worker->begin_checkpoint(7, 0),
@@ -272,9 +273,9 @@ void calls_side_by_side_are_not_the_first() {
 // A driver that answers one call after the other has not begun with all of them.
 void what_waits_for_other_calls_does_not_hang() {
     const Variable turns("SLOW_DRIVER_IN_TURN", "1");
-    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "1000");
+    const Variable slow("SLOW_DRIVER_CHECKPOINT_MS", "4000");
     Rig rig(OnOrphaned::undo);
-    rig.config.driver_timeout_ms = 2'500;
+    rig.config.driver_timeout_ms = 10'000; // the first has long ended, and the third has not
     std::vector<Worker::Call> calls;
     for (int pid = 1; pid <= 3; ++pid)
         calls.push_back(rig.worker->begin_checkpoint(pid, 0));
