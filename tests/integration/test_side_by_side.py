@@ -20,12 +20,16 @@ from campaigns import damage
 from campaigns.rig import Rig, await_line, log_path
 from campaigns.steady_job import SteadyJob
 from gpustasis.emulator import RATES_OFF, Options
+from support.held_pipe import held_pipe
+from support.job_ranks import wait_for
 
 MIB = 1 << 20
 TASKS = 4
 PTRACE_SEIZE, PTRACE_CONT, PTRACE_DETACH = 0x4206, 7, 17
 PTRACE_O_TRACEEXIT, WALL = 0x40, 0x40000000
-DELAY_MS = 3000  # of a call that others of a tree do not wait for
+DELAY_MS = 10_000  # of a call that others of a tree do not wait for: they are done by then
+IN_TURN_MS = 3_000  # of one that they do wait for
+STUCK_MS = 100_000  # of one that nobody waits for
 
 
 @contextmanager
@@ -49,9 +53,9 @@ def statistics(images: Path, stage: str) -> dict[str, Any]:
     return found
 
 
-def delay(rig: Rig, operation: str, *pids: int) -> None:
+def delay(rig: Rig, operation: str, *pids: int, by_ms: int) -> None:
     for pid in pids:
-        rig.emulator.add_fault(operation, "delay", delay_ms=DELAY_MS, pid=pid)
+        rig.emulator.add_fault(operation, "delay", delay_ms=by_ms, pid=pid)
 
 
 def order(log: str, job: SteadyJob, what: str) -> list[int]:
@@ -81,8 +85,9 @@ def require_at_once(found: list[int], count: int) -> None:
 def test_all_tasks_are_locked_before_any_is_frozen(own_rig: Rig) -> None:
     with four_tasks(own_rig) as job:
         images = own_rig.images()
-        delay(own_rig, "lock", *job.pids[:2])
-        dumped = own_rig.dump(job, images, "--leave-running", config={"parallel_gpus": 1})
+        delay(own_rig, "lock", *job.pids[:2], by_ms=DELAY_MS)
+        config = {"parallel_gpus": 1, "lock_timeout_ms": 60_000}
+        dumped = own_rig.dump(job, images, "--leave-running", config=config)
         assert dumped.status == 0, dumped.errors
         require_at_once(order(dumped.log, job, "locked"), TASKS)
         assert dumped.log.rindex("cuda_plugin: locked pid") < dumped.log.index("Seized task")
@@ -94,13 +99,14 @@ def test_the_driver_works_in_as_many_tasks_at_once_as_is_said(own_rig: Rig, at_o
     """0: as many as there are GPUs. On the way back of a job that is left running, too, and in a
     restore."""
     used = at_once or TASKS
+    by_ms = IN_TURN_MS if at_once else DELAY_MS
     config = {"parallel_gpus": at_once}
     with four_tasks(own_rig) as job:
         for extra in (["--leave-running"], []):
             images = own_rig.images()
-            delay(own_rig, "checkpoint", *job.pids[:2])
+            delay(own_rig, "checkpoint", *job.pids[:2], by_ms=by_ms)
             if extra:
-                delay(own_rig, "restore", *job.pids[:2])
+                delay(own_rig, "restore", *job.pids[:2], by_ms=by_ms)
             dumped = own_rig.dump(job, images, *extra, config=config)
             assert dumped.status == 0, dumped.errors
             found = statistics(images, "dump")
@@ -110,11 +116,11 @@ def test_the_driver_works_in_as_many_tasks_at_once_as_is_said(own_rig: Rig, at_o
                 assert order(dumped.log, job, "brought back")
                 # A task waits until one of those before it is done.
                 last = began_after_s(dumped.log, job.pids[2]) * 1000
-                assert last < DELAY_MS if used == TASKS else last >= DELAY_MS * (2 // used)
+                assert last < by_ms if used == TASKS else last >= by_ms * (2 // used)
                 job.run_on()
         job.wait()
         own_rig.settle(images)
-        delay(own_rig, "restore", *job.pids[:2])
+        delay(own_rig, "restore", *job.pids[:2], by_ms=by_ms)
         restored = own_rig.restore(images, config=config)
         assert restored.status == 0, restored.errors
         assert statistics(images, "restore")["parallel_gpus"] == used
@@ -151,13 +157,24 @@ def test_one_task_whose_restore_thread_is_lost_is_named(own_rig: Rig) -> None:
         assert dumped.log.count("cuda_plugin: brought back pid") == TASKS - 1
 
 
+def pipe_of(pid: int) -> int:
+    """A writing end of one that the task has to itself: its driver's, after which a thread is
+    named."""
+    names = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/comm")]
+    (name,) = (name for name in names if re.fullmatch(r"cuda[0-9a-f]{11}\n", name))
+    return os.open(f"/proc/{pid}/fd/{int(name[4:], 16) & 0x3FFFFF}", os.O_WRONLY | os.O_NONBLOCK)
+
+
 def test_a_task_that_is_about_to_end_is_no_other_program(own_rig: Rig) -> None:
-    """Its threads are gone, and it closes what it has open, when criu comes to it."""
+    """Its threads are gone, and it closes what it has open, when criu comes to it: that may take
+    as long as it likes."""
     libc = ctypes.CDLL(None, use_errno=True)
     with four_tasks(own_rig) as job:
         ending, images = job.pids[2], own_rig.images()
-        delay(own_rig, "lock", job.pid)
-        criu = own_rig.start(own_rig.dump_words(job, images, ["--leave-running"]))
+        pipe = pipe_of(ending)
+        delay(own_rig, "lock", job.pid, by_ms=DELAY_MS)
+        words = own_rig.dump_words(job, images, ["--leave-running"])
+        criu = own_rig.start(words, {"lock_timeout_ms": 60_000})
         log = log_path(images, "dump")
         await_line(criu, log, f"locked pid {ending}")
         assert libc.ptrace(PTRACE_SEIZE, ending, 0, PTRACE_O_TRACEEXIT) == 0
@@ -165,10 +182,12 @@ def test_a_task_that_is_about_to_end_is_no_other_program(own_rig: Rig) -> None:
         assert os.waitpid(ending, WALL)[0] == ending  # it gets the signal
         assert libc.ptrace(PTRACE_CONT, ending, 0, signal.SIGTERM) == 0
         assert os.waitpid(ending, WALL)[0] == ending  # it is about to end
-        await_line(criu, log, f"locked pid {job.pid}")
-        time.sleep(0.3)
-        assert criu.poll() is None
-        assert libc.ptrace(PTRACE_DETACH, ending, 0, 0) == 0
+        wait_for(lambda: os.listdir(f"/proc/{ending}/task") == [str(ending)], "its last thread")
+        with held_pipe(pipe):
+            assert libc.ptrace(PTRACE_DETACH, ending, 0, 0) == 0
+            await_line(criu, log, f"pid {ending} has ended since it was locked")
+            assert Path(f"/proc/{ending}").exists()
+        os.close(pipe)
         assert criu.wait(60) == 0, log.read_text()[-3000:]
         assert f"pid {ending} has ended since it was locked" in log.read_text()
         assert json.loads((images / "gpustasis-dump.json").read_text())["result"] == "ok"
@@ -180,8 +199,12 @@ def test_one_task_that_cannot_be_restored_ends_them_all(own_rig: Rig) -> None:
         assert own_rig.dump(job, images).status == 0
         job.wait()
         own_rig.settle(images)
-        own_rig.emulator.add_fault("restore", "error", code=999, pid=job.pids[1])
+        own_rig.emulator.add_fault("restore", "error", code=999, delay_ms=3000, pid=job.pids[1])
+        delay(own_rig, "restore", job.pids[2], by_ms=STUCK_MS)
+        begin = time.monotonic()
         assert damage.expect_refusal(own_rig, job, images) == "killed what was made"
+        assert time.monotonic() - begin < STUCK_MS / 2000
+        own_rig.emulator.clear_faults()
         log = log_path(images, "restore").read_text()
         assert f"pid {job.pids[1]}: cuCheckpointProcessRestore" in log
         assert "cuda_plugin: unlocked pid" not in log
@@ -196,7 +219,7 @@ def test_tasks_of_a_job_of_cuda_ipc_take_turns(own_rig: Rig) -> None:
     with four_tasks(own_rig, **{name: "/nonexistent"}) as job:
         images = own_rig.images()
         for operation in ("lock", "checkpoint"):
-            delay(own_rig, operation, *job.pids[:2])
+            delay(own_rig, operation, *job.pids[:2], by_ms=IN_TURN_MS)
         dumped = own_rig.dump(job, images)
         assert dumped.status == 0, dumped.errors
         found = statistics(images, "dump")
@@ -206,7 +229,7 @@ def test_tasks_of_a_job_of_cuda_ipc_take_turns(own_rig: Rig) -> None:
             require_at_once(order(dumped.log, job, what), 1)
         job.wait()
         own_rig.settle(images)
-        delay(own_rig, "restore", *job.pids[:2])
+        delay(own_rig, "restore", *job.pids[:2], by_ms=IN_TURN_MS)
         restored = own_rig.restore(images)
         assert restored.status == 0, restored.errors
         found = statistics(images, "restore")
