@@ -18,9 +18,11 @@ from gpustasis.cli import job_run
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, preempting, steering, verified
 from gpustasis.jobs import recovering as recovering_module
+from gpustasis.jobs.ending import Ended
 from gpustasis.jobs.guard import Guard, where
 from gpustasis.jobs.lives import Failure, Life, Stage, Way, life_of
-from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.member import Outcome
+from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text
 from gpustasis.jobs.recovering import Next
@@ -182,6 +184,20 @@ def test_a_command_that_ends_well_upon_a_signal_has_not_come_to_its_end(
     with signalled(signal.SIGTERM, ready.exists):
         ended = job_run._keep(supervisor, context, words, False, True, None)
     assert (ended.epoch, ended.status, ended.told) == (0, 0, True)
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_the_checkpoint_that_ended_an_earlier_start_ends_no_other_one(
+    is_other: bool,
+    context: Context,  # noqa: F811
+) -> None:
+    """Whose keepers had left it open: the rank has had no tasks in this start yet."""
+    _, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True, newest=is_other) is not is_other
+        supervisor = Supervisor(context, SETTINGS, lambda _: None, recovering=rank)
+        ended = supervisor._after(Outcome(7, Epoch(Phase.COMMITTED, 1), ""))
+        assert ended == (None if is_other else Ended(epoch=7, status=None))
 
 
 def test_trouble_of_an_earlier_start_does_not_fail_one_that_waits(

@@ -6,16 +6,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from gpustasis.errors import JobError
 from gpustasis.jobs import ending, epochs, steering
 from gpustasis.jobs import recovering as recovering_module
 from gpustasis.jobs.ending import Ended, Signal
 from gpustasis.jobs.guard import Guard, where
-from gpustasis.jobs.lives import Stage
+from gpustasis.jobs.lives import Stage, Way
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Grace, Preempting
 from gpustasis.jobs.rank import Context
@@ -72,6 +74,32 @@ def test_tasks_may_end_by_themselves_once_those_of_another_rank_have_upon_a_sign
             monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 0.0)
         assert rank.take(None).failed
         assert not Path(f"/proc/{task.pid}").exists()
+
+
+def test_tasks_that_have_ended_well_have_failed_with_their_job_if_nobody_told_them_to_end(
+    context: Context,  # noqa: F811
+) -> None:
+    """Else who started the keeper would take the job for one that has come to its end."""
+    store, keys = context.store, context.keys
+    guard = Guard(store, keys, 0, 2, TERMS, where(context.place.run), ttl_s=4, told=print)
+    rank = Recovering(context, guard, None, print)
+
+    def fail() -> None:
+        wait_for(lambda: guard.standing(1) is not None, "the rank's first word")
+        wait_for(lambda: guard.standing(1).way is Way.ENDED, "its end")  # type: ignore[union-attr]
+        steering.give_up(store, keys)
+
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        supervisor = Supervisor(context, SETTINGS, print, recovering=rank)
+        supervisor.start(("true",), os.environ)
+        failing = threading.Thread(target=fail)
+        failing.start()
+        try:
+            ended = supervisor.run(restoring=False)
+        finally:
+            failing.join()
+        assert ended == Ended(epoch=0, status=JobError.exit_code)
 
 
 @pytest.mark.parametrize("lasts_s", [0.3, 60.0])
