@@ -24,6 +24,7 @@ from gpustasis.jobs.lives import Stage, Terms, Way, life_of
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Answer, Entry, Put, Require, Unreachable
+from gpustasis.verifying import Check
 from jobs.test_lives import (  # noqa: F401 - a fixture
     FAILURE,
     HERE,
@@ -191,8 +192,8 @@ def test_whoever_has_no_seat_replaces_nobody_s_addresses(context: Context) -> No
 
 def test_a_start_without_restarts_knows_that_the_job_has_ended(context: Context) -> None:  # noqa: F811
     """Else it would go back to a checkpoint of before the end."""
-    number = committed(context)
-    assert ended_at(context.store, KEYS, number) == 0
+    _, number = committed(context), committed(context)
+    assert ended_at(context.store, KEYS, context.world) == 0
     ended = job_recovery.keep_recovered(
         *(context, SETTINGS, CHOICE, ("true",)),
         restore=False,
@@ -201,7 +202,7 @@ def test_a_start_without_restarts_knows_that_the_job_has_ended(context: Context)
         preempting=None,
     )
     assert ended.status == 0
-    assert ended_at(context.store, KEYS, number) == number
+    assert ended_at(context.store, KEYS, context.world) == number
 
 
 def test_whoever_stands_by_leaves_a_start_to_who_has_the_command(
@@ -222,3 +223,17 @@ def test_whoever_stands_by_leaves_a_start_to_who_has_the_command(
     assert not job_recovery._is_next(standby, can_start=False)
     first.close()
     assert job_recovery._is_next(standby, can_start=False)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1234.0])
+def test_the_lead_waits_as_long_as_ranks_may_be_verified(
+    context: Context,  # noqa: F811
+    seconds: float,
+) -> None:
+    check = Check(words=("true",), seconds=seconds) if seconds else None
+    context.options = replace(context.options, check=check)
+    rank = job_recovery._recovering(context, TTL_S, CHOICE, can_start=True)
+    leading = rank._guard._leading
+    assert leading is not None
+    assert leading._verify_s == seconds
+    rank.close()
