@@ -171,8 +171,9 @@ def test_one_from_before_a_hang_stays_however_long_the_last_dump_takes(
         nonlocal now
         for _ in range(int(2 * seconds)):
             now += 0.5
-            if works:
-                progress.write_text(f"{now}")
+            if works:  # it grows: the clock of the file system may stand meanwhile
+                with progress.open("a") as file:
+                    file.write("x")
             watcher.look(task.pid)
 
     def least_after(seconds: float) -> int:
