@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gpustasis.emulator import Emulator
 from gpustasis.errors import JobError
-from gpustasis.jobs.etcd import Etcd
-from gpustasis.jobs.etcd_words import Access
-from gpustasis.jobs.kept import all_epochs
-from gpustasis.jobs.records import Keys
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.job_ranks import state_of
 from support.json_output import check_document
@@ -210,63 +207,12 @@ def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa:
     look_at(ring, 2)
 
 
-def whole(ring: Ring) -> list[int]:  # noqa: F811
-    listed = check_document(ring.job("list", "--json").stdout, "job list")["epochs"]
-    return [
-        one["epoch"] for one in listed if (one["kind"], one["state"]) == ("checkpoint", "committed")
-    ]
-
-
-def test_it_goes_back_to_what_was_made_by_the_clock_and_is_checkpointed_on(
-    ring: Ring,  # noqa: F811
-) -> None:
-    ring.steps = 3 * STEPS
-    ring.start_all("--restarts", "2", "--interval", "1s", "--keep-last", "2")
-    ring.wait(lambda: "epoch 3: committed" in ring.log_whole(0))
-    os.kill(ring.program_of(2), signal.SIGKILL)
-    ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
-    (recovery,) = shown(ring)["recoveries"]
-    assert recovery["restored"] >= 3
-    ring.wait(lambda: max(whole(ring)) > recovery["epoch"] + 1)
-    assert ring.ends(240) == [0] * WORLD, ring.logs()
-    ring.check_end()
-    assert shown(ring)["restarts"] == 1, shown(ring)["recoveries"]
-    assert len(whole(ring)) == 2
-    for rank in range(WORLD):
-        kept = {one.name for one in (ring.directory / f"kept/rank-{rank}").glob("epoch-*")}
-        # And what those are built on.
-        assert {f"epoch-{epoch:08d}" for epoch in whole(ring)} <= kept, rank
-
-
-def test_checkpoints_by_the_clock_hide_no_hang_and_leave_one_from_before_it(
-    ring: Ring,  # noqa: F811
-    store: list[str],  # noqa: F811
-) -> None:
-    ring.steps = 4 * STEPS
-    words = "--restarts 5 --back-off 0 --hang-after 12 --interval 2s --keep-last 1"
-    ring.start_all(*words.split())
-    ring.wait(lambda: "epoch 6: committed" in ring.log_whole(0), timeout_s=120)
-    hung_at = time.time()
-    os.kill(ring.program_of(1), signal.SIGUSR1)
-    ring.wait(lambda: len(shown(ring)["recoveries"]) > 0, timeout_s=240)
-    assert ring.ends(240) == [0] * WORLD, ring.logs()
-    ring.check_end()
-    # On a loaded machine connections that were locked again and again may stand still once more.
-    recovery = shown(ring)["recoveries"][0]
-    assert "hangs: " in recovery["reason"]
-    with closing(Etcd(Access(endpoints=(store[1],)))) as client:
-        found = all_epochs(client, Keys(ring.name))
-    before = [one.number for one in found if one.was_whole and 0 < one.begun_at < hung_at]
-    assert recovery["epoch"] > before[-1] + 1  # one was made while it hung
-    # To one from before, although --keep-last is 1; up to three were begun too shortly before.
-    assert recovery["restored"] in before[-4:], before
-
-
+@pytest.mark.timeout(900)
 def test_a_job_that_is_recovered_is_preempted_and_goes_on(ring: Ring) -> None:  # noqa: F811
     """One command line for all of it: the first start, what follows a SIGTERM, and a failure."""
     words = ("--restarts", "2", "--checkpoint-on-sigterm", "--checkpointed-status", "75")
     words += ("--restore-newest",)
-    ring.steps = STEPS
+    ring.steps = 4 * STEPS
     ring.start_all(*words)
     ring.wait(lambda: min(ring.steps_now()) > 50)
     ring.signal(2, signal.SIGTERM)
@@ -285,7 +231,7 @@ def test_a_job_that_is_recovered_is_preempted_and_goes_on(ring: Ring) -> None:  
     assert ring.ends() == [75] * WORLD, ring.logs()
 
     ring.start_all(*words)
-    assert ring.ends() == [0] * WORLD, ring.logs()
+    assert ring.ends(240) == [0] * WORLD, ring.logs()
     ring.check_end()
     assert shown(ring)["restarts"] == 0  # since this start
     (recovery,) = shown(ring)["recoveries"]
@@ -299,9 +245,10 @@ def test_a_job_that_is_recovered_is_preempted_and_goes_on(ring: Ring) -> None:  
     for pid in ring.pids():
         with suppress(ProcessLookupError):  # one has failed, and the others are stopped
             os.kill(pid, signal.SIGKILL)
-    assert all(ring.ends())
+    assert set(ring.ends()) <= {1, 128 + signal.SIGKILL, JobError.exit_code}, ring.logs()
 
 
+@pytest.mark.timeout(900)
 def test_a_checkpoint_that_does_not_bring_it_back_is_followed_by_the_next_older_one(
     ring: Ring,  # noqa: F811
     tmp_path: Path,
@@ -309,11 +256,11 @@ def test_a_checkpoint_that_does_not_bring_it_back_is_followed_by_the_next_older_
     check = tmp_path / "check"
     check.write_text("#!/bin/sh\n[ $GPUSTASIS_RANK-$GPUSTASIS_EPOCH != 2-2 ]\n")
     check.chmod(0o755)
-    begun(ring, "--restarts", "2", "--back-off", "0", "--verify-after", str(check))
+    begun(ring, "--restarts", "2", "--back-off", "0", "--verify-after", str(check), steps=4 * STEPS)
     made = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
     assert made.returncode == 0, made.stderr + ring.logs()
     os.kill(ring.program_of(1), signal.SIGKILL)
-    assert ring.ends() == [0] * WORLD, ring.logs()
+    assert ring.ends(240) == [0] * WORLD, ring.logs()
     ring.check_end()
     found = shown(ring)
     assert (found["state"], found["restarts"]) == ("done", 2)
