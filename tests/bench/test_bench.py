@@ -343,7 +343,7 @@ def test_a_job_left_running_says_how_long_it_stood_still(
 def test_gpus_of_a_task_copy_side_by_side_and_tasks_are_a_tree(
     course: Course, medium: Medium, emulator: Emulator
 ) -> None:
-    emulator.set("d2h_ms_per_gib", "20000")
+    emulator.set("d2h_ms_per_gib", "200000")
     with course.tree(2) as target:
         target.spread(2, 16 * MIB)
         wanted = target.digests()
@@ -352,9 +352,9 @@ def test_gpus_of_a_task_copy_side_by_side_and_tasks_are_a_tree(
         target.watch()
         with course.images(medium) as images:
             dumped = course.checkpointing.dump(target, images, CONTENDERS[OURS], leave_running=True)
-        assert target.gap_seconds() > 0.3
+        assert target.gap_seconds() > 3
         assert target.digests() == wanted
-    one_gpu = 20.0 * 16 / 1024
+    one_gpu = 200.0 * 16 / 1024
     phases = [task["phases_ms"]["driver_checkpoint"] / 1000 for task in dumped.record["tasks"]]
     assert len(phases) == 2
     # What was waited for one task after the other: they are checkpointed side by side, too.
