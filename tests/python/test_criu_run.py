@@ -5,7 +5,6 @@ run, above a container's annotations, above the host's file. Said by the dump it
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,13 +20,16 @@ from support.checkpoint import Checkpointer
 from support.container import Container, cgroup, container
 from support.criu_roots import criu_place
 from support.job import Job
+from support.job_ranks import PROGRAMS
 
 HOST = 'threads = 5\nincremental = true\ncompress = "none"\nchunk_size = 4096\n'
-# In a mount namespace of its own: $1 is the directory that lies over /etc then.
+# In a mount namespace of its own: $1 is the directory that lies over /etc then. What was open
+# before is not of this namespace.
 WITH_HOST_FILE = """
 mount -t overlay overlay -o "lowerdir=$1:/etc" /etc
 shift
-exec "$@"
+log=$(readlink /proc/self/fd/2)
+exec "$@" </dev/null >>"$log" 2>&1
 """
 
 
@@ -53,29 +55,17 @@ def said(images: Path) -> dict[str, Any]:
 
 
 def checkpoint(
-    criu: Criu, environ: dict[str, str], over: Path, pid: int, images: Path, *words: str | Path
+    criu: Criu, environ: dict[str, str], pid: int, images: Path, *words: str | Path
 ) -> None:
-    """The job is in another mount namespace than criu, which so dumps each tmpfs of this machine,
-    by tar: that fails where another program writes a file meanwhile, and is tried again."""
-    for _ in range(20):
-        images.mkdir()
-        ended = run(criu, environ, over, str(pid), "-D", images, *words)
-        log = images / "dump.log"
-        if ended.returncode == 0 or "Can't dump tmpfs content" not in log.read_text():
-            break
-        shutil.rmtree(images)
-    assert ended.returncode == 0, ended.stderr
-
-
-def run(
-    criu: Criu, environ: dict[str, str], over: Path, *words: str | Path
-) -> subprocess.CompletedProcess[str]:
+    """From the job's own mount namespace: from another one criu would dump each tmpfs of this
+    machine, by tar, which fails where another program writes a file meanwhile."""
+    images.mkdir()
     environ = {name: text for name, text in environ.items() if name != "GPUSTASIS_CONFIG"}
-    return subprocess.run(
+    ended = subprocess.run(
         [
-            *["unshare", "--mount", "sh", "-ec", WITH_HOST_FILE, "sh", over],
+            *["nsenter", f"--mount=/proc/{pid}/ns/mnt"],
             *[sys.executable, "-m", "gpustasis", "checkpoint", "--leave-running"],
-            *["--criu", criu_place(criu), *words],
+            *["--criu", criu_place(criu), str(pid), "-D", images, *words],
         ],
         env=environ,
         capture_output=True,
@@ -83,18 +73,23 @@ def run(
         timeout=120,
         check=False,
     )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_host_s_file_keeps_its_place_below_the_annotations(
     criu: Criu,
-    gpu_generations: Callable[..., Job],
+    launch_cuda: Callable[..., Job],
+    compile_cuda: Callable[..., Path],
     emulator_environ: dict[str, str],
     host_file: Path,
     made: Container,
     tmp_path: Path,
 ) -> None:
     """Named for this run it would win over them, and `incremental` of it would meet `parent`."""
-    job = gpu_generations()
+    program = compile_cuda(PROGRAMS / "gpu_generations.c")
+    space = [Path("/usr/bin/env"), "unshare", "--mount", "sh", "-ec", WITH_HOST_FILE, "sh"]
+    job = launch_cuda([*space, host_file, program, "8", "1", "4"])
+    job.wait_for("ready")
     with cgroup(made.container_id) as folder:
         (folder / "cgroup.procs").write_text(str(job.pid))
         done = made.create(job.pid, compress="lz4", incremental="false")
@@ -105,7 +100,7 @@ def test_the_host_s_file_keeps_its_place_below_the_annotations(
             (two, ("--threads", "2")),
             (three, ("--threads", "2", "--parent", one)),
         ):
-            checkpoint(criu, emulator_environ, host_file, job.pid, images, *words)
+            checkpoint(criu, emulator_environ, job.pid, images, *words)
             found = said(images)
             assert found["config"].startswith(f"{SYSTEM_CONFIG}, {made.policy}")
             assert found["config"].count(",") == (2 if words else 1)
