@@ -158,6 +158,7 @@ def test_tasks_that_were_told_to_end_have_time_for_it(
             stored(context, replace(guard.read(), stage=Stage.FAILED, failure=FAILURE))
         else:
             stored(context, replace(guard.read(), run="another", number=2))
+        guard.read()  # its thread may not have, by now
         assert rank.is_due(ended=False, waits=False)
         assert rank.take(None) == Next()
         assert task.poll() is None
