@@ -32,6 +32,21 @@ from jobs.test_stopping import committed, stopped
 from jobs.test_undoing import context, server  # noqa: F401 - fixtures
 
 
+def back(context: Context, at: float, restored: int) -> Put:  # noqa: F811
+    """The job ran again at this time, in life 2."""
+    recovery = Recovery(
+        life=1,
+        rank=0,
+        reason="why",
+        at=at,
+        unnoticed_s=0.0,
+        seconds=0.0,
+        epoch=9,
+        restored=restored,
+    )
+    return Put(context.keys.recovery(1), recovery_text(recovery))
+
+
 def test_a_job_that_hangs_when_no_restart_is_left_marks_for_its_next_start(
     context: Context,  # noqa: F811
 ) -> None:
@@ -113,20 +128,28 @@ def test_who_leads_next_counts_no_failure_again(context: Context) -> None:  # no
     first = committed(context, now - 30)
     late = committed(context, now - 4)
     before = Mark("it has hung", times=1)
-    put = [verified.put_mark(keys, first, before)]
-    recovery = Recovery(
-        life=1,
-        rank=0,
-        reason="why",
-        at=now - 22,
-        unnoticed_s=0.0,
-        seconds=0.0,
-        epoch=9,
-        restored=first,
-    )
-    put.append(Put(keys.recovery(1), recovery_text(recovery)))
-    store.write([], put)
+    store.write([], [verified.put_mark(keys, first, before), back(context, now - 22, first)])
     stopped(context, replace(HUNG, at=now), number=2, restored=first)
     for _ in range(2):
         choosing.mark(store, keys, find_life(store, keys), 0)
         assert {number: one.times for number, one in marks(context).items()} == {first: 2, late: 1}
+
+
+@pytest.mark.parametrize("how", ["hung", "failed again"])
+def test_a_failure_counts_once_although_the_job_is_given_up_for_it(
+    how: str,
+    context: Context,  # noqa: F811
+) -> None:
+    """A second time would make the checkpoint surely useless, and a start with --afresh would throw
+    all work away."""
+    store, keys, now = context.store, context.keys, time.time()
+    only = committed(context)
+    failure = replace(HUNG if how == "hung" else ENDED, at=now)
+    store.write([], [back(context, now - 22, only)])
+    stopped(context, failure, number=2, restored=only, in_a_row=1 if how == "hung" else 3)
+    for reason in ("why", "given up by hand; why"):
+        life = find_life(store, keys)
+        other = replace(life, failure=replace(failure, reason=reason))
+        store.write([], [Put(keys.life, other.to_text())])
+        choosing.mark(store, keys, find_life(store, keys), 0)
+        assert [(one.times, one.is_sure) for one in marks(context).values()] == [(1, False)]

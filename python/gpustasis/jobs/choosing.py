@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from gpustasis.jobs import kept, verified
 from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.lives import Failure, Life, recovery_of
-from gpustasis.jobs.records import Keys, note_of
+from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Require, Store
 from gpustasis.jobs.verified import Mark
 
 _AT_ONCE_S = 2.0  # by the clocks of two hosts
 _OFTEN = 3  # failures: the first one, and two after the same checkpoint was restored
 _SOON_S = 300.0  # what fails later has worked
+_HUNG = "the job hung as soon as it was restored"
+_FAILED = "it has failed again"
 _SAME = 1000  # characters of a reason, of which the store does not keep what is too long
 
 
@@ -69,11 +71,10 @@ def mark(store: Store, keys: Keys, life: Life, after: int) -> None:
     restored, went_on_s = marks.get(life.restored, Mark()), _went_on_s(store, keys, life)
     if failure.hung and went_on_s is not None and went_on_s < failure.idle_s / 2 + _AT_ONCE_S:
         # It was made of a job that hung already, before anybody had noticed.
-        why = f"the job hung as soon as it was restored, in life {life.number}: {failure.reason}"
-        found[life.restored] = _again(restored, why)
-        if restored.is_sure and restored.why != note_of(
-            why
-        ):  # nor can one that was made later of a job that hung be better
+        why = f"{_in(_HUNG, life)}: {failure.reason}"
+        found[life.restored] = _again(restored, life, why)
+        # Nor can one that was made later of a job that hung be better.
+        if restored.is_sure and not _is_counted(restored, life):
             for number, one in {**marks, **found}.items():
                 if number > life.restored and one.is_sure and one.times == 1:
                     found[number] = replace(one, times=2)
@@ -83,16 +84,28 @@ def mark(store: Store, keys: Keys, life: Life, after: int) -> None:
         chosen = choose(store, keys, after, {**marks, **found})
         if chosen is not None and chosen.found.number == life.restored:  # there is no newer one
             when = "" if went_on_s is None else f", {went_on_s:.0f} s after it was restored"
-            why = f"it has failed again, in life {life.number}{when}: {failure.reason}"
-            found[life.restored] = _again(restored, why, is_luck=True)
+            why = f"{_in(_FAILED, life)}{when}: {failure.reason}"
+            found[life.restored] = _again(restored, life, why, is_luck=True)
     require = Require(keys.life, life.revision)
     for number, one in found.items():  # one by one: etcd takes no transaction of any size
         store.write([require], [verified.put_mark(keys, number, one)])
 
 
-def _again(mark: Mark, why: str, *, is_luck: bool = False) -> Mark:
-    """Another leader of this life may have counted it already, with the same words."""
-    return mark if mark.why == note_of(why) else mark.again(why, is_luck=is_luck)
+def _again(mark: Mark, life: Life, why: str, *, is_luck: bool = False) -> Mark:
+    """Unless it was counted already."""
+    return mark if _is_counted(mark, life) else mark.again(why, is_luck=is_luck)
+
+
+def _is_counted(mark: Mark, life: Life) -> bool:
+    """Whether the failure of this life was: by another leader, or before the job was given up, for
+    another reason then."""
+    return mark.why.startswith(
+        tuple(f"{_in(what, life)}{end}" for what in (_HUNG, _FAILED) for end in (":", ","))
+    )
+
+
+def _in(what: str, life: Life) -> str:
+    return f"{what}, in life {life.number}"
 
 
 def _went_on_s(store: Store, keys: Keys, life: Life) -> float | None:
