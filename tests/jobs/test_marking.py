@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text, settled_text
 from gpustasis.jobs.steering import all_recoveries, find_life, give_up
-from gpustasis.jobs.store import Put
+from gpustasis.jobs.store import Answer, Put, Require, Unreachable
 from gpustasis.jobs.verified import Mark
 from jobs.test_choosing import ENDED, HUNG, marks
 from jobs.test_stopping import committed, stopped
@@ -153,3 +154,33 @@ def test_a_failure_counts_once_although_the_job_is_given_up_for_it(
         store.write([], [Put(keys.life, other.to_text())])
         choosing.mark(store, keys, find_life(store, keys), 0)
         assert [(one.times, one.is_sure) for one in marks(context).values()] == [(1, False)]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_marks_of_which_the_store_has_taken_some_are_completed(
+    taken: int,
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was made later than a checkpoint that is of no use counts as tried with it."""
+    store, keys, now = context.store, context.keys, time.time()
+    numbers = [committed(context) for _ in range(3)]
+    put = [verified.put_mark(keys, numbers[0], Mark("it has hung", times=2, is_sure=True))]
+    late = Mark("it was begun when the job hung already", is_sure=True)
+    put += [verified.put_mark(keys, number, late) for number in numbers[1:]]
+    store.write([], [*put, back(context, now - 22, numbers[0])])
+    stopped(context, replace(HUNG, at=now), number=2, restored=numbers[0])
+    write, left = store.write, [taken]
+
+    def taken_from(requires: Sequence[Require], puts: Sequence[Put]) -> Answer:
+        if not left[0]:
+            raise Unreachable("no answer")
+        left[0] -= 1
+        return write(requires, puts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", taken_from)
+        with pytest.raises(Unreachable):
+            choosing.mark(store, keys, find_life(store, keys), 0)
+    choosing.mark(store, keys, find_life(store, keys), 0)
+    assert [marks(context)[number].times for number in numbers] == [3, 2, 2]

@@ -87,8 +87,9 @@ def mark(store: Store, keys: Keys, life: Life, after: int) -> None:
             why = f"{_in(_FAILED, life)}{when}: {failure.reason}"
             found[life.restored] = _again(restored, life, why, is_luck=True)
     require = Require(keys.life, life.revision)
-    for number, one in found.items():  # one by one: etcd takes no transaction of any size
-        store.write([require], [verified.put_mark(keys, number, one)])
+    # One by one: etcd takes no transaction of any size. The restored one's says that all are there.
+    for number in sorted(found, key=lambda number: number == life.restored):
+        store.write([require], [verified.put_mark(keys, number, found[number])])
 
 
 def _again(mark: Mark, life: Life, why: str, *, is_luck: bool = False) -> Mark:
