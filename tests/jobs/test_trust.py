@@ -74,7 +74,8 @@ def test_no_start_goes_on_from_what_was_kept_as_evidence(context: Context) -> No
     for number, found in ((3, 2), (2, 1)):
         context.store.write([], [Put(KEYS.evidence(number), "1")])
         assert preempting.to_restore(context) == found
-    assert preempting.older_than(context, 3) == 1
+    older = kept.next_older(context.store, KEYS, epochs.standing(context.store, KEYS, 3))
+    assert older is not None and older.number == 1
 
 
 def test_a_prune_removes_no_good_checkpoint_for_one_that_did_not_bring_the_job_back(

@@ -8,21 +8,23 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gpustasis.cli import job
 from gpustasis.errors import JobError, VerificationError
 from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.ending import Ended
 from gpustasis.jobs.lives import Failure, Stage
 from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Epoch, Phase
+from gpustasis.jobs.preempting import Restart
 from gpustasis.jobs.rank import Context, Options
-from gpustasis.jobs.records import Plan, phase_text, settled_text
-from gpustasis.jobs.store import Put
+from gpustasis.jobs.records import Keys, Plan, phase_text, settled_text
+from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.supervise import Supervisor
 from gpustasis.jobs.work import Order
 from gpustasis.verifying import Check
@@ -286,3 +288,49 @@ def test_how_often_a_checkpoint_was_not_verified_in_a_row_is_kept(
     assert marked(6, "why") == [(1, False)]
     store.write([], [Put(f"{keys.epoch(1)}unverified", settled_text("of an earlier build"))])
     assert marked(7, "why") == [(2, True)]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rank_that_was_told_to_end_makes_the_others_restore_no_older_checkpoint(
+    told: bool,
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The newer one is as good as it was: it is waited for again."""
+    store, keys = context.store, context.keys  # noqa: F811
+    older, newest = committed(context), committed(context)
+    plan = Plan(world=1, leave_running=True, restores=newest)
+    number = epochs.begin(store, keys, plan)
+    store.write([], [Put(keys.phase(number), phase_text(plan, Phase.COMMITTED))])
+    context.options = replace(context.options, older=True)
+    supervisor = supervisor_of(context)
+    supervisor._restart = Restart(context, newest, print)
+    asked: list[int] = []
+    monkeypatch.setattr(supervisor, "_have_restored", asked.append)
+    verified._store(store, keys, number, newest, "rank 1 is not back", counts=not told)
+    supervisor._verify(number, problem=False)
+    assert asked == [newest if told else older]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_whoever_has_asked_for_a_restore_asks_for_no_older_one_then(
+    told: bool,
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, keys = context.store, context.keys  # noqa: F811
+    older, newest = committed(context), committed(context)
+    asked: list[int] = []
+
+    def hold(_: Store, __: Keys, plan: Plan, *___: float) -> None:
+        asked.append(plan.restores)
+        if len(asked) == 1:
+            verified._store(store, keys, 77, newest, "rank 1 is not back", counts=not told)
+            raise VerificationError("it is not back")
+
+    monkeypatch.setattr(job, "hold", hold)
+    monkeypatch.setattr(job, "open_store", lambda _: nullcontext(store))
+    assert job.restore.callback is not None
+    words = {"epoch": None, "timeout_s": 60.0, "look_limit": 60.0}
+    job.restore.callback(keys.job, older_if_unverified=True, **words)
+    assert asked == [newest, newest if told else older]

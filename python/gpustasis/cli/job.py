@@ -129,7 +129,7 @@ def restore(
     Ends with status 19 if nothing was restored, with 24 if the job was restored and killed again,
     since the --verify-after of a keeper has failed.
     """
-    from gpustasis.jobs.kept import find_epoch, next_older
+    from gpustasis.jobs.kept import find_epoch, next_to_try
     from gpustasis.jobs.records import Keys, Plan
     from gpustasis.jobs.steering import require_no_recovery
 
@@ -142,11 +142,11 @@ def restore(
             try:
                 return hold(store, keys, plan, timeout_s, look_limit)
             except VerificationError as exc:
-                older = next_older(store, keys, found) if older_if_unverified else None
-                if older is None:
+                after = next_to_try(store, keys, found) if older_if_unverified else None
+                if after is None:
                     raise
-                output.warn(f"{exc}; epoch {older.number} is tried")
-                found = older
+                output.warn(f"{exc}; epoch {after.number} is tried")
+                found = after
 
 
 @command.command("list")

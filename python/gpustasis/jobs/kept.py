@@ -114,6 +114,15 @@ def next_older(store: Store, keys: Keys, found: Standing) -> Standing | None:
     return None
 
 
+def next_to_try(store: Store, keys: Keys, found: Standing) -> Standing | None:
+    """After a restore of this one that was not verified: the next older one; the same again if
+    nothing is held against it, for a rank had ended since its keeper was told to. None: there is
+    none. Raises JobError, StoreError."""
+    if found.number not in verified.marks(store, keys, [found.number]):
+        return found
+    return next_older(store, keys, found)
+
+
 def slowest_dump(store: Store, keys: Keys) -> tuple[int, float] | None:
     """The epoch and the seconds of the slowest dump of the newest whole checkpoints, back to where
     each rank has a full one; None: there is no checkpoint. Raises JobError, StoreError."""

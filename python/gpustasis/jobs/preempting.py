@@ -25,11 +25,10 @@ from dataclasses import dataclass
 
 from gpustasis.dump_time import MARGIN, START_S, at_rate
 from gpustasis.errors import CheckpointError, DriverError, JobError, StoreError
-from gpustasis.jobs import epochs
+from gpustasis.jobs import epochs, kept
 from gpustasis.jobs.kept import (
     ended_at,
     newest_whole_or_none,
-    next_older,
     numbers_of,
     slowest_dump,
 )
@@ -303,8 +302,8 @@ class Restart(threading.Thread):
         return [rank for rank, number in enumerate(found) if number != newest]
 
 
-def older_than(context: Context, restored: int) -> int:
-    """The whole checkpoint before; 0: there is none. Raises JobError, StoreError."""
+def next_to_try(context: Context, restored: int) -> int:
+    """As kept.next_to_try; 0: there is none. Raises JobError, StoreError."""
     found = epochs.standing(context.store, context.keys, restored)
-    older = next_older(context.store, context.keys, found)
-    return 0 if older is None else older.number
+    after = kept.next_to_try(context.store, context.keys, found)
+    return 0 if after is None else after.number

@@ -19,7 +19,7 @@ from gpustasis.jobs.clock import remove_older
 from gpustasis.jobs.ending import Ended, Signal
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
-from gpustasis.jobs.preempting import Preempting, Restart, older_than
+from gpustasis.jobs.preempting import Preempting, Restart, next_to_try
 from gpustasis.jobs.rank import Context, Part, RankWork
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
@@ -64,7 +64,7 @@ class Supervisor:
         self._status: int | None = None
         self._is_asked_to_end = 0  # by which signal, without tasks
         self._signal = Signal(context)
-        self._waits_again = False  # for a restore of an older checkpoint
+        self._waits_again = False  # for a restore after one that was not verified
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
             raise JobError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
@@ -316,13 +316,14 @@ class Supervisor:
         if not context.options.older or context.told_at:
             raise VerificationError(what)
         _, plan = epochs.phase(context.store, context.keys, number)
-        older = older_than(context, plan.restores)
-        if not older:
+        after = next_to_try(context, plan.restores)
+        if not after:
             raise VerificationError(f"{what}; there is no older whole checkpoint")
-        self._told(f"{what}; waits for an older checkpoint")
+        awaited = "the same one again" if after == plan.restores else "an older checkpoint"
+        self._told(f"{what}; waits for {awaited}")
         self._waits_again = True
         if self._restart is not None:
-            self._have_restored(older)
+            self._have_restored(after)
 
     def _have_restored(self, epoch: int) -> None:
         self._restart = Restart(self._context, epoch, self._told)
