@@ -24,7 +24,8 @@ from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.preempting import Restart
 from gpustasis.jobs.rank import Context, Options
 from gpustasis.jobs.records import Keys, Plan, phase_text, settled_text
-from gpustasis.jobs.store import Put, Store
+from gpustasis.jobs.restoring import Restoring
+from gpustasis.jobs.store import Answer, Put, Store, Unreachable
 from gpustasis.jobs.supervise import Supervisor
 from gpustasis.jobs.work import Order
 from gpustasis.verifying import Check
@@ -334,3 +335,40 @@ def test_whoever_has_asked_for_a_restore_asks_for_no_older_one_then(
     words = {"epoch": None, "timeout_s": 60.0, "look_limit": 60.0}
     job.restore.callback(keys.job, older_if_unverified=True, **words)
     assert asked == [newest, newest if told else older]
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+@pytest.mark.parametrize("how", ["with its keeper", "upon a signal", "by itself"])
+def test_tasks_that_were_lost_for_another_reason_say_nothing_of_the_checkpoint(
+    how: str,
+    is_away: bool,
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their host has lost its power, say. Also if another rank stores the verdict."""
+    store, keys = context.store, context.keys  # noqa: F811
+    checkpoint = committed(context)
+    plan = Plan(world=1, leave_running=True, restores=checkpoint)
+    number = epochs.begin(store, keys, plan)
+    context.options = replace(context.options, check=Check(words=("true",), seconds=60))
+    context.note(pid=task.pid, epoch=number)
+    task.kill()
+    task.wait()
+    context.told_at = float(how == "upon a signal")
+    joined = how == "with its keeper"
+    order = Order(number, leave_running=True, restores=checkpoint, joined=joined)
+
+    def is_lost(*_: object) -> Answer:
+        raise Unreachable("no answer")
+
+    with monkeypatch.context() as patch:
+        if is_away:
+            patch.setattr(store, "write", is_lost)
+        with pytest.raises(JobError, match="rank 0 is not back: its tasks have ended") as caught:
+            Restoring(context, order).finish(leave_running=True)
+    assert bool(verified.verdict(store, keys, number, 0)) == (not is_away)
+    store.write([], [Put(keys.settled(number, 0), settled_text(str(caught.value)))])
+    verified._decide(store, keys, number, counts=True)
+    assert "its tasks have ended" in verified.verdict(store, keys, number, 0)
+    assert bool(verified.marks(store, keys, [checkpoint])) == (how == "by itself")

@@ -183,7 +183,9 @@ class Restoring(HasCriu):
         if not context.state.lives and context.state.life and context.options.check is None:
             return  # of a job that is recovered: how they have ended is told by their status
         if not context.state.lives and context.options.check is not None:
-            raise verified.not_back(context, self.order, "its tasks have ended")
+            # A host that has lost its power takes the keeper with it, or whoever ends both.
+            counts, why = not self.order.joined, "its tasks have ended"
+            raise verified.not_back(context, self.order, why, counts=counts)
         if not leave_running or not context.state.lives:
             raise JobError(f"{context.name}: its tasks have ended")
         if self._stamp:

@@ -40,6 +40,7 @@ _POLL_S = 0.2
 _MANY = 1024  # ranks, of which not all are read that often
 _POLL_MANY_S = 2.0
 _LEAD_S = 30.0  # after that the others do not wait for rank 0's verdict: they look themselves
+_SAYS_NOTHING = ", which says nothing of the checkpoint"
 _VERSION = 1
 
 
@@ -115,13 +116,14 @@ def verify(context: Context, order: Order, images: str) -> None:
         raise wrong from exc
 
 
-def not_back(context: Context, order: Order, why: str) -> JobError:
-    """Have that be the verdict, unless there is one. If this keeper was told to end, that says
-    nothing of the checkpoint."""
-    text = f"{context.name} is not back: {why}"
+def not_back(context: Context, order: Order, why: str, *, counts: bool = True) -> JobError:
+    """Have that be the verdict, unless there is one. counts: it says something of the checkpoint,
+    unless this keeper was told to end."""
+    counts = counts and not context.told_at
+    text = f"{context.name} is not back: {why}{'' if counts else _SAYS_NOTHING}"
     with suppress(StoreError):  # then all learn it when this is settled
         words = context.store, context.keys, order.number, order.restores, text
-        _store(*words, counts=not context.told_at)
+        _store(*words, counts=counts)
     return JobError(text)
 
 
@@ -160,7 +162,9 @@ def await_verdict(
 def _decide(store: Store, keys: Keys, number: int, *, counts: bool) -> None:
     """Store the verdict, if all that it needs is there, and nobody else has stored one."""
     found = epochs.standing(store, keys, number)
-    wrong = "; ".join(text for _, text in sorted(found.problems.items()) if text)
+    problems = [text for _, text in sorted(found.problems.items()) if text]
+    wrong = "; ".join(problems)
+    counts = counts and not all(text.endswith(_SAYS_NOTHING) for text in problems)
     if not wrong and found.settled != frozenset(range(found.plan.world)):
         return
     _store(store, keys, number, found.plan.restores, wrong, counts=counts or not wrong)
