@@ -9,6 +9,8 @@ import subprocess
 import threading
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -162,6 +164,40 @@ def test_time_in_which_nobody_looked_makes_no_tasks_outlive_a_signal(
     assert not outlived(10_000, 1)
 
 
+@pytest.mark.parametrize("who", ["another rank", "its own"])
+@pytest.mark.parametrize(("silent_s", "hung"), [(30.0, True), (1.0, False)])
+def test_tasks_that_a_signal_has_made_silent_did_not_hang(
+    silent_s: float,
+    hung: bool,
+    who: str,
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    """They may save, and the others wait for them: the checkpoint that they were restored from is
+    as good as it was. But what is told to end since it hangs has hung."""
+    guard, rank = recovering(context)
+    watcher: Any = SimpleNamespace(
+        reason="hangs", silent_s=silent_s, held_s=0.0, look=lambda _: "hangs", forget=lambda: None
+    )
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        context.note(pid=task.pid)
+        rank.is_told("it was told to end")
+        rank.is_told("it was told to end again")
+        if who == "another rank":
+            guard.report(1, "rank 1 hangs", unnoticed_s=silent_s, hung=True)
+        else:
+            rank._watcher = watcher
+            assert rank.take(None) == Next()
+        failure = guard.read().failure
+        assert failure is not None and failure.hung == (hung or who == "another rank")
+        assert rank.take(None) == Next()
+        life = guard.read()
+        assert life.failure is not None
+        assert (life.stage, life.failure.hung) == (Stage.FAILED, hung)
+
+
+UNTIL_TOLD = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.05; done")
 GRACE = Grace(grace_s=120.0, reserve_s=5.0, rate=1 << 40)
 
 

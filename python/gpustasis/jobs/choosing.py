@@ -130,7 +130,6 @@ def _made_while_hung(
     Those begun just before may be of a job that hung, too: keepers look now and then, and hosts'
     clocks differ. They are marked if one is left that is older than these, and has no mark."""
     since = failure.at - failure.unnoticed_s
-    slack_s = min(7.0, 2 + failure.idle_s / 10)
     late: list[int] = []
     unsure: list[int] = []
     is_left = False
@@ -138,7 +137,7 @@ def _made_while_hung(
     while found is not None:
         if found.begun_at > since:
             late.append(found.number)
-        elif found.begun_at > since - slack_s:
+        elif found.begun_at > since - failure.slack_s:
             unsure.append(found.number)
             is_left = False  # what was seen before is newer
         else:  # or one that was asked for, and may be of any moment

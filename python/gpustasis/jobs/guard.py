@@ -5,6 +5,7 @@ which life the job is, and reports what has failed. The keeper of rank 0 leads (
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -280,22 +281,31 @@ class Guard:
         return applied
 
     def report(
-        self, number: int, reason: str, *, unnoticed_s: float, held_s: float = 0, hung: bool = False
+        self,
+        number: int,
+        reason: str,
+        *,
+        unnoticed_s: float,
+        held_s: float = 0,
+        hung: bool = False,
+        told_at: float = math.inf,
     ) -> None:
-        """A life has failed; of several reports one is taken. Raises JobError, StoreError."""
+        """A life has failed; of several reports one is taken. told_at: as of Life.given_up. Raises
+        JobError, StoreError."""
         failure = Failure(rank=self._rank, reason=reason, at=time.time(), unnoticed_s=unnoticed_s)
         failure, life = replace(failure, held_s=held_s, hung=hung), self.read()
+        failure = replace(failure, hung=failure.hung_at(told_at))
         while life.number == number and life.stage is Stage.RUNS:
             if self.replace(life, life.failed(failure)):
                 return
             life = self.life
 
-    def give_up(self, reason: str) -> None:
-        """Raises JobError, StoreError."""
+    def give_up(self, reason: str, told_at: float = math.inf) -> None:
+        """told_at: as of Life.given_up. Raises JobError, StoreError."""
         failure = Failure(rank=self._rank, reason=reason, at=time.time())
         life = self.read()
         while not life.stage.is_final and life.stage is not Stage.RESTORES:
-            if self.replace(life, life.given_up(failure)):
+            if self.replace(life, life.given_up(failure, told_at)):
                 return
             life = self.life
 

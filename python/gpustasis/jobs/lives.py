@@ -9,6 +9,7 @@ tasks of each are stopped, and that is stored, before an epoch brings them back.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -80,6 +81,15 @@ class Failure:
         """How long it could have made progress, and has made none."""
         return self.unnoticed_s - self.held_s
 
+    @property
+    def slack_s(self) -> float:
+        """Of the last sign of progress: keepers look now and then, and hosts' clocks differ."""
+        return min(7.0, 2 + self.idle_s / 10)
+
+    def hung_at(self, moment: float) -> bool:
+        """Whether it hung then already, for all that is known."""
+        return self.hung and self.at - self.unnoticed_s + self.slack_s < moment
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
@@ -129,11 +139,13 @@ class Life:
             return self.given_up(replace(failure, reason=reason))
         return replace(again, stage=Stage.LOOKS if looks and self.terms.evidence else Stage.STOPS)
 
-    def given_up(self, failure: Failure) -> Life:
-        """Its tasks are stopped, for good. That they hung stays known."""
+    def given_up(self, failure: Failure, told_at: float = math.inf) -> Life:
+        """Its tasks are stopped, for good. That they hung stays known, unless they did since a
+        keeper was told to end: at this time, in seconds since 1970."""
         before = self.failure
         if before is not None and before.hung and self.stage in {Stage.LOOKS, Stage.STOPS}:
-            failure = replace(before, reason=f"{failure.reason}; {before.reason}")
+            reason = f"{failure.reason}; {before.reason}"
+            failure = replace(before, reason=reason, hung=before.hung_at(told_at))
         return replace(self, stage=Stage.FAILED, failure=failure)
 
     def restoring(self, epoch: int, checkpoint: int, *, is_marked: bool = False) -> Life:

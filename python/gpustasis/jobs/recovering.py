@@ -5,6 +5,7 @@ failed, stops them, and waits to be restored. guard.py has what it says to the s
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Recovering:
         self._known_since = (0, 0.0)  # in which life, and from when on they are known
         self.can_start = False
         self.asked = ""  # why the keeper was told to end
+        self._told_at = math.inf  # when it first was, in seconds since 1970
         self._asked_at = 0.0  # when that was first waited for
         self._found = 0  # the life of which another keeper has said that tasks are here
         self.ended_well = False  # all ranks have, by themselves
@@ -183,6 +185,11 @@ class Recovering:
         """An epoch has left the tasks as they should not be."""
         self._trouble = problem
 
+    def is_told(self, why: str) -> None:
+        """To end. Empty: that counts no more."""
+        first = self._told_at if self.asked else time.time()
+        self.asked, self._told_at = why, first if why else math.inf
+
     def has_moved_on(self) -> bool:
         """Whether the job does not wait any more for ranks that were restored."""
         life = self._guard.life
@@ -293,7 +300,7 @@ class Recovering:
             return False
         if life.stage is Stage.RUNS and status == 0:
             self._guard.told(life.number)
-        self._guard.give_up(f"{self._context.name}: {self.asked}")
+        self._guard.give_up(f"{self._context.name}: {self.asked}", self._told_at)
         return True
 
     def _follow(self, life: Life) -> Next:
@@ -330,6 +337,7 @@ class Recovering:
                 unnoticed_s=watcher.silent_s,
                 held_s=watcher.held_s,
                 hung=True,
+                told_at=self._told_at,
             )
         else:
             how = "its status is not known" if status is None else f"with status {status}"

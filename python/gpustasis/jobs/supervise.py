@@ -156,7 +156,7 @@ class Supervisor:
         def is_over() -> bool:
             ended = self._has_ended()
             if not ended and self._signal.was_outlived() and recovering is not None:
-                recovering.asked = ""
+                recovering.is_told("")
             if recovering is not None:
                 return recovering.is_due(ended=ended, waits=waits and not self._is_asked_to_end)
             return ended and (not waits or self._is_asked_to_end != 0)
@@ -383,7 +383,8 @@ class Supervisor:
         if ends:
             self._signal.comes(number)
         if self._recovering is not None and ends:
-            self._recovering.asked = f"its keeper was told to end, by {signal.Signals(number).name}"
+            name = signal.Signals(number).name
+            self._recovering.is_told(f"its keeper was told to end, by {name}")
         if not self._context.state.lives:
             if ends:  # as soon as no epoch is under way, which may bring tasks
                 self._is_asked_to_end = number
