@@ -3,18 +3,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
 from gpustasis.errors import JobError
+from gpustasis.jobs import verified
 from gpustasis.jobs.lives import Failure
 from gpustasis.jobs.rank import Context
 from jobs.test_stopping import lived, recovering
-from jobs.test_undoing import at_the_gate, context, server, task  # noqa: F401 - fixtures
-from support.job_ranks import state_of
+from jobs.test_undoing import (  # noqa: F401 - fixtures
+    at_the_gate,
+    context,
+    server,
+    supervisor_of,
+    task,
+)
+from support.job_ranks import state_of, wait_for
 
 
 @pytest.mark.parametrize(
@@ -50,6 +60,51 @@ def test_tasks_that_a_criu_holds_are_not_stopped(
         with pytest.raises(JobError, match="a criu still waits for a decision"):
             rank.take(None)
         assert task.poll() is None
+
+
+# The root of a rank, whose keeper has died, and a worker in a session of its own, as torchrun's.
+# What the root leaves behind comes to its parent here, and not to a keeper.
+TAKEN_OVER = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+script = "setsid sleep 1000 & echo $!; wait"
+root = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+print(root.pid, int(root.stdout.readline()), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("is_another", [False, True])
+@pytest.mark.parametrize("root_is_dead", [False, True])
+def test_what_a_root_that_was_taken_over_leaves_behind_is_ended_too(
+    root_is_dead: bool,
+    is_another: bool,
+    context: Context,  # noqa: F811
+) -> None:
+    """Else it would run beside what is restored. A later process of its number is left alone."""
+    words = [sys.executable, "-c", TAKEN_OVER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        root, worker = map(int, parent.stdout.readline().split())
+        try:
+            wait_for(lambda: os.getsid(worker) == worker, "the worker's session")
+            context.note(pid=root)
+            assert not supervisor_of(context)._has_ended()
+            if is_another:
+                context.kin._known[worker] -= 1
+            if root_is_dead:
+                os.kill(root, signal.SIGKILL)
+                wait_for(lambda: not context.state.lives, "the root's end")
+            verified.end_tasks(context)
+            is_left = is_another and root_is_dead
+            assert (state_of(worker) in {"Z", ""}) == (not is_left)
+            context.note(pid=0)
+            assert not context.kin.known
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+            parent.communicate()
 
 
 @pytest.mark.parametrize("why", ["its tasks here are stopped", "was started anew meanwhile"])

@@ -24,6 +24,7 @@ from gpustasis.criu.run import Run, Settings
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.jobs.gate import Gate
+from gpustasis.jobs.kin import Kin
 from gpustasis.jobs.network import Lock, find_nft, own_addresses
 from gpustasis.jobs.place import Place, State
 from gpustasis.jobs.records import Keys
@@ -74,6 +75,7 @@ class Context:
     options: Options
     life: int = 0
     told_at: float = 0.0
+    kin: Kin = field(init=False, default_factory=Kin)
     state: State = field(init=False)
     gate: Gate = field(init=False)
     lock: Lock = field(init=False)
@@ -103,6 +105,7 @@ class Context:
         State's, with its stamp; new tasks were in none."""
         state = self.state
         if pid is not None:
+            self.kin.forget()
             start = start_time(pid) if pid else 0  # a command may have ended already
             state = replace(state, pid=pid, start_time=start, life=self.life, last=0, stamp="")
         if last is not None:

@@ -373,7 +373,7 @@ class Recovering:
                 "be stopped"
             )
         state = context.state
-        were_there = stop(state.pid, state.start_time)
+        were_there = stop(state.pid, state.start_time, context.kin.known)
         context.unlock_network()
         context.note(pid=0, cuda=False)
         self._trouble = ""

@@ -8,8 +8,10 @@ import os
 import signal
 import struct
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
@@ -19,6 +21,7 @@ _ENDED_S = 60.0
 _HEARD_S = 5.0  # whoever else is a parent may never ask
 _POLL_S = 0.02
 _HELPERS = frozenset((WORKER_COMM, GUARDIAN_COMM))
+_NONE: Mapping[int, int] = MappingProxyType({})
 # Fields of /proc/PID/stat after the name: 6, 20, 22 and 52 of proc(5).
 _SESSION, _THREADS, _START_TIME, _EXIT_CODE = 3, 17, 19, 49
 # linux/pidfd.h: PIDFD_GET_INFO, of struct pidfd_info in its first version; PIDFD_INFO_EXIT.
@@ -42,17 +45,17 @@ def killed(tree: Tree) -> Tree:
     return tree
 
 
-def stop(root: int, start_time: int) -> bool:
+def stop(root: int, start_time: int, known: Mapping[int, int] = _NONE) -> bool:
     """End the tasks of this root, which may have ended itself; 0: there is none. Whether there were
     some. Raises JobError if some do not end.
 
-    What it has left behind is found by its session, which a rank has of its own; and among the
-    children of this process, which gets what its tasks leave.
+    What it has left behind is found by its session, which a rank has of its own; among the children
+    of this process, which gets what its tasks leave; and in `known` (kin.py).
     """
     deadline = time.monotonic() + _ENDED_S
     ended = {root} if root else set()
     were_there = False
-    while found := _left(root, start_time):
+    while found := _left(root, start_time, known):
         were_there = True
         ended.update(found)
         for pid in found:
@@ -71,7 +74,7 @@ def stop(root: int, start_time: int) -> bool:
     return were_there
 
 
-def _left(root: int, start_time: int) -> list[int]:
+def _left(root: int, start_time: int, known: Mapping[int, int]) -> list[int]:
     found = []
     own = set(children())
     for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -91,6 +94,7 @@ def _left(root: int, start_time: int) -> list[int]:
         else:
             in_session = root > 0 and int(fields[_SESSION]) == root and started >= start_time
             is_ours = pid in own or (in_session and not _is_another(root, start_time))
+            is_ours = is_ours or known.get(pid) == started
         if is_ours:
             found.append(pid)
     return found

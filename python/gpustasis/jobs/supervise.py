@@ -365,6 +365,7 @@ class Supervisor:
             if not self._context.state.lives and pid not in children():
                 return True  # another process has its number
         if not select.select([self._held[2]], [], [], 0)[0]:
+            self._context.kin.look(pid)
             return False
         code = None
         if self._recovering is not None:

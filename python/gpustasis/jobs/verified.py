@@ -132,7 +132,7 @@ def end_tasks(context: Context) -> None:
     checkpoint may be restored beside it. Raises JobError if one does not end."""
     state = context.state
     try:
-        stop(state.pid, state.start_time)
+        stop(state.pid, state.start_time, context.kin.known)
     except JobError as exc:
         raise JobError(f"{context.name}: {exc}") from exc
 
