@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from gpustasis.jobs import ending, epochs, steering
 from gpustasis.jobs import recovering as recovering_module
 from gpustasis.jobs.ending import Ended, Signal
 from gpustasis.jobs.guard import Guard, where
-from gpustasis.jobs.lives import Stage, Way
+from gpustasis.jobs.lives import Failure, Stage, Way
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Grace, Preempting
 from gpustasis.jobs.rank import Context
@@ -102,6 +103,54 @@ def test_tasks_that_have_ended_well_have_failed_with_their_job_if_nobody_told_th
         finally:
             failing.join()
         assert ended == Ended(epoch=0, status=JobError.exit_code)
+
+
+def test_that_tasks_have_ended_well_upon_a_signal_is_known_although_another_rank_was_seen_first(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that they have agreed with has ended with another status, say. Those of a third rank may
+    end by themselves all the same, before and after the job is given up."""
+    monkeypatch.setattr(recovering_module, "_AGAIN_S", 0.0)
+    store, keys = context.store, context.keys
+    guard = Guard(store, keys, 0, 2, TERMS, where(context.place.run), ttl_s=4, told=print)
+    rank = Recovering(context, guard, None, print)
+    other = Guard(store, keys, 1, 2, TERMS, where(context.place.run), ttl_s=4, told=print)
+    with closing(rank), closing(other):
+        assert rank.begin(new=True, can_start=True)
+        other.begin(new=True)
+        context.note(pid=task.pid)
+        guard.report(1, "rank 2 has ended, with status 1", unnoticed_s=0.2)
+        other.told(1)
+        assert guard.read().stage is Stage.STOPS
+        assert rank.is_due(ended=False, waits=False)
+        assert rank.take(None) == Next()
+        assert task.poll() is None
+        other.give_up("it was told to end")
+        assert rank.take(None) == Next()
+        assert task.poll() is None
+        monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 0.0)
+        assert rank.take(None).failed
+        assert not Path(f"/proc/{task.pid}").exists()
+
+
+@pytest.mark.parametrize("stage", [Stage.RUNS, Stage.LOOKS, Stage.STOPS])
+def test_that_tasks_have_ended_well_upon_a_signal_is_said_at_every_stage(
+    stage: Stage,
+    context: Context,  # noqa: F811
+) -> None:
+    store, keys = context.store, context.keys
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        life = guard.read()
+        failure = Failure(rank=1, reason="rank 1 has ended", at=1.0)
+        assert guard.replace(life, replace(life, stage=stage, failure=failure))
+        rank.is_told("it was told to end")
+        assert rank.take(0) == Next()
+        assert (guard.was_told(1), guard.read().stage) == (True, Stage.FAILED)
+    assert keys.said_by("told", 0) in store.read(keys.said_by("told", 0)).entries
 
 
 @pytest.mark.parametrize("lasts_s", [0.3, 60.0])

@@ -262,10 +262,10 @@ class Recovering:
                 self._report(life, status)
             case Stage.LOOKS:
                 self._look(life)
+            case Stage.STOPS | Stage.FAILED if self._still_ends():
+                time.sleep(_AGAIN_S)
             case Stage.STOPS:
                 self._make_way(life)
-            case Stage.FAILED if self._still_ends():
-                time.sleep(_AGAIN_S)
             case Stage.FAILED | Stage.DONE:
                 self._stop()
                 if guard.standing(life.number) is not None:  # else another place may have it
@@ -298,7 +298,7 @@ class Recovering:
             return False
         if life.stage is Stage.RUNS and self._context.state.lives:
             return False
-        if life.stage is Stage.RUNS and status == 0:
+        if status == 0:  # also if another rank was seen to end before
             self._guard.told(life.number)
         self._guard.give_up(f"{self._context.name}: {self.asked}", self._told_at)
         return True
