@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -290,16 +291,18 @@ def keep_recovered(
 ) -> Ended:
     """Until the rank of a job that is recovered has ended."""
     from gpustasis.jobs.clock import by_the_clock
+    from gpustasis.jobs.ending import Early
     from gpustasis.jobs.preempting import note_ended
     from gpustasis.jobs.supervise import Supervisor
 
     what, tell = f"job {context.place.job}, {context.name}", output.teller()
     recovering = _recovering(context, settings.ttl_s, choice, can_start=bool(words) or restore)
-    try:
+    with closing(recovering), Early() as early:
         supervisor = Supervisor(context, settings, tell, preempting, recovering)
         is_new = bool(words or restore) and not choice.standby
         if is_new and context.gate.is_held():  # a criu of the last start waits to be answered
             supervisor.settle()
+        early.hold()
         starts = recovering.begin(new=is_new, can_start=bool(words), newest=newest)
         if words or restore or choice.standby:  # whoever has no seat replaces no other's addresses
             context.say_where()
@@ -310,12 +313,10 @@ def keep_recovered(
             tell(f"{what}: waits to be restored")
         command = (words, os.environ) if words else None
         with by_the_clock(context, periodic, tell, recovering.may_checkpoint):
-            ended = supervisor.run(restoring=restore, command=command)
+            ended = supervisor.run(restoring=restore, command=command, early=early)
         if recovering.ended_well:  # a start without --restarts knows no lives
             note_ended(context, output.warn)
         return ended
-    finally:
-        recovering.close()
 
 
 def wait_a_moment() -> bool:

@@ -33,7 +33,7 @@ from gpustasis.jobs.messages import Limits
 
 if TYPE_CHECKING:
     from gpustasis.intervals import Periodic
-    from gpustasis.jobs.ending import Ended
+    from gpustasis.jobs.ending import Early, Ended
     from gpustasis.jobs.preempting import Grace
     from gpustasis.jobs.rank import Context
     from gpustasis.jobs.supervise import Supervisor
@@ -310,7 +310,12 @@ def _grace(grace: float, reserve: float, speed: int | None) -> Grace:
 
 
 def _begin(
-    supervisor: Supervisor, context: Context, words: tuple[str, ...], restore: bool, newest: bool
+    supervisor: Supervisor,
+    context: Context,
+    words: tuple[str, ...],
+    restore: bool,
+    newest: bool,
+    early: Early,
 ) -> int:
     """Start the command, if it is to be started. The checkpoint that is restored in place of it;
     0: none, or somebody else asks for it."""
@@ -326,6 +331,7 @@ def _begin(
     elif restore:
         tell(f"{name}: waits to be restored")
     elif words and not is_taken_over:
+        early.hold()
         pid = supervisor.start(words, os.environ)
         tell(f"{name}: process {pid}, output in {context.place.log}")
     return found
@@ -341,15 +347,17 @@ def _keep(
 ) -> Ended:
     """Until the rank has ended."""
     from gpustasis.jobs.clock import by_the_clock
+    from gpustasis.jobs.ending import Early
     from gpustasis.jobs.preempting import note_ended
 
     if context.state.lives and context.state.life:
         raise JobError(f"{context.name} was started with --restarts: its keeper must be, too")
     if not (words or restore):
         context.require_left()
-    with by_the_clock(context, periodic, output.teller()):
-        begun = _begin(supervisor, context, words, restore, newest)
-        ended = supervisor.run(restoring=restore or bool(begun), restart=begun)
+    with by_the_clock(context, periodic, output.teller()), Early() as early:
+        begun = _begin(supervisor, context, words, restore, newest, early)
+        waits = restore or bool(begun)
+        ended = supervisor.run(restoring=waits, restart=begun, early=early)
     if newest and not ended.epoch and ended.status == 0 and not ended.told:
         note_ended(context, output.warn)
     return ended

@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Self
 
 from gpustasis.jobs.rank import Context
 
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OUTLIVED_S = 600.0  # tasks that live so long after a signal were not ended by it
 _SEEN_S = 5.0
 
@@ -22,6 +27,37 @@ class Ended:
     epoch: int
     status: int | None
     told: bool = False
+
+
+@dataclass(slots=True)
+class Early:
+    """Signals that come when there may be tasks, and before a Supervisor forwards them: neither do
+    they end the keeper, nor are they lost. A context."""
+
+    _came: list[int] = field(default_factory=list)
+    _before: dict[int, Callable[[int, FrameType | None], object] | int | None] = field(
+        default_factory=dict
+    )
+
+    def hold(self) -> None:
+        """From now on."""
+        self._before = {number: signal.signal(number, self._note) for number in FORWARDED}
+
+    def reach(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        """It heeds what comes now, and has what has come."""
+        for number in self._came:
+            handler(number, None)
+
+    def _note(self, number: int, _: object) -> None:
+        self._came.append(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:  # else somebody else heeds it
+                signal.signal(number, handler)
 
 
 class Signal:

@@ -16,7 +16,7 @@ from gpustasis.errors import CheckpointError, JobError, StoreError, Verification
 from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.checkpointing import Checkpointing, unlock_tree
 from gpustasis.jobs.clock import remove_older
-from gpustasis.jobs.ending import Ended, Signal
+from gpustasis.jobs.ending import ENDING, FORWARDED, Early, Ended, Signal
 from gpustasis.jobs.member import Keeper, Outcome, Settings
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Preempting, Restart, next_to_try
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.2  # before a store is asked again that has not answered
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Supervisor:
@@ -114,7 +112,7 @@ class Supervisor:
                 ],
                 setsid=True,
                 setsigmask=(),
-                setsigdef=_FORWARDED,
+                setsigdef=FORWARDED,
             )
         except OSError as exc:
             raise JobError(f"cannot start {command[0]}: {exc.strerror}") from exc
@@ -143,10 +141,12 @@ class Supervisor:
         restoring: bool,
         restart: int = 0,
         command: tuple[Sequence[str], Mapping[str, str]] | None = None,
+        early: Early | None = None,
     ) -> Ended:
         """Until the tasks have ended. restoring: there are none yet, and an epoch brings them.
         restart: the checkpoint that is restored as soon as all ranks wait for that; 0: somebody
-        else asks for it. command: that starts them again, if the job is recovered.
+        else asks for it. command: that starts them again, if the job is recovered. early: what has
+        come before.
 
         Raises JobError if that epoch was aborted, and what Keeper.take_part raises."""
         waits = restoring and not self._context.state.lives
@@ -161,9 +161,10 @@ class Supervisor:
                 return recovering.is_due(ended=ended, waits=waits and not self._is_asked_to_end)
             return ended and (not waits or self._is_asked_to_end != 0)
 
-        before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        before = {number: signal.signal(number, self._forward) for number in FORWARDED}
         if self._preempting is not None:
             self._preempting.listens()
+        (early or Early()).reach(self._forward)
         try:
             self._unlock_first(is_over)
             self._verify_left(is_over)
@@ -380,7 +381,7 @@ class Supervisor:
         return True
 
     def _forward(self, number: int, _: object) -> None:
-        pid, ends = self._context.state.pid, number in _ENDING
+        pid, ends = self._context.state.pid, number in ENDING
         if ends:
             self._signal.comes(number)
         if self._recovering is not None and ends:
