@@ -20,7 +20,7 @@ from gpustasis.errors import JobError
 from gpustasis.jobs import steering
 from gpustasis.jobs.guard import Guard
 from gpustasis.jobs.kept import ended_at
-from gpustasis.jobs.lives import Stage, Terms, Way, life_of
+from gpustasis.jobs.lives import Stage, Terms, Way, keeper_text, life_of
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.server import Server
 from gpustasis.jobs.store import Answer, Entry, Put, Require, Unreachable
@@ -69,6 +69,42 @@ def test_a_seat_whose_write_was_lost_is_taken_again(
     keepers.wait(lambda: bool(lost))
     keepers.wait(lambda: key in keepers.store.read(key).entries)
     assert one.unseated == ""
+
+
+@pytest.mark.parametrize("how", ["ends", "comes"])
+def test_no_keeper_loses_its_seat_to_itself(
+    how: str,
+    keepers: Keepers,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A write that nobody has answered was applied; that seat ends, or comes to be, while the
+    keeper sits down again."""
+    one = keepers.start(1)
+    one._over.set()
+    assert one._thread is not None
+    one._thread.join()
+    key, grant, before = keepers.keys.keeper(1), one._store.grant, one._lease
+    if how == "comes":
+        keepers.store.revoke(before)
+    changed: list[int] = []
+
+    def meanwhile(ttl_s: int) -> int:
+        if not changed:
+            changed.append(1)
+            if how == "ends":
+                keepers.store.revoke(before)
+            else:
+                keepers.store.write([], [Put(key, keeper_text(one._name, HERE))])
+        return grant(ttl_s)
+
+    monkeypatch.setattr(one._store, "grant", meanwhile)
+    one._sit_again()
+    assert one.unseated == ""
+    assert one._lease != before
+    one._store.keep(one._lease)
+    keepers.store.revoke(one._lease)
+    assert key not in keepers.store.read(key).entries
+    one._lease = 0
 
 
 def test_what_one_place_has_begun_no_other_one_goes_on_with(

@@ -164,11 +164,15 @@ class Guard:
         lease = self._store.grant(self._ttl_s)
         put = Put(key, keeper_text(self._name, self._where, starts=self._starts), lease)
         require = Require(key, entry.revision if entry else 0)
-        if not self._store.write([require], [put]).applied:
+        if self._store.write([require], [put]).applied:
+            self._lease = lease  # not before: without an answer the seat may not be there
+            return
+        entry = self._store.read(key).entries.get(key)
+        if entry is not None and keeper_of(key, entry)[0] != self._name:
             raise JobError(
                 f"job {self._keys.job}: rank {self._rank} has got another keeper just now"
             )
-        self._lease = lease  # not before: without an answer the seat may not be there
+        self._sit()  # an earlier seat of this keeper's has ended meanwhile, or has come to be
 
     def _entered(self, new: bool, newest: bool) -> Life:
         keys, key = self._keys, self._keys.life
