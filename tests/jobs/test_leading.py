@@ -17,6 +17,7 @@ from gpustasis.jobs.lives import Life, Stage, Standing, Way, keeper_text, standi
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import Keys, Plan, phase_text, settled_text
 from gpustasis.jobs.store import Put, Store
+from gpustasis.jobs.verified import Mark
 from jobs.test_lives import (  # noqa: F401 - a fixture among them
     EVIDENCE,
     FAILURE,
@@ -293,3 +294,35 @@ def test_a_store_that_was_away_has_not_lost_a_rank(keepers: Keepers) -> None:  #
     lead._looked = -1e9
     lead.turn(life)
     assert keepers.life().stage is Stage.STOPS
+
+
+@pytest.mark.parametrize("is_start", [True, False])
+@pytest.mark.parametrize("why", ["it has no checkpoint", "it has ended well", "it hung twice"])
+def test_it_is_told_why_a_job_does_not_go_on_from_its_newest_checkpoint(
+    why: str,
+    is_start: bool,
+    keepers: Keepers,  # noqa: F811
+) -> None:
+    terms, number = replace(TERMS, afresh=True), 0
+    if why != "it has no checkpoint":
+        number = keepers.commit()
+    if why == "it hung twice":
+        mark = Mark("it hung twice", times=2, is_sure=True)
+        keepers.store.write([], [verified.put_mark(keepers.keys, number, mark)])
+        why = f"epoch {number} is of no use, as all others: it hung twice"
+    elif number:
+        why += f" after epoch {number}"
+    ended = number if "ended" in why else 0
+    life = replace(LIFE, terms=terms, stage=Stage.STOPS, begun=int(not is_start), ended=ended)
+    lead_of(keepers).turn(put(keepers, life, [Way.STOPPED] * 2))
+    assert (keepers.life().stage, keepers.life().restored) == (Stage.RUNS, 0)
+    how = f"job job starts: {why}" if is_start else f"runs again, started afresh, for {why}, "
+    assert how in keepers.said[-1]
+
+
+def test_why_a_job_has_failed_is_told_once(keepers: Keepers) -> None:  # noqa: F811
+    failure = replace(FAILURE, reason="rank 0 hangs", hung=True)
+    life = replace(LIFE, stage=Stage.STOPS, begun=1, failure=failure)
+    lead_of(keepers).turn(put(keepers, life, [Way.STOPPED] * 2))
+    assert keepers.life().stage is Stage.FAILED
+    assert keepers.life().why() == "rank 0 hangs; there is no whole checkpoint to restore"

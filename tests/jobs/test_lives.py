@@ -265,7 +265,7 @@ def test_it_is_restored_when_all_have_stopped_and_no_epoch_is_open(keepers: Keep
     both[0].say(1, Way.STOPPED)
     keepers.wait(lambda: any("rank 1 has not stopped yet" in one for one in keepers.said))
     both[1].say(1, Way.STOPPED)
-    keepers.wait(lambda: any("an epoch is not decided yet" in one for one in keepers.said))
+    keepers.wait(lambda: any(f"epoch {open_one} is not decided yet" in one for one in keepers.said))
     assert keepers.life().stage is Stage.STOPS
     assert epochs_of(keepers) == open_one
     epochs.abort(keepers.store, keepers.keys, open_one, "why not")

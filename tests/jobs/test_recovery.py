@@ -240,7 +240,7 @@ def test_a_job_that_is_recovered_is_preempted_and_goes_on(ring: Ring) -> None:  
     # It has come to its end: the next start is one from the beginning.
     said = len(ring.log_whole(0))
     ring.start_all(*words)
-    ring.wait(lambda: "starts: it has no checkpoint" in ring.log_whole(0)[said:])
+    ring.wait(lambda: "starts: it has ended well after epoch" in ring.log_whole(0)[said:])
     ring.wait(lambda: len(ring.pids()) == WORLD)
     for pid in ring.pids():
         with suppress(ProcessLookupError):  # one has failed, and the others are stopped

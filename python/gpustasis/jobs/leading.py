@@ -28,6 +28,7 @@ from gpustasis.jobs.lives import (
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import Keys, Plan, number_of, rank_of
 from gpustasis.jobs.store import Put, Require, Store
+from gpustasis.jobs.verified import Mark
 
 _LOOKED_S = 60.0  # for evidence, before all is stopped without it
 _SETTLED_S = 60.0  # for ranks that are restored to run
@@ -227,7 +228,7 @@ class Leading:
             return
         newest = self._newest()
         if not self._is_decided(newest):
-            self._say("an epoch is not decided yet")
+            self._say(f"epoch {newest} is not decided yet")
             return
         assert life.failure is not None
         # As long as nothing has changed, what is to be restored then is not looked for.
@@ -328,17 +329,30 @@ class Leading:
         )
         keys = self._keys
         key = keys.started(life.number) if life.is_start else keys.recovery(life.number)
+        why_afresh = "" if epoch else self._why_afresh(life)
         if not self._move(life, life.next(), Put(key, recovery_text(recovery))):
             return
         if life.is_start:
-            how = f"goes on from epoch {restored}" if epoch else "starts: it has no checkpoint"
+            how = f"goes on from epoch {restored}" if epoch else f"starts: {why_afresh}"
             self._told(f"job {keys.job} {how}")
         else:
-            what = f"epoch {restored} restored" if epoch else "started afresh"
+            what = f"epoch {restored} restored" if epoch else f"started afresh, for {why_afresh}"
             self._told(
                 f"job {keys.job} runs again, {what}, {recovery.seconds:.2f} s after: "
                 f"{failure.reason}"
             )
+
+    def _why_afresh(self, life: Life) -> str:
+        """What becomes of its newest checkpoint."""
+        store, keys = self._store, self._keys
+        found = kept.newest_whole_or_none(store, keys)
+        if found is None:
+            return "it has no checkpoint"
+        number = found.number
+        if number <= max(life.ended, kept.ended_at(store, keys, life.world)):
+            return f"it has ended well after epoch {number}"
+        mark = verified.marks(store, keys, [number]).get(number, Mark())
+        return f"epoch {number} is of no use, as all others: {mark.why}"
 
     def _waited_s(self) -> float:
         return time.monotonic() - self._since[1]

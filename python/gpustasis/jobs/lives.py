@@ -144,7 +144,9 @@ class Life:
         keeper was told to end: at this time, in seconds since 1970."""
         before = self.failure
         if before is not None and before.hung and self.stage in {Stage.LOOKS, Stage.STOPS}:
-            reason = f"{failure.reason}; {before.reason}"
+            reason = failure.reason
+            if before.reason not in reason:
+                reason += f"; {before.reason}"
             failure = replace(before, reason=reason, hung=before.hung_at(told_at))
         return replace(self, stage=Stage.FAILED, failure=failure)
 
