@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from gpustasis.errors import JobError
+from gpustasis.intervals import Periodic
 from gpustasis.jobs import kept, verified
+from gpustasis.jobs.clock import Clock
 from gpustasis.jobs.hanging import Watcher
 from gpustasis.jobs.leading import Leading
 from gpustasis.jobs.lives import Failure, Stage
@@ -218,3 +223,36 @@ def test_of_a_hang_it_is_told_how_long_epochs_held_the_rank(
         failure = guard.read().failure
         assert failure is not None
         assert (failure.hung, failure.unnoticed_s, failure.idle_s) == (True, 153.0, 63.0)
+
+
+def test_whatever_goes_wrong_checkpoints_by_the_clock_go_on(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And it is told, if there is somebody to be told."""
+    context.note(pid=task.pid)
+    failures: list[Exception] = [ZeroDivisionError("of a time"), JobError("no"), KeyError("rank")]
+    is_made = threading.Event()
+    said: list[str] = []
+
+    def told(text: str) -> None:
+        said.append(text)
+        raise BrokenPipeError
+
+    def checkpoint(_: Sequence[Require]) -> float:
+        if failures:
+            raise failures.pop(0)
+        is_made.set()
+        return 0.1
+
+    clock = Clock(context, Periodic(interval_s=0.1, mtbf_s=1.0), told)
+    monkeypatch.setattr(clock, "_checkpoint", checkpoint)
+    clock.start()
+    try:
+        assert is_made.wait(60)
+    finally:
+        clock.stop.set()
+        clock.join()
+    why = ["ZeroDivisionError('of a time')", "no", "KeyError('rank')"]
+    assert said == [f"job job runs on without a checkpoint: {one}" for one in why]

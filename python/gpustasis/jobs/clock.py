@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError, JobError, StoreError
@@ -56,20 +56,31 @@ class Clock(threading.Thread):
         """Until it is stopped. While the rank has no tasks, or an epoch has something to do with
         them, nothing is begun."""
         while not self.stop.wait(max(self._schedule.left_s(), _LOOK_S)):
-            state = self._context.state
-            if not state.lives or state.epoch or self._schedule.left_s():
-                continue
-            requires = self._may_begin()
-            if requires is None:
-                continue
-            downtime = None
             try:
-                downtime = self._checkpoint(requires)
-            except CheckpointError as exc:
-                if self._may_begin() != requires:
-                    continue  # that is why
-                self._told(f"job {self._context.place.job} runs on without a checkpoint: {exc}")
-            self._schedule.note(time.monotonic(), downtime)
+                self._turn()
+            except Exception as exc:  # noqa: BLE001 - without this thread nothing is begun any more
+                self._tell(str(exc) if isinstance(exc, CheckpointError) else repr(exc))
+                self._schedule.note(time.monotonic(), None)
+
+    def _turn(self) -> None:
+        """Raises what the checkpoint does."""
+        state = self._context.state
+        if not state.lives or state.epoch or self._schedule.left_s():
+            return
+        requires = self._may_begin()
+        if requires is None:
+            return
+        try:
+            downtime = self._checkpoint(requires)
+        except CheckpointError:
+            if self._may_begin() != requires:
+                return  # that is why
+            raise
+        self._schedule.note(time.monotonic(), downtime)
+
+    def _tell(self, wrong: str) -> None:
+        with suppress(OSError):  # who is told may be gone
+            self._told(f"job {self._context.place.job} runs on without a checkpoint: {wrong}")
 
     def _checkpoint(self, requires: Sequence[Require]) -> float | None:
         """How long the slowest rank stood for it; None: it was aborted, which the keepers tell.
