@@ -280,10 +280,13 @@ def run(
     def show() -> None:
         if ended.epoch:
             tell(f"job {job}, rank {rank}: ended by the checkpoint of epoch {ended.epoch}")
-        elif ended.status is None:
-            tell(f"job {job}, rank {rank}: ended, its status is not known")
 
     output.answer(fields, show)
+    if ended.status is None and not ended.epoch:  # which may have been any
+        raise JobError(
+            f"job {job}, rank {rank}: its tasks have ended, and their status is not known, for "
+            "another keeper had started them"
+        )
     status = checkpointed_status if ended.epoch else ended.status
     if status:
         output.finish()
@@ -294,7 +297,8 @@ def _end_of(context: Context, ended: Ended, because: str) -> dict[str, str]:
     """What whoever has asked this keeper for a checkpoint is told."""
     place = context.place
     if not ended.epoch:
-        return {"because": because or f"{context.name} has ended, status {ended.status}"}
+        status = "not known" if ended.status is None else ended.status
+        return {"because": because or f"{context.name} has ended, status {status}"}
     made = f"epoch {ended.epoch} of job {place.job}"
     return {"checkpoint": str(place.images(ended.epoch)), "because": made}
 

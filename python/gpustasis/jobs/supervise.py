@@ -369,13 +369,13 @@ class Supervisor:
             self._context.kin.look(pid)
             return False
         code = None
-        if self._recovering is not None:
-            # Not collected: its number, and its session's, are no other's until all is stopped.
-            code = status_of(pid, start, self._held[2])
-        else:
+        if self._recovering is None:
             with suppress(ChildProcessError):
                 found, status = os.waitpid(pid, os.WNOHANG)
                 code = os.waitstatus_to_exitcode(status) if found else None
+        if code is None:
+            # Not collected: its number, and its session's, are no other's until all is stopped.
+            code = status_of(pid, start, self._held[2])
         if code is not None:
             self._status = code if code >= 0 else 128 - code
         return True
