@@ -214,8 +214,8 @@ def restart_advice(root: Root, made: tuple[str, ...]) -> Iterator[str]:
 def with_hook(spec: bytes, name: str) -> dict[str, object]:
     """A container's specification as JSON, with our hook in it. It may hold the hook already.
 
-    name: of the specification. Raises InstallError if it is none (OCI runtime specification, "hooks"). A
-    base specification has no condition, so the hook is run for every container.
+    name: of the specification. Raises InstallError if it is none (OCI runtime specification,
+    "hooks"). It has no conditions, so the hook is run for every container.
     """
     try:
         found = json.loads(spec)
