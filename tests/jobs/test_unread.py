@@ -16,7 +16,7 @@ import pytest
 
 from gpustasis.errors import JobError
 from gpustasis.jobs import epochs
-from gpustasis.jobs.ending import Ended
+from gpustasis.jobs.ending import FORWARDED, Ended
 from gpustasis.jobs.local import Local
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.place import place_of
@@ -24,7 +24,7 @@ from gpustasis.jobs.preempting import Grace, Preempting
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Keys, Plan
 from gpustasis.jobs.server import Server
-from gpustasis.jobs.supervise import _FORWARDED, Supervisor
+from gpustasis.jobs.supervise import Supervisor
 from gpustasis.locked_file import KEEPER_NAME
 from jobs.test_undoing import SETTINGS, context, server  # noqa: F401 - fixtures
 from support.criu_roots import criu_place, newest_criu
@@ -146,12 +146,12 @@ def test_a_signal_that_comes_too_late_takes_no_word_from_a_keeper(
     supervisor = Supervisor(context, SETTINGS, said.append, preempting)
     before = {
         number: signal.signal(number, lambda number, _: heard.append(number))
-        for number in _FORWARDED
+        for number in FORWARDED
     }
     try:
         supervisor.start(["true"], os.environ)
         assert supervisor.run(restoring=False) == Ended(epoch=0, status=0)
-        for number in _FORWARDED:
+        for number in FORWARDED:
             os.kill(os.getpid(), number)
     finally:
         for number, handler in before.items():
