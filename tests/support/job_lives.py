@@ -321,7 +321,6 @@ class Player:
             """Of the host's tasks."""
 
             cuda = False
-
             lives = property(lambda _: host.pid > 0)
             pid = property(lambda _: host.pid)
             life = property(lambda _: host.life)
@@ -331,6 +330,7 @@ class Player:
             name=f"rank {host.rank}",
             place=SimpleNamespace(job="job", rank=host.rank, run=Path("/run/played")),
             state=State(),
+            kin=SimpleNamespace(known={}),
             life=0,
             gate=SimpleNamespace(is_held=lambda: bool(host.held)),
             unlock_network=lambda: None,
@@ -339,7 +339,7 @@ class Player:
         self._contexts[host] = context
         return cast("Context", context)
 
-    def stop(self, pid: int, start_time: int) -> None:
+    def stop(self, pid: int, start_time: int, _: object) -> None:
         """As stopping.stop."""
         for host in self.hosts:
             if host.pid == pid and id(host) == start_time:
