@@ -338,10 +338,10 @@ void undo_all(const std::function<Driver&()>& driver, const Config& config, Task
     lower_setting();
     while (anything_to_undo(table)) {
         int wait_ms = kDamagedPollMs;
+        // Without memory, or a thread: that may pass.
         try {
             wait_ms = undo->look();
-        } catch (const std::
-                     exception&) { // NOLINT(bugprone-empty-catch): no memory, or no thread, for now
+        } catch (const std::exception&) { // NOLINT(bugprone-empty-catch)
         }
         if (anything_to_undo(table))
             ::poll(nullptr, 0, wait_ms);
