@@ -16,7 +16,7 @@ import pytest
 
 from gpustasis.cli import job_recovery
 from gpustasis.cli.job_recovery import Choice
-from gpustasis.errors import JobError
+from gpustasis.errors import JobError, StoreError
 from gpustasis.jobs import steering
 from gpustasis.jobs.guard import Guard
 from gpustasis.jobs.kept import ended_at
@@ -273,3 +273,19 @@ def test_the_lead_waits_as_long_as_ranks_may_be_verified(
     assert leading is not None
     assert leading._verify_s == seconds
     rank.close()
+
+
+def test_who_cannot_reach_the_store_misses_nobody() -> None:
+    """A keeper is gone only if the store says so for long enough."""
+
+    class Gone:
+        def read(self, *_: str) -> Answer:
+            raise StoreError("it does not answer")
+
+    gone: Any = Gone()
+    guard = Guard(gone, KEYS, 1, 2, TERMS, HERE, ttl_s=TTL_S, told=print)
+    following = guard._following
+    assert following is not None
+    following._missing_at = 1.0
+    guard.turn()
+    assert following._missing_at is None

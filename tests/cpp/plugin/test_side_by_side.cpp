@@ -86,6 +86,7 @@ void after_a_failure_none_is_begun_and_all_are_waited_for() {
     std::size_t begun = 0;
     std::size_t done = 0;
     std::size_t failed = 0;
+    const auto begin = std::chrono::steady_clock::now();
     CHECK_THROWS(Errc::io, side_by_side(
                                *rig.worker, 8, {.limit = 3, .memory = {}, .room = {}},
                                [&](std::size_t i) -> std::optional<Worker::Call> {
@@ -95,6 +96,7 @@ void after_a_failure_none_is_begun_and_all_are_waited_for() {
                                    return rig.worker->begin_checkpoint(static_cast<int>(i) + 1, 0);
                                },
                                [&](const CallsUnderWay::Answer&) { ++done; }, [&] { ++failed; }));
+    CHECK(std::chrono::steady_clock::now() - begin >= std::chrono::milliseconds(300));
     CHECK(begun == 2);
     CHECK(done == 0);
     CHECK(failed == 1);

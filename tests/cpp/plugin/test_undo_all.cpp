@@ -274,6 +274,24 @@ void an_orphan_unlocks_none_that_has_died_meanwhile() {
     CHECK(orphan.log().find("recover") == std::string::npos);
 }
 
+// One is stopped while others are restored: the driver would wait for it.
+void an_orphan_unlocks_none_that_is_stopped() {
+    const Bystander tasks[3];
+    const sample::TempDir place;
+    const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
+    const Orphaned orphan(tasks);
+    CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
+    CHECK(::kill(tasks[0].pid(), SIGSTOP) == 0);
+    CHECK(comes_true([&] { return proc::state(tasks[0].pid()) == 'T'; }));
+    open_gate(place.path("gate"));
+    CHECK(comes_true([&] { return orphan.noted() == "restore restore restore unlock unlock "; }));
+    ::usleep(500'000);
+    CHECK(orphan.noted() == "restore restore restore unlock unlock ");
+    CHECK(::kill(tasks[0].pid(), SIGCONT) == 0);
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(orphan.noted() == "restore restore restore unlock unlock unlock ");
+}
+
 // Another dump has begun meanwhile: what it has seized is unlocked once it has let go.
 void an_orphan_unlocks_none_that_is_traced() {
     const Bystander tasks[3];
@@ -309,5 +327,6 @@ int main() {
     an_orphan_tries_what_fails_as_long_as_it_has_others_to_look_after();
     an_orphan_restores_again_what_is_checkpointed_when_it_is_to_be_unlocked();
     an_orphan_unlocks_none_that_has_died_meanwhile();
+    an_orphan_unlocks_none_that_is_stopped();
     an_orphan_unlocks_none_that_is_traced();
 }
