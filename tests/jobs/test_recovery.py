@@ -169,6 +169,8 @@ def test_a_standby_takes_over_from_a_keeper_that_is_killed(ring: Ring) -> None: 
         killed = standing_by[rank]
         assert killed is not None
         ring.start(rank, "--restarts", "1", "--standby", command=False)
+        said = ring.directory / f"keeper-{rank}"
+        ring.wait(lambda said=said: "stands by until" in said.read_text())
         killed.kill()
         killed.wait()
     ring.wait_for_progress()

@@ -256,6 +256,8 @@ def run(
         place = place_of(job, rank, directory, run_directory)
         place.make()
         waits = wait_a_moment if choice.standby else None
+        if choice.standby:
+            tell(f"job {job}, rank {rank}: stands by until the rank has no keeper")
         with place.kept(waits, preemptible=checkpoint_on_sigterm) as says:
             context = Context(place, world, store, keys, use)
             if safe_points:
