@@ -17,7 +17,10 @@ from gpustasis.criu import find
 from gpustasis.errors import JobError
 from gpustasis.jobs import supervise
 from gpustasis.jobs.rank import Context
-from jobs.test_undoing import NO_CRIU, context, server  # noqa: F401 - fixtures
+from gpustasis.jobs.stopping import is_unheard
+from gpustasis.jobs.supervise import Supervisor
+from jobs.test_undoing import NO_CRIU, SETTINGS, context, server  # noqa: F401 - fixtures
+from support.job_ranks import wait_for
 
 # They are no children of this process; nobody hears of their end.
 PARENT = """
@@ -51,6 +54,21 @@ def kept_until(end: Path, tmp_path: Path) -> Result:
         return CliRunner().invoke(cli, ["job", "run", *map(str, words)])
     finally:
         timer.join()
+
+
+def test_the_status_of_what_has_ended_before_its_next_keeper_came_is_known(
+    left: Path,
+    context: Context,  # noqa: F811
+) -> None:
+    """As long as nobody has heard of it."""
+    left.touch()
+    pid = context.state.pid
+    wait_for(lambda: is_unheard(pid, context.state.start_time), "the end")
+    assert not context.state.lives
+    assert not is_unheard(pid, context.state.start_time + 1)
+    supervisor = Supervisor(context, SETTINGS, print)
+    assert supervisor._has_ended()
+    assert supervisor._status == 3
 
 
 @pytest.mark.parametrize("is_known", [True, False])

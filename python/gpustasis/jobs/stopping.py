@@ -117,16 +117,26 @@ def _is_another(root: int, start_time: int) -> bool:
     return int(stat.rpartition(")")[2].split()[_START_TIME]) != start_time
 
 
+def _zombie(pid: int, start_time: int) -> list[str]:
+    """Its fields; none if it runs, or was reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    fields = stat.rpartition(")")[2].split()
+    return fields if fields[0] == "Z" and int(fields[_START_TIME]) == start_time else []
+
+
+def is_unheard(pid: int, start_time: int) -> bool:
+    """Whether it has ended, and its parent has not asked how."""
+    return bool(_zombie(pid, start_time))
+
+
 def status_of(pid: int, start_time: int, descriptor: int) -> int | None:
     """How a process has ended that is no child of this one, as os.waitstatus_to_exitcode has it.
     descriptor: its pidfd. None: it cannot be told, as before Linux 6.15 of one that was reaped."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        fields = stat.rpartition(")")[2].split()
-        if fields[0] == "Z" and int(fields[_START_TIME]) == start_time:
-            return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
-    except OSError:
-        pass  # it was reaped
+    if fields := _zombie(pid, start_time):
+        return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
     info = bytearray(_INFO.pack(_INFO_EXIT, 0))
     try:
         fcntl.ioctl(descriptor, _GET_INFO, info)

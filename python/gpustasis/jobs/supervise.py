@@ -24,7 +24,7 @@ from gpustasis.jobs.rank import Context, Part, RankWork
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.safe_point import SEAT_VARIABLE
-from gpustasis.jobs.stopping import children, reap, reap_helpers, status_of
+from gpustasis.jobs.stopping import children, is_unheard, reap, reap_helpers, status_of
 from gpustasis.jobs.work import Order
 
 log = logging.getLogger(__name__)
@@ -363,7 +363,8 @@ class Supervisor:
                 self._held = (pid, start, os.pidfd_open(pid))
             except ProcessLookupError:
                 return True
-            if not self._context.state.lives and pid not in children():
+            is_there = self._context.state.lives or is_unheard(pid, start)
+            if not is_there and pid not in children():
                 return True  # another process has its number
         if not select.select([self._held[2]], [], [], 0)[0]:
             self._context.kin.look(pid)
