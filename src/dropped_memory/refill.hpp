@@ -45,7 +45,8 @@ void refill(pid_t pid, const ImageReader& image, unsigned threads,
 /// there again, hold what the image has: others are of a later time, and the image is not what the
 /// task needs. Empty pages are no difference as long as others lack data: a process that was killed
 /// while it put pages back leaves such pages, and a thread that reads a missing page gets one.
-/// Throws Error: corrupt_data, saying where they differ and having changed nothing; as refill().
+/// Only the program is written to that runs in the task when it begins, however long it takes. Throws Error: gone if the
+/// task is another than that of the image; corrupt_data, saying where they differ; both having changed nothing; as refill().
 void refill_dropped(pid_t pid, const ImageReader& image, unsigned threads,
                     const ImageReader::Progress& progress = {});
 

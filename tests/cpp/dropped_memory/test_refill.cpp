@@ -179,6 +179,9 @@ void in_child(void (*run)()) {
 
 /// Memory of this process and its image: 256 KiB of data, as much of zeros, as much of data.
 struct Dropped {
+    explicit Dropped(std::uint64_t start_time = proc::start_time(::getpid()))
+        : started(start_time) {}
+    const std::uint64_t started;
     static constexpr std::size_t kChunk = std::size_t{256} << 10;
     static constexpr std::size_t kSize = 3 * kChunk;
     std::byte* memory = static_cast<std::byte*>(
@@ -191,6 +194,7 @@ struct Dropped {
         std::memset(memory + 2 * kChunk, 8, kChunk);
         ImageInfo info;
         info.pid = 1;
+        info.start_time = started;
         info.regions = {{reinterpret_cast<std::uint64_t>(memory), kSize, kReadWrite,
                          RegionKind::private_anonymous}};
         ProcessMemory self(::getpid());
@@ -219,6 +223,13 @@ void pages_of_a_later_time_are_not_overwritten() {
     CHECK(dropped.is_intact());
     dropped.refill(); // all is there and as it should be
     CHECK(dropped.is_intact());
+}
+
+// Whose pid it had has ended, and this process has it now.
+void memory_of_another_process_is_not_put_back() {
+    Dropped dropped(1);
+    CHECK_THROWS(Errc::gone, dropped.refill());
+    CHECK(dropped.memory[0] == std::byte{0});
 }
 
 // Whoever puts pages back and is killed, or reads one that is missing, leaves empty pages.
@@ -268,6 +279,7 @@ int main() {
     in_child(refill_changes_no_time_and_no_hole_of_a_file);
     in_child(a_full_tmpfs_is_named);
     pages_of_a_later_time_are_not_overwritten();
+    memory_of_another_process_is_not_put_back();
     an_empty_page_is_unfilled_only_where_data_is_missing();
     only_an_image_of_gpu_memory_is_of_what_a_dump_drops();
 }
