@@ -33,9 +33,11 @@ class Kin:
     def look(self, root: int) -> None:
         """At what is below it, if it is time to."""
         now = time.monotonic()
-        if now < self._looked + _BETWEEN_S or root in children():
+        if now < self._looked + _BETWEEN_S:
             return
         self._looked = now
+        if root in children():
+            return
         before = {pid: start for pid, start in self._known.items() if _started(pid) == start}
         self._known = before | _below(root)
 
