@@ -260,7 +260,8 @@ bool Undo::restore(TaskRecord& record) {
         return failed(record, restores_, done->error);
     restored_.insert(record.pid);
     failing_.erase({record.pid, &restores_});
-    given_up_.erase(record.pid);
+    if (!failing_.contains({record.pid, &unlocks_})) // else it is given up for that still
+        given_up_.erase(record.pid);
     return false;
 }
 
@@ -314,10 +315,10 @@ int Undo::look() {
         if (!released_)
             released_ = Clock::now();
         if (!restored_.contains(record.pid))
-            waits |= restore(record);
+            waits |= restore(record) && !given_up_.contains(record.pid);
     }
     for (std::size_t i = 0; !waits && i < table_.task_count; ++i) {
-        TaskRecord& record = table_.tasks[i];
+        TaskRecord& record = table_.tasks[(first + i) % table_.task_count];
         // Meanwhile it may have died, or another dump may have begun.
         if (!record.settled && restored_.contains(record.pid) && !is_stopped(record.restore_tid) &&
             proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced)

@@ -98,6 +98,11 @@ def test_a_hook_that_containerd_needs_is_not_removed(gpustasis: Gpustasis, root:
         assert f"/etc/containerd/base.json names {layout.HOOK}" in ended.stderr
         assert ended.stderr.endswith("nothing was changed\n")
     assert tree(root) == before
+    spec.rename(root / "elsewhere.json")
+    spec.symlink_to("/elsewhere.json")
+    ended = gpustasis("uninstall", "--root", root)
+    assert ended.returncode == 22
+    assert "it cannot be told whether containerd needs" in ended.stderr
     spec.unlink()
     assert gpustasis("uninstall", "--root", root).returncode == 0
 

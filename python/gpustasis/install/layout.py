@@ -243,7 +243,8 @@ def bound_to_hook(root: Root) -> Iterator[str]:
         path = f"{CONTAINERD}/{name}"
         try:
             found = root.read(path) if name.endswith(".json") else None
-        except InstallError:  # no regular file
+        except InstallError as exc:
+            yield f"it cannot be told whether containerd needs {HOOK}: {exc}"
             continue
         if found is not None and HOOK.encode() in found.data:
             yield (

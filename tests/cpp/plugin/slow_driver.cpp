@@ -7,7 +7,7 @@
 // or a GetState of SLOW_DRIVER_MUTE, never returns. The first SLOW_DRIVER_REFUSES Restores and
 // SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, the third Restore does not return, and
 // each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again.
-// With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
+// Each Unlock fails but of SLOW_DRIVER_UNLOCKS_ONLY. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
 // as no DriverGetVersion has returned.
 #include <unistd.h>
 
@@ -124,6 +124,8 @@ int cuCheckpointProcessRestore(int pid, void*) {
     return move_to(pid, 1, "restore");
 }
 int cuCheckpointProcessUnlock(int pid, void*) {
+    if (const int only = number("SLOW_DRIVER_UNLOCKS_ONLY"); only != 0 && pid != only)
+        return 304;
     if (pid == number("SLOW_DRIVER_RELAPSES") && relapses++ == 0) {
         move_to(pid, 2, "relapse");
         return 304;

@@ -260,6 +260,18 @@ void an_orphan_restores_again_what_is_checkpointed_when_it_is_to_be_unlocked() {
     CHECK(orphan.log().find("recover") == std::string::npos);
 }
 
+// The last one runs on, and the worker comes to its end.
+void an_orphan_gives_up_what_can_never_be_unlocked() {
+    const Bystander tasks[3];
+    const Variable only("SLOW_DRIVER_UNLOCKS_ONLY", std::to_string(tasks[2].pid()));
+    Orphaned orphan(tasks);
+    await_settled(
+        {&orphan.rig.table->tasks[0], &orphan.rig.table->tasks[1], &orphan.rig.table->tasks[2]});
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(orphan.noted() == "restore restore restore unlock ");
+    CHECK(orphan.log().find("try gpustasis recover") != std::string::npos);
+}
+
 // One dies while others are restored: the driver is asked nothing of whoever has its pid then.
 void an_orphan_unlocks_none_that_has_died_meanwhile() {
     Bystander tasks[3];
@@ -323,6 +335,7 @@ int main() {
     an_orphan_undoes_while_the_driver_hangs_in_a_quick_call();
     an_orphan_tries_again();
     an_orphan_gives_up_what_always_fails();
+    an_orphan_gives_up_what_can_never_be_unlocked();
     an_orphan_lets_others_wait_for_one_that_fails_at_first();
     an_orphan_tries_what_fails_as_long_as_it_has_others_to_look_after();
     an_orphan_restores_again_what_is_checkpointed_when_it_is_to_be_unlocked();
