@@ -133,6 +133,7 @@ def test_that_tasks_have_ended_well_upon_a_signal_is_known_although_another_rank
         monkeypatch.setattr(recovering_module, "_ENDS_WITHIN_S", 0.0)
         assert rank.take(None).failed
         assert not Path(f"/proc/{task.pid}").exists()
+        assert rank._asked_at == 0.0  # the time of the next tasks begins anew
 
 
 @pytest.mark.parametrize("stage", [Stage.RUNS, Stage.LOOKS, Stage.STOPS])

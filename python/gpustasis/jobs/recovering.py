@@ -376,7 +376,7 @@ class Recovering:
         were_there = stop(state.pid, state.start_time, context.kin.known)
         context.unlock_network()
         context.note(pid=0, cuda=False)
-        self._trouble = ""
+        self._trouble, self._asked_at = "", 0.0
         if self._watcher is not None:
             self._watcher.forget()
         return were_there
