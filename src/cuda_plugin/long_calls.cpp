@@ -42,8 +42,10 @@ bool LongCalls::is_in(pid_t pid) const noexcept {
 }
 
 bool LongCalls::any_works() noexcept {
-    return std::ranges::any_of(calls_,
-                               [&](Call& call) { return !call.has_ended->load() && !hangs(call); });
+    bool works = false;
+    for (Call& call : calls_) // each is looked at: one that hangs is to be found when it does
+        works |= !call.has_ended->load() && !hangs(call);
+    return works;
 }
 
 } // namespace gpustasis

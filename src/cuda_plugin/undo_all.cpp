@@ -64,6 +64,7 @@ bool is_stopped(pid_t tid) noexcept {
 
 /// What came of work in a thread of LongCalls.
 struct Outcome {
+    const Clock::time_point begin = Clock::now();
     std::atomic<bool> is_there = false;
     std::string error; ///< why it was not done; empty: it was
 };
@@ -168,7 +169,8 @@ private:
     std::map<std::pair<pid_t, const Turns*>, Clock::time_point> failing_; // since when, at what
     std::map<pid_t, std::string> given_up_; // why: nobody waits for these, and they are tried again
     std::set<pid_t> given_up_told_;
-    bool tries_again_ = false;
+    bool lasts_ =
+        false; // what this look has found: something fails, hangs, or is waited for for long
     std::size_t failures_ = 0;
     std::optional<Clock::time_point> released_; // when criu had let go of the first
 };
@@ -178,6 +180,7 @@ bool Undo::hangs(const TaskRecord& record) {
     if (!calls_.hangs(record.pid))
         return false;
     tell_once(hanging_, record, "the driver hangs in the task: it is brought back when that ends");
+    lasts_ = true;
     return true;
 }
 
@@ -188,7 +191,7 @@ bool Undo::failed(TaskRecord& record, Turns& turns, const std::string& why) {
     if (is_for_long)
         given_up_.insert_or_assign(record.pid, why);
     turns.forget(record.pid);
-    tries_again_ = true;
+    lasts_ = true;
     ++failures_;
     return !is_for_long;
 }
@@ -206,6 +209,7 @@ bool Undo::is_awaited(TaskRecord& record) {
                   std::string(record.refill_error) + "; this is tried again every second");
     else if (is_past(kLongRefill))
         tell_once(refilling_, record, "its memory is still put back: does the storage answer?");
+    lasts_ = lasts_ || damaged_.contains(record.pid);
     return !damaged_.contains(record.pid) &&
            !(is_late() && !is_drop_over(record.pid, record.restore_tid));
 }
@@ -241,6 +245,7 @@ bool Undo::restore(TaskRecord& record) {
                           "waits until restore thread " + std::to_string(record.restore_tid) +
                               " is back in a call of its own: is the task stopped, frozen or "
                               "traced?");
+            lasts_ = lasts_ || is_late();
             return !is_late();
         }
     }
@@ -260,8 +265,11 @@ bool Undo::restore(TaskRecord& record) {
         return failed(record, restores_, done->error);
     restored_.insert(record.pid);
     failing_.erase({record.pid, &restores_});
-    if (!failing_.contains({record.pid, &unlocks_})) // else it is given up for that still
+    const auto unlock = failing_.find({record.pid, &unlocks_});
+    if (unlock == failing_.end()) // else it is given up for that still
         given_up_.erase(record.pid);
+    else // while it was restored, no unlock has failed
+        unlock->second += Clock::now() - done->begin;
     return false;
 }
 
@@ -283,7 +291,7 @@ void Undo::unlock(TaskRecord& record) {
 
 int Undo::look() {
     bool waits = false, is_any_left = false;
-    tries_again_ = false;
+    lasts_ = false;
     const std::size_t first = failures_;
     for (std::size_t i = 0; i < table_.task_count; ++i)
         is_any_left |= !table_.tasks[i].settled && !given_up_.contains(table_.tasks[i].pid);
@@ -324,9 +332,7 @@ int Undo::look() {
             proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced)
             unlock(record);
     }
-    const bool lasts =
-        tries_again_ || !damaged_.empty() || !hanging_.empty() || !waited_for_.empty();
-    return lasts ? kDamagedPollMs : kOrphanPollMs;
+    return lasts_ ? kDamagedPollMs : kOrphanPollMs;
 }
 
 } // namespace

@@ -17,6 +17,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -177,15 +179,24 @@ void in_child(void (*run)()) {
     CHECK(::waitpid(child, &status, 0) == child && status == 0);
 }
 
-/// Memory of this process and its image: 256 KiB of data, as much of zeros, as much of data.
-struct Dropped {
-    explicit Dropped(std::uint64_t start_time = proc::start_time(::getpid()))
-        : started(start_time) {}
+/// Memory of this process and its image: a part of data, as much of zeros, as much of data.
+template <std::size_t part>
+struct DroppedParts {
+    explicit DroppedParts(std::uint64_t start_time = proc::start_time(::getpid()),
+                          std::byte* place = nullptr)
+        : started(start_time), place_(place) {}
     const std::uint64_t started;
-    static constexpr std::size_t kChunk = std::size_t{256} << 10;
+    std::byte* const place_; ///< nullptr: anywhere
+    static constexpr std::size_t kChunk = part;
     static constexpr std::size_t kSize = 3 * kChunk;
-    std::byte* memory = static_cast<std::byte*>(
-        ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    static std::byte* map_at(std::byte* place) {
+        const int flags =
+            MAP_PRIVATE | MAP_ANONYMOUS | (place != nullptr ? MAP_FIXED_NOREPLACE : 0);
+        void* const memory = ::mmap(place, kSize, kReadWrite, flags, -1, 0);
+        CHECK(memory != MAP_FAILED);
+        return static_cast<std::byte*>(memory);
+    }
+    std::byte* memory = map_at(place_);
     sample::TempDir dir;
     ImageReader image = write();
 
@@ -210,8 +221,11 @@ struct Dropped {
                 return false;
         return true;
     }
-    ~Dropped() { ::munmap(memory, kSize); }
+    ~DroppedParts() { ::munmap(memory, kSize); }
 };
+using Dropped = DroppedParts<(std::size_t{256} << 10)>;
+/// Who puts it back is told when 16 MiB are done.
+using LargeDropped = DroppedParts<(std::size_t{8} << 20)>;
 
 void pages_of_a_later_time_are_not_overwritten() {
     Dropped dropped;
@@ -230,6 +244,53 @@ void memory_of_another_process_is_not_put_back() {
     Dropped dropped(1);
     CHECK_THROWS(Errc::gone, dropped.refill());
     CHECK(dropped.memory[0] == std::byte{0});
+}
+
+// Where neither the kernel nor a sanitizer puts anything.
+std::byte* const kPlace = reinterpret_cast<std::byte*>(0x7e90'0000'0000);
+
+/// A task with memory at kPlace, until it is told; from there on `then`.
+[[noreturn]] void hold_memory(int ready, int told, void (*then)(int, int, const std::byte*)) {
+    const std::byte* const memory = LargeDropped::map_at(kPlace);
+    char byte = 0;
+    CHECK(::write(ready, "r", 1) == 1 && ::read(told, &byte, 1) == 1);
+    then(ready, told, memory);
+    ::_exit(1);
+}
+
+/// The program that the task executes: whether anything has come to its memory.
+void look_what_came(int, int, const std::byte* memory) {
+    const auto is_empty = [](std::byte byte) { return byte == std::byte{0}; };
+    ::_exit(std::all_of(memory, memory + LargeDropped::kSize, is_empty) ? 0 : 1);
+}
+
+void execute_it(int ready, int told, const std::byte*) {
+    ::execl("/proc/self/exe", "test_refill", std::to_string(ready).c_str(),
+            std::to_string(told).c_str(), nullptr);
+}
+
+// When half of its memory is put back. The other program has memory at the same place.
+void a_program_that_the_task_executes_meanwhile_gets_nothing() {
+    int ready[2], told[2];
+    CHECK(::pipe(ready) == 0 && ::pipe(told) == 0);
+    const pid_t task = fork_child();
+    CHECK(task >= 0);
+    if (task == 0)
+        hold_memory(ready[1], told[0], execute_it);
+    char byte = 0;
+    CHECK(::read(ready[0], &byte, 1) == 1);
+    const LargeDropped dropped(proc::start_time(task), kPlace);
+    std::uint64_t done_before = 0;
+    CHECK_THROWS(Errc::io, refill_dropped(task, dropped.image, 1, [&](std::uint64_t done) {
+                     if (done_before == 0) {
+                         CHECK(::write(told[1], "t", 1) == 1 && ::read(ready[0], &byte, 1) == 1);
+                         done_before = done;
+                     }
+                 }));
+    CHECK(done_before > 0 && done_before < LargeDropped::kSize);
+    CHECK(::write(told[1], "t", 1) == 1);
+    int status = 0;
+    CHECK(::waitpid(task, &status, 0) == task && status == 0);
 }
 
 // Whoever puts pages back and is killed, or reads one that is missing, leaves empty pages.
@@ -273,13 +334,16 @@ void only_an_image_of_gpu_memory_is_of_what_a_dump_drops() {
 
 } // namespace
 
-int main() {
+int main(int argc, char** argv) {
+    if (argc == 3)
+        hold_memory(std::atoi(argv[1]), std::atoi(argv[2]), look_what_came);
     refill_wants_the_mapping_that_was_there();
     refill_fills_shared_memory_too();
     in_child(refill_changes_no_time_and_no_hole_of_a_file);
     in_child(a_full_tmpfs_is_named);
     pages_of_a_later_time_are_not_overwritten();
     memory_of_another_process_is_not_put_back();
+    a_program_that_the_task_executes_meanwhile_gets_nothing();
     an_empty_page_is_unfilled_only_where_data_is_missing();
     only_an_image_of_gpu_memory_is_of_what_a_dump_drops();
 }

@@ -6,7 +6,8 @@
 // SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint or Restore of pid SLOW_DRIVER_HANGS,
 // or a GetState of SLOW_DRIVER_MUTE, never returns. The first SLOW_DRIVER_REFUSES Restores and
 // SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, the third Restore does not return, and
-// each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again.
+// each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again;
+// with SLOW_DRIVER_RELAPSE_MS so does the second, and the Restore between them takes so long.
 // Each Unlock fails but of SLOW_DRIVER_UNLOCKS_ONLY. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
 // as no DriverGetVersion has returned.
 #include <unistd.h>
@@ -121,12 +122,15 @@ int cuCheckpointProcessRestore(int pid, void*) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     take("SLOW_DRIVER_RESTORE_MS");
+    if (pid == number("SLOW_DRIVER_RELAPSES") && relapses == 1)
+        take("SLOW_DRIVER_RELAPSE_MS");
     return move_to(pid, 1, "restore");
 }
 int cuCheckpointProcessUnlock(int pid, void*) {
     if (const int only = number("SLOW_DRIVER_UNLOCKS_ONLY"); only != 0 && pid != only)
         return 304;
-    if (pid == number("SLOW_DRIVER_RELAPSES") && relapses++ == 0) {
+    if (pid == number("SLOW_DRIVER_RELAPSES") &&
+        relapses++ < (number("SLOW_DRIVER_RELAPSE_MS") != 0 ? 2 : 1)) {
         move_to(pid, 2, "relapse");
         return 304;
     }

@@ -13,7 +13,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr pid_t kFirst = 1, kSecond = 2; // no task is touched
+constexpr pid_t kFirst = 1, kSecond = 2, kThird = 3; // no task is touched
 
 struct Gate {
     void open() { opened.set_value(); }
@@ -60,9 +60,26 @@ void one_that_waits_for_another_does_not_hang() {
     CHECK(comes_true([&] { return !calls.is_in(kSecond); }));
 }
 
+// Others that end behind it are no sign of its life, also where nobody has asked for its task.
+void one_that_hangs_behind_another_at_work_is_found() {
+    LongCalls calls;
+    Gate first, second;
+    calls.begin(kFirst, std::chrono::minutes(10), first.waits());
+    calls.begin(kSecond, milliseconds(200), second.waits());
+    std::this_thread::sleep_for(milliseconds(300));
+    CHECK(calls.any_works());
+    calls.begin(kThird, milliseconds(200), [] {});
+    CHECK(comes_true([&] { return !calls.is_in(kThird); }));
+    CHECK(calls.hangs(kSecond) && !calls.hangs(kFirst));
+    first.open();
+    second.open();
+    CHECK(comes_true([&] { return !calls.is_in(kFirst) && !calls.is_in(kSecond); }));
+}
+
 } // namespace
 
 int main() {
     one_that_does_not_end_hangs_and_is_in_its_task_still();
     one_that_waits_for_another_does_not_hang();
+    one_that_hangs_behind_another_at_work_is_found();
 }

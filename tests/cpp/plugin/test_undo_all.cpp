@@ -260,6 +260,17 @@ void an_orphan_restores_again_what_is_checkpointed_when_it_is_to_be_unlocked() {
     CHECK(orphan.log().find("recover") == std::string::npos);
 }
 
+// The same, of one that takes longer to restore than what fails is tried again.
+void an_orphan_does_not_count_a_long_restore_as_an_unlock_that_fails() {
+    const Bystander tasks[3];
+    const Variable relapses("SLOW_DRIVER_RELAPSES", std::to_string(tasks[2].pid()));
+    const Variable takes("SLOW_DRIVER_RELAPSE_MS", "11000");
+    const Orphaned orphan(tasks);
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(orphan.noted().ends_with("relapse restore relapse restore unlock "));
+    CHECK(orphan.log().find("recover") == std::string::npos);
+}
+
 // The last one runs on, and the worker comes to its end.
 void an_orphan_gives_up_what_can_never_be_unlocked() {
     const Bystander tasks[3];
@@ -339,6 +350,7 @@ int main() {
     an_orphan_lets_others_wait_for_one_that_fails_at_first();
     an_orphan_tries_what_fails_as_long_as_it_has_others_to_look_after();
     an_orphan_restores_again_what_is_checkpointed_when_it_is_to_be_unlocked();
+    an_orphan_does_not_count_a_long_restore_as_an_unlock_that_fails();
     an_orphan_unlocks_none_that_has_died_meanwhile();
     an_orphan_unlocks_none_that_is_stopped();
     an_orphan_unlocks_none_that_is_traced();
