@@ -29,8 +29,9 @@ namespace {
 constexpr int kOrphanPollMs = 10;
 // The same once something fails, hangs, or has been waited for for long: that may last.
 constexpr int kDamagedPollMs = 200;
-// After this time the log says what is waited for, and the others wait no more. So long what fails is tried again.
+// After this time the log says what is waited for, and the others wait no more. So long what fails is tried again,
 constexpr std::chrono::seconds kLongDrop{10};
+constexpr int kTries = 3; // and so often, however long each takes.
 // After this time the log says whose memory is still put back.
 constexpr std::chrono::seconds kLongRefill{60};
 constexpr std::chrono::seconds kLogTakes{5};
@@ -152,6 +153,19 @@ private:
         return released_ && Clock::now() - *released_ > limit;
     }
     bool is_late() const { return is_past(kLongDrop); }
+    template <class Use>
+    void each_unsettled(Use&& use);
+
+    /// What fails in a task, again and again.
+    struct Failing {
+        Clock::time_point since = Clock::now();
+        int count = 0;
+        bool is_given_up = false; ///< nobody waits for the task
+        std::string why;
+    };
+    using FailingAt = std::map<std::pair<pid_t, const Turns*>, Failing>;
+    FailingAt::iterator given_up(pid_t pid);
+    bool is_given_up(pid_t pid) { return given_up(pid) != failing_.end(); }
 
     const std::function<Driver&()> driver_;
     const Config& config_;
@@ -166,8 +180,7 @@ private:
     std::set<pid_t> waited_for_; // whose restore thread has not come back for long
     std::set<pid_t> hanging_;    // in which the driver hangs
     std::set<pid_t> restored_;
-    std::map<std::pair<pid_t, const Turns*>, Clock::time_point> failing_; // since when, at what
-    std::map<pid_t, std::string> given_up_; // why: nobody waits for these, and they are tried again
+    FailingAt failing_;
     std::set<pid_t> given_up_told_;
     bool lasts_ =
         false; // what this look has found: something fails, hangs, or is waited for for long
@@ -184,21 +197,27 @@ bool Undo::hangs(const TaskRecord& record) {
     return true;
 }
 
-/// What fails may be another's who looks at the task for a moment. Returns whether it is tried again.
+Undo::FailingAt::iterator Undo::given_up(pid_t pid) {
+    return std::ranges::find_if(failing_, [&](const auto& one) {
+        return one.first.first == pid && one.second.is_given_up;
+    });
+}
+
+/// What fails may be another's who looks at the task for a moment. Returns whether others wait for it.
 bool Undo::failed(TaskRecord& record, Turns& turns, const std::string& why) {
-    const auto since = failing_.try_emplace({record.pid, &turns}, Clock::now()).first->second;
-    const bool is_for_long = Clock::now() - since > kLongDrop;
-    if (is_for_long)
-        given_up_.insert_or_assign(record.pid, why);
+    Failing& failing = failing_[{record.pid, &turns}];
+    failing.why = why;
+    ++failing.count;
+    failing.is_given_up = failing.is_given_up || Clock::now() - failing.since > kLongDrop;
     turns.forget(record.pid);
     lasts_ = true;
     ++failures_;
-    return !is_for_long;
+    return !failing.is_given_up;
 }
 
 /// Of a task that is tried again as long as the worker has others to look after.
 void Undo::give_up(TaskRecord& record) {
-    tell(record, given_up_.at(record.pid) + "; try gpustasis recover");
+    tell(record, given_up(record.pid)->second.why + "; try gpustasis recover");
     record.settled = true; // only now: until here it is not undone
 }
 
@@ -209,7 +228,7 @@ bool Undo::is_awaited(TaskRecord& record) {
                   std::string(record.refill_error) + "; this is tried again every second");
     else if (is_past(kLongRefill))
         tell_once(refilling_, record, "its memory is still put back: does the storage answer?");
-    lasts_ = lasts_ || damaged_.contains(record.pid);
+    lasts_ = lasts_ || damaged_.contains(record.pid) || is_past(kLongRefill);
     return !damaged_.contains(record.pid) &&
            !(is_late() && !is_drop_over(record.pid, record.restore_tid));
 }
@@ -253,6 +272,8 @@ bool Undo::restore(TaskRecord& record) {
         return refill(record);
     if (refills_.is_under_way(record.pid)) // at its very end
         return true;
+    refills_.forget(record.pid); // it is done: what fails now does so for its own reasons
+    failing_.erase({record.pid, &refills_});
     const Outcome* const done = restores_.take(record.pid, [&] {
         forget_drop(record);
         reset_signal_mask(record);
@@ -265,11 +286,8 @@ bool Undo::restore(TaskRecord& record) {
         return failed(record, restores_, done->error);
     restored_.insert(record.pid);
     failing_.erase({record.pid, &restores_});
-    const auto unlock = failing_.find({record.pid, &unlocks_});
-    if (unlock == failing_.end()) // else it is given up for that still
-        given_up_.erase(record.pid);
-    else // while it was restored, no unlock has failed
-        unlock->second += Clock::now() - done->begin;
+    if (const auto unlock = failing_.find({record.pid, &unlocks_}); unlock != failing_.end())
+        unlock->second.since += Clock::now() - done->begin; // meanwhile no unlock has failed
     return false;
 }
 
@@ -289,49 +307,63 @@ void Undo::unlock(TaskRecord& record) {
     record.settled = true;
 }
 
+/// Not always the first ones first: those that fail would take all turns.
+template <class Use>
+void Undo::each_unsettled(Use&& use) {
+    const std::size_t first = failures_;
+    for (std::size_t i = 0; i < table_.task_count; ++i)
+        if (TaskRecord& record = table_.tasks[(first + i) % table_.task_count]; !record.settled)
+            use(record);
+}
+
 int Undo::look() {
     bool waits = false, is_any_left = false;
     lasts_ = false;
-    const std::size_t first = failures_;
-    for (std::size_t i = 0; i < table_.task_count; ++i)
-        is_any_left |= !table_.tasks[i].settled && !given_up_.contains(table_.tasks[i].pid);
-    for (std::size_t i = 0; i < table_.task_count; ++i) {
-        // Not always the first ones first: those that fail would take all turns.
-        TaskRecord& record = table_.tasks[(first + i) % table_.task_count];
-        if (record.settled)
-            continue;
+    each_unsettled([&](TaskRecord& record) {
+        is_any_left |= !is_given_up(record.pid);
         const proc::Liveness life = proc::liveness(record.pid, record.start_time);
         if (life == proc::Liveness::traced || life == proc::Liveness::unknown) {
             waits |= !is_late();
-            continue; // criu, or the kernel on its behalf, still holds it
+            lasts_ = lasts_ || is_late();
+            return; // criu, or the kernel on its behalf, still holds it
         }
         if (life == proc::Liveness::dead || record.gone) {
             forget_drop(record);
             forget_checkpoint(record);
             record.settled = true;
-            continue;
-        }
-        if (given_up_.contains(record.pid) && !restored_.contains(record.pid)) {
-            if (is_any_left && given_up_told_.insert(record.pid).second)
-                tell(record, given_up_.at(record.pid) +
-                                 "; this is tried again until the others are brought back");
-            if (!is_any_left && !refills_.is_begun(record.pid) && !restores_.is_begun(record.pid)) {
-                give_up(record);
-                continue;
-            }
+            return;
         }
         if (!released_)
             released_ = Clock::now();
-        if (!restored_.contains(record.pid))
-            waits |= restore(record) && !given_up_.contains(record.pid);
-    }
-    for (std::size_t i = 0; !waits && i < table_.task_count; ++i) {
-        TaskRecord& record = table_.tasks[(first + i) % table_.task_count];
-        // Meanwhile it may have died, or another dump may have begun.
-        if (!record.settled && restored_.contains(record.pid) && !is_stopped(record.restore_tid) &&
-            proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced)
-            unlock(record);
-    }
+        if (!restored_.contains(record.pid) && !is_given_up(record.pid))
+            waits |= restore(record);
+    });
+    // Meanwhile it may have died, or another dump may have begun.
+    const auto is_free = [](const TaskRecord& record) {
+        return proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced;
+    };
+    for (const bool is_last : {false, true}) // those that are given up
+        each_unsettled([&](TaskRecord& record) {
+            if (waits || !restored_.contains(record.pid) || is_given_up(record.pid) != is_last)
+                return;
+            if (!is_stopped(record.restore_tid) && is_free(record))
+                unlock(record);
+            else
+                lasts_ = lasts_ || is_late();
+        });
+    // Behind all others, who would get no turn.
+    each_unsettled([&](TaskRecord& record) {
+        if (restored_.contains(record.pid) || !is_given_up(record.pid) || !is_free(record))
+            return;
+        if (is_any_left && given_up_told_.insert(record.pid).second)
+            tell(record, given_up(record.pid)->second.why +
+                             "; this is tried again until the others are brought back");
+        const bool is_begun = refills_.is_begun(record.pid) || restores_.is_begun(record.pid);
+        if (!is_any_left && !is_begun && given_up(record.pid)->second.count >= kTries)
+            give_up(record);
+        else
+            restore(record);
+    });
     return lasts_ ? kDamagedPollMs : kOrphanPollMs;
 }
 

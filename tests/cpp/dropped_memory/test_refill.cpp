@@ -275,8 +275,13 @@ void a_program_that_the_task_executes_meanwhile_gets_nothing() {
     CHECK(::pipe(ready) == 0 && ::pipe(told) == 0);
     const pid_t task = fork_child();
     CHECK(task >= 0);
-    if (task == 0)
+    if (task == 0) {
+        ::close(ready[0]);
+        ::close(told[1]);
         hold_memory(ready[1], told[0], execute_it);
+    }
+    ::close(ready[1]); // so that a child which has failed is not waited for
+    ::close(told[0]);
     char byte = 0;
     CHECK(::read(ready[0], &byte, 1) == 1);
     const LargeDropped dropped(proc::start_time(task), kPlace);

@@ -8,7 +8,7 @@
 // SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, the third Restore does not return, and
 // each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again;
 // with SLOW_DRIVER_RELAPSE_MS so does the second, and the Restore between them takes so long.
-// Each Unlock fails but of SLOW_DRIVER_UNLOCKS_ONLY. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
+// Each Restore fails but of SLOW_DRIVER_RESTORES_ONLY, each Unlock but of SLOW_DRIVER_UNLOCKS_ONLY, after SLOW_DRIVER_REFUSAL_MS. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
 // as no DriverGetVersion has returned.
 #include <unistd.h>
 
@@ -52,6 +52,11 @@ std::atomic<bool> is_ready{false};
 std::mutex in_turn;
 std::mutex states;
 std::map<int, int> moved; // states by now
+
+int refuse() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(number("SLOW_DRIVER_REFUSAL_MS")));
+    return 304; // CUDA_ERROR_OPERATING_SYSTEM
+}
 
 int move_to(int pid, int state, const char* how) {
     const std::lock_guard<std::mutex> lock(states);
@@ -116,7 +121,9 @@ int cuCheckpointProcessRestore(int pid, void*) {
     if (refused++ < number("SLOW_DRIVER_REFUSES"))
         return 304; // CUDA_ERROR_OPERATING_SYSTEM
     if (pid == number("SLOW_DRIVER_REFUSES_PID") && is_gate_shut())
-        return 304;
+        return refuse();
+    if (const int only = number("SLOW_DRIVER_RESTORES_ONLY"); only != 0 && pid != only)
+        return refuse();
     while (++restores == 3 && number("SLOW_DRIVER_REFUSES_PID") == 0 && is_gate_shut()) {
         --restores;
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -128,7 +135,7 @@ int cuCheckpointProcessRestore(int pid, void*) {
 }
 int cuCheckpointProcessUnlock(int pid, void*) {
     if (const int only = number("SLOW_DRIVER_UNLOCKS_ONLY"); only != 0 && pid != only)
-        return 304;
+        return refuse();
     if (pid == number("SLOW_DRIVER_RELAPSES") &&
         relapses++ < (number("SLOW_DRIVER_RELAPSE_MS") != 0 ? 2 : 1)) {
         move_to(pid, 2, "relapse");
