@@ -302,12 +302,12 @@ def keep_recovered(
         is_new = bool(words or restore) and not choice.standby
         if is_new and context.gate.is_held():  # a criu of the last start waits to be answered
             supervisor.settle()
-        early.hold()
+        early.hold()  # a store that is away ends what follows, with an error
         starts = recovering.begin(new=is_new, can_start=bool(words), newest=newest)
         if words or restore or choice.standby:  # whoever has no seat replaces no other's addresses
             context.say_where()
         if starts:
-            pid = supervisor.start(words, os.environ)
+            pid = supervisor.start(words, os.environ, early)
             tell(f"{what}: process {pid}, output in {context.place.log}")
         elif restore:
             tell(f"{what}: waits to be restored")

@@ -337,8 +337,7 @@ def _begin(
     elif restore:
         tell(f"{name}: waits to be restored")
     elif words and not is_taken_over:
-        early.hold()
-        pid = supervisor.start(words, os.environ)
+        pid = supervisor.start(words, os.environ, early)
         tell(f"{name}: process {pid}, output in {context.place.log}")
     return found
 

@@ -41,7 +41,20 @@ class Early:
 
     def hold(self) -> None:
         """From now on."""
-        self._before = {number: signal.signal(number, self._note) for number in FORWARDED}
+        for number in FORWARDED:
+            if number not in self._before:
+                self._before[number] = signal.signal(number, self._note)
+
+    def let_end(self) -> None:
+        """Those that end a keeper do so until they are held again, also one that has come: there
+        are no tasks yet, and what is awaited may never come."""
+        for one in ENDING:
+            if one in self._before:
+                signal.signal(one, self._before.pop(one))
+        came = [number for number in self._came if number in ENDING]
+        self._came = [number for number in self._came if number not in ENDING]
+        for number in came:
+            signal.raise_signal(number)
 
     def reach(self, handler: Callable[[int, FrameType | None], object]) -> None:
         """It heeds what comes now, and has what has come."""

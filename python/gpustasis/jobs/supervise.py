@@ -24,6 +24,7 @@ from gpustasis.jobs.rank import Context, Part, RankWork
 from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.safe_point import SEAT_VARIABLE
+from gpustasis.jobs.spawning import spawn
 from gpustasis.jobs.stopping import children, is_unheard, reap, reap_helpers, status_of
 from gpustasis.jobs.work import Order
 
@@ -67,15 +68,22 @@ class Supervisor:
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
             raise JobError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], early: Early | None = None
+    ) -> int:
         """The rank's command, in a session of its own, with nothing open but what it prints to.
-        Its pid. What an earlier keeper has left open is done before.
+        Its pid. What an earlier keeper has left open is done before: while the store is away that
+        takes as long, and signals end the keeper. early: holds them from then on.
 
         Raises JobError, StoreError."""
         while self._keeper.has_open():
+            if early is not None:
+                early.let_end()
             outcome = self._keeper.take_part(lambda: True)
             if outcome is not None:
                 self._tell(outcome)
+        if early is not None:
+            early.hold()
         return self._start(command, environ)
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -95,27 +103,7 @@ class Supervisor:
         if context.options.safe_point_s:
             context.seat.make(anew=True)
             environ[SEAT_VARIABLE] = str(context.seat.path)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2:
-                with suppress(OSError):  # listdir's own
-                    os.set_inheritable(int(name), False)
-        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        try:
-            pid = os.posix_spawnp(
-                command[0],
-                list(command),
-                environ,
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, str(context.place.log), append, 0o600),
-                    (os.POSIX_SPAWN_DUP2, 1, 2),
-                ],
-                setsid=True,
-                setsigmask=(),
-                setsigdef=FORWARDED,
-            )
-        except OSError as exc:
-            raise JobError(f"cannot start {command[0]}: {exc.strerror}") from exc
+        pid = spawn(command, environ, context.place.log)
         context.note(pid=pid, epoch=0, images="", cuda=False)
         if self._recovering is not None:
             self._recovering.has_trouble("")  # what was before had it
