@@ -69,11 +69,21 @@ def test_a_base_spec_of_containerd_has_the_hook(gpustasis: Gpustasis, root: Path
     assert json.loads(gpustasis("containerd", "base-spec", spec).stdout) == made  # once is enough
 
 
+# What has almost 1,000 can be read, and not always be written.
+DEEP = (101, 984, 985, 986, 100_000)
+
+
+def deep(levels: int) -> str:
+    """A specification that has that many."""
+    inner = "[" * (levels - 1) + "1" + "]" * (levels - 1)
+    return f'{{"ociVersion": "1.2.0", "deep": {inner}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "it is no JSON"),
-        ("[" * 100_000, "it is no JSON"),
+        *((deep(levels), "it is nested more than 100 levels deep") for levels in DEEP),
         ('{"hooks": {}}', "it is no container's specification: ociVersion is missing"),
         ('{"ociVersion": "1.2.0", "hooks": []}', "its hooks are not as the OCI runtime"),
         ('{"ociVersion": "1.2.0", "hooks": {"poststop": {}}}', "its hooks are not as the OCI"),
@@ -85,6 +95,13 @@ def test_what_is_no_base_spec_is_refused(
     spec = put(root, "/spec.json", text)
     ended = gpustasis("containerd", "base-spec", spec)
     assert ended.returncode == 22 and f"{spec}: {said}" in ended.stderr and ended.stdout == ""
+
+
+def test_a_base_spec_of_many_levels_is_one(gpustasis: Gpustasis, root: Path) -> None:
+    spec = put(root, "/spec.json", deep(100))
+    for words in ((), ("--json",)):
+        ended = gpustasis("containerd", "base-spec", spec, *words)
+        assert ended.returncode == 0 and layout.HOOK in ended.stdout
 
 
 def test_a_hook_that_containerd_needs_is_not_removed(gpustasis: Gpustasis, root: Path) -> None:

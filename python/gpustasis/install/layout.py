@@ -161,6 +161,7 @@ def _filled(name: str, **values: str) -> bytes:
 
 
 _PYTHON_TIMEOUT_S = 30.0
+_DEEPEST = 100  # of JSON: what a specification has is less than ten levels deep
 CRUN_PLACES = ("/usr/bin/crun", "/usr/sbin/crun", "/usr/local/bin/crun", "/usr/local/sbin/crun")
 
 # Where distributions' criu looks if no libdir is set.
@@ -211,16 +212,34 @@ def restart_advice(root: Root, made: tuple[str, ...]) -> Iterator[str]:
         )
 
 
+def _is_deep(found: object) -> bool:
+    """Whether it may be too deep to be written: what can be read is not always."""
+    level = [found]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return any(isinstance(one, dict | list) for one in level)
+
+
 def with_hook(spec: bytes, name: str) -> dict[str, object]:
     """A container's specification as JSON, with our hook in it. It may hold the hook already.
 
     name: of the specification. Raises InstallError if it is none (OCI runtime specification,
     "hooks"). It has no conditions, so the hook is run for every container.
     """
+    too_deep = InstallError(f"{name}: it is nested more than {_DEEPEST} levels deep")
     try:
         found = json.loads(spec)
-    except (ValueError, RecursionError) as exc:
+    except RecursionError:
+        raise too_deep from None
+    except ValueError as exc:
         raise InstallError(f"{name}: it is no JSON: {exc}") from None
+    if _is_deep(found):
+        raise too_deep
     if not isinstance(found, dict) or not isinstance(found.get("ociVersion"), str):
         raise InstallError(f"{name}: it is no container's specification: ociVersion is missing")
     hooks = found.setdefault("hooks", {})
