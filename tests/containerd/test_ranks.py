@@ -116,6 +116,8 @@ def test_without_an_agent_none_is(hooked: NodeWithHook) -> None:
     ranks = start(hooked, "orphans")
     for number, done in enumerate(ask_all(hooked, ranks, "orphans")):
         assert done.returncode != 0
+        assert f"job orphans, rank {number}: the checkpoint of container " in done.stderr
+        assert "no agent answers at " in done.stderr and "start gpustasis-agent" in done.stderr
         assert not hooked.root.path(f"/tmp/orphans-{number}.tar").exists()
     for one in ranks:
         one.run_on()

@@ -90,7 +90,13 @@ def test_what_a_root_that_was_taken_over_leaves_behind_is_ended_too(
         try:
             wait_for(lambda: os.getsid(worker) == worker, "the worker's session")
             context.note(pid=root)
-            assert not supervisor_of(context)._has_ended()
+            supervisor = supervisor_of(context)
+
+            def is_known() -> bool:
+                assert not supervisor._has_ended()
+                return worker in context.kin.known
+
+            wait_for(is_known, "a look that finds the worker")
             if is_another:
                 context.kin._known[worker] -= 1
             if root_is_dead:

@@ -8,10 +8,12 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from gpustasis.process import OUTPUT_LIMIT, run
+from support.job_ranks import wait_for
 
 
 def python(code: str) -> list[str]:
@@ -96,16 +98,39 @@ def test_without_a_descriptor_the_end_is_seen_all_the_same(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("shielded", [True, False], ids=["shielded", "plain"])
-def test_only_what_is_shielded_survives_ctrl_c(shielded: bool) -> None:
+def test_only_what_is_shielded_survives_ctrl_c(shielded: bool, tmp_path: Path) -> None:
+    begun, go, interrupted = tmp_path / "begun", tmp_path / "go", threading.Event()
+
+    def interrupt(number: int, _: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def send() -> None:
+        """Once the program runs. It goes on when that has come."""
+        wait_for(begun.exists, "the program")
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupted.wait(60)
+        if shielded:
+            go.touch()
+
+    code = (
+        f"import os, time; open({str(begun)!r}, 'w')\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "print('finished')"
+    )
     # A shell has what it runs in the background ignore SIGINT, these tests perhaps among it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    code = "import time; time.sleep(1); print('finished')"
-    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
-    if shielded:
-        assert run(python(code), shielded=True).output == "finished\n"
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            run(python(code))
+    before = signal.signal(signal.SIGINT, interrupt)
+    sending = threading.Thread(target=send)
+    sending.start()
+    try:
+        said = run(python(code), shielded=shielded, timeout_s=60).output
+    except KeyboardInterrupt:
+        said = "interrupted"
+    finally:
+        sending.join()
+        signal.signal(signal.SIGINT, before)
+    assert interrupted.is_set()
+    assert said == ("finished\n" if shielded else "interrupted")
 
 
 def test_an_answer_can_be_had_without_what_is_said_beside_it() -> None:
