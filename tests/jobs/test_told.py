@@ -25,7 +25,7 @@ from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import Grace, Preempting
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.recovering import Next, Recovering
-from gpustasis.jobs.store import Put
+from gpustasis.jobs.store import Put, Snapshot
 from gpustasis.jobs.supervise import Supervisor
 from jobs.test_stopping import TERMS, recovering
 from jobs.test_undoing import SETTINGS, context, server, task  # noqa: F401 - fixtures
@@ -39,7 +39,7 @@ def test_what_a_signal_has_ended_is_decided_at_once(
     context: Context,  # noqa: F811
 ) -> None:
     """The keeper may be killed soon. If its tasks have ended well, that is known."""
-    key = context.keys.said_by("told", 0)
+    key = context.keys.told
     guard, rank = recovering(context)
     with closing(rank):
         assert rank.begin(new=True, can_start=True)
@@ -67,7 +67,7 @@ def test_tasks_may_end_by_themselves_once_those_of_another_rank_have_upon_a_sign
         assert rank.begin(new=True, can_start=True)
         context.note(pid=task.pid)
         if ended_well:
-            store.write([], [Put(keys.said_by("told", 1), str(context.state.life))])
+            store.write([], [Put(keys.told, str(context.state.life))])
         steering.give_up(store, keys)
         wait_for(lambda: guard.read().stage is Stage.FAILED, "the end")
         assert rank.is_due(ended=False, waits=False)
@@ -151,7 +151,32 @@ def test_that_tasks_have_ended_well_upon_a_signal_is_said_at_every_stage(
         rank.is_told("it was told to end")
         assert rank.take(0) == Next()
         assert (guard.was_told(1), guard.read().stage) == (True, Stage.FAILED)
-    assert keys.said_by("told", 0) in store.read(keys.said_by("told", 0)).entries
+    assert store.read(keys.told).entries[keys.told].value == "1"
+
+
+def test_whether_any_rank_was_told_is_one_entry_to_read_however_many_ranks_there_are(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks ask, and again and again."""
+    store, keys, world = context.store, context.keys, 50
+    place = where(context.place.run)
+    ranks = [Guard(store, keys, one, world, TERMS, place, ttl_s=4, told=print) for one in range(3)]
+    assert not ranks[2].was_told(1)
+    for one in (*ranks, ranks[0]):
+        one.told(7)
+    ranks[1].told(6)  # it has come late
+    read, found = store.read, 0
+
+    def counted(*names: str) -> Snapshot:
+        nonlocal found
+        snapshot = read(*names)
+        found += len(snapshot.entries)
+        return snapshot
+
+    monkeypatch.setattr(store, "read", counted)
+    assert [ranks[2].was_told(life) for life in (6, 7, 8)] == [False, True, False]
+    assert found == 3
 
 
 @pytest.mark.parametrize("lasts_s", [0.3, 60.0])

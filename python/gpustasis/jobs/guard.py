@@ -19,7 +19,6 @@ from pathlib import Path
 from gpustasis.errors import JobError, StoreError
 from gpustasis.files import replace_file
 from gpustasis.jobs.following import Following
-from gpustasis.jobs.kept import numbers_of
 from gpustasis.jobs.lead import LEAD
 from gpustasis.jobs.leading import Leading, last_standing
 from gpustasis.jobs.lives import (
@@ -36,7 +35,7 @@ from gpustasis.jobs.lives import (
     standing_of,
     standing_text,
 )
-from gpustasis.jobs.records import Keys
+from gpustasis.jobs.records import Keys, number_of
 from gpustasis.jobs.store import LeaseGone, Put, Require, Store, Watch, WatchLost
 from gpustasis.task import boot_id
 
@@ -254,12 +253,17 @@ class Guard:
         )
 
     def told(self, number: int) -> None:
-        """The rank's tasks have ended well, and upon a signal, in this life. Raises StoreError."""
-        self._store.write([], [Put(self._keys.said_by("told", self._rank), str(number))])
+        """The rank's tasks have ended well, and upon a signal, in this life. Raises JobError,
+        StoreError."""
+        key = self._keys.told
+        while number_of(key, entry := self._store.read(key).entries.get(key)) < number:
+            require = Require(key, entry.revision if entry else 0)
+            self._store.write([require], [Put(key, str(number))])
 
     def was_told(self, number: int) -> bool:
         """Whether the tasks of any rank have. Raises JobError, StoreError."""
-        return number in numbers_of(self._store, self._keys, "told", self._world)
+        key = self._keys.told
+        return number_of(key, self._store.read(key).entries.get(key)) == number
 
     def read(self) -> Life:
         """As it is now. Raises JobError, StoreError."""

@@ -9,7 +9,6 @@ the signal.
 TOP/NAME/waiting/R  rank R waits to be restored: the newest epoch when it began to
 TOP/NAME/ended/R    the tasks of rank R have ended by themselves, with status 0: the newest epoch
                     then
-TOP/NAME/told/R     the same upon a signal, of a job that is recovered: in which life
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ TOP/NAME/addresses/R          where rank R is, so that the others know whose con
 Of a job that is recovered (lives.py):
 
 TOP/NAME/life                 the life that the job is in: the one word that decides
+TOP/NAME/told                 the last life in which a rank's tasks ended well upon a signal
 TOP/NAME/lives/L/R            how far rank R is in life L
 TOP/NAME/keepers/R            the keeper of rank R, for as long as its lease lives
 TOP/NAME/recoveries/L         what ended life L, and how long it took until the job ran again
@@ -107,9 +108,15 @@ class Keys:
         return f"{self.epoch(number)}in-between"
 
     def said_by(self, kind: str, rank: int | None = None) -> str:
-        """What a rank has said beside epochs, "ended", "waiting" or "told" (preempting.py); None:
-        the beginning of those of all ranks."""
+        """What a rank has said beside epochs, "ended" or "waiting" (preempting.py); None: the
+        beginning of those of all ranks."""
         return f"{self.top}/{self.job}/{kind}/{'' if rank is None else rank}"
+
+    @property
+    def told(self) -> str:
+        """The last life in which tasks of any rank ended well upon a signal. One key: all ranks
+        read it, and again and again."""
+        return f"{self.top}/{self.job}/told"
 
     @property
     def life(self) -> str:
