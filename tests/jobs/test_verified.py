@@ -27,7 +27,7 @@ from gpustasis.jobs.records import Keys, Plan, phase_text, settled_text
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.store import Answer, Put, Store, Unreachable
 from gpustasis.jobs.supervise import Supervisor
-from gpustasis.jobs.work import Order
+from gpustasis.jobs.work import Excuse, Excused, Order
 from gpustasis.verifying import Check
 from jobs.test_ranks import assert_ended, network, ring, store  # noqa: F401 - fixtures
 from jobs.test_stopping import committed, recovering
@@ -308,7 +308,14 @@ def test_a_rank_that_was_told_to_end_makes_the_others_restore_no_older_checkpoin
     supervisor._restart = Restart(context, newest, print)
     asked: list[int] = []
     monkeypatch.setattr(supervisor, "_have_restored", asked.append)
-    verified._store(store, keys, number, newest, "rank 1 is not back", counts=not told)
+    verified._store(
+        store,
+        keys,
+        number,
+        newest,
+        "rank 1 is not back",
+        excuse=Excuse.OTHER if told else Excuse.NONE,
+    )
     supervisor._verify(number, problem=False)
     assert asked == [newest if told else older]
 
@@ -326,7 +333,14 @@ def test_whoever_has_asked_for_a_restore_asks_for_no_older_one_then(
     def hold(_: Store, __: Keys, plan: Plan, *___: float) -> None:
         asked.append(plan.restores)
         if len(asked) == 1:
-            verified._store(store, keys, 77, newest, "rank 1 is not back", counts=not told)
+            verified._store(
+                store,
+                keys,
+                77,
+                newest,
+                "rank 1 is not back",
+                excuse=Excuse.OTHER if told else Excuse.NONE,
+            )
             raise VerificationError("it is not back")
 
     monkeypatch.setattr(job, "hold", hold)
@@ -368,7 +382,34 @@ def test_tasks_that_were_lost_for_another_reason_say_nothing_of_the_checkpoint(
         with pytest.raises(JobError, match="rank 0 is not back: its tasks have ended") as caught:
             Restoring(context, order).finish(leave_running=True)
     assert bool(verified.verdict(store, keys, number, 0)) == (not is_away)
-    store.write([], [Put(keys.settled(number, 0), settled_text(str(caught.value)))])
+    assert isinstance(caught.value, Excused)
+    text = settled_text("x" * 5000 + str(caught.value), caught.value.excuse)
+    store.write([], [Put(keys.settled(number, 0), text)])
     verified._decide(store, keys, number, counts=True)
-    assert "its tasks have ended" in verified.verdict(store, keys, number, 0)
+    said = verified.verdict(store, keys, number, 0)
+    assert ("x" * 4096 if is_away else "its tasks have ended") in said
     assert bool(verified.marks(store, keys, [checkpoint])) == (how == "by itself")
+
+
+def lost(context: Context, restored: int) -> None:  # noqa: F811
+    """A restore of it was committed, and its rank's host has lost its power before the verdict. The
+    next keeper, which finds no tasks, does what is left open as any start does."""
+    plan = Plan(world=1, leave_running=True, restores=restored)
+    number = epochs.begin(context.store, context.keys, plan)
+    puts = {
+        context.keys.phase(number): phase_text(plan, Phase.COMMITTED),
+        context.keys.rank(0): str(number),
+        context.keys.record(number, 0): "record",
+    }
+    context.store.write([], [Put(key, value) for key, value in puts.items()])
+    assert not supervisor_of(context).settle()
+    assert "its tasks have ended" in verified.verdict(context.store, context.keys, number, 0)
+
+
+def test_an_excuse_is_settled_with_what_went_wrong(context: Context) -> None:  # noqa: F811
+    """By the next keeper, of a rank that was lost with the last one, while the store was away."""
+    newest = committed(context)
+    context.options = replace(context.options, check=Check(words=("true",), seconds=60))
+    lost(context, newest)
+    found = epochs.standing(context.store, context.keys, newest + 1)
+    assert found.excuses == {0: Excuse.LOST}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpustasis.errors import JobError
 from gpustasis.jobs.lead import digest_of
@@ -16,6 +16,7 @@ from gpustasis.jobs.records import (
     Keys,
     Plan,
     epoch_of,
+    excuse_of,
     member_of,
     number_of,
     phase_text,
@@ -23,6 +24,7 @@ from gpustasis.jobs.records import (
     settled_of,
 )
 from gpustasis.jobs.store import Entry, Put, Require, Snapshot, Store, Unreachable
+from gpustasis.jobs.work import Excuse
 
 _POLL_S = 0.2
 
@@ -30,7 +32,8 @@ _POLL_S = 0.2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """An epoch as it is stored. records: what each rank has dumped. settled: who has done what was
-    decided; problems: what went wrong with that, empty if nothing did. begun_at: in seconds since
+    decided; problems: what went wrong with that, empty if nothing did; excuses: of those that have
+    one (work.Excuse). begun_at: in seconds since
     1970, of a checkpoint by the clock; 0: it is none, or that is not known. is_evidence: it was
     made of a job that had failed, to look at. is_engines: container engines were asked for it one
     by one, and what they have made is theirs."""
@@ -41,6 +44,7 @@ class Standing:
     records: dict[int, str]
     settled: frozenset[int]
     problems: dict[int, str]
+    excuses: dict[int, Excuse] = field(default_factory=dict)
     begun_at: float = 0.0
     pruned: bool = False
     is_evidence: bool = False
@@ -124,12 +128,15 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
     epoch, plan = epoch_of(key, snapshot.entries[key])
     records: dict[int, str] = {}
     problems: dict[int, str] = {}
+    excuses: dict[int, Excuse] = {}
     for name, entry in snapshot.entries.items():
         rank = rank_of(name, plan.world)
         if rank is not None and name == keys.record(number, rank):
             records[rank] = entry.value
         elif rank is not None and name == keys.settled(number, rank):
             problems[rank] = settled_of(name, entry)
+            if excuse := excuse_of(name, entry):
+                excuses[rank] = excuse
     return Standing(
         number=number,
         epoch=epoch,
@@ -137,6 +144,7 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
         records=records,
         settled=frozenset(problems),
         problems=problems,
+        excuses=excuses,
         begun_at=_seconds(snapshot.entries.get(keys.in_between(number))),
         pruned=keys.pruned(number) in snapshot.entries,
         is_evidence=keys.evidence(number) in snapshot.entries,

@@ -40,7 +40,7 @@ from gpustasis.jobs.protocol import advance, returned
 from gpustasis.jobs.records import Keys, number_of, storable
 from gpustasis.jobs.seat import Found, Seat
 from gpustasis.jobs.store import Store, WatchLost
-from gpustasis.jobs.work import Order, Work
+from gpustasis.jobs.work import Excuse, Excused, Order, Work
 
 __all__ = ["Keeper", "Outcome", "Settings", "Work"]
 
@@ -276,7 +276,8 @@ class _Attendance(Exchange):
                 ended = Ended(action, storable(calls[action]() or ""))
             except Exception as exc:  # whatever it is, it is this rank's no
                 log.info("%s: %s failed", self._seat.name, action, exc_info=True)
-                ended = Ended(action, problem=str(exc) or type(exc).__name__)
+                excuse = exc.excuse if isinstance(exc, Excused) else Excuse.NONE
+                ended = Ended(action, problem=str(exc) or type(exc).__name__, excuse=excuse)
             self._events.put(ended)
 
         threading.Thread(target=act, daemon=True, name=f"{action}").start()

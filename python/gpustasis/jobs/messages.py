@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gpustasis.jobs.work import Excuse
+
 
 class Phase(StrEnum):
     """Of an epoch, in order; the last two are the decision and never change."""
@@ -137,10 +139,11 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Say that the rank has done what was decided; problem: what went wrong with that. The epoch's
-    phase is final: there is nothing to expect."""
+    """Say that the rank has done what was decided; problem: what went wrong with that, with its
+    excuse (work.Excuse). The epoch's phase is final: there is nothing to expect."""
 
     problem: str = ""
+    excuse: Excuse = Excuse.NONE
 
 
 Write = Join | Report | Dumped | Move | Settle
@@ -167,11 +170,13 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An action has ended. record: of a dump. problem: what went wrong; "": nothing."""
+    """An action has ended. record: of a dump. problem: what went wrong; "": nothing. excuse: as
+    Settle's."""
 
     action: Action
     record: str = ""
     problem: str = ""
+    excuse: Excuse = Excuse.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +227,7 @@ class Rank:
 
     epoch: as last read. action: the one that is being done. stopping: it was asked to end early.
     bound: a commit may be made, or have been made, with this rank in it. aborting: why the rank
-    wants the epoch aborted; "": it does not. problem: what settling tells.
+    wants the epoch aborted; "": it does not. problem, excuse: what settling tells.
     """
 
     place: Place = Place.OUT
@@ -235,6 +240,7 @@ class Rank:
     aborting: str = ""
     record: str = ""
     problem: str = ""
+    excuse: Excuse = Excuse.NONE
     deadline: float | None = None
 
 

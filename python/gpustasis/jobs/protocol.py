@@ -135,7 +135,7 @@ def _decided(me: Rank, epoch: Epoch) -> Result:
             # Somebody else's record stands for this rank. Neither to kill nor to run on is safe.
             return replace(me, place=Place.BROKEN, problem=_WITHOUT_IT), ()
         case Place.WITHDRAWN:
-            return replace(me, place=Place.SETTLING), (Settle(me.problem),)
+            return replace(me, place=Place.SETTLING), (Settle(me.problem, me.excuse),)
         case Place.ACTING if me.action in {Action.RELEASE, Action.FINISH}:
             return me, ()  # withdraws already: what it has to do is the same
         case Place.ACTING:
@@ -205,7 +205,7 @@ def _ended(me: Rank, event: Ended) -> Result:
     me = replace(me, place=Place.WAITING, action=None, stopping=False)
     if event.action in {Action.RELEASE, Action.FINISH}:
         place = Place.SETTLING if epoch.phase.is_final else Place.WITHDRAWN
-        me = replace(me, place=place, problem=event.problem)
+        me = replace(me, place=place, problem=event.problem, excuse=event.excuse)
         return me, _unanswered(me)
     if epoch.phase.is_final:
         return _obey(me, epoch)
@@ -228,7 +228,7 @@ def _unanswered(me: Rank) -> tuple[Write, ...]:
     if me.epoch is None or not me.reachable:
         return ()
     if me.place is Place.SETTLING:
-        return (Settle(me.problem),)
+        return (Settle(me.problem, me.excuse),)
     if me.epoch.phase.is_final:
         return ()
     writes: list[Write] = []

@@ -36,6 +36,7 @@ from typing import Any
 from gpustasis.errors import JobError
 from gpustasis.jobs.messages import Epoch, Phase, Step
 from gpustasis.jobs.store import MAX_VALUE_BYTES, Entry
+from gpustasis.jobs.work import Excuse
 
 TOP = "/gpustasis/jobs"
 MAX_WORLD = 1 << 20
@@ -210,17 +211,29 @@ def storable(record: str) -> str:
     return record
 
 
-def settled_text(problem: str) -> str:
-    """problem: what went wrong with what was decided."""
-    return json.dumps({"version": _VERSION, "problem": note_of(problem)})
+def settled_text(problem: str, excuse: Excuse = Excuse.NONE) -> str:
+    """problem: what went wrong with what was decided, and its excuse."""
+    value = {"version": _VERSION, "problem": note_of(problem)}
+    return json.dumps(value | ({"excuse": excuse} if excuse else {}))
 
 
 def settled_of(key: str, entry: Entry) -> str:
     """What went wrong; empty: nothing. Raises JobError."""
-    value = fields_of(key, entry, "version", "problem")
+    return _settled(key, entry)[0]
+
+
+def excuse_of(key: str, entry: Entry) -> Excuse:
+    """Of what went wrong. Raises JobError."""
+    return _settled(key, entry)[1]
+
+
+def _settled(key: str, entry: Entry) -> tuple[str, Excuse]:
+    value = fields_of(key, entry, "version", "problem", excuse="")
     if not isinstance(value["problem"], str):
         raise JobError(f"{key}: problem is no text")
-    return value["problem"]
+    if value["excuse"] not in list(Excuse):
+        raise JobError(f"{key}: excuse {value['excuse']!r} is not known")
+    return value["problem"], Excuse(value["excuse"])
 
 
 def addresses_of(key: str, entry: Entry) -> dict[str, Any]:

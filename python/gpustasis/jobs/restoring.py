@@ -184,8 +184,8 @@ class Restoring(HasCriu):
             return  # of a job that is recovered: how they have ended is told by their status
         if not context.state.lives and context.options.check is not None:
             # A host that has lost its power takes the keeper with it, or whoever ends both.
-            counts, why = not self.order.joined, "its tasks have ended"
-            raise verified.not_back(context, self.order, why, counts=counts)
+            is_lost = self.order.joined
+            raise verified.not_back(context, self.order, "its tasks have ended", is_lost=is_lost)
         if not leave_running or not context.state.lives:
             raise JobError(f"{context.name}: its tasks have ended")
         if self._stamp:

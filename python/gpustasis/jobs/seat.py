@@ -169,8 +169,8 @@ class Seat:
                 puts = [Put(keys.record(number, rank), record)]
             case Move(_, to, note):
                 puts = [Put(phase, phase_text(self._plan, to, note))]
-            case Settle(problem):
-                puts = [Put(keys.settled(number, rank), settled_text(problem))]
+            case Settle(problem, excuse):
+                puts = [Put(keys.settled(number, rank), settled_text(problem, excuse))]
         last = self._last  # it goes on as soon as this is written
         answer = self._store.write(requires, puts)
         if answer.applied and last is not None:

@@ -33,7 +33,7 @@ from gpustasis.jobs.records import (
 )
 from gpustasis.jobs.stopping import stop
 from gpustasis.jobs.store import Entry, Put, Require, Store
-from gpustasis.jobs.work import Order
+from gpustasis.jobs.work import Excuse, Excused, Order
 from gpustasis.verifying import require_verified
 
 _POLL_S = 0.2
@@ -116,15 +116,19 @@ def verify(context: Context, order: Order, images: str) -> None:
         raise wrong from exc
 
 
-def not_back(context: Context, order: Order, why: str, *, counts: bool = True) -> JobError:
-    """Have that be the verdict, unless there is one. counts: it says something of the checkpoint,
-    unless this keeper was told to end."""
-    counts = counts and not context.told_at
-    text = f"{context.name} is not back: {why}{'' if counts else _SAYS_NOTHING}"
+def not_back(context: Context, order: Order, why: str, *, is_lost: bool = False) -> JobError:
+    """Have that be the verdict, unless there is one. is_lost: with an earlier keeper; else it says
+    something of the checkpoint, unless this one was told to end."""
+    excuse = Excuse.NONE
+    if context.told_at or is_lost:
+        # Of a job that is recovered all failures are counted (choosing.py).
+        counts = not context.told_at and not context.life
+        excuse = Excuse.LOST if counts else Excuse.OTHER
+    text = f"{context.name} is not back: {why}{_SAYS_NOTHING if excuse else ''}"
     with suppress(StoreError):  # then all learn it when this is settled
         words = context.store, context.keys, order.number, order.restores, text
-        _store(*words, counts=counts)
-    return JobError(text)
+        _store(*words, excuse=excuse)
+    return Excused(text, excuse)
 
 
 def end_tasks(context: Context) -> None:
@@ -162,27 +166,36 @@ def await_verdict(
 def _decide(store: Store, keys: Keys, number: int, *, counts: bool) -> None:
     """Store the verdict, if all that it needs is there, and nobody else has stored one."""
     found = epochs.standing(store, keys, number)
-    problems = [text for _, text in sorted(found.problems.items()) if text]
-    wrong = "; ".join(problems)
-    counts = counts and not all(text.endswith(_SAYS_NOTHING) for text in problems)
+    problems = {rank: text for rank, text in sorted(found.problems.items()) if text}
+    wrong = "; ".join(problems.values())
+    excuses = {found.excuses.get(rank, Excuse.NONE) for rank in problems}
+    excuse = next((one for one in (Excuse.NONE, Excuse.OTHER) if one in excuses), Excuse.LOST)
     if not wrong and found.settled != frozenset(range(found.plan.world)):
         return
-    _store(store, keys, number, found.plan.restores, wrong, counts=counts or not wrong)
+    excuse = excuse if counts else Excuse.OTHER
+    _store(store, keys, number, found.plan.restores, wrong, excuse=excuse)
 
 
 def _store(
-    store: Store, keys: Keys, number: int, restored: int, wrong: str, *, counts: bool = True
+    store: Store,
+    keys: Keys,
+    number: int,
+    restored: int,
+    wrong: str,
+    *,
+    excuse: Excuse = Excuse.NONE,
 ) -> None:
-    """The verdict on epoch `number`, unless there is one. counts: it marks the checkpoint."""
+    """The verdict on epoch `number`, unless there is one. Without an excuse it marks the
+    checkpoint."""
     before = Mark()
     with suppress(JobError):  # one that cannot be used counts as none
         before = marks(store, keys, [restored]).get(restored, before)
-    if wrong:
-        mark = before.again(wrong, by_verdict=True)
-    else:  # what it has done after it was back, before, stays known
+    if not wrong:  # what it has done after it was back, before, stays known
         mark = before if before.why and not before.by_verdict else Mark()
+    else:
+        mark = before.again(wrong, by_verdict=True)
     puts = [Put(_verdict(keys, number), settled_text(wrong))]
-    if counts:
+    if not wrong or not excuse:
         puts.append(put_mark(keys, restored, mark))
     store.write([Require(_verdict(keys, number), 0)], puts)
 

@@ -4,7 +4,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
+
+from gpustasis.errors import JobError
+
+
+class Excuse(StrEnum):
+    """Why it is not held against a checkpoint that a rank is not back. LOST: it was lost together
+    with its keeper: once is bad luck. OTHER: its keeper was told to end, say."""
+
+    NONE = ""
+    LOST = "lost"
+    OTHER = "other"
+
+
+class Excused(JobError):
+    """The rank is not back, with an excuse."""
+
+    def __init__(self, text: str, excuse: Excuse) -> None:
+        super().__init__(text)
+        self.excuse = excuse
 
 
 @dataclass(frozen=True, slots=True)
