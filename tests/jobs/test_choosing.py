@@ -351,7 +351,8 @@ def test_a_leader_of_a_life_that_is_over_marks_nothing(context: Context) -> None
 
 
 def test_what_is_written_is_read() -> None:
-    assert mark_of("k", Entry(MARK.to_text(), 7)) == MARK
+    for mark in (MARK, replace(MARK, lost=2)):
+        assert mark_of("k", Entry(mark.to_text(), 7)) == mark
     text = keeper_text("me", HERE, starts=False)
     assert keeper_of("k", Entry(text, 7)) == ("me", HERE)
     assert not keeper_starts("k", Entry(text, 7))
@@ -375,7 +376,10 @@ def test_any_text_is_read_or_refused(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"problem": 1}, {"times": 0}, {"times": True}, {"sure": 1}, {"luck": 1}, {"more": 1}],
+    [
+        *({"problem": 1}, {"times": 0}, {"times": True}, {"sure": 1}, {"luck": 1}, {"more": 1}),
+        *({"lost": -1}, {"lost": True}),
+    ],
 )
 def test_a_mark_that_cannot_be_is_refused(changed: dict[str, object]) -> None:
     with pytest.raises(JobError):

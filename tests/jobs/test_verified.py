@@ -389,27 +389,3 @@ def test_tasks_that_were_lost_for_another_reason_say_nothing_of_the_checkpoint(
     said = verified.verdict(store, keys, number, 0)
     assert ("x" * 4096 if is_away else "its tasks have ended") in said
     assert bool(verified.marks(store, keys, [checkpoint])) == (how == "by itself")
-
-
-def lost(context: Context, restored: int) -> None:  # noqa: F811
-    """A restore of it was committed, and its rank's host has lost its power before the verdict. The
-    next keeper, which finds no tasks, does what is left open as any start does."""
-    plan = Plan(world=1, leave_running=True, restores=restored)
-    number = epochs.begin(context.store, context.keys, plan)
-    puts = {
-        context.keys.phase(number): phase_text(plan, Phase.COMMITTED),
-        context.keys.rank(0): str(number),
-        context.keys.record(number, 0): "record",
-    }
-    context.store.write([], [Put(key, value) for key, value in puts.items()])
-    assert not supervisor_of(context).settle()
-    assert "its tasks have ended" in verified.verdict(context.store, context.keys, number, 0)
-
-
-def test_an_excuse_is_settled_with_what_went_wrong(context: Context) -> None:  # noqa: F811
-    """By the next keeper, of a rank that was lost with the last one, while the store was away."""
-    newest = committed(context)
-    context.options = replace(context.options, check=Check(words=("true",), seconds=60))
-    lost(context, newest)
-    found = epochs.standing(context.store, context.keys, newest + 1)
-    assert found.excuses == {0: Excuse.LOST}

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from gpustasis.dump_time import MARGIN, START_S, at_rate
 from gpustasis.errors import CheckpointError, DriverError, JobError, StoreError
-from gpustasis.jobs import epochs, kept
+from gpustasis.jobs import choosing, epochs, kept
 from gpustasis.jobs.kept import (
     ended_at,
     newest_whole_or_none,
@@ -222,13 +222,18 @@ def to_restore(context: Context, patience_s: float = _LOOK_S) -> int:
     found = newest_whole_or_none(store, keys)
     if found is None:
         return 0
-    if ended_at(store, keys, world) >= found.number:
+    ended = ended_at(store, keys, world)
+    if ended >= found.number:
         return 0
     if found.plan.world != world:
         raise JobError(
             f"{context.name}: epoch {found.number} is a checkpoint of {found.plan.world} ranks, "
             f"and the job is started with {world}: start it with as many, or give it another name"
         )
+    if context.options.older:  # any other is followed by an older one once it was tried
+        marks = {n: mark for n, mark in kept.marks(store, keys).items() if mark.takes_keepers}
+        choice = choosing.choose(store, keys, ended, marks)
+        found = found if choice is None else choice.found
     return found.number
 
 

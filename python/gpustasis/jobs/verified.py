@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpustasis.errors import JobError, StoreError, VerificationError
 from gpustasis.jobs import epochs
@@ -41,6 +41,7 @@ _MANY = 1024  # ranks, of which not all are read that often
 _POLL_MANY_S = 2.0
 _LEAD_S = 30.0  # after that the others do not wait for rank 0's verdict: they look themselves
 _SAYS_NOTHING = ", which says nothing of the checkpoint"
+_OFTEN = 2  # restores that were lost together with a keeper: that is no bad luck any more
 _VERSION = 1
 
 
@@ -49,13 +50,25 @@ class Mark:
     """Of a checkpoint. why: it did not bring the job back when it was restored last, or will not;
     empty: nothing is held against it. times: how often. is_sure: it never will. by_verdict: only
     verdicts were against it, and one that it is back clears it. is_luck: it may have been bad luck
-    each time."""
+    each time. lost: how many restores of it since it was back last were lost together with a
+    keeper."""
 
     why: str = ""
     times: int = 1
     is_sure: bool = False
     by_verdict: bool = False
     is_luck: bool = False
+    lost: int = 0
+
+    @property
+    def takes_keepers(self) -> bool:
+        """Its restore does, as it seems: nobody is there to restore another one in its place."""
+        return self.lost >= _OFTEN
+
+    def was_lost(self, why: str) -> Mark:
+        """Together with a keeper, once more."""
+        mark = replace(self, lost=self.lost + 1)
+        return mark.again(why, is_luck=True, by_verdict=True) if mark.takes_keepers else mark
 
     def again(self, why: str, *, is_luck: bool = False, by_verdict: bool = False) -> Mark:
         """It has failed once more. is_luck: that may be bad luck however often."""
@@ -63,7 +76,7 @@ class Mark:
         is_sure = self.is_sure or (before > 0 and not is_luck and not self.is_luck)
         by_verdict = by_verdict and (self.by_verdict or not before)
         is_luck = is_luck and (self.is_luck or not before)
-        return Mark(note_of(why), before + 1, is_sure, by_verdict, is_luck)
+        return Mark(note_of(why), before + 1, is_sure, by_verdict, is_luck, self.lost)
 
     def to_text(self) -> str:
         """The value of its key."""
@@ -74,19 +87,21 @@ class Mark:
             "verdict": self.by_verdict,
             "luck": self.is_luck,
         }
-        return json.dumps(value | more)
+        return json.dumps(value | more | ({"lost": self.lost} if self.lost else {}))
 
 
 def mark_of(key: str, entry: Entry) -> Mark:
     """Raises JobError."""
-    words = {"times": 1, "sure": False, "verdict": False, "luck": False}
+    words = {"times": 1, "sure": False, "verdict": False, "luck": False, "lost": 0}
     value = fields_of(key, entry, "version", "problem", **words)
     why, times, is_sure = value["problem"], value["times"], value["sure"]
     if not isinstance(why, str) or type(times) is not int or not 0 < times <= MAX_EPOCH:
         raise JobError(f"{key}: problem is no text, or times no number")
+    if type(value["lost"]) is not int or not 0 <= value["lost"] <= MAX_EPOCH:
+        raise JobError(f"{key}: lost is no number")
     if not all(type(value[name]) is bool for name in ("sure", "verdict", "luck")):
         raise JobError(f"{key}: sure, verdict or luck is neither true nor false")
-    return Mark(why, times, is_sure, value["verdict"], value["luck"])
+    return Mark(why, times, is_sure, value["verdict"], value["luck"], value["lost"])
 
 
 def verify(context: Context, order: Order, images: str) -> None:
@@ -186,16 +201,18 @@ def _store(
     excuse: Excuse = Excuse.NONE,
 ) -> None:
     """The verdict on epoch `number`, unless there is one. Without an excuse it marks the
-    checkpoint."""
+    checkpoint; with that it was lost, the second time."""
     before = Mark()
     with suppress(JobError):  # one that cannot be used counts as none
-        before = marks(store, keys, [restored]).get(restored, before)
+        before = _all_marks(store, keys, [restored]).get(restored, before)
     if not wrong:  # what it has done after it was back, before, stays known
-        mark = before if before.why and not before.by_verdict else Mark()
+        mark = replace(before, lost=0) if before.why and not before.by_verdict else Mark()
+    elif excuse is Excuse.LOST:
+        mark = before.was_lost(wrong)
     else:
         mark = before.again(wrong, by_verdict=True)
     puts = [Put(_verdict(keys, number), settled_text(wrong))]
-    if not wrong or not excuse:
+    if not wrong or excuse is not Excuse.OTHER:
         puts.append(put_mark(keys, restored, mark))
     store.write([Require(_verdict(keys, number), 0)], puts)
 
@@ -226,10 +243,14 @@ def verdict(store: Store, keys: Keys, number: int, patience_s: float) -> str:
 
 def marks(store: Store, keys: Keys, numbers: Iterable[int]) -> dict[int, Mark]:
     """Of those checkpoints that have one. Raises JobError, StoreError."""
+    return {number: mark for number, mark in _all_marks(store, keys, numbers).items() if mark.why}
+
+
+def _all_marks(store: Store, keys: Keys, numbers: Iterable[int]) -> dict[int, Mark]:
+    """With those that hold nothing against a checkpoint."""
     wanted = {_mark(keys, number): number for number in numbers}
     entries = store.read(*wanted).entries if wanted else {}
-    found = {wanted[key]: mark_of(key, entry) for key, entry in entries.items() if key in wanted}
-    return {number: mark for number, mark in found.items() if mark.why}
+    return {wanted[key]: mark_of(key, entry) for key, entry in entries.items() if key in wanted}
 
 
 def put_mark(keys: Keys, number: int, mark: Mark) -> Put:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restores that are lost together with a rank's keeper, before the verdict on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpustasis.errors import JobError
+from gpustasis.jobs import epochs, verified
+from gpustasis.jobs.messages import Phase
+from gpustasis.jobs.preempting import next_to_try, to_restore
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import Plan, excuse_of, phase_text, settled_text
+from gpustasis.jobs.store import Entry, Put
+from gpustasis.jobs.work import Excuse, Excused, Order
+from gpustasis.verifying import Check
+from jobs.test_stopping import committed
+from jobs.test_undoing import context, server, supervisor_of  # noqa: F401 - fixtures
+
+
+def lost(context: Context, restored: int) -> None:  # noqa: F811
+    """A restore of it was committed, and its rank's host has lost its power before the verdict. The
+    next keeper, which finds no tasks, does what is left open as any start does."""
+    plan = Plan(world=1, leave_running=True, restores=restored)
+    number = epochs.begin(context.store, context.keys, plan)
+    puts = {
+        context.keys.phase(number): phase_text(plan, Phase.COMMITTED),
+        context.keys.rank(0): str(number),
+        context.keys.record(number, 0): "record",
+    }
+    context.store.write([], [Put(key, value) for key, value in puts.items()])
+    assert not supervisor_of(context).settle()
+    assert "its tasks have ended" in verified.verdict(context.store, context.keys, number, 0)
+
+
+def test_a_checkpoint_whose_restores_take_their_keeper_along_is_not_restored_for_ever(
+    context: Context,  # noqa: F811
+) -> None:
+    """Once may be bad luck. Nobody is there then to restore the next older one in its place."""
+    store, keys = context.store, context.keys
+    older, newest = committed(context), committed(context)
+    check = Check(words=("true",), seconds=60)
+    context.options = replace(context.options, check=check, older=True)
+    lost(context, newest)
+    assert verified.marks(store, keys, [newest]) == {}
+    assert to_restore(context) == next_to_try(context, newest) == newest
+    lost(context, newest)
+    mark = verified.marks(store, keys, [newest])[newest]
+    assert (mark.times, mark.is_sure, mark.takes_keepers) == (1, False, True)
+    assert to_restore(context) == next_to_try(context, newest) == older
+    lost(context, older)
+    lost(context, older)
+    lost(context, older)
+    assert to_restore(context) == newest  # which has failed less often
+    verified._store(store, keys, 99, newest, "")  # it is back
+    lost(context, newest)
+    assert to_restore(context) == newest
+    context.options = replace(context.options, older=False)
+    lost(context, newest)
+    assert to_restore(context) == newest
+
+
+def test_what_a_checkpoint_of_a_recovered_job_has_lost_is_counted_elsewhere(
+    context: Context,  # noqa: F811
+) -> None:
+    """By the failures of its lives."""
+    checkpoint = committed(context)
+    context.life = 1
+    order = Order(checkpoint + 1, leave_running=True, restores=checkpoint, joined=True)
+    for _ in range(3):
+        wrong = verified.not_back(context, order, "its tasks have ended", is_lost=True)
+        assert isinstance(wrong, Excused) and wrong.excuse is Excuse.OTHER
+    assert verified.marks(context.store, context.keys, [checkpoint]) == {}
+
+
+def test_an_excuse_is_settled_with_what_went_wrong(context: Context) -> None:  # noqa: F811
+    """By the next keeper, of a rank that was lost with the last one, while the store was away."""
+    newest = committed(context)
+    context.options = replace(context.options, check=Check(words=("true",), seconds=60))
+    lost(context, newest)
+    found = epochs.standing(context.store, context.keys, newest + 1)
+    assert found.excuses == {0: Excuse.LOST}
+
+
+def test_an_excuse_that_cannot_be_is_refused() -> None:
+    assert excuse_of("k", Entry(settled_text("why"), 7)) is Excuse.NONE
+    text = settled_text("why", Excuse.LOST)
+    assert excuse_of("k", Entry(text, 7)) is Excuse.LOST
+    with pytest.raises(JobError, match="k: excuse 'cost' is not known"):
+        excuse_of("k", Entry(text.replace("lost", "cost"), 7))
