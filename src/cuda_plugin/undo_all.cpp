@@ -3,6 +3,7 @@
 
 #include "cuda_plugin/drop.hpp"
 #include "cuda_plugin/guardian.hpp"
+#include "cuda_plugin/turns.hpp"
 #include "cuda_plugin/undo.hpp"
 #include "cuda_plugin/undo_log.hpp"
 #include "cuda_plugin/worker_process.hpp"
@@ -11,11 +12,10 @@
 
 #include <poll.h>
 
-#include <atomic>
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <map>
-#include <memory>
 #include <new>
 #include <optional>
 #include <set>
@@ -63,62 +63,6 @@ bool is_stopped(pid_t tid) noexcept {
     }
 }
 
-/// What came of work in a thread of LongCalls.
-struct Outcome {
-    const Clock::time_point begin = Clock::now();
-    std::atomic<bool> is_there = false;
-    std::string error; ///< why it was not done; empty: it was
-};
-
-/// Work for one task after the other, as tasks that share memory need it.
-class Turns {
-public:
-    /// `limit`: of one's work; then it hangs.
-    Turns(LongCalls& calls, std::chrono::milliseconds limit) noexcept
-        : calls_(calls), limit_(limit) {}
-
-    /// What came of it; nullptr: it is not done yet, and is begun if no other is under way. `work` may throw.
-    const Outcome* take(pid_t pid, std::function<void()> work) {
-        std::shared_ptr<Outcome>& outcome = outcomes_[pid];
-        // In its task nothing, not even what hangs.
-        if (!outcome && !calls_.any_works() && !calls_.is_in(pid))
-            begin(pid, outcome, std::move(work));
-        return outcome && outcome->is_there ? outcome.get() : nullptr;
-    }
-    void forget(pid_t pid) { outcomes_.erase(pid); }
-    bool is_begun(pid_t pid) const { return outcomes_.contains(pid) && outcomes_.at(pid); }
-    bool is_under_way(pid_t pid) const { return is_begun(pid) && !outcomes_.at(pid)->is_there; }
-
-private:
-    void begin(pid_t pid, std::shared_ptr<Outcome>& outcome, std::function<void()> work) {
-        outcome = std::make_shared<Outcome>();
-        const auto fail = [](Outcome& of, const std::exception& e) noexcept {
-            try {
-                of.error = e.what();
-            } catch (const std::bad_alloc&) {
-                of.error = "no memory"; // short enough to need none
-            }
-            of.is_there = true;
-        };
-        try {
-            calls_.begin(pid, limit_, [work = std::move(work), fail, of = outcome] {
-                try {
-                    work();
-                    of->is_there = true;
-                } catch (const std::exception& e) {
-                    fail(*of, e);
-                }
-            });
-        } catch (const std::exception& e) {
-            fail(*outcome, e);
-        }
-    }
-
-    LongCalls& calls_;
-    std::chrono::milliseconds limit_;
-    std::map<pid_t, std::shared_ptr<Outcome>> outcomes_;
-};
-
 /// What becomes of the tasks, looked at again and again.
 class Undo {
 public:
@@ -139,15 +83,18 @@ private:
     bool is_awaited(TaskRecord& record);
     bool refill(TaskRecord& record);
     bool hangs(const TaskRecord& record);
+    const Outcome* take(const TaskRecord& record, Turns& turns, std::function<void()> work);
     bool failed(TaskRecord& record, Turns& turns, const std::string& why);
-    void give_up(TaskRecord& record);
+    void has_passed(pid_t pid, const Turns& turns);
+    void look_at_given_up(TaskRecord& record, bool is_any_left);
     void unlock(TaskRecord& record);
     void tell(const TaskRecord& record, const std::string& text) {
         log_("pid " + std::to_string(record.pid) + ": " + text);
     }
     void tell_once(std::set<pid_t>& told, const TaskRecord& record, const std::string& text) {
-        if (told.insert(record.pid).second)
+        if (!told.contains(record.pid))
             tell(record, text);
+        told.insert(record.pid);
     }
     bool is_past(std::chrono::seconds limit) const {
         return released_ && Clock::now() - *released_ > limit;
@@ -164,8 +111,11 @@ private:
         std::string why;
     };
     using FailingAt = std::map<std::pair<pid_t, const Turns*>, Failing>;
-    FailingAt::iterator given_up(pid_t pid);
-    bool is_given_up(pid_t pid) { return given_up(pid) != failing_.end(); }
+    bool is_given_up(pid_t pid) const {
+        return std::ranges::any_of(failing_, [&](const auto& one) {
+            return one.first.first == pid && one.second.is_given_up;
+        });
+    }
 
     const std::function<Driver&()> driver_;
     const Config& config_;
@@ -181,7 +131,10 @@ private:
     std::set<pid_t> hanging_;    // in which the driver hangs
     std::set<pid_t> restored_;
     FailingAt failing_;
+    std::map<pid_t, const Turns*> failed_last_; // at what
     std::set<pid_t> given_up_told_;
+    bool may_begin_ = true;       // a call
+    bool is_turn_wanted_ = false; // by one that is not given up
     bool lasts_ =
         false; // what this look has found: something fails, hangs, or is waited for for long
     std::size_t failures_ = 0;
@@ -197,28 +150,50 @@ bool Undo::hangs(const TaskRecord& record) {
     return true;
 }
 
-Undo::FailingAt::iterator Undo::given_up(pid_t pid) {
-    return std::ranges::find_if(failing_, [&](const auto& one) {
-        return one.first.first == pid && one.second.is_given_up;
-    });
+/// Turns::take(); those that are given up get no turn that another one wants.
+const Outcome* Undo::take(const TaskRecord& record, Turns& turns, std::function<void()> work) {
+    const Outcome* const done = turns.take(record.pid, may_begin_, std::move(work));
+    is_turn_wanted_ = is_turn_wanted_ || (may_begin_ && !turns.is_begun(record.pid));
+    return done;
 }
 
 /// What fails may be another's who looks at the task for a moment. Returns whether others wait for it.
 bool Undo::failed(TaskRecord& record, Turns& turns, const std::string& why) {
     Failing& failing = failing_[{record.pid, &turns}];
+    failed_last_[record.pid] = &turns;
     failing.why = why;
     ++failing.count;
     failing.is_given_up = failing.is_given_up || Clock::now() - failing.since > kLongDrop;
+    is_turn_wanted_ = is_turn_wanted_ || !is_given_up(record.pid);
     turns.forget(record.pid);
     lasts_ = true;
     ++failures_;
     return !failing.is_given_up;
 }
 
-/// Of a task that is tried again as long as the worker has others to look after.
-void Undo::give_up(TaskRecord& record) {
-    tell(record, given_up(record.pid)->second.why + "; try gpustasis recover");
-    record.settled = true; // only now: until here it is not undone
+/// What fails from now on does so for its own reasons.
+void Undo::has_passed(pid_t pid, const Turns& turns) {
+    if (failing_.erase({pid, &turns}) != 0)
+        given_up_told_.erase(pid);
+}
+
+/// One that is not restored. It is tried again as long as the worker has others to look after.
+void Undo::look_at_given_up(TaskRecord& record, bool is_any_left) {
+    const auto last = failing_.find({record.pid, failed_last_.at(record.pid)});
+    if (last == failing_.end()) { // that has passed since
+        restore(record);
+        return;
+    }
+    const bool is_begun = refills_.is_begun(record.pid) || restores_.is_begun(record.pid);
+    if (!is_any_left && !is_begun && last->second.count >= kTries) {
+        tell(record, last->second.why + "; try gpustasis recover");
+        record.settled = true; // only now: until here it is not undone
+        return;
+    }
+    if (is_any_left)
+        tell_once(given_up_told_, record,
+                  last->second.why + "; this is tried again until the others are brought back");
+    restore(record);
 }
 
 /// Returns whether others wait for the task's memory.
@@ -236,7 +211,7 @@ bool Undo::is_awaited(TaskRecord& record) {
 /// The same; nobody else puts it back.
 bool Undo::refill(TaskRecord& record) {
     const Outcome* const done =
-        refills_.take(record.pid, [&] { refill_task(record, images_, config_.threads, nullptr); });
+        take(record, refills_, [&] { refill_task(record, images_, config_.threads, nullptr); });
     if (done != nullptr && !done->error.empty())
         return failed(record, refills_, done->error);
     if (is_past(kLongRefill))
@@ -272,9 +247,9 @@ bool Undo::restore(TaskRecord& record) {
         return refill(record);
     if (refills_.is_under_way(record.pid)) // at its very end
         return true;
-    refills_.forget(record.pid); // it is done: what fails now does so for its own reasons
-    failing_.erase({record.pid, &refills_});
-    const Outcome* const done = restores_.take(record.pid, [&] {
+    refills_.forget(record.pid); // it is done
+    has_passed(record.pid, refills_);
+    const Outcome* const done = take(record, restores_, [&] {
         forget_drop(record);
         reset_signal_mask(record);
         if (record.checkpoint_begun)
@@ -285,7 +260,7 @@ bool Undo::restore(TaskRecord& record) {
     if (!done->error.empty())
         return failed(record, restores_, done->error);
     restored_.insert(record.pid);
-    failing_.erase({record.pid, &restores_});
+    has_passed(record.pid, restores_);
     if (const auto unlock = failing_.find({record.pid, &unlocks_}); unlock != failing_.end())
         unlock->second.since += Clock::now() - done->begin; // meanwhile no unlock has failed
     return false;
@@ -294,7 +269,7 @@ bool Undo::restore(TaskRecord& record) {
 void Undo::unlock(TaskRecord& record) {
     if (hangs(record))
         return;
-    const Outcome* const done = unlocks_.take(record.pid, [&] { undo_unlock(record, driver_()); });
+    const Outcome* const done = take(record, unlocks_, [&] { undo_unlock(record, driver_()); });
     if (done == nullptr)
         return;
     if (!done->error.empty()) {
@@ -317,10 +292,10 @@ void Undo::each_unsettled(Use&& use) {
 }
 
 int Undo::look() {
-    bool waits = false, is_any_left = false;
-    lasts_ = false;
+    bool waits = false;
+    lasts_ = is_turn_wanted_ = false;
+    may_begin_ = true;
     each_unsettled([&](TaskRecord& record) {
-        is_any_left |= !is_given_up(record.pid);
         const proc::Liveness life = proc::liveness(record.pid, record.start_time);
         if (life == proc::Liveness::traced || life == proc::Liveness::unknown) {
             waits |= !is_late();
@@ -342,7 +317,8 @@ int Undo::look() {
     const auto is_free = [](const TaskRecord& record) {
         return proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced;
     };
-    for (const bool is_last : {false, true}) // those that are given up
+    for (const bool is_last : {false, true}) { // those that are given up
+        may_begin_ = !is_last || !is_turn_wanted_;
         each_unsettled([&](TaskRecord& record) {
             if (waits || !restored_.contains(record.pid) || is_given_up(record.pid) != is_last)
                 return;
@@ -351,18 +327,16 @@ int Undo::look() {
             else
                 lasts_ = lasts_ || is_late();
         });
-    // Behind all others, who would get no turn.
+    }
+    may_begin_ = !is_turn_wanted_;
+    bool is_any_left = false; // that the worker cannot settle
     each_unsettled([&](TaskRecord& record) {
-        if (restored_.contains(record.pid) || !is_given_up(record.pid) || !is_free(record))
-            return;
-        if (is_any_left && given_up_told_.insert(record.pid).second)
-            tell(record, given_up(record.pid)->second.why +
-                             "; this is tried again until the others are brought back");
-        const bool is_begun = refills_.is_begun(record.pid) || restores_.is_begun(record.pid);
-        if (!is_any_left && !is_begun && given_up(record.pid)->second.count >= kTries)
-            give_up(record);
-        else
-            restore(record);
+        is_any_left |=
+            !is_given_up(record.pid) || is_stopped(record.restore_tid) || !is_free(record);
+    });
+    each_unsettled([&](TaskRecord& record) {
+        if (!restored_.contains(record.pid) && is_given_up(record.pid) && is_free(record))
+            look_at_given_up(record, is_any_left);
     });
     return lasts_ ? kDamagedPollMs : kOrphanPollMs;
 }

@@ -19,6 +19,7 @@
 #include <string>
 
 using namespace gpustasis;
+using sample::await;
 using sample::await_settled;
 using sample::Bystander;
 using sample::open_gate;
@@ -39,6 +40,13 @@ void an_orphan_tries_again() {
     CHECK(orphan.log().find("recover") == std::string::npos);
 }
 
+int count_of(const std::string& words, const std::string& text) {
+    int count = 0;
+    for (std::size_t at = 0; (at = text.find(words, at)) != std::string::npos; ++at)
+        ++count;
+    return count;
+}
+
 void an_orphan_gives_up_what_always_fails() {
     const Bystander tasks[3];
     const Variable refuses("SLOW_DRIVER_REFUSES", "1000000");
@@ -48,7 +56,8 @@ void an_orphan_gives_up_what_always_fails() {
     CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(60));
     CHECK(orphan.noted().empty());
     CHECK(orphan.log().find("CUDA_ERROR_OPERATING_SYSTEM") != std::string::npos);
-    CHECK(orphan.log().find("try gpustasis recover") != std::string::npos);
+    CHECK(count_of("try gpustasis recover", orphan.log()) == 3);
+    CHECK(count_of("until the others are brought back", orphan.log()) < 3); // the last one has none
 }
 
 // Nobody runs meanwhile.
@@ -143,6 +152,21 @@ void an_orphan_has_a_turn_for_one_that_does_not_fail() {
     }
 }
 
+// Nor does it wait for one that is given up, and fails slowly, when it fails itself for once.
+void an_orphan_has_the_next_turn_for_one_that_has_failed_once() {
+    const Bystander tasks[3];
+    const Variable slowly("SLOW_DRIVER_REFUSAL_MS", "6000");
+    const Variable refuses("SLOW_DRIVER_REFUSES_PID", std::to_string(tasks[0].pid()));
+    const Variable gate("SLOW_DRIVER_GATE", "/nonexistent");
+    const Variable relapses("SLOW_DRIVER_RELAPSES", std::to_string(tasks[1].pid()));
+    Orphaned orphan(tasks);
+    await([&] { return orphan.noted().find("relapse") != std::string::npos; });
+    const auto begin = std::chrono::steady_clock::now();
+    await_settled({&orphan.rig.table->tasks[1]});
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(4));
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+}
+
 /// Memory of this process and of each child that it makes then, and the image of it.
 struct Image {
     static constexpr std::size_t kSize = std::size_t{256} << 10;
@@ -194,5 +218,6 @@ int main() {
     an_orphan_does_not_count_a_long_restore_as_an_unlock_that_fails();
     an_orphan_gives_up_what_can_never_be_unlocked();
     an_orphan_has_a_turn_for_one_that_does_not_fail();
+    an_orphan_has_the_next_turn_for_one_that_has_failed_once();
     an_orphan_gives_up_what_it_has_refilled();
 }

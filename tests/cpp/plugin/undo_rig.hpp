@@ -63,13 +63,20 @@ struct Orphaned {
     pid_t worker = 0;
 };
 
-inline void await_settled(const std::vector<const TaskRecord*>& records) {
+template <class Condition>
+void await(Condition&& condition) {
     const auto begin = std::chrono::steady_clock::now();
-    while (
-        !std::ranges::all_of(records, [](const TaskRecord* one) { return one->settled.load(); })) {
+    while (!condition()) {
         CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(120));
         ::usleep(10'000);
     }
+}
+
+inline void await_settled(const std::vector<const TaskRecord*>& records) {
+    await([&] {
+        return std::ranges::all_of(records,
+                                   [](const TaskRecord* one) { return one->settled.load(); });
+    });
 }
 
 inline void open_gate(const std::string& path) {
