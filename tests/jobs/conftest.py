@@ -3,17 +3,20 @@
 
 etcd         a real etcd-server, one for all tests of a file (support.etcd.EtcdCluster)
 childless    for all: none of this process's children is taken for a keeper's, and ended
+handled      for all: a keeper that has ended ignores signals from then on; this process does not
 new_store    new_store() -> another client of one store, etcd or the local one; tests run with both
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 
+from gpustasis.jobs.ending import FORWARDED
 from gpustasis.jobs.etcd import Etcd
 from gpustasis.jobs.etcd_words import Access
 from gpustasis.jobs.local import Local
@@ -28,6 +31,14 @@ _prefixes = count(1)
 def childless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A keeper's children are its rank's; this process has others, emulators and engines."""
     monkeypatch.setattr("gpustasis.jobs.stopping.children", list)
+
+
+@pytest.fixture(autouse=True)
+def handled() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in FORWARDED}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
