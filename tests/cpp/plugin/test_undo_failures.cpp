@@ -158,11 +158,11 @@ void an_orphan_has_the_next_turn_for_one_that_has_failed_once() {
     const Variable slowly("SLOW_DRIVER_REFUSAL_MS", "6000");
     const Variable refuses("SLOW_DRIVER_REFUSES_PID", std::to_string(tasks[0].pid()));
     const Variable gate("SLOW_DRIVER_GATE", "/nonexistent");
-    const Variable relapses("SLOW_DRIVER_RELAPSES", std::to_string(tasks[1].pid()));
+    const Variable relapses("SLOW_DRIVER_RELAPSES", std::to_string(tasks[2].pid()));
     Orphaned orphan(tasks);
     await([&] { return orphan.noted().find("relapse") != std::string::npos; });
     const auto begin = std::chrono::steady_clock::now();
-    await_settled({&orphan.rig.table->tasks[1]});
+    await_settled({&orphan.rig.table->tasks[2]});
     CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(4));
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
 }
