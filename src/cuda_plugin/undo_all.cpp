@@ -318,7 +318,7 @@ int Undo::look() {
         return proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced;
     };
     for (const bool is_last : {false, true}) { // those that are given up
-        may_begin_ = !is_last || !is_turn_wanted_;
+        may_begin_ = true;
         each_unsettled([&](TaskRecord& record) {
             if (waits || !restored_.contains(record.pid) || is_given_up(record.pid) != is_last)
                 return;
@@ -328,7 +328,7 @@ int Undo::look() {
                 lasts_ = lasts_ || is_late();
         });
     }
-    may_begin_ = !is_turn_wanted_;
+    may_begin_ = true;
     bool is_any_left = false; // that the worker cannot settle
     each_unsettled([&](TaskRecord& record) {
         is_any_left |=
