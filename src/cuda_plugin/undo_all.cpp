@@ -85,6 +85,9 @@ private:
     bool hangs(const TaskRecord& record);
     const Outcome* take(const TaskRecord& record, Turns& turns, std::function<void()> work);
     bool failed(TaskRecord& record, Turns& turns, const std::string& why);
+    bool& wanted(const Turns& turns) {
+        return &turns == &refills_ ? is_reading_wanted_ : is_turn_wanted_;
+    }
     void has_passed(pid_t pid, const Turns& turns);
     void look_at_given_up(TaskRecord& record, bool is_any_left);
     void unlock(TaskRecord& record);
@@ -133,8 +136,9 @@ private:
     FailingAt failing_;
     std::map<pid_t, const Turns*> failed_last_; // at what
     std::set<pid_t> given_up_told_;
-    bool may_begin_ = true;       // a call
-    bool is_turn_wanted_ = false; // by one that is not given up
+    bool is_behind_ = false; // it looks at those that are given up
+    // By others: of reading, and of calls to the driver.
+    bool is_reading_wanted_ = false, is_turn_wanted_ = false;
     bool lasts_ =
         false; // what this look has found: something fails, hangs, or is waited for for long
     std::size_t failures_ = 0;
@@ -150,10 +154,11 @@ bool Undo::hangs(const TaskRecord& record) {
     return true;
 }
 
-/// Turns::take(); those that are given up get no turn that another one wants.
+/// Turns::take(); those that are given up get no turn that another one wants, or has had in this look.
 const Outcome* Undo::take(const TaskRecord& record, Turns& turns, std::function<void()> work) {
-    const Outcome* const done = turns.take(record.pid, may_begin_, std::move(work));
-    is_turn_wanted_ = is_turn_wanted_ || (may_begin_ && !turns.is_begun(record.pid));
+    bool& is_wanted = wanted(turns);
+    const Outcome* const done = turns.take(record.pid, !is_behind_ || !is_wanted, std::move(work));
+    is_wanted = is_wanted || (!is_behind_ && done == nullptr);
     return done;
 }
 
@@ -164,7 +169,7 @@ bool Undo::failed(TaskRecord& record, Turns& turns, const std::string& why) {
     failing.why = why;
     ++failing.count;
     failing.is_given_up = failing.is_given_up || Clock::now() - failing.since > kLongDrop;
-    is_turn_wanted_ = is_turn_wanted_ || !is_given_up(record.pid);
+    wanted(turns) = wanted(turns) || !is_given_up(record.pid);
     turns.forget(record.pid);
     lasts_ = true;
     ++failures_;
@@ -293,8 +298,7 @@ void Undo::each_unsettled(Use&& use) {
 
 int Undo::look() {
     bool waits = false;
-    lasts_ = is_turn_wanted_ = false;
-    may_begin_ = true;
+    lasts_ = is_reading_wanted_ = is_turn_wanted_ = is_behind_ = false;
     each_unsettled([&](TaskRecord& record) {
         const proc::Liveness life = proc::liveness(record.pid, record.start_time);
         if (life == proc::Liveness::traced || life == proc::Liveness::unknown) {
@@ -318,7 +322,7 @@ int Undo::look() {
         return proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced;
     };
     for (const bool is_last : {false, true}) { // those that are given up
-        may_begin_ = true;
+        is_behind_ = is_last;
         each_unsettled([&](TaskRecord& record) {
             if (waits || !restored_.contains(record.pid) || is_given_up(record.pid) != is_last)
                 return;
@@ -328,7 +332,6 @@ int Undo::look() {
                 lasts_ = lasts_ || is_late();
         });
     }
-    may_begin_ = true;
     bool is_any_left = false; // that the worker cannot settle
     each_unsettled([&](TaskRecord& record) {
         is_any_left |=
