@@ -14,6 +14,7 @@ from gpustasis.jobs.preempting import next_to_try, to_restore
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, excuse_of, phase_text, settled_text
 from gpustasis.jobs.store import Entry, Put
+from gpustasis.jobs.verified import Mark
 from gpustasis.jobs.work import Excuse, Excused, Order
 from gpustasis.verifying import Check
 from jobs.test_stopping import committed
@@ -60,6 +61,41 @@ def test_a_checkpoint_whose_restores_take_their_keeper_along_is_not_restored_for
     context.options = replace(context.options, older=False)
     lost(context, newest)
     assert to_restore(context) == newest
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"version": 1, "problem": "x", "of": "later"}'])
+def test_a_mark_that_cannot_be_used_keeps_no_job_from_its_start(
+    text: str,
+    context: Context,  # noqa: F811
+) -> None:
+    """Of a newer build, say. It counts as none; the mark of another checkpoint counts."""
+    store, keys = context.store, context.keys
+    older, newest = committed(context), committed(context)
+    context.options = replace(context.options, older=True)
+    taken = Mark("why", lost=2)
+    store.write([], [Put(f"{keys.epoch(older)}unverified", text)])
+    store.write([], [verified.put_mark(keys, newest, taken)])
+    told: list[str] = []
+    assert to_restore(context, told=told.append) == older
+    assert len(told) == 1 and f"{keys.epoch(older)}unverified" in told[0]
+    assert "it counts as none" in told[0]
+    with pytest.raises(JobError, match="unverified"):  # for who goes by marks alone
+        verified.marks(store, keys, [older])
+
+
+def test_only_the_keeper_that_begins_the_restore_reads_marks(
+    context: Context,  # noqa: F811
+) -> None:
+    """All others would for nothing, and read as many as there are epochs."""
+    committed(context)
+    newest = committed(context)
+    put = verified.put_mark(context.keys, newest, Mark("why", lost=2))
+    context.store.write([], [put])
+    context.options = replace(context.options, older=True)
+    context.place = replace(context.place, rank=1)
+    assert to_restore(context) == newest
+    context.place = replace(context.place, rank=0)
+    assert to_restore(context) == newest - 1
 
 
 def test_what_a_checkpoint_of_a_recovered_job_has_lost_is_counted_elsewhere(

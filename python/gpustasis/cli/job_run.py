@@ -325,15 +325,17 @@ def _begin(
 ) -> int:
     """Start the command, if it is to be started. The checkpoint that is restored in place of it;
     0: none, or somebody else asks for it."""
+    from gpustasis.jobs.lead import LEAD
     from gpustasis.jobs.preempting import to_restore
 
     name, tell = f"job {context.place.job}, rank {context.place.rank}", output.teller()
     is_taken_over = newest and supervisor.settle()
-    found = to_restore(context) if newest and not is_taken_over else 0
+    found = to_restore(context, told=tell) if newest and not is_taken_over else 0
     if words or restore:
         context.say_where()
     if found:
-        tell(f"{name}: goes on from epoch {found}")
+        is_sure = context.place.rank == LEAD or not context.options.older
+        tell(f"{name}: goes on from epoch {found}{'' if is_sure else ', or an older one'}")
     elif restore:
         tell(f"{name}: waits to be restored")
     elif words and not is_taken_over:

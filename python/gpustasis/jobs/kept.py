@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,10 +147,12 @@ def _seconds(one: tuple[int, float]) -> float:
     return one[1]
 
 
-def marks(store: Store, keys: Keys) -> dict[int, Mark]:
-    """Of all checkpoints that have one. Raises JobError, StoreError."""
+def marks(
+    store: Store, keys: Keys, told: Callable[[str], object] | None = None
+) -> dict[int, Mark]:
+    """Of all checkpoints that have one; told: as verified.marks. Raises JobError, StoreError."""
     newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
-    return verified.marks(store, keys, range(1, newest + 1))
+    return verified.marks(store, keys, range(1, newest + 1), told)
 
 
 def unverified(store: Store, keys: Keys) -> dict[int, str]:

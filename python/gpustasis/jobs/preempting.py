@@ -202,10 +202,14 @@ def _memory_of(root: int) -> int:
     return size
 
 
-def to_restore(context: Context, patience_s: float = _LOOK_S) -> int:
+def to_restore(
+    context: Context, patience_s: float = _LOOK_S, told: Callable[[str], object] = log.warning
+) -> int:
     """The checkpoint that a job goes on from which is started now; 0: it starts afresh, for there
-    is none, or all its ranks have ended well after it. Waits until an epoch that is under way is
-    decided; one that no rank joins is aborted.
+    is none, or all its ranks have ended well after it. Only rank 0's keeper, which begins the
+    restore, looks what is held against it; for the others it is the newest one. Waits until an
+    epoch that is under way is decided; one that no rank joins is aborted. told: hears what is wrong
+    with what is stored, and does not matter.
 
     Raises JobError if it is of another number of ranks; StoreError.
     """
@@ -230,8 +234,9 @@ def to_restore(context: Context, patience_s: float = _LOOK_S) -> int:
             f"{context.name}: epoch {found.number} is a checkpoint of {found.plan.world} ranks, "
             f"and the job is started with {world}: start it with as many, or give it another name"
         )
-    if context.options.older:  # any other is followed by an older one once it was tried
-        marks = {n: mark for n, mark in kept.marks(store, keys).items() if mark.takes_keepers}
+    # Any other mark is followed by an older checkpoint once this one was tried.
+    if context.options.older and context.place.rank == LEAD:
+        marks = {n: m for n, m in kept.marks(store, keys, told).items() if m.takes_keepers}
         choice = choosing.choose(store, keys, ended, marks)
         found = found if choice is None else choice.found
     return found.number

@@ -241,16 +241,37 @@ def verdict(store: Store, keys: Keys, number: int, patience_s: float) -> str:
         time.sleep(_POLL_S)
 
 
-def marks(store: Store, keys: Keys, numbers: Iterable[int]) -> dict[int, Mark]:
-    """Of those checkpoints that have one. Raises JobError, StoreError."""
-    return {number: mark for number, mark in _all_marks(store, keys, numbers).items() if mark.why}
+def marks(
+    store: Store,
+    keys: Keys,
+    numbers: Iterable[int],
+    told: Callable[[str], object] | None = None,
+) -> dict[int, Mark]:
+    """Of those checkpoints that have one. told: hears of those that cannot be used, which count as
+    none then. Raises JobError, StoreError."""
+    found = _all_marks(store, keys, numbers, told)
+    return {number: mark for number, mark in found.items() if mark.why}
 
 
-def _all_marks(store: Store, keys: Keys, numbers: Iterable[int]) -> dict[int, Mark]:
+def _all_marks(
+    store: Store,
+    keys: Keys,
+    numbers: Iterable[int],
+    told: Callable[[str], object] | None = None,
+) -> dict[int, Mark]:
     """With those that hold nothing against a checkpoint."""
     wanted = {_mark(keys, number): number for number in numbers}
-    entries = store.read(*wanted).entries if wanted else {}
-    return {wanted[key]: mark_of(key, entry) for key, entry in entries.items() if key in wanted}
+    found: dict[int, Mark] = {}
+    for key, entry in (store.read(*wanted).entries if wanted else {}).items():
+        if key not in wanted:
+            continue
+        try:
+            found[wanted[key]] = mark_of(key, entry)
+        except JobError as exc:
+            if told is None:
+                raise
+            told(f"{exc}: it counts as none")
+    return found
 
 
 def put_mark(keys: Keys, number: int, mark: Mark) -> Put:
