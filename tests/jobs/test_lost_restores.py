@@ -8,15 +8,18 @@ from dataclasses import replace
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import epochs, verified
+from gpustasis.jobs import choosing, epochs, verified
+from gpustasis.jobs.lives import Stage, recovery_text
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import next_to_try, to_restore
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, excuse_of, phase_text, settled_text
+from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Entry, Put
 from gpustasis.jobs.verified import Mark
-from gpustasis.jobs.work import Excuse, Excused, Order
+from gpustasis.jobs.work import Excuse, Order
 from gpustasis.verifying import Check
+from jobs.test_lives import FAILURE, LIFE, RECOVERY
 from jobs.test_stopping import committed
 from jobs.test_undoing import context, server, supervisor_of  # noqa: F401 - fixtures
 
@@ -98,17 +101,51 @@ def test_only_the_keeper_that_begins_the_restore_reads_marks(
     assert to_restore(context) == newest - 1
 
 
-def test_what_a_checkpoint_of_a_recovered_job_has_lost_is_counted_elsewhere(
+def lost_again(context: Context, order: Order) -> str:  # noqa: F811
+    """What is said of it."""
+    wrong = verified.not_back(context, order, "its tasks have ended", is_lost=True)
+    assert wrong.excuse is Excuse.LOST
+    return str(wrong)
+
+
+def test_a_checkpoint_of_a_recovered_job_that_takes_its_keepers_along_is_marked(
     context: Context,  # noqa: F811
 ) -> None:
-    """By the failures of its lives."""
+    """With few restarts its failures alone never mark it, and each start would restore it."""
     checkpoint = committed(context)
     context.life = 1
-    order = Order(checkpoint + 1, leave_running=True, restores=checkpoint, joined=True)
-    for _ in range(3):
-        wrong = verified.not_back(context, order, "its tasks have ended", is_lost=True)
-        assert isinstance(wrong, Excused) and wrong.excuse is Excuse.OTHER
-    assert verified.marks(context.store, context.keys, [checkpoint]) == {}
+    for again, found in enumerate(({}, {checkpoint: 1}, {checkpoint: 2})):
+        order = Order(checkpoint + 1 + again, leave_running=True, restores=checkpoint, joined=True)
+        lost_again(context, order)
+        marks = verified.marks(context.store, context.keys, [checkpoint])
+        assert {number: one.times for number, one in marks.items()} == found
+        assert not any(one.is_sure for one in marks.values())
+
+
+@pytest.mark.parametrize("how", ["by its verdict", "by its keeper"])
+@pytest.mark.parametrize("in_a_row", [1, 2, 3, 4])
+def test_what_is_counted_as_lost_is_not_counted_as_a_failure_again(
+    in_a_row: int,
+    how: str,
+    context: Context,  # noqa: F811
+) -> None:
+    """Also where it is said first that a keeper is gone, and its next one settles what is open."""
+    store, keys = context.store, context.keys
+    checkpoint = committed(context)
+    order = Order(checkpoint + 2, leave_running=True, restores=checkpoint, joined=True)
+    lost_again(context, replace(order, number=checkpoint + 1))
+    text = lost_again(context, order)
+    life = replace(LIFE, number=2, world=1, in_a_row=in_a_row, restored=checkpoint)
+    failure = replace(FAILURE, reason=f"epoch 2 has not brought it back: {text}")
+    if how == "by its keeper":
+        failure = replace(failure, reason="rank 0: its keeper's lease is gone")
+        recovery = replace(RECOVERY, epoch=order.number, restored=checkpoint)
+        store.write([], [Put(keys.recovery(1), recovery_text(recovery))])
+    life = replace(life, stage=Stage.STOPS, failure=replace(failure, hung=False))
+    store.write([], [Put(keys.life, life.to_text())])
+    choosing.mark(store, keys, find_life(store, keys), 0)
+    found = verified.marks(store, keys, [checkpoint])[checkpoint]
+    assert (found.times, found.lost, found.why) == (1, 2, text)
 
 
 def test_an_excuse_is_settled_with_what_went_wrong(context: Context) -> None:  # noqa: F811

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from gpustasis.jobs import kept, verified
 from gpustasis.jobs.epochs import Standing
-from gpustasis.jobs.lives import Failure, Life, recovery_of
+from gpustasis.jobs.lives import Failure, Life, Recovery, recovery_of
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.store import Require, Store
 from gpustasis.jobs.verified import Mark
@@ -78,7 +78,7 @@ def mark(store: Store, keys: Keys, life: Life, after: int) -> None:
             for number, one in {**marks, **found}.items():
                 if number > life.restored and one.is_sure and one.times == 1:
                     found[number] = replace(one, times=2)
-    elif restored.why and restored.why[:_SAME] in failure.reason:
+    elif restored.why and restored.why[:_SAME] in _said_of(store, keys, life):
         pass  # a verdict, which has counted it (verified.py)
     elif life.in_a_row >= _OFTEN and (went_on_s is None or went_on_s < _SOON_S):
         chosen = choose(store, keys, after, {**marks, **found})
@@ -109,16 +109,32 @@ def _in(what: str, life: Life) -> str:
     return f"{what}, in life {life.number}"
 
 
-def _went_on_s(store: Store, keys: Keys, life: Life) -> float | None:
-    """From when all ranks ran again until the last sign of progress, of a job that was restored;
-    None: that is not known, or the restore has failed."""
+def _said_of(store: Store, keys: Keys, life: Life) -> str:
+    """The failure, with what it was that ended the life, and the verdict on its restore. A rank
+    that was lost with its keeper has its verdict from the next one, and another failure before."""
+    last, reason = _last_recovery(store, keys, life), life.why()
+    if last is None or not last.epoch:
+        return reason
+    return f"{reason}; {verified.verdict(store, keys, last.epoch, 0.0)}"
+
+
+def _last_recovery(store: Store, keys: Keys, life: Life) -> Recovery | None:
+    """By which this life has come to be, of a job that was restored; None: that is not known, or
+    the restore has failed."""
     names = keys.recovery(life.number - 1), keys.started(life.number - 1)
     found = store.read(*names).entries
-    if life.failure is None or not life.restored or not found:
+    if not life.restored or not found:
         return None
     key = names[0] if names[0] in found else names[1]
     last = recovery_of(key, found[key])
-    if last.restored != life.restored:
+    return last if last.restored == life.restored else None
+
+
+def _went_on_s(store: Store, keys: Keys, life: Life) -> float | None:
+    """From when all ranks ran again until the last sign of progress, of a job that was restored;
+    None: that is not known, or the restore has failed."""
+    last = _last_recovery(store, keys, life)
+    if life.failure is None or last is None:
         return None
     return max(0.0, life.failure.at - life.failure.unnoticed_s - last.at - last.seconds)
 

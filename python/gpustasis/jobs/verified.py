@@ -131,14 +131,12 @@ def verify(context: Context, order: Order, images: str) -> None:
         raise wrong from exc
 
 
-def not_back(context: Context, order: Order, why: str, *, is_lost: bool = False) -> JobError:
+def not_back(context: Context, order: Order, why: str, *, is_lost: bool = False) -> Excused:
     """Have that be the verdict, unless there is one. is_lost: with an earlier keeper; else it says
     something of the checkpoint, unless this one was told to end."""
     excuse = Excuse.NONE
     if context.told_at or is_lost:
-        # Of a job that is recovered all failures are counted (choosing.py).
-        counts = not context.told_at and not context.life
-        excuse = Excuse.LOST if counts else Excuse.OTHER
+        excuse = Excuse.OTHER if context.told_at else Excuse.LOST
     text = f"{context.name} is not back: {why}{_SAYS_NOTHING if excuse else ''}"
     with suppress(StoreError):  # then all learn it when this is settled
         words = context.store, context.keys, order.number, order.restores, text
