@@ -179,6 +179,42 @@ def test_whether_any_rank_was_told_is_one_entry_to_read_however_many_ranks_there
     assert found == 3
 
 
+@pytest.mark.parametrize("text", ["none of ours", "", "0", '{"version": 2}'])
+def test_an_entry_that_is_no_number_keeps_no_keeper_from_what_is_to_be_done(
+    text: str,
+    context: Context,  # noqa: F811
+) -> None:
+    """It would end before it has given its job up; or one whose tasks live."""
+    store, keys = context.store, context.keys
+    guard, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        store.write([], [Put(keys.told, text)])
+        assert not guard.was_told(1)
+        rank.is_told("it was told to end")
+        assert rank.take(0) == Next()
+        assert (guard.was_told(1), guard.read().stage) == (True, Stage.FAILED)
+    assert store.read(keys.told).entries[keys.told].value == "1"
+
+
+@pytest.mark.parametrize("text", ["none of ours", "1"])
+def test_an_entry_that_is_no_number_does_not_keep_tasks_from_being_stopped(
+    text: str,
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovering_module, "_AGAIN_S", 0.0)
+    _, rank = recovering(context)
+    with closing(rank):
+        assert rank.begin(new=True, can_start=True)
+        context.note(pid=task.pid)
+        context.store.write([], [Put(context.keys.told, text)])
+        steering.give_up(context.store, context.keys)
+        assert bool(rank.take(None).failed) == (text != "1")
+        assert (task.poll() is None) == (text == "1")
+
+
 @pytest.mark.parametrize("lasts_s", [0.3, 60.0])
 def test_a_signal_that_the_tasks_outlive_has_not_ended_them(
     lasts_s: float,

@@ -35,7 +35,7 @@ from gpustasis.jobs.lives import (
     standing_of,
     standing_text,
 )
-from gpustasis.jobs.records import Keys, number_of
+from gpustasis.jobs.records import Keys, usable_number
 from gpustasis.jobs.store import LeaseGone, Put, Require, Store, Watch, WatchLost
 from gpustasis.task import boot_id
 
@@ -253,17 +253,17 @@ class Guard:
         )
 
     def told(self, number: int) -> None:
-        """The rank's tasks have ended well, and upon a signal, in this life. Raises JobError,
-        StoreError."""
+        """The rank's tasks have ended well, and upon a signal, in this life. What is there and
+        cannot be used is overwritten. Raises StoreError."""
         key = self._keys.told
-        while number_of(key, entry := self._store.read(key).entries.get(key)) < number:
+        while usable_number(key, entry := self._store.read(key).entries.get(key)) < number:
             require = Require(key, entry.revision if entry else 0)
             self._store.write([require], [Put(key, str(number))])
 
     def was_told(self, number: int) -> bool:
-        """Whether the tasks of any rank have. Raises JobError, StoreError."""
+        """Whether the tasks of any rank have. Raises StoreError."""
         key = self._keys.told
-        return number_of(key, self._store.read(key).entries.get(key)) == number
+        return usable_number(key, self._store.read(key).entries.get(key)) == number
 
     def read(self) -> Life:
         """As it is now. Raises JobError, StoreError."""

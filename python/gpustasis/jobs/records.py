@@ -256,6 +256,14 @@ def number_of(key: str, entry: Entry | None) -> int:
     return int(entry.value)
 
 
+def usable_number(key: str, entry: Entry | None) -> int:
+    """The same; 0 also if what is there cannot be used: others write there, too."""
+    try:
+        return number_of(key, entry)
+    except JobError:
+        return 0
+
+
 def rank_of(key: str, world: int) -> int | None:
     """The rank that a key ends in; None: no rank of this world."""
     last = key.rpartition("/")[2]
