@@ -285,7 +285,9 @@ class Supervisor:
         context, recovering = self._context, self._recovering
 
         def gives_up() -> bool:
-            return self._is_asked_to_end != 0 or bool(recovering and recovering.has_moved_on())
+            has_ended = self._is_asked_to_end != 0  # or its tasks have, upon a signal
+            has_ended = has_ended or (context.told_at > 0 and not context.state.lives)
+            return has_ended or bool(recovering and recovering.has_moved_on())
 
         because = verified.await_verdict(context, number, problem=problem, gives_up=gives_up)
         if because:

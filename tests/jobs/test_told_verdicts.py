@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a signal to a keeper has to do with the verdict on the restore of its tasks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from gpustasis.jobs import epochs, verified
+from gpustasis.jobs.ending import Ended
+from gpustasis.jobs.member import Outcome
+from gpustasis.jobs.messages import Epoch, Phase
+from gpustasis.jobs.rank import Context
+from gpustasis.jobs.records import Plan, phase_text, settled_text
+from gpustasis.jobs.store import Put
+from gpustasis.verifying import Check
+from jobs.test_stopping import committed
+from jobs.test_undoing import context, server, supervisor_of, task  # noqa: F401 - fixtures
+
+
+def test_a_keeper_whose_tasks_have_ended_upon_a_signal_waits_for_no_verdict(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another rank may never settle, and its keeper would not end before it is killed."""
+    context.world = 2
+    store, keys = context.store, context.keys
+    plan = Plan(world=2, leave_running=True, restores=committed(context))
+    number = epochs.begin(store, keys, plan)
+    puts = {
+        keys.phase(number): phase_text(plan, Phase.COMMITTED),
+        keys.settled(number, 0): settled_text(""),  # its own command has succeeded
+    }
+    store.write([], [Put(key, value) for key, value in puts.items()])
+    context.options = replace(context.options, check=Check(words=("true",), seconds=60))
+    supervisor = supervisor_of(context)
+    told: list[str] = []
+    monkeypatch.setattr(supervisor, "_told", told.append)
+    outcomes = [Outcome(number, Epoch(Phase.COMMITTED, 1, leave_running=True, restores=1), "")]
+    wait, times = verified.time.sleep, iter(range(100))
+
+    def sleep(seconds: float) -> None:
+        if next(times, None) is None:
+            pytest.fail("it waits for ever")
+        wait(min(seconds, 0.05))
+
+    monkeypatch.setattr(verified.time, "sleep", sleep)
+
+    def take_part(is_over: Callable[[], bool]) -> Outcome | None:
+        if outcomes:
+            context.note(pid=task.pid, epoch=number)
+            os.kill(os.getpid(), signal.SIGTERM)  # the tasks are there: they get it
+            return outcomes.pop()
+        assert is_over()
+        return None
+
+    monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
+    assert supervisor.run(restoring=True) == Ended(epoch=0, status=128 + signal.SIGTERM, told=True)
+    assert "not known to be verified" in told[-1]
