@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -25,6 +26,7 @@ from jobs.test_undoing import (  # noqa: F401 - fixtures
     context,
     decided,
     server,
+    task,
 )
 
 WORDS = ("sh", "-c", "for i in $(seq 300); do sleep 0.1; done; exit 3")
@@ -144,7 +146,8 @@ def test_a_keeper_that_waits_for_a_store_before_there_are_tasks_is_ended_by_a_si
             os.kill(os.getpid(), signal.SIGTERM)
 
     def take_part(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        if comes == "meanwhile":
+            os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("the store is away, and the keeper waits for ever")
 
     monkeypatch.setattr(Context, "say_where", say)
@@ -152,6 +155,30 @@ def test_a_keeper_that_waits_for_a_store_before_there_are_tasks_is_ended_by_a_si
     with pytest.raises(Ends):
         kept(context, recovered=recovered)
     assert context.state.pid == 0
+
+
+def test_a_signal_reaches_tasks_that_an_epoch_has_brought_which_was_left_open(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As soon as there are tasks, and before the store is asked anything else."""
+
+    def settle(_: Supervisor) -> bool:
+        context.note(pid=task.pid)
+        return True
+
+    def say_where(_: Context) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if HEARD:
+            pytest.fail("the keeper would have ended")
+
+    monkeypatch.setattr(Supervisor, "settle", settle)
+    monkeypatch.setattr(Context, "say_where", say_where)
+    supervisor = Supervisor(context, SETTINGS, print)
+    ended = job_run._keep(supervisor, context, WORDS, False, True, None)
+    assert (ended.status, ended.told) == (128 + signal.SIGTERM, True)
+    assert not context.state.lives
 
 
 @pytest.mark.parametrize("recovered", [True, False])

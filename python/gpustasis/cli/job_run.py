@@ -330,6 +330,8 @@ def _begin(
 
     name, tell = f"job {context.place.job}, rank {context.place.rank}", output.teller()
     is_taken_over = newest and supervisor.settle()
+    if is_taken_over:
+        early.hold()  # there are tasks: what follows asks the store, which may be away
     found = to_restore(context, told=tell) if newest and not is_taken_over else 0
     if words or restore:
         context.say_where()
