@@ -13,7 +13,7 @@ from gpustasis.jobs.lives import Stage, recovery_text
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import next_to_try, to_restore
 from gpustasis.jobs.rank import Context
-from gpustasis.jobs.records import Plan, excuse_of, phase_text, settled_text
+from gpustasis.jobs.records import Plan, phase_text, settled_text, settlement_of
 from gpustasis.jobs.steering import find_life
 from gpustasis.jobs.store import Entry, Put
 from gpustasis.jobs.verified import Mark
@@ -158,8 +158,60 @@ def test_an_excuse_is_settled_with_what_went_wrong(context: Context) -> None:  #
 
 
 def test_an_excuse_that_cannot_be_is_refused() -> None:
-    assert excuse_of("k", Entry(settled_text("why"), 7)) is Excuse.NONE
+    assert settlement_of("k", Entry(settled_text("why"), 7)) == ("why", Excuse.NONE)
     text = settled_text("why", Excuse.LOST)
-    assert excuse_of("k", Entry(text, 7)) is Excuse.LOST
-    with pytest.raises(JobError, match="k: excuse 'cost' is not known"):
-        excuse_of("k", Entry(text.replace("lost", "cost"), 7))
+    assert settlement_of("k", Entry(text, 7)) == ("why", Excuse.LOST)
+    with pytest.raises(JobError, match="k: problem or excuse is no text"):
+        settlement_of("k", Entry(text.replace('"lost"', "7"), 7))
+
+
+def test_an_excuse_of_a_newer_build_is_one(context: Context) -> None:  # noqa: F811
+    """Else nobody could read the epoch any more. It counts as one that says nothing."""
+    store, keys = context.store, context.keys
+    checkpoint = committed(context)
+    number = epochs.begin(store, keys, Plan(world=1, leave_running=True, restores=checkpoint))
+    text = settled_text("why", Excuse.LOST).replace("lost", "spot instance")
+    store.write([], [Put(keys.settled(number, 0), text)])
+    found = epochs.standing(store, keys, number)
+    assert (found.problems, found.excuses) == ({0: "why"}, {0: Excuse.OTHER})
+    verified._decide(store, keys, number, counts=True)
+    assert verified.marks(store, keys, [checkpoint]) == {}
+
+
+@pytest.mark.parametrize(
+    ("other", "lost"), [(Excuse.LOST, 1), (Excuse.OTHER, 0), (Excuse.NONE, 0)]
+)
+def test_a_rank_that_is_lost_with_its_keeper_counts_if_no_other_says_more(
+    other: Excuse,
+    lost: int,
+    context: Context,  # noqa: F811
+) -> None:
+    """Another rank's that was told to end may have taken it along; one whose command has failed
+    says something of the checkpoint itself."""
+    store, keys = context.store, context.keys
+    checkpoint = committed(context)
+    plan = Plan(world=2, leave_running=True, restores=checkpoint)
+    number = epochs.begin(store, keys, plan)
+    puts = {0: settled_text("rank 0", Excuse.LOST), 1: settled_text("rank 1", other)}
+    store.write([], [Put(keys.settled(number, rank), text) for rank, text in puts.items()])
+    verified._decide(store, keys, number, counts=True)
+    found = verified._all_marks(store, keys, [checkpoint]).get(checkpoint, Mark())
+    assert (found.lost, bool(found.why)) == (lost, other is Excuse.NONE)
+
+
+def test_one_epoch_is_lost_once_whoever_says_so(context: Context) -> None:  # noqa: F811
+    store, keys = context.store, context.keys
+    words = store, keys, 7, 1
+    for wrong in ("rank 0 was", "rank 1 was"):
+        verified._store(*words, wrong, excuse=Excuse.LOST)
+    assert verified._all_marks(store, keys, [1]) == {1: Mark(lost=1)}
+    assert verified.verdict(store, keys, 7, 0) == "rank 0 was"
+
+
+def test_what_says_nothing_leaves_what_was_lost_before(context: Context) -> None:  # noqa: F811
+    store, keys = context.store, context.keys
+    for number, excuse in enumerate((Excuse.LOST, Excuse.OTHER, Excuse.LOST), start=7):
+        verified._store(store, keys, number, 1, "why", excuse=excuse)
+        found = verified._all_marks(store, keys, [1])[1]
+        assert found.lost == (2 if number == 9 else 1)
+    assert found.takes_keepers

@@ -16,12 +16,11 @@ from gpustasis.jobs.records import (
     Keys,
     Plan,
     epoch_of,
-    excuse_of,
     member_of,
     number_of,
     phase_text,
     rank_of,
-    settled_of,
+    settlement_of,
 )
 from gpustasis.jobs.store import Entry, Put, Require, Snapshot, Store, Unreachable
 from gpustasis.jobs.work import Excuse
@@ -33,8 +32,7 @@ _POLL_S = 0.2
 class Standing:
     """An epoch as it is stored. records: what each rank has dumped. settled: who has done what was
     decided; problems: what went wrong with that, empty if nothing did; excuses: of those that have
-    one (work.Excuse). begun_at: in seconds since
-    1970, of a checkpoint by the clock; 0: it is none, or that is not known. is_evidence: it was
+    one (work.Excuse). begun_at: in seconds since 1970, of a checkpoint by the clock; 0: it is none, or that is not known. is_evidence: it was
     made of a job that had failed, to look at. is_engines: container engines were asked for it one
     by one, and what they have made is theirs."""
 
@@ -134,8 +132,8 @@ def standing_of(keys: Keys, number: int, snapshot: Snapshot) -> Standing:
         if rank is not None and name == keys.record(number, rank):
             records[rank] = entry.value
         elif rank is not None and name == keys.settled(number, rank):
-            problems[rank] = settled_of(name, entry)
-            if excuse := excuse_of(name, entry):
+            problems[rank], excuse = settlement_of(name, entry)
+            if excuse:
                 excuses[rank] = excuse
     return Standing(
         number=number,

@@ -219,21 +219,17 @@ def settled_text(problem: str, excuse: Excuse = Excuse.NONE) -> str:
 
 def settled_of(key: str, entry: Entry) -> str:
     """What went wrong; empty: nothing. Raises JobError."""
-    return _settled(key, entry)[0]
+    return settlement_of(key, entry)[0]
 
 
-def excuse_of(key: str, entry: Entry) -> Excuse:
-    """Of what went wrong. Raises JobError."""
-    return _settled(key, entry)[1]
-
-
-def _settled(key: str, entry: Entry) -> tuple[str, Excuse]:
+def settlement_of(key: str, entry: Entry) -> tuple[str, Excuse]:
+    """The same, and its excuse. Raises JobError."""
     value = fields_of(key, entry, "version", "problem", excuse="")
-    if not isinstance(value["problem"], str):
-        raise JobError(f"{key}: problem is no text")
-    if value["excuse"] not in list(Excuse):
-        raise JobError(f"{key}: excuse {value['excuse']!r} is not known")
-    return value["problem"], Excuse(value["excuse"])
+    problem, excuse = value["problem"], value["excuse"]
+    if not isinstance(problem, str) or not isinstance(excuse, str):
+        raise JobError(f"{key}: problem or excuse is no text")
+    # A newer build may know more of them: none is held against the checkpoint.
+    return problem, Excuse(excuse) if excuse in list(Excuse) else Excuse.OTHER
 
 
 def addresses_of(key: str, entry: Entry) -> dict[str, Any]:
