@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpustasis.errors import JobError
 from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.ending import Ended
 from gpustasis.jobs.member import Outcome
@@ -18,6 +19,7 @@ from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text, settled_text
 from gpustasis.jobs.store import Put
+from gpustasis.jobs.work import Excuse, Excused, Order
 from gpustasis.verifying import Check
 from jobs.test_stopping import committed
 from jobs.test_undoing import context, server, supervisor_of, task  # noqa: F401 - fixtures
@@ -63,3 +65,25 @@ def test_a_keeper_whose_tasks_have_ended_upon_a_signal_waits_for_no_verdict(
     monkeypatch.setattr(supervisor._keeper, "take_part", take_part)
     assert supervisor.run(restoring=True) == Ended(epoch=0, status=128 + signal.SIGTERM, told=True)
     assert "not known to be verified" in told[-1]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_tasks_that_do_not_end_take_no_excuse_away(
+    told: bool,
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store may not have the verdict yet, and another rank decides by what is settled."""
+    checkpoint = committed(context)
+    order = Order(checkpoint + 1, leave_running=True, restores=checkpoint)
+    context.options = replace(context.options, check=Check(words=("true",), seconds=60))
+    context.told_at = float(told)
+
+    def end_tasks(_: Context) -> None:
+        raise JobError("process 7 does not end")
+
+    monkeypatch.setattr(verified, "end_tasks", end_tasks)
+    with pytest.raises(JobError, match="its tasks have ended.*; process 7 does not end") as caught:
+        verified.verify(context, order, "images")
+    assert isinstance(caught.value, Excused)
+    assert caught.value.excuse is (Excuse.OTHER if told else Excuse.NONE)

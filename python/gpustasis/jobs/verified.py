@@ -127,7 +127,10 @@ def verify(context: Context, order: Order, images: str) -> None:
         look()
     except VerificationError as exc:
         wrong = not_back(context, order, str(exc))
-        end_tasks(context)
+        try:
+            end_tasks(context)
+        except JobError as left:
+            raise Excused(f"{wrong}; {left}", wrong.excuse) from exc
         raise wrong from exc
 
 
