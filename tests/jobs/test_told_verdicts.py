@@ -18,6 +18,7 @@ from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Epoch, Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text, settled_text
+from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.store import Put
 from gpustasis.jobs.work import Excuse, Excused, Order
 from gpustasis.verifying import Check
@@ -87,3 +88,33 @@ def test_tasks_that_do_not_end_take_no_excuse_away(
         verified.verify(context, order, "images")
     assert isinstance(caught.value, Excused)
     assert caught.value.excuse is (Excuse.OTHER if told else Excuse.NONE)
+
+
+@pytest.mark.parametrize("when", ["its command runs", "others are waited for", "never"])
+def test_the_next_keeper_knows_that_the_last_one_was_told_to_end(
+    when: str,
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    """A node is drained, say: the keeper is told, and is killed with its tasks before it has said
+    anything. Its host has not failed."""
+    store, keys = context.store, context.keys
+    checkpoint = committed(context)
+    plan = Plan(world=1, leave_running=True, restores=checkpoint)
+    number = epochs.begin(store, keys, plan)
+    check = Check(words=("sleep", "1"), seconds=60)
+    context.options = replace(context.options, check=check)
+    context.note(pid=task.pid, epoch=number)
+    order = Order(number, leave_running=True, restores=checkpoint, joined=True)
+    context.told_at = float(when == "its command runs")
+    verified.verify(context, order, "images")
+    context.told_at = float(when == "others are waited for")
+    assert verified.await_verdict(context, number, problem=False, gives_up=lambda: True) is None
+    task.kill()
+    task.wait()
+    after = Context(context.place, 1, store, keys, context.options)
+    with pytest.raises(Excused) as caught:
+        Restoring(after, order).finish(leave_running=True)
+    assert caught.value.excuse is (Excuse.LOST if when == "never" else Excuse.OTHER)
+    later = replace(order, number=number + 1)  # of another restore it says nothing
+    assert verified.not_back(after, later, "why", is_lost=True).excuse is Excuse.LOST

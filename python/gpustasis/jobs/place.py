@@ -34,7 +34,8 @@ class State:
     the job, that the tasks belong to (lives.py); 0: it is not recovered. criu, criu_start: the
     process that an engine has started for a container (contained.py); 0: there is none. last: the
     whole checkpoint that the tasks were in last, or came from; 0: none, or it is not known. stamp:
-    of the rank's dump in it.
+    of the rank's dump in it. told: the epoch on whose verdict it was not decided yet when the
+    keeper was told to end; 0: none.
     """
 
     boot: str
@@ -49,6 +50,7 @@ class State:
     criu_start: int = 0
     last: int = 0
     stamp: str = ""
+    told: int = 0
 
     @property
     def lives(self) -> bool:

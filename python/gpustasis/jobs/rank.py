@@ -100,6 +100,7 @@ class Context:
         cuda: bool | None = None,
         network: bool | None = None,
         last: tuple[int, str] | None = None,
+        told: int | None = None,
     ) -> None:
         """Change what the next keeper finds, before what it is about is done. pid 0: none. last: as
         State's, with its stamp; new tasks were in none."""
@@ -116,6 +117,7 @@ class Context:
             images=state.images if images is None else images,
             cuda=state.cuda if cuda is None else cuda,
             network=state.network if network is None else network,
+            told=state.told if told is None else told,
         )
         self.place.store(self.state)
 

@@ -112,6 +112,7 @@ def verify(context: Context, order: Order, images: str) -> None:
         return
 
     def look() -> None:
+        note_told(context, order.number)
         if not context.state.lives:
             raise VerificationError("its tasks have ended")
 
@@ -134,12 +135,22 @@ def verify(context: Context, order: Order, images: str) -> None:
         raise wrong from exc
 
 
+def note_told(context: Context, number: int) -> None:
+    """Whoever has told this keeper to end may kill it, and its tasks, before the verdict on epoch
+    `number`: that it was told is for the next one to know. Not done by the signal's handler, which
+    may have come in the middle of another note."""
+    if context.told_at and context.state.told != number:
+        with suppress(OSError):  # then it is not
+            context.note(told=number)
+
+
 def not_back(context: Context, order: Order, why: str, *, is_lost: bool = False) -> Excused:
     """Have that be the verdict, unless there is one. is_lost: with an earlier keeper; else it says
     something of the checkpoint, unless this one was told to end."""
     excuse = Excuse.NONE
-    if context.told_at or is_lost:
-        excuse = Excuse.OTHER if context.told_at else Excuse.LOST
+    was_told = context.told_at > 0 or context.state.told == order.number
+    if was_told or is_lost:
+        excuse = Excuse.OTHER if was_told else Excuse.LOST
     text = f"{context.name} is not back: {why}{_SAYS_NOTHING if excuse else ''}"
     with suppress(StoreError):  # then all learn it when this is settled
         words = context.store, context.keys, order.number, order.restores, text
@@ -173,7 +184,9 @@ def await_verdict(
             if entry is not None:
                 return settled_of(key, entry)
             if decides or time.monotonic() - begin > _LEAD_S:
-                _decide(store, keys, number, counts=not context.told_at)
+                was_told = context.told_at > 0 or context.state.told == number
+                _decide(store, keys, number, counts=not was_told)
+        note_told(context, number)
         if gives_up():
             return None
         time.sleep(pause)
