@@ -178,9 +178,7 @@ def test_an_excuse_of_a_newer_build_is_one(context: Context) -> None:  # noqa: F
     assert verified.marks(store, keys, [checkpoint]) == {}
 
 
-@pytest.mark.parametrize(
-    ("other", "lost"), [(Excuse.LOST, 1), (Excuse.OTHER, 0), (Excuse.NONE, 0)]
-)
+@pytest.mark.parametrize(("other", "lost"), [(Excuse.LOST, 1), (Excuse.OTHER, 0), (Excuse.NONE, 0)])
 def test_a_rank_that_is_lost_with_its_keeper_counts_if_no_other_says_more(
     other: Excuse,
     lost: int,

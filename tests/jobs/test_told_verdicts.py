@@ -84,7 +84,7 @@ def test_tasks_that_do_not_end_take_no_excuse_away(
         raise JobError("process 7 does not end")
 
     monkeypatch.setattr(verified, "end_tasks", end_tasks)
-    with pytest.raises(JobError, match="its tasks have ended.*; process 7 does not end") as caught:
+    with pytest.raises(JobError, match=r"its tasks have ended.*; process 7 does not end") as caught:
         verified.verify(context, order, "images")
     assert isinstance(caught.value, Excused)
     assert caught.value.excuse is (Excuse.OTHER if told else Excuse.NONE)

@@ -32,9 +32,9 @@ _POLL_S = 0.2
 class Standing:
     """An epoch as it is stored. records: what each rank has dumped. settled: who has done what was
     decided; problems: what went wrong with that, empty if nothing did; excuses: of those that have
-    one (work.Excuse). begun_at: in seconds since 1970, of a checkpoint by the clock; 0: it is none, or that is not known. is_evidence: it was
-    made of a job that had failed, to look at. is_engines: container engines were asked for it one
-    by one, and what they have made is theirs."""
+    one (work.Excuse). begun_at: in seconds since 1970, of a checkpoint by the clock; 0: it is none,
+    or that is not known. is_evidence: it was made of a job that had failed, to look at. is_engines:
+    container engines were asked for it one by one, and what they have made is theirs."""
 
     number: int
     epoch: Epoch

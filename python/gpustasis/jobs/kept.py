@@ -147,9 +147,7 @@ def _seconds(one: tuple[int, float]) -> float:
     return one[1]
 
 
-def marks(
-    store: Store, keys: Keys, told: Callable[[str], object] | None = None
-) -> dict[int, Mark]:
+def marks(store: Store, keys: Keys, told: Callable[[str], object] | None = None) -> dict[int, Mark]:
     """Of all checkpoints that have one; told: as verified.marks. Raises JobError, StoreError."""
     newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
     return verified.marks(store, keys, range(1, newest + 1), told)
