@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -46,14 +47,14 @@ def test_a_keeper_whose_tasks_have_ended_upon_a_signal_waits_for_no_verdict(
     told: list[str] = []
     monkeypatch.setattr(supervisor, "_told", told.append)
     outcomes = [Outcome(number, Epoch(Phase.COMMITTED, 1, leave_running=True, restores=1), "")]
-    wait, times = verified.time.sleep, iter(range(100))
+    wait, times = time.sleep, iter(range(100))
 
     def sleep(seconds: float) -> None:
         if next(times, None) is None:
             pytest.fail("it waits for ever")
         wait(min(seconds, 0.05))
 
-    monkeypatch.setattr(verified.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
 
     def take_part(is_over: Callable[[], bool]) -> Outcome | None:
         if outcomes:
