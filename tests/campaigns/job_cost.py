@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs four ranks to agree: a checkpoint without faults that leaves them running, with
-CRIU, emulated GPUs and TCP between network namespaces, against the slowest rank's own dump. Whoever
-measures waits for the store's word: to ask again and again takes time from the ranks and the store."""
+CRIU, emulated GPUs and TCP between network namespaces, against the slowest rank's own dump.
+Whoever measures waits for the store's word: to ask again and again takes time from the ranks."""
 
 from __future__ import annotations
 
