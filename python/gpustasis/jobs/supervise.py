@@ -64,6 +64,7 @@ class Supervisor:
         self._is_asked_to_end = 0  # by which signal, without tasks
         self._signal = Signal(context)
         self._waits_again = False  # for a restore after one that was not verified
+        self._has_settled = False  # tasks that are there: all ranks ask for the next restore
         # What criu restores is this process's child then, and its end is seen.
         if ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0) != 0:
             raise JobError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
@@ -120,8 +121,9 @@ class Supervisor:
                 self._tell(outcome)
             except JobError as exc:  # of tasks that are lost: they are restored, or start afresh
                 self._told(str(exc))
-                self._context.note(epoch=0, images="")
-        return self._context.state.lives
+                self._is_done_with(outcome)
+        self._has_settled = self._context.state.lives
+        return self._has_settled
 
     def run(
         self,
@@ -254,9 +256,16 @@ class Supervisor:
                 raise JobError(f"{what}, but: {outcome.problem}")
             what += f", but: {outcome.problem}"
             self._recovering.has_trouble(outcome.problem)
-        self._context.note(epoch=0, images="")  # nothing of it is left to undo
+        self._is_done_with(outcome)
         self._told(what)
         return what
+
+    def _is_done_with(self, outcome: Outcome) -> None:
+        """Nothing of it is left to undo. Of tasks that were brought back before run(), it may say
+        yet that the job is not back: that is done there, or by the next keeper."""
+        context = self._context
+        if not (outcome.is_back and context.options.check and context.state.lives):
+            context.note(epoch=0, images="")
 
     def _after(self, outcome: Outcome) -> Ended | None:
         """What follows from an epoch; None: the tasks run on."""
@@ -313,7 +322,7 @@ class Supervisor:
         awaited = "the same one again" if after == plan.restores else "an older checkpoint"
         self._told(f"{what}; waits for {awaited}")
         self._waits_again = True
-        if self._restart is not None:
+        if self._restart is not None or self._has_settled:
             self._have_restored(after)
 
     def _have_restored(self, epoch: int) -> None:
@@ -329,7 +338,9 @@ class Supervisor:
         """An earlier keeper may have ended before the verdict on a restore of the tasks."""
         while self._context.options.check is not None:
             try:
-                if not self._keeper.has_open() and (left := verified.left_open(self._context)):
+                left = 0 if self._keeper.has_open() else verified.left_open(self._context)
+                # Tasks of an earlier life were stopped: nothing is asked of them any more.
+                if left and (self._recovering is None or self._context.state.pid):
                     self._verify(left, problem=False)
             except StoreError as exc:
                 if is_over():
