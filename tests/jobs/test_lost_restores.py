@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 
 from gpustasis.errors import JobError
-from gpustasis.jobs import choosing, epochs, verified
+from gpustasis.jobs import choosing, epochs, kept, verified
+from gpustasis.jobs.leading import Leading
 from gpustasis.jobs.lives import Stage, recovery_text
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.preempting import next_to_try, to_restore
@@ -20,7 +22,7 @@ from gpustasis.jobs.verified import Mark
 from gpustasis.jobs.work import Excuse, Order
 from gpustasis.verifying import Check
 from jobs.test_lives import FAILURE, LIFE, RECOVERY
-from jobs.test_stopping import committed
+from jobs.test_stopping import committed, stopped
 from jobs.test_undoing import context, server, supervisor_of  # noqa: F401 - fixtures
 
 
@@ -82,8 +84,38 @@ def test_a_mark_that_cannot_be_used_keeps_no_job_from_its_start(
     assert to_restore(context, told=told.append) == older
     assert len(told) == 1 and f"{keys.epoch(older)}unverified" in told[0]
     assert "it counts as none" in told[0]
-    with pytest.raises(JobError, match="unverified"):  # for who goes by marks alone
-        verified.marks(store, keys, [older])
+    for strict in (lambda: kept.unverified(store, keys), lambda: kept.prune(store, keys, 1)):
+        with pytest.raises(JobError, match="unverified"):  # they show, or remove, what is stored
+            strict()
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"version": 1, "problem": "x", "of": "later"}'])
+@pytest.mark.parametrize("who", ["its keeper", "whoever leads it"])
+def test_a_mark_that_cannot_be_used_keeps_no_job_from_a_restore(
+    who: str,
+    text: str,
+    context: Context,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It would wait for ever: nobody writes another mark as long as this one is refused."""
+    store, keys = context.store, context.keys
+    committed(context)
+    newest = committed(context)
+    key = f"{keys.epoch(newest)}unverified"
+    store.write([], [Put(key, text)])
+    verified.tell_once.cache_clear()
+    for hung in (False, True):
+        if who == "its keeper":
+            assert next_to_try(context, newest) == newest
+            continue
+        failure = replace(FAILURE, rank=0, hung=hung, at=time.time())
+        stopped(context, failure, number=2, in_a_row=3, back_off_s=0.0)
+        Leading(store, keys, 4, print).turn(find_life(store, keys))
+        life = find_life(store, keys)
+        assert (life.stage, life.restored) == (Stage.RESTORES, newest)
+        epochs.abort(store, keys, life.epoch, "it is over")
+    said = [one.getMessage() for one in caplog.records]
+    assert len([one for one in said if key in one and "it counts as none" in one]) == 1
 
 
 def test_only_the_keeper_that_begins_the_restore_reads_marks(
@@ -193,7 +225,7 @@ def test_a_rank_that_is_lost_with_its_keeper_counts_if_no_other_says_more(
     puts = {0: settled_text("rank 0", Excuse.LOST), 1: settled_text("rank 1", other)}
     store.write([], [Put(keys.settled(number, rank), text) for rank, text in puts.items()])
     verified._decide(store, keys, number, counts=True)
-    found = verified._all_marks(store, keys, [checkpoint]).get(checkpoint, Mark())
+    found = verified.all_marks(store, keys, [checkpoint]).get(checkpoint, Mark())
     assert (found.lost, bool(found.why)) == (lost, other is Excuse.NONE)
 
 
@@ -202,7 +234,7 @@ def test_one_epoch_is_lost_once_whoever_says_so(context: Context) -> None:  # no
     words = store, keys, 7, 1
     for wrong in ("rank 0 was", "rank 1 was"):
         verified._store(*words, wrong, excuse=Excuse.LOST)
-    assert verified._all_marks(store, keys, [1]) == {1: Mark(lost=1)}
+    assert verified.all_marks(store, keys, [1]) == {1: Mark(lost=1)}
     assert verified.verdict(store, keys, 7, 0) == "rank 0 was"
 
 
@@ -210,6 +242,6 @@ def test_what_says_nothing_leaves_what_was_lost_before(context: Context) -> None
     store, keys = context.store, context.keys
     for number, excuse in enumerate((Excuse.LOST, Excuse.OTHER, Excuse.LOST), start=7):
         verified._store(store, keys, number, 1, "why", excuse=excuse)
-        found = verified._all_marks(store, keys, [1])[1]
+        found = verified.all_marks(store, keys, [1])[1]
         assert found.lost == (2 if number == 9 else 1)
     assert found.takes_keepers

@@ -22,7 +22,7 @@ from gpustasis.jobs.epochs import Standing
 from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.records import TOP, Keys, number_of
 from gpustasis.jobs.store import Entry, Put, Require, Store
-from gpustasis.jobs.verified import Mark
+from gpustasis.jobs.verified import Mark, tell_once
 
 _NEWEST = re.compile(re.escape(TOP) + r"/([^/]+)/newest")
 
@@ -147,16 +147,19 @@ def _seconds(one: tuple[int, float]) -> float:
     return one[1]
 
 
-def marks(store: Store, keys: Keys, told: Callable[[str], object] | None = None) -> dict[int, Mark]:
-    """Of all checkpoints that have one; told: as verified.marks. Raises JobError, StoreError."""
+def marks(
+    store: Store, keys: Keys, told: Callable[[str], object] | None = tell_once
+) -> dict[int, Mark]:
+    """Of all checkpoints, as verified.marks. Raises JobError, StoreError."""
     newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
     return verified.marks(store, keys, range(1, newest + 1), told)
 
 
 def unverified(store: Store, keys: Keys) -> dict[int, str]:
     """Epochs that did not bring the job back when they were restored last, or will not: why, for
-    people. Raises JobError, StoreError."""
-    return {number: f"not verified: {mark.why}" for number, mark in marks(store, keys).items()}
+    people. Raises JobError, also if a mark cannot be used; StoreError."""
+    found = marks(store, keys, told=None)
+    return {number: f"not verified: {mark.why}" for number, mark in found.items()}
 
 
 def state_of(found: Standing) -> str:
@@ -209,7 +212,7 @@ def prune(store: Store, keys: Keys, keep_last: int) -> list[Pruned]:
     if not last.epoch.phase.is_final:
         raise JobError(f"job {keys.job}: epoch {last.number} is not decided; prune after it")
     whole = [one for one in found if one.is_whole and not one.is_evidence]
-    wrong = marks(store, keys).keys() | _not_back_yet(found)
+    wrong = marks(store, keys, told=None).keys() | _not_back_yet(found)
     good = [one.number for one in whole if one.number not in wrong]
     oldest = good[-keep_last] if len(good) >= keep_last else 0  # of those that stay
     stays = [one for one in found if one.is_whole and (one.is_evidence or one.number >= oldest)]

@@ -13,10 +13,12 @@ epochs/E/unverified  of the checkpoint that it restored: why that did not bring 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from gpustasis.errors import JobError, StoreError, VerificationError
 from gpustasis.jobs import epochs
@@ -35,6 +37,8 @@ from gpustasis.jobs.stopping import stop
 from gpustasis.jobs.store import Entry, Put, Require, Store
 from gpustasis.jobs.work import Excuse, Excused, Order
 from gpustasis.verifying import require_verified
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _MANY = 1024  # ranks, of which not all are read that often
@@ -216,9 +220,7 @@ def _store(
 ) -> None:
     """The verdict on epoch `number`, unless there is one. Without an excuse it marks the
     checkpoint; with that it was lost, the second time."""
-    before = Mark()
-    with suppress(JobError):  # one that cannot be used counts as none
-        before = _all_marks(store, keys, [restored]).get(restored, before)
+    before = all_marks(store, keys, [restored]).get(restored, Mark())
     if not wrong:  # what it has done after it was back, before, stays known
         mark = replace(before, lost=0) if before.why and not before.by_verdict else Mark()
     elif excuse is Excuse.LOST:
@@ -255,25 +257,33 @@ def verdict(store: Store, keys: Keys, number: int, patience_s: float) -> str:
         time.sleep(_POLL_S)
 
 
+@lru_cache
+def tell_once(text: str) -> None:
+    """For who looks again and again."""
+    log.warning("%s", text)
+
+
 def marks(
     store: Store,
     keys: Keys,
     numbers: Iterable[int],
-    told: Callable[[str], object] | None = None,
+    told: Callable[[str], object] | None = tell_once,
 ) -> dict[int, Mark]:
-    """Of those checkpoints that have one. told: hears of those that cannot be used, which count as
-    none then. Raises JobError, StoreError."""
-    found = _all_marks(store, keys, numbers, told)
+    """Of those checkpoints that have one, which holds something against them. told: as
+    all_marks."""
+    found = all_marks(store, keys, numbers, told)
     return {number: mark for number, mark in found.items() if mark.why}
 
 
-def _all_marks(
+def all_marks(
     store: Store,
     keys: Keys,
     numbers: Iterable[int],
-    told: Callable[[str], object] | None = None,
+    told: Callable[[str], object] | None = tell_once,
 ) -> dict[int, Mark]:
-    """With those that hold nothing against a checkpoint."""
+    """With those that hold nothing against a checkpoint. told: hears of those that cannot be used:
+    of a newer build, say. They count as none: else nobody would restore the job any more. None: one
+    that cannot be used is refused. Raises JobError then; StoreError."""
     wanted = {_mark(keys, number): number for number in numbers}
     found: dict[int, Mark] = {}
     for key, entry in (store.read(*wanted).entries if wanted else {}).items():
