@@ -245,3 +245,28 @@ def test_what_says_nothing_leaves_what_was_lost_before(context: Context) -> None
         found = verified.all_marks(store, keys, [1])[1]
         assert found.lost == (2 if number == 9 else 1)
     assert found.takes_keepers
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs at once", "was made while it hung"])
+def test_what_was_lost_stays_known_when_the_job_fails_in_another_way(
+    how: str,
+    context: Context,  # noqa: F811
+) -> None:
+    """Else the next restore that takes a keeper along counts as the first one."""
+    store, keys, now = context.store, context.keys, time.time()
+    checkpoint = committed(context, now - 5 if how == "was made while it hung" else 0.0)
+    order = Order(checkpoint + 1, leave_running=True, restores=checkpoint, joined=True)
+    lost_again(context, order)
+    failure = replace(FAILURE, rank=0, at=now, unnoticed_s=20.0, hung=how != "fails")
+    life = replace(LIFE, number=2, world=1, in_a_row=3, restored=checkpoint, failure=failure)
+    recovery = replace(RECOVERY, at=now - 30, restored=checkpoint)
+    store.write([], [Put(keys.recovery(1), recovery_text(recovery))])
+    if how == "was made while it hung":
+        life = replace(life, restored=0)
+    life = replace(life, stage=Stage.STOPS)
+    store.write([], [Put(keys.life, life.to_text())])
+    choosing.mark(store, keys, find_life(store, keys), 0)
+    found = verified.marks(store, keys, [checkpoint])[checkpoint]
+    assert (found.times, found.lost) == (1, 1)
+    lost_again(context, replace(order, number=checkpoint + 2))
+    assert verified.marks(store, keys, [checkpoint])[checkpoint].takes_keepers

@@ -66,7 +66,7 @@ def mark(store: Store, keys: Keys, life: Life, after: int) -> None:
     assert failure is not None
     if not failure.hung and life.in_a_row < _OFTEN:
         return
-    marks = kept.marks(store, keys)
+    marks = kept.all_marks(store, keys)  # what was lost stays known
     found = _made_while_hung(store, keys, failure, marks) if failure.hung else {}
     restored, went_on_s = marks.get(life.restored, Mark()), _went_on_s(store, keys, life)
     if failure.hung and went_on_s is not None and went_on_s < failure.idle_s / 2 + _AT_ONCE_S:
@@ -157,7 +157,7 @@ def _made_while_hung(
             unsure.append(found.number)
             is_left = False  # what was seen before is newer
         else:  # or one that was asked for, and may be of any moment
-            is_left = is_left or found.number not in marks
+            is_left = is_left or not marks.get(found.number, Mark()).why
             if found.begun_at and (is_left or not unsure):
                 break
         found = kept.next_older(store, keys, found)
@@ -166,8 +166,9 @@ def _made_while_hung(
     if is_left:
         before = Mark(f"{why}, or just before: {failure.reason}", is_luck=True)
         hung |= dict.fromkeys(unsure, before)
+    old = {number: marks.get(number, Mark()) for number in hung}
     return {
-        number: one
+        number: replace(one, lost=old[number].lost)
         for number, one in hung.items()
-        if number not in marks or (one.is_sure and not marks[number].is_sure)
+        if not old[number].why or (one.is_sure and not old[number].is_sure)
     }

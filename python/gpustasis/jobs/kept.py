@@ -155,6 +155,12 @@ def marks(
     return verified.marks(store, keys, range(1, newest + 1), told)
 
 
+def all_marks(store: Store, keys: Keys) -> dict[int, Mark]:
+    """Of all checkpoints, as verified.all_marks. Raises JobError, StoreError."""
+    newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
+    return verified.all_marks(store, keys, range(1, newest + 1))
+
+
 def unverified(store: Store, keys: Keys) -> dict[int, str]:
     """Epochs that did not bring the job back when they were restored last, or will not: why, for
     people. Raises JobError, also if a mark cannot be used; StoreError."""
