@@ -19,6 +19,7 @@ from gpustasis.jobs.messages import Phase
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan
 from gpustasis.jobs.steering import find_life
+from gpustasis.jobs.store import Unreachable
 from gpustasis.jobs.supervise import Supervisor
 from jobs.test_seats import CHOICE
 from jobs.test_undoing import (  # noqa: F401 - fixtures
@@ -157,12 +158,15 @@ def test_a_keeper_that_waits_for_a_store_before_there_are_tasks_is_ended_by_a_si
     assert context.state.pid == 0
 
 
+@pytest.mark.parametrize("is_away", [False, True])
 def test_a_signal_reaches_tasks_that_an_epoch_has_brought_which_was_left_open(
+    is_away: bool,
     context: Context,  # noqa: F811
     task: subprocess.Popen[bytes],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As soon as there are tasks, and before the store is asked anything else."""
+    """As soon as there are tasks, and before the store is asked anything else; which may be away
+    by now."""
 
     def settle(_: Supervisor) -> bool:
         context.note(pid=task.pid)
@@ -172,6 +176,8 @@ def test_a_signal_reaches_tasks_that_an_epoch_has_brought_which_was_left_open(
         os.kill(os.getpid(), signal.SIGTERM)
         if HEARD:
             pytest.fail("the keeper would have ended")
+        if is_away:
+            raise Unreachable("the store is away")
 
     monkeypatch.setattr(Supervisor, "settle", settle)
     monkeypatch.setattr(Context, "say_where", say_where)

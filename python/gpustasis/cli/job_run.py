@@ -28,7 +28,7 @@ from gpustasis.cli.options import (
     periodic_of,
     verify_options,
 )
-from gpustasis.errors import JobError
+from gpustasis.errors import JobError, StoreError
 from gpustasis.jobs.messages import Limits
 
 if TYPE_CHECKING:
@@ -334,7 +334,13 @@ def _begin(
         early.hold()  # there are tasks: what follows asks the store, which may be away
     found = to_restore(context, told=tell) if newest and not is_taken_over else 0
     if words or restore:
-        context.say_where()
+        try:
+            context.say_where()
+        except StoreError as exc:
+            if not is_taken_over:
+                raise
+            # The tasks must not lose their keeper. Whoever was that here before has said the same.
+            tell(f"{name}: its addresses are not told anew: {exc}")
     if found:
         is_sure = context.place.rank == LEAD or not context.options.older
         tell(f"{name}: goes on from epoch {found}{'' if is_sure else ', or an older one'}")
