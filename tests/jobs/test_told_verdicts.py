@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from gpustasis.jobs import epochs, verified
 from gpustasis.jobs.ending import Ended
 from gpustasis.jobs.member import Outcome
 from gpustasis.jobs.messages import Epoch, Phase
+from gpustasis.jobs.network import Network
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text, settled_text
 from gpustasis.jobs.restoring import Restoring
@@ -119,3 +122,36 @@ def test_the_next_keeper_knows_that_the_last_one_was_told_to_end(
     assert caught.value.excuse is (Excuse.LOST if when == "never" else Excuse.OTHER)
     later = replace(order, number=number + 1)  # of another restore it says nothing
     assert verified.not_back(after, later, "why", is_lost=True).excuse is Excuse.LOST
+
+
+@pytest.mark.parametrize("how", ["started", "restored"])
+def test_that_a_keeper_was_told_to_end_is_forgotten_with_new_tasks(
+    how: str,
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Epochs are numbered anew if the store is; and what an older build finds, which knows nothing
+    of it, is as it was."""
+    order = Order(7, leave_running=True, restores=committed(context))
+    context.told_at = 1.0
+    verified.note_told(context, order.number)
+    assert context.place.load().told == order.number
+    context.told_at = 0.0
+    if how == "started":
+        supervisor_of(context).start(["true"], {})
+    else:
+        restoring = Restoring(context, order)
+        monkeypatch.setattr(restoring, "_read", lambda: SimpleNamespace(network=Network()))
+        restoring.lock_network()
+    assert context.place.load() == context.state
+    assert "told" not in json.loads((context.place.run / "state.json").read_text())
+    wrong = verified.not_back(context, order, "why", is_lost=True)
+    assert wrong.excuse is Excuse.LOST
+
+
+def test_what_says_nothing_is_not_stored_of_a_rank(context: Context) -> None:  # noqa: F811
+    """A field that is new keeps no older build from what it knows."""
+    context.note(epoch=7, network=True)
+    said = json.loads((context.place.run / "state.json").read_text())
+    assert said == {"boot": context.state.boot, "epoch": 7, "network": True}
+    assert context.place.load() == context.state

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from gpustasis.errors import CheckpointError, JobError
@@ -173,8 +173,10 @@ class Place:
         """Raises OSError."""
         directory = os.open(self.run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            data = json.dumps(asdict(state)).encode()
-            replace_file(directory, _NAME, data, 0o600, durable=False)
+            # What says nothing is left out: an older build may not know the field.
+            every = {one.name: (getattr(state, one.name), one.default) for one in fields(state)}
+            said = {name: value for name, (value, default) in every.items() if value != default}
+            replace_file(directory, _NAME, json.dumps(said).encode(), 0o600, durable=False)
         finally:
             os.close(directory)
 

@@ -71,7 +71,7 @@ class Restoring(HasCriu):
         context, record = self.context, self._read()
         self._pidfile.unlink(missing_ok=True)  # of an earlier one
         self.touched = True
-        context.note(pid=0, epoch=self.order.number, images=str(self.images), cuda=False)
+        context.note(pid=0, epoch=self.order.number, images=str(self.images), cuda=False, told=0)
         if not context.options.tcp_close and record.network.connections | record.network.ports:
             context.require_nft()
             context.note(network=True)

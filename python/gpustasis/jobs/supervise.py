@@ -105,7 +105,7 @@ class Supervisor:
             context.seat.make(anew=True)
             environ[SEAT_VARIABLE] = str(context.seat.path)
         pid = spawn(command, environ, context.place.log)
-        context.note(pid=pid, epoch=0, images="", cuda=False)
+        context.note(pid=pid, epoch=0, images="", cuda=False, told=0)
         if self._recovering is not None:
             self._recovering.has_trouble("")  # what was before had it
         return pid
