@@ -155,3 +155,26 @@ def test_what_says_nothing_is_not_stored_of_a_rank(context: Context) -> None:  #
     said = json.loads((context.place.run / "state.json").read_text())
     assert said == {"boot": context.state.boot, "epoch": 7, "network": True}
     assert context.place.load() == context.state
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_that_an_earlier_keeper_was_told_excuses_no_other_rank_while_the_tasks_live(
+    lives: bool,
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    """They have not ended because of it, and have taken no other rank along."""
+    context.world = 2
+    store, keys = context.store, context.keys
+    checkpoint = committed(context)
+    plan = Plan(world=2, leave_running=True, restores=checkpoint)
+    number = epochs.begin(store, keys, plan)
+    store.write([], [Put(keys.settled(number, 1), settled_text("rank 1 is not back"))])
+    context.note(pid=task.pid, epoch=number, told=number)
+    if not lives:
+        task.kill()
+        task.wait()
+    words = context, number
+    found = verified.await_verdict(*words, problem=False, gives_up=lambda: False)
+    assert found == "rank 1 is not back"
+    assert (checkpoint in verified.marks(store, keys, [checkpoint])) == lives

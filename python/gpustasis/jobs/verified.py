@@ -188,7 +188,9 @@ def await_verdict(
             if entry is not None:
                 return settled_of(key, entry)
             if decides or time.monotonic() - begin > _LEAD_S:
-                was_told = context.told_at > 0 or context.state.told == number
+                # Tasks that live in spite of what an earlier keeper was told have not ended of it.
+                state = context.state
+                was_told = context.told_at > 0 or (state.told == number and not state.lives)
                 _decide(store, keys, number, counts=not was_told)
         note_told(context, number)
         if gives_up():
