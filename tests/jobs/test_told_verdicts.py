@@ -23,7 +23,7 @@ from gpustasis.jobs.network import Network
 from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan, phase_text, settled_text
 from gpustasis.jobs.restoring import Restoring
-from gpustasis.jobs.store import Put
+from gpustasis.jobs.store import Put, Unreachable
 from gpustasis.jobs.work import Excuse, Excused, Order
 from gpustasis.verifying import Check
 from jobs.test_stopping import committed
@@ -178,3 +178,21 @@ def test_that_an_earlier_keeper_was_told_excuses_no_other_rank_while_the_tasks_l
     found = verified.await_verdict(*words, problem=False, gives_up=lambda: False)
     assert found == "rank 1 is not back"
     assert (checkpoint in verified.marks(store, keys, [checkpoint])) == lives
+
+
+def test_that_a_keeper_was_told_to_end_is_noted_before_the_store_is_asked(
+    context: Context,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That may take long, and the keeper may be killed meanwhile."""
+    context.told_at = 1.0
+    noted: list[int] = []
+
+    def read(*_: str) -> None:
+        noted.append(context.place.load().told)
+        raise Unreachable("the store is away")
+
+    monkeypatch.setattr(context.store, "read", read)
+    words = context, 7
+    assert verified.await_verdict(*words, problem=False, gives_up=lambda: True) is None
+    assert noted == [7]

@@ -183,6 +183,7 @@ def await_verdict(
     pause = _POLL_S if context.world <= _MANY else _POLL_MANY_S
     begin = time.monotonic()
     while True:
+        note_told(context, number)  # first: a store that is away may take long to say so
         with suppress(StoreError):  # it is away; the tasks run meanwhile
             entry = store.read(key).entries.get(key)
             if entry is not None:
@@ -192,7 +193,6 @@ def await_verdict(
                 state = context.state
                 was_told = context.told_at > 0 or (state.told == number and not state.lives)
                 _decide(store, keys, number, counts=not was_told)
-        note_told(context, number)
         if gives_up():
             return None
         time.sleep(pause)
