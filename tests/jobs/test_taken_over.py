@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -23,7 +23,7 @@ from gpustasis.jobs.rank import Context
 from gpustasis.jobs.records import Plan
 from gpustasis.jobs.supervise import Supervisor
 from gpustasis.verifying import Check
-from jobs.test_stopping import committed
+from jobs.test_stopping import committed, lived, recovering
 from jobs.test_undoing import (  # noqa: F401 - fixtures
     SETTINGS,
     context,
@@ -125,3 +125,23 @@ def test_a_start_that_meets_tasks_which_were_restored_leaves_the_verdict_to_the_
     with pytest.raises(VerificationError, match="rank 1 is not back: why"):
         Supervisor(context, SETTINGS, print).run(restoring=False)
     assert state_of(task.pid) in {"Z", ""}
+
+
+def test_a_start_of_a_recovered_job_waits_for_no_verdict_on_tasks_that_it_has_stopped(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are of an earlier life, whose ranks may never say how they were."""
+    lived(context)
+    context.life = 1
+    number = brought_back(context, task, "rank 1 is not back: why")
+    context.options = replace(context.options, check=Check(words=("true",), seconds=60))
+    guard, rank = recovering(context)
+    with closing(guard):
+        supervisor = Supervisor(context, SETTINGS, print, None, rank)
+        assert supervisor.settle()
+        rank.begin(new=True, can_start=False)
+        assert (context.state.pid, context.state.epoch) == (0, number)
+        monkeypatch.setattr(verified, "await_verdict", lambda *_, **__: pytest.fail("it waits"))
+        supervisor._verify_left(lambda: False)
