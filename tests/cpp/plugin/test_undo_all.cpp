@@ -135,7 +135,7 @@ void an_orphan_unlocks_none_that_has_died_meanwhile() {
     const Variable gate("SLOW_DRIVER_GATE", place.path("gate"));
     const Orphaned orphan(tasks);
     CHECK(comes_true([&] { return orphan.noted() == "restore restore "; }));
-    CHECK(::kill(tasks[0].pid(), SIGKILL) == 0);
+    tasks[0].end(); // and until it has ended
     open_gate(place.path("gate"));
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
     CHECK(orphan.noted() == "restore restore restore unlock unlock ");
