@@ -18,7 +18,9 @@ from support.job_ranks import state_of
 from support.json_output import check_document
 from support.ring import WORLD, Ring, reap
 
-STEPS, LONG = 1500, 100_000  # LONG: of a job that does not come to its end in a test
+# LONG: of a job that does not come to its end in a test. LATER: that has a way to go after programs
+# were started beside it.
+STEPS, LATER, LONG = 3000, 5000, 100_000
 
 
 def begun(ring: Ring, *words: str, steps: int = STEPS) -> None:  # noqa: F811
@@ -163,7 +165,7 @@ def test_a_job_that_waits_is_given_up(ring: Ring) -> None:  # noqa: F811
 
 def test_a_standby_takes_over_from_a_keeper_that_is_killed(ring: Ring) -> None:  # noqa: F811
     """Its rank runs on: nothing has failed."""
-    begun(ring, "--restarts", "1")
+    begun(ring, "--restarts", "1", steps=LATER)
     standing_by = [ring.keepers[rank] for rank in range(WORLD)]
     for rank in (0, 2):
         killed = standing_by[rank]
@@ -182,7 +184,7 @@ def test_a_standby_takes_over_from_a_keeper_that_is_killed(ring: Ring) -> None: 
 
 
 def test_a_hanging_job_leaves_evidence_and_goes_on(ring: Ring) -> None:  # noqa: F811
-    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence")
+    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence", steps=LATER)
     os.kill(ring.program_of(1), signal.SIGUSR1)
     ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
     (recovery,) = shown(ring)["recoveries"]
@@ -214,7 +216,7 @@ def test_a_job_that_is_recovered_is_preempted_and_goes_on(ring: Ring) -> None:  
     """One command line for all of it: the first start, what follows a SIGTERM, and a failure."""
     words = ("--restarts", "2", "--checkpoint-on-sigterm", "--checkpointed-status", "75")
     words += ("--restore-newest",)
-    ring.steps = 4 * STEPS
+    ring.steps = 2 * STEPS
     ring.start_all(*words)
     ring.wait(lambda: min(ring.steps_now()) > 50)
     ring.signal(2, signal.SIGTERM)
@@ -258,7 +260,7 @@ def test_a_checkpoint_that_does_not_bring_it_back_is_followed_by_the_next_older_
     check = tmp_path / "check"
     check.write_text("#!/bin/sh\n[ $GPUSTASIS_RANK-$GPUSTASIS_EPOCH != 2-2 ]\n")
     check.chmod(0o755)
-    begun(ring, "--restarts", "2", "--back-off", "0", "--verify-after", str(check), steps=4 * STEPS)
+    begun(ring, "--restarts", "2", "--back-off", "0", "--verify-after", str(check), steps=2 * STEPS)
     made = ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
     assert made.returncode == 0, made.stderr + ring.logs()
     os.kill(ring.program_of(1), signal.SIGKILL)
@@ -292,7 +294,7 @@ def test_a_rank_that_is_stopped_is_restored_without_a_checkpoint_of_it(
     ring: Ring,  # noqa: F811
 ) -> None:
     """By a debugger, say: the driver answers nothing about it."""
-    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence")
+    begun(ring, "--restarts", "1", "--hang-after", "3", "--evidence", steps=LATER)
     os.kill(ring.program_of(1), signal.SIGSTOP)
     ring.wait(lambda: len(shown(ring)["recoveries"]) == 1)
     assert ring.ends() == [0] * WORLD, ring.logs()
@@ -328,7 +330,7 @@ def look_at(ring: Ring, epoch: int) -> None:  # noqa: F811
 
 def test_a_keeper_that_is_only_cut_off_is_not_restored_elsewhere(ring: Ring) -> None:  # noqa: F811
     """It stands still and its rank runs: the job waits, until it has stopped the rank itself."""
-    begun(ring, "--restarts", "2", steps=2 * STEPS)
+    begun(ring, "--restarts", "2", steps=STEPS)
     ring.signal(2, signal.SIGSTOP)
     pid = ring.program_of(2)
     ring.wait(lambda: "rank 2 was on " in ring.log(0))
