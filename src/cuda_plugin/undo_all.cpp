@@ -135,13 +135,13 @@ private:
     std::set<pid_t> restored_;
     FailingAt failing_;
     std::map<pid_t, const Turns*> failed_last_; // at what
-    std::set<pid_t> given_up_told_;
+    std::set<pid_t> given_up_told_, was_tried_alone_;
     bool is_behind_ = false; // it looks at those that are given up
     // By others: of reading, and of calls to the driver.
     bool is_reading_wanted_ = false, is_turn_wanted_ = false;
     bool lasts_ =
         false; // what this look has found: something fails, hangs, or is waited for for long
-    std::size_t failures_ = 0;
+    std::size_t next_ = 0;                      // behind whose turn was the last
     std::optional<Clock::time_point> released_; // when criu had let go of the first
 };
 
@@ -157,7 +157,10 @@ bool Undo::hangs(const TaskRecord& record) {
 /// Turns::take(); those that are given up get no turn that another one wants, or has had in this look.
 const Outcome* Undo::take(const TaskRecord& record, Turns& turns, std::function<void()> work) {
     bool& is_wanted = wanted(turns);
+    const bool was_begun = turns.is_begun(record.pid);
     const Outcome* const done = turns.take(record.pid, !is_behind_ || !is_wanted, std::move(work));
+    if (!was_begun && turns.is_begun(record.pid))
+        next_ = static_cast<std::size_t>(&record - table_.tasks) + 1;
     is_wanted = is_wanted || (!is_behind_ && done == nullptr);
     return done;
 }
@@ -172,7 +175,6 @@ bool Undo::failed(TaskRecord& record, Turns& turns, const std::string& why) {
     wanted(turns) = wanted(turns) || !is_given_up(record.pid);
     turns.forget(record.pid);
     lasts_ = true;
-    ++failures_;
     return !failing.is_given_up;
 }
 
@@ -189,16 +191,28 @@ void Undo::look_at_given_up(TaskRecord& record, bool is_any_left) {
         restore(record);
         return;
     }
-    const bool is_begun = refills_.is_begun(record.pid) || restores_.is_begun(record.pid);
-    if (!is_any_left && !is_begun && last->second.count >= kTries) {
-        tell(record, last->second.why + "; try gpustasis recover");
-        record.settled = true; // only now: until here it is not undone
-        return;
-    }
+    const auto is_begun = [&] {
+        return refills_.is_begun(record.pid) || restores_.is_begun(record.pid);
+    };
+    const std::string why = last->second.why;
+    const bool is_last = !is_any_left && !is_begun() && last->second.count >= kTries;
     if (is_any_left)
         tell_once(given_up_told_, record,
-                  last->second.why + "; this is tried again until the others are brought back");
-    restore(record);
+                  why + "; this is tried again until the others are brought back");
+    // Once more with nobody left: while others had their turns, it may have had none.
+    if (!is_last || !was_tried_alone_.contains(record.pid)) {
+        restore(record);
+        if (is_any_left)
+            was_tried_alone_.erase(record.pid);
+        else if (is_begun())
+            was_tried_alone_.insert(record.pid);
+        const bool has_no_turn =
+            calls_.any_works() || reading_.any_works() || is_turn_wanted_ || is_reading_wanted_;
+        if (!is_last || is_begun() || has_no_turn)
+            return;
+    }
+    tell(record, why + "; try gpustasis recover");
+    record.settled = true; // only now: until here it is not undone
 }
 
 /// Returns whether others wait for the task's memory.
@@ -290,7 +304,7 @@ void Undo::unlock(TaskRecord& record) {
 /// Not always the first ones first: those that fail would take all turns.
 template <class Use>
 void Undo::each_unsettled(Use&& use) {
-    const std::size_t first = failures_;
+    const std::size_t first = next_;
     for (std::size_t i = 0; i < table_.task_count; ++i)
         if (TaskRecord& record = table_.tasks[(first + i) % table_.task_count]; !record.settled)
             use(record);

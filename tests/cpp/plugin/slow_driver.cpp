@@ -8,7 +8,7 @@
 // SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, the third Restore does not return, and
 // each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again;
 // with SLOW_DRIVER_RELAPSE_MS so does the second, and the Restore between them takes so long.
-// Each Restore fails but of SLOW_DRIVER_RESTORES_ONLY, each Unlock but of SLOW_DRIVER_UNLOCKS_ONLY, after SLOW_DRIVER_REFUSAL_MS. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line. Unlock and GetState fail as long
+// Each Restore fails but of SLOW_DRIVER_RESTORES_ONLY, each Unlock but of SLOW_DRIVER_UNLOCKS_ONLY, after SLOW_DRIVER_REFUSAL_MS. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line, and with SLOW_DRIVER_NOTES_REFUSALS which of these pids were refused. Unlock and GetState fail as long
 // as no DriverGetVersion has returned.
 #include <unistd.h>
 
@@ -53,7 +53,17 @@ std::mutex in_turn;
 std::mutex states;
 std::map<int, int> moved; // states by now
 
+void note(const char* what) {
+    if (const char* notes = std::getenv("SLOW_DRIVER_NOTES"))
+        if (std::FILE* file = std::fopen(notes, "a")) {
+            std::fprintf(file, "%s\n", what);
+            std::fclose(file);
+        }
+}
+
 int refuse() {
+    if (std::getenv("SLOW_DRIVER_NOTES_REFUSALS") != nullptr)
+        note("refuse");
     std::this_thread::sleep_for(std::chrono::milliseconds(number("SLOW_DRIVER_REFUSAL_MS")));
     return 304; // CUDA_ERROR_OPERATING_SYSTEM
 }
@@ -62,11 +72,7 @@ int move_to(int pid, int state, const char* how) {
     const std::lock_guard<std::mutex> lock(states);
     if (number("SLOW_DRIVER_MOVES") != 0)
         moved[pid] = state;
-    if (const char* notes = std::getenv("SLOW_DRIVER_NOTES"))
-        if (std::FILE* file = std::fopen(notes, "a")) {
-            std::fprintf(file, "%s\n", how);
-            std::fclose(file);
-        }
+    note(how);
     return 0;
 }
 

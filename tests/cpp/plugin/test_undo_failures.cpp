@@ -167,6 +167,18 @@ void an_orphan_has_the_next_turn_for_one_that_has_failed_once() {
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
 }
 
+// Others take their turns for so long that it is given up meanwhile: it has one more, when they are done.
+void an_orphan_tries_once_more_when_nobody_else_is_left() {
+    const Bystander tasks[3];
+    const Variable refuses("SLOW_DRIVER_REFUSES_PID", std::to_string(tasks[0].pid()));
+    const Variable gate("SLOW_DRIVER_GATE", "/nonexistent");
+    const Variable refusals("SLOW_DRIVER_NOTES_REFUSALS", "1");
+    const Orphaned orphan(tasks, 60'000, "6000");
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(orphan.noted().ends_with("unlock unlock refuse "));
+    CHECK(orphan.log().find("try gpustasis recover") != std::string::npos);
+}
+
 /// Memory of this process and of each child that it makes then, and the image of it.
 struct Image {
     static constexpr std::size_t kSize = std::size_t{256} << 10;
@@ -219,5 +231,6 @@ int main() {
     an_orphan_gives_up_what_can_never_be_unlocked();
     an_orphan_has_a_turn_for_one_that_does_not_fail();
     an_orphan_has_the_next_turn_for_one_that_has_failed_once();
+    an_orphan_tries_once_more_when_nobody_else_is_left();
     an_orphan_gives_up_what_it_has_refilled();
 }
