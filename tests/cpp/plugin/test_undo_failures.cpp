@@ -9,6 +9,7 @@
 
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/ptrace.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -167,13 +168,23 @@ void an_orphan_has_the_next_turn_for_one_that_has_failed_once() {
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
 }
 
-// Others take their turns for so long that it is given up meanwhile: it has one more, when they are done.
+// It is given up when criu lets go of the others, and these take each turn: then it has one more.
 void an_orphan_tries_once_more_when_nobody_else_is_left() {
     const Bystander tasks[3];
     const Variable refuses("SLOW_DRIVER_REFUSES_PID", std::to_string(tasks[0].pid()));
     const Variable gate("SLOW_DRIVER_GATE", "/nonexistent");
     const Variable refusals("SLOW_DRIVER_NOTES_REFUSALS", "1");
-    const Orphaned orphan(tasks, 60'000, "6000");
+    for (const pid_t pid : {tasks[1].pid(), tasks[2].pid()})
+        CHECK(::ptrace(PTRACE_SEIZE, pid, nullptr, nullptr) == 0);
+    const Orphaned orphan(tasks, 60'000, "500");
+    await([&] {
+        return orphan.log().find("until the others are brought back") != std::string::npos;
+    });
+    for (const pid_t pid : {tasks[1].pid(), tasks[2].pid()}) {
+        CHECK(::ptrace(PTRACE_INTERRUPT, pid, nullptr, nullptr) == 0);
+        CHECK(::waitpid(pid, nullptr, __WALL) == pid);
+        CHECK(::ptrace(PTRACE_DETACH, pid, nullptr, nullptr) == 0);
+    }
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
     CHECK(orphan.noted().ends_with("unlock unlock refuse "));
     CHECK(orphan.log().find("try gpustasis recover") != std::string::npos);
