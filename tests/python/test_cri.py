@@ -38,6 +38,7 @@ def refuse(code: grpc.StatusCode, details: str) -> Answer:
     return answer
 
 
+UNFROZEN = f'checkpointing container "{TWO}" failed: OCI runtime pause failed: unable to freeze'
 # As containerd 1.7.24 answers: the method is there, and says so.
 OLD = refuse(grpc.StatusCode.UNIMPLEMENTED, "method CheckpointContainer not implemented")
 
@@ -153,6 +154,33 @@ class Paused:
 
         known = inventory("containerd", "v2.1.9", CONTAINERS)
         return known | {"CheckpointContainer": never, GET_TASK: get, RESUME_TASK: resume}
+
+
+@pytest.mark.parametrize("refused", [3, 4])
+def test_a_container_that_was_not_frozen(path: Path, tmp_path: Path, refused: int) -> None:
+    """runc gives up freezing it on a busy node: it is asked again, four times in all, within the
+    time that is left. The words of containerd 2.1 with runc 1.3."""
+    asked: list[int] = []
+
+    def answer(request: Any, context: Any) -> dict[str, object]:
+        asked.append(request.timeout)
+        if len(asked) <= refused:
+            context.abort(grpc.StatusCode.UNKNOWN, UNFROZEN)
+        Path(request.location).write_bytes(b"an archive")
+        return {}
+
+    archive = tmp_path / "a.tar"
+    known = inventory("containerd", "v2.1.9", CONTAINERS) | {"CheckpointContainer": answer}
+    with CriServer(path, known), Cri(str(path)) as cri:
+        container = containerd.find(cri, TWO)
+        if refused == 4:
+            with pytest.raises(EngineError, match="Nothing was dumped, and the container runs on"):
+                containerd.checkpoint(cri, container, archive, 20)
+        else:
+            containerd.checkpoint(cri, container, archive, 20)
+    assert len(asked) == 4
+    assert asked[0] == 20 and asked == sorted(asked, reverse=True) and 10 < asked[-1] < 19
+    assert [one.name for one in tmp_path.iterdir()] == (["a.tar"] if refused == 3 else [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

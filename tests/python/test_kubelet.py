@@ -76,6 +76,35 @@ def test_a_runtime_without_checkpoints(access: Access, serve: Serve) -> None:
     assert said in message and "containerd can from 2.0 on" in message
 
 
+@pytest.mark.parametrize("refused", [1, 4])
+def test_a_container_that_was_not_frozen(access: Access, serve: Serve, refused: int) -> None:
+    """The words of containerd 2.1 with runc 1.3 on a busy node with cgroup v1."""
+    fault = (
+        'rpc error: code = Unknown desc = checkpointing container "d6f80c1a" failed: OCI runtime '
+        "pause failed: unable to freeze"
+    )
+    asked: list[int] = []
+
+    def answer(path: str) -> tuple[int, str]:
+        asked.append(int(path.partition("timeout=")[2]))
+        if len(asked) <= refused:
+            return 500, f"checkpointing of default/web/app failed ({fault})"
+        return MADE
+
+    target = parse_target("default/web/app", serve(answer))
+    if refused == 1:
+        assert checkpoint(access, target, 30).archives == (ARCHIVE,)
+        assert len(asked) == 2 and asked[0] == 30 and asked[1] in range(20, 30)
+    else:
+        with pytest.raises(EngineError, match=r"unable to freeze.*asked up to 4 times. Nothing was"):
+            checkpoint(access, target, 30)
+        assert len(asked) == 4
+        asked.clear()
+        with pytest.raises(EngineError, match="unable to freeze"):
+            checkpoint(access, target, 2)  # no time for a third one
+        assert asked == [2, 1]
+
+
 KUBELETS_OWN = "Forbidden (user=api (x), verb=create, resource=nodes, subresource"
 
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 ERRORS_SHOWN = 3
+_LIMIT = 8 << 20  # bytes of a log that are read, counted from its end
 _LINE = re.compile(r"^\(\d+\.\d+\)\s*(?:\d+: )?")
 # Of the plugin, and of the action script for ranks.
 _PLUGIN_ERROR = re.compile(r"^Error\b.*?(?:\bcuda_plugin|\(rank-script\): gpustasis): (.*)$")
@@ -96,6 +98,18 @@ def criu_errors(text: str) -> list[str]:
         line for line in found if not any(one in line for one in ours) and _HARMLESS not in line
     ]
     return telling[:ERRORS_SHOWN]
+
+
+def errors_in(path: Path) -> list[str]:
+    """What the log at `path` says went wrong: our plugin's reasons, or else CRIU's. Nothing if the
+    log cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LIMIT))
+            text = file.read(_LIMIT).decode("utf-8", "replace")
+    except OSError:
+        return []
+    return plugin_errors(text) or criu_errors(text)
 
 
 def meanings(errors: list[str]) -> list[str]:

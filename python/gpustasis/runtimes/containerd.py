@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpustasis.criu.log import criu_errors, plugin_errors
+from gpustasis.criu.log import errors_in
 from gpustasis.errors import EngineError
 from gpustasis.files import give_name, open_own_directory
 from gpustasis.runtimes.cri import (
@@ -36,7 +36,7 @@ from gpustasis.runtimes.cri import (
     printable,
 )
 from gpustasis.runtimes.crio import CRIO_NAME, unpause
-from gpustasis.runtimes.freezer import frozen_groups, thaw
+from gpustasis.runtimes.freezer import TOO_BUSY, frozen_groups, thaw, was_not_frozen
 from gpustasis.runtimes.instance import require_sight_of_server
 from gpustasis.task import find_openers
 
@@ -54,7 +54,6 @@ CRIU, CRIO = "criu", "crio"  # processes that are at a checkpoint, by name
 _SETTLE_S = 0.5
 _POLL_S = 0.1
 LOCKS = Path("/run/gpustasis/containerd")
-_LOG_LIMIT = 4 << 20  # bytes of criu's log that are read, counted from its end
 _SHORT_ID = 13  # characters of an id that are shown, as crictl does
 
 
@@ -180,15 +179,7 @@ def _checkpoint(
     begin = time.monotonic()
     try:
         try:
-            cri.call(
-                "CheckpointContainer",
-                timeout_s=timeout_s,
-                stop=stop,
-                deadline=False,  # containerd would kill runc then, and leave criu behind
-                container_id=container.id,
-                location=str(part),
-                timeout=timeout_s,
-            )
+            cri.checkpoint(container.id, str(part), timeout_s, stop)
         except BaseException as exc:
             cut_off = not isinstance(exc, CallError) or exc.code in _CUT_OFF
             if cut_off and not paused_before and not _resume(cri, container):
@@ -380,6 +371,8 @@ def _explain(cri: Cri, container: Container, error: CallError, timeout_s: int) -
         return f"{text}; install criu 4.1 or later into a directory of the runtime's PATH"
     if "cannot pause a paused container" in str(error):
         return f"{text}; another checkpoint of it is under way, or somebody has paused it"
+    if was_not_frozen(str(error)):
+        return f"{text}; {TOO_BUSY}"
     if error.code == "UNAVAILABLE":
         return f"{text}; the runtime has ended or was restarted meanwhile"
     lines = _criu_log(str(error), container)
@@ -391,10 +384,5 @@ def _criu_log(text: str, container: Container) -> list[str]:
     match = re.search(rf"path= (/[^\s:]*/{re.escape(container.id)}/criu-dump\.log)", text)
     if match is None:
         return []
-    try:
-        with open(match[1], "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_LIMIT))
-            said = log.read(_LOG_LIMIT).decode("utf-8", "replace")
-    except OSError:
-        return []  # the runtime's directories are not to be seen from here
-    return [printable(line) for line in plugin_errors(said) or criu_errors(said)]
+    # Nothing, if the runtime's directories are not to be seen from here.
+    return [printable(line) for line in errors_in(Path(match[1]))]

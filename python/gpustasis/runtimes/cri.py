@@ -21,6 +21,7 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 from gpustasis.errors import EngineError, UnsupportedError
+from gpustasis.runtimes import freezer
 from gpustasis.text import extra
 
 PACKAGE = "runtime.v1"
@@ -206,6 +207,27 @@ class Cri:
         except BaseException:
             pending.cancel()
             raise
+
+    def checkpoint(
+        self, container_id: str, location: str, timeout_s: int, stop: Callable[[], bool]
+    ) -> None:
+        """CheckpointContainer into an archive at `location`, a few times within timeout_s if the
+        container could not be frozen. stop: as in call. Raises CallError."""
+        for left_s, is_last in freezer.tries(timeout_s):
+            try:
+                self.call(
+                    "CheckpointContainer",
+                    timeout_s=left_s,
+                    stop=stop,
+                    deadline=False,  # containerd would kill runc then, and leave criu behind
+                    container_id=container_id,
+                    location=location,
+                    timeout=left_s,
+                )
+                break
+            except CallError as exc:
+                if is_last or not freezer.was_not_frozen(str(exc)):
+                    raise
 
     def runtime(self, stop: Callable[[], bool] = lambda: False) -> str:
         """Name and version of what listens, as "containerd v2.1.9". stop: as in call. Raises

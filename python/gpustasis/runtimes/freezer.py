@@ -8,9 +8,11 @@ crun puts tasks one below, into `container`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from gpustasis.errors import EngineError
@@ -22,9 +24,39 @@ _V2 = ("cgroup.freeze", "cgroup.freeze", "0")
 # What is written to freeze it; file that says whether all tasks stand, and the line that says so.
 _FREEZES = {_V1: ("FROZEN", "freezer.state", "FROZEN"), _V2: ("1", "cgroup.events", "frozen 1")}
 _FROZEN_S = 10.0
+_TRIES = 4  # how often a runtime is asked for a checkpoint if it cannot freeze the container
+_PAUSE_S = 0.5  # before the second one; twice as long before the third one, ...
+TOO_BUSY = (
+    f"it was asked up to {_TRIES} times. Nothing was dumped, and the container runs on: the node "
+    "is too busy to freeze all of its tasks"
+)
 _POLL_S = 0.01
 _CONTAINER = re.compile(r"(?:crio-|cri-containerd-)?([0-9a-f]{64})(?:\.scope)?")
 _BELOW = "container"
+
+
+def was_not_frozen(error: str) -> bool:
+    """Whether a runtime says that runc could not freeze a container for its checkpoint. Nothing was
+    dumped then, and the container runs on. With cgroup v1 runc gives up after about a quarter of a
+    second, and on a busy node some of many tasks get no processor within that time. Source:
+    opencontainers/cgroups 0.0.4, fs/freezer.go."""
+    return "unable to freeze" in error
+
+
+def tries(timeout_s: int) -> Iterator[tuple[int, bool]]:
+    """For each time that a runtime may be asked for a checkpoint of a container that it could not
+    freeze: how many seconds are left of its time, and whether this is the last one. The first one
+    is at once, a pause is before each of the others."""
+    end = time.monotonic() + timeout_s
+    left_s = timeout_s
+    for number in range(1, _TRIES + 1):
+        after_s = math.floor(end - time.monotonic() - _PAUSE_S * number)
+        is_last = number == _TRIES or after_s < 1
+        yield left_s, is_last
+        if is_last:
+            return
+        time.sleep(_PAUSE_S * number)
+        left_s = max(math.floor(end - time.monotonic()), 1)
 
 
 def frozen_groups(container_id: str) -> list[Path]:

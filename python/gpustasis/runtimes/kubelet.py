@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gpustasis.errors import EngineError, UnsupportedError
+from gpustasis.runtimes import freezer
 from gpustasis.text import extra
 
 DEFAULT_PORT = 10250
@@ -155,10 +156,14 @@ def check(access: Access) -> None:
 def checkpoint(access: Access, target: Target, timeout_s: int = DEFAULT_TIMEOUT_S) -> Made:
     """Have one container checkpointed; it runs on. May be called from several threads.
 
-    timeout_s: passed on; the runtime gives up after it. Raises EngineError.
+    timeout_s: passed on; the runtime gives up after it. A runtime that could not freeze the
+    container is asked again, a few times within that time. Raises EngineError.
     """
     begin = time.monotonic()
-    status, body = _post(access, target, timeout_s)
+    for left_s, is_last in freezer.tries(timeout_s):
+        status, body = _post(access, target, left_s)
+        if is_last or status != 500 or not freezer.was_not_frozen(_reason(body)):
+            break
     if status != 200:
         raise EngineError(
             f"{target}: {_explain_status(status, _reason(body), target, access, timeout_s)}"
@@ -285,6 +290,8 @@ def _explain_status(
                 f"{said}: the runtime has ended or was restarted meanwhile, and may have left the "
                 f"container paused; {stopped}"
             )
+        if freezer.was_not_frozen(reason):
+            return f"{said}; {freezer.TOO_BUSY}"
         if "checkpointing of" not in reason:  # nor has anything been tried
             return said
         return (

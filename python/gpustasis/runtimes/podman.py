@@ -29,7 +29,6 @@ from gpustasis.files import give_name, open_new, sync
 from gpustasis.runtimes.parent_store import keep_parents, require_parent
 from gpustasis.runtimes.podman_service import RefusedError, Report, Service
 
-_LOG_LIMIT = 8 << 20  # bytes of criu's log that are read, counted from its end
 _NOT_FOUND = 404
 _ATTEMPTS = 3  # of an export that leaves the container running
 
@@ -378,9 +377,6 @@ def _reasons(path: Path, since_ns: int) -> list[str]:
     try:
         if path.stat().st_mtime_ns < since_ns - 1_000_000_000:  # clocks of file systems are coarse
             return []
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_LIMIT))
-            text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
-    return log.plugin_errors(text) or log.criu_errors(text)
+    return log.errors_in(path)
