@@ -15,9 +15,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-import cffi
-
 from gpustasis.answering import ANSWER_S, answer_within
+from gpustasis.declared import Declared
 from gpustasis.errors import DriverError
 
 DEFAULT_LIBRARY = "libcuda.so.1"
@@ -64,8 +63,7 @@ int cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs* args);
 
 Answer = TypeVar("Answer")
 
-_ffi = cffi.FFI()
-_ffi.cdef(_DECLARATIONS)
+_C = Declared(_DECLARATIONS)
 
 
 class ProcessState(IntEnum):
@@ -99,7 +97,7 @@ class Driver:
     def __init__(self, library: str = DEFAULT_LIBRARY) -> None:
         """Load it. Raises DriverError if it cannot be loaded."""
         try:
-            self._library: Any = _ffi.dlopen(library)
+            self._library: Any = _C.ffi.dlopen(library)
         except OSError as exc:
             reason = str(exc).split("  Additionally", 1)[0]  # cffi adds what else it tried
             raise DriverError(f"the CUDA driver cannot be loaded: {reason}") from exc
@@ -110,7 +108,7 @@ class Driver:
 
     def version(self) -> int:
         """The newest CUDA version it supports, 1000 * major + 10 * minor: 13000 is 13.0."""
-        out = _ffi.new("int*")
+        out = _C.ffi.new("int*")
         self._check(self._function("cuDriverGetVersion")(out), "cuDriverGetVersion")
         return int(out[0])
 
@@ -124,19 +122,19 @@ class Driver:
 
     def devices(self) -> tuple[Device, ...]:
         """The GPUs, in the driver's order. Needs init."""
-        count = _ffi.new("int*")
+        count = _C.ffi.new("int*")
         self._check(self._function("cuDeviceGetCount")(count), "cuDeviceGetCount")
         return tuple(self._device(ordinal) for ordinal in range(count[0]))
 
     def get_restore_thread_id(self, pid: int) -> int:
         """The thread of `pid` that answers the driver. Does not wait for the process."""
-        out = _ffi.new("int*")
+        out = _C.ffi.new("int*")
         self._call("GetRestoreThreadId", pid, out)
         return int(out[0])
 
     def get_state(self, pid: int) -> ProcessState:
         """What state `pid` is in. Waits for as long as its restore thread is stopped."""
-        out = _ffi.new("int*")
+        out = _C.ffi.new("int*")
         self._call("GetState", pid, out)
         try:
             return ProcessState(out[0])
@@ -150,35 +148,35 @@ class Driver:
         """
         if not 0 < timeout_ms < 1 << 32:
             raise ValueError(f"timeout_ms is {timeout_ms}, not in 1..2**32-1")
-        args = _ffi.new("CUcheckpointLockArgs*", {"timeoutMs": timeout_ms})  # the rest is zero
+        args = _C.ffi.new("CUcheckpointLockArgs*", {"timeoutMs": timeout_ms})  # the rest is zero
         self._call("Lock", pid, args)
 
     def checkpoint(self, pid: int) -> None:
         """LOCKED to CHECKPOINTED: GPU memory goes to fresh host memory of `pid`."""
-        self._call("Checkpoint", pid, _ffi.new("CUcheckpointCheckpointArgs*"))
+        self._call("Checkpoint", pid, _C.ffi.new("CUcheckpointCheckpointArgs*"))
 
     def restore(self, pid: int) -> None:
         """CHECKPOINTED to LOCKED, onto the same GPUs. Needs init."""
-        self._call("Restore", pid, _ffi.new("CUcheckpointRestoreArgs*"))
+        self._call("Restore", pid, _C.ffi.new("CUcheckpointRestoreArgs*"))
 
     def unlock(self, pid: int) -> None:
         """LOCKED to RUNNING."""
-        self._call("Unlock", pid, _ffi.new("CUcheckpointUnlockArgs*"))
+        self._call("Unlock", pid, _C.ffi.new("CUcheckpointUnlockArgs*"))
 
     def error_name(self, code: int) -> str:
         """CUDA_ERROR_ILLEGAL_STATE, say; "CUDA error 999999" if the driver does not know it."""
         return self._text("cuGetErrorName", code) or f"CUDA error {code}"
 
     def _device(self, ordinal: int) -> Device:
-        handle = _ffi.new("int*")
+        handle = _C.ffi.new("int*")
         self._check(self._function("cuDeviceGet")(handle, ordinal), "cuDeviceGet")
-        name = _ffi.new("char[256]")
+        name = _C.ffi.new("char[256]")
         self._check(self._function("cuDeviceGetName")(name, 256, handle[0]), "cuDeviceGetName")
-        uuid = _ffi.new("CUuuid*")
+        uuid = _C.ffi.new("CUuuid*")
         self._check(self._function("cuDeviceGetUuid_v2")(uuid, handle[0]), "cuDeviceGetUuid_v2")
-        size = _ffi.new("size_t*")
+        size = _C.ffi.new("size_t*")
         self._check(self._function("cuDeviceTotalMem_v2")(size, handle[0]), "cuDeviceTotalMem_v2")
-        digits = bytes(_ffi.buffer(uuid)).hex()
+        digits = bytes(_C.ffi.buffer(uuid)).hex()
         groups = digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]
         return Device(
             name=_string(name),
@@ -204,8 +202,8 @@ class Driver:
             raise DriverError(f"{what}: {self.error_name(code)} ({text or 'no text'})", code)
 
     def _text(self, function: str, code: int) -> str:
-        out = _ffi.new("const char**")
-        if self._function(function)(code, out) != 0 or out[0] == _ffi.NULL:
+        out = _C.ffi.new("const char**")
+        if self._function(function)(code, out) != 0 or out[0] == _C.ffi.NULL:
             return ""
         return _string(out[0])
 
@@ -255,5 +253,5 @@ def _opens_no_file(pid: int, number: int) -> bool:
 
 
 def _string(chars: Any) -> str:
-    text = _ffi.string(chars)
+    text = _C.ffi.string(chars)
     return text.decode("utf-8", "replace") if isinstance(text, bytes) else text

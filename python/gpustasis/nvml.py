@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import cffi
-
 from gpustasis.answering import ANSWER_S, TimedOutError, answer_within
+from gpustasis.declared import Declared
 from gpustasis.errors import DriverError
 
 DEFAULT_LIBRARY = "libnvidia-ml.so.1"
@@ -23,8 +22,7 @@ _VERSION_SIZE = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 _left_behind: list[threading.Event] = []  # of what was asked and not waited for
 Answer = TypeVar("Answer")
 
-_ffi = cffi.FFI()
-_ffi.cdef(
+_C = Declared(
     """
     int nvmlInit_v2(void);
     int nvmlShutdown(void);
@@ -42,9 +40,9 @@ _ffi.cdef(
 def driver_version(library: str = DEFAULT_LIBRARY) -> str:
     """The driver's version, "580.95.05". Raises DriverError if NVML is missing or refuses."""
     with _loaded(library) as nvml:
-        text = _ffi.new("char[]", _VERSION_SIZE)
+        text = _C.ffi.new("char[]", _VERSION_SIZE)
         _check(nvml.nvmlSystemGetDriverVersion(text, _VERSION_SIZE), "nvmlSystemGetDriverVersion")
-        version = _ffi.string(text)
+        version = _C.ffi.string(text)
     return version.decode("ascii", "replace") if isinstance(version, bytes) else version
 
 
@@ -55,7 +53,7 @@ def memory_used(library: str = DEFAULT_LIBRARY) -> int:
         used = 0
         with _loaded(library) as nvml:
             for device in _devices(nvml):
-                memory: Any = _ffi.new("nvmlMemory_t*")
+                memory: Any = _C.ffi.new("nvmlMemory_t*")
                 _check(nvml.nvmlDeviceGetMemoryInfo(device, memory), "nvmlDeviceGetMemoryInfo")
                 used += int(memory.used)
         return used
@@ -74,7 +72,7 @@ def busiest(library: str = DEFAULT_LIBRARY) -> float:
         wrong: DriverError | None = None
         with _loaded(library) as nvml:
             for device in _devices(nvml):
-                busy: Any = _ffi.new("nvmlUtilization_t*")
+                busy: Any = _C.ffi.new("nvmlUtilization_t*")
                 try:
                     call = getattr(nvml, name)
                 except AttributeError as exc:  # by cffi: the library has no such function
@@ -113,10 +111,10 @@ def _answered(ask: Callable[[], Answer]) -> Answer:
 
 
 def _devices(nvml: Any) -> Iterator[Any]:
-    count = _ffi.new("unsigned int*")
+    count = _C.ffi.new("unsigned int*")
     _check(nvml.nvmlDeviceGetCount_v2(count), "nvmlDeviceGetCount_v2")
     for index in range(count[0]):
-        device = _ffi.new("void**")
+        device = _C.ffi.new("void**")
         name = "nvmlDeviceGetHandleByIndex_v2"
         _check(nvml.nvmlDeviceGetHandleByIndex_v2(index, device), name)
         yield device[0]
@@ -125,7 +123,7 @@ def _devices(nvml: Any) -> Iterator[Any]:
 @contextmanager
 def _loaded(library: str) -> Iterator[Any]:
     try:
-        nvml: Any = _ffi.dlopen(library)
+        nvml: Any = _C.ffi.dlopen(library)
     except OSError as exc:
         reason = str(exc).split("  Additionally", 1)[0]  # cffi adds what else it tried
         raise DriverError(f"NVML cannot be loaded: {reason}") from exc
