@@ -117,7 +117,7 @@ def guarded(parts: Iterator[tuple[str, Tally]]) -> Iterator[tuple[str, Tally]]:
     try:
         yield from parts
     except (AssertionError, OSError, subprocess.SubprocessError) as broken:
-        yield "broken off", Tally(Counter(trials=1), [f"{type(broken).__name__}: {broken}"])
+        yield report.BROKEN_OFF, Tally(Counter(trials=1), [f"{type(broken).__name__}: {broken}"])
 
 
 def counted(parts: Iterator[tuple[str, Tally]]) -> Iterator[tuple[str, Tally]]:

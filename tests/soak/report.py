@@ -14,6 +14,7 @@ from campaigns.tally import Tally
 from soak.plan import CAMPAIGNS
 
 VERSION = 1
+BROKEN_OFF = "broken off"  # the part of a campaign that could not go on
 # Those of tests/campaigns/kill_points.py, for people.
 _PHASES = {
     "start": "criu has been started, and the plugin has not yet asked the driver for anything",
@@ -138,6 +139,14 @@ def write_markdown(path: Path, record: dict[str, Any]) -> None:
         lines += ["", f"Without a result here: {missing}."]
         lines += ["What *job-faults*, *recovery* and *job-scale* have found is in reliability.md,"]
         lines += ["what *plan* has found in planner.md, each with its date."]
+    broken = [
+        name
+        for name, campaign in campaigns.items()
+        if any(part["part"] == BROKEN_OFF for part in campaign["parts"])
+    ]
+    if broken:
+        listed = ", ".join(f"*{name}*" for name in broken)
+        lines += ["", f"Broken off, so that parts are missing: {listed}."]
     lines += ["", "What each campaign does:", ""]
     lines += [f"- **{name}**: {what}." for name, (what, _) in CAMPAIGNS.items()]
     failures = [
