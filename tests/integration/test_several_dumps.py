@@ -19,6 +19,7 @@ from gpustasis.driver import Driver, ProcessState
 from gpustasis.dump_records import alone_with
 from gpustasis.errors import CheckpointError
 from gpustasis.recovery import Outcome, recover
+from support.cpu_memory import OURS
 from support.faults import await_hit
 from support.job import Job
 
@@ -265,12 +266,14 @@ def test_nothing_piles_up_in_the_job(newest_rig: Rig) -> None:
     repetition.run(newest_rig, LEAK_DUMPS).require_clean()
 
 
-def test_two_tasks_with_one_pid_of_their_own_are_refused(newest_rig: Rig) -> None:
+@pytest.mark.parametrize("cuda", [True, False], ids=["GPU memory", "CPU memory"])
+def test_two_tasks_with_one_pid_of_their_own_are_refused(newest_rig: Rig, *, cuda: bool) -> None:
     """Their images would have one name: the second in the place of the first, which is dropped."""
     script = newest_rig.scratch / "tree.sh"
     logs = [newest_rig.scratch / f"steps-{number}" for number in range(2)]
     starts = [
-        f"unshare --pid --fork --kill-child {newest_rig.programs.job} --seed {number} >{log} 2>&1 &"
+        f"unshare --pid --fork --kill-child {newest_rig.programs.job} --seed {number} "
+        f"--cuda {int(cuda)} >{log} 2>&1 &"
         for number, log in enumerate(logs)
     ]
     script.write_text("\n".join([*starts, "wait"]))
@@ -278,11 +281,12 @@ def test_two_tasks_with_one_pid_of_their_own_are_refused(newest_rig: Rig) -> Non
     try:
         wait_for_steps(logs)
         images = newest_rig.images()
-        dumped = newest_rig.run(
-            newest_rig.dump_words(job, images, ["--leave-running"]), images, "dump"
-        )
+        words = newest_rig.dump_words(job, images, ["--leave-running"])
+        dumped = newest_rig.run(words, images, "dump", None if cuda else OURS)
         assert dumped.status != 0
-        assert re.search(r"processes \d+ and \d+ use CUDA and both have pid 1 in", dumped.log)
+        said = r"processes \d+ and \d+ use CUDA and both have pid 1 in"
+        said = said if cuda else "two processes have pid 1 in their pid namespaces, and an image of"
+        assert re.search(said, dumped.log), dumped.errors
         assert list(images.glob("gpustasis-*.img")) == []
         newest_rig.settle(images)
         wait_for_steps(logs)

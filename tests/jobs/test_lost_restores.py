@@ -238,6 +238,18 @@ def test_one_epoch_is_lost_once_whoever_says_so(context: Context) -> None:  # no
     assert verified.verdict(store, keys, 7, 0) == "rank 0 was"
 
 
+def test_a_restore_that_is_back_forgets_what_was_lost_and_keeps_other_failures(
+    context: Context,  # noqa: F811
+) -> None:
+    store, keys = context.store, context.keys
+    before = Mark("it has failed again", is_luck=True, lost=1)
+    store.write([], [verified.put_mark(keys, 1, before)])
+    verified._store(store, keys, 7, 1, "")
+    assert verified.all_marks(store, keys, [1]) == {1: replace(before, lost=0)}
+    verified._store(store, keys, 8, 1, "its host was lost", excuse=Excuse.LOST)
+    assert not verified.all_marks(store, keys, [1])[1].takes_keepers
+
+
 def test_what_says_nothing_leaves_what_was_lost_before(context: Context) -> None:  # noqa: F811
     store, keys = context.store, context.keys
     for number, excuse in enumerate((Excuse.LOST, Excuse.OTHER, Excuse.LOST), start=7):

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpustasis.errors import CheckpointError, JobError
-from gpustasis.jobs import epochs, preempting
+from gpustasis.jobs import epochs, preempting, verified
 from gpustasis.jobs.exchange import Settings
 from gpustasis.jobs.gate import Gate
 from gpustasis.jobs.lead import digest_of
@@ -207,6 +208,20 @@ def test_what_a_start_goes_on_from(contexts: list[Context]) -> None:
     put_whole(first, world=3)
     with pytest.raises(JobError, match="is a checkpoint of 3 ranks, and the job is started with 2"):
         preempting.to_restore(first)
+
+
+def test_a_start_does_not_go_back_behind_a_run_that_has_ended_well(contexts: list[Context]) -> None:
+    """The only later checkpoint takes keepers along; one from before that end is no choice."""
+    first, second = contexts
+    said: list[str] = []
+    one = put_whole(first)
+    for each in contexts:
+        preempting.note_ended(each, said.append)
+    two = put_whole(first)
+    first.store.write([], [verified.put_mark(first.keys, two, verified.Mark("why", lost=2))])
+    first.options = replace(first.options, older=True)
+    assert said == [] and one < two
+    assert preempting.to_restore(first) == preempting.to_restore(second) == two
 
 
 def test_a_checkpoint_that_is_pruned_meanwhile_is_not_restored(contexts: list[Context]) -> None:

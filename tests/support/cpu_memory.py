@@ -20,7 +20,7 @@ from gpustasis.criu.plugin import Scalar
 from support.job import POLL_S, TIMEOUT_S
 
 OURS: dict[str, Scalar] = {"cpu_memory": "ours"}
-_DEATH_S = 2.0
+_DEATH_S = 20.0
 WITHOUT_PLUGIN = "Missing required plugin: "  # in criu's log
 FIRST_CHECKPOINT = "' hook 11 "  # in criu's log
 _MAPPING = re.compile(r"([0-9a-f]+-[0-9a-f]+) rw-p \S+ 00:00 0 .*")

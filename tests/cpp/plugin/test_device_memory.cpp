@@ -15,6 +15,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
@@ -103,6 +104,56 @@ void memory_that_a_ring_has_pinned_is_left() {
     CHECK(statistics.cpu_memory.at(0).bytes == 0);
     dump.finish(true);
     CHECK(dir.empty());
+}
+
+/// What is stored as shared, of two tasks that have the same memory.
+std::uint64_t shared_bytes_stored(bool has_ring) {
+    void* const memory =
+        ::mmap(nullptr, kPinned, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    std::memset(memory, 3, kPinned);
+    const Task other([&] {
+        io_uring_params made{};
+        static UniqueFd ring;
+        if (has_ring)
+            ring = new_ring(made);
+    });
+    const Task storing([] {
+        void* const own =
+            ::mmap(nullptr, kPinned, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        CHECK(own != MAP_FAILED);
+        std::memset(own, 4, kPinned);
+    });
+    CHECK(::munmap(memory, kPinned) == 0);
+    for (const pid_t pid : {storing.pid(), other.pid()}) { // as criu holds them
+        int status = 0;
+        CHECK(::ptrace(PTRACE_SEIZE, pid, nullptr, nullptr) == 0 &&
+              ::ptrace(PTRACE_INTERRUPT, pid, nullptr, nullptr) == 0 &&
+              ::waitpid(pid, &status, __WALL) == pid && WIFSTOPPED(status));
+    }
+
+    const sample::TempDir dir;
+    Lineage lineage(dir.fd());
+    Statistics statistics;
+    Config config;
+    config.cpu_memory = CpuMemory::ours;
+    DumpImages images(config, dir.fd(), lineage, statistics);
+    CpuMemoryDump dump(config, images, statistics);
+    dump.prepare();
+    dump.add(storing.pid(), {}); // the first one that has it stores what is shared
+    dump.add(other.pid(), {});
+    CHECK(dump.take([] {}, [](const CpuMemoryDump::Noted&) {}));
+    CHECK(statistics.cpu_memory.at(0).left_because.empty());
+    CHECK(statistics.cpu_memory.at(0).bytes >= kPinned); // its own
+    CHECK((statistics.cpu_memory.at(1).left_because.find("io_uring") != std::string::npos) ==
+          has_ring);
+    dump.finish(false);
+    return statistics.cpu_memory.at(0).shared_bytes + statistics.cpu_memory.at(1).shared_bytes;
+}
+
+void what_a_device_may_write_in_one_task_is_stored_of_no_other() {
+    CHECK(shared_bytes_stored(false) > kPinned / 2); // but for what is near to addresses in use
+    CHECK(shared_bytes_stored(true) == 0);
 }
 
 void a_ring_that_is_open_is_enough() {
@@ -238,6 +289,7 @@ void a_server_of_files_that_stands_still_is_not_waited_for() {
 
 int main() {
     memory_that_a_ring_has_pinned_is_left();
+    what_a_device_may_write_in_one_task_is_stored_of_no_other();
     a_ring_that_is_open_is_enough();
     a_ring_that_is_mapped_is_enough();
     a_server_of_files_that_stands_still_is_not_waited_for();

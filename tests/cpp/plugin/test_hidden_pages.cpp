@@ -247,8 +247,8 @@ void what_cannot_be_done_is_refused_if_asked_for_by_name() {
 
 int main() {
     if (const std::string why_not = why_no_page_scan(); !why_not.empty()) {
-        std::fprintf(stderr, "not run: %s\n", why_not.c_str());
-        return 0;
+        std::fprintf(stderr, "cannot be run: %s\n", why_not.c_str());
+        return 1;
     }
     const Task task;
     hidden_pages_are_not_found(task);

@@ -166,8 +166,9 @@ int main() {
     calls_lead_elsewhere_and_then_back();
     what_somebody_else_has_set_stays();
     a_function_that_is_not_imported_is_refused();
-    if (const std::string why_not = why_no_page_scan(); !why_not.empty())
-        std::fprintf(stderr, "not run: %s\n", why_not.c_str());
-    else
-        the_plugin_leaves_no_call_led_elsewhere();
+    if (const std::string why_not = why_no_page_scan(); !why_not.empty()) {
+        std::fprintf(stderr, "cannot be run: %s\n", why_not.c_str());
+        return 1;
+    }
+    the_plugin_leaves_no_call_led_elsewhere();
 }

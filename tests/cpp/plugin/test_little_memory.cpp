@@ -186,8 +186,8 @@ void only_pages_that_are_its_own_are_found() {
 
 int main() {
     if (const std::string why_not = why_no_page_scan(); !why_not.empty()) {
-        std::fprintf(stderr, "not run: %s\n", why_not.c_str());
-        return 0;
+        std::fprintf(stderr, "cannot be run: %s\n", why_not.c_str());
+        return 1;
     }
     only_pages_that_are_its_own_are_found();
 #if !defined(__SANITIZE_THREAD__)
