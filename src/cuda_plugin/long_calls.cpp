@@ -32,6 +32,11 @@ bool LongCalls::hangs(Call& call) const noexcept {
     return call.was_found_hanging;
 }
 
+void LongCalls::give_up(pid_t pid) noexcept {
+    for (Call& call : calls_)
+        call.was_found_hanging = call.was_found_hanging || call.pid == pid;
+}
+
 bool LongCalls::hangs(pid_t pid) noexcept {
     return std::ranges::any_of(calls_, [&](Call& call) { return call.pid == pid && hangs(call); });
 }

@@ -4,6 +4,7 @@
 #include "core/image_reader.hpp"
 #include "core/manifest.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
+#include "tracee/proc.hpp"
 #include "tracee/ptrace.hpp"
 
 #include <exception>
@@ -116,6 +117,19 @@ void reset_signal_mask(TaskRecord& record) {
                                   "stay blocked");
     set_signal_mask(tid, record.signal_mask);
     record.thawed = false;
+}
+
+bool is_stopped(pid_t tid) noexcept {
+    try {
+        const char state = tid == 0 ? 'S' : proc::state(tid);
+        return state == 'T' || state == 't';
+    } catch (const std::exception&) {
+        return false;
+    }
+}
+
+bool is_free(const TaskRecord& record) noexcept {
+    return proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced;
 }
 
 } // namespace gpustasis

@@ -41,4 +41,11 @@ void forget_checkpoint(const TaskRecord& record) noexcept;
 /// The task must not be traced. Throws Error: io.
 void reset_signal_mask(TaskRecord& record);
 
+/// Whether the driver would wait for that thread for ever. No thread, 0, and one that has ended are not: the driver says
+/// what that means.
+bool is_stopped(pid_t tid) noexcept;
+
+/// Whether the task has not died, nor is traced, as by another dump.
+bool is_free(const TaskRecord& record) noexcept;
+
 } // namespace gpustasis

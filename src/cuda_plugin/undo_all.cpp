@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <map>
 #include <new>
@@ -21,6 +22,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace gpustasis {
 namespace {
@@ -53,16 +55,6 @@ void lower_setting() noexcept {
     }
 }
 
-/// Whether the driver would wait for that thread for ever.
-bool is_stopped(pid_t tid) noexcept {
-    try {
-        const char state = tid == 0 ? 'S' : proc::state(tid);
-        return state == 'T' || state == 't';
-    } catch (const std::exception&) {
-        return false; // it has ended: the driver says what that means
-    }
-}
-
 /// What becomes of the tasks, looked at again and again.
 class Undo {
 public:
@@ -89,6 +81,10 @@ private:
         return &turns == &refills_ ? is_reading_wanted_ : is_turn_wanted_;
     }
     void has_passed(pid_t pid, const Turns& turns);
+    bool is_at_restore(pid_t pid) const {
+        return refills_.is_begun(pid) || restores_.is_begun(pid);
+    }
+    void look_at_given_up();
     void look_at_given_up(TaskRecord& record, bool is_any_left);
     void unlock(TaskRecord& record);
     void tell(const TaskRecord& record, const std::string& text) {
@@ -137,11 +133,12 @@ private:
     std::map<pid_t, const Turns*> failed_last_; // at what
     std::set<pid_t> given_up_told_, was_tried_alone_;
     bool is_behind_ = false; // it looks at those that are given up
+    bool is_alone_ = false;  // nobody else is left then
     // By others: of reading, and of calls to the driver.
     bool is_reading_wanted_ = false, is_turn_wanted_ = false;
-    bool lasts_ =
-        false; // what this look has found: something fails, hangs, or is waited for for long
-    std::size_t next_ = 0;                      // behind whose turn was the last
+    bool lasts_ = false; // in this look something fails, hangs, or is waited for for long
+    std::map<pid_t, std::uint64_t> last_turn_; // by number
+    std::uint64_t turns_ = 0;
     std::optional<Clock::time_point> released_; // when criu had let go of the first
 };
 
@@ -159,8 +156,11 @@ const Outcome* Undo::take(const TaskRecord& record, Turns& turns, std::function<
     bool& is_wanted = wanted(turns);
     const bool was_begun = turns.is_begun(record.pid);
     const Outcome* const done = turns.take(record.pid, !is_behind_ || !is_wanted, std::move(work));
-    if (!was_begun && turns.is_begun(record.pid))
-        next_ = static_cast<std::size_t>(&record - table_.tasks) + 1;
+    if (!was_begun && turns.is_begun(record.pid)) {
+        last_turn_[record.pid] = ++turns_;
+        if (is_alone_)
+            was_tried_alone_.insert(record.pid);
+    }
     is_wanted = is_wanted || (!is_behind_ && done == nullptr);
     return done;
 }
@@ -184,35 +184,51 @@ void Undo::has_passed(pid_t pid, const Turns& turns) {
         given_up_told_.erase(pid);
 }
 
-/// One that is not restored. It is tried again as long as the worker has others to look after.
+/// One that is not restored. It is tried again as long as the worker has others to look after, and then once more.
 void Undo::look_at_given_up(TaskRecord& record, bool is_any_left) {
     const auto last = failing_.find({record.pid, failed_last_.at(record.pid)});
     if (last == failing_.end()) { // that has passed since
         restore(record);
         return;
     }
-    const auto is_begun = [&] {
-        return refills_.is_begun(record.pid) || restores_.is_begun(record.pid);
-    };
-    const std::string why = last->second.why;
-    const bool is_last = !is_any_left && !is_begun() && last->second.count >= kTries;
-    if (is_any_left)
+    if (is_any_left) {
         tell_once(given_up_told_, record,
-                  why + "; this is tried again until the others are brought back");
-    // Once more with nobody left: while others had their turns, it may have had none.
-    if (!is_last || !was_tried_alone_.contains(record.pid)) {
-        restore(record);
-        if (is_any_left)
-            was_tried_alone_.erase(record.pid);
-        else if (is_begun())
-            was_tried_alone_.insert(record.pid);
-        const bool has_no_turn =
-            calls_.any_works() || reading_.any_works() || is_turn_wanted_ || is_reading_wanted_;
-        if (!is_last || is_begun() || has_no_turn)
-            return;
+                  last->second.why + "; this is tried again until the others are brought back");
+        was_tried_alone_.erase(record.pid);
     }
-    tell(record, why + "; try gpustasis recover");
+    if (is_any_left || is_at_restore(record.pid) || last->second.count < kTries ||
+        !was_tried_alone_.contains(record.pid)) {
+        restore(record);
+        return;
+    }
+    if (calls_.any_works() || reading_.any_works())
+        return; // another one's last try: it may be that one which this one needs
+    tell(record, last->second.why + "; try gpustasis recover");
     record.settled = true; // only now: until here it is not undone
+}
+
+/// First those with a try under way or done, whose outcome may concern the others.
+void Undo::look_at_given_up() {
+    if (std::ranges::none_of(failing_, [](const auto& one) { return one.second.is_given_up; }))
+        return;
+    std::set<pid_t> begun;
+    each_unsettled([&](const TaskRecord& record) {
+        if (is_at_restore(record.pid))
+            begun.insert(record.pid);
+    });
+    for (const bool is_begun : {true, false}) {
+        bool is_any_left = false; // that the worker cannot settle
+        each_unsettled([&](const TaskRecord& record) {
+            is_any_left |= !is_given_up(record.pid) || calls_.hangs(record.pid) ||
+                           is_stopped(record.restore_tid) || !is_free(record);
+        });
+        is_alone_ = !is_any_left;
+        each_unsettled([&](TaskRecord& record) {
+            if (!restored_.contains(record.pid) && is_given_up(record.pid) && is_free(record) &&
+                begun.contains(record.pid) == is_begun)
+                look_at_given_up(record, is_any_left);
+        });
+    }
 }
 
 /// Returns whether others wait for the task's memory.
@@ -280,6 +296,7 @@ bool Undo::restore(TaskRecord& record) {
         return failed(record, restores_, done->error);
     restored_.insert(record.pid);
     has_passed(record.pid, restores_);
+    is_turn_wanted_ = is_turn_wanted_ || !is_given_up(record.pid); // by its unlock
     if (const auto unlock = failing_.find({record.pid, &unlocks_}); unlock != failing_.end())
         unlock->second.since += Clock::now() - done->begin; // meanwhile no unlock has failed
     return false;
@@ -301,18 +318,24 @@ void Undo::unlock(TaskRecord& record) {
     record.settled = true;
 }
 
-/// Not always the first ones first: those that fail would take all turns.
+/// Those first whose turn is the longest ago: those that fail would take all turns.
 template <class Use>
 void Undo::each_unsettled(Use&& use) {
-    const std::size_t first = next_;
+    std::vector<std::pair<std::uint64_t, TaskRecord*>> tasks;
     for (std::size_t i = 0; i < table_.task_count; ++i)
-        if (TaskRecord& record = table_.tasks[(first + i) % table_.task_count]; !record.settled)
-            use(record);
+        if (TaskRecord& record = table_.tasks[i]; !record.settled) {
+            const auto turn = last_turn_.find(record.pid);
+            tasks.emplace_back(turn == last_turn_.end() ? 0 : turn->second, &record);
+        }
+    std::ranges::sort(tasks); // then in the table's order
+    for (const auto& [turn, record] : tasks)
+        if (!record->settled)
+            use(*record);
 }
 
 int Undo::look() {
     bool waits = false;
-    lasts_ = is_reading_wanted_ = is_turn_wanted_ = is_behind_ = false;
+    lasts_ = is_reading_wanted_ = is_turn_wanted_ = is_behind_ = is_alone_ = false;
     each_unsettled([&](TaskRecord& record) {
         const proc::Liveness life = proc::liveness(record.pid, record.start_time);
         if (life == proc::Liveness::traced || life == proc::Liveness::unknown) {
@@ -323,6 +346,7 @@ int Undo::look() {
         if (life == proc::Liveness::dead || record.gone) {
             forget_drop(record);
             forget_checkpoint(record);
+            calls_.give_up(record.pid);
             record.settled = true;
             return;
         }
@@ -331,10 +355,6 @@ int Undo::look() {
         if (!restored_.contains(record.pid) && !is_given_up(record.pid))
             waits |= restore(record);
     });
-    // Meanwhile it may have died, or another dump may have begun.
-    const auto is_free = [](const TaskRecord& record) {
-        return proc::liveness(record.pid, record.start_time) == proc::Liveness::untraced;
-    };
     for (const bool is_last : {false, true}) { // those that are given up
         is_behind_ = is_last;
         each_unsettled([&](TaskRecord& record) {
@@ -346,15 +366,7 @@ int Undo::look() {
                 lasts_ = lasts_ || is_late();
         });
     }
-    bool is_any_left = false; // that the worker cannot settle
-    each_unsettled([&](TaskRecord& record) {
-        is_any_left |=
-            !is_given_up(record.pid) || is_stopped(record.restore_tid) || !is_free(record);
-    });
-    each_unsettled([&](TaskRecord& record) {
-        if (!restored_.contains(record.pid) && is_given_up(record.pid) && is_free(record))
-            look_at_given_up(record, is_any_left);
-    });
+    look_at_given_up();
     return lasts_ ? kDamagedPollMs : kOrphanPollMs;
 }
 

@@ -3,13 +3,17 @@
 // SLOW_DRIVER_CHECKPOINT_MS, Restore SLOW_DRIVER_RESTORE_MS; a file SLOW_DRIVER_MARK says that one
 // has begun. All succeed but cuInit, which returns SLOW_DRIVER_INIT_RESULT, and Lock where SLOW_DRIVER_MEET
 // calls of it do not meet: none returns before so many are under way at once. Every process is in state
-// SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint or Restore of pid SLOW_DRIVER_HANGS,
+// SLOW_DRIVER_STATE, from which it moves on with SLOW_DRIVER_MOVES; a Checkpoint or Restore of pid SLOW_DRIVER_HANGS, a
+// Restore of SLOW_DRIVER_HANGS_LATER once there is a file SLOW_DRIVER_GATE,
 // or a GetState of SLOW_DRIVER_MUTE, never returns. The first SLOW_DRIVER_REFUSES Restores and
 // SLOW_DRIVER_REFUSES_UNLOCKS Unlocks fail. Until there is a file SLOW_DRIVER_GATE, the third Restore does not return, and
 // each of pid SLOW_DRIVER_REFUSES_PID fails. The first Unlock of SLOW_DRIVER_RELAPSES fails, for that is checkpointed again;
 // with SLOW_DRIVER_RELAPSE_MS so does the second, and the Restore between them takes so long.
-// Each Restore fails but of SLOW_DRIVER_RESTORES_ONLY, each Unlock but of SLOW_DRIVER_UNLOCKS_ONLY, after SLOW_DRIVER_REFUSAL_MS. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line, and with SLOW_DRIVER_NOTES_REFUSALS which of these pids were refused. Unlock and GetState fail as long
-// as no DriverGetVersion has returned.
+// Each Restore of SLOW_DRIVER_REFUSES_ALWAYS fails, each but of SLOW_DRIVER_RESTORES_ONLY, and each Unlock but of
+// SLOW_DRIVER_UNLOCKS_ONLY, after SLOW_DRIVER_REFUSAL_MS. With SLOW_DRIVER_IN_TURN one Checkpoint begins when the one before
+// has ended. A file SLOW_DRIVER_NOTES says which Restore and Unlock were made, one a line, and with
+// SLOW_DRIVER_NOTES_REFUSALS that one is refused from now on. Unlock and GetState fail as long as no DriverGetVersion has
+// returned.
 #include <unistd.h>
 
 #include <atomic>
@@ -122,13 +126,19 @@ int cuCheckpointProcessCheckpoint(int pid, void*) {
     return take("SLOW_DRIVER_CHECKPOINT_MS");
 }
 int cuCheckpointProcessRestore(int pid, void*) {
-    while (pid == number("SLOW_DRIVER_HANGS"))
+    while (pid == number("SLOW_DRIVER_HANGS")) {
+        make_mark();
+        std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+    while (pid == number("SLOW_DRIVER_HANGS_LATER") && !is_gate_shut())
         std::this_thread::sleep_for(std::chrono::hours(1));
     if (refused++ < number("SLOW_DRIVER_REFUSES"))
         return 304; // CUDA_ERROR_OPERATING_SYSTEM
     if (pid == number("SLOW_DRIVER_REFUSES_PID") && is_gate_shut())
         return refuse();
     if (const int only = number("SLOW_DRIVER_RESTORES_ONLY"); only != 0 && pid != only)
+        return refuse();
+    if (pid == number("SLOW_DRIVER_REFUSES_ALWAYS"))
         return refuse();
     while (++restores == 3 && number("SLOW_DRIVER_REFUSES_PID") == 0 && is_gate_shut()) {
         --restores;

@@ -142,6 +142,19 @@ void an_orphan_unlocks_none_that_has_died_meanwhile() {
     CHECK(orphan.log().find("recover") == std::string::npos);
 }
 
+// The driver may never answer for it.
+void an_orphan_does_not_wait_for_the_call_in_one_that_dies() {
+    Bystander tasks[3];
+    const Variable hangs("SLOW_DRIVER_HANGS", std::to_string(tasks[0].pid()));
+    const Orphaned orphan(tasks);
+    CHECK(comes_true([&] { return orphan.slow.is_in_it(); }));
+    const auto begin = std::chrono::steady_clock::now();
+    tasks[0].end();
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(30)); // 60 is the limit
+    CHECK(orphan.noted() == "restore restore unlock unlock ");
+}
+
 // One is stopped while others are restored: the driver would wait for it.
 void an_orphan_unlocks_none_that_is_stopped() {
     const Bystander tasks[3];
@@ -190,6 +203,7 @@ int main() {
     an_orphan_leaves_no_other_locked_because_the_driver_hangs_in_one();
     an_orphan_undoes_while_the_driver_hangs_in_a_quick_call();
     an_orphan_unlocks_none_that_has_died_meanwhile();
+    an_orphan_does_not_wait_for_the_call_in_one_that_dies();
     an_orphan_unlocks_none_that_is_stopped();
     an_orphan_unlocks_none_that_is_traced();
 }

@@ -146,6 +146,11 @@ void an_orphan_has_a_turn_for_one_that_does_not_fail() {
                                 is_restored ? std::to_string(tasks[0].pid()) : good);
         const Variable gate("SLOW_DRIVER_GATE", "/nonexistent");
         Orphaned orphan(tasks);
+        const auto begin = std::chrono::steady_clock::now();
+        if (!is_restored) { // nobody is given up before 10 s
+            await([&] { return orphan.noted() == "restore "; });
+            CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(8));
+        }
         await_settled({&orphan.rig.table->tasks[2]});
         CHECK(orphan.noted() == (is_restored ? "restore restore unlock " : "restore unlock "));
         CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
