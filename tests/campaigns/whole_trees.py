@@ -97,7 +97,7 @@ def run_tests(repository: Path, file: str) -> Tally:
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}"],
         cwd=repository,
-        env=os.environ | {WHOLE: "1"},
+        env=os.environ | {WHOLE: "1", "COLUMNS": "2000"},  # each failure's reason, in its line
         capture_output=True,
         text=True,
         check=False,
