@@ -5,8 +5,7 @@ Each trial aims at the phase of a dump that has had the fewest hits so far. It k
 system call of its main thread, counted from the line of the log with which the phase begins, or at
 a moment after that line, for what other threads do meanwhile.
 
-A task that dies is CRIU's loss only if CRIU's own code was seen to stand in it when criu was killed
-(criu_code), while tasks were being dumped, and if every other task runs on. Any other loss is ours.
+Whose loss a job is that does not live on, losses.py says.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from campaigns import criu_code
+from campaigns import criu_code, losses
 from campaigns.rig import (
     CRIU_TIMEOUT_S,
     Jobs,
@@ -35,13 +34,7 @@ from campaigns.rig import (
     with_config,
     workers,
 )
-from campaigns.steady_job import (
-    SteadyJob,
-    exit_status,
-    is_alive,
-    process_state,
-    restore_thread,
-)
+from campaigns.steady_job import SteadyJob, is_alive, restore_thread
 from campaigns.tally import Tally
 from gpustasis.criu.plugin import Setting
 
@@ -54,7 +47,7 @@ _PHASES = {
     "drop": "cuda_plugin: dropping",
     "store": "cuda_plugin: storing CPU memory",
     "collect": "Collecting netns",
-    "dump tasks": "Dumping task (pid:",
+    losses.CRIUS_PHASE: "Dumping task (pid:",
     "finish": "Writing image inventory",
     "refill": "cuda_plugin: bringing back",
 }
@@ -62,9 +55,7 @@ _DROPPED = "cuda_plugin: checkpointed pid"  # the drop of one task is over
 _STORED = " MiB of CPU memory of pid "  # the CPU memory of one task is in its image
 _STORE = "store"  # a phase only where the plugin stores CPU memory, of all tasks at once
 _REFILLED = "cuda_plugin: brought back pid"
-_STOCK = ("start", "freeze", "dump tasks", "finish")
-_CRIUS_SIGNALS = {"SIGTRAP", "SIGSEGV"}  # what stock CRIU's victims die of in this campaign
-_CRIUS_PHASE = "dump tasks"  # the only one in which CRIU's code stands in tasks
+_STOCK = ("start", "freeze", losses.CRIUS_PHASE, "finish")
 _LIMIT = 30  # trials for each hit that is asked for, in the phase that is hardest to hit
 _TRIES = 4  # dumps for each kill that is asked for: on a busy machine some end before theirs
 # Every job has a child, mapped host memory, and kernels under way on streams whenever it is
@@ -155,13 +146,11 @@ def run(
                     tally.counts["brought back by the worker"] += 1
                 shutil.rmtree(images)  # hundreds of them fill a disk
             except AssertionError as lost:
-                deaths = _deaths(job)
-                why = _not_crius_own(job, phase, deaths, proofs)
-                owner = "not proved to be CRIU's" if why else "CRIU's own code stood there"
-                names_of = " and ".join(sorted(set(deaths.values()))) or "a hang"
-                tally.counts[f"LOST in {phase} to {names_of}, {owner}"] += 1
-                if plugin and (why or whole_bound):
-                    why = why or "; ".join(proofs.values())
+                loss = losses.judge_in(phase, job, proofs)
+                owner = "not proved to be CRIU's" if loss.lacks else "CRIU's own code stood there"
+                tally.counts[f"LOST in {phase} to {loss.of_what}, {owner}"] += 1
+                if plugin and (loss.lacks or whole_bound):
+                    why = loss.lacks or "; ".join(proofs.values())
                     tally.failures.append(f"killed at {point} ({phase}): {lost}; {why}")
                 jobs.drop()
     return tally
@@ -201,45 +190,6 @@ def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
     if not tally.counts["worker killed"]:
         tally.failures.append("no worker was killed")
     return tally
-
-
-def _deaths(job: SteadyJob) -> dict[int, str]:
-    """Which processes of the tree have ended, and of what. Children that were killed with their
-    parent are left out, unless nobody died of anything else."""
-    found = {}
-    for pid in job.pids:
-        if process_state(pid) == "Z":
-            status = exit_status(pid)
-            found[pid] = signal.Signals(-status).name if status < 0 else f"exit {status}"
-    return {pid: how for pid, how in found.items() if how != "SIGKILL"} or found
-
-
-def _not_crius_own(
-    job: SteadyJob, phase: str, deaths: Mapping[int, str], proofs: Mapping[int, str]
-) -> str:
-    """What is missing for a proof that CRIU's own code in a task killed it; empty: nothing."""
-    if phase != _CRIUS_PHASE:
-        return f"in this phase no code of CRIU's stands in a task; {_told(deaths)}"
-    if not deaths:
-        return "the job hangs"
-    for pid, how in deaths.items():
-        if how not in _CRIUS_SIGNALS:
-            return f"that is not how CRIU's code in a task ends: {_told(deaths)}"
-        if pid not in proofs:
-            return f"no code of CRIU's was seen in pid {pid} when criu was killed; {_told(deaths)}"
-    if job.pids[0] in deaths:
-        job.pids = job.pids[:1]  # its children die with it
-        return ""
-    job.pids = tuple(job.alive_pids())
-    try:
-        job.run_on()
-    except AssertionError as hung:
-        return f"the others do not run on: {hung}"
-    return ""
-
-
-def _told(deaths: Mapping[int, str]) -> str:
-    return ", ".join(f"pid {pid}: {how}" for pid, how in deaths.items()) or "nobody died"
 
 
 def start_job(

@@ -60,6 +60,7 @@ class SteadyJob(Job):
         argv = [str(program), *(part for word in words for part in word.split("="))]
         super().__init__(argv, log, environ)
         self.pids: tuple[int, ...] = (self.pid,)
+        self._ends: dict[int, int] = {}  # of those that were waited for
         kinds = ("children", "plain_children", "late_children", "forked_children")
         processes = 1 + sum(int(str(options.get(kind, 0))) for kind in kinds)
         deadline = time.monotonic() + TIMEOUT_S
@@ -113,6 +114,7 @@ class SteadyJob(Job):
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """As of a Job; the rest of the tree, which has come to us, is waited for as well."""
         status = super().wait(timeout_s)
+        self._ends[self.pid] = status
         self.reap()
         return status
 
@@ -120,7 +122,11 @@ class SteadyJob(Job):
         """Wait for the zombies of the tree, so that its pids are free for a restore."""
         for pid in self.pids:
             try:
-                while process_state(pid) in ("Z", "X") and os.waitpid(pid, os.WNOHANG)[0] == 0:
+                while process_state(pid) in ("Z", "X"):
+                    found, status = os.waitpid(pid, os.WNOHANG)
+                    if found:
+                        self._ends[pid] = os.waitstatus_to_exitcode(status)
+                        break
                     time.sleep(POLL_S)
             except ChildProcessError:  # its parent's, which is about to go
                 continue
@@ -139,6 +145,17 @@ class SteadyJob(Job):
             assert time.monotonic() < deadline, "; ".join(describe(pid) for pid in left)
             self.reap()
             time.sleep(POLL_S)
+
+    def ended(self) -> dict[int, int | None]:
+        """Of the tree, those that have: the exit status, or minus the signal that killed it; None:
+        nobody knows, as somebody else has waited for it."""
+        found: dict[int, int | None] = {}
+        for pid in self.pids:
+            if not is_alive(pid):
+                found[pid] = self._ends.get(pid)
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    found[pid] = exit_status(pid)
+        return found
 
     def alive_pids(self) -> list[int]:
         return [pid for pid in self.pids if is_alive(pid)]
