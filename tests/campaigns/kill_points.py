@@ -34,7 +34,7 @@ from campaigns.rig import (
     with_config,
     workers,
 )
-from campaigns.steady_job import SteadyJob, is_alive, restore_thread
+from campaigns.steady_job import SteadyJob, Thread, is_alive, restore_thread
 from campaigns.tally import Tally
 from gpustasis.criu.plugin import Setting
 
@@ -91,13 +91,13 @@ def run(
     plugin False: stock CRIU and a job without CUDA, for comparison; what that loses is counted, and
     is not a failure of ours. with_worker: the plugin's worker is killed at the same instant, and
     `gpustasis recover` has to do its work.
-    whole_bound False: a loss that is proved to be CRIU's own is counted and is no failure; what
-    this leaves is what the plugin itself can break. each: go on until every phase of the plugin's
-    dump was hit that often; one that cannot be hit is a failure. shape: of the job, with the
-    plugin. settings: the plugin's configuration; with cpu_memory = "ours" a dump has a phase more,
-    and with recipients, private_key opens what `recover` needs. start: makes another job than this
-    module's. after: asked about the image directory of each dump that the job has survived; an
-    AssertionError of it is a failure.
+    whole_bound False: a loss that is proved to be CRIU's own is counted and is no failure, as long
+    as they are few; what this leaves is what the plugin itself can break. each: go on until every
+    phase of the plugin's dump was hit that often; one that cannot be hit is a failure. shape: of
+    the job, with the plugin. settings: the plugin's configuration; with cpu_memory = "ours" a dump
+    has a phase more, and with recipients, private_key opens what `recover` needs. start: makes
+    another job than this module's. after: asked about the image directory of each dump when the job
+    runs on, or has been ended; an AssertionError of it is a failure.
     """
     tally = Tally()
     phases = phases_of(settings)
@@ -118,20 +118,12 @@ def run(
                 tally.failures.append(f"{wanted}, cannot be had: {dict(hits)}")
                 break
             job, images = jobs.get(), rig.images()
+            threads = job.threads()
             kill = _Kill(rig, job, images, with_worker, phases)
             words = _words(rig, job, images, plugin)
             users = [pid for pid in job.pids if with_worker and restore_thread(pid)]  # of CUDA
-            # Dumps of a busy machine differ, so a count that is a difference may be none.
-            turn = random.randrange(max(1, len(spans[fewest])))
-            length = spans[fewest][turn] if spans[fewest] else 0
-            if length < _SHORT_S or (index % 2 == 0 and calls[fewest] > 0):
-                number = random.randint(1, max(1, calls[fewest]))
-                point = f"system call {number} of {calls[fewest]} of {fewest}"
-                proofs = kill.at_call(words, number, _PHASES[fewest])
-            else:
-                seconds = random.uniform(0, length)
-                point = f"{seconds * 1000:.1f} ms of {length * 1000:.1f} of {fewest} {turn + 1}"
-                proofs = kill.in_phase(words, fewest, turn, seconds)
+            by_calls = index % 2 == 0
+            point, proofs = kill.aim(words, random, fewest, calls[fewest], spans[fewest], by_calls)
             phase = _phase(images, phases)
             hits[phase] += kill.done
             tally.counts.update(["trials", f"in {phase}"] if kill.done else ["too late"])
@@ -140,7 +132,11 @@ def run(
                     _recover(rig, users, images, key)
                 job.run_on()
                 rig.settle(images)
-                job.threads()
+                now = job.threads()
+                # Which signals a thread had blocked is lost with CRIU while it dumps tasks, and
+                # else with the worker.
+                if plugin and phase != losses.CRIUS_PHASE and not with_worker:
+                    assert now == threads, f"its threads have changed: {_changed(threads, now)}"
                 after(images)
                 if (images / "gpustasis-undo.log").exists():
                     tally.counts["brought back by the worker"] += 1
@@ -153,7 +149,29 @@ def run(
                     why = loss.lacks or "; ".join(proofs.values())
                     tally.failures.append(f"killed at {point} ({phase}): {lost}; {why}")
                 jobs.drop()
+                try:
+                    rig.settle(images)
+                    after(images)
+                except AssertionError as left:
+                    tally.failures.append(f"killed at {point} ({phase}), the job is gone: {left}")
+    if plugin and not whole_bound:
+        losses.limit(tally)
     return tally
+
+
+def _changed(before: Mapping[int, Thread], now: Mapping[int, Thread]) -> str:
+    tids = sorted(before.keys() | now.keys())
+    return "; ".join(
+        f"{tid}: {before.get(tid)}, then {now.get(tid)}"
+        for tid in tids
+        if before.get(tid) != now.get(tid)
+    )
+
+
+def require_kills(tally: Tally) -> None:
+    """No failure, in dumps that were killed: a kill that comes too late proves nothing."""
+    tally.require_clean()
+    assert tally.counts["in end"] <= tally.trials // 3, tally.counts
 
 
 def run_worker_kills(rig: Rig, random: Random, count: int) -> Tally:
@@ -263,6 +281,28 @@ class _Kill:
     phases: Sequence[str]
     calls: int = 0
     done: bool = False
+
+    def aim(
+        self,
+        words: list[str],
+        random: Random,
+        phase: str,
+        calls: int,
+        spans: Sequence[float],
+        by_calls: bool,
+    ) -> tuple[str, dict[int, str]]:
+        """At a point of the phase, which made so many calls and lasted so long when it was
+        measured. What point it was, and in which tasks CRIU's code stood."""
+        # Dumps of a busy machine differ, so a count that is a difference may be none.
+        turn = random.randrange(max(1, len(spans)))
+        length = spans[turn] if spans else 0
+        if length < _SHORT_S or (by_calls and calls > 0):
+            number = random.randint(1, max(1, calls))
+            point = f"system call {number} of {calls} of {phase}"
+            return point, self.at_call(words, number, _PHASES[phase])
+        seconds = random.uniform(0, length)
+        point = f"{seconds * 1000:.1f} ms of {length * 1000:.1f} of {phase} {turn + 1}"
+        return point, self.in_phase(words, phase, turn, seconds)
 
     def at_call(self, words: list[str], number: int, mark: str) -> dict[int, str]:
         """At that system call after the mark, 0: at none. In which tasks CRIU's code stood."""

@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from campaigns.tally import Tally
+
 CRIUS_PHASE = "dump tasks"  # the only one in which CRIU's code stands in tasks
 _CRIUS_SIGNALS = {"SIGTRAP", "SIGSEGV"}  # what the tasks die of in which it stood
 _END_S = 10.0  # children end with their root; on a busy machine that takes a moment
@@ -72,9 +74,12 @@ def judge(job: Tree, proofs: Mapping[int, str]) -> Loss:
             return Loss(deaths, "")
 
 
-def most(trials: int) -> int:
-    """How many jobs CRIU may lose in so many trials: it takes about one in a hundred."""
-    return max(1, trials // 5)
+def limit(tally: Tally) -> None:
+    """Of losses that are proved to be CRIU's it takes about one in a hundred trials; a failure if
+    there are more than that can be: then the proof is none."""
+    lost = sum(count for what, count in tally.counts.items() if what.startswith("LOST"))
+    if lost > max(1, tally.trials // 5):
+        tally.failures.append(f"{lost} of {tally.trials} jobs lost: more than CRIU loses by itself")
 
 
 def _lacks(job: Tree, deaths: Mapping[int, str], proofs: Mapping[int, str]) -> str:

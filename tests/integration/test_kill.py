@@ -11,21 +11,15 @@ from random import Random
 import pytest
 
 from campaigns import kill_points, kill_restore
+from campaigns.kill_points import require_kills
 from campaigns.rig import Rig, lasting_workers
 from campaigns.steady_job import process_state
-from campaigns.tally import Tally
 from campaigns.tampering import sealed_for
 from gpustasis.criu.plugin import Setting
 from support.certificates import Pair
 from support.cpu_memory import OURS
 
 SEED = 20
-
-
-def require_kills(tally: Tally) -> None:
-    """No loss, in dumps that were killed: a kill that comes too late proves nothing."""
-    tally.require_clean()
-    assert tally.counts["in end"] <= tally.trials // 3, tally.counts
 
 
 # The bound is that no job is lost at all; `make soak` holds it, and counts. CRIU loses about one in

@@ -40,9 +40,7 @@ def test_a_job_whose_sealed_dump_fails_runs_on(sealing: Rig) -> None:
 
 
 def test_no_job_is_lost_when_criu_is_killed_during_a_sealed_dump(sealing: Rig) -> None:
-    tally = kill_points.run(sealing, Random(SEED), 15, whole_bound=False)
-    tally.require_clean()
-    assert tally.counts["in end"] <= tally.trials // 3, tally.counts
+    kill_points.require_kills(kill_points.run(sealing, Random(SEED), 15, whole_bound=False))
 
 
 def test_guardians_put_back_what_is_sealed(rig: Rig, me: Pair) -> None:

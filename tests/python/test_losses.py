@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from campaigns import criu_code, losses
 from campaigns.steady_job import exit_status, process_state
+from campaigns.tally import Tally
 
 ROOT, CHILD, OTHER = 0, 1, 2
 TRAP, SEGV, KILL = signal.SIGTRAP, signal.SIGSEGV, signal.SIGKILL
@@ -146,6 +148,13 @@ def test_of_what_a_job_was_lost() -> None:
     assert losses.Loss({}, "").of_what == "a hang"
     assert losses.Loss({1: "SIGTRAP", 2: "SIGKILL"}, "").of_what == "SIGTRAP"
     assert losses.Loss({1: "SIGKILL"}, "").of_what == "SIGKILL"
+
+
+@pytest.mark.parametrize(("lost", "trials", "few"), [(1, 3, True), (2, 9, False), (4, 15, False)])
+def test_many_proofs_are_none(lost: int, trials: int, few: bool) -> None:
+    tally = Tally(Counter({"trials": trials, "LOST in dump tasks to SIGTRAP, CRIU's": lost}))
+    losses.limit(tally)
+    assert (tally.failures == []) == few
 
 
 @contextmanager
