@@ -16,15 +16,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from campaigns import criu_code
+from campaigns import criu_code, losses
 from campaigns.rig import Rig, end_strays
-from campaigns.steady_job import SteadyJob, process_state
+from campaigns.steady_job import SteadyJob, is_alive, process_state
 from campaigns.stream_faults import WAIT_S, Fault, Relay
 from campaigns.stream_memory import Watch
 from campaigns.tally import Tally
@@ -41,6 +42,7 @@ _SETTLE_S = 20.0
 _NAMED = re.compile(r"gpustasis restore -D (\S+?)`")
 _BROKEN = 18  # exit status: StreamError
 _CRIU = ("criu", "ld-linux-x86-64")  # names of it, and of what it has not yet restored
+_TRIES = 3  # of a victim, of which one has to hit it
 _KILLED = ("sender", "receiver", "criu", "script")
 
 
@@ -49,7 +51,8 @@ class Outcome:
     """Of one stream. here, there: processes of the job that live. said: what both ends said on
     stderr; named: the complete checkpoints that they name. seconds: from start to end. was_ready:
     the receiver has said so. pair: whom it was sealed for; None: nobody. criu_stood: tasks in which
-    CRIU's own code was seen when its criu was killed, and by what."""
+    CRIU's own code was seen when its criu was killed, and by what. killed: the victim of the fault
+    was alive, and was killed."""
 
     job: SteadyJob
     place: Path
@@ -65,6 +68,7 @@ class Outcome:
     was_ready: bool
     pair: Pair | None
     criu_stood: dict[int, str]
+    killed: bool
 
 
 def run(
@@ -72,7 +76,7 @@ def run(
 ) -> Tally:
     """`count` streams, each with one fault: a third of them processes that are killed. shape: of
     the job. pair: whom they are sealed for; None: they are in the clear."""
-    tally = Tally()
+    tally, tried = Tally(), Counter[str]()
     with Elsewhere() as elsewhere:
         whole = send(rig, elsewhere, Fault(), pair=pair, **shape)
         judge(rig, elsewhere, Fault(), whole, tally)
@@ -82,6 +86,12 @@ def run(
             use = _GPU if index % 3 == 1 else shape
             outcome = send(rig, elsewhere, fault, pair=pair, **use)
             judge(rig, elsewhere, fault, outcome, tally)
+            if fault.kind == "kill":
+                tried[fault.victim] += 1
+                tally.counts[f"killed {fault.victim}"] += outcome.killed
+    for victim, times in tried.items():
+        if times >= _TRIES and not tally.counts[f"killed {victim}"]:
+            tally.failures.append(f"{victim}: to be killed {times} times, and never was")
     end_strays()
     return tally
 
@@ -177,6 +187,7 @@ def send(
         was_ready=relay.ready.is_set(),
         pair=pair,
         criu_stood=criu_stood,
+        killed=relay.killed.is_set(),
     )
 
 
@@ -207,9 +218,8 @@ def judge(rig: Rig, elsewhere: Elsewhere, fault: Fault, found: Outcome, tally: T
             if fault.kind == "none":
                 assert (found.sender, found.receiver) == (0, 0), "an end says that it failed"
         elif found.criu_stood and found.there == 0 and not found.was_ready:
-            lost = set(found.job.pids) - set(found.job.alive_pids())
-            alone = found.job.pid not in found.criu_stood  # else all others end with it
-            assert not alone or lost <= set(found.criu_stood), f"{lost} ended; {found.criu_stood}"
+            loss = losses.judge(found.job, found.criu_stood)
+            assert not loss.lacks, loss.lacks
             tally.counts["LOST, CRIU's own code stood there"] += 1
         else:
             assert ran == (0, 0), "it runs twice, or in part"
@@ -294,16 +304,17 @@ def _kill(
     wait = time.monotonic() + fault.seconds
     while time.monotonic() < end and sender.poll() is None:
         victim = _find(fault.victim, sender, receiver)
-        if victim is not None and time.monotonic() >= wait:
+        if victim is not None and time.monotonic() >= wait and is_alive(victim):
             with suppress(ProcessLookupError):
                 if fault.victim == "criu":
                     os.kill(victim, signal.SIGSTOP)
                     _wait_until_stopped(victim)
                     criu_stood |= criu_code.proofs(pids)
                 os.kill(victim, signal.SIGKILL)
-            time.sleep(0.2 if fault.held else 0)  # until it is gone
-            relay.killed.set()
-            return
+                while fault.held and is_alive(victim) and time.monotonic() < end:
+                    time.sleep(0.001)
+                relay.killed.set()
+                return
         time.sleep(0.001)
 
 
