@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -74,15 +74,16 @@ def refuse_all(
     damages: Sequence[Damage],
     tally: Tally,
     *,
-    by_criu: bool = False,
+    by_criu: Collection[Damage] = (),
 ) -> None:
-    """A restore of a copy with each of them. by_criu: as of expect_refusal."""
+    """A restore of a copy with each of them. by_criu: those of them that CRIU may refuse, as of
+    expect_refusal."""
     for damage in damages:
         images = rig.copy(checkpoint.images)
         what = damage(images)
         tally.counts["trials"] += 1
         try:
-            refused = expect_refusal(rig, checkpoint.job, images, by_criu=by_criu)
+            refused = expect_refusal(rig, checkpoint.job, images, by_criu=damage in by_criu)
             tally.counts[refused] += 1
         except AssertionError as failure:
             tally.failures.append(f"{what}: {failure}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,17 +124,22 @@ def run_restores(
         for name in names:
             size = (two.last / name).stat().st_size
             damages += [_flipped(name, at) for at in _places(random, size, count)]
+        by_criu: list[Damage] = []
         for name in sorted(clear_names):
             size = (two.last / name).stat().st_size
-            damages += [_flipped(name, at) for at in _places(random, size, clear)]
-        damages += _changes_of_files(two.first, two.last, random)
+            by_criu += [_flipped(name, at) for at in _places(random, size, clear)]
+        by_criu += _of_earlier(two.first, two.last, clear_names)
+        damages += [*by_criu, *_changes_of_files(two.first, two.last, random, clear_names)]
         rig = with_config(rig, settings)
-        damage.refuse_all(rig, Checkpoint(two.job, two.last), damages, tally, by_criu=True)
+        damage.refuse_all(rig, Checkpoint(two.job, two.last), damages, tally, by_criu=by_criu)
     return tally
 
 
-def _changes_of_files(other: Path, images: Path, random: Random) -> list[Damage]:
-    """What can be done with frames and files as wholes."""
+def _changes_of_files(
+    other: Path, images: Path, random: Random, without: Collection[str] = ()
+) -> list[Damage]:
+    """What can be done with frames and files as wholes. without: files that are not replaced by
+    those of the earlier checkpoint."""
     changes: list[Damage] = []
     names = [path.name for path in sorted(images.glob("gpustasis-*.img"))]
     for name in names:
@@ -144,11 +149,7 @@ def _changes_of_files(other: Path, images: Path, random: Random) -> list[Damage]
         changes += _changes_of_pieces(name, pieces, others, random)
         changes += [missing(name), cut(name, len(raw) - 1), cut(name, len(raw) // 2)]
         changes.append(_written(name, raw + b"\0", "one byte longer"))
-    for path in sorted(images.iterdir()):
-        their = other / path.name
-        is_read = path.suffix in (".img", ".cms")
-        if is_read and their.exists() and their.read_bytes() != path.read_bytes():
-            changes.append(_written(path.name, their.read_bytes(), "of an earlier checkpoint"))
+    changes += _of_earlier(other, images, {path.name for path in images.iterdir()} - set(without))
     for first, second in itertools.pairwise(names):
         changes.append(_swapped(first, second))
     # What says which memory there is, of the earlier one, with all that is new beside it.
@@ -158,6 +159,17 @@ def _changes_of_files(other: Path, images: Path, random: Random) -> list[Damage]
         changes.append(_taken(other, [name for name in names if name != SEALED_NAME]))
     sealed = [name for name in (*names, ENVELOPE_NAME) if (other / name).exists()]
     changes.append(_taken(other, sealed))  # all of it, beside CRIU's inventory of the later one
+    return changes
+
+
+def _of_earlier(other: Path, images: Path, names: Collection[str]) -> list[Damage]:
+    """Each of these files that the earlier checkpoint has as well, and that differs there."""
+    changes = []
+    for path in sorted(images / name for name in names):
+        their = other / path.name
+        is_read = path.suffix in (".img", ".cms")
+        if is_read and their.exists() and their.read_bytes() != path.read_bytes():
+            changes.append(_written(path.name, their.read_bytes(), "of an earlier checkpoint"))
     return changes
 
 
