@@ -18,6 +18,7 @@ from campaigns.tally import Tally
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.jobs.messages import Phase
 from gpustasis.task import read_task
+from support.driver_states import driver_of, not_running
 from support.ring import WORLD, Network, Ring, ring_of
 from support.ring_faults import Case, Disks, Fault, Trouble, Watcher, end_all, held
 from support.ring_stores import RingStore
@@ -187,17 +188,21 @@ class Troubled:
         assert statuses == [None] * WORLD, f"{what}: keepers have ended: {statuses}\n{ring.logs()}"
 
     def _require_unlocked(self, what: str) -> None:
-        """Nothing of ours holds a rank."""
+        """Nothing of ours holds a rank, and neither does the driver."""
         ring = self.ring
+        driver = driver_of(ring.environ)
 
         def is_free() -> bool:
-            return not (ring.locked() or held(ring) or any(map(_tracer, ring.pids())))
+            if ring.locked() or held(ring) or any(map(_tracer, ring.pids())):
+                return False
+            return not not_running(driver, ring.pids())
 
         try:
             ring.wait(is_free, END_S)
         except AssertionError as exc:
             left = f"tables {ring.locked()}, held {held(ring)}, traced "
             left += str([pid for pid in ring.pids() if _tracer(pid)])
+            left += f", driver {not_running(driver, ring.pids())}"
             raise AssertionError(f"{what}: left: {left}\n{exc}") from None
         ring.check()
 

@@ -20,6 +20,7 @@ from gpustasis.dump_records import alone_with
 from gpustasis.errors import CheckpointError
 from gpustasis.recovery import Outcome, recover
 from support.cpu_memory import OURS
+from support.driver_states import driver_of
 from support.faults import await_hit
 from support.job import Job
 
@@ -27,10 +28,6 @@ DUMPS_AT_ONCE = 3
 LEAK_DUMPS = 8
 WAIT_S = 20.0
 ASKED = {"found_locked": "dump"}
-
-
-def driver_of(rig: Rig) -> Driver:
-    return Driver(str(Path(rig.environ["LD_LIBRARY_PATH"].split(":")[0]) / "libcuda.so.1"))
 
 
 def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
@@ -86,7 +83,7 @@ def test_a_job_that_is_being_dumped_is_not_recovered(
     """The first of its processes is locked, as a killed criu leaves it, and nothing is frozen: criu
     waits for the lock of the second."""
     monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
-    driver = driver_of(newest_rig)
+    driver = driver_of(newest_rig.environ)
     with newest_rig.job(mib=4, children=1) as job:
         newest_rig.emulator.add_fault("lock", "delay", delay_ms=4000, pid=job.pids[1])
         images = newest_rig.images()
@@ -145,7 +142,7 @@ def test_a_job_found_locked_or_checkpointed_is_refused(
 ) -> None:
     """Another program is at work on it, or was killed at it: only who knows better asks for it."""
     monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
-    driver = driver_of(newest_rig)
+    driver = driver_of(newest_rig.environ)
     with newest_rig.job(mib=4, children=1) as job:
         driver.lock(job.pids[1], 10_000)
         if found is ProcessState.CHECKPOINTED:
@@ -163,7 +160,7 @@ def test_a_job_found_locked_or_checkpointed_is_left_so(
     rig: Rig, found: ProcessState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUSTASIS_EMULATOR", rig.environ["GPUSTASIS_EMULATOR"])
-    driver = driver_of(rig)
+    driver = driver_of(rig.environ)
     with rig.job(mib=4) as job:
         driver.lock(job.pid, 10_000)
         if found is ProcessState.CHECKPOINTED:
@@ -191,7 +188,7 @@ def test_a_job_that_is_restored_by_another_during_the_dump_is_refused(
 ) -> None:
     """Found checkpointed, it has GPU memory again when it is frozen, which no image would have."""
     monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
-    driver = driver_of(newest_rig)
+    driver = driver_of(newest_rig.environ)
     with newest_rig.job(mib=4, children=1) as job:
         driver.lock(job.pid, 10_000)
         driver.checkpoint(job.pid)
@@ -217,7 +214,7 @@ def test_a_locked_job_whose_dump_fails_is_left_locked(
     newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
-    driver = driver_of(newest_rig)
+    driver = driver_of(newest_rig.environ)
     with newest_rig.job(mib=4) as job:
         driver.lock(job.pid, 10_000)
         newest_rig.emulator.add_fault("checkpoint", "fail_after", code=999)
