@@ -3,8 +3,9 @@
 
 A tree whose restore breaks off is not complete. Either all of it runs and is exact (criu was killed
 when it had let go), or it is dead, or none of it has made a step. What CRIU leaves standing
-half-made before the plugin has had its turn is counted: stock CRIU does the same. Once a GPU is
-restored, the plugin's worker ends it.
+half-made before it has attached to all tasks is counted: stock CRIU does the same. From then on the
+kernel kills them with criu, until all of their memory is there (docs/design.md, "The life of a
+restore").
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from campaigns import damage
 from campaigns.rig import Rig, end_strays
 from campaigns.steady_job import SteadyJob
 from campaigns.tally import Tally
+from support.restore_kills import ALL_HELD
 
 _SETTLE_S = 0.3
 _BUSY_S = 20.0  # a job that is to run, or has been killed, has done so by then on a busy machine
 _TRIES = 10  # no two restores make as many system calls: a late one may not come
 _HALF_MADE = "left half-made by criu, does nothing"
-_FIRST_RESTORED = "cuda_plugin: restored pid"  # in criu's log
 
 
 def run(
@@ -54,10 +55,11 @@ def run(
         tally.counts["trials"] += 1
         try:
             rig.settle(checkpoint.images)
-            begun = _FIRST_RESTORED in _log(checkpoint)
-            outcome = _judge(job, output, _BUSY_S if begun else _SETTLE_S)
+            held = ALL_HELD in _log(checkpoint)
+            tally.counts["criu had attached to all"] += held
+            outcome = _judge(job, output, _BUSY_S if held else _SETTLE_S)
             tally.counts[outcome] += 1
-            assert outcome != _HALF_MADE or not begun, "left half-made with a GPU restored"
+            assert outcome != _HALF_MADE or not held, "left half-made by a criu that had all tasks"
             _end(job, output)
             after()
         except AssertionError as failure:

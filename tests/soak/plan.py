@@ -29,7 +29,7 @@ from campaigns import (
     tar_readers,
     whole_trees,
 )
-from campaigns.rig import Rig, with_driver
+from campaigns.rig import Rig, with_config, with_driver
 from campaigns.tally import Tally
 from soak import job_faults, keepers, sealed
 from soak.bench import KILLS, KILLS_EACH_PHASE, KILLS_WITH_WORKER, STREAMS_BROKEN, Bench, Campaign
@@ -108,6 +108,11 @@ def _kill_restore(bench: Bench) -> Iterator[tuple[str, Tally]]:
         version = f"criu {rig.criu.version_text}"
         random = bench.random(f"kill-restore {version}")
         yield version, kill_restore.run(rig, random, KILLED_RESTORES)
+        ours = with_config(rig, {"cpu_memory": "ours", "layout": "packed"})
+        all_kinds = {"children": 1, "plain_children": 1, "shared_mib": 2}
+        checkpoint = damage.take(ours, mib=4, **all_kinds)
+        part = f"{version}, with CPU memory and shared memory, packed"
+        yield part, kill_restore.run(ours, random, KILLED_RESTORES, checkpoint)
 
 
 def _full_disk(bench: Bench) -> Iterator[tuple[str, Tally]]:
