@@ -20,6 +20,8 @@ ALL_WAIT = "Unlock network"  # in CRIU's code, for a word of its
 ALL_HELD = " was trapped"  # by criu, which has attached to all
 PLUGIN_ASKED = "Run late stage hook"
 FILLED = " MiB of CPU memory of pid "
+PLUGIN_DONE = "Running pre-resume scripts"  # criu is about to detach from all
+DETACHED = "Restore finished successfully"
 
 
 class RestoreKills:
@@ -59,13 +61,14 @@ class RestoreKills:
         }
 
     def hit_all(self, count: int) -> None:
-        """Kills in each part, so many."""
+        """Kills in each part, so many, and one when all memory is there."""
         for part in self.parts:
             for _ in range(10 * count):
                 if self.hits.count(part) >= count:
                     break
                 self.aim_at(part)
             assert self.hits.count(part) >= count, self.hits
+        self._hit_complete()
 
     def aim_at(self, part: str) -> None:
         """Kill criu there, or near it, and see what has become of the job."""
@@ -88,6 +91,14 @@ class RestoreKills:
         shutil.rmtree(copy)
         return ended.log
 
+    def _hit_complete(self) -> None:
+        """Kill criu when all have their memory and it has let go of none yet: all run on."""
+        log = self.restore(PLUGIN_DONE, 1)
+        assert PLUGIN_DONE in log and DETACHED not in log, "criu was not killed there"
+        self._require_none_stands()
+        self.job.run_on()
+        end_processes(self.job)
+
     def _require_never_run(self, *, held: bool) -> None:
         """held: criu has attached to all, and they die with it. Before that, what it has not
         attached to may wait in CRIU's code, for ever."""
@@ -109,10 +120,7 @@ class RestoreKills:
 
     def _require_exact(self) -> None:
         """All have their memory: whoever lives runs on."""
-        deadline = time.monotonic() + 10
-        while any(process_state(pid) in ("t", "T") for pid in self.job.pids):
-            assert time.monotonic() < deadline, "a process stands still"
-            time.sleep(0.01)
+        self._require_none_stands()
         while True:
             dead = [pid for pid in self.job.pids if not is_alive(pid)]
             if self._together and dead:
@@ -128,6 +136,12 @@ class RestoreKills:
         for pid in self.job.pids:
             if process_state(pid) == "Z":
                 assert exit_status(pid) == -signal.SIGKILL
+
+    def _require_none_stands(self) -> None:
+        deadline = time.monotonic() + 10
+        while any(process_state(pid) in ("t", "T") for pid in self.job.pids):
+            assert time.monotonic() < deadline, "a process stands still"
+            time.sleep(0.01)
 
     @property
     def _counted(self) -> Path:
