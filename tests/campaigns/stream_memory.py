@@ -45,6 +45,7 @@ class Watch:
         self._strangers: dict[int, float] = {}  # since when they are known to be of no side
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)
+        self._error: BaseException | None = None
 
     def __enter__(self) -> Self:
         self._strangers = dict.fromkeys(_processes(), 0.0)
@@ -59,18 +60,26 @@ class Watch:
     ) -> None:
         self._done.set()
         self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
 
     def _run(self) -> None:
-        while not self._done.wait(_POLL_S):
-            alive = _processes()
-            for gone in self._strangers.keys() - set(alive):
-                del self._strangers[gone]
-            totals = {self.sender.mark: 0, self.receiver.mark: 0}
-            for pid in alive:
-                with suppress(OSError):
-                    self._add(pid, totals)
-            for side in (self.sender, self.receiver):
-                side.peak_kib = max(side.peak_kib, totals[side.mark])
+        try:
+            while not self._done.wait(_POLL_S):
+                self._look()
+        except BaseException as failure:  # noqa: BLE001 - told to who waits for the end
+            self._error = failure
+
+    def _look(self) -> None:
+        alive = _processes()
+        for gone in self._strangers.keys() - set(alive):
+            del self._strangers[gone]
+        totals = {self.sender.mark: 0, self.receiver.mark: 0}
+        for pid in alive:
+            with suppress(OSError):
+                self._add(pid, totals)
+        for side in (self.sender, self.receiver):
+            side.peak_kib = max(side.peak_kib, totals[side.mark])
 
     def _add(self, pid: int, totals: dict[str, int]) -> None:
         now = time.monotonic()
