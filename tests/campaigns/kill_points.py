@@ -242,6 +242,7 @@ def _measure(
         time.sleep(_WATCH_S)
     assert criu.returncode == 0, criu_errors(images, "dump")
     job.run_on()
+    rig.settle(images)  # nobody traces the job
     if _STORE in phases:  # all of them have some
         stored = log_path(images, "dump").read_text(errors="replace").count(_STORED)
         assert stored == len(job.pids), f"the CPU memory of {stored} processes was stored"
@@ -260,6 +261,7 @@ def _count_calls(rig: Rig, job: SteadyJob, plugin: bool, names: Sequence[str]) -
         kill.at_call(_words(rig, job, images, plugin), 0, mark)
         left[mark] = kill.calls
         job.run_on()
+        rig.settle(images)
     ends = [*marks[1:], ""]
     for name, end in ends_of.items():
         ends[names.index(name)] = end
