@@ -14,6 +14,7 @@ from gpustasis._core import (
     DumpLock,
     find_checkpoint_record,
     find_drop_record,
+    give_signals_back,
     remove_checkpoint_record,
 )
 from gpustasis.errors import CheckpointError
@@ -74,6 +75,21 @@ def find_dropped(pid: int) -> DropRecord | None:
         raise CheckpointError(
             f"cannot read whether memory of process {pid} is missing: {exc}"
         ) from exc
+
+
+def unblock_signals(pid: int, restore_thread: int) -> None:
+    """The driver's thread in the process has signals blocked that it did not block before the dump,
+    if criu and its worker were killed while they used it. The rest of a recovery does not depend on
+    it, so what fails is a warning."""
+    try:
+        if give_signals_back(pid, restore_thread):
+            log.info("thread %s of process %s has its signal mask back", restore_thread, pid)
+    except (ValueError, OSError, NotImplementedError) as exc:
+        log.warning(
+            "thread %s of process %s may keep signals blocked, and calls such as setuid() of the "
+            "process may wait for ever: %s",
+            *(restore_thread, pid, exc),
+        )
 
 
 def find_begun(pid: int) -> DropRecord | None:

@@ -28,6 +28,7 @@ from gpustasis.dump_records import (
     find_dropped,
     forget_begun,
     is_directory_of,
+    unblock_signals,
 )
 from gpustasis.dumped import Dumped, Progress, is_sealed
 from gpustasis.errors import CheckpointError, DriverError, SealError
@@ -129,6 +130,7 @@ def _recover(
     log.info("process %s is %s", pid, state.name)
     if state in (ProcessState.RUNNING, ProcessState.LOCKED):
         _require_no_record(pid)
+        _unblock_signals(pid, driver)
     if state is ProcessState.RUNNING:
         return Recovery(outcome=Outcome.RUNS, refilled_bytes=0)
     if state not in (ProcessState.LOCKED, ProcessState.CHECKPOINTED):
@@ -158,6 +160,7 @@ def _recover(
         _wait_for_drop(pid, driver)
         if dumped is not None:
             refilled = _refill(task, dumped, manifest, threads, on_progress)
+        _unblock_signals(pid, driver)
         driver.init()
         driver.restore(pid)
         forget_begun(pid)
@@ -222,6 +225,11 @@ def _wait_for_drop(pid: int, driver: Driver) -> None:
                 "own: it may still drop memory; nothing was changed"
             )
         time.sleep(_POLL_S)
+
+
+def _unblock_signals(pid: int, driver: Driver) -> None:
+    if find_begun(pid) is not None:
+        unblock_signals(pid, driver.get_restore_thread_id(pid))
 
 
 def _require_begun(task: Task, images: Path, manifest: Manifest | None) -> None:

@@ -133,6 +133,13 @@ void bind_dropped_memory(py::module_& m) {
           "Whether no page of process `pid` can be dropped any more: its restore thread, which a "
           "dump\n"
           "makes call madvise, waits in a call of its own again, or is gone.");
+    m.def("give_signals_back", &give_signals_back, py::arg("pid"), py::arg("restore_thread"),
+          py::call_guard<py::gil_scoped_release>(),
+          "If a dump that was killed has left the restore thread of process `pid` all signals but\n"
+          "SIGTRAP blocked, give that thread the mask that it had before; whether that was so. The "
+          "thread\nmust be back in a call of its own. Raises OSError, also if it cannot be "
+          "stopped; "
+          "UnsupportedDataError\nif another process traces it; as find_drop_record.");
     m.def("refill_dropped", &refill, py::arg("directory"), py::arg("pid"), py::arg("image"),
           py::arg("checkpoint_id"), py::arg("digest"), py::arg("threads") = 0,
           py::arg("progress") = py::none(), py::arg("key") = py::none(),

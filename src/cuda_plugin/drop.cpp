@@ -10,6 +10,7 @@
 #include "dropped_memory/drop_record.hpp"
 #include "tracee/injected_syscall.hpp"
 #include "tracee/proc.hpp"
+#include "tracee/ptrace.hpp"
 #include "tracee/task_maps.hpp"
 #include "tracee/userfaultfd_record.hpp"
 #include "tracee/way_back.hpp"
@@ -85,6 +86,16 @@ void close_by_any_thread(pid_t pid, UserfaultfdRecord& record,
                     "gpustasis recover " + std::to_string(pid) + " -D " + record.directory);
 }
 
+/// That the restore thread of a frozen task blocks; 0: that cannot be told.
+std::uint64_t signals_of(const TaskRecord& record) {
+    try {
+        return record.thawed ? record.signal_mask.load() : get_signal_mask(record.restore_tid);
+    } catch (const Error& e) {
+        host::debug(e.what());
+        return 0;
+    }
+}
+
 void write_record(DropRecords& records, const TaskRecord& record, int image_dir) {
     struct stat directory {};
     if (::fstat(image_dir, &directory) != 0)
@@ -92,6 +103,7 @@ void write_record(DropRecords& records, const TaskRecord& record, int image_dir)
     records.write({.task = identity_of(record),
                    .pid = record.pid,
                    .seen_from = pid_namespace_of("self"),
+                   .signals = signals_of(record),
                    .boot_id = proc::boot_id(),
                    .checkpoint_id = record.checkpoint_id,
                    .digest = record.digest,

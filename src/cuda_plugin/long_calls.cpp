@@ -7,6 +7,10 @@
 
 namespace gpustasis {
 
+namespace {
+constexpr std::chrono::seconds kOfTheDead{5};
+}
+
 void LongCalls::begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work) {
     std::erase_if(calls_, [](const Call& call) { return call.has_ended->load(); });
     auto has_ended = std::make_shared<std::atomic<bool>>(false);
@@ -34,7 +38,10 @@ bool LongCalls::hangs(Call& call) const noexcept {
 
 void LongCalls::give_up(pid_t pid) noexcept {
     for (Call& call : calls_)
-        call.was_found_hanging = call.was_found_hanging || call.pid == pid;
+        if (call.pid == pid) {
+            call.begin = Clock::now();
+            call.limit = std::min<Clock::duration>(call.limit, kOfTheDead);
+        }
 }
 
 bool LongCalls::hangs(pid_t pid) noexcept {

@@ -20,7 +20,7 @@ public:
     /// driver may do one after the other. Throws std::system_error if there can be no thread.
     void begin(pid_t pid, std::chrono::milliseconds limit, std::function<void()> work);
 
-    /// That task has died: what is under way in it counts as hanging from now on, for it may never end.
+    /// That task has died: what is under way in it hangs if it does not end soon, for it may never.
     void give_up(pid_t pid) noexcept;
 
     /// Whether one of that task hangs.

@@ -22,6 +22,14 @@ struct Outcome {
     std::string error; ///< why it was not done; empty: it was
 };
 
+/// What fails in a task, again and again.
+struct Failing {
+    std::chrono::steady_clock::time_point since = std::chrono::steady_clock::now();
+    int count = 0;
+    bool is_given_up = false; ///< nobody waits for the task
+    std::string why;
+};
+
 /// Work for one task after the other, as tasks that share memory need it. Call from one thread.
 class Turns {
 public:

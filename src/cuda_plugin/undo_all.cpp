@@ -81,6 +81,10 @@ private:
         return &turns == &refills_ ? is_reading_wanted_ : is_turn_wanted_;
     }
     void has_passed(pid_t pid, const Turns& turns);
+    void settle(TaskRecord& record) {
+        record.settled = true;
+        was_tried_alone_.clear(); // what it held is free now
+    }
     bool is_at_restore(pid_t pid) const {
         return refills_.is_begun(pid) || restores_.is_begun(pid);
     }
@@ -102,13 +106,6 @@ private:
     template <class Use>
     void each_unsettled(Use&& use);
 
-    /// What fails in a task, again and again.
-    struct Failing {
-        Clock::time_point since = Clock::now();
-        int count = 0;
-        bool is_given_up = false; ///< nobody waits for the task
-        std::string why;
-    };
     using FailingAt = std::map<std::pair<pid_t, const Turns*>, Failing>;
     bool is_given_up(pid_t pid) const {
         return std::ranges::any_of(failing_, [&](const auto& one) {
@@ -128,6 +125,7 @@ private:
     std::set<pid_t> refilling_;  // of whom it was told that this takes long
     std::set<pid_t> waited_for_; // whose restore thread has not come back for long
     std::set<pid_t> hanging_;    // in which the driver hangs
+    std::set<pid_t> slow_;       // in which it did, and failed when that ended: so it may each time
     std::set<pid_t> restored_;
     FailingAt failing_;
     std::map<pid_t, const Turns*> failed_last_; // at what
@@ -171,6 +169,8 @@ bool Undo::failed(TaskRecord& record, Turns& turns, const std::string& why) {
     failed_last_[record.pid] = &turns;
     failing.why = why;
     ++failing.count;
+    if (hanging_.contains(record.pid))
+        slow_.insert(record.pid);
     failing.is_given_up = failing.is_given_up || Clock::now() - failing.since > kLongDrop;
     wanted(turns) = wanted(turns) || !is_given_up(record.pid);
     turns.forget(record.pid);
@@ -201,8 +201,11 @@ void Undo::look_at_given_up(TaskRecord& record, bool is_any_left) {
         restore(record);
         return;
     }
-    if (calls_.any_works() || reading_.any_works())
-        return; // another one's last try: it may be that one which this one needs
+    // Another one's last try, of which the unlock is a part: it may be that one which this one needs.
+    bool is_at_last_try = calls_.any_works() || reading_.any_works();
+    each_unsettled([&](const TaskRecord& one) { is_at_last_try |= restored_.contains(one.pid); });
+    if (is_at_last_try)
+        return;
     tell(record, last->second.why + "; try gpustasis recover");
     record.settled = true; // only now: until here it is not undone
 }
@@ -219,7 +222,8 @@ void Undo::look_at_given_up() {
     for (const bool is_begun : {true, false}) {
         bool is_any_left = false; // that the worker cannot settle
         each_unsettled([&](const TaskRecord& record) {
-            is_any_left |= !is_given_up(record.pid) || calls_.hangs(record.pid) ||
+            is_any_left |= !is_given_up(record.pid) ||
+                           (calls_.hangs(record.pid) && !slow_.contains(record.pid)) ||
                            is_stopped(record.restore_tid) || !is_free(record);
         });
         is_alone_ = !is_any_left;
@@ -315,7 +319,7 @@ void Undo::unlock(TaskRecord& record) {
         return;
     }
     tell(record, "criu is gone; the task was brought back and runs on");
-    record.settled = true;
+    settle(record);
 }
 
 /// Those first whose turn is the longest ago: those that fail would take all turns.
@@ -347,7 +351,8 @@ int Undo::look() {
             forget_drop(record);
             forget_checkpoint(record);
             calls_.give_up(record.pid);
-            record.settled = true;
+            reading_.give_up(record.pid);
+            settle(record);
             return;
         }
         if (!released_)

@@ -6,6 +6,7 @@
 #include "core/lineage.hpp"
 #include "core/trusted_directory.hpp"
 #include "tracee/proc.hpp"
+#include "tracee/ptrace.hpp"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -14,10 +15,14 @@
 
 #include <cerrno>
 #include <charconv>
+#include <chrono>
+#include <csignal>
+#include <exception>
 #include <memory>
 #include <span>
 #include <sstream>
 #include <string_view>
+#include <thread>
 
 namespace gpustasis {
 namespace {
@@ -45,7 +50,7 @@ std::string text_of(const DropRecord& record) {
     text << kHead << '\n'
          << record.task.pid_namespace << ' ' << record.task.inner_pid << ' '
          << record.task.start_time << '\n'
-         << record.pid << ' ' << record.seen_from << '\n'
+         << record.pid << ' ' << record.seen_from << ' ' << record.signals << '\n'
          << id_text(record.boot_id) << '\n'
          << id_text(record.checkpoint_id) << '\n'
          << id_text(record.digest) << '\n'
@@ -73,7 +78,10 @@ DropRecord parse(const std::string& content) {
         throw Error(Errc::corrupt_data, "it is not a drop record, or of another version");
     DropRecord record;
     numbers(record.task.pid_namespace, record.task.inner_pid, record.task.start_time);
-    numbers(record.pid, record.seen_from);
+    std::istringstream words(line());
+    if (!(words >> record.pid >> record.seen_from))
+        throw Error(Errc::corrupt_data, "a number is missing");
+    words >> record.signals; // which earlier versions did not write
     record.boot_id = parse_id(line());
     record.checkpoint_id = parse_id(line());
     record.digest = parse_id(line());
@@ -82,6 +90,11 @@ DropRecord parse(const std::string& content) {
     std::getline(text, record.directory, '\0');
     return record;
 }
+
+/// The kernel blocks none of these, whatever it is told.
+constexpr std::uint64_t kNeverBlocked = std::uint64_t{1} << (SIGKILL - 1) | std::uint64_t{1}
+                                                                                << (SIGSTOP - 1);
+constexpr std::chrono::seconds kStopsWithin{5};
 
 bool is_alive(const DropRecord& record) {
     if (record.boot_id != proc::boot_id())
@@ -179,6 +192,30 @@ std::vector<DropRecord> DropRecords::list() {
             ::unlinkat(dir.get(), entry->d_name, 0);
     }
     return records;
+}
+
+bool give_signals_back(pid_t pid, pid_t restore_thread) {
+    const std::optional<DropRecord> record =
+        DropRecords({}, DropRecords::kCheckpointed).find(identify_task(pid));
+    if (!record || record->signals == 0)
+        return false;
+    bool was_left = false;
+    std::exception_ptr failure;
+    std::thread([&] { // as SeizedThread wants it
+        try {
+            const SeizedThread held(restore_thread, kStopsWithin);
+            was_left = (get_signal_mask(restore_thread) | kNeverBlocked) ==
+                       (kAllButSigtrap | kNeverBlocked);
+            if (was_left)
+                set_signal_mask(restore_thread, record->signals);
+        } catch (...) {
+            failure = std::current_exception();
+        }
+    })
+        .join();
+    if (failure)
+        std::rethrow_exception(failure);
+    return was_left;
 }
 
 } // namespace gpustasis

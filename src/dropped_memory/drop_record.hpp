@@ -26,6 +26,7 @@ struct DropRecord {
     TaskIdentity task;
     pid_t pid = 0;               ///< of the task, as the dump saw it
     std::uint64_t seen_from = 0; ///< inode of the pid namespace that `pid` counts in
+    std::uint64_t signals = 0;   ///< that its restore thread blocked before the dump; 0: not known
     Id boot_id{};                ///< a record of another boot counts for nothing
     Id checkpoint_id{};          ///< of the dump
     Id digest{};                 ///< of the image; all zero: there was none yet
@@ -72,5 +73,11 @@ private:
     std::string base_;
     std::string kind_;
 };
+
+/// If a dump that was killed has left the restore thread of process `pid` its own signal mask, kAllButSigtrap, give that
+/// thread the mask of the record of the checkpoint. Whoever waits for a signal that all threads take, as setuid(3) does,
+/// would wait for ever else. Returns whether that was so. `restore_thread` must be back in a call of its own. Throws Error:
+/// io, unsupported, as SeizedThread; as DropRecords::find().
+bool give_signals_back(pid_t pid, pid_t restore_thread);
 
 } // namespace gpustasis

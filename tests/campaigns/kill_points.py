@@ -133,9 +133,8 @@ def run(
                 job.run_on()
                 rig.settle(images)
                 now = job.threads()
-                # Which signals a thread had blocked is lost with CRIU while it dumps tasks, and
-                # else with the worker.
-                if plugin and phase != losses.CRIUS_PHASE and not with_worker:
+                # While CRIU dumps tasks, which signals a thread had blocked is lost with it.
+                if plugin and phase != losses.CRIUS_PHASE:
                     assert now == threads, f"its threads have changed: {_changed(threads, now)}"
                 after(images)
                 if (images / "gpustasis-undo.log").exists():

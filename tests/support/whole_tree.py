@@ -142,6 +142,7 @@ class WholeTree(SteadyJob):
         ]
         argv = (program, "--disk", disk, "--tmpfs", tmpfs, *words)
         Job.__init__(self, argv, log, environ)
+        self._ends = {}
         self.pids = (self.pid,)
         try:
             self._await_rounds(2)

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <string>
 
 using namespace gpustasis;
@@ -23,6 +24,7 @@ DropRecord record_of(pid_t pid) {
     record.task = identify_task(pid);
     record.pid = pid;
     record.seen_from = pid_namespace_of("self");
+    record.signals = 0xfffffffe7ffbfeff;
     record.boot_id = proc::boot_id();
     record.checkpoint_id[0] = std::byte{0xab};
     record.digest[15] = std::byte{0x01};
@@ -49,6 +51,23 @@ void what_is_written_is_found_until_it_is_removed() {
     CHECK(!records.find(other));
     records.remove(record.task);
     CHECK(!records.find(record.task));
+}
+
+// The host was upgraded between the dump that was killed and its recovery.
+void one_of_an_earlier_version_says_nothing_of_signals() {
+    const sample::TempDir base;
+    DropRecords records(base.path());
+    DropRecord record = record_of(::getpid());
+    records.write(record);
+    const auto path = std::filesystem::directory_iterator(records.path())->path();
+    std::string text;
+    CHECK(std::getline(std::ifstream(path), text, '\0'));
+    const std::string said = " " + std::to_string(record.signals);
+    const std::size_t at = text.find(said);
+    CHECK(at != std::string::npos);
+    CHECK(std::ofstream(path) << text.erase(at, said.size()) << std::flush);
+    record.signals = 0;
+    CHECK(records.find(record.task) == record);
 }
 
 void records_of_both_kinds_are_apart() {
@@ -124,6 +143,7 @@ void what_others_could_have_written_is_refused() {
 
 int main() {
     what_is_written_is_found_until_it_is_removed();
+    one_of_an_earlier_version_says_nothing_of_signals();
     records_of_both_kinds_are_apart();
     records_of_another_boot_and_of_the_dead_count_for_nothing();
     what_others_could_have_written_is_refused();

@@ -38,6 +38,24 @@ void one_that_does_not_end_hangs_and_is_in_its_task_still() {
     CHECK(!calls.hangs(kFirst) && !calls.any_works());
 }
 
+// It may end yet: it has some seconds, and no other task's call is concerned.
+void one_of_a_task_that_has_died_hangs_soon() {
+    LongCalls calls;
+    Gate dead, alive;
+    calls.begin(kFirst, std::chrono::hours(1), dead.waits());
+    calls.begin(kSecond, std::chrono::hours(1), alive.waits());
+    const auto begin = std::chrono::steady_clock::now();
+    calls.give_up(kFirst);
+    CHECK(!calls.hangs(kFirst));
+    CHECK(comes_true([&] { return calls.hangs(kFirst); }));
+    CHECK(std::chrono::steady_clock::now() - begin > milliseconds(4'900));
+    CHECK(calls.any_works() && !calls.hangs(kSecond));
+    alive.open();
+    CHECK(comes_true([&] { return !calls.any_works(); }));
+    dead.open();
+    CHECK(comes_true([&] { return !calls.is_in(kFirst); }));
+}
+
 // As in a driver that does one after the other: the second one's time begins when the first has ended.
 void one_that_waits_for_another_does_not_hang() {
     constexpr milliseconds kLimit(4'000);
@@ -80,6 +98,7 @@ void one_that_hangs_behind_another_at_work_is_found() {
 
 int main() {
     one_that_does_not_end_hangs_and_is_in_its_task_still();
+    one_of_a_task_that_has_died_hangs_soon();
     one_that_waits_for_another_does_not_hang();
     one_that_hangs_behind_another_at_work_is_found();
 }
