@@ -132,6 +132,7 @@ def _recover(
         _require_no_record(pid)
         _unblock_signals(pid, driver)
     if state is ProcessState.RUNNING:
+        forget_begun(pid)
         return Recovery(outcome=Outcome.RUNS, refilled_bytes=0)
     if state not in (ProcessState.LOCKED, ProcessState.CHECKPOINTED):
         raise CheckpointError(
@@ -168,6 +169,7 @@ def _recover(
         left = Outcome.LEFT_LOCKED if state is ProcessState.LOCKED else Outcome.RESTORED_LOCKED
         return Recovery(outcome=left, refilled_bytes=refilled)
     _unlock(pid, driver)
+    forget_begun(pid)
     done = Outcome.UNLOCKED if state is ProcessState.LOCKED else Outcome.RESTORED
     return Recovery(outcome=done, refilled_bytes=refilled)
 

@@ -174,6 +174,7 @@ void DumpSession::undo_tree() noexcept {
             [&](GoingBack& task) {
                 if (task.thawed)
                     task.thawed->refreeze();
+                forget_checkpoint(*task.record);
                 task.record->settled = true;
                 host::info("brought back " + name(*task.record));
             });
@@ -201,6 +202,7 @@ void DumpSession::undo(TaskRecord& record) noexcept {
             } else {
                 undo_task(record, worker_);
             }
+            forget_checkpoint(record);
         });
         record.settled = true;
         host::info("brought back " + name(record));

@@ -79,7 +79,6 @@ void undo_unlock(const TaskRecord& record, Driver& driver) {
     if (record.lock_begun && record.state_before == ProcessState::running &&
         driver.state(record.pid) != ProcessState::running)
         unlock(record.pid, driver);
-    forget_checkpoint(record);
 }
 
 void forget_drop(TaskRecord& record) noexcept {

@@ -82,6 +82,7 @@ private:
     }
     void has_passed(pid_t pid, const Turns& turns);
     void settle(TaskRecord& record) {
+        forget_checkpoint(record);
         record.settled = true;
         was_tried_alone_.clear(); // what it held is free now
     }
@@ -349,7 +350,6 @@ int Undo::look() {
         }
         if (life == proc::Liveness::dead || record.gone) {
             forget_drop(record);
-            forget_checkpoint(record);
             calls_.give_up(record.pid);
             reading_.give_up(record.pid);
             settle(record);

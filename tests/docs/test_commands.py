@@ -127,7 +127,7 @@ def run_shell(script: str, home: Path, environ: dict[str, str]) -> tuple[int, st
 def test_readme(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None:
     home, environ = newcomer
     blocks = shell_blocks(repository / "README.md")
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     script = "set -eu\n" + "\n".join(blocks)
     try:
         status, output = run_shell(script, home, environ)
