@@ -71,13 +71,12 @@ class Way:
                 kind: len(list(images.glob(f"gpustasis-{kind}[0-9]*.img")))
                 for kind in ("", "memory-", "sealed-")
             }
-            gpus = len(CUDA_PROCESSES)
-            stored = PROCESSES if self.config.get("cpu_memory") == "ours" else 0
-            assert counts == (
-                {"": 0, "memory-": 0, "sealed-": stored + gpus}
-                if self.sealed
-                else {"": gpus, "memory-": stored, "sealed-": 0}
-            )
+            # Of a process that has little memory of its own at that moment there is no image.
+            gpus, some = len(CUDA_PROCESSES), PROCESSES // 2
+            if self.sealed:
+                assert counts["sealed-"] > some + gpus, counts
+            else:
+                assert counts[""] == gpus and counts["memory-"] > some, counts
             assert (images / "gpustasis-sealed.img").exists() == self.sealed
             return
         told: dict[str, Any] = json.loads((images / "gpustasis-dump.json").read_text())
