@@ -71,7 +71,7 @@ class Way:
                 kind: len(list(images.glob(f"gpustasis-{kind}[0-9]*.img")))
                 for kind in ("", "memory-", "sealed-")
             }
-            # Of a process that has little memory of its own at that moment there is no image.
+            # Now and then one process has no image: what it has is compared after the restore.
             gpus, some = len(CUDA_PROCESSES), PROCESSES // 2
             if self.sealed:
                 assert counts["sealed-"] > some + gpus, counts
