@@ -16,7 +16,8 @@ namespace gpustasis {
 /// driver restore it, and unlock it; an account is left in gpustasis-undo.log. All are restored before any is unlocked, but
 /// for those whose memory cannot be put back, or that do not come to where they can be restored: after 10 s nobody waits for
 /// these. What fails is tried again: nobody waits for it after 10 s, but it has turns behind the others as long as there are
-/// any, and is given up for good when it was tried three times at least, and once with nobody else left. Nor is one waited for in which the driver hangs, for driver_timeout_ms; it is brought back when that ends.
+/// any, and is given up for good when it was tried three times at least, and once with nobody else left. Nor is one waited
+/// for in which the driver hangs, for driver_timeout_ms; it is brought back when that ends.
 /// `driver`: loads it, when first needed; from any thread. `calls`: also those that are under way still. The process must end
 /// by _exit(): threads may be at work. Throws std::bad_alloc before anything was begun.
 void undo_all(const std::function<Driver&()>& driver, const Config& config, TaskTable& table,

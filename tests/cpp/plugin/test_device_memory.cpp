@@ -72,6 +72,21 @@ UniqueFd new_ring(io_uring_params& made) {
     return ring;
 }
 
+/// Of CPU memory, prepared.
+struct Dump {
+    Dump() { dump.prepare(); }
+    sample::TempDir dir;
+    Lineage lineage{dir.fd()};
+    Statistics statistics;
+    Config config = [] {
+        Config ours;
+        ours.cpu_memory = CpuMemory::ours;
+        return ours;
+    }();
+    DumpImages images{config, dir.fd(), lineage, statistics};
+    CpuMemoryDump dump{config, images, statistics};
+};
+
 void memory_that_a_ring_has_pinned_is_left() {
     const Task task([] {
         io_uring_params made{};
@@ -89,21 +104,16 @@ void memory_that_a_ring_has_pinned_is_left() {
     });
     CHECK(task.why() == std::to_string(kPinned >> 10) + " kB of its memory are pinned (VmPin)");
 
-    const sample::TempDir dir;
-    Lineage lineage(dir.fd());
-    Statistics statistics;
-    Config config;
-    config.cpu_memory = CpuMemory::ours;
-    DumpImages images(config, dir.fd(), lineage, statistics);
-    CpuMemoryDump dump(config, images, statistics);
-    dump.prepare();
+    Dump of;
+    CpuMemoryDump& dump = of.dump;
+    const Statistics& statistics = of.statistics;
     dump.add(task.pid(), {});
     CHECK(!dump.take([] { CHECK(false && "nothing is stored"); },
                      [](const CpuMemoryDump::Noted&) { CHECK(false && "nothing is noted"); }));
     CHECK(statistics.cpu_memory.at(0).left_because == task.why());
     CHECK(statistics.cpu_memory.at(0).bytes == 0);
     dump.finish(true);
-    CHECK(dir.empty());
+    CHECK(of.dir.empty());
 }
 
 /// What is stored as shared, of two tasks that have the same memory.
@@ -132,14 +142,9 @@ std::uint64_t shared_bytes_stored(bool has_ring) {
               ::waitpid(pid, &status, __WALL) == pid && WIFSTOPPED(status));
     }
 
-    const sample::TempDir dir;
-    Lineage lineage(dir.fd());
-    Statistics statistics;
-    Config config;
-    config.cpu_memory = CpuMemory::ours;
-    DumpImages images(config, dir.fd(), lineage, statistics);
-    CpuMemoryDump dump(config, images, statistics);
-    dump.prepare();
+    Dump of;
+    CpuMemoryDump& dump = of.dump;
+    const Statistics& statistics = of.statistics;
     dump.add(storing.pid(), {}); // the first one that has it stores what is shared
     dump.add(other.pid(), {});
     CHECK(dump.take([] {}, [](const CpuMemoryDump::Noted&) {}));
