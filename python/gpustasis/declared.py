@@ -13,7 +13,7 @@ class Declared:
 
     def __init__(self, declarations: str) -> None:
         self._declarations = declarations
-        self._parsing = threading.Lock()
+        self._parsing = threading.RLock()  # also for a signal's handler
         self._ffi: Any = None
 
     @property

@@ -77,19 +77,21 @@ def find_dropped(pid: int) -> DropRecord | None:
         ) from exc
 
 
-def unblock_signals(pid: int, restore_thread: int) -> None:
+def unblock_signals(pid: int, restore_thread: int) -> bool:
     """The driver's thread in the process has signals blocked that it did not block before the dump,
     if criu and its worker were killed while they used it. The rest of a recovery does not depend on
-    it, so what fails is a warning."""
+    it, so what fails is a warning, and False: the record must stay for the next one."""
     try:
         if give_signals_back(pid, restore_thread):
             log.info("thread %s of process %s has its signal mask back", restore_thread, pid)
-    except (ValueError, OSError, NotImplementedError) as exc:
+        return True
+    except (ValueError, OSError, RuntimeError) as exc:  # also: there can be no more threads
         log.warning(
             "thread %s of process %s may keep signals blocked, and calls such as setuid() of the "
-            "process may wait for ever: %s",
-            *(restore_thread, pid, exc),
+            "process may wait for ever: %s; to try again: gpustasis recover %s",
+            *(restore_thread, pid, exc, pid),
         )
+        return False
 
 
 def find_begun(pid: int) -> DropRecord | None:

@@ -130,9 +130,10 @@ def _recover(
     log.info("process %s is %s", pid, state.name)
     if state in (ProcessState.RUNNING, ProcessState.LOCKED):
         _require_no_record(pid)
-        _unblock_signals(pid, driver)
+        has_signals = _unblock_signals(pid, driver)
     if state is ProcessState.RUNNING:
-        forget_begun(pid)
+        if has_signals:
+            forget_begun(pid)
         return Recovery(outcome=Outcome.RUNS, refilled_bytes=0)
     if state not in (ProcessState.LOCKED, ProcessState.CHECKPOINTED):
         raise CheckpointError(
@@ -161,15 +162,17 @@ def _recover(
         _wait_for_drop(pid, driver)
         if dumped is not None:
             refilled = _refill(task, dumped, manifest, threads, on_progress)
-        _unblock_signals(pid, driver)
+        has_signals = _unblock_signals(pid, driver)
         driver.init()
         driver.restore(pid)
-        forget_begun(pid)
     if before is not ProcessState.RUNNING:
+        if has_signals:
+            forget_begun(pid)
         left = Outcome.LEFT_LOCKED if state is ProcessState.LOCKED else Outcome.RESTORED_LOCKED
         return Recovery(outcome=left, refilled_bytes=refilled)
     _unlock(pid, driver)
-    forget_begun(pid)
+    if has_signals:
+        forget_begun(pid)
     done = Outcome.UNLOCKED if state is ProcessState.LOCKED else Outcome.RESTORED
     return Recovery(outcome=done, refilled_bytes=refilled)
 
@@ -229,9 +232,13 @@ def _wait_for_drop(pid: int, driver: Driver) -> None:
         time.sleep(_POLL_S)
 
 
-def _unblock_signals(pid: int, driver: Driver) -> None:
-    if find_begun(pid) is not None:
-        unblock_signals(pid, driver.get_restore_thread_id(pid))
+def _unblock_signals(pid: int, driver: Driver) -> bool:
+    """Whether the record of the dump is needed no longer. A recovery does not depend on it."""
+    try:
+        return find_begun(pid) is None or unblock_signals(pid, driver.get_restore_thread_id(pid))
+    except CheckpointError as exc:
+        log.warning("threads of process %s may keep signals blocked: %s", pid, exc)
+        return False
 
 
 def _require_begun(task: Task, images: Path, manifest: Manifest | None) -> None:

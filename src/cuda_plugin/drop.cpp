@@ -86,10 +86,22 @@ void close_by_any_thread(pid_t pid, UserfaultfdRecord& record,
                     "gpustasis recover " + std::to_string(pid) + " -D " + record.directory);
 }
 
-/// That the restore thread of a frozen task blocks; 0: that cannot be told.
-std::uint64_t signals_of(const TaskRecord& record) {
+/// That the restore thread of a frozen task blocks; 0: that cannot be told. If an earlier dump was killed and has left it
+/// the mask of a dump, it gets its own first: nobody would know that one any more, nor would any image.
+std::uint64_t signals_of(const TaskRecord& record, DropRecords& records) {
     try {
-        return record.thawed ? record.signal_mask.load() : get_signal_mask(record.restore_tid);
+        if (record.thawed)
+            return record.signal_mask;
+        const std::uint64_t signals = get_signal_mask(record.restore_tid);
+        if (!is_mask_of_dump(signals))
+            return signals;
+        const std::optional<DropRecord> earlier = records.find(identity_of(record));
+        if (!earlier || earlier->signals == 0)
+            return signals;
+        host::info("giving the restore thread of pid " + std::to_string(record.pid) +
+                   " its signal mask back, which an earlier dump has left changed");
+        set_signal_mask(record.restore_tid, earlier->signals);
+        return earlier->signals;
     } catch (const Error& e) {
         host::debug(e.what());
         return 0;
@@ -103,7 +115,7 @@ void write_record(DropRecords& records, const TaskRecord& record, int image_dir)
     records.write({.task = identity_of(record),
                    .pid = record.pid,
                    .seen_from = pid_namespace_of("self"),
-                   .signals = signals_of(record),
+                   .signals = signals_of(record, records),
                    .boot_id = proc::boot_id(),
                    .checkpoint_id = record.checkpoint_id,
                    .digest = record.digest,

@@ -80,6 +80,13 @@ void DumpSession::refill(TaskRecord& record) {
     refill_task(record, undo_images_, config_.threads, guard.pages ? &*guard.pages : nullptr);
 }
 
+/// Before the restore thread of a task gets another signal mask. (One that was found checkpointed has no record: it
+/// would say that its memory is there.)
+void DumpSession::record_before_thaw(const TaskRecord& record) {
+    if (!record.checkpoint_begun && record.state_before != ProcessState::checkpointed)
+        record_checkpoint(record, image_dir_.get(), false);
+}
+
 /// A task that is brought back.
 struct DumpSession::GoingBack {
     TaskRecord* record = nullptr;
@@ -153,8 +160,10 @@ void DumpSession::undo_tree() noexcept {
                 host::info("bringing back " + name(record));
                 statistics_of(record).phases.time("undo", [&] { refill(record); });
                 const bool is_frozen = is_traced_by_us(record.restore_tid);
-                if (is_frozen)
+                if (is_frozen) {
+                    record_before_thaw(record);
                     task.thawed.emplace(record);
+                }
                 const WatchedThread watched(worker_, is_frozen ? record.restore_tid : 0);
                 // Quick, where there is nothing to restore.
                 task.restored =
@@ -195,6 +204,7 @@ void DumpSession::undo(TaskRecord& record) noexcept {
             refill(record);
             // Frozen only if the dump came that far: a failing lock leaves the task running.
             if (is_traced_by_us(record.restore_tid)) {
+                record_before_thaw(record);
                 ThawedThread thawed(record);
                 const WatchedThread watched(worker_, record.restore_tid);
                 undo_task(record, worker_);

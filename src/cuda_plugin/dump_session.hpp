@@ -77,6 +77,7 @@ private:
     void undo_tree() noexcept;
     void undo(TaskRecord& record) noexcept;
     void refill(TaskRecord& record);
+    void record_before_thaw(const TaskRecord& record);
     std::uint64_t missing_in(const TaskRecord& record);
     void settle_dead(TaskRecord& record) noexcept;
     void tell_left(const TaskRecord& record, const char* why) noexcept;

@@ -8,6 +8,7 @@
 #include "tracee/ptrace.hpp"
 
 #include <exception>
+#include <optional>
 
 namespace gpustasis {
 namespace {
@@ -92,10 +93,11 @@ void forget_drop(TaskRecord& record) noexcept {
 }
 
 void forget_checkpoint(const TaskRecord& record) noexcept {
-    if (!record.checkpoint_begun)
-        return;
     try {
-        DropRecords({}, DropRecords::kCheckpointed).remove(identity_of(record));
+        DropRecords records({}, DropRecords::kCheckpointed);
+        const std::optional<DropRecord> found = records.find(identity_of(record));
+        if (found && found->checkpoint_id == record.checkpoint_id)
+            records.remove(found->task);
     } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): see undo.hpp
     }
 }

@@ -33,7 +33,7 @@ void undo_unlock(const TaskRecord& record, Driver& driver);
 /// comes first, and a record that stays only has later dumps of the task refused.
 void forget_drop(TaskRecord& record) noexcept;
 
-/// Remove the record that the dump has had the task checkpointed: it runs again, and its restore thread has its signals
+/// Remove the record that this dump has had the task checkpointed: it runs again, and its restore thread has its signals
 /// back, or it is dead. Errors are lost: a record that stays says nothing wrong of this task.
 void forget_checkpoint(const TaskRecord& record) noexcept;
 

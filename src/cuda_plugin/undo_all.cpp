@@ -41,10 +41,8 @@ constexpr std::chrono::seconds kLogTakes{5};
 using Clock = std::chrono::steady_clock;
 
 bool anything_to_undo(const TaskTable& table) noexcept {
-    for (std::size_t i = 0; i < table.task_count; ++i)
-        if (!table.tasks[i].settled)
-            return true;
-    return false;
+    return std::any_of(table.tasks, table.tasks + table.task_count,
+                       [](const TaskRecord& record) { return !record.settled; });
 }
 
 /// In case criu was killed while it was raised.
@@ -170,7 +168,7 @@ bool Undo::failed(TaskRecord& record, Turns& turns, const std::string& why) {
     failed_last_[record.pid] = &turns;
     failing.why = why;
     ++failing.count;
-    if (hanging_.contains(record.pid))
+    if (hanging_.erase(record.pid) != 0)
         slow_.insert(record.pid);
     failing.is_given_up = failing.is_given_up || Clock::now() - failing.since > kLongDrop;
     wanted(turns) = wanted(turns) || !is_given_up(record.pid);
@@ -202,9 +200,11 @@ void Undo::look_at_given_up(TaskRecord& record, bool is_any_left) {
         restore(record);
         return;
     }
-    // Another one's last try, of which the unlock is a part: it may be that one which this one needs.
+    // Another one's last try, of which the unlock is a part, or one that hangs: it may be that one which this one needs.
     bool is_at_last_try = calls_.any_works() || reading_.any_works();
-    each_unsettled([&](const TaskRecord& one) { is_at_last_try |= restored_.contains(one.pid); });
+    each_unsettled([&](const TaskRecord& one) {
+        is_at_last_try |= restored_.contains(one.pid) || calls_.is_in(one.pid);
+    });
     if (is_at_last_try)
         return;
     tell(record, last->second.why + "; try gpustasis recover");

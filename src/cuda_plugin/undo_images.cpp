@@ -24,6 +24,7 @@ void UndoImages::forget_key() noexcept {
 }
 
 ImageReader UndoImages::open(const DroppedTask& task) const {
+    const std::scoped_lock one_at_a_time(opening_); // the lineage is not for several threads
     if (!key_)
         return open_dropped(task, lineage_);
     const int directory = lineage_.directory(0);

@@ -8,6 +8,7 @@
 #include "seal/data_key.hpp"
 
 #include <cstddef>
+#include <mutex>
 #include <optional>
 
 namespace gpustasis {
@@ -26,13 +27,14 @@ public:
     /// Wipes it.
     void forget_key() noexcept;
 
-    /// Throws as open_dropped().
+    /// From any thread. Throws as open_dropped().
     ImageReader open(const DroppedTask& task) const;
 
 private:
     friend class KeyHandover;
     Lineage& lineage_;
     std::optional<seal::DataKey> key_; ///< none: images are in the clear
+    mutable std::mutex opening_;
 };
 
 /// The key on its way from a process to one that it forks, in a pipe: memory of the kernel's, which is never

@@ -16,7 +16,6 @@
 #include <cerrno>
 #include <charconv>
 #include <chrono>
-#include <csignal>
 #include <exception>
 #include <memory>
 #include <span>
@@ -81,7 +80,8 @@ DropRecord parse(const std::string& content) {
     std::istringstream words(line());
     if (!(words >> record.pid >> record.seen_from))
         throw Error(Errc::corrupt_data, "a number is missing");
-    words >> record.signals; // which earlier versions did not write
+    if (!(words >> record.signals)) // which earlier versions did not write
+        record.signals = 0;
     record.boot_id = parse_id(line());
     record.checkpoint_id = parse_id(line());
     record.digest = parse_id(line());
@@ -91,9 +91,6 @@ DropRecord parse(const std::string& content) {
     return record;
 }
 
-/// The kernel blocks none of these, whatever it is told.
-constexpr std::uint64_t kNeverBlocked = std::uint64_t{1} << (SIGKILL - 1) | std::uint64_t{1}
-                                                                                << (SIGSTOP - 1);
 constexpr std::chrono::seconds kStopsWithin{5};
 
 bool is_alive(const DropRecord& record) {
@@ -204,8 +201,7 @@ bool give_signals_back(pid_t pid, pid_t restore_thread) {
     std::thread([&] { // as SeizedThread wants it
         try {
             const SeizedThread held(restore_thread, kStopsWithin);
-            was_left = (get_signal_mask(restore_thread) | kNeverBlocked) ==
-                       (kAllButSigtrap | kNeverBlocked);
+            was_left = is_mask_of_dump(get_signal_mask(restore_thread));
             if (was_left)
                 set_signal_mask(restore_thread, record->signals);
         } catch (...) {

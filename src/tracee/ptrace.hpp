@@ -22,6 +22,12 @@ inline constexpr auto kPtraceSetSignalMask = static_cast<__ptrace_request>(0x420
 /// Every signal but SIGTRAP, as a kernel signal mask.
 inline constexpr std::uint64_t kAllButSigtrap = ~(std::uint64_t{1} << (SIGTRAP - 1));
 
+/// Whether a thread that was given kAllButSigtrap has this mask: the kernel never blocks SIGKILL and SIGSTOP.
+constexpr bool is_mask_of_dump(std::uint64_t mask) {
+    return (mask | std::uint64_t{1} << (SIGKILL - 1) | std::uint64_t{1} << (SIGSTOP - 1)) ==
+           kAllButSigtrap;
+}
+
 inline void ptrace_call(__ptrace_request request, const char* name, pid_t tid, void* address,
                         void* data) {
     if (::ptrace(request, tid, address, data) != 0)

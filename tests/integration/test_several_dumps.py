@@ -14,11 +14,13 @@ import pytest
 
 from campaigns import repetition
 from campaigns.rig import Rig, log_path
-from campaigns.steady_job import SteadyJob
+from campaigns.steady_job import SteadyJob, restore_thread
+from gpustasis._core import find_checkpoint_record
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.dump_records import alone_with
 from gpustasis.errors import CheckpointError
-from gpustasis.recovery import Outcome, recover
+from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM, Outcome, recover
+from gpustasis.task import find_users
 from support.cpu_memory import OURS
 from support.driver_states import driver_of
 from support.faults import await_hit
@@ -28,6 +30,8 @@ DUMPS_AT_ONCE = 3
 LEAK_DUMPS = 8
 WAIT_S = 20.0
 ASKED = {"found_locked": "dump"}
+ALL_BUT_SIGTRAP = ~(1 << 4) & (1 << 64) - 1
+KILLS = 1 << 8 | 1 << 18  # SIGKILL, SIGSTOP: the kernel blocks neither
 
 
 def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
@@ -99,6 +103,42 @@ def test_a_job_that_is_being_dumped_is_not_recovered(
         assert criu.wait(60) == 0
         job.run_on()
         assert recover(job.pid, None, driver).outcome is Outcome.RUNS
+
+
+def test_a_dump_that_is_killed_while_it_undoes_leaves_each_thread_its_signals(
+    newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a task that the driver has not been asked to checkpoint, too: its restore thread works for
+    criu while others are brought back."""
+    monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
+    driver = driver_of(newest_rig.environ)
+    with newest_rig.job(mib=4, children=2) as job:
+        threads = job.threads()
+        newest_rig.emulator.add_fault("checkpoint", "error", code=304)  # of the first
+        newest_rig.emulator.add_fault("unlock", "delay", delay_ms=6000)
+        images = newest_rig.images()
+        criu = newest_rig.start(newest_rig.dump_words(job, images, ["--leave-running"]))
+        await_hit(newest_rig.emulator)
+        workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
+        for pid in (*workers, criu.pid):
+            os.kill(pid, signal.SIGKILL)
+        criu.wait(60)
+        held = [pid for pid in job.pids if driver.get_state(pid) is ProcessState.LOCKED]
+        # That this test looks at anything.
+        assert len([pid for pid in held if blocked(pid) & ~KILLS == ALL_BUT_SIGTRAP & ~KILLS]) >= 2
+        for pid in job.pids:
+            recover(pid, None, driver)
+        job.run_on()
+        assert job.threads() == threads
+        assert [find_checkpoint_record(pid) for pid in job.pids] == [None] * len(job.pids)
+
+
+def blocked(pid: int) -> int:
+    """Signals, by the restore thread of a process."""
+    thread = restore_thread(pid)
+    assert thread is not None
+    (line,) = re.findall(r"^SigBlk:\t(\w+)$", (thread / "status").read_text(), re.MULTILINE)
+    return int(line, 16)
 
 
 def test_a_job_that_is_being_recovered_is_not_dumped(newest_rig: Rig) -> None:

@@ -137,6 +137,7 @@ def lost_again(context: Context, order: Order) -> str:  # noqa: F811
     """What is said of it."""
     wrong = verified.not_back(context, order, "its tasks have ended", is_lost=True)
     assert wrong.excuse is Excuse.LOST
+    assert str(wrong).endswith("its tasks have ended, together with its keeper")
     return str(wrong)
 
 

@@ -95,6 +95,22 @@ def test_tasks_that_do_not_end_take_no_excuse_away(
     assert caught.value.excuse is (Excuse.OTHER if told else Excuse.NONE)
 
 
+def test_what_an_earlier_keeper_was_told_excuses_no_tasks_that_live(
+    context: Context,  # noqa: F811
+    task: subprocess.Popen[bytes],  # noqa: F811
+) -> None:
+    """They have not heeded it, and the command finds them wrong."""
+    checkpoint = committed(context)
+    order = Order(checkpoint + 1, leave_running=True, restores=checkpoint, joined=True)
+    check = Check(words=("sh", "-c", "sleep 1; exit 3"), seconds=60)
+    context.options = replace(context.options, check=check)
+    context.note(pid=task.pid, epoch=order.number, told=order.number)
+    with pytest.raises(Excused, match="is not back") as caught:
+        verified.verify(context, order, "images")
+    assert caught.value.excuse is Excuse.NONE
+    assert "nothing of the checkpoint" not in str(caught.value)
+
+
 @pytest.mark.parametrize("when", ["its command runs", "others are waited for", "never"])
 def test_the_next_keeper_knows_that_the_last_one_was_told_to_end(
     when: str,

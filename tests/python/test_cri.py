@@ -183,6 +183,31 @@ def test_a_container_that_was_not_frozen(path: Path, tmp_path: Path, refused: in
     assert [one.name for one in tmp_path.iterdir()] == (["a.tar"] if refused == 3 else [])
 
 
+@pytest.mark.parametrize("why", ["no time is left", "it is interrupted"])
+def test_a_container_that_was_not_frozen_is_not_asked_for_again(
+    path: Path, tmp_path: Path, why: str
+) -> None:
+    """A dump that is begun and cut off at once would leave it paused."""
+    asked: list[int] = []
+
+    def answer(request: Any, context: Any) -> dict[str, object]:
+        asked.append(request.timeout)
+        if why == "no time is left":
+            time.sleep(1.2)  # of two seconds
+        context.abort(grpc.StatusCode.UNKNOWN, UNFROZEN)
+        return {}
+
+    known = inventory("containerd", "v2.1.9", CONTAINERS) | {"CheckpointContainer": answer}
+    seconds, stop = (2, False) if why == "no time is left" else (60, True)
+    with CriServer(path, known), Cri(str(path)) as cri:
+        container = containerd.find(cri, TWO)
+        stops = lambda: stop and bool(asked)  # noqa: E731
+        with pytest.raises(EngineError, match="unable to freeze"):
+            containerd.checkpoint(cri, container, tmp_path / "a.tar", seconds, stops)
+    assert asked == [seconds]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_checkpoint_leaves_the_container_running(
     path: Path, tmp_path: Path, number: signal.Signals

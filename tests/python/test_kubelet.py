@@ -105,6 +105,20 @@ def test_a_container_that_was_not_frozen(access: Access, serve: Serve, refused: 
         assert asked == [2, 1]
 
 
+def test_what_was_cut_off_is_not_asked_for_again(access: Access, serve: Serve) -> None:
+    """Whatever its text holds besides: names that a workload has chosen, say."""
+    asked: list[str] = []
+    fault = "rpc error: code = DeadlineExceeded desc = unable to freeze"
+
+    def answer(path: str) -> tuple[int, str]:
+        asked.append(path)
+        return 500, f"checkpointing of default/web/app failed ({fault})"
+
+    message = error(access, "default/web/app", serve(answer))
+    assert "may have left the container paused" in message
+    assert len(asked) == 1
+
+
 KUBELETS_OWN = "Forbidden (user=api (x), verb=create, resource=nodes, subresource"
 
 

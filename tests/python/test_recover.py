@@ -13,7 +13,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from gpustasis._core import ImageReader, find_drop_record, image_name
+from gpustasis._core import ImageReader, find_checkpoint_record, find_drop_record, image_name
 from support.job import Job, check_memory
 
 Gpustasis = Callable[..., CompletedProcess[str]]
@@ -186,6 +186,7 @@ def test_what_the_dump_found_is_left_so(
     ended = gpustasis("recover", str(job.pid), "-D", images)
     assert ended.returncode == 0, ended.stderr
     assert said in ended.stdout
+    assert find_checkpoint_record(job.pid) is None
     driver_calls(job, *undo)
     check_memory(job, 0)
 

@@ -44,7 +44,11 @@ _POLL_S = 0.2
 _MANY = 1024  # ranks, of which not all are read that often
 _POLL_MANY_S = 2.0
 _LEAD_S = 30.0  # after that the others do not wait for rank 0's verdict: they look themselves
-_SAYS_NOTHING = ", which says nothing of the checkpoint"
+_SAYS = {
+    Excuse.NONE: "",
+    Excuse.OTHER: ", which says nothing of the checkpoint",
+    Excuse.LOST: ", together with its keeper",
+}
 _OFTEN = 2  # restores that were lost together with a keeper: that is no bad luck any more
 _VERSION = 1
 
@@ -152,10 +156,12 @@ def not_back(context: Context, order: Order, why: str, *, is_lost: bool = False)
     """Have that be the verdict, unless there is one. is_lost: with an earlier keeper; else it says
     something of the checkpoint, unless this one was told to end."""
     excuse = Excuse.NONE
-    was_told = context.told_at > 0 or context.state.told == order.number
+    # Tasks that live in spite of what an earlier keeper was told have not failed of it.
+    state = context.state
+    was_told = context.told_at > 0 or (state.told == order.number and not state.lives)
     if was_told or is_lost:
         excuse = Excuse.OTHER if was_told else Excuse.LOST
-    text = f"{context.name} is not back: {why}{_SAYS_NOTHING if excuse else ''}"
+    text = f"{context.name} is not back: {why}{_SAYS[excuse]}"
     with suppress(StoreError):  # then all learn it when this is settled
         words = context.store, context.keys, order.number, order.restores, text
         _store(*words, excuse=excuse)

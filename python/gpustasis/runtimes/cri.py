@@ -213,20 +213,21 @@ class Cri:
     ) -> None:
         """CheckpointContainer into an archive at `location`, a few times within timeout_s if the
         container could not be frozen. stop: as in call. Raises CallError."""
-        for left_s, is_last in freezer.tries(timeout_s):
+        tries = freezer.Tries(timeout_s)
+        while True:
             try:
                 self.call(
                     "CheckpointContainer",
-                    timeout_s=left_s,
+                    timeout_s=tries.left_s,
                     stop=stop,
                     deadline=False,  # containerd would kill runc then, and leave criu behind
                     container_id=container_id,
                     location=location,
-                    timeout=left_s,
+                    timeout=tries.left_s,
                 )
-                break
+                return
             except CallError as exc:
-                if is_last or not freezer.was_not_frozen(str(exc)):
+                if not freezer.was_not_frozen(str(exc)) or not tries.again(stop):
                     raise
 
     def runtime(self, stop: Callable[[], bool] = lambda: False) -> str:

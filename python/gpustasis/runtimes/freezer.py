@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from gpustasis.errors import EngineError
@@ -26,6 +26,7 @@ _FREEZES = {_V1: ("FROZEN", "freezer.state", "FROZEN"), _V2: ("1", "cgroup.event
 _FROZEN_S = 10.0
 _TRIES = 4  # how often a runtime is asked for a checkpoint if it cannot freeze the container
 _PAUSE_S = 0.5  # before the second one; twice as long before the third one, ...
+_TICK_S = 0.1
 TOO_BUSY = (
     f"it was asked up to {_TRIES} times. Nothing was dumped, and the container runs on: the node "
     "is too busy to freeze all of its tasks"
@@ -43,20 +44,30 @@ def was_not_frozen(error: str) -> bool:
     return "unable to freeze" in error
 
 
-def tries(timeout_s: int) -> Iterator[tuple[int, bool]]:
-    """For each time that a runtime may be asked for a checkpoint of a container that it could not
-    freeze: how many seconds are left of its time, and whether this is the last one. The first one
-    is at once, a pause is before each of the others."""
-    end = time.monotonic() + timeout_s
-    left_s = timeout_s
-    for number in range(1, _TRIES + 1):
-        after_s = math.floor(end - time.monotonic() - _PAUSE_S * number)
-        is_last = number == _TRIES or after_s < 1
-        yield left_s, is_last
-        if is_last:
-            return
-        time.sleep(_PAUSE_S * number)
-        left_s = max(math.floor(end - time.monotonic()), 1)
+class Tries:
+    """To have a container checkpointed by a runtime within timeout_s, more than once if it cannot be
+    frozen. left_s: of that time, for the next one."""
+
+    def __init__(self, timeout_s: int) -> None:
+        self._timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+        self._count = 1
+        self.left_s = timeout_s
+
+    def again(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """After one that could not freeze it, and a pause: whether to ask once more. Not with less
+        than half of the time: a dump that is cut off for want of time can leave the container
+        paused. stop: asked again and again whether to end the pause; also then it is False."""
+        goes_on = time.monotonic() + _PAUSE_S * self._count
+        self.left_s = math.floor(self._end - goes_on)
+        if self._count == _TRIES or self.left_s < max(self._timeout_s / 2, 1):
+            return False
+        while (left := goes_on - time.monotonic()) > 0:
+            if stop():
+                return False
+            time.sleep(min(left, _TICK_S))
+        self._count += 1
+        return not stop()
 
 
 def frozen_groups(container_id: str) -> list[Path]:

@@ -160,13 +160,16 @@ def checkpoint(access: Access, target: Target, timeout_s: int = DEFAULT_TIMEOUT_
     container is asked again, a few times within that time. Raises EngineError.
     """
     begin = time.monotonic()
-    for left_s, is_last in freezer.tries(timeout_s):
-        status, body = _post(access, target, left_s)
-        if is_last or status != 500 or not freezer.was_not_frozen(_reason(body)):
+    tries = freezer.Tries(timeout_s)
+    while True:
+        status, body = _post(access, target, tries.left_s)
+        reason = _reason(body)
+        was_not_frozen = freezer.was_not_frozen(reason) and not _was_cut_off(reason)
+        if status != 500 or not was_not_frozen or not tries.again():
             break
     if status != 200:
         raise EngineError(
-            f"{target}: {_explain_status(status, _reason(body), target, access, timeout_s)}"
+            f"{target}: {_explain_status(status, reason, target, access, timeout_s)}"
         )
     seconds = time.monotonic() - begin
     return Made(target=target, archives=_archives(body, target), seconds=seconds)
@@ -280,12 +283,12 @@ def _explain_status(
             "once the dump there has ended, on the node: gpustasis containerd resume "
             f"{target.path}, or gpustasis crio resume {target.path}"
         )
-        if "DeadlineExceeded" in reason or "deadline exceeded" in reason:
+        if _is_over_time(reason):
             return (
                 f"{said}: not done in {timeout_s} s; --timeout gives it longer. The runtime may "
                 f"have left the container paused; {stopped}"
             )
-        if "checkpointing of" in reason and ("Unavailable" in reason or "EOF" in reason):
+        if _was_cut_off(reason):
             return (
                 f"{said}: the runtime has ended or was restarted meanwhile, and may have left the "
                 f"container paused; {stopped}"
@@ -300,6 +303,16 @@ def _explain_status(
     if 300 <= status < 400:
         return f"{said}: redirects are not followed; is this a kubelet?"
     return said
+
+
+def _is_over_time(reason: str) -> bool:
+    return "DeadlineExceeded" in reason or "deadline exceeded" in reason
+
+
+def _was_cut_off(reason: str) -> bool:
+    """Before the runtime had done with the container."""
+    has_ended = "checkpointing of" in reason and ("Unavailable" in reason or "EOF" in reason)
+    return has_ended or _is_over_time(reason)
 
 
 def _explain_missing(reason: str, timeout_s: int) -> str:

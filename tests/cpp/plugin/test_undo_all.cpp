@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "undo_rig.hpp"
 
+#include "dropped_memory/drop_record.hpp"
+#include "tracee/task_identity.hpp"
+
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/wait.h>
@@ -9,6 +12,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 using namespace gpustasis;
@@ -33,6 +37,37 @@ void an_orphan_restores_all_before_it_unlocks_any() {
     CHECK(orphan.noted() == "restore restore restore unlock unlock unlock ");
     for (std::size_t i = 0; i < orphan.rig.table->task_count; ++i)
         CHECK(orphan.rig.table->tasks[i].settled);
+}
+
+// A new dump may have checkpointed the task since it was unlocked: recover needs the record of that one.
+void an_orphan_removes_no_record_of_another_dump() {
+    const Bystander tasks[3];
+    DropRecords records({}, DropRecords::kCheckpointed);
+    for (std::uint8_t i = 0; i < 3; ++i) {
+        DropRecord record{.task = identify_task(tasks[i].pid()),
+                          .pid = tasks[i].pid(),
+                          .seen_from = pid_namespace_of("self"),
+                          .boot_id = proc::boot_id(),
+                          .directory = "/dump"};
+        record.checkpoint_id[0] = std::byte{i};
+        records.write(record);
+    }
+    Orphaned orphan(tasks, 60'000, "1", false,
+                    [](Rig& rig) { // of a task, the record is another dump's
+                        for (std::size_t i = 0; i < rig.table->task_count; ++i) {
+                            TaskRecord& task = rig.table->tasks[i];
+                            const TaskIdentity identity = identify_task(task.pid);
+                            task.pid_namespace = identity.pid_namespace;
+                            task.image_pid = identity.inner_pid;
+                            task.checkpoint_id[0] =
+                                std::byte{i == 1 ? std::uint8_t{7} : static_cast<std::uint8_t>(i)};
+                        }
+                    });
+    CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
+    CHECK(!records.find(identify_task(tasks[0].pid())));
+    CHECK(records.find(identify_task(tasks[1].pid())));
+    CHECK(!records.find(identify_task(tasks[2].pid())));
+    records.remove(identify_task(tasks[1].pid()));
 }
 
 // criu is held for long before it lets go of the tasks, of one after the other.
@@ -198,6 +233,7 @@ void an_orphan_unlocks_none_that_is_traced() {
 int main() {
     CHECK(::prctl(PR_SET_CHILD_SUBREAPER, 1) == 0);
     an_orphan_restores_all_before_it_unlocks_any();
+    an_orphan_removes_no_record_of_another_dump();
     an_orphan_waits_for_whom_criu_has_not_let_go_of();
     an_orphan_leaves_no_other_locked_because_of_one_that_is_stopped();
     an_orphan_leaves_no_other_locked_because_the_driver_hangs_in_one();

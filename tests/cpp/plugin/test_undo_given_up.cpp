@@ -96,12 +96,17 @@ void one_in_which_the_driver_hangs_is_another_one_that_is_left() {
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
 }
 
-// Nor does it keep the worker for ever.
+// Nor does it keep the worker for ever; but what hangs may come back, and free another one.
 void one_in_which_the_driver_answers_late_each_time_is_given_up() {
     const Bystander tasks[3];
     const Variable slowly("SLOW_DRIVER_REFUSAL_MS", "3000");
     const Variable restores("SLOW_DRIVER_RESTORES_ONLY", std::to_string(tasks[2].pid()));
+    const Variable refusals("SLOW_DRIVER_NOTES_REFUSALS", "1");
     const Orphaned orphan(tasks, 1'000);
+    for (const std::size_t told : {std::size_t{1}, std::size_t{2}}) {
+        await([&] { return count_of(kRecover, orphan.log()) >= told; });
+        CHECK(silent_s(orphan) > 2.9);
+    }
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
     CHECK(count_of(kRecover, orphan.log()) == 2);
 }

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""recover: the driver's restore thread gets its signal mask back, which a killed dump may have left
+as the plugin sets it while the thread works for the dump."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from gpustasis._core import find_checkpoint_record
+from support.checkpoint import Checkpointer
+from support.criu_roots import preferred_criu
+from support.job import Job, check_memory
+
+Gpustasis = Callable[..., CompletedProcess[str]]
+Generations = Callable[..., Job]
+Abandon = Callable[..., None]
+DriverCalls = Callable[..., None]
+
+ALL_BUT_SIGTRAP = ~(1 << 4) & (1 << 64) - 1
+NEVER_BLOCKED = 1 << 8 | 1 << 18  # SIGKILL, SIGSTOP
+OTHER = 1 << 9  # SIGUSR1
+
+# argv: thread, signal mask. Seize the thread, give it the mask; say so, and hold it until stdin ends.
+# The numbers are those of linux/ptrace.h and sys/wait.h.
+HOLDER = """
+import ctypes, os, sys
+tid, mask = int(sys.argv[1]), ctypes.c_uint64(int(sys.argv[2]))
+ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+def ask(request, address=None, data=None):
+    assert ptrace(request, tid, address, data) == 0, os.strerror(ctypes.get_errno())
+ask(0x4206)  # PTRACE_SEIZE
+ask(0x4207)  # PTRACE_INTERRUPT
+os.waitpid(tid, 0x40000000)  # __WALL
+ask(0x420b, 8, ctypes.addressof(mask))  # PTRACE_SETSIGMASK
+ask(7)  # PTRACE_CONT
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held(thread: Path, mask: int) -> Iterator[None]:
+    """With `mask`, by another tracer."""
+    argv = [sys.executable, "-c", HOLDER, thread.name, str(mask)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        yield
+        holder.stdin.close()
+    assert holder.returncode == 0
+
+
+def restore_thread(job: Job) -> Path:
+    (found,) = (
+        task
+        for task in Path(f"/proc/{job.pid}/task").iterdir()
+        if re.fullmatch(r"cuda[0-9a-f]{11}", (task / "comm").read_text().strip())
+    )
+    return found
+
+
+def blocked(thread: Path) -> int:
+    (line,) = re.findall(r"^SigBlk:\t(\w+)$", (thread / "status").read_text(), re.MULTILINE)
+    return int(line, 16)
+
+
+def test_what_a_killed_dump_has_left_blocked_is_not_blocked_any_more(
+    gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
+) -> None:
+    job = gpu_generations()
+    thread = restore_thread(job)
+    before = blocked(thread)
+    abandon(job, images)
+    with held(thread, ALL_BUT_SIGTRAP):
+        pass
+    assert blocked(thread) == ALL_BUT_SIGTRAP & ~NEVER_BLOCKED != before
+    ended = gpustasis("recover", str(job.pid))
+    assert ended.returncode == 0, ended.stderr
+    assert blocked(thread) == before
+    assert find_checkpoint_record(job.pid) is None
+    check_memory(job, 0)
+
+
+def test_a_mask_that_the_plugin_never_sets_is_left_alone(
+    gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
+) -> None:
+    job = gpu_generations()
+    thread = restore_thread(job)
+    abandon(job, images)
+    with held(thread, OTHER):
+        pass
+    assert gpustasis("recover", str(job.pid)).returncode == 0
+    assert blocked(thread) == OTHER
+    check_memory(job, 0)
+
+
+def test_who_could_not_give_them_back_leaves_it_to_the_next_one(
+    gpustasis: Gpustasis,
+    gpu_generations: Generations,
+    abandon: Abandon,
+    driver_calls: DriverCalls,
+    images: Path,
+) -> None:
+    job = gpu_generations()
+    thread = restore_thread(job)
+    before = blocked(thread)
+    abandon(job, images, drops=False)
+    driver_calls(job, "restore")
+    with held(thread, ALL_BUT_SIGTRAP):
+        ended = gpustasis("recover", str(job.pid))
+        assert ended.returncode == 0, ended.stderr
+        assert "was locked, and runs again" in ended.stdout
+        assert f"thread {thread.name} of process {job.pid} may keep signals blocked" in ended.stderr
+        check_memory(job, 0)
+        again = gpustasis("recover", str(job.pid))  # it runs by now
+        assert again.returncode == 0, again.stderr
+        assert "may keep signals blocked" in again.stderr
+    assert find_checkpoint_record(job.pid) is not None
+    ended = gpustasis("recover", str(job.pid))
+    assert ended.returncode == 0, ended.stderr
+    assert "there was nothing to do" in ended.stdout
+    assert "blocked" not in ended.stderr
+    assert blocked(thread) == before
+    assert find_checkpoint_record(job.pid) is None
+
+
+@pytest.mark.parametrize("leaves_running", [True, False])
+def test_the_next_dump_gives_them_back_as_well(
+    gpu_generations: Generations,
+    abandon: Abandon,
+    driver_calls: DriverCalls,
+    emulator_environ: dict[str, str],
+    images: Path,
+    tmp_path: Path,
+    *,
+    leaves_running: bool,
+) -> None:
+    """Another tool has brought the process back since. What the next dump stores is right, too."""
+    job = gpu_generations()
+    thread = restore_thread(job)
+    before = blocked(thread)
+    abandon(job, images, drops=False)
+    with held(thread, ALL_BUT_SIGTRAP):
+        pass
+    driver_calls(job, "restore", "unlock")
+    assert find_checkpoint_record(job.pid) is not None
+    place = tmp_path / "next"
+    place.mkdir()
+    checkpointer = Checkpointer(preferred_criu(), emulator_environ)
+    checkpointer.dump(job, place, leave_running=leaves_running)
+    if not leaves_running:
+        checkpointer.restore(job, place)
+    assert blocked(restore_thread(job)) == before
+    assert find_checkpoint_record(job.pid) is None
+    check_memory(job, 0)
