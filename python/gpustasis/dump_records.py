@@ -84,7 +84,6 @@ def unblock_signals(pid: int, restore_thread: int) -> bool:
     try:
         if give_signals_back(pid, restore_thread):
             log.info("thread %s of process %s has its signal mask back", restore_thread, pid)
-        return True
     except (ValueError, OSError, RuntimeError) as exc:  # also: there can be no more threads
         log.warning(
             "thread %s of process %s may keep signals blocked, and calls such as setuid() of the "
@@ -92,6 +91,7 @@ def unblock_signals(pid: int, restore_thread: int) -> bool:
             *(restore_thread, pid, exc, pid),
         )
         return False
+    return True
 
 
 def find_begun(pid: int) -> DropRecord | None:
@@ -106,8 +106,11 @@ def find_begun(pid: int) -> DropRecord | None:
         ) from exc
 
 
-def forget_begun(pid: int) -> None:
-    """Remove the record that find_begun() finds: the process has been brought back."""
+def forget_begun(pid: int, *, has_signals: bool) -> None:
+    """Remove the record that find_begun() finds: the process has been brought back. has_signals: as
+    unblock_signals() has said; else whoever tries again needs the record."""
+    if not has_signals:
+        return
     try:
         remove_checkpoint_record(pid)
     except (ValueError, OSError) as exc:  # it says nothing wrong of this process

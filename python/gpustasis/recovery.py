@@ -132,8 +132,7 @@ def _recover(
         _require_no_record(pid)
         has_signals = _unblock_signals(pid, driver)
     if state is ProcessState.RUNNING:
-        if has_signals:
-            forget_begun(pid)
+        forget_begun(pid, has_signals=has_signals)
         return Recovery(outcome=Outcome.RUNS, refilled_bytes=0)
     if state not in (ProcessState.LOCKED, ProcessState.CHECKPOINTED):
         raise CheckpointError(
@@ -166,13 +165,11 @@ def _recover(
         driver.init()
         driver.restore(pid)
     if before is not ProcessState.RUNNING:
-        if has_signals:
-            forget_begun(pid)
+        forget_begun(pid, has_signals=has_signals)
         left = Outcome.LEFT_LOCKED if state is ProcessState.LOCKED else Outcome.RESTORED_LOCKED
         return Recovery(outcome=left, refilled_bytes=refilled)
     _unlock(pid, driver)
-    if has_signals:
-        forget_begun(pid)
+    forget_begun(pid, has_signals=has_signals)
     done = Outcome.UNLOCKED if state is ProcessState.LOCKED else Outcome.RESTORED
     return Recovery(outcome=done, refilled_bytes=refilled)
 

@@ -28,7 +28,7 @@ ALL_BUT_SIGTRAP = ~(1 << 4) & (1 << 64) - 1
 NEVER_BLOCKED = 1 << 8 | 1 << 18  # SIGKILL, SIGSTOP
 OTHER = 1 << 9  # SIGUSR1
 
-# argv: thread, signal mask. Seize the thread, give it the mask; say so, and hold it until stdin ends.
+# argv: thread, signal mask. Seize the thread, give it the mask, and hold it until stdin ends.
 # The numbers are those of linux/ptrace.h and sys/wait.h.
 HOLDER = """
 import ctypes, os, sys

@@ -225,10 +225,11 @@ class Cri:
                     location=location,
                     timeout=tries.left_s,
                 )
-                return
             except CallError as exc:
                 if not freezer.was_not_frozen(str(exc)) or not tries.again(stop):
                     raise
+            else:
+                return
 
     def runtime(self, stop: Callable[[], bool] = lambda: False) -> str:
         """Name and version of what listens, as "containerd v2.1.9". stop: as in call. Raises

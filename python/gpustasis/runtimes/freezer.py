@@ -45,8 +45,8 @@ def was_not_frozen(error: str) -> bool:
 
 
 class Tries:
-    """To have a container checkpointed by a runtime within timeout_s, more than once if it cannot be
-    frozen. left_s: of that time, for the next one."""
+    """To have a container checkpointed by a runtime within timeout_s, more than once if it cannot
+    be frozen. left_s: of that time, for the next one."""
 
     def __init__(self, timeout_s: int) -> None:
         self._timeout_s = timeout_s

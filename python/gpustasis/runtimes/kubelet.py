@@ -168,9 +168,7 @@ def checkpoint(access: Access, target: Target, timeout_s: int = DEFAULT_TIMEOUT_
         if status != 500 or not was_not_frozen or not tries.again():
             break
     if status != 200:
-        raise EngineError(
-            f"{target}: {_explain_status(status, reason, target, access, timeout_s)}"
-        )
+        raise EngineError(f"{target}: {_explain_status(status, reason, target, access, timeout_s)}")
     seconds = time.monotonic() - begin
     return Made(target=target, archives=_archives(body, target), seconds=seconds)
 
