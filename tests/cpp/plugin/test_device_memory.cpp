@@ -8,6 +8,7 @@
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/cpu_memory.hpp"
 #include "cuda_plugin/cpu_memory_dump.hpp"
+#include "tracee/proc.hpp"
 
 #include <fcntl.h>
 #include <linux/fuse.h>
@@ -26,6 +27,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <vector>
 
 using namespace gpustasis;
 
@@ -64,6 +66,28 @@ public:
 
 private:
     pid_t pid_ = 0;
+};
+
+/// A process with all of its threads, as criu holds it; TSan makes one.
+class Held {
+public:
+    explicit Held(pid_t pid) : threads_(proc::threads(pid)) {
+        for (const pid_t tid : threads_) {
+            int status = 0;
+            CHECK(::ptrace(PTRACE_SEIZE, tid, nullptr, nullptr) == 0 &&
+                  ::ptrace(PTRACE_INTERRUPT, tid, nullptr, nullptr) == 0 &&
+                  ::waitpid(tid, &status, __WALL) == tid && WIFSTOPPED(status));
+        }
+    }
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+    ~Held() { // else nobody could wait for the process: its threads are ours until we wait for them
+        for (const pid_t tid : threads_)
+            ::ptrace(PTRACE_DETACH, tid, nullptr, nullptr);
+    }
+
+private:
+    std::vector<pid_t> threads_;
 };
 
 UniqueFd new_ring(io_uring_params& made) {
@@ -135,12 +159,7 @@ std::uint64_t shared_bytes_stored(bool has_ring) {
         std::memset(own, 4, kPinned);
     });
     CHECK(::munmap(memory, kPinned) == 0);
-    for (const pid_t pid : {storing.pid(), other.pid()}) { // as criu holds them
-        int status = 0;
-        CHECK(::ptrace(PTRACE_SEIZE, pid, nullptr, nullptr) == 0 &&
-              ::ptrace(PTRACE_INTERRUPT, pid, nullptr, nullptr) == 0 &&
-              ::waitpid(pid, &status, __WALL) == pid && WIFSTOPPED(status));
-    }
+    const Held held_storing(storing.pid()), held_other(other.pid());
 
     Dump of;
     CpuMemoryDump& dump = of.dump;

@@ -44,11 +44,11 @@ void an_orphan_removes_no_record_of_another_dump() {
     const Bystander tasks[3];
     DropRecords records({}, DropRecords::kCheckpointed);
     for (std::uint8_t i = 0; i < 3; ++i) {
-        DropRecord record{.task = identify_task(tasks[i].pid()),
-                          .pid = tasks[i].pid(),
-                          .seen_from = pid_namespace_of("self"),
-                          .boot_id = proc::boot_id(),
-                          .directory = "/dump"};
+        DropRecord record;
+        record.task = identify_task(tasks[i].pid());
+        record.pid = tasks[i].pid();
+        record.seen_from = pid_namespace_of("self");
+        record.boot_id = proc::boot_id();
         record.checkpoint_id[0] = std::byte{i};
         records.write(record);
     }
