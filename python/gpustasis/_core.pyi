@@ -341,6 +341,7 @@ def write_pack(
 
 class DropRecord:
     pid: Final[int]
+    was_locked: Final[bool]
     directory: Final[str]
     device: Final[int]
     inode: Final[int]

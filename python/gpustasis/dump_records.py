@@ -87,8 +87,8 @@ def unblock_signals(pid: int, restore_thread: int) -> bool:
     except (ValueError, OSError, RuntimeError) as exc:  # also: there can be no more threads
         log.warning(
             "thread %s of process %s may keep signals blocked, and calls such as setuid() of the "
-            "process may wait for ever: %s; to try again: gpustasis recover %s",
-            *(restore_thread, pid, exc, pid),
+            "process may wait for ever: %s; run the same command again to try it again",
+            *(restore_thread, pid, exc),
         )
         return False
     return True

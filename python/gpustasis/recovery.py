@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -323,6 +324,10 @@ def _state_before(manifest: Manifest | None, task: Task) -> ProcessState:
     for entry in manifest.tasks if manifest else ():
         if entry.pid == task.inner_pid and entry.kind == MemoryKind.GPU:
             return ProcessState[entry.state_before.name]
+    with suppress(CheckpointError):  # of a record that cannot be read: as if there were none
+        begun = find_begun(task.pid)
+        if begun is not None and begun.was_locked:
+            return ProcessState.LOCKED
     return ProcessState.RUNNING
 
 

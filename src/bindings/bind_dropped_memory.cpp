@@ -55,6 +55,7 @@ void bind_record(py::module_& m) {
                            "A task whose memory a dump has taken out and not put back, or that a "
                            "dump\nhas had checkpointed and not restored.")
         .def_readonly("pid", &DropRecord::pid, "of the task, as the dump saw it")
+        .def_readonly("was_locked", &DropRecord::was_locked, "when the dump began: it is left so")
         .def_readonly("image", &DropRecord::image, "file name in the image directory")
         .def_readonly("device", &DropRecord::device, "st_dev of the image directory")
         .def_readonly("inode", &DropRecord::inode, "st_ino of the image directory")

@@ -88,7 +88,7 @@ void close_by_any_thread(pid_t pid, UserfaultfdRecord& record,
 
 /// That the restore thread of a frozen task blocks; 0: that cannot be told. If an earlier dump was killed and has left it
 /// the mask of a dump, it gets its own first: nobody would know that one any more, nor would any image.
-std::uint64_t signals_of(const TaskRecord& record, DropRecords& records) {
+std::uint64_t own_signals(const TaskRecord& record, DropRecords& records) {
     try {
         if (record.thawed)
             return record.signal_mask;
@@ -115,7 +115,8 @@ void write_record(DropRecords& records, const TaskRecord& record, int image_dir)
     records.write({.task = identity_of(record),
                    .pid = record.pid,
                    .seen_from = pid_namespace_of("self"),
-                   .signals = signals_of(record, records),
+                   .signals = own_signals(record, records),
+                   .was_locked = record.state_before == ProcessState::locked,
                    .boot_id = proc::boot_id(),
                    .checkpoint_id = record.checkpoint_id,
                    .digest = record.digest,
@@ -211,6 +212,11 @@ void record_checkpoint(const TaskRecord& record, int image_dir, bool required) {
         host::warn("should this criu and its worker be killed, gpustasis recover will refuse pid " +
                    std::to_string(record.pid) + ": " + e.what());
     }
+}
+
+void give_own_signals(const TaskRecord& record) {
+    DropRecords records({}, DropRecords::kCheckpointed);
+    own_signals(record, records);
 }
 
 void close_left_userfaultfd(pid_t pid, TaskRecord* record, std::vector<UnusedUserfaultfd>& closed) {

@@ -34,6 +34,10 @@ void require_lock(const DumpLock& lock, bool drops);
 /// `image_dir`. Throws Error: io, bad_argument, corrupt_data; only warns unless `required`.
 void record_checkpoint(const TaskRecord& record, int image_dir, bool required);
 
+/// If an earlier dump was killed and has left the restore thread of a frozen task the signal mask of a dump, give it its
+/// own back, by the record of that dump.
+void give_own_signals(const TaskRecord& record);
+
 /// Close the userfaultfd that a dump or a DirtyTracker which was killed has left in process `pid`, if one has:
 /// CRIU dumps no process that has one open. `record`: of a CUDA task, whose restore thread does it then.
 /// What cannot be closed is warned of. `closed`: what this dump has closed, here and in the processes before:

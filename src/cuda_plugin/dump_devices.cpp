@@ -199,6 +199,7 @@ void DumpSession::close_left(pid_t pid) {
 
 // Whoever has left it so may have come back for it before it was frozen.
 void DumpSession::require_checkpointed(TaskRecord& record) {
+    give_own_signals(record);
     ThawedThread thawed(record);
     const WatchedThread watched(worker_, record.restore_tid);
     const ProcessState state = worker_.state(record.pid);

@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <exception>
 #include <map>
-#include <new>
 #include <optional>
 #include <set>
 #include <string>
@@ -206,7 +205,7 @@ void Undo::look_at_given_up(TaskRecord& record, bool is_any_left) {
         is_at_last_try |= restored_.contains(one.pid) || calls_.is_in(one.pid);
     });
     if (is_at_last_try)
-        return;
+        return tell_once(given_up_told_, record, last->second.why + "; others are tried yet");
     tell(record, last->second.why + "; try gpustasis recover");
     record.settled = true; // only now: until here it is not undone
 }

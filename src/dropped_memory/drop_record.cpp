@@ -49,7 +49,8 @@ std::string text_of(const DropRecord& record) {
     text << kHead << '\n'
          << record.task.pid_namespace << ' ' << record.task.inner_pid << ' '
          << record.task.start_time << '\n'
-         << record.pid << ' ' << record.seen_from << ' ' << record.signals << '\n'
+         << record.pid << ' ' << record.seen_from << ' ' << record.signals << ' '
+         << record.was_locked << '\n'
          << id_text(record.boot_id) << '\n'
          << id_text(record.checkpoint_id) << '\n'
          << id_text(record.digest) << '\n'
@@ -82,6 +83,8 @@ DropRecord parse(const std::string& content) {
         throw Error(Errc::corrupt_data, "a number is missing");
     if (!(words >> record.signals)) // which earlier versions did not write
         record.signals = 0;
+    if (!(words >> record.was_locked)) // nor this
+        record.was_locked = false;
     record.boot_id = parse_id(line());
     record.checkpoint_id = parse_id(line());
     record.digest = parse_id(line());

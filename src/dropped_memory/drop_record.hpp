@@ -27,6 +27,7 @@ struct DropRecord {
     pid_t pid = 0;               ///< of the task, as the dump saw it
     std::uint64_t seen_from = 0; ///< inode of the pid namespace that `pid` counts in
     std::uint64_t signals = 0;   ///< that its restore thread blocked before the dump; 0: not known
+    bool was_locked = false;     ///< when the dump began: it is left so
     Id boot_id{};                ///< a record of another boot counts for nothing
     Id checkpoint_id{};          ///< of the dump
     Id digest{};                 ///< of the image; all zero: there was none yet

@@ -95,20 +95,29 @@ def test_tasks_that_do_not_end_take_no_excuse_away(
     assert caught.value.excuse is (Excuse.OTHER if told else Excuse.NONE)
 
 
+@pytest.mark.parametrize("lives", [True, False])
 def test_what_an_earlier_keeper_was_told_excuses_no_tasks_that_live(
+    lives: bool,
     context: Context,  # noqa: F811
     task: subprocess.Popen[bytes],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They have not heeded it, and the command finds them wrong."""
+    """They have not heeded it, and the command finds them wrong. Those that take a while to end
+    have."""
     checkpoint = committed(context)
     order = Order(checkpoint + 1, leave_running=True, restores=checkpoint, joined=True)
     check = Check(words=("sh", "-c", "sleep 1; exit 3"), seconds=60)
     context.options = replace(context.options, check=check)
     context.note(pid=task.pid, epoch=order.number, told=order.number)
+    monkeypatch.setattr(verified, "_ENDING_S", 1.0 if lives else 60.0)
+    timer = threading.Timer(2.0, lambda: (task.kill(), task.wait()))
+    if not lives:
+        timer.start()
     with pytest.raises(Excused, match="is not back") as caught:
         verified.verify(context, order, "images")
-    assert caught.value.excuse is Excuse.NONE
-    assert "nothing of the checkpoint" not in str(caught.value)
+    assert caught.value.excuse is (Excuse.NONE if lives else Excuse.OTHER)
+    assert ("nothing of the checkpoint" in str(caught.value)) != lives
+    timer.cancel()
 
 
 @pytest.mark.parametrize("when", ["its command runs", "others are waited for", "never"])

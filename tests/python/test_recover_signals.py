@@ -163,3 +163,26 @@ def test_the_next_dump_gives_them_back_as_well(
     assert blocked(restore_thread(job)) == before
     assert find_checkpoint_record(job.pid) is None
     check_memory(job, 0)
+
+
+def test_a_dump_of_what_is_checkpointed_still_gives_them_back(
+    gpu_generations: Generations,
+    abandon: Abandon,
+    emulator_environ: dict[str, str],
+    images: Path,
+    tmp_path: Path,
+) -> None:
+    """A restored process runs, whatever it was found in."""
+    job = gpu_generations()
+    thread = restore_thread(job)
+    before = blocked(thread)
+    abandon(job, images, drops=False)
+    with held(thread, ALL_BUT_SIGTRAP):
+        pass
+    place = tmp_path / "next"
+    place.mkdir()
+    checkpointer = Checkpointer(preferred_criu(), emulator_environ)
+    checkpointer.dump(job, place, plugin={"found_locked": "dump"})
+    checkpointer.restore(job, place)
+    assert blocked(restore_thread(job)) == before
+    check_memory(job, 0)

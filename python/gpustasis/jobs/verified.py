@@ -49,6 +49,7 @@ _SAYS = {
     Excuse.OTHER: ", which says nothing of the checkpoint",
     Excuse.LOST: ", together with its keeper",
 }
+_ENDING_S = 10.0  # tasks that were told to end are given this long before it counts that they live
 _OFTEN = 2  # restores that were lost together with a keeper: that is no bad luck any more
 _VERSION = 1
 
@@ -156,9 +157,7 @@ def not_back(context: Context, order: Order, why: str, *, is_lost: bool = False)
     """Have that be the verdict, unless there is one. is_lost: with an earlier keeper; else it says
     something of the checkpoint, unless this one was told to end."""
     excuse = Excuse.NONE
-    # Tasks that live in spite of what an earlier keeper was told have not failed of it.
-    state = context.state
-    was_told = context.told_at > 0 or (state.told == order.number and not state.lives)
+    was_told = context.told_at > 0 or _have_ended_of(context, order.number)
     if was_told or is_lost:
         excuse = Excuse.OTHER if was_told else Excuse.LOST
     text = f"{context.name} is not back: {why}{_SAYS[excuse]}"
@@ -166,6 +165,17 @@ def not_back(context: Context, order: Order, why: str, *, is_lost: bool = False)
         words = context.store, context.keys, order.number, order.restores, text
         _store(*words, excuse=excuse)
     return Excused(text, excuse)
+
+
+def _have_ended_of(context: Context, number: int) -> bool:
+    """Whether tasks have ended, or do so now, of what an earlier keeper was told in epoch `number`.
+    Those that live in spite of it have not failed because of it."""
+    deadline = time.monotonic() + _ENDING_S
+    while context.state.told == number and context.state.lives:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return context.state.told == number
 
 
 def end_tasks(context: Context) -> None:

@@ -25,6 +25,7 @@ DropRecord record_of(pid_t pid) {
     record.pid = pid;
     record.seen_from = pid_namespace_of("self");
     record.signals = 0xfffffffe7ffbfeff;
+    record.was_locked = true;
     record.boot_id = proc::boot_id();
     record.checkpoint_id[0] = std::byte{0xab};
     record.digest[15] = std::byte{0x01};
@@ -54,7 +55,7 @@ void what_is_written_is_found_until_it_is_removed() {
 }
 
 // The host was upgraded between the dump that was killed and its recovery.
-void one_of_an_earlier_version_says_nothing_of_signals() {
+void one_of_an_earlier_version_says_less() {
     const sample::TempDir base;
     DropRecords records(base.path());
     DropRecord record = record_of(::getpid());
@@ -62,10 +63,13 @@ void one_of_an_earlier_version_says_nothing_of_signals() {
     const auto path = std::filesystem::directory_iterator(records.path())->path();
     std::string text;
     CHECK(std::getline(std::ifstream(path), text, '\0'));
-    const std::string said = " " + std::to_string(record.signals);
-    const std::size_t at = text.find(said);
+    const std::string signals = " " + std::to_string(record.signals), locked = " 1";
+    const std::size_t at = text.find(signals + locked);
     CHECK(at != std::string::npos);
-    CHECK(std::ofstream(path) << text.erase(at, said.size()) << std::flush);
+    CHECK(std::ofstream(path) << text.erase(at + signals.size(), locked.size()) << std::flush);
+    record.was_locked = false;
+    CHECK(records.find(record.task) == record);
+    CHECK(std::ofstream(path) << text.erase(at, signals.size()) << std::flush);
     record.signals = 0;
     CHECK(records.find(record.task) == record);
 }
@@ -143,7 +147,7 @@ void what_others_could_have_written_is_refused() {
 
 int main() {
     what_is_written_is_found_until_it_is_removed();
-    one_of_an_earlier_version_says_nothing_of_signals();
+    one_of_an_earlier_version_says_less();
     records_of_both_kinds_are_apart();
     records_of_another_boot_and_of_the_dead_count_for_nothing();
     what_others_could_have_written_is_refused();
