@@ -14,7 +14,7 @@ import pytest
 
 from campaigns import repetition
 from campaigns.rig import Rig, log_path
-from campaigns.steady_job import SteadyJob, restore_thread
+from campaigns.steady_job import SteadyJob
 from gpustasis._core import find_checkpoint_record
 from gpustasis.driver import Driver, ProcessState
 from gpustasis.dump_records import alone_with
@@ -25,13 +25,12 @@ from support.cpu_memory import OURS
 from support.driver_states import driver_of
 from support.faults import await_hit
 from support.job import Job
+from support.signal_masks import MASK_OF_DUMP, blocked
 
 DUMPS_AT_ONCE = 3
 LEAK_DUMPS = 8
 WAIT_S = 20.0
 ASKED = {"found_locked": "dump"}
-ALL_BUT_SIGTRAP = ~(1 << 4) & (1 << 64) - 1
-KILLS = 1 << 8 | 1 << 18  # SIGKILL, SIGSTOP: the kernel blocks neither
 
 
 def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
@@ -127,7 +126,7 @@ def test_a_task_that_a_killed_dump_has_not_begun_to_checkpoint_is_recovered(
         criu = newest_rig.start(words, ASKED)
         await_hit(newest_rig.emulator)
         deadline = time.monotonic() + WAIT_S
-        while blocked(last) | KILLS != ALL_BUT_SIGTRAP:
+        while blocked(last) != MASK_OF_DUMP:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
@@ -137,21 +136,13 @@ def test_a_task_that_a_killed_dump_has_not_begun_to_checkpoint_is_recovered(
         criu.wait(60)
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
-        assert blocked(last) | KILLS == ALL_BUT_SIGTRAP
+        assert blocked(last) == MASK_OF_DUMP
         outcome = recover(last, None, driver).outcome
         locked = found is ProcessState.LOCKED
         assert outcome is (Outcome.LEFT_LOCKED if locked else Outcome.UNLOCKED)
         assert driver.get_state(last) is found
         assert blocked(last) == before
         assert find_checkpoint_record(last) is None
-
-
-def blocked(pid: int) -> int:
-    """Signals, by the restore thread of a process."""
-    thread = restore_thread(pid)
-    assert thread is not None
-    (line,) = re.findall(r"^SigBlk:\t(\w+)$", (thread / "status").read_text(), re.MULTILINE)
-    return int(line, 16)
 
 
 def test_a_job_that_is_being_recovered_is_not_dumped(newest_rig: Rig) -> None:

@@ -4,7 +4,6 @@ as the plugin sets it while the thread works for the dump."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,18 +13,18 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from campaigns.steady_job import restore_thread
 from gpustasis._core import find_checkpoint_record
 from support.checkpoint import Checkpointer
 from support.criu_roots import preferred_criu
 from support.job import Job, check_memory
+from support.signal_masks import ALL_BUT_SIGTRAP, MASK_OF_DUMP, blocked
 
 Gpustasis = Callable[..., CompletedProcess[str]]
 Generations = Callable[..., Job]
 Abandon = Callable[..., None]
 DriverCalls = Callable[..., None]
 
-ALL_BUT_SIGTRAP = ~(1 << 4) & (1 << 64) - 1
-NEVER_BLOCKED = 1 << 8 | 1 << 18  # SIGKILL, SIGSTOP
 OTHER = 1 << 9  # SIGUSR1
 
 # argv: thread, signal mask. Seize the thread, give it the mask, and hold it until stdin ends.
@@ -48,8 +47,10 @@ sys.stdin.read()
 
 
 @contextmanager
-def held(thread: Path, mask: int) -> Iterator[None]:
-    """With `mask`, by another tracer."""
+def held(pid: int, mask: int) -> Iterator[None]:
+    """The restore thread, with `mask`, by another tracer."""
+    thread = restore_thread(pid)
+    assert thread is not None
     argv = [sys.executable, "-c", HOLDER, thread.name, str(mask)]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as holder:
@@ -60,33 +61,18 @@ def held(thread: Path, mask: int) -> Iterator[None]:
     assert holder.returncode == 0
 
 
-def restore_thread(job: Job) -> Path:
-    (found,) = (
-        task
-        for task in Path(f"/proc/{job.pid}/task").iterdir()
-        if re.fullmatch(r"cuda[0-9a-f]{11}", (task / "comm").read_text().strip())
-    )
-    return found
-
-
-def blocked(thread: Path) -> int:
-    (line,) = re.findall(r"^SigBlk:\t(\w+)$", (thread / "status").read_text(), re.MULTILINE)
-    return int(line, 16)
-
-
 def test_what_a_killed_dump_has_left_blocked_is_not_blocked_any_more(
     gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
 ) -> None:
     job = gpu_generations()
-    thread = restore_thread(job)
-    before = blocked(thread)
+    before = blocked(job.pid)
     abandon(job, images)
-    with held(thread, ALL_BUT_SIGTRAP):
+    with held(job.pid, ALL_BUT_SIGTRAP):
         pass
-    assert blocked(thread) == ALL_BUT_SIGTRAP & ~NEVER_BLOCKED != before
+    assert blocked(job.pid) == MASK_OF_DUMP != before
     ended = gpustasis("recover", str(job.pid))
     assert ended.returncode == 0, ended.stderr
-    assert blocked(thread) == before
+    assert blocked(job.pid) == before
     assert find_checkpoint_record(job.pid) is None
     check_memory(job, 0)
 
@@ -95,12 +81,11 @@ def test_a_mask_that_the_plugin_never_sets_is_left_alone(
     gpustasis: Gpustasis, gpu_generations: Generations, abandon: Abandon, images: Path
 ) -> None:
     job = gpu_generations()
-    thread = restore_thread(job)
     abandon(job, images)
-    with held(thread, OTHER):
+    with held(job.pid, OTHER):
         pass
     assert gpustasis("recover", str(job.pid)).returncode == 0
-    assert blocked(thread) == OTHER
+    assert blocked(job.pid) == OTHER
     check_memory(job, 0)
 
 
@@ -112,15 +97,14 @@ def test_who_could_not_give_them_back_leaves_it_to_the_next_one(
     images: Path,
 ) -> None:
     job = gpu_generations()
-    thread = restore_thread(job)
-    before = blocked(thread)
+    before = blocked(job.pid)
     abandon(job, images, drops=False)
     driver_calls(job, "restore")
-    with held(thread, ALL_BUT_SIGTRAP):
+    with held(job.pid, ALL_BUT_SIGTRAP):
         ended = gpustasis("recover", str(job.pid))
         assert ended.returncode == 0, ended.stderr
         assert "was locked, and runs again" in ended.stdout
-        assert f"thread {thread.name} of process {job.pid} may keep signals blocked" in ended.stderr
+        assert f"of process {job.pid} may keep signals blocked" in ended.stderr
         check_memory(job, 0)
         again = gpustasis("recover", str(job.pid))  # it runs by now
         assert again.returncode == 0, again.stderr
@@ -130,7 +114,7 @@ def test_who_could_not_give_them_back_leaves_it_to_the_next_one(
     assert ended.returncode == 0, ended.stderr
     assert "there was nothing to do" in ended.stdout
     assert "blocked" not in ended.stderr
-    assert blocked(thread) == before
+    assert blocked(job.pid) == before
     assert find_checkpoint_record(job.pid) is None
 
 
@@ -147,10 +131,9 @@ def test_the_next_dump_gives_them_back_as_well(
 ) -> None:
     """Another tool has brought the process back since. What the next dump stores is right, too."""
     job = gpu_generations()
-    thread = restore_thread(job)
-    before = blocked(thread)
+    before = blocked(job.pid)
     abandon(job, images, drops=False)
-    with held(thread, ALL_BUT_SIGTRAP):
+    with held(job.pid, ALL_BUT_SIGTRAP):
         pass
     driver_calls(job, "restore", "unlock")
     assert find_checkpoint_record(job.pid) is not None
@@ -160,7 +143,7 @@ def test_the_next_dump_gives_them_back_as_well(
     checkpointer.dump(job, place, leave_running=leaves_running)
     if not leaves_running:
         checkpointer.restore(job, place)
-    assert blocked(restore_thread(job)) == before
+    assert blocked(job.pid) == before
     assert find_checkpoint_record(job.pid) is None
     check_memory(job, 0)
 
@@ -174,15 +157,14 @@ def test_a_dump_of_what_is_checkpointed_still_gives_them_back(
 ) -> None:
     """A restored process runs, whatever it was found in."""
     job = gpu_generations()
-    thread = restore_thread(job)
-    before = blocked(thread)
+    before = blocked(job.pid)
     abandon(job, images, drops=False)
-    with held(thread, ALL_BUT_SIGTRAP):
+    with held(job.pid, ALL_BUT_SIGTRAP):
         pass
     place = tmp_path / "next"
     place.mkdir()
     checkpointer = Checkpointer(preferred_criu(), emulator_environ)
     checkpointer.dump(job, place, plugin={"found_locked": "dump"})
     checkpointer.restore(job, place)
-    assert blocked(restore_thread(job)) == before
+    assert blocked(job.pid) == before
     check_memory(job, 0)
