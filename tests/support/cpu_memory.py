@@ -81,6 +81,10 @@ class Resident:
     own_huge_kb: int
     huge_kb: int
 
+    @property
+    def kb(self) -> int:
+        return sum(self.exact.values()) + sum(self.may_grow.values())
+
 
 def resident(pid: int) -> Resident:
     for_all = huge_pages_for_all()
@@ -112,13 +116,6 @@ def require_counted(found: Resident, kb: int) -> None:
     """More of it was looked at than that, in the way that tells most on this kernel."""
     looked_at = found.may_grow if huge_pages_for_all() else found.exact
     assert sum(looked_at.values()) > kb, found
-
-
-def made_huge(before: Resident, after: Sequence[Resident]) -> int:
-    """kB that the kernel may have put into holes of the job's processes, or unshared, since
-    `before`: into all processes of this machine's at most, and no more than these have."""
-    made = after[0].huge_kb - before.huge_kb
-    return min(made, sum(one.own_huge_kb for one in after))
 
 
 def shared_places(pids: Sequence[int]) -> set[str]:
