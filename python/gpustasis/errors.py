@@ -116,8 +116,8 @@ class StreamError(CheckpointError):
 
 
 class JobError(CheckpointError):
-    """A checkpoint or restore of a whole job was aborted, or cannot be made; or the job failed; or
-    `job verify` found a problem."""
+    """A checkpoint or restore of a whole job was aborted, or cannot be made, or a rank has not done
+    its part of one that is committed; or the job failed; or `job verify` found a problem."""
 
     exit_code = 19
 
@@ -147,6 +147,7 @@ class AgentError(CheckpointError):
 
 
 class VerificationError(CheckpointError):
-    """A restored job does not count as back: the command that verifies it has failed."""
+    """A restored job does not count as back: a command that verifies it has failed, or a rank was
+    lost or ended before all had succeeded."""
 
     exit_code = 24

@@ -82,7 +82,8 @@ def checkpoint(
     """Checkpoint job NAME: every rank's dump is in it, or every rank runs on.
 
     Each rank has a `gpustasis job run`, which does the work. The job ends, unless it is left
-    running. Ends with status 19 if the checkpoint was aborted.
+    running. Ends with status 19 if the checkpoint was aborted, or if it is committed and a rank has
+    not done its part yet: `state` in --json says which.
     """
     from gpustasis.jobs.records import Keys, Plan
 
@@ -126,8 +127,8 @@ def restore(
 
     Each rank needs a `gpustasis job run --restore`, on the host where its dump is and in the
     network namespace that it had; they wait for this command. No rank runs before all are back.
-    Ends with status 19 if nothing was restored, with 24 if the job was restored and killed again,
-    since the --verify-after of a keeper has failed.
+    Ends with status 19 if nothing was restored, or if a rank has not done its part yet; with 24 if
+    the job was restored and killed again, for it was not verified.
     """
     from gpustasis.jobs.kept import find_epoch, next_to_try
     from gpustasis.jobs.records import Keys, Plan

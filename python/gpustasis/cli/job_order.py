@@ -60,7 +60,7 @@ def hold(store: Store, keys: Keys, plan: Plan, timeout_s: float, look_limit: flo
         if because:
             raise VerificationError(
                 f"{what}: epoch {plan.restores} was restored, but job {keys.job} is not back: "
-                f"{because}; every rank was killed"
+                f"{because}; every rank with --verify-after was killed"
             )
     _tell(keys, found, time.monotonic() - begin)
 
