@@ -321,14 +321,19 @@ def _dumped(images: Path, key: DataKey | None) -> Dumped:
 
 
 def _state_before(manifest: Manifest | None, task: Task) -> ProcessState:
-    for entry in manifest.tasks if manifest else ():
-        if entry.pid == task.inner_pid and entry.kind == MemoryKind.GPU:
-            return ProcessState[entry.state_before.name]
+    begun = None
     with suppress(CheckpointError):  # of a record that cannot be read: as if there were none
         begun = find_begun(task.pid)
-        if begun is not None and begun.was_locked:
-            return ProcessState.LOCKED
-    return ProcessState.RUNNING
+    for entry in manifest.tasks if manifest else ():
+        if manifest is None or entry.pid != task.inner_pid or entry.kind != MemoryKind.GPU:
+            continue
+        before = ProcessState[entry.state_before.name]
+        # The record is of the last dump that was broken off, and the directory may be another
+        # one's. (Of a task that was checkpointed before there is no record.)
+        is_of_record = begun is None or begun.checkpoint_id == manifest.checkpoint_id
+        if is_of_record or before is ProcessState.CHECKPOINTED:
+            return before
+    return ProcessState.LOCKED if begun and begun.was_locked else ProcessState.RUNNING
 
 
 def _refill(

@@ -96,14 +96,20 @@ std::uint64_t own_signals(const TaskRecord& record, DropRecords& records) {
         if (!is_mask_of_dump(signals))
             return signals;
         const std::optional<DropRecord> earlier = records.find(identity_of(record));
-        if (!earlier || earlier->signals == 0)
+        if (!earlier || earlier->signals == 0) {
+            host::warn(
+                "the restore thread of pid " + std::to_string(record.pid) +
+                " has the signal mask of a dump, and no record says which it had before: "
+                "setuid() and others like it may wait for ever there, after a restore as well");
             return signals;
+        }
         host::info("giving the restore thread of pid " + std::to_string(record.pid) +
                    " its signal mask back, which an earlier dump has left changed");
         set_signal_mask(record.restore_tid, earlier->signals);
         return earlier->signals;
     } catch (const Error& e) {
-        host::debug(e.what());
+        host::warn("cannot tell which signals the restore thread of pid " +
+                   std::to_string(record.pid) + " blocks: " + e.what());
         return 0;
     }
 }
@@ -211,6 +217,20 @@ void record_checkpoint(const TaskRecord& record, int image_dir, bool required) {
             throw;
         host::warn("should this criu and its worker be killed, gpustasis recover will refuse pid " +
                    std::to_string(record.pid) + ": " + e.what());
+    }
+}
+
+void note_found_running(const TaskRecord& record) {
+    try {
+        DropRecords records({}, DropRecords::kCheckpointed);
+        std::optional<DropRecord> earlier = records.find(identity_of(record));
+        if (!earlier || !earlier->was_locked)
+            return;
+        earlier->was_locked = false;
+        records.write(*earlier);
+    } catch (const Error& e) {
+        host::warn("should this criu and its worker be killed, gpustasis recover may leave pid " +
+                   std::to_string(record.pid) + " locked: " + e.what());
     }
 }
 

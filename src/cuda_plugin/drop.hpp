@@ -34,6 +34,10 @@ void require_lock(const DumpLock& lock, bool drops);
 /// `image_dir`. Throws Error: io, bad_argument, corrupt_data; only warns unless `required`.
 void record_checkpoint(const TaskRecord& record, int image_dir, bool required);
 
+/// The task of `record` was running: an earlier dump that was killed may have found it locked, and its record is not to
+/// say that any more once this dump locks it.
+void note_found_running(const TaskRecord& record);
+
 /// If an earlier dump was killed and has left the restore thread of a frozen task the signal mask of a dump, give it its
 /// own back, by the record of that dump.
 void give_own_signals(const TaskRecord& record);

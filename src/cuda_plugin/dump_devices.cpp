@@ -104,7 +104,9 @@ TaskRecord* DumpSession::look_at_cuda(pid_t pid, bool& asked) {
                         statistics.gpus, staging_room_, config_))
             statistics_.risks.push_back(std::move(risk));
     }
-    if (before != ProcessState::running)
+    if (before == ProcessState::running)
+        note_found_running(record);
+    else
         host::info(name(record) + " was found locked or checkpointed and will be left so");
     if (statistics_.in_turn_because.empty() && is_of_ipc_job(pid))
         statistics_.in_turn_because =

@@ -143,6 +143,53 @@ def test_a_task_that_a_killed_dump_has_not_begun_to_checkpoint_is_recovered(
         assert driver.get_state(last) is found
         assert blocked(last) == before
         assert find_checkpoint_record(last) is None
+        for pid in job.pids[:2]:
+            recover(pid, images, driver)
+            assert driver.get_state(pid) is found
+        if locked:
+            for pid in job.pids:
+                driver.unlock(pid)
+        job.run_on()
+
+
+def test_what_an_earlier_dump_found_locked_is_unlocked_if_a_later_one_has_locked_it(
+    newest_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSTASIS_EMULATOR", newest_rig.environ["GPUSTASIS_EMULATOR"])
+    driver = driver_of(newest_rig.environ)
+    driver.init()
+    with newest_rig.job(mib=4) as job:
+        for step in ("checkpoint", "lock"):  # the first dump finds it locked, the second running
+            if step == "checkpoint":
+                driver.lock(job.pid, 5000)
+            newest_rig.emulator.add_fault(step, "delay", delay_ms=6000)
+            images = newest_rig.images()
+            words = newest_rig.dump_words(job, images, ["--leave-running"])
+            criu = newest_rig.start(words, ASKED | {"lock_timeout_ms": 60000})
+            await_hit(newest_rig.emulator)
+            workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
+            for pid in workers:
+                os.kill(pid, signal.SIGSTOP)
+            criu.kill()
+            criu.wait(60)
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)
+            record = find_checkpoint_record(job.pid)
+            assert record is not None
+            assert record.was_locked is (step == "checkpoint")
+            if step == "checkpoint":  # as its keeper does, which knows of no record
+                deadline = time.monotonic() + WAIT_S
+                while driver.get_state(job.pid) is not ProcessState.CHECKPOINTED:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                driver.restore(job.pid)
+                driver.unlock(job.pid)
+        deadline = time.monotonic() + WAIT_S
+        while driver.get_state(job.pid) is not ProcessState.LOCKED:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert recover(job.pid, None, driver).outcome is Outcome.UNLOCKED
+        job.run_on()
 
 
 def test_a_job_that_is_being_recovered_is_not_dumped(newest_rig: Rig) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -106,18 +107,22 @@ def test_what_an_earlier_keeper_was_told_excuses_no_tasks_that_live(
     have."""
     checkpoint = committed(context)
     order = Order(checkpoint + 1, leave_running=True, restores=checkpoint, joined=True)
-    check = Check(words=("sh", "-c", "sleep 1; exit 3"), seconds=60)
-    context.options = replace(context.options, check=check)
+    context.options = replace(context.options, check=Check(words=("false",), seconds=60))
     context.note(pid=task.pid, epoch=order.number, told=order.number)
     monkeypatch.setattr(verified, "_ENDING_S", 1.0 if lives else 60.0)
-    timer = threading.Timer(2.0, lambda: (task.kill(), task.wait()))
-    if not lives:
-        timer.start()
+    timer = threading.Timer(1.0, lambda: (task.kill(), task.wait()))
+    not_back = verified.not_back
+
+    def after_the_command(*words: Any, **more: Any) -> Excused:
+        if not lives:
+            timer.start()
+        return not_back(*words, **more)
+
+    monkeypatch.setattr(verified, "not_back", after_the_command)
     with pytest.raises(Excused, match="is not back") as caught:
         verified.verify(context, order, "images")
     assert caught.value.excuse is (Excuse.NONE if lives else Excuse.OTHER)
     assert ("nothing of the checkpoint" in str(caught.value)) != lives
-    timer.cancel()
 
 
 @pytest.mark.parametrize("when", ["its command runs", "others are waited for", "never"])
