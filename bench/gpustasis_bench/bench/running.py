@@ -39,7 +39,8 @@ def measure_shapes(course: Course, medium: Medium, pairs: int, size: int) -> lis
     emulator of their own, with 8 GPUs that copy as fast as measured ones, and as fast as memory."""
     found = []
     for rates_name, rates in _RATES.items():
-        with _emulated(course, rates, 4 * size) as emulated:
+        memory = size * max(tasks for _, tasks in SHAPES)  # all of them use the first GPU
+        with _emulated(course, rates, memory) as emulated:
             for gpus, tasks in SHAPES:
                 with emulated.tree(tasks) as target:
                     target.spread(gpus, size)
