@@ -154,7 +154,7 @@ def _recover(
         dumped.require_unfinished()
         manifest = dumped.find_manifest(task.inner_pid)
         _require_recorded(task, dumped.images, manifest)
-    before = _state_before(manifest, task)
+    before = _state_before(manifest, task, state)
     refilled = 0
     if state is ProcessState.CHECKPOINTED:
         if before is ProcessState.CHECKPOINTED:
@@ -320,7 +320,7 @@ def _dumped(images: Path, key: DataKey | None) -> Dumped:
     return Dumped(images, key)
 
 
-def _state_before(manifest: Manifest | None, task: Task) -> ProcessState:
+def _state_before(manifest: Manifest | None, task: Task, state: ProcessState) -> ProcessState:
     begun = None
     with suppress(CheckpointError):  # of a record that cannot be read: as if there were none
         begun = find_begun(task.pid)
@@ -329,9 +329,9 @@ def _state_before(manifest: Manifest | None, task: Task) -> ProcessState:
             continue
         before = ProcessState[entry.state_before.name]
         # The record is of the last dump that was broken off, and the directory may be another
-        # one's. (Of a task that was checkpointed before there is no record.)
+        # one's. A dump writes none of a task that was checkpointed before.
         is_of_record = begun is None or begun.checkpoint_id == manifest.checkpoint_id
-        if is_of_record or before is ProcessState.CHECKPOINTED:
+        if is_of_record or before is state is ProcessState.CHECKPOINTED:
             return before
     return ProcessState.LOCKED if begun and begun.was_locked else ProcessState.RUNNING
 
