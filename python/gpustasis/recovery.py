@@ -324,15 +324,14 @@ def _state_before(manifest: Manifest | None, task: Task, state: ProcessState) ->
     begun = None
     with suppress(CheckpointError):  # of a record that cannot be read: as if there were none
         begun = find_begun(task.pid)
+    # The record is of the last dump that was broken off, and the directory may be another one's.
+    # A dump writes none of a task that was checkpointed before.
+    is_of_record = begun is None or (manifest and begun.checkpoint_id == manifest.checkpoint_id)
     for entry in manifest.tasks if manifest else ():
-        if manifest is None or entry.pid != task.inner_pid or entry.kind != MemoryKind.GPU:
-            continue
-        before = ProcessState[entry.state_before.name]
-        # The record is of the last dump that was broken off, and the directory may be another
-        # one's. A dump writes none of a task that was checkpointed before.
-        is_of_record = begun is None or begun.checkpoint_id == manifest.checkpoint_id
-        if is_of_record or before is state is ProcessState.CHECKPOINTED:
-            return before
+        if entry.pid == task.inner_pid and entry.kind == MemoryKind.GPU:
+            before = ProcessState[entry.state_before.name]
+            if is_of_record or before is state is ProcessState.CHECKPOINTED:
+                return before
     return ProcessState.LOCKED if begun and begun.was_locked else ProcessState.RUNNING
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,18 @@ DUMPS_AT_ONCE = 3
 LEAK_DUMPS = 8
 WAIT_S = 20.0
 ASKED = {"found_locked": "dump"}
+
+
+def kill_with_worker(criu: subprocess.Popen[bytes], images: Path) -> None:
+    """A dump that is left as it is: the worker is stopped first, since criu would start another
+    one, and the worker would undo it."""
+    workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    criu.kill()
+    criu.wait(60)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_dumps_of_different_jobs_at_once(rig: Rig) -> None:
@@ -129,13 +142,7 @@ def test_a_task_that_a_killed_dump_has_not_begun_to_checkpoint_is_recovered(
         while blocked(last) != MASK_OF_DUMP:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
-        for pid in workers:
-            os.kill(pid, signal.SIGSTOP)  # criu would start another one, and the worker would undo
-        criu.kill()
-        criu.wait(60)
-        for pid in workers:
-            os.kill(pid, signal.SIGKILL)
+        kill_with_worker(criu, images)
         assert blocked(last) == MASK_OF_DUMP
         outcome = recover(last, None, driver).outcome
         locked = found is ProcessState.LOCKED
@@ -167,13 +174,7 @@ def test_what_an_earlier_dump_found_locked_is_unlocked_if_a_later_one_has_locked
             words = newest_rig.dump_words(job, images, ["--leave-running"])
             criu = newest_rig.start(words, ASKED | {"lock_timeout_ms": 60000})
             await_hit(newest_rig.emulator)
-            workers = find_users(images, WORKER_COMM, GUARDIAN_COMM)
-            for pid in workers:
-                os.kill(pid, signal.SIGSTOP)
-            criu.kill()
-            criu.wait(60)
-            for pid in workers:
-                os.kill(pid, signal.SIGKILL)
+            kill_with_worker(criu, images)
             record = find_checkpoint_record(job.pid)
             assert record is not None
             assert record.was_locked is (step == "checkpoint")
