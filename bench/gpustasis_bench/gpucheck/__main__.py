@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from gpustasis.errors import UnsupportedError
-from gpustasis_bench.gpucheck.steps import STEPS, GpuCheck
+from gpustasis_bench.gpucheck.steps import STEPS, WORKING_SECONDS, Given, GpuCheck
 from gpustasis_bench.machine import require_machine, run_command
 
 _EXIT_FAILED = 1
@@ -36,6 +36,16 @@ _EXIT_FAILED = 1
 @click.option("--criu", "criu_place", help="The criu program, or a root that holds one.")
 @click.option("--emulator", is_flag=True, help="Check the emulator, whether there is a GPU or not.")
 @click.option(
+    "--torch-python",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Python with PyTorch and CUDA.  [default: python3 of the PATH]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    help="How long each run is to train.  [default: 20 on a GPU, 6 on the emulator]",
+)
+@click.option(
     "--step",
     "steps",
     multiple=True,
@@ -43,7 +53,13 @@ _EXIT_FAILED = 1
     help="Do only this; may be repeated.",
 )
 def command(
-    programs: Path, out: Path, criu_place: str | None, emulator: bool, steps: tuple[str, ...]
+    programs: Path,
+    out: Path,
+    criu_place: str | None,
+    emulator: bool,
+    torch_python: Path | None,
+    seconds: float | None,
+    steps: tuple[str, ...],
 ) -> None:
     """Trace the driver's behaviour, then checkpoint and restore real programs on it."""
     backend = "emulator" if emulator else "gpu"
@@ -54,9 +70,14 @@ def command(
     console = Console(highlight=False)
     if machine.emulated:
         console.rule("[bold red]EMULATOR: no GPU takes part, no finding below is one of hardware")
-    good = GpuCheck(machine, programs.absolute(), out.absolute(), criu_place, console).run(
-        steps or STEPS
+    given = Given(
+        programs=programs.absolute(),
+        out=out.absolute(),
+        criu=criu_place,
+        torch_python=torch_python,
+        seconds=seconds or WORKING_SECONDS[machine.emulated],
     )
+    good = GpuCheck(machine, given, console).run(steps or STEPS)
     console.print(f"trace, figures and verdicts are in {out}")
     if not good:
         sys.exit(_EXIT_FAILED)

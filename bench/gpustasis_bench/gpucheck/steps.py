@@ -5,7 +5,7 @@ reason."""
 from __future__ import annotations
 
 import json
-import sys
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -28,9 +28,11 @@ from gpustasis_bench.machine import Machine
 
 STEPS = ("driver", "trace", "criu", "C program", "PyTorch")
 
+WORKING_SECONDS = {True: 6.0, False: 20.0}  # by emulated: how long a run is to train
+
 _OLDEST_API = 12080  # CUDA 12.8, driver 570: the first with the public checkpoint calls
 _IMPORT_SECONDS = 300.0  # from a cold disk, PyTorch takes its time
-_WORKING_SECONDS = {True: 6.0, False: 20.0}  # by emulated: how long a run is to train
+_AS_ITSELF = ("/usr/bin/env", "-u", "PYTHONPATH")  # gpu-check's modules may be for another Python
 
 
 class Verdict(Enum):
@@ -54,19 +56,30 @@ class NotPossible(Exception):
     """A step cannot be done on this machine; the message says why."""
 
 
-class GpuCheck:
-    """All steps in order, on one machine, with results in the folder `out`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the caller chose.
 
-    programs: folder with train, its kernels and torch_train.py.
+    programs: folder with train, its kernels and torch_train.py. out: folder for the results.
+    criu: as find() takes it. torch_python: a Python with PyTorch; None: python3 of the PATH.
+    seconds: how long each run is to train.
     """
 
-    def __init__(
-        self, machine: Machine, programs: Path, out: Path, criu: str | None, console: Console
-    ) -> None:
+    programs: Path
+    out: Path
+    criu: str | None
+    torch_python: Path | None
+    seconds: float
+
+
+class GpuCheck:
+    """All steps in order, on one machine."""
+
+    def __init__(self, machine: Machine, given: Given, console: Console) -> None:
         self._machine = machine
-        self._programs = programs
-        self._out = out
-        self._criu_place = criu
+        self._given = given
+        self._programs = given.programs
+        self._out = given.out
         self._console = console
         self._criu: Criu | None = None
         self.findings: list[Finding] = []
@@ -120,7 +133,7 @@ class GpuCheck:
             _write_json(self._out / "trace.json", trace)
 
     def _check_criu(self) -> None:
-        criu = find(self._criu_place)
+        criu = find(self._given.criu)
         ended = check(criu)
         if ended.status != 0:
             said = "; ".join(criu_errors(ended.output)) or ended.output.strip()[-200:]
@@ -129,7 +142,7 @@ class GpuCheck:
 
     def _c_program(self) -> None:
         demo, criu = self._demo("c-program", main_program(self._programs, self._machine))
-        reference = demo.reference(demo.choose_steps(_WORKING_SECONDS[self._machine.emulated]))
+        reference = demo.reference(demo.choose_steps(self._given.seconds))
         ours = demo.trip("gpustasis", reference, {})
         stock = demo.trip("stock", reference, {"externalize": "off"})
         report = make_report(self._machine.backend, criu, ours, stock)
@@ -141,10 +154,10 @@ class GpuCheck:
     def _pytorch(self) -> None:
         if self._machine.emulated:
             raise NotPossible("PyTorch needs more of a driver than the emulator has")
-        python = _python_with_torch()
-        script = str((self._programs / "torch_train.py").absolute())
-        demo, _ = self._demo("pytorch", Program(argv=(python, script)))
-        reference = demo.reference(demo.choose_steps(_WORKING_SECONDS[False]))
+        python = _python_with_torch(self._given.torch_python)
+        script = str(self._programs / "torch_train.py")
+        demo, _ = self._demo("pytorch", Program(argv=(*_AS_ITSELF, python, script)))
+        reference = demo.reference(demo.choose_steps(self._given.seconds))
         if not demo.trip("gpustasis", reference, {}).exact:
             raise CriuError("the restored training loop did not compute the same bits")
 
@@ -156,13 +169,16 @@ class GpuCheck:
         return Demo(program, self._criu, work, self._console), self._criu
 
 
-def _python_with_torch() -> str:
+def _python_with_torch(named: Path | None) -> str:
+    python = str(named) if named else shutil.which("python3")
+    if python is None:
+        raise NotPossible("there is no python3 in the PATH; --torch-python names one")
     question = "import torch; assert torch.cuda.is_available(), 'it has no CUDA here'"
-    ended = process.run([sys.executable, "-c", question], timeout_s=_IMPORT_SECONDS)
+    ended = process.run([*_AS_ITSELF, python, "-c", question], timeout_s=_IMPORT_SECONDS)
     if ended.status != 0:
         said = ended.output.strip().splitlines() or ["it ended silently"]
-        raise NotPossible(f"this Python's PyTorch: {said[-1]}")
-    return sys.executable
+        raise NotPossible(f"PyTorch of {python}: {said[-1]}")
+    return python
 
 
 def _write_json(path: Path, value: object) -> None:
