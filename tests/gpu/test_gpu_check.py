@@ -37,13 +37,17 @@ def test_every_step_passes_or_says_why_it_cannot(repository: Path, tmp_path: Pat
     ended = run_gpu_check(repository, tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = verdicts(tmp_path)
-    assert [found[step]["verdict"] for step in ("driver", "trace", "criu", "C program")] == [
-        "passed"
-    ] * 4
+    steps = ("driver", "trace", "behaviour", "criu", "C program")
+    assert [found[step]["verdict"] for step in steps] == ["passed"] * 5
     assert found["PyTorch"]["verdict"] == "not possible here"
     assert found["PyTorch"]["reason"]
     assert "EMULATOR" in ended.stdout
     assert json.loads((tmp_path / "trace.json").read_text())["backend"] == "emulator"
+    behaviour = json.loads((tmp_path / "behaviour.json").read_text())
+    assert behaviour["backend"] == "emulator"
+    for run in behaviour["huge pages"]["runs"]:
+        assert run["memory"].startswith("intact ")
+    assert len(behaviour["round trips"]["trips"]) == 10
     report = json.loads((tmp_path / "demo.json").read_text())
     assert report["backend"] == "emulator"
     assert report["restored_bit_exact"] is True

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from gpustasis.errors import UnsupportedError
+from gpustasis_bench.gpucheck.behaviour import PARTS
 from gpustasis_bench.gpucheck.steps import STEPS, WORKING_SECONDS, Given, GpuCheck
 from gpustasis_bench.machine import require_machine, run_command
 
@@ -52,6 +53,13 @@ _EXIT_FAILED = 1
     type=click.Choice(STEPS),
     help="Do only this; may be repeated.",
 )
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(PARTS),
+    help="Do only this of the step behaviour; may be repeated.",
+)
 def command(
     programs: Path,
     out: Path,
@@ -60,6 +68,7 @@ def command(
     torch_python: Path | None,
     seconds: float | None,
     steps: tuple[str, ...],
+    parts: tuple[str, ...],
 ) -> None:
     """Trace the driver's behaviour, then checkpoint and restore real programs on it."""
     backend = "emulator" if emulator else "gpu"
@@ -76,6 +85,7 @@ def command(
         criu=criu_place,
         torch_python=torch_python,
         seconds=seconds or WORKING_SECONDS[machine.emulated],
+        parts=parts or PARTS,
     )
     good = GpuCheck(machine, given, console).run(steps or STEPS)
     console.print(f"trace, figures and verdicts are in {out}")

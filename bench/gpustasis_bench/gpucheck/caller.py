@@ -8,6 +8,7 @@ JSON answer a line on standard output. `Caller` is its other end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -22,6 +23,7 @@ from gpustasis.errors import DriverError
 from gpustasis_bench.gpucheck.driver_calls import ARGUMENT_SIZE, Answer, RawDriver
 
 DEADLINE_SECONDS = 120.0  # far above the minute that 80 GB take to stage
+_REAP_SECONDS = 10.0
 
 
 class NoAnswer(DriverError):
@@ -52,9 +54,10 @@ class Caller:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, whatever it is doing; one that cannot die in the driver is left."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_REAP_SECONDS)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
@@ -98,9 +101,9 @@ class Caller:
             raise DriverError(str(answer["error"]))
         return answer
 
-    def init(self) -> dict[str, Any]:
-        """Call cuInit: an Answer, with "device" the first GPU's name."""
-        return self._ask({"op": "init"}, DEADLINE_SECONDS)
+    def init(self, deadline_seconds: float = DEADLINE_SECONDS) -> dict[str, Any]:
+        """Call cuInit: an Answer, with "device" the first GPU's name. Raises NoAnswer."""
+        return self._ask({"op": "init"}, deadline_seconds)
 
     def _ask(self, request: dict[str, Any], deadline_seconds: float) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout

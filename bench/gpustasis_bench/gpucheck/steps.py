@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -22,11 +23,12 @@ from gpustasis_bench.demo.flow import Demo, make_report, prepare_work
 from gpustasis_bench.demo.report import table_of, write_report
 from gpustasis_bench.demo.training import Program, main_program
 from gpustasis_bench.gpucheck import target
+from gpustasis_bench.gpucheck.behaviour import PARTS, fill_behaviour
 from gpustasis_bench.gpucheck.caller import Caller
 from gpustasis_bench.gpucheck.trace import Trace, fill_trace
 from gpustasis_bench.machine import Machine
 
-STEPS = ("driver", "trace", "criu", "C program", "PyTorch")
+STEPS = ("driver", "trace", "behaviour", "criu", "C program", "PyTorch")
 
 WORKING_SECONDS = {True: 6.0, False: 20.0}  # by emulated: how long a run is to train
 
@@ -62,7 +64,7 @@ class Given:
 
     programs: folder with train, its kernels and torch_train.py. out: folder for the results.
     criu: as find() takes it. torch_python: a Python with PyTorch; None: python3 of the PATH.
-    seconds: how long each run is to train.
+    seconds: how long each run is to train. parts: those of behaviour.PARTS to do.
     """
 
     programs: Path
@@ -70,6 +72,7 @@ class Given:
     criu: str | None
     torch_python: Path | None
     seconds: float
+    parts: Collection[str] = PARTS
 
 
 class GpuCheck:
@@ -89,6 +92,7 @@ class GpuCheck:
         bodies = (
             self._check_driver,
             self._trace,
+            self._behaviour,
             self._check_criu,
             self._c_program,
             self._pytorch,
@@ -131,6 +135,18 @@ class GpuCheck:
             fill_trace(trace, program, emulated=self._machine.emulated)
         finally:
             _write_json(self._out / "trace.json", trace)
+
+    def _behaviour(self) -> None:
+        machine, path = self._machine, self._out / "behaviour.json"
+        record: dict[str, Any] = {"backend": machine.backend}
+
+        def tell(line: str) -> None:
+            self._console.print(line, markup=False, soft_wrap=True)
+
+        def save() -> None:
+            _write_json(path, record)
+
+        fill_behaviour(record, self._given.parts, emulated=machine.emulated, save=save, tell=tell)
 
     def _check_criu(self) -> None:
         criu = find(self._given.criu)
