@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Both before torch is imported: cuBLAS is deterministic only with a fixed workspace, and asking
@@ -23,6 +24,9 @@ import torch
 
 SAMPLES, FEATURES, HIDDEN, CLASSES, BATCH = 65536, 256, 2048, 16, 256
 POOL_BYTES = 512 << 20
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+StepOn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def main() -> None:
@@ -44,19 +48,29 @@ def main() -> None:
         torch.nn.ReLU(),
         torch.nn.Linear(HIDDEN, CLASSES),
     ).to(gpu)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=arguments.graph)
+    forward = torch.compile(model) if arguments.compile else model
+
+    def step_on(features: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=not arguments.graph):
+            outputs = forward(features)
+        loss = torch.nn.functional.cross_entropy(outputs.float(), wanted)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run_step = recorded(step_on, data[:BATCH], labels[:BATCH]) if arguments.graph else step_on
+    if arguments.workers:
+        batches = loaded(samples, labels.cpu(), arguments.workers, gpu)
+    else:
+        batches = sliced(data, labels)
     losses: list[str] = []
     half_time = time.monotonic()
     for step in range(1, arguments.steps + 1):
         if step == arguments.steps // 2 + 1:
             half_time = time.monotonic()
-        at = (step - 1) * BATCH % SAMPLES
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            outputs = model(data[at : at + BATCH])
-        loss = torch.nn.functional.cross_entropy(outputs.float(), labels[at : at + BATCH])
-        loss.backward()
-        optimizer.step()
+        loss = run_step(*next(batches))
         losses.append(loss.item().hex())
         if step % arguments.report_every == 0 or step == arguments.steps:
             print(f"step {step} of {arguments.steps}: loss {loss.item():.6f}", flush=True)
@@ -84,6 +98,51 @@ def main() -> None:
         publish(arguments.result, json.dumps(result, indent=1) + "\n")
 
 
+def sliced(data: torch.Tensor, labels: torch.Tensor) -> Iterator[Batch]:
+    """Batches that lie on the GPU already, round and round."""
+    while True:
+        for at in range(0, SAMPLES, BATCH):
+            yield data[at : at + BATCH], labels[at : at + BATCH]
+
+
+def loaded(
+    samples: torch.Tensor, labels: torch.Tensor, workers: int, gpu: torch.device
+) -> Iterator[Batch]:
+    """The same batches, from processes of a DataLoader, through page-locked memory."""
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(samples, labels),
+        batch_size=BATCH,
+        num_workers=workers,
+        pin_memory=True,
+        persistent_workers=True,
+    )
+    while True:
+        for features, wanted in loader:
+            yield features.to(gpu, non_blocking=True), wanted.to(gpu, non_blocking=True)
+
+
+def recorded(step_on: StepOn, features: torch.Tensor, wanted: torch.Tensor) -> StepOn:
+    """The step as a CUDA graph that is replayed on other batches of the same shape."""
+    at_features, at_wanted = features.clone(), wanted.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # PyTorch asks for warm-up on a stream of its own
+            step_on(at_features, at_wanted)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step_on(at_features, at_wanted)
+
+    def replay(features: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        at_features.copy_(features)
+        at_wanted.copy_(wanted)
+        graph.replay()
+        return loss
+
+    return replay
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line; --help explains it."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
@@ -92,6 +151,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mark-step", type=int, default=0)
     parser.add_argument("--mark-file", type=Path)
     parser.add_argument("--result", type=Path)
+    parser.add_argument("--graph", action="store_true", help="replay a CUDA graph of the step")
+    parser.add_argument("--compile", action="store_true", help="have torch.compile translate it")
+    parser.add_argument("--workers", type=int, default=0, help="processes that load batches")
     return parser.parse_args()
 
 

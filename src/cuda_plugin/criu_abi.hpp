@@ -12,6 +12,9 @@ namespace gpustasis::criu {
 enum class Stage : int { dump = 0, pre_dump = 1, restore = 2 };
 
 /// CR_PLUGIN_HOOK__*: those we use
+inline constexpr int kHookDumpExtFile = 2;
+inline constexpr int kHookRestoreExtFile = 3;
+inline constexpr int kHookHandleDeviceVma = 7;
 inline constexpr int kHookResumeDevicesLate = 9;
 inline constexpr int kHookPauseDevices = 10;
 inline constexpr int kHookCheckpointDevices = 11;

@@ -153,7 +153,13 @@ void DumpSession::checkpoint_tree(pid_t asked) {
     // Parents first: what a child has inherited is known then.
     for (const pid_t pid : proc::tree(root_))
         if (is_traced_by_us(pid))
-            of_task(pid, asked, [&] { close_left(pid); });
+            of_task(pid, asked, [&] {
+                close_left(pid);
+                const TaskRecord* record = table_.find(pid);
+                if (table_->task_count != 0 &&
+                    (record == nullptr || !has_thread(pid, record->restore_tid)))
+                    inherited_.look_at(pid, *table_);
+            });
     std::deque<AtWork> tasks; // in their places until the last is frozen again
     for (std::size_t i = 0; i < table_->task_count; ++i) {
         TaskRecord& record = table_->tasks[i];

@@ -13,6 +13,7 @@
 #include "cuda_plugin/dump_signature.hpp"
 #include "cuda_plugin/dumped_container.hpp"
 #include "cuda_plugin/findings.hpp"
+#include "cuda_plugin/inherited_files.hpp"
 #include "cuda_plugin/packed_dump.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
@@ -48,6 +49,9 @@ public:
     /// found, except when `succeeded` and criu is about to kill them: then the worker is left to
     /// watch whether it does (a failing post-dump script makes criu resume them instead).
     void finish(bool succeeded) noexcept;
+
+    /// Device files of the driver that children of CUDA tasks have inherited.
+    const InheritedFiles& inherited_files() const noexcept { return inherited_; }
 
 private:
     TaskStatistics& statistics_of(const TaskRecord& record);
@@ -96,6 +100,7 @@ private:
     std::map<pid_t, std::vector<Region>> staging_; ///< of CUDA tasks that are checkpointed
     std::vector<UnusedUserfaultfd> closed_;        ///< that were left in the tasks
     std::set<pid_t> looked_at_;                    ///< for one of these
+    InheritedFiles inherited_;
     Worker worker_;
     StagingRoom staging_room_;
     Statistics statistics_;

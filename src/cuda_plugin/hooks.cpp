@@ -4,6 +4,7 @@
 #include "cuda_plugin/criu_abi.hpp"
 #include "cuda_plugin/dump_session.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/inherited_files.hpp"
 #include "cuda_plugin/low_descriptors.hpp"
 #include "cuda_plugin/restore_session.hpp"
 
@@ -86,6 +87,24 @@ int checkpoint_devices(int pid) {
                    [pid] { return dump && dump->checkpoint(pid) ? criu::kDone : kNotMine; });
 }
 
+int dump_ext_file(int fd, int /*id*/) {
+    return dump && dump->inherited_files().is_open_in_heir(fd) ? criu::kDone : kNotMine;
+}
+
+// Two arguments from some criu on: the second is not needed.
+int restore_ext_file(int /*id*/) {
+    return guarded("RESTORE_EXT_FILE", 0,
+                   [] { return restore ? InheritedFiles::open_stand_in() : kNotMine; });
+}
+
+// criu goes by what this leaves in `status`, its own record of the file, and in `fd`.
+int handle_device_vma(int fd, const struct stat* status) {
+    return guarded("HANDLE_DEVICE_VMA", 0, [fd, status] {
+        auto& known = *const_cast<struct stat*>(status);
+        return dump && dump->inherited_files().replace_mapped(fd, known) ? criu::kDone : kNotMine;
+    });
+}
+
 int resume_devices_late(int pid) {
     return guarded("RESUME_DEVICES_LATE", pid,
                    [pid] { return restore && restore->resume(pid) ? criu::kDone : kNotMine; });
@@ -107,12 +126,12 @@ __attribute__((visibility("default"))) gpustasis::criu::PluginDesc CR_PLUGIN_DES
         {
             nullptr,
             nullptr,
+            reinterpret_cast<void*>(&gpustasis::dump_ext_file),
+            reinterpret_cast<void*>(&gpustasis::restore_ext_file),
             nullptr,
             nullptr,
             nullptr,
-            nullptr,
-            nullptr,
-            nullptr,
+            reinterpret_cast<void*>(&gpustasis::handle_device_vma),
             nullptr,
             reinterpret_cast<void*>(&gpustasis::resume_devices_late),
             reinterpret_cast<void*>(&gpustasis::pause_devices),

@@ -176,6 +176,14 @@ void require_pipes_in_thread_names(pid_t pid) {
     }
 }
 
+std::optional<std::array<std::uint64_t, 2>> restore_channel(pid_t pid, pid_t tid) {
+    std::string name =
+        read_file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(tid) + "/comm");
+    if (name.ends_with('\n'))
+        name.pop_back();
+    return channel_of(name);
+}
+
 void wait_for_helper_threads(pid_t pid, const std::vector<pid_t>& before) {
     for (int waited = 0; waited < kHelperThreadsMs; ++waited) {
         if (std::ranges::includes(before, threads(pid)))

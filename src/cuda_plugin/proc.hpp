@@ -4,6 +4,10 @@
 
 #include "tracee/proc.hpp"
 
+#include <array>
+#include <cstdint>
+#include <optional>
+
 namespace gpustasis::proc {
 
 /// Whether the task may use CUDA: a library or a device file of the driver is mapped, and a thread
@@ -19,6 +23,10 @@ bool may_use_cuda(pid_t pid);
 /// restore thread (docs/design.md) and opens them through /proc with the rights of the caller: a task
 /// that names a thread so could have root write to a file that the task may only read.
 void require_pipes_in_thread_names(pid_t pid);
+
+/// The two descriptors of the task that the name of its restore thread `tid` gives; nullopt: it gives none.
+/// Throws Error: io if the thread is gone.
+std::optional<std::array<std::uint64_t, 2>> restore_channel(pid_t pid, pid_t tid);
 
 /// Wait until the task has no threads but those of `before` (ascending): criu would dump one that the
 /// driver made for the checkpoint and is about to end. Throws Error: io if one stays.

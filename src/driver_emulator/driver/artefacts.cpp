@@ -114,6 +114,19 @@ bool map_ring(DeviceFiles& files) noexcept {
     return true;
 }
 
+/// The device that the setting names, if it can be mapped. A child inherits that, as of a real one.
+bool map_device(DeviceFiles& files) noexcept {
+    const auto size = static_cast<std::size_t>(getpagesize());
+    void* mapping = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, files.fds[0], 0);
+    if (mapping == MAP_FAILED) {
+        return false;
+    }
+    files.mapping = mapping;
+    files.mapping_size = size;
+    std::strcpy(files.mapping_kind, "device_path");
+    return true;
+}
+
 bool map_perf_event(DeviceFiles& files) noexcept {
     perf_event_attr attributes{};
     attributes.type = PERF_TYPE_SOFTWARE;
@@ -172,7 +185,9 @@ Result open_devices(DeviceFiles& files, unsigned count, const char* path, bool c
         }
         add(files, fd);
     }
-    if (files.mapping == nullptr && !map_ring(files) && !map_perf_event(files)) {
+    const bool is_named = *path != '\0' && files.count > 0;
+    if (files.mapping == nullptr && !(is_named && map_device(files)) && !map_ring(files) &&
+        !map_perf_event(files)) {
         std::strcpy(files.mapping_kind, "none");
     }
     return Result::success;

@@ -34,7 +34,7 @@ struct DeviceFiles {
     void* mapping = nullptr;
     std::size_t mapping_size = 0;
     char device[32] = {};       ///< what the files are: a path, or a kind of anonymous file
-    char mapping_kind[32] = {}; ///< "io_uring", "perf_event" or "none"
+    char mapping_kind[32] = {}; ///< "device_path", "io_uring", "perf_event" or "none"
     static constexpr unsigned kMaxUvm = 2;
     void* uvm[kMaxUvm] = {}; ///< mappings of the file that stands for /dev/nvidia-uvm
 };

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda_plugin/inherited_files.hpp"
+
+#include "core/error.hpp"
+#include "core/unique_fd.hpp"
+#include "cuda_plugin/host.hpp"
+#include "cuda_plugin/proc.hpp"
+#include "tracee/task_maps.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <linux/kcmp.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+
+namespace gpustasis {
+namespace {
+
+constexpr std::string_view kDriverDevice = "/dev/nvidia";
+constexpr std::string_view kDriverThread =
+    "cuda"; // what the names of its restore threads begin with
+
+std::string of_task(pid_t pid, const std::string& name) {
+    return "/proc/" + std::to_string(pid) + "/" + name;
+}
+
+/// Empty: there is no such link.
+std::string link_of(const std::string& path) {
+    std::array<char, PATH_MAX> target;
+    const ssize_t size = ::readlink(path.c_str(), target.data(), target.size());
+    return size < 0 ? "" : std::string(target.data(), static_cast<std::size_t>(size));
+}
+
+bool is_driver_device(std::string_view path) {
+    return path.starts_with(kDriverDevice);
+}
+
+bool is_driver_device(int fd) {
+    return is_driver_device(link_of("/proc/self/fd/" + std::to_string(fd)));
+}
+
+struct DeviceFile {
+    int fd = -1;
+    std::string path;
+};
+
+std::vector<DeviceFile> device_files(pid_t pid) {
+    const std::string directory = of_task(pid, "fd");
+    const std::unique_ptr<DIR, decltype([](DIR* open) { ::closedir(open); })> open(
+        ::opendir(directory.c_str()));
+    if (!open)
+        throw io_error("cannot open " + directory, errno);
+    std::vector<DeviceFile> found;
+    while (const dirent* entry = ::readdir(open.get())) {
+        std::string path = link_of(directory + "/" + entry->d_name);
+        if (is_driver_device(path))
+            found.push_back({std::atoi(entry->d_name), std::move(path)});
+    }
+    return found;
+}
+
+std::vector<Mapping> device_mappings(pid_t pid) {
+    std::vector<Mapping> mappings = read_maps(pid);
+    std::erase_if(mappings, [](const Mapping& one) { return !is_driver_device(one.name); });
+    return mappings;
+}
+
+bool is_same_file(pid_t one, pid_t other, int fd) {
+    return ::syscall(SYS_kcmp, one, other, KCMP_FILE, fd, fd) == 0;
+}
+
+bool is_same_mapping(const Mapping& one, const Mapping& other) {
+    return one.start == other.start && one.end == other.end && one.offset == other.offset &&
+           one.device == other.device && one.inode == other.inode && one.name == other.name;
+}
+
+/// Whether `pid` holds the two pipes that the restore thread of `cuda` answers through, under its numbers: then it
+/// was forked by `cuda`, or by a child of it, after cuInit. The pipes stay through all checkpoints of
+/// `cuda`, unlike its device files, of which `pid` may have some that were closed in `cuda` since.
+bool has_pipes_of(pid_t pid, const TaskRecord& cuda) {
+    const auto channel = proc::restore_channel(cuda.pid, cuda.restore_tid);
+    return channel && std::ranges::all_of(*channel, [&](std::uint64_t number) {
+               const std::string name = "fd/" + std::to_string(number);
+               const std::string mine = link_of(of_task(pid, name));
+               return mine.starts_with("pipe:[") && mine == link_of(of_task(cuda.pid, name));
+           });
+}
+
+std::optional<int> mount_id(int fd) {
+    std::istringstream info(proc::read_file("/proc/self/fdinfo/" + std::to_string(fd)));
+    for (std::string word; info >> word;)
+        if (int id = 0; word == "mnt_id:" && info >> id)
+            return id;
+    return std::nullopt;
+}
+
+bool has_mount(pid_t pid, int id) {
+    std::istringstream mounts(proc::read_file(of_task(pid, "mountinfo")));
+    for (std::string line; std::getline(mounts, line);)
+        if (std::atoi(line.c_str()) == id)
+            return true;
+    return false;
+}
+
+} // namespace
+
+void InheritedFiles::look_at(pid_t pid, TaskTable& cuda_tasks) {
+    const std::vector<DeviceFile> files = device_files(pid);
+    const std::vector<Mapping> mappings = device_mappings(pid);
+    if (files.empty() && mappings.empty())
+        return;
+    const auto any_cuda_task = [&](auto&& is_of) {
+        for (std::size_t i = 0; i < cuda_tasks.task_count; ++i)
+            if (is_of(cuda_tasks.tasks[i]))
+                return true;
+        return false;
+    };
+    // One with a thread of the driver's own may have opened files since it was forked, as for NVML.
+    const bool is_fork =
+        !proc::has_thread_named(pid, kDriverThread) &&
+        any_cuda_task([pid](const TaskRecord& cuda) { return has_pipes_of(pid, cuda); });
+    std::string own; // what it has not inherited
+    for (const DeviceFile& file : files)
+        if (!is_fork && !any_cuda_task([&](const TaskRecord& cuda) {
+                return is_same_file(pid, cuda.pid, file.fd);
+            }))
+            own = file.path + " open";
+    if (!is_fork && !mappings.empty() && own.empty()) {
+        std::vector<Mapping> known;
+        any_cuda_task([&](const TaskRecord& cuda) {
+            for (Mapping& mapping : device_mappings(cuda.pid))
+                known.push_back(std::move(mapping));
+            return false;
+        });
+        for (const Mapping& mapping : mappings)
+            if (std::ranges::none_of(
+                    known, [&](const Mapping& one) { return is_same_mapping(one, mapping); }))
+                own = mapping.name + " mapped";
+    }
+    if (!own.empty())
+        throw Error(Errc::unsupported,
+                    "pid " + std::to_string(pid) + " has " + own +
+                        ", is no CUDA process, and has not inherited that from one of this tree: "
+                        "CRIU cannot dump a file of the NVIDIA driver; end it before the dump");
+    host::info("pid " + std::to_string(pid) + " has inherited " + std::to_string(files.size()) +
+               " files and " + std::to_string(mappings.size()) +
+               " mappings of the driver's devices: they are of no use to it, and are left out");
+    heirs_.push_back(pid);
+}
+
+bool InheritedFiles::replace_mapped(int fd, struct stat& status) const {
+    if (heirs_.empty() || !is_driver_device(fd))
+        return false;
+    const auto mount = mount_id(fd);
+    const auto heir =
+        std::ranges::find_if(heirs_, [&](pid_t pid) { return mount && has_mount(pid, *mount); });
+    if (heir == heirs_.end())
+        throw Error(Errc::io, "a mapped device of the driver lies on a mount that no task has");
+    const std::string path = of_task(*heir, "root/dev/zero");
+    const UniqueFd zero(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    struct stat found {};
+    if (!zero || ::fstat(zero.get(), &found) != 0)
+        throw io_error("cannot open " + path, errno);
+    if (!S_ISCHR(found.st_mode) || found.st_rdev != makedev(1, 5))
+        throw Error(Errc::io, path + " is not the device that is all zeros");
+    if (::dup3(zero.get(), fd, O_CLOEXEC) < 0)
+        throw io_error("cannot have /dev/zero stand for a mapped device", errno);
+    status = found;
+    return true;
+}
+
+bool InheritedFiles::is_open_in_heir(int fd) const {
+    return !heirs_.empty() && is_driver_device(fd);
+}
+
+int InheritedFiles::open_stand_in() {
+    const int fd = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        throw io_error("cannot open /dev/null, which is to stand for a device of the driver's",
+                       errno);
+    return fd;
+}
+
+} // namespace gpustasis

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+/// Device files of the driver in processes that a CUDA process has forked, as workers that load data are.
+///
+/// A child inherits its parent's device files and their mappings, and can use neither: the driver's state
+/// is the parent's, and every call of the child ends with CUDA_ERROR_NOT_INITIALIZED. The driver closes the
+/// parent's at a checkpoint; those of the child stay, and CRIU can dump none of them. Nothing is done to
+/// the child. In the checkpoint /dev/zero stands for each mapping, and /dev/null for each file.
+#pragma once
+
+#include "cuda_plugin/task_table.hpp"
+
+#include <sys/stat.h>
+#include <sys/types.h>
+
+#include <vector>
+
+namespace gpustasis {
+
+class InheritedFiles {
+public:
+    /// Look at task `pid`, which is frozen and in no record of `cuda_tasks`; these are frozen too and have
+    /// not been checkpointed yet. Throws Error: unsupported, naming one, if it has device files or mappings
+    /// of the driver that it has not inherited from any of them; io.
+    void look_at(pid_t pid, TaskTable& cuda_tasks);
+
+    /// Of a mapping that CRIU asks about, `fd` is its file, and `status` what CRIU knows of it: have CRIU
+    /// dump a mapping of /dev/zero in its place. False: no device of the driver's, or no task has inherited
+    /// any. Throws Error: io if there is no /dev/zero where the task lives.
+    bool replace_mapped(int fd, struct stat& status) const;
+
+    /// Whether `fd`, which CRIU cannot dump, is a device of the driver that a task may have inherited.
+    bool is_open_in_heir(int fd) const;
+
+    /// What stands for such a file after a restore, in the task that is being made. The caller owns it. Throws Error: io.
+    static int open_stand_in();
+
+private:
+    std::vector<pid_t> heirs_; ///< have inherited such files, and have no others
+};
+
+} // namespace gpustasis

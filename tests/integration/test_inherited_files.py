@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that a CUDA process has forked, as a DataLoader's workers are: they have inherited the
+driver's device files and mappings, cannot use them, and are dumped and restored without them.
+
+A block device stands for the NVIDIA driver's, under a name of its own: one that can be opened many
+times and mapped, and that CRIU cannot dump.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from campaigns.rig import Rig
+from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
+from support.job import Job
+
+PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
+STAND_IN = Path("/dev/nvidia-stand-in")
+STRANGER = Path("/dev/nvidia-stranger")
+DRIVER = "580.159.04"
+Compile = Callable[..., Path]
+
+
+@pytest.fixture
+def devices() -> Iterator[None]:
+    for path in (STAND_IN, STRANGER):
+        path.unlink(missing_ok=True)
+        os.mknod(path, stat.S_IFBLK | 0o666, os.makedev(7, 7))  # a loop device without a file
+    yield
+    for path in (STAND_IN, STRANGER):
+        path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def heirs_rig(rig: Rig, devices: None, tmp_path: Path) -> Iterator[Rig]:
+    """Each criu, on an emulator whose device files are the stand-in."""
+    emulator = Emulator(path=tmp_path / "emulator" / "socket")
+    emulator.start(Options(gpus=1, memory_bytes=64 << 20, driver=DRIVER, rates=RATES_OFF))
+    emulator.set("device_path", str(STAND_IN))
+    environ = dict(os.environ) | emulator.environment(api_version_of(DRIVER))
+    own = Rig(rig.criu, emulator, environ, rig.programs, rig.scratch)
+    yield own
+    own.close()
+    emulator.stop()
+
+
+@contextmanager
+def running(rig: Rig, compile_cuda: Compile, *words: str) -> Iterator[Job]:
+    program = compile_cuda(PROGRAMS / "heirs.c")
+    job = Job([program, *words], rig.scratch / "job.log", rig.environ)
+    try:
+        for pid in tree(job, 1 + len(words) + words.count("grandchild")):
+            job.wait_for(f"{pid} step")
+        yield job
+    finally:
+        job.end()
+
+
+def tree(job: Job, count: int) -> list[int]:
+    """The job's pid, then its children's; there are `count` of them."""
+    job.wait_for("step")
+    found: list[int] = []
+    while len(found) < count:
+        found = [job.pid]
+        for pid in found:
+            children = Path(f"/proc/{pid}/task/{pid}/children")
+            found += [int(word) for word in children.read_text().split()]
+        assert job.alive(), job.output()
+    return found
+
+
+def run_on(job: Job, pids: list[int]) -> None:
+    for pid in pids:
+        said = job.output().count(f"\n{pid} step")
+        job.wait_for(f"\n{pid} step", count=said + 3)
+    assert "WRONG" not in job.output()
+
+
+def open_devices(pid: int) -> dict[int, str]:
+    """By number: what of the driver's, or in its place, is open beyond the first three."""
+    found = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(entry)
+        if int(entry.name) > 2 and target.startswith(("/dev/nvidia", "/dev/null")):
+            found[int(entry.name)] = target
+    return found
+
+
+def mapped(pid: int) -> dict[str, str]:
+    """All shared mappings by range of addresses and protection: path."""
+    text = Path(f"/proc/{pid}/maps").read_text()
+    return dict(re.findall(r"^(\S+ ...s) \S+ \S+ \d+ +(\S.*)$", text, re.MULTILINE))
+
+
+def mapped_devices(pid: int) -> dict[str, str]:
+    """Those of the driver's devices."""
+    return {where: path for where, path in mapped(pid).items() if path.startswith("/dev/nvidia")}
+
+
+def close_on_exec(pid: int, fd: int) -> bool:
+    flags = re.search(r"flags:\s+(\d+)", Path(f"/proc/{pid}/fdinfo/{fd}").read_text())
+    assert flags
+    return bool(int(flags[1], 8) & os.O_CLOEXEC)
+
+
+def killed(job: Job, pids: list[int]) -> None:
+    """By the dump. Children of what is killed come to this process."""
+    job.wait()
+    for pid in pids[1:]:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def dump(rig: Rig, job: Job, *extra: str, config: dict[str, str] | None = None) -> Path:
+    images = rig.images()
+    words = rig.dump_words(job, images, extra)
+    ended = rig.run(words, images, "dump", config)
+    assert ended.status == 0, ended.log[-3000:]
+    return images
+
+
+def restore(rig: Rig, images: Path, config: dict[str, str] | None = None) -> None:
+    ended = rig.run(rig.restore_words(images), images, "restore", config)
+    assert ended.status == 0, ended.log[-3000:]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("layout", ["criu", "packed"])
+def test_forked_children_are_dumped_and_restored_without_the_devices(
+    heirs_rig: Rig, compile_cuda: Compile, layout: str
+) -> None:
+    with running(heirs_rig, compile_cuda, "fork", "close", "grandchild") as job:
+        pids = tree(job, 5)
+        before = {pid: (open_devices(pid), mapped_devices(pid)) for pid in pids}
+        for pid in pids[1:]:
+            files, mappings = before[pid]
+            assert set(mappings.values()) == {str(STAND_IN)}  # so that stock CRIU would fail
+            assert set(files.values()) <= {str(STAND_IN)}
+        assert sum(not before[pid][0] for pid in pids) == 1  # the one that has closed them
+        flags = {(p, fd): close_on_exec(p, fd) for p in pids[1:] for fd in before[p][0]}
+
+        images = dump(heirs_rig, job, config={"layout": layout})
+        killed(job, pids)
+        restore(heirs_rig, images, {"layout": layout})
+        run_on(job, pids)
+        for pid in pids[1:]:
+            files, mappings = before[pid]
+            assert open_devices(pid) == dict.fromkeys(files, "/dev/null")
+            after = mapped(pid)
+            assert {after[where] for where in mappings} == {"/dev/zero (deleted)"}
+        assert {(p, fd): close_on_exec(p, fd) for p, fd in flags} == flags
+        assert set(open_devices(job.pid).values()) == {str(STAND_IN)}  # the driver's own
+
+        again = dump(heirs_rig, job)  # what was restored is dumped like anything else
+        killed(job, pids)
+        restore(heirs_rig, again)
+        run_on(job, pids)
+
+
+@pytest.mark.timeout(180)
+def test_a_job_that_is_left_running_keeps_what_its_children_have(
+    heirs_rig: Rig, compile_cuda: Compile
+) -> None:
+    """The driver closes the parent's files at a checkpoint and opens others: those of the children
+    are nobody else's from then on."""
+    with running(heirs_rig, compile_cuda, "fork", "grandchild") as job:
+        pids = tree(job, 4)
+        before = {pid: (open_devices(pid), mapped_devices(pid)) for pid in pids[1:]}
+        for _ in range(3):
+            dump(heirs_rig, job, "--leave-running")
+            run_on(job, pids)
+            assert {p: (open_devices(p), mapped_devices(p)) for p in pids[1:]} == before
+        last = dump(heirs_rig, job)
+        killed(job, pids)
+        restore(heirs_rig, last)
+        run_on(job, pids)
+
+
+@pytest.mark.timeout(120)
+def test_a_device_that_was_not_inherited_refuses_the_dump_before_the_gpu_is_touched(
+    heirs_rig: Rig, compile_cuda: Compile
+) -> None:
+    with running(heirs_rig, compile_cuda, "fork", f"open={STRANGER}") as job:
+        pids = tree(job, 3)
+        images = heirs_rig.images()
+        words = heirs_rig.dump_words(job, images, [])
+        ended = heirs_rig.run(words, images, "dump", None)
+        assert ended.status != 0
+        stranger = next(pid for pid in pids[1:] if str(STRANGER) in open_devices(pid).values())
+        assert (
+            f"pid {stranger} has {STRANGER} open, is no CUDA process, and has not inherited that"
+            in ended.log
+        )
+        assert "checkpointed pid" not in ended.log
+        run_on(job, pids[:1])
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
