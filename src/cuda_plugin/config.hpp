@@ -69,7 +69,7 @@ struct Config {
     bool require_guard = false; ///< key guard = "auto" | "require"
     bool dump_locked = false;   ///< key found_locked = "refuse" | "dump": a task that others locked
     unsigned parallel_gpus =
-        0; ///< tasks that the driver works in at once; 0: as many as there are GPUs
+        0; ///< tasks that the driver works in at once; 0: as many as there are GPUs or processors
     std::uint32_t lock_timeout_ms = 10'000;    ///< for submitted GPU work to drain; not 0
     std::uint32_t driver_timeout_ms = 600'000; ///< for any other driver call; not 0
     std::vector<GpuMapEntry> gpu_map;          ///< of a restore

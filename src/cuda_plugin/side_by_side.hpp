@@ -18,6 +18,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -158,14 +159,16 @@ inline std::uint64_t room_of(pid_t pid) {
     return room - std::min(room, kSpare);
 }
 
-/// How many tasks the driver is to work in at once: as many as `wish` says, or as there are GPUs.
+/// How many tasks the driver is to work in at once: as many as `wish` says, or as there are GPUs or processors. In
+/// each it keeps one processor busy, with the pages of the staging, and no GPU (docs/hardware.md).
 inline std::size_t tasks_at_once(unsigned wish, const Statistics& statistics) noexcept {
     constexpr std::size_t kUnknown = 8; // GPUs of a machine without NVML
     if (!statistics.in_turn_because.empty())
         return 1;
     if (wish != 0)
         return wish;
-    return statistics.gpus.empty() ? kUnknown : statistics.gpus.size();
+    const std::size_t processors = std::thread::hardware_concurrency(); // 0: not known
+    return std::max(processors, statistics.gpus.empty() ? kUnknown : statistics.gpus.size());
 }
 
 } // namespace gpustasis
