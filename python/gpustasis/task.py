@@ -95,6 +95,18 @@ def misleading_thread(pid: int) -> str | None:
     return None
 
 
+def restore_pipes(pid: int) -> list[int]:
+    """The descriptors of `pid` that the name of its restore thread gives: two pipes, if the driver
+    has named it. Empty: it has no such thread, or has ended."""
+    with suppress(OSError):
+        for thread in (PROC / str(pid) / "task").iterdir():
+            with suppress(OSError):  # that one has ended
+                name = (thread / "comm").read_text(errors="replace").rstrip("\n")
+                if digits := _DRIVER_THREAD.fullmatch(name):
+                    return list(divmod(int(digits[1], 16), 1 << 22))
+    return []
+
+
 def has_driver_thread(pid: int) -> bool:
     """Whether a thread of `pid` is named as those that the CUDA driver keeps in a process: without
     one, no call of the driver has done anything to it. Raises CheckpointError if it has ended."""

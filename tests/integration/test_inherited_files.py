@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from campaigns.rig import Rig
+from gpustasis.diagnosis.container_checks import was_forked_by
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
 from support.job import Job
 
@@ -143,6 +144,7 @@ def test_forked_children_are_dumped_and_restored_without_the_devices(
             files, mappings = before[pid]
             assert set(mappings.values()) == {str(STAND_IN)}  # so that stock CRIU would fail
             assert set(files.values()) <= {str(STAND_IN)}
+            assert was_forked_by(pid, job.pid)  # doctor knows it too
         assert sum(not before[pid][0] for pid in pids) == 1  # the one that has closed them
         flags = {(p, fd): close_on_exec(p, fd) for p in pids[1:] for fd in before[p][0]}
 
@@ -193,6 +195,7 @@ def test_a_device_that_was_not_inherited_refuses_the_dump_before_the_gpu_is_touc
         words = heirs_rig.dump_words(job, images, [])
         ended = heirs_rig.run(words, images, "dump", None)
         assert ended.status != 0
+        assert was_forked_by(pids[1], job.pid) != was_forked_by(pids[2], job.pid)
         stranger = next(pid for pid in pids[1:] if str(STRANGER) in open_devices(pid).values())
         assert (
             f"pid {stranger} has {STRANGER} open, is no CUDA process, and has not inherited that"

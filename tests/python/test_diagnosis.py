@@ -104,6 +104,23 @@ def test_a_freezer_of_cgroup_v1(tmp_path: Path, enabled: str, status: Status) ->
     assert host.freezer(tmp_path, tmp_path).status is status
 
 
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("[always] madvise never\n", Status.OK),
+        ("always [madvise] never\n", Status.NOTE),
+        ("always madvise [never]\n", Status.NOTE),
+    ],
+)
+def test_pages_of_what_the_driver_stages(tmp_path: Path, text: str, status: Status) -> None:
+    setting = tmp_path / "enabled"
+    setting.write_text(text)
+    found = host.staging_pages(setting)
+    assert found.status is status
+    assert str(setting) in found.remedy or status is Status.OK
+    assert host.staging_pages(tmp_path / "missing").status is Status.NOTE
+
+
 def look(driver_library: str) -> list[Finding]:
     return host.check_gpus(driver_library, host.find_driver_version("libno-such-nvml.so.1"))
 

@@ -17,7 +17,7 @@ from gpustasis.diagnosis import Finding, note, ok, problem
 from gpustasis.diagnosis.container import PROC, Container, read_mounts, unknown
 from gpustasis.driver import Driver, ProcessState, list_devices_within
 from gpustasis.errors import CheckpointError, CriuError, DriverError
-from gpustasis.task import misleading_thread, read_task
+from gpustasis.task import misleading_thread, read_task, restore_pipes
 from gpustasis.text import mib, plural
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -214,12 +214,16 @@ def _gpu_files(
         return
     yield ok(name, _pids(users) if users else "none uses CUDA")
     for pid in sorted(set(holders) - set(users)):
+        if any(was_forked_by(pid, user) for user in users):
+            yield ok(
+                name, f"process {pid} has inherited a GPU's files: a checkpoint leaves them out"
+            )
+            continue
         yield problem(
             name,
             f"process {pid} has a GPU's files open and does not use CUDA, so the driver does not "
-            "close them: it was forked by a process that does",
-            "start such workers by spawn, not fork, before CUDA is used (for PyTorch's DataLoader: "
-            'multiprocessing_context="spawn")',
+            "close them, and it has not inherited them from a process that does",
+            "end it before a checkpoint; workers of a process that uses CUDA can be forked by it",
         )
 
 
@@ -317,14 +321,39 @@ def room(group: str, groups: Path = _GROUPS) -> tuple[int, str]:
     return free, where
 
 
+_GPU_MAPPING = re.compile(r"^(\S+) \S+ (\S+ \S+ \d+) +(/dev/nvidia.*)$", re.MULTILINE)
+
+
 def _holds_gpu_files(pid: int) -> bool:
-    if any(re.match(r"/dev/nvidia(\d|ctl|-uvm)", target) for target in _targets(pid)):
+    if any(target.startswith("/dev/nvidia") for target in _targets(pid)):
         return True
+    return bool(_gpu_mappings(pid))
+
+
+def _gpu_mappings(pid: int) -> set[tuple[str, ...]]:
+    """Addresses, offset and file of each mapping of a GPU's; of a process that is gone, none."""
     try:
-        maps = (PROC / str(pid) / "maps").read_text(errors="replace")
+        return set(_GPU_MAPPING.findall((PROC / str(pid) / "maps").read_text(errors="replace")))
     except OSError:
-        return False
-    return re.search(r" /dev/nvidia(\d|ctl|-uvm)", maps) is not None
+        return set()
+
+
+def was_forked_by(pid: int, user: int) -> bool:
+    """As the plugin knows it (src/cuda_plugin/inherited_files.cpp): it holds the pipes of the
+    other's restore thread, or has no file open and maps what the other maps."""
+    pipes = [(number, f"{PROC}/{user}/fd/{number}") for number in restore_pipes(user)]
+    with suppress(OSError):
+        if pipes and all(
+            os.readlink(theirs) == os.readlink(f"{PROC}/{pid}/fd/{number}")
+            for number, theirs in pipes
+        ):
+            return True
+    mapped = _gpu_mappings(pid)
+    return (
+        bool(mapped)
+        and mapped <= _gpu_mappings(user)
+        and not any(target.startswith("/dev/nvidia") for target in _targets(pid))
+    )
 
 
 def _pids(pids: list[int]) -> str:
