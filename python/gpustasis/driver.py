@@ -24,7 +24,6 @@ DEFAULT_LIBRARY = "libcuda.so.1"
 INIT_S = 30.0  # of cuInit: many GPUs that nobody uses take their time to wake up
 
 NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: the process does not use CUDA
-INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: among others, there is no such process
 _RESTORE_THREAD = re.compile(r"cuda([0-9a-f]{11})")  # two descriptor numbers of 22 bits
 _NUMBER_BITS = 22
 

@@ -88,7 +88,7 @@ public:
     /// cuInit in the process that makes the calls; restore() needs it.
     virtual void initialize() = 0;
 
-    /// nullopt: `pid` has no CUDA state.
+    /// nullopt: `pid` has no CUDA state. Throws DriverError if it has ended.
     virtual std::optional<int> restore_thread(int pid) = 0;
     /// The restore thread must be running. Throws DriverError for a state in flight.
     virtual ProcessState state(int pid) = 0;

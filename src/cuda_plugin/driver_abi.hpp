@@ -11,7 +11,6 @@ namespace gpustasis::driver {
 using Result = int; ///< CUresult
 
 inline constexpr Result kSuccess = 0;
-inline constexpr Result kInvalidValue = 1;
 inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kNotInitialized = 3;
 inline constexpr Result kOperatingSystem = 304;

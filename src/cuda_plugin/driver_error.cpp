@@ -11,14 +11,14 @@ struct Known {
 };
 
 constexpr Known kKnown[] = {
-    {1, "CUDA_ERROR_INVALID_VALUE", "no such process, or an argument the driver does not take"},
+    {1, "CUDA_ERROR_INVALID_VALUE", "an argument the driver does not take"},
     {2, "CUDA_ERROR_OUT_OF_MEMORY", "not enough GPU or host memory"},
     {3, "CUDA_ERROR_NOT_INITIALIZED", "the process has no CUDA state"},
     {4, "CUDA_ERROR_DEINITIALIZED", "the driver is shutting down"},
     {100, "CUDA_ERROR_NO_DEVICE", "no GPU is visible"},
     {201, "CUDA_ERROR_INVALID_CONTEXT", ""},
     {304, "CUDA_ERROR_OPERATING_SYSTEM",
-     "no permission on the process, it died meanwhile, or an earlier restore failed"},
+     "no such process, no permission on it, or an earlier restore failed"},
     {401, "CUDA_ERROR_ILLEGAL_STATE", "the process is not in the state this call needs"},
     {500, "CUDA_ERROR_NOT_FOUND", ""},
     {600, "CUDA_ERROR_NOT_READY", "submitted GPU work did not finish in time"},

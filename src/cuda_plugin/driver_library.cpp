@@ -179,7 +179,7 @@ void DriverLibrary::initialize() {
 std::optional<int> DriverLibrary::restore_thread(int pid) {
     int tid = 0;
     const driver::Result result = api_.get_restore_thread(pid, &tid);
-    if (result == driver::kInvalidValue || result == driver::kNotInitialized)
+    if (result == driver::kNotInitialized)
         return std::nullopt;
     check(result, "cuCheckpointProcessGetRestoreThreadId", pid);
     return tid;

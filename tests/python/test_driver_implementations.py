@@ -107,6 +107,14 @@ def test_a_process_without_cuda_has_none(calls: Calls, launch: Callable[..., Job
     assert refused.startswith("refused 3 ")  # CUDA_ERROR_NOT_INITIALIZED
 
 
+@pytest.mark.parametrize("call", ["restore_thread", "state", "unlock"])
+def test_of_a_process_that_has_ended_the_driver_says_so(calls: Calls, call: str) -> None:
+    with subprocess.Popen(["/bin/true"]) as ended:
+        pass
+    (refused,) = calls((call, ended.pid))
+    assert refused.startswith("refused 304 ")  # CUDA_ERROR_OPERATING_SYSTEM
+
+
 @pytest.mark.parametrize("name", ["unlock", "checkpoint", "restore"])
 def test_a_refusal_has_code_name_and_pid_and_changes_nothing(
     calls: Calls, gpu_generations: Callable[..., Job], name: str

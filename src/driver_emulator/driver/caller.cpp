@@ -137,7 +137,7 @@ Result find_restore_thread(pid_t pid, RestoreThread& thread) noexcept {
     std::snprintf(path, sizeof path, "/proc/%d/task", pid);
     DIR* tasks = opendir(path);
     if (tasks == nullptr) {
-        return errno == EACCES || errno == EPERM ? Result::operating_system : Result::invalid_value;
+        return Result::operating_system;
     }
     Result result = Result::not_initialized;
     while (const dirent* entry = readdir(tasks)) {

@@ -15,7 +15,8 @@ struct RestoreThread {
 };
 
 /// Searches the threads of `pid` (any thread's id will do). Touches nothing but /proc.
-/// Returns invalid_value if there is no such process, not_initialized if it has no restore thread.
+/// Returns operating_system if there is no such process, not_initialized if it has no restore thread,
+/// invalid_value if `pid` cannot be one's id.
 Result find_restore_thread(pid_t pid, RestoreThread& thread) noexcept;
 
 /// Has the target's restore thread carry out one operation and waits for its reply, for as long as

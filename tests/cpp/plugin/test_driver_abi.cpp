@@ -24,7 +24,6 @@ static_assert(static_cast<int>(ProcessState::running) == CU_PROCESS_STATE_RUNNIN
 static_assert(static_cast<int>(ProcessState::locked) == CU_PROCESS_STATE_LOCKED);
 static_assert(static_cast<int>(ProcessState::checkpointed) == CU_PROCESS_STATE_CHECKPOINTED);
 static_assert(static_cast<int>(ProcessState::failed) == CU_PROCESS_STATE_FAILED);
-static_assert(kInvalidValue == CUDA_ERROR_INVALID_VALUE);
 static_assert(kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
 static_assert(kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
 static_assert(kOperatingSystem == CUDA_ERROR_OPERATING_SYSTEM);
