@@ -2,7 +2,7 @@
 """NVIDIA's management library, for what the CUDA driver does not tell.
 
 Source: nvml.h 12.8, nvmlInit_v2, nvmlSystemGetDriverVersion, nvmlDeviceGetMemoryInfo,
-nvmlDeviceGetUtilizationRates, nvmlShutdown.
+nvmlDeviceGetUtilizationRates, nvmlDeviceGetPersistenceMode, nvmlShutdown.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _C = Declared(
     int nvmlDeviceGetMemoryInfo(void* device, nvmlMemory_t* memory);
     typedef struct { unsigned int gpu, memory; } nvmlUtilization_t;
     int nvmlDeviceGetUtilizationRates(void* device, nvmlUtilization_t* utilization);
+    int nvmlDeviceGetPersistenceMode(void* device, int* mode);
     """
 )
 
@@ -44,6 +45,24 @@ def driver_version(library: str = DEFAULT_LIBRARY) -> str:
         _check(nvml.nvmlSystemGetDriverVersion(text, _VERSION_SIZE), "nvmlSystemGetDriverVersion")
         version = _C.ffi.string(text)
     return version.decode("ascii", "replace") if isinstance(version, bytes) else version
+
+
+def persistence_mode(library: str = DEFAULT_LIBRARY) -> bool:
+    """Whether the driver stays loaded while nobody uses the GPUs of this host: for all of them.
+    Raises DriverError as driver_version."""
+    name = "nvmlDeviceGetPersistenceMode"
+
+    def ask() -> bool:
+        with _loaded(library) as nvml:
+            modes = []
+            call = _function(nvml, name)
+            for device in _devices(nvml):
+                mode = _C.ffi.new("int*")
+                _check(call(device, mode), name)
+                modes.append(mode[0] != 0)
+        return bool(modes) and all(modes)
+
+    return _answered(ask)
 
 
 def memory_used(library: str = DEFAULT_LIBRARY) -> int:
@@ -73,10 +92,7 @@ def busiest(library: str = DEFAULT_LIBRARY) -> float:
         with _loaded(library) as nvml:
             for device in _devices(nvml):
                 busy: Any = _C.ffi.new("nvmlUtilization_t*")
-                try:
-                    call = getattr(nvml, name)
-                except AttributeError as exc:  # by cffi: the library has no such function
-                    raise DriverError(f"{name}: this NVML has none") from exc
+                call = _function(nvml, name)
                 try:
                     _check(call(device, busy), name)
                 except DriverError as exc:
@@ -108,6 +124,13 @@ def _answered(ask: Callable[[], Answer]) -> Answer:
     except TimedOutError:
         _left_behind[:] = [is_over]
         raise
+
+
+def _function(nvml: Any, name: str) -> Any:
+    try:
+        return getattr(nvml, name)
+    except AttributeError as exc:  # by cffi: the library has no such function
+        raise DriverError(f"{name}: this NVML has none") from exc
 
 
 def _devices(nvml: Any) -> Iterator[Any]:

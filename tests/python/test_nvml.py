@@ -25,6 +25,12 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void** device) {
     *device = (void*)(unsigned long)(index + 1);
     return 0;
 }
+#ifdef PERSISTENT
+int nvmlDeviceGetPersistenceMode(void* device, int* mode) {
+    *mode = (unsigned long)device <= PERSISTENT;
+    return 0;
+}
+#endif
 #ifdef RATES
 int nvmlDeviceGetUtilizationRates(void* device, struct rates* rates) {
     static const unsigned int busy[] = {0, 12, 80, 37};
@@ -54,6 +60,18 @@ def test_the_busiest_of_all_gpus_counts(tmp_path: Path) -> None:
 def test_a_gpu_of_which_it_cannot_be_told_hides_no_other(tmp_path: Path) -> None:
     """As one with MIG."""
     assert nvml.busiest(library(tmp_path, "-DRATES=0", "-DUNKNOWN=1")) == 0.8
+
+
+@pytest.mark.parametrize(("persistent", "all_are"), [(0, False), (2, False), (3, True)])
+def test_persistence_mode_is_that_of_all_gpus(
+    tmp_path: Path, persistent: int, all_are: bool
+) -> None:
+    assert nvml.persistence_mode(library(tmp_path, f"-DPERSISTENT={persistent}")) is all_are
+
+
+def test_a_library_without_persistence_mode_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DriverError, match="this NVML has none"):
+        nvml.persistence_mode(library(tmp_path))
 
 
 def test_what_does_not_answer_is_asked_once(

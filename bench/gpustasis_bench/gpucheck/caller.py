@@ -94,6 +94,14 @@ class Caller:
         answer = self._ask({"op": "driver version"}, DEADLINE_SECONDS)
         return cast(str | None, answer["value"])
 
+    def persistence_mode(self) -> bool | None:
+        """Whether the driver stays loaded while nobody uses the GPUs; None where NVML cannot say.
+
+        As driver_version.
+        """
+        answer = self._ask({"op": "persistence mode"}, DEADLINE_SECONDS)
+        return cast(bool | None, answer["value"])
+
     def load(self) -> dict[str, Any]:
         """Load libcuda: {"version": …}. Raises DriverError if it cannot be loaded."""
         answer = self._ask({"op": "load"}, DEADLINE_SECONDS)
@@ -135,6 +143,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         match request["op"]:
             case "driver version":
                 return {"value": nvml.driver_version()}
+            case "persistence mode":
+                return {"value": nvml.persistence_mode()}
             case "load":
                 return {"version": _driver().version()}
             case "init":

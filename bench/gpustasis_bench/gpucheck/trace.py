@@ -49,6 +49,7 @@ def fill_trace(trace: Trace, program: Program, *, emulated: bool) -> None:
 def _trace_caller(trace: Trace) -> None:
     with Caller() as other:
         trace["driver"] = other.driver_version()
+        trace["persistence_mode"] = other.persistence_mode()  # Restore depends on it
     with Caller() as caller:
         stages: dict[str, Any] = {}
         trace["caller"] = {"stages": stages}

@@ -167,6 +167,18 @@ NVML_API(nvmlDeviceGetMinorNumber)(nvml_device device, unsigned* minor) {
     return initialised ? kSuccess : kUninitialized;
 }
 
+NVML_API(nvmlDeviceGetPersistenceMode)(nvml_device device, int* mode) {
+    if (!is_device(device) || mode == nullptr) {
+        return kInvalidArgument;
+    }
+    DaemonInfo now{};
+    if (!ask_info(now)) {
+        return kDriverNotLoaded;
+    }
+    *mode = now.persistence != 0 ? 1 : 0;
+    return initialised ? kSuccess : kUninitialized;
+}
+
 NVML_API(nvmlDeviceGetComputeRunningProcesses_v3)
 (nvml_device device, unsigned* count, nvml_process* processes) {
     if (!is_device(device) || count == nullptr || (processes == nullptr && *count != 0)) {
