@@ -15,7 +15,7 @@
 
 namespace gpustasis::emulator {
 
-inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'04;
+inline constexpr std::uint32_t kWireMagic = 0x65'6d'75'05;
 inline constexpr unsigned kMaxGpus = 16;
 inline constexpr unsigned kMaxClients = 1024;
 inline constexpr int kFirstPciBus = 0xe0;
@@ -137,6 +137,7 @@ struct OperationPlan {
     std::uint32_t h2d_ms_per_gib = 0;
     std::uint32_t staging = 0;      ///< StagingKind
     std::uint32_t lingering_ms = 0; ///< how long a helper thread outlives a Checkpoint
+    std::uint32_t leftovers = 0;    ///< helper threads leave a malloc arena and a stack behind
     std::uint32_t gaps = 0;         ///< a Checkpoint unmaps the GPUs' addresses, and stages there
 };
 

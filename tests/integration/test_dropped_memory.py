@@ -369,18 +369,3 @@ def test_a_setting_that_a_killed_dump_has_raised_is_seen_and_set_back(newest_rig
         assert SETTING.read_text() == "0\n"
         assert host.check_dropped_memory()[0].status is Status.OK
         job.run_on()
-
-
-def test_what_threads_leave_behind_is_no_staging(newest_rig: Rig) -> None:
-    """The emulator's helper threads leave a malloc arena and a stack behind: CRIU's business."""
-    with newest_rig.job(mib=8) as job:
-        images = newest_rig.images()
-        dumped = newest_rig.dump(job, images)
-        assert dumped.status == 0, dumped.errors
-        job.wait()
-        image = ImageReader.open(images / image_name(job.pid))
-        assert sum(region.length for region in image.info.regions) == 8 << 20
-        task = json.loads((images / "gpustasis-dump.json").read_text())["tasks"][0]
-        assert task["staged_bytes"] == 8 << 20
-        assert newest_rig.restore(images).status == 0
-        job.run_on()

@@ -252,3 +252,18 @@ def test_a_child_forked_after_cuinit_runs_on(rig: Rig) -> None:
         job.run_on()
         rig.settle(images)
         assert job.threads() == before
+
+
+def test_what_threads_leave_behind_is_no_staging(newest_rig: Rig) -> None:
+    """Such as a malloc arena and a stack of the driver's helper threads: CRIU's business."""
+    with settings(newest_rig, leftovers="1"), newest_rig.job(mib=8) as job:
+        images = newest_rig.images()
+        dumped = newest_rig.dump(job, images)
+        assert dumped.status == 0, dumped.errors
+        job.wait()
+        image = ImageReader.open(images / image_name(job.pid))
+        assert sum(region.length for region in image.info.regions) == 8 << 20
+        task = json.loads((images / "gpustasis-dump.json").read_text())["tasks"][0]
+        assert task["staged_bytes"] == 8 << 20
+        assert newest_rig.restore(images).status == 0
+        job.run_on()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulator against traces of real drivers: what a process holds and is answered, in each state.
 
-Traces lie in tests/data/driver-traces. As long as there is none, only the comparison itself is
-tested.
+Traces lie in tests/data/driver-traces. The emulator plays the driver version of each, and has
+persistence mode on where the GPU had: that is a setting of the machine, and the driver then
+restores for callers without cuInit.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ TRACES = sorted((Path(__file__).parent.parent / "data/driver-traces").glob("*.js
 def take_emulator_trace(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Trace]:
-    """take(driver): a new trace of the emulator as that driver version, in seconds."""
+    """take(driver, persistence): a new trace of the emulator as that driver version, in seconds."""
     programs = tmp_path_factory.mktemp("programs")
     make = ["make", "-s", "-C", repository / "demo", f"OUT={programs}"]
     subprocess.run(make, check=True, timeout=120)
 
-    def take(driver: str = "580.95.05") -> Trace:
+    def take(driver: str = "580.95.05", *, persistence: bool = False) -> Trace:
         out = tmp_path_factory.mktemp("trace")
         command = [
             sys.executable,
@@ -48,6 +49,7 @@ def take_emulator_trace(
         emulator = Emulator(path=out / "socket")
         emulator.start(Options(driver=driver))
         try:
+            emulator.set("persistence", str(int(persistence)))
             environ = os.environ | emulator.environment(api_version_of(driver))
             ended = subprocess.run(
                 command, env=environ, capture_output=True, text=True, timeout=200, check=False
@@ -66,26 +68,20 @@ def emulator_trace(take_emulator_trace: Callable[..., Trace]) -> Trace:
     return take_emulator_trace()
 
 
-NO_TRACE = pytest.param(
-    None,
-    marks=pytest.mark.skip(reason="needs a trace of a real GPU, and none has been taken yet"),
-    id="none-yet",
-)
-
-
-@pytest.mark.parametrize("path", TRACES or [NO_TRACE], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
 def test_the_emulator_does_as_a_real_driver_did(
     path: Path, take_emulator_trace: Callable[..., Trace]
 ) -> None:
     real = json.loads(path.read_text())
     assert real["emulator"] is False, "only traces that were taken on a GPU belong here"
     assert real["complete"] and real["driver"] and real["gpu"] and real["date"]
-    emulated = take_emulator_trace(real["driver"])
+    emulated = take_emulator_trace(real["driver"], persistence=real["persistence_mode"])
     assert real["schema"] == emulated["schema"]
     assert differences(real, emulated) == []
 
 
 def test_the_folder_of_real_traces_holds_none_of_the_emulator() -> None:
+    assert TRACES
     for path in TRACES:
         assert json.loads(path.read_text())["backend"] != "emulator", path.name
 
@@ -102,6 +98,7 @@ def test_a_trace_says_where_it_was_taken(emulator_trace: Trace) -> None:
     assert emulator_trace["emulator"] is True
     for key in ("complete", "schema", "date", "kernel", "gpu", "driver", "driver_api"):
         assert emulator_trace[key]
+    assert emulator_trace["persistence_mode"] is False
 
 
 # What the public descriptions of the driver say, as facts: the emulator must show them.

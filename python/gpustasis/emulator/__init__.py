@@ -31,7 +31,7 @@ API_WITH_OPERATIONS = 13040
 # First API version of each driver branch.
 _BRANCHES = {570: 12080, 580: 13000, 590: 13010, 595: 13020, 610: 13030, 615: 13040}
 # As in src/driver_emulator/wire.hpp.
-_MAGIC = 0x656D7504
+_MAGIC = 0x656D7505
 _ADMIN = 3
 _MAX_TEXT = 64 * 1024
 _PATIENCE_S = 10.0

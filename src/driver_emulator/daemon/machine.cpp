@@ -96,6 +96,7 @@ std::uint32_t* find_number_knob(Machine& machine, std::string_view key) {
         {"cuda_ipc", &machine.info.cuda_ipc},
         {"staging", &machine.times.staging},
         {"lingering_ms", &machine.times.lingering_ms},
+        {"leftovers", &machine.times.leftovers},
         {"gaps", &machine.times.gaps},
         {"delay_ms", &machine.times.delay_ms},
         {"lock_drain_ms", &machine.times.lock_drain_ms},
@@ -207,8 +208,8 @@ std::string knobs_json(const Machine& machine) {
     Machine copy = machine;
     for (const char* key :
          {"persistence", "cloexec", "desync", "init_ms", "nvml_processes", "nvml_memory",
-          "managed_memory", "nccl", "cuda_ipc", "staging", "lingering_ms", "gaps", "delay_ms",
-          "lock_drain_ms", "d2h_ms_per_gib", "h2d_ms_per_gib"}) {
+          "managed_memory", "nccl", "cuda_ipc", "staging", "lingering_ms", "leftovers", "gaps",
+          "delay_ms", "lock_drain_ms", "d2h_ms_per_gib", "h2d_ms_per_gib"}) {
         text +=
             '"' + std::string(key) + "\": " + std::to_string(*find_number_knob(copy, key)) + ", ";
     }

@@ -2,6 +2,7 @@
 #include "driver_emulator/driver/checkpoint.hpp"
 
 #include "driver_emulator/driver/driver.hpp"
+#include "driver_emulator/driver/driver_threads.hpp"
 #include "driver_emulator/driver/futex.hpp"
 #include "driver_emulator/driver/staging.hpp"
 
@@ -56,6 +57,7 @@ Result lock(Driver& driver, const ChannelRequest& request, const OperationPlan& 
         }
         sleep_ms(1);
     }
+    hold_event_thread(driver);
     driver.state = ProcessState::locked;
     return Result::success;
 }
@@ -119,6 +121,7 @@ Result restore(Driver& driver, const ChannelRequest& request, const OperationPla
 
 Result unlock(Driver& driver) noexcept {
     driver.state = ProcessState::running;
+    resume_event_thread();
     driver.gate.open();
     return Result::success;
 }

@@ -13,9 +13,6 @@
 namespace gpustasis::emulator {
 namespace {
 
-constexpr unsigned kInitDeviceFiles = 3; // /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0
-constexpr unsigned kContextDeviceFiles = 13;
-
 bool is_quiet() {
     const char* quiet = std::getenv("GPUSTASIS_EMULATOR_QUIET");
     return quiet != nullptr && std::strcmp(quiet, "1") == 0;
@@ -40,6 +37,19 @@ Result fail_init(const OperationPlan& plan) noexcept {
     case FaultAction::oom: fail_midway(plan); return Result::out_of_memory;
     default: return static_cast<Result>(plan.code);
     }
+}
+
+/// In the order of the real driver.
+Result open_context_files(Driver& driver) noexcept {
+    const bool cloexec = driver.info.cloexec != 0;
+    Result result = Result::success;
+    for (unsigned half = 0; half < 2 && result == Result::success; ++half) {
+        result = open_event(driver.event_files, half, cloexec);
+        if (result == Result::success) {
+            result = open_context_devices(driver.devices, driver.info.device_path, cloexec);
+        }
+    }
+    return result == Result::success ? open_event_pipe(driver.event_files, cloexec) : result;
 }
 
 Result initialise_locked(Driver& driver) noexcept {
@@ -70,9 +80,13 @@ Result initialise_locked(Driver& driver) noexcept {
     const bool cloexec = driver.info.cloexec != 0;
     Result result = open_channel(driver.channel, cloexec);
     if (result == Result::success) {
-        result = open_devices(driver.devices, kInitDeviceFiles, driver.info.device_path, cloexec);
+        result = open_init_devices(driver.devices, driver.info.device_path, cloexec);
     }
     if (result == Result::success) {
+        result = open_listener(driver.channel, cloexec);
+    }
+    if (result == Result::success) {
+        map_registers(driver.devices);
         open_named_devices(driver.devices, driver.info, device_directory(), 0);
         fill_devices(driver);
         result = start_restore_thread(driver);
@@ -117,9 +131,7 @@ void map_uvm(Driver& driver) noexcept {
 
 Result start_first_context(Driver& driver, Device& device) {
     if (!driver.link.is_open()) {
-        const bool cloexec = driver.info.cloexec != 0;
-        Result result =
-            open_devices(driver.devices, kContextDeviceFiles, driver.info.device_path, cloexec);
+        Result result = open_context_files(driver);
         map_uvm(driver);
         if (result == Result::success) {
             result = driver.link.open(driver.devices.device, driver.devices.mapping_kind);

@@ -5,6 +5,7 @@
 
 #include "driver_emulator/driver/artefacts.hpp"
 #include "driver_emulator/driver/daemon_link.hpp"
+#include "driver_emulator/driver/device_files.hpp"
 #include "driver_emulator/driver/gate.hpp"
 #include "driver_emulator/driver/objects.hpp"
 
@@ -19,6 +20,7 @@ struct Driver {
     std::atomic<int> pid{0}; ///< who called cuInit with success; a forked child is somebody else
     DaemonInfo info{};       ///< as of cuInit or the last restore
     Channel channel;
+    EventFiles event_files;
     DeviceFiles devices;
     pid_t restore_thread = 0;
 

@@ -5,12 +5,9 @@
 #include "driver_emulator/driver/driver.hpp"
 #include "driver_emulator/driver/futex.hpp"
 
-#include <cerrno>
 #include <csignal>
-#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sys/eventfd.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,13 +17,8 @@ namespace {
 
 constexpr std::size_t kStackBytes = std::size_t{1} << 20;
 
-struct EventFiles {
-    int pipe[2] = {-1, -1};
-    int event = -1;
-    std::atomic<std::uint32_t> open{0};
-    bool started = false;
-} event_files;
-
+std::atomic<std::uint32_t> event_thread_held{0}; // futex
+bool context_threads_started = false;
 std::atomic<std::uint32_t> restore_thread_started{0};
 
 /// A detached thread with all signals blocked: they are the program's.
@@ -56,8 +48,8 @@ void* run_restore_thread(void* argument) {
     futex_wake(restore_thread_started);
     while (true) {
         pollfd events[] = {{driver.channel.request[0], POLLIN, 0},
-                           {driver.channel.events[0], POLLIN, 0},
-                           {driver.channel.events[1], POLLIN, 0}};
+                           {driver.channel.event, POLLIN, 0},
+                           {driver.channel.later_event, POLLIN, 0}};
         if (poll(events, 3, -1) > 0 && (events[0].revents & POLLIN) != 0) {
             answer_request(driver);
         }
@@ -66,15 +58,20 @@ void* run_restore_thread(void* argument) {
 }
 
 /// Waits for events that the emulated GPUs never have.
-void* run_event_thread(void*) {
+void* run_event_thread(void* argument) {
+    const EventFiles& files = static_cast<Driver*>(argument)->event_files;
     prctl(PR_SET_NAME, "cuda-EvtHandlr");
     while (true) {
-        if (event_files.open.load() == 0) {
-            futex_wait(event_files.open, 0, 0);
+        if (event_thread_held.load() != 0) {
+            futex_wait(event_thread_held, 1, 0);
             continue;
         }
-        pollfd events[] = {{event_files.pipe[0], POLLIN, 0}, {event_files.event, POLLIN, 0}};
-        poll(events, 2, -1);
+        pollfd events[] = {
+            {files.events[0], POLLIN, 0}, {files.events[1], POLLIN, 0}, {files.pipe[0], POLLIN, 0}};
+        std::uint64_t count = 0;
+        if (poll(events, 3, -1) > 0) {
+            static_cast<void>(read(files.events[0], &count, sizeof count) == 0);
+        }
     }
     return nullptr;
 }
@@ -111,14 +108,10 @@ Result start_restore_thread(Driver& driver) noexcept {
 }
 
 Result start_context_threads(Driver& driver) noexcept {
-    if (event_files.started) {
+    if (context_threads_started) {
         return Result::success;
     }
-    const Result result = open_event_files(driver.info.cloexec != 0);
-    if (result != Result::success) {
-        return result;
-    }
-    if (!start_thread(run_event_thread, nullptr) || !start_thread(run_stream_thread, &driver)) {
+    if (!start_thread(run_event_thread, &driver) || !start_thread(run_stream_thread, &driver)) {
         return Result::operating_system;
     }
     static char nccl_threads[][16] = {"pt_nccl_watchdg", "pt_nccl_heartbt"};
@@ -127,36 +120,19 @@ Result start_context_threads(Driver& driver) noexcept {
             return Result::operating_system;
         }
     }
-    event_files.started = true;
+    context_threads_started = true;
     return Result::success;
 }
 
-void close_event_files() noexcept {
-    if (event_files.open.exchange(0) == 0) {
-        return;
-    }
-    for (int* fd : {&event_files.pipe[0], &event_files.pipe[1], &event_files.event}) {
-        close(*fd);
-        *fd = -1;
-    }
+void hold_event_thread(Driver& driver) noexcept {
+    const std::uint64_t one = 1;
+    event_thread_held = 1;
+    static_cast<void>(write(driver.event_files.events[0], &one, sizeof one) == 0);
 }
 
-Result open_event_files(bool cloexec) noexcept {
-    if (event_files.open.load() != 0) {
-        return Result::success;
-    }
-    if (pipe2(event_files.pipe, cloexec ? O_CLOEXEC : 0) != 0) {
-        return Result::operating_system;
-    }
-    event_files.event = eventfd(0, cloexec ? EFD_CLOEXEC : 0);
-    if (event_files.event < 0) {
-        close(event_files.pipe[0]);
-        close(event_files.pipe[1]);
-        return Result::operating_system;
-    }
-    event_files.open = 1;
-    futex_wake(event_files.open);
-    return Result::success;
+void resume_event_thread() noexcept {
+    event_thread_held = 0;
+    futex_wake(event_thread_held);
 }
 
 } // namespace gpustasis::emulator

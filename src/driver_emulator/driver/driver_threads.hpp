@@ -11,12 +11,12 @@ struct Driver;
 /// Starts the thread that answers callers of the checkpoint API, with its name set.
 Result start_restore_thread(Driver& driver) noexcept;
 
-/// Starts "cuda-EvtHandlr", which has a pipe and an eventfd, and a helper named like the process.
+/// Starts "cuda-EvtHandlr", which listens to driver.event_files, and a helper named like the process.
 Result start_context_threads(Driver& driver) noexcept;
 
-/// Closes, or opens again, what the event thread listens to. The thread itself may be stopped by a
-/// tracer meanwhile, so it stays.
-void close_event_files() noexcept;
-Result open_event_files(bool cloexec) noexcept;
+/// From Lock to Unlock the event thread waits for nothing but the end of that. These wait for
+/// nothing: it may be stopped by a tracer.
+void hold_event_thread(Driver& driver) noexcept;
+void resume_event_thread() noexcept;
 
 } // namespace gpustasis::emulator

@@ -27,8 +27,8 @@ struct Thread {
 };
 
 // As malloc and pthread_create of a C library leave them behind, on whose threads a driver may do
-// this work: an arena at a multiple of 64 MiB, its tail reserved, and a stack above a guard, kept for
-// the next thread. Neither is staging.
+// this work (580.159.04 leaves none): an arena at a multiple of 64 MiB, its tail reserved, and a stack
+// above a guard, kept for the next thread. Neither is staging.
 constexpr std::size_t kArenaBytes = std::size_t{64} << 20;
 constexpr std::size_t kArenaUsedBytes = std::size_t{2} << 20;
 constexpr std::size_t kCachedStackBytes = std::size_t{8} << 20;
@@ -53,25 +53,6 @@ void make_arena() noexcept {
     }
     arena = room + skipped;
     mprotect(arena, kArenaUsedBytes, PROT_READ | PROT_WRITE);
-}
-
-void leave_traces() noexcept {
-    if (arena == nullptr) {
-        make_arena();
-    }
-    if (cached_stack == nullptr) {
-        cached_stack = reserve(kGuardBytes + kCachedStackBytes);
-        if (cached_stack != nullptr) {
-            mprotect(static_cast<char*>(cached_stack) + kGuardBytes, kCachedStackBytes,
-                     PROT_READ | PROT_WRITE);
-        }
-    }
-    if (arena != nullptr) {
-        std::memset(arena, 0x5a, kGuardBytes);
-    }
-    if (cached_stack != nullptr) {
-        std::memset(static_cast<char*>(cached_stack) + kCachedStackBytes, 0x5a, kGuardBytes);
-    }
 }
 
 int run_task(void* argument) {
@@ -134,6 +115,25 @@ void join(Thread& thread) noexcept {
 
 } // namespace
 
+void HelperThreads::leave_memory() noexcept {
+    if (arena == nullptr) {
+        make_arena();
+    }
+    if (cached_stack == nullptr) {
+        cached_stack = reserve(kGuardBytes + kCachedStackBytes);
+        if (cached_stack != nullptr) {
+            mprotect(static_cast<char*>(cached_stack) + kGuardBytes, kCachedStackBytes,
+                     PROT_READ | PROT_WRITE);
+        }
+    }
+    if (arena != nullptr) {
+        std::memset(arena, 0x5a, kGuardBytes);
+    }
+    if (cached_stack != nullptr) {
+        std::memset(static_cast<char*>(cached_stack) + kCachedStackBytes, 0x5a, kGuardBytes);
+    }
+}
+
 void HelperThreads::linger(std::uint32_t milliseconds) noexcept {
     if (lingering.stack != MAP_FAILED && lingering.id.load() == 0) {
         munmap(lingering.stack, kLingeringBytes); // of one that has ended
@@ -156,7 +156,6 @@ void HelperThreads::run(unsigned count, void (*body)(void*), void* argument) noe
         }
     }
     body(argument);
-    leave_traces();
     for (Thread& thread : threads) {
         join(thread);
     }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Short-lived threads made from the restore thread, gone before it replies, unless
-/// one is to linger. They leave behind what
-/// threads of a C library leave: a malloc arena and a stack kept for later.
+/// one is to linger.
 #pragma once
 
 #include <atomic>
@@ -21,6 +20,10 @@ public:
     /// all are done and no longer listed in /proc. Does with fewer threads if the system has no
     /// more.
     static void run(unsigned count, void (*body)(void*), void* argument) noexcept;
+
+    /// Leaves behind what threads of a C library leave: a malloc arena and a stack kept for later. The
+    /// next time these are used again.
+    static void leave_memory() noexcept;
 
     /// Leaves one more behind, which uses its stack for that long and ends (0: makes none). It
     /// aborts the process if the stack is not what it has written there.

@@ -5,12 +5,14 @@
 #include "driver_emulator/driver/driver_threads.hpp"
 #include "driver_emulator/driver/futex.hpp"
 #include "driver_emulator/driver/helper_threads.hpp"
+#include "driver_emulator/driver/passing_fd.hpp"
 #include "driver_emulator/driver/staging_memory.hpp"
 
 #include <algorithm>
 #include <csignal>
 #include <cstring>
 #include <sched.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 
 namespace gpustasis::emulator {
@@ -18,7 +20,6 @@ namespace {
 
 constexpr std::uint64_t kPieceBytes = std::uint64_t{16} << 20; // what a helper copies at a time
 constexpr std::size_t kZeroCheckBytes = 65536;                 // untouched VRAM stays untouched
-constexpr unsigned kContextDeviceFiles = 16;
 
 /// Walks the segments of all devices piece by piece, for several threads at once.
 struct CopyJob {
@@ -104,6 +105,9 @@ Result copy_all(Driver& driver, bool to_host, const OperationPlan& plan) noexcep
     cpu_set_t cpus;
     const bool known = sched_getaffinity(0, sizeof cpus, &cpus) == 0;
     HelperThreads::run(known && CPU_COUNT(&cpus) > 2 ? HelperThreads::kMax : 2, copy_pieces, &job);
+    if (plan.leftovers != 0) {
+        HelperThreads::leave_memory();
+    }
     const std::uint64_t wanted_ms = most_bytes(driver) * ms_per_gib >> 30;
     const std::uint64_t taken_ms = (now_ns() - start) / 1'000'000;
     if (taken_ms < wanted_ms) {
@@ -122,13 +126,13 @@ void settle_events(Driver& driver) noexcept {
     }
 }
 
-void release_gpus(Driver& driver) noexcept {
+/// `placeholder`: see release_devices().
+void release_gpus(Driver& driver, int placeholder) noexcept {
     for (unsigned i = 0; i < driver.objects.device_count; ++i) {
         driver.objects.devices[i].vram.detach();
     }
     driver.link.close();
-    close_devices(driver.devices);
-    close_event_files();
+    release_devices(driver.devices, placeholder);
 }
 
 unsigned find_gpu(const DaemonInfo& info, const Uuid& uuid) noexcept {
@@ -197,8 +201,7 @@ Result reload_modules(Driver& driver) noexcept {
 Result take_gpus(Driver& driver, const DaemonInfo& now, const unsigned (&gpus)[kMaxGpus],
                  bool had_context) noexcept {
     const DaemonInfo& info = driver.info;
-    const unsigned files = 3 + (had_context ? kContextDeviceFiles - 3 : 0);
-    Result result = open_devices(driver.devices, files, info.device_path, info.cloexec != 0);
+    Result result = reopen_devices(driver.devices, info.device_path, info.cloexec != 0);
     open_named_devices(driver.devices, now, device_directory(), 0);
     if (had_context) {
         map_uvm(driver);
@@ -267,6 +270,13 @@ Result stage_device_memory(Driver& driver, const OperationPlan& plan) noexcept {
     if (plan.action == FaultAction::oom) {
         result = Result::out_of_memory;
     }
+    const PassingFd placeholder(eventfd(0, 0));
+    if (result == Result::success && placeholder.get() < 0) {
+        result = Result::operating_system;
+    }
+    if (result == Result::success) {
+        result = open_later_event(driver.channel, driver.info.cloexec != 0);
+    }
     if (result != Result::success) {
         free_staging(driver);
         static_cast<void>(close_gaps(driver));
@@ -274,7 +284,7 @@ Result stage_device_memory(Driver& driver, const OperationPlan& plan) noexcept {
     }
     HelperThreads::linger(plan.lingering_ms);
     settle_events(driver);
-    release_gpus(driver);
+    release_gpus(driver, placeholder.get());
     return Result::success;
 }
 
@@ -304,11 +314,9 @@ Result unstage_device_memory(Driver& driver, const OperationPlan& plan, const Gp
     if (result == Result::success && had_context) {
         result = reload_modules(driver);
     }
-    if (result == Result::success && had_context) {
-        result = open_event_files(now.cloexec != 0);
-    }
     if (result != Result::success) {
-        release_gpus(driver);
+        const PassingFd placeholder(eventfd(0, 0));
+        release_gpus(driver, placeholder.get());
         poisoned = true;
         return result;
     }
