@@ -94,19 +94,20 @@ bool map_window(DeviceWindow& window, std::size_t size, int protection, int fd,
     return true;
 }
 
-void reserve_window(DeviceWindow& window) noexcept {
-    if (window.is_mapped) {
-        mmap(window.address, window.size, PROT_NONE,
-             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-        window.is_mapped = false;
-    }
-}
-
 void unmap_window(DeviceWindow& window) noexcept {
     if (window.address != nullptr) {
         munmap(window.address, window.size);
         window = {};
     }
+}
+
+void reserve_window(DeviceWindow& window) noexcept {
+    if (window.is_mapped &&
+        mmap(window.address, window.size, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
+        unmap_window(window); // the device is to go, whatever becomes of its addresses
+    }
+    window.is_mapped = false;
 }
 
 /// The kernel maps a ring nowhere but where it likes, which is the highest room there is.
