@@ -3,6 +3,7 @@
 #include "core/error.hpp"
 #include "cuda_plugin/dump_session.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/inherited_files.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/side_by_side.hpp"
 #include "cuda_plugin/thawed_thread.hpp"
@@ -91,7 +92,9 @@ void DumpSession::record_before_thaw(const TaskRecord& record) {
 struct DumpSession::GoingBack {
     TaskRecord* record = nullptr;
     std::optional<ThawedThread> thawed; ///< if the dump came so far that it is frozen
-    bool failed = false;                ///< and that was told
+    std::optional<std::vector<int>>
+        devices_before;  ///< its descriptors of the driver's, while checkpointed
+    bool failed = false; ///< and that was told
     bool restored = false;
 };
 
@@ -162,6 +165,7 @@ void DumpSession::undo_tree() noexcept {
                 const bool is_frozen = is_traced_by_us(record.restore_tid);
                 if (is_frozen) {
                     record_before_thaw(record);
+                    task.devices_before = driver_descriptors(record.pid);
                     task.thawed.emplace(record);
                 }
                 const WatchedThread watched(worker_, is_frozen ? record.restore_tid : 0);
@@ -181,8 +185,11 @@ void DumpSession::undo_tree() noexcept {
                                                  task.thawed ? task.record->restore_tid : 0);
             },
             [&](GoingBack& task) {
-                if (task.thawed)
+                if (task.thawed) {
                     task.thawed->refreeze();
+                    if (task.record->checkpoint_begun)
+                        close_on_exec(*task.record, task.devices_before);
+                }
                 forget_checkpoint(*task.record);
                 task.record->settled = true;
                 host::info("brought back " + name(*task.record));
@@ -205,10 +212,13 @@ void DumpSession::undo(TaskRecord& record) noexcept {
             // Frozen only if the dump came that far: a failing lock leaves the task running.
             if (is_traced_by_us(record.restore_tid)) {
                 record_before_thaw(record);
+                const auto before = driver_descriptors(record.pid);
                 ThawedThread thawed(record);
                 const WatchedThread watched(worker_, record.restore_tid);
                 undo_task(record, worker_);
                 thawed.refreeze();
+                if (record.checkpoint_begun)
+                    close_on_exec(record, before);
             } else {
                 undo_task(record, worker_);
             }

@@ -5,6 +5,7 @@
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/proc.hpp"
+#include "tracee/injected_syscall.hpp"
 #include "tracee/task_maps.hpp"
 
 #include <dirent.h>
@@ -20,6 +21,7 @@
 #include <climits>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -115,7 +117,50 @@ bool has_mount(pid_t pid, int id) {
     return false;
 }
 
+bool closes_on_exec(pid_t pid, int fd) {
+    std::istringstream info(proc::read_file(of_task(pid, "fdinfo/" + std::to_string(fd))));
+    unsigned flags = 0;
+    for (std::string word; info >> word;)
+        if (word == "flags:" && info >> std::oct >> flags)
+            return (flags & O_CLOEXEC) != 0;
+    return true; // not known
+}
+
 } // namespace
+
+std::optional<std::vector<int>> driver_descriptors(pid_t pid) noexcept {
+    try {
+        std::vector<int> found;
+        for (const DeviceFile& file : device_files(pid))
+            found.push_back(file.fd);
+        std::ranges::sort(found);
+        return found;
+    } catch (const std::exception&) {
+        return std::nullopt;
+    }
+}
+
+void close_on_exec(TaskRecord& record, const std::optional<std::vector<int>>& before) noexcept {
+    try {
+        auto open = driver_descriptors(record.pid);
+        if (!before || !open)
+            throw Error(Errc::io, "its descriptors cannot be read");
+        std::erase_if(*open, [&](int fd) {
+            return std::ranges::binary_search(*before, fd) || closes_on_exec(record.pid, fd);
+        });
+        if (open->empty())
+            return;
+        InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
+        for (const int fd : *open)
+            if (task.call(SYS_fcntl, static_cast<std::uint64_t>(fd), F_SETFD, FD_CLOEXEC) != 0)
+                host::warn("pid " + std::to_string(record.pid) + ": descriptor " +
+                           std::to_string(fd) + " of the driver's stays open in programs");
+        task.finish();
+    } catch (const std::exception& e) {
+        host::warn("pid " + std::to_string(record.pid) +
+                   ": programs that it executes may inherit files of the driver: " + e.what());
+    }
+}
 
 void InheritedFiles::look_at(pid_t pid, TaskTable& cuda_tasks) {
     const std::vector<DeviceFile> files = device_files(pid);

@@ -12,9 +12,19 @@
 #include <sys/stat.h>
 #include <sys/types.h>
 
+#include <optional>
 #include <vector>
 
 namespace gpustasis {
+
+/// Descriptors of task `pid` that lead to devices of the driver, ascending; nullopt: they cannot be read now.
+std::optional<std::vector<int>> driver_descriptors(pid_t pid) noexcept;
+
+/// Once the driver has restored a task: have its device files closed when the task executes another program, as all
+/// were before the checkpoint. Restore opens every second one so that programs would inherit it (580.159.04,
+/// docs/hardware.md). `before`: what driver_descriptors() gave while the task was checkpointed, and is left as it is. The restore
+/// thread must be in an event stop of ours. What fails is told in criu's log: the task is well without.
+void close_on_exec(TaskRecord& record, const std::optional<std::vector<int>>& before) noexcept;
 
 class InheritedFiles {
 public:

@@ -4,6 +4,7 @@
 #include "cuda_plugin/findings.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/huge_pages.hpp"
+#include "cuda_plugin/inherited_files.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/restore_session.hpp"
 #include "cuda_plugin/side_by_side.hpp"
@@ -26,6 +27,8 @@ struct RestoreSession::AtWork {
     std::size_t statistics = 0; ///< its place among those of all tasks
     std::vector<GpuMove> moves;
     std::optional<ThawedThread> thawed;
+    std::optional<std::vector<int>>
+        devices_before; ///< descriptors of the driver's that criu has restored
 };
 
 void RestoreSession::resume_tree(pid_t asked) {
@@ -75,6 +78,7 @@ void RestoreSession::resume_tree(pid_t asked) {
                 throw Error(Errc::io,
                             "the driver says it restored the process, and that it is not running");
             task.thawed->refreeze();
+            close_on_exec(*task.record, task.devices_before);
             resumed_.insert(task.record->pid);
         });
     waiting_.clear();
@@ -134,6 +138,7 @@ std::optional<Worker::Call> RestoreSession::begin_restore(AtWork& task) {
                                [&] { refill(record.pid, image->second, config_.threads); });
     }
     statistics.phases.time("driver_init", [&] { worker_.initialize(); });
+    task.devices_before = driver_descriptors(record.pid);
     task.thawed.emplace(record);
     const WatchedThread watched(worker_, record.restore_tid);
     statistics.state_before = worker_.state(record.pid);

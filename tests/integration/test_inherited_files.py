@@ -185,6 +185,31 @@ def test_a_job_that_is_left_running_keeps_what_its_children_have(
         run_on(job, pids)
 
 
+@pytest.mark.timeout(180)
+def test_the_jobs_own_device_files_are_closed_in_programs_as_before(
+    heirs_rig: Rig, compile_cuda: Compile
+) -> None:
+    """The driver's Restore opens half of them so that a program which the job executes inherits
+    them (docs/hardware.md)."""
+    with running(heirs_rig, compile_cuda) as job:
+
+        def left_open() -> list[int]:
+            return [fd for fd in open_devices(job.pid) if not close_on_exec(job.pid, fd)]
+
+        assert open_devices(job.pid)
+        assert left_open() == []
+        for _ in range(2):
+            dump(heirs_rig, job, "--leave-running")
+            assert left_open() == []
+            run_on(job, [job.pid])
+        images = dump(heirs_rig, job)
+        job.wait()
+        restore(heirs_rig, images)
+        run_on(job, [job.pid])
+        assert open_devices(job.pid)
+        assert left_open() == []
+
+
 @pytest.mark.timeout(120)
 def test_a_device_that_was_not_inherited_refuses_the_dump_before_the_gpu_is_touched(
     heirs_rig: Rig, compile_cuda: Compile
