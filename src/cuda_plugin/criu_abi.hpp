@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// Our own declarations of CRIU's plugin interface, so that building needs no CRIU headers.
-/// Source: criu-plugin.h of CRIU 4.1 (plugin interface version 0.2.0), unchanged in 4.2 and 4.3;
+/// Source: criu-plugin.h of CRIU 4.1 (plugin interface version 0.2.0), unchanged in 4.2; 4.3 hands RESTORE_EXT_FILE a
+/// second argument;
 /// the integration tests load the plugin into each of them.
 #pragma once
 

@@ -212,6 +212,7 @@ void DumpSession::require_checkpointed(TaskRecord& record) {
     const WatchedThread watched(worker_, record.restore_tid);
     const ProcessState state = worker_.state(record.pid);
     thawed.refreeze();
+    inherited_.require_none_left(record.pid);
     if (state != ProcessState::checkpointed)
         throw Error(Errc::io, "another program has restored the process meanwhile; try again");
 }
@@ -239,6 +240,7 @@ void DumpSession::end_checkpoint(AtWork& task) {
     proc::wait_for_helper_threads(record.pid, task.threads);
     if (task.thawed) // since its call was begun
         task.thawed->refreeze();
+    inherited_.require_none_left(record.pid);
     std::vector<Region> regions;
     if (config_.externalize || cpu_memory_.is_on())
         regions = statistics.phases.time("find_staging", [&] {

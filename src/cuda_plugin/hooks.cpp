@@ -88,13 +88,20 @@ int checkpoint_devices(int pid) {
 }
 
 int dump_ext_file(int fd, int /*id*/) {
-    return dump && dump->inherited_files().is_open_in_heir(fd) ? criu::kDone : kNotMine;
+    return guarded("DUMP_EXT_FILE", 0, [fd] {
+        return dump && dump->inherited_files().is_open_in_heir(fd) ? criu::kDone : kNotMine;
+    });
 }
 
-// Two arguments from some criu on: the second is not needed.
-int restore_ext_file(int /*id*/) {
-    return guarded("RESTORE_EXT_FILE", 0,
-                   [] { return restore ? InheritedFiles::open_stand_in() : kNotMine; });
+// criu 4.3 has not set what `retry` points to, and asks again where it is not false. Older ones hand over no second
+// argument.
+int restore_ext_file(int /*id*/, bool* retry) {
+    if (host::asks_whether_to_retry())
+        *retry = false;
+    return guarded("RESTORE_EXT_FILE", 0, [] {
+        return restore && restore->has_inherited_files() ? InheritedFiles::open_stand_in()
+                                                         : kNotMine;
+    });
 }
 
 // criu goes by what this leaves in `status`, its own record of the file, and in `fd`.

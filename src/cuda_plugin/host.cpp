@@ -153,6 +153,10 @@ criu::FinalState final_state() {
     }
 }
 
+bool asks_whether_to_retry() noexcept {
+    return criu_plugin_get_options != nullptr; // both came with plugin interface 0.3
+}
+
 std::vector<std::pair<std::string, std::string>> plugin_options() {
     std::vector<std::pair<std::string, std::string>> options;
     if (criu_plugin_get_options == nullptr)

@@ -78,6 +78,9 @@ bool take_inventory_plugin(const std::string& name);
 /// not know is read as `alive`: undoing too much costs time, undoing too little costs the job.
 criu::FinalState final_state();
 
+/// Whether this criu hands RESTORE_EXT_FILE a `bool*` as well, and goes by what it finds there; CRIU >= 4.3.
+bool asks_whether_to_retry() noexcept;
+
 /// What was given as --plugin-option=cuda_plugin.NAME=VALUE, in that order; CRIU >= 4.3, empty
 /// before. Throws Error: io.
 std::vector<std::pair<std::string, std::string>> plugin_options();

@@ -4,7 +4,9 @@
 #include "core/error.hpp"
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/host.hpp"
+#include "cuda_plugin/inventory_names.hpp"
 #include "cuda_plugin/proc.hpp"
+#include "cuda_plugin/traced_thread.hpp"
 #include "tracee/injected_syscall.hpp"
 #include "tracee/task_maps.hpp"
 
@@ -22,6 +24,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -32,6 +35,7 @@ namespace gpustasis {
 namespace {
 
 constexpr std::string_view kDriverDevice = "/dev/nvidia";
+constexpr unsigned kMemoryMajor = 1, kNullMinor = 3, kZeroMinor = 5;
 constexpr std::string_view kDriverThread =
     "cuda"; // what the names of its restore threads begin with
 
@@ -74,10 +78,25 @@ std::vector<DeviceFile> device_files(pid_t pid) {
     return found;
 }
 
-std::vector<Mapping> device_mappings(pid_t pid) {
-    std::vector<Mapping> mappings = read_maps(pid);
+std::vector<Mapping> device_mappings(std::vector<Mapping> mappings) {
     std::erase_if(mappings, [](const Mapping& one) { return !is_driver_device(one.name); });
     return mappings;
+}
+
+/// One that the driver closes at a checkpoint: a GPU, or what controls it. Others are a program's own, as
+/// those of GPUDirect Storage.
+bool is_closed_by_driver(std::string_view path) {
+    std::string_view rest = path.substr(kDriverDevice.size());
+    return rest == "ctl" || rest == "-uvm" || rest == "-uvm-tools" ||
+           (!rest.empty() && rest.find_first_not_of("0123456789") == std::string_view::npos);
+}
+
+/// A library with which a program uses a GPU otherwise than by CUDA: it draws, or codes video.
+bool is_other_library(std::string_view path) {
+    const std::string_view name = path.substr(path.rfind('/') + 1);
+    return name.find(".so") != std::string_view::npos &&
+           (name.find("nvidia") != std::string_view::npos || name.starts_with("libnvcuvid.") ||
+            name.starts_with("libnvoptix."));
 }
 
 bool is_same_file(pid_t one, pid_t other, int fd) {
@@ -101,6 +120,46 @@ bool has_pipes_of(pid_t pid, const TaskRecord& cuda) {
            });
 }
 
+/// What of `files` and `mappings` task `pid` has not inherited from one of `relatives`, in words; empty: nothing.
+/// `all`: whatever it maps; `theirs`: whatever they map.
+std::string what_is_its_own(pid_t pid, const std::vector<DeviceFile>& files,
+                            const std::vector<Mapping>& mappings, const std::vector<Mapping>& all,
+                            const std::vector<const TaskRecord*>& relatives,
+                            const std::vector<Mapping>& theirs) {
+    // One with a thread of the driver's own may have opened files since it was forked, as for NVML.
+    const bool is_fork = !proc::has_thread_named(pid, kDriverThread) &&
+                         std::ranges::any_of(relatives, [pid](const TaskRecord* cuda) {
+                             return has_pipes_of(pid, *cuda);
+                         });
+    std::size_t shared = 0;
+    std::string own;
+    for (const DeviceFile& file : files) {
+        if (!is_closed_by_driver(file.path))
+            return file.path + " open";
+        if (std::ranges::any_of(relatives, [&](const TaskRecord* cuda) {
+                return is_same_file(pid, cuda->pid, file.fd);
+            }))
+            ++shared;
+        else
+            own = file.path + " open";
+    }
+    // Of a forked one: none is its parent's any more once that has been checkpointed, and left running. As long as one
+    // is, all are.
+    if (!own.empty() && (!is_fork || shared != 0))
+        return own;
+    for (const Mapping& mapping : mappings)
+        if (!is_closed_by_driver(mapping.name) ||
+            (!is_fork && std::ranges::none_of(theirs, [&](const Mapping& one) {
+                return is_same_mapping(one, mapping);
+            })))
+            return mapping.name + " mapped";
+    for (const Mapping& one : all)
+        if (is_other_library(one.name) &&
+            std::ranges::find(theirs, one.name, &Mapping::name) == theirs.end())
+            return one.name + " loaded";
+    return "";
+}
+
 std::optional<int> mount_id(int fd) {
     std::istringstream info(proc::read_file("/proc/self/fdinfo/" + std::to_string(fd)));
     for (std::string word; info >> word;)
@@ -115,6 +174,22 @@ bool has_mount(pid_t pid, int id) {
         if (std::atoi(line.c_str()) == id)
             return true;
     return false;
+}
+
+/// The device of that number (Documentation/admin-guide/devices.txt), for reading and writing. What lies there may be a
+/// container's work: nothing else is opened. Throws Error: io.
+UniqueFd open_memory_device(const std::string& path, unsigned minor) {
+    const UniqueFd place(::open(path.c_str(), O_PATH | O_CLOEXEC | O_NOFOLLOW));
+    struct stat found {};
+    if (!place || ::fstat(place.get(), &found) != 0)
+        throw io_error("cannot open " + path, errno);
+    if (!S_ISCHR(found.st_mode) || found.st_rdev != makedev(kMemoryMajor, minor))
+        throw Error(Errc::io, path + " is another file than the device of that name");
+    UniqueFd open(
+        ::open(("/proc/self/fd/" + std::to_string(place.get())).c_str(), O_RDWR | O_CLOEXEC));
+    if (!open)
+        throw io_error("cannot open " + path, errno);
+    return open;
 }
 
 bool closes_on_exec(pid_t pid, int fd) {
@@ -151,6 +226,8 @@ void close_on_exec(TaskRecord& record, const std::optional<std::vector<int>>& be
         if (open->empty())
             return;
         InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
+        if (!task.has_way_back()) // nothing that the task should die of if criu is killed
+            throw Error(Errc::unsupported, "it has no code to make system calls with");
         for (const int fd : *open)
             if (task.call(SYS_fcntl, static_cast<std::uint64_t>(fd), F_SETFD, FD_CLOEXEC) != 0)
                 host::warn("pid " + std::to_string(record.pid) + ": descriptor " +
@@ -164,38 +241,21 @@ void close_on_exec(TaskRecord& record, const std::optional<std::vector<int>>& be
 
 void InheritedFiles::look_at(pid_t pid, TaskTable& cuda_tasks) {
     const std::vector<DeviceFile> files = device_files(pid);
-    const std::vector<Mapping> mappings = device_mappings(pid);
+    const std::vector<Mapping> all = read_maps(pid);
+    const std::vector<Mapping> mappings = device_mappings(all);
     if (files.empty() && mappings.empty())
         return;
-    const auto any_cuda_task = [&](auto&& is_of) {
-        for (std::size_t i = 0; i < cuda_tasks.task_count; ++i)
-            if (is_of(cuda_tasks.tasks[i]))
-                return true;
-        return false;
-    };
-    // One with a thread of the driver's own may have opened files since it was forked, as for NVML.
-    const bool is_fork =
-        !proc::has_thread_named(pid, kDriverThread) &&
-        any_cuda_task([pid](const TaskRecord& cuda) { return has_pipes_of(pid, cuda); });
-    std::string own; // what it has not inherited
-    for (const DeviceFile& file : files)
-        if (!is_fork && !any_cuda_task([&](const TaskRecord& cuda) {
-                return is_same_file(pid, cuda.pid, file.fd);
-            }))
-            own = file.path + " open";
-    if (!is_fork && !mappings.empty() && own.empty()) {
-        std::vector<Mapping> known;
-        any_cuda_task([&](const TaskRecord& cuda) {
-            for (Mapping& mapping : device_mappings(cuda.pid))
-                known.push_back(std::move(mapping));
-            return false;
-        });
-        for (const Mapping& mapping : mappings)
-            if (std::ranges::none_of(
-                    known, [&](const Mapping& one) { return is_same_mapping(one, mapping); }))
-                own = mapping.name + " mapped";
+    std::vector<const TaskRecord*> relatives; // that could have been its parent
+    std::vector<Mapping> theirs;
+    for (std::size_t i = 0; i < cuda_tasks.task_count; ++i) {
+        const TaskRecord& cuda = cuda_tasks.tasks[i];
+        if (!is_traced_by_us(cuda.restore_tid))
+            continue; // it has ended since it was locked
+        relatives.push_back(&cuda);
+        std::ranges::move(read_maps(cuda.pid), std::back_inserter(theirs));
     }
-    if (!own.empty())
+    if (const std::string own = what_is_its_own(pid, files, mappings, all, relatives, theirs);
+        !own.empty())
         throw Error(Errc::unsupported,
                     "pid " + std::to_string(pid) + " has " + own +
                         ", is no CUDA process, and has not inherited that from one of this tree: "
@@ -203,7 +263,24 @@ void InheritedFiles::look_at(pid_t pid, TaskTable& cuda_tasks) {
     host::info("pid " + std::to_string(pid) + " has inherited " + std::to_string(files.size()) +
                " files and " + std::to_string(mappings.size()) +
                " mappings of the driver's devices: they are of no use to it, and are left out");
+    if (heirs_.empty())
+        host::add_inventory_plugin(kInventoryInherited);
     heirs_.push_back(pid);
+}
+
+// What is still open there CRIU will ask about, and not say whose it is.
+void InheritedFiles::require_none_left(pid_t pid) const {
+    if (heirs_.empty())
+        return; // CRIU refuses it
+    std::string left;
+    for (const DeviceFile& file : device_files(pid))
+        left = file.path + " open";
+    for (const Mapping& mapping : device_mappings(read_maps(pid)))
+        left = mapping.name + " mapped";
+    if (!left.empty())
+        throw Error(Errc::unsupported, "the process still has " + left +
+                                           " after the driver has checkpointed it: CRIU cannot "
+                                           "dump a file of the NVIDIA driver");
 }
 
 bool InheritedFiles::replace_mapped(int fd, struct stat& status) const {
@@ -214,13 +291,10 @@ bool InheritedFiles::replace_mapped(int fd, struct stat& status) const {
         std::ranges::find_if(heirs_, [&](pid_t pid) { return mount && has_mount(pid, *mount); });
     if (heir == heirs_.end())
         throw Error(Errc::io, "a mapped device of the driver lies on a mount that no task has");
-    const std::string path = of_task(*heir, "root/dev/zero");
-    const UniqueFd zero(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    const UniqueFd zero = open_memory_device(of_task(*heir, "root/dev/zero"), kZeroMinor);
     struct stat found {};
-    if (!zero || ::fstat(zero.get(), &found) != 0)
-        throw io_error("cannot open " + path, errno);
-    if (!S_ISCHR(found.st_mode) || found.st_rdev != makedev(1, 5))
-        throw Error(Errc::io, path + " is not the device that is all zeros");
+    if (::fstat(zero.get(), &found) != 0)
+        throw io_error("cannot examine /dev/zero", errno);
     if (::dup3(zero.get(), fd, O_CLOEXEC) < 0)
         throw io_error("cannot have /dev/zero stand for a mapped device", errno);
     status = found;
@@ -232,11 +306,11 @@ bool InheritedFiles::is_open_in_heir(int fd) const {
 }
 
 int InheritedFiles::open_stand_in() {
-    const int fd = ::open("/dev/null", O_RDWR | O_CLOEXEC);
-    if (fd < 0)
-        throw io_error("cannot open /dev/null, which is to stand for a device of the driver's",
-                       errno);
-    return fd;
+    const UniqueFd null = open_memory_device("/dev/null", kNullMinor);
+    const int copy = ::fcntl(null.get(), F_DUPFD_CLOEXEC, 0);
+    if (copy < 0)
+        throw io_error("cannot have /dev/null stand for a device of the driver", errno);
+    return copy;
 }
 
 } // namespace gpustasis

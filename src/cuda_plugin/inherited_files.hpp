@@ -4,7 +4,8 @@
 /// A child inherits its parent's device files and their mappings, and can use neither: the driver's state
 /// is the parent's, and every call of the child ends with CUDA_ERROR_NOT_INITIALIZED. The driver closes the
 /// parent's at a checkpoint; those of the child stay, and CRIU can dump none of them. Nothing is done to
-/// the child. In the checkpoint /dev/zero stands for each mapping, and /dev/null for each file.
+/// the child. In the checkpoint /dev/zero stands for each mapping, and /dev/null for each file. Page-locked memory, which a
+/// child can read, is shared memory like any other (seen of cuMemHostAlloc without flags): CRIU dumps that.
 #pragma once
 
 #include "cuda_plugin/task_table.hpp"
@@ -32,6 +33,10 @@ public:
     /// not been checkpointed yet. Throws Error: unsupported, naming one, if it has device files or mappings
     /// of the driver that it has not inherited from any of them; io.
     void look_at(pid_t pid, TaskTable& cuda_tasks);
+
+    /// CUDA task `pid` has been checkpointed. Throws Error: unsupported if a device of the driver is left in it, for which
+    /// something would be put in place here because others are heirs; io.
+    void require_none_left(pid_t pid) const;
 
     /// Of a mapping that CRIU asks about, `fd` is its file, and `status` what CRIU knows of it: have CRIU
     /// dump a mapping of /dev/zero in its place. False: no device of the driver's, or no task has inherited

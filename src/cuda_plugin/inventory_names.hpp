@@ -17,6 +17,9 @@ inline constexpr const char* kStockInventoryName = "cuda_plugin";
 /// Of one that has a name by inventory_images_name() too.
 inline constexpr const char* kInventoryNamesImages = "names-images";
 
+/// Of one in which something stands for files of the driver's devices (inherited_files.hpp).
+inline constexpr const char* kInventoryInherited = "inherited-files";
+
 /// Ties CRIU's images to one manifest: "checkpoint-<checkpoint id in hex>".
 std::string inventory_id_name(const Id& checkpoint_id);
 

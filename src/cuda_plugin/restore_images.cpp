@@ -35,6 +35,7 @@ bool RestoreImages::read() {
     const bool before_plugin_lists = host::take_inventory_plugin(kNobody);
     const bool ours = host::take_inventory_plugin(kInventoryName);
     const bool stock = host::take_inventory_plugin(kStockInventoryName);
+    inherited_files_ = host::take_inventory_plugin(kInventoryInherited) && !before_plugin_lists;
     if (!ours && !stock)
         return false;
     has_manifest_ = exists(image_dir_, kManifestName);

@@ -42,6 +42,8 @@ public:
     bool has_manifest() const noexcept { return has_manifest_; }
     /// The inventory says: restorable by this plugin alone.
     bool externalized() const noexcept { return externalized_; }
+    /// The inventory says that files of the driver's devices were left out.
+    bool has_inherited_files() const noexcept { return inherited_files_; }
     const ByPid& of_gpu() const noexcept { return of_gpu_; }
     const ByPid& of_cpu() const noexcept { return of_cpu_; }
 
@@ -62,6 +64,7 @@ private:
     ByPid of_cpu_;
     bool has_manifest_ = false;
     bool externalized_ = false;
+    bool inherited_files_ = false;
 };
 
 } // namespace gpustasis

@@ -42,6 +42,9 @@ public:
 
     void finish(bool succeeded) noexcept;
 
+    /// Whether the checkpoint has something in place of files of the driver's devices.
+    bool has_inherited_files() const noexcept { return images_.has_inherited_files(); }
+
 private:
     void unpack();
     void check_machine();

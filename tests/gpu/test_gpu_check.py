@@ -37,8 +37,8 @@ def test_every_step_passes_or_says_why_it_cannot(repository: Path, tmp_path: Pat
     ended = run_gpu_check(repository, tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = verdicts(tmp_path)
-    steps = ("driver", "trace", "behaviour", "criu", "C program")
-    assert [found[step]["verdict"] for step in steps] == ["passed"] * 5
+    steps = ("driver", "trace", "behaviour", "criu", "C program", "checkpoints")
+    assert [found[step]["verdict"] for step in steps] == ["passed"] * 6
     assert found["PyTorch"]["verdict"] == "not possible here"
     assert found["PyTorch"]["reason"]
     assert "EMULATOR" in ended.stdout
@@ -48,6 +48,10 @@ def test_every_step_passes_or_says_why_it_cannot(repository: Path, tmp_path: Pat
     for run in behaviour["huge pages"]["runs"]:
         assert run["memory"].startswith("intact ")
     assert len(behaviour["round trips"]["trips"]) == 10
+    made = json.loads((tmp_path / "checkpoints.json").read_text())
+    assert made["backend"] == "emulator"
+    assert len(made["left running"]["restores"]) == len(made["two processes"]) == 2
+    assert any("was checkpointed, and runs again" in one["recover"] for one in made["killed dumps"])
     report = json.loads((tmp_path / "demo.json").read_text())
     assert report["backend"] == "emulator"
     assert report["restored_bit_exact"] is True

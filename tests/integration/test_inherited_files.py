@@ -23,8 +23,8 @@ from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
 from support.job import Job
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
-STAND_IN = Path("/dev/nvidia-stand-in")
-STRANGER = Path("/dev/nvidia-stranger")
+STAND_IN = Path("/dev/nvidia97")
+STRANGER = Path("/dev/nvidia98")
 DRIVER = "580.159.04"
 Compile = Callable[..., Path]
 
@@ -57,7 +57,8 @@ def running(rig: Rig, compile_cuda: Compile, *words: str) -> Iterator[Job]:
     program = compile_cuda(PROGRAMS / "heirs.c")
     job = Job([program, *words], rig.scratch / "job.log", rig.environ)
     try:
-        for pid in tree(job, 1 + len(words) + words.count("grandchild")):
+        children = sum(not word.startswith("keep=") for word in words)
+        for pid in tree(job, 1 + children + words.count("grandchild")):
             job.wait_for(f"{pid} step")
         yield job
     finally:
@@ -172,8 +173,8 @@ def test_a_job_that_is_left_running_keeps_what_its_children_have(
 ) -> None:
     """The driver closes the parent's files at a checkpoint and opens others: those of the children
     are nobody else's from then on."""
-    with running(heirs_rig, compile_cuda, "fork", "grandchild") as job:
-        pids = tree(job, 4)
+    with running(heirs_rig, compile_cuda, "fork", "close", "grandchild") as job:
+        pids = tree(job, 5)
         before = {pid: (open_devices(pid), mapped_devices(pid)) for pid in pids[1:]}
         for _ in range(3):
             dump(heirs_rig, job, "--leave-running")
@@ -210,22 +211,59 @@ def test_the_jobs_own_device_files_are_closed_in_programs_as_before(
         assert left_open() == []
 
 
+def refused(rig: Rig, job: Job, pids: list[int]) -> str:
+    """criu's log of a dump that must fail before the GPU is touched, and leave the job as it is."""
+    images = rig.images()
+    ended = rig.run(rig.dump_words(job, images), images, "dump")  # type: ignore[arg-type]
+    assert ended.status != 0
+    assert "checkpointed pid" not in ended.log
+    run_on(job, pids[:1])
+    assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    return ended.log
+
+
 @pytest.mark.timeout(120)
 def test_a_device_that_was_not_inherited_refuses_the_dump_before_the_gpu_is_touched(
     heirs_rig: Rig, compile_cuda: Compile
 ) -> None:
     with running(heirs_rig, compile_cuda, "fork", f"open={STRANGER}") as job:
         pids = tree(job, 3)
-        images = heirs_rig.images()
-        words = heirs_rig.dump_words(job, images, [])
-        ended = heirs_rig.run(words, images, "dump", None)
-        assert ended.status != 0
+        log = refused(heirs_rig, job, pids)
         assert was_forked_by(pids[1], job.pid) != was_forked_by(pids[2], job.pid)
         stranger = next(pid for pid in pids[1:] if str(STRANGER) in open_devices(pid).values())
         assert (
             f"pid {stranger} has {STRANGER} open, is no CUDA process, and has not inherited that"
-            in ended.log
+            in log
         )
-        assert "checkpointed pid" not in ended.log
-        run_on(job, pids[:1])
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.timeout(120)
+def test_a_forked_child_that_uses_a_gpu_by_itself_refuses_the_dump(
+    heirs_rig: Rig, compile_cuda: Compile, compile_c: Compile, tmp_path: Path
+) -> None:
+    """It would have nothing to use it with after a restore, and not be told."""
+    source = tmp_path / "library.c"
+    source.write_text("int no_codec;\n")
+    library = tmp_path / "libnvidia-encode.so.1"
+    library.write_bytes(compile_c(source, "-shared", "-fPIC").read_bytes())
+    for word, what in (
+        (f"own={STRANGER}", f"{STRANGER} open"),
+        (f"load={library}", f"{library} loaded"),
+    ):
+        with running(heirs_rig, compile_cuda, word) as job:
+            pids = tree(job, 2)
+            assert f"pid {pids[1]} has {what}, is no CUDA process" in refused(heirs_rig, job, pids)
+
+
+@pytest.mark.timeout(120)
+def test_a_device_that_a_cuda_process_keeps_open_refuses_the_dump(
+    heirs_rig: Rig, compile_cuda: Compile
+) -> None:
+    """The driver does not close what it has not opened, and nothing stands for that."""
+    with running(heirs_rig, compile_cuda, "fork", f"keep={STRANGER}") as job:
+        pids = tree(job, 2)
+        images = heirs_rig.images()
+        ended = heirs_rig.run(heirs_rig.dump_words(job, images), images, "dump")  # type: ignore[arg-type]
+        assert ended.status != 0
+        assert f"the process still has {STRANGER} open after the driver has" in ended.log
+        run_on(job, pids)

@@ -4,13 +4,16 @@
  *     heirs WORD...
  *
  * WORD, for each child: "fork": it keeps all; "close": it closes all descriptors but the first three, the
- * mappings stay; "grandchild": it forks one that keeps all, and both go on; "open=PATH": it executes a
- * program that has PATH open, which it has not inherited. All print "PID step K ok" twenty times a second. The
- * CUDA process compares all of its GPU memory at each step, and calls of a forked child must end with
+ * mappings stay; "grandchild": it forks one that keeps all, and both go on; "own=PATH": it keeps all, and
+ * opens PATH as well; "load=PATH": it keeps all, and loads the library PATH; "open=PATH": it executes a
+ * program that has PATH open, which it has not inherited. "keep=PATH" is no child: the CUDA process opens PATH itself,
+ * behind the children of the words before. All print "PID step K ok" twenty times a second. The CUDA process
+ * compares all of its GPU memory at each step, and calls of a forked child must end with
  * CUDA_ERROR_NOT_INITIALIZED. What is wrong ends the process with status 1.
  */
 #define _GNU_SOURCE
 #include <cuda.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <stdint.h>
@@ -41,6 +44,10 @@ static void run_child(const char* word) {
         execl("/proc/self/exe", "heirs", word, "stranger", (char*)NULL);
         require(0, "cannot execute itself");
     }
+    if (!strncmp(word, "own=", 4))
+        require(open(word + 4, O_RDWR) >= 0, word);
+    if (!strncmp(word, "load=", 5))
+        require(dlopen(word + 5, RTLD_NOW) != NULL, word);
     if (!strcmp(word, "close"))
         for (int fd = 3; fd < 1024; ++fd)
             close(fd);
@@ -73,9 +80,12 @@ int main(int argc, char** argv) {
     for (int i = 0; i < kBytes; ++i)
         wanted[i] = (uint8_t)(i * 2654435761u >> 13);
     OK(cuMemcpyHtoD(memory, wanted, kBytes));
-    for (int i = 1; i < argc; ++i)
-        if (fork() == 0)
+    for (int i = 1; i < argc; ++i) {
+        if (!strncmp(argv[i], "keep=", 5))
+            require(open(argv[i] + 5, O_RDWR) >= 0, argv[i]);
+        else if (fork() == 0)
             run_child(argv[i]);
+    }
     for (unsigned long number = 0;; ++number) {
         memset(found, 0, kBytes);
         OK(cuMemcpyDtoH(found, memory, kBytes));

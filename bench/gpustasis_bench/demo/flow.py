@@ -62,16 +62,22 @@ class Demo:
         self._console.print(f"[bold]reference[/]: {steps} steps, left alone")
         return self._run_alone("reference", steps)
 
-    def trip(self, name: str, reference: Result, plugin: Mapping[str, Scalar]) -> Trip:
+    def trip(
+        self,
+        name: str,
+        reference: Result,
+        plugin: Mapping[str, Scalar],
+        options: Mapping[str, bool | int] | None = None,
+    ) -> Trip:
         """Train, dump after a third of the steps (which kills the run), restore, train to the end.
 
-        plugin: settings of the plugin that differ from its configuration.
+        plugin: settings of the plugin that differ from its configuration. options: of criu.
         Raises DemoError or CriuError if any of it fails; nothing is left running then.
         """
         steps = int(reference.raw["steps"])
         mark = steps // 3
         images = self._work / name / "images"
-        settings = Settings(plugin=plugin)
+        settings = Settings(plugin=plugin, options=options or {})
         self._console.print(f"[bold]{name}[/]: training to step {mark} and on")
         run = Run(self._program, self._work / name / "run", steps, mark)
         try:

@@ -101,6 +101,11 @@ class Run:
         self._reaped = False
 
     @property
+    def folder(self) -> Path:
+        """Where it runs; its output is output.txt there."""
+        return self._folder
+
+    @property
     def pid(self) -> int:
         """Its process id, also after a restore."""
         return self._process.pid
@@ -139,6 +144,12 @@ class Run:
             return Result(raw=json.loads(self._result.read_text(encoding="ascii")))
         except FileNotFoundError:
             raise DemoError(f"the training program ended without a result: {self.said()}") from None
+
+    def expect_again(self) -> None:
+        """It has ended with a result, and a restore is about to bring back a part of it: forget the
+        result."""
+        self._result.unlink()
+        self._reaped = True
 
     def kill(self) -> None:
         """End the run, if it still runs."""

@@ -25,15 +25,26 @@ from gpustasis_bench.demo.training import Program, main_program
 from gpustasis_bench.gpucheck import target
 from gpustasis_bench.gpucheck.behaviour import PARTS, fill_behaviour
 from gpustasis_bench.gpucheck.caller import Caller
+from gpustasis_bench.gpucheck.checkpoints import Checkpoints
 from gpustasis_bench.gpucheck.trace import Trace, fill_trace
 from gpustasis_bench.machine import Machine
 
-STEPS = ("driver", "trace", "behaviour", "criu", "C program", "PyTorch")
+STEPS = ("driver", "trace", "behaviour", "criu", "C program", "checkpoints", "PyTorch")
 
 WORKING_SECONDS = {True: 6.0, False: 20.0}  # by emulated: how long a run is to train
 
 _OLDEST_API = 12080  # CUDA 12.8, driver 570: the first with the public checkpoint calls
 _IMPORT_SECONDS = 300.0  # from a cold disk, PyTorch takes its time
+# By name: variables, and options of demo/torch_train.py.
+_TORCH_WORKLOADS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "plain": ((), ()),
+    "expandable segments": (("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",), ()),
+    "cudaMallocAsync": (("PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync",), ()),
+    "CUDA graph": ((), ("--graph",)),
+    "torch.compile": (("TORCHINDUCTOR_COMPILE_THREADS=1",), ("--compile",)),
+    "DataLoader": ((), ("--workers", "2")),
+}
+_SHARED_FILES = {"ghost-limit": 512 << 20}  # bytes: batches of workers lie in files without names
 _AS_ITSELF = ("/usr/bin/env", "-u", "PYTHONPATH")  # gpu-check's modules may be for another Python
 
 
@@ -95,6 +106,7 @@ class GpuCheck:
             self._behaviour,
             self._check_criu,
             self._c_program,
+            self._checkpoints,
             self._pytorch,
         )
         for name, body in zip(STEPS, bodies, strict=True):
@@ -167,15 +179,41 @@ class GpuCheck:
         if not report.restored_bit_exact:
             raise CriuError("the restored program did not compute the same bits")
 
+    def _checkpoints(self) -> None:
+        program = main_program(self._programs, self._machine)
+        demo, criu = self._demo("checkpoints", program)
+        reference = demo.reference(demo.choose_steps(self._given.seconds))
+        found: dict[str, object] = {"backend": self._machine.backend, "criu": criu.version_text}
+        made = Checkpoints(program, criu, self._out / "checkpoints", reference)
+        try:
+            for name, body in (
+                ("left running", made.left_running),
+                ("two processes", made.two_processes),
+                ("killed dumps", made.killed_dumps),
+            ):
+                found[name] = body()
+                self._console.print(f"  {name}: identical to the bit")
+        finally:
+            _write_json(self._out / "checkpoints.json", found)
+
     def _pytorch(self) -> None:
+        """Training loops as people write them, each against a run of its own that is left alone."""
         if self._machine.emulated:
             raise NotPossible("PyTorch needs more of a driver than the emulator has")
         python = _python_with_torch(self._given.torch_python)
         script = str(self._programs / "torch_train.py")
-        demo, _ = self._demo("pytorch", Program(argv=(*_AS_ITSELF, python, script)))
-        reference = demo.reference(demo.choose_steps(self._given.seconds))
-        if not demo.trip("gpustasis", reference, {}).exact:
-            raise CriuError("the restored training loop did not compute the same bits")
+        failed = []
+        for name, (environ, options) in _TORCH_WORKLOADS.items():
+            program = Program(argv=(*_AS_ITSELF, *environ, python, script, *options))
+            try:
+                demo, _ = self._demo(f"pytorch {name}", program)
+                reference = demo.reference(demo.choose_steps(self._given.seconds))
+                if not demo.trip("gpustasis", reference, {}, _SHARED_FILES).exact:
+                    raise CriuError("it did not compute the same bits")
+            except (CheckpointError, OSError) as exc:
+                failed.append(f"{name}: {exc}")
+        if failed:
+            raise CriuError("; ".join(failed))
 
     def _demo(self, name: str, program: Program) -> tuple[Demo, Criu]:
         if self._criu is None:

@@ -339,8 +339,10 @@ def _gpu_mappings(pid: int) -> set[tuple[str, ...]]:
 
 
 def was_forked_by(pid: int, user: int) -> bool:
-    """As the plugin knows it (src/cuda_plugin/inherited_files.cpp): it holds the pipes of the
-    other's restore thread, or has no file open and maps what the other maps."""
+    """As the plugin sees it, which looks closer (src/cuda_plugin/inherited_files.cpp): it holds the
+    pipes of the other's restore thread, or has no file open and maps what the other maps."""
+    if restore_pipes(pid):
+        return False  # it has a driver of its own
     pipes = [(number, f"{PROC}/{user}/fd/{number}") for number in restore_pipes(user)]
     with suppress(OSError):
         if pipes and all(
