@@ -175,7 +175,9 @@ def undumpable(shared: Path, compile_c: Callable[..., Path]) -> None:
         shutil.copy(program, shared / "undumpable")
 
 
-def test_a_process_with_gpu_files_that_it_has_not_inherited(engines: EngineRoot, idle: Callable[..., str]) -> None:
+def test_a_process_with_gpu_files_that_it_has_not_inherited(
+    engines: EngineRoot, idle: Callable[..., str]
+) -> None:
     engines.run("sh", "-c", "[ -e /dev/nvidia0 ] || mknod -m 666 /dev/nvidia0 c 1 3")
     script = "exec 5<>/dev/nvidia0; mkfifo /tmp/f; exec 3<>/tmp/f; read x <&3"
     name = idle("--device", "/dev/nvidia0", command=["/bin/sh", "-c", script])
