@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gpustasis import process
 from gpustasis.criu.find import Criu
 from gpustasis.criu.images import FILES_NAME, parse_open_files, read_pstree
 from gpustasis.criu.plugin import Scalar
@@ -204,16 +205,10 @@ class Checkpoints:
         """What it said, without the pid. The directory is named where it is not found by itself."""
         words = [sys.executable, "-m", "gpustasis", "recover", str(pid)]
         for more in ([], ["-D", str(images)]):
-            ended = subprocess.run(
-                [*words, *more],
-                capture_output=True,
-                text=True,
-                timeout=_RECOVER_SECONDS,
-                check=False,
-            )
-            if ended.returncode == 0:
-                return ended.stdout.strip().replace(str(pid), "PID")
-        raise CriuError(f"gpustasis recover of a killed dump: {ended.stderr.strip()[-300:]}")
+            ended = process.run([*words, *more], timeout_s=_RECOVER_SECONDS)
+            if ended.status == 0:
+                return ended.output.strip().replace(str(pid), "PID")
+        raise CriuError(f"gpustasis recover of a killed dump: {ended.output.strip()[-300:]}")
 
     def _start(self, name: str) -> Run:
         return Run(self._program, self._work / name, self._steps, self._steps // 3)
