@@ -118,7 +118,7 @@ BENCH_ARROWS = {
 PROGRAM_KEEPERS = {
     *("process.py", "streaming/ssh.py", "emulator/__init__.py", "demo/training.py"),
     *("gpucheck/caller.py", "gpucheck/mistakes.py", "gpucheck/target.py"),
-    "gpucheck/cuda_process.py",
+    *("gpucheck/cuda_process.py", "gpucheck/checkpoints.py"),
 }
 
 # Pieces put together here, so that this file passes its own test.
