@@ -88,6 +88,17 @@ IoMode io_mode(const std::string& path, std::string_view key, const toml::node& 
     reject(path, key, node, "\"auto\", \"buffered\" or \"direct\"");
 }
 
+Staging staging(const std::string& path, std::string_view key, const toml::node& node) {
+    const std::string word = text(path, key, node);
+    if (word == "drop")
+        return Staging::drop;
+    if (word == "keep")
+        return Staging::keep;
+    if (word == "auto")
+        return Staging::automatic;
+    reject(path, key, node, "\"drop\", \"keep\" or \"auto\"");
+}
+
 CpuMemory cpu_memory(const std::string& path, std::string_view key, const toml::node& node) {
     const std::string word = text(path, key, node);
     if (word == "criu")
@@ -230,6 +241,8 @@ void set_key(Config& config, const std::string& path, std::string_view key,
     constexpr std::int64_t kMaxMs = std::numeric_limits<std::int32_t>::max();
     if (key == "externalize") {
         config.externalize = on_or_off(path, key, node);
+    } else if (key == "staging") {
+        config.staging = staging(path, key, node);
     } else if (key == "cpu_memory") {
         config.cpu_memory = cpu_memory(path, key, node);
     } else if (key == "layout") {

@@ -21,6 +21,14 @@ enum class HugePages : std::uint8_t { automatic, on, off };
 /// and this kernel and this criu allow it.
 enum class CpuMemory : std::uint8_t { criu, ours, automatic };
 
+/// What becomes of GPU memory that the driver has staged in a task, once an image holds it: CRIU must not dump it as
+/// well. Automatic: kept where that is possible and all of the tree fits into memory at once, else dropped.
+enum class Staging : std::uint8_t {
+    drop, ///< taken out of the task
+    keep, ///< left there, and hidden from CRIU
+    automatic
+};
+
 /// How CRIU's images are kept: as CRIU makes them, or packed into one file of ours.
 enum class Layout : std::uint8_t {
     automatic, ///< packed if the checkpoint is sealed, so that CRIU's images are as well; else criu
@@ -46,6 +54,7 @@ inline constexpr const char* kClearImages = "clear-images"; ///< of a dump with 
 
 struct Config {
     bool externalize = true;                ///< false: the staged memory stays in CRIU's own images
+    Staging staging = Staging::drop;        ///< of a dump
     CpuMemory cpu_memory = CpuMemory::criu; ///< of a dump
     Layout layout = Layout::automatic;      ///< of a dump
     bool compress = true;                   ///< key compress = "lz4" | "none"

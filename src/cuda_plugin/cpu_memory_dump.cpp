@@ -31,7 +31,9 @@ void CpuMemoryDump::prepare() {
     if (config_.cpu_memory == CpuMemory::criu)
         return;
     try {
-        hidden_.emplace();
+        if (!pages_)
+            pages_.emplace();
+        data_.emplace();
     } catch (const Error& e) {
         if (config_.cpu_memory == CpuMemory::ours)
             throw Error(e, std::string("cpu_memory = \"ours\": ") + e.what());
@@ -66,7 +68,7 @@ bool CpuMemoryDump::may_store(CpuMemoryStatistics& told,
 }
 
 void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
-    if (!hidden_ || taken_)
+    if (!data_ || taken_)
         return;
     if (!awaited_) {
         awaited_.emplace();
@@ -81,7 +83,7 @@ void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
 }
 
 bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note& note) {
-    if (!hidden_)
+    if (!data_ || !pages_)
         return false;
     taken_ = true;
     host::info("storing CPU memory: looking at " + std::to_string(added_.size()) + " processes");
@@ -107,7 +109,7 @@ bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note&
             noted.emplace_back(stored.entry, stored.pid);
         note(std::move(noted));
         for (const Stored& stored : all)
-            hide(stored, *hidden_);
+            hide(stored, *pages_, *data_);
     }
     files_.clear();
     return !all.empty();
@@ -214,9 +216,9 @@ CpuMemoryDump::store(const SharingTask& task, std::vector<SharedPart> shared,
     return stored;
 }
 
-void CpuMemoryDump::hide(const Stored& stored, Hidden& hidden) {
+void CpuMemoryDump::hide(const Stored& stored, HiddenPages& pages, HiddenData& data) {
     if (!stored.own.empty())
-        hidden.own.hide(stored.pid, stored.own);
+        pages.hide(stored.pid, MemoryKind::cpu, stored.own);
     std::map<SharedFileId, std::vector<AddressRange>> ranges;
     for (const SharedPart& part : stored.shared)
         ranges[part.file].push_back({part.offset, part.offset + part.region.length});
@@ -224,12 +226,12 @@ void CpuMemoryDump::hide(const Stored& stored, Hidden& hidden) {
         const int fd = ::fcntl(files_.at(file).fd.get(), F_DUPFD_CLOEXEC, 0);
         if (fd < 0)
             throw io_error("cannot hold shared memory", errno);
-        hidden.shared.hide(UniqueFd(fd), std::move(of_file));
+        data.hide(UniqueFd(fd), std::move(of_file));
     }
 }
 
 void CpuMemoryDump::finish(bool succeeded) noexcept {
-    if (!hidden_)
+    if (!data_ || !pages_)
         return;
     if (succeeded && awaited_ && !awaited_->empty())
         host::warn("criu did not ask this plugin about pid " + std::to_string(*awaited_->begin()) +
@@ -240,17 +242,17 @@ void CpuMemoryDump::finish(bool succeeded) noexcept {
                        " MiB of " + of + ": its images hold them as well");
     };
     for (CpuMemoryStatistics& told : statistics_.cpu_memory) {
-        const HiddenPages::Answered answered = hidden_->own.answered(told.pid);
+        const HiddenPages::Answered answered = pages_->answered(told.pid, MemoryKind::cpu);
         told.scans = answered.scans;
         if (succeeded && answered.hidden < answered.wanted)
             told.stored_twice = answered.wanted - answered.hidden;
         tell_stored_twice(told.stored_twice, "pid " + std::to_string(told.pid));
     }
-    const HiddenData::Answered shared = hidden_->shared.answered();
+    const HiddenData::Answered shared = data_->answered();
     if (succeeded)
         statistics_.shared_stored_twice = shared.wanted - shared.hidden;
     tell_stored_twice(statistics_.shared_stored_twice, "shared memory");
-    hidden_.reset();
+    data_.reset();
 }
 
 } // namespace gpustasis

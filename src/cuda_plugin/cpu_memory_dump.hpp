@@ -25,15 +25,16 @@ namespace gpustasis {
 /// No task is changed, so there is nothing to undo, whatever happens.
 class CpuMemoryDump {
 public:
-    /// All outlive it.
-    CpuMemoryDump(const Config& config, DumpImages& images, Statistics& statistics)
-        : config_(config), images_(images), statistics_(statistics) {}
+    /// All outlive it. `pages`: the one of the session, made here if it is needed and not there.
+    CpuMemoryDump(const Config& config, DumpImages& images, Statistics& statistics,
+                  std::optional<HiddenPages>& pages)
+        : config_(config), images_(images), statistics_(statistics), pages_(pages) {}
 
     /// Before anything is frozen. Throws Error: unsupported if `cpu_memory = "ours"` cannot be done here.
     void prepare();
 
     /// Whether memory is taken at all.
-    bool is_on() const noexcept { return hidden_.has_value(); }
+    bool is_on() const noexcept { return data_.has_value(); }
 
     /// The frozen task `pid`: no driver works in it any more. `staging` is its GPU memory. Its memory is looked
     /// at when no driver works in any other task either: what tasks share may be written by each.
@@ -58,10 +59,6 @@ public:
     void finish(bool succeeded) noexcept;
 
 private:
-    struct Hidden {
-        HiddenPages own;
-        HiddenData shared;
-    };
     /// Of a task, what its image holds.
     struct Stored {
         ManifestTask entry;
@@ -76,14 +73,15 @@ private:
     std::optional<Stored> store(const SharingTask& task, std::vector<SharedPart> shared,
                                 CpuMemoryStatistics& told,
                                 const std::function<void()>& choose_parent);
-    void hide(const Stored& stored, Hidden& hidden);
+    void hide(const Stored& stored, HiddenPages& pages, HiddenData& data);
     bool may_store(CpuMemoryStatistics& told, const std::function<void()>& choose_parent);
     void refuse_same_inner_pid(std::uint32_t inner_pid);
 
     const Config& config_;
     DumpImages& images_;
     Statistics& statistics_;
-    std::optional<Hidden> hidden_;
+    std::optional<HiddenPages>& pages_;
+    std::optional<HiddenData> data_;           ///< if memory is taken: pages_ is there as well then
     std::optional<std::set<pid_t>> awaited_;   ///< tasks that were not added yet
     std::vector<SharingTask> added_;           ///< pids and staging
     bool taken_ = false;                       ///< once: a task that comes later is left to CRIU

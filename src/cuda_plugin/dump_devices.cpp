@@ -75,6 +75,7 @@ TaskRecord* DumpSession::look_at_cuda(pid_t pid, bool& asked) {
     if (!tid)
         return nullptr;
     begin();
+    kept_staging_.prepare();
     require_answering(pid, *tid);
     asked = true;
     const ProcessState before = worker_.state(pid);
@@ -177,13 +178,20 @@ void DumpSession::checkpoint_tree(pid_t asked) {
             staging_[record.pid] = {};
         });
     }
+    std::vector<ToStage> to_stage;
+    for (const AtWork& task : tasks)
+        to_stage.emplace_back(task.record->pid, statistics_of(*task.record).gpus.known_size());
+    kept_staging_.choose(to_stage);
     side_by_side(
         worker_, tasks.size(),
         {.limit = statistics_.parallel_gpus,
-         .memory = [&](std::size_t i) { return statistics_of(*tasks[i].record).gpus.known_size(); },
+         .memory = [&](std::size_t i) { return to_stage[i].second; },
          .room = [&](std::size_t i) { return room_of(tasks[i].record->pid); }},
         [&](std::size_t i) -> std::optional<Worker::Call> {
-            return of_task(tasks[i].record->pid, asked, [&] { return begin_checkpoint(tasks[i]); });
+            return of_task(tasks[i].record->pid, asked, [&] {
+                kept_staging_.require_room(to_stage[i]);
+                return begin_checkpoint(tasks[i]);
+            });
         },
         [&](const CallsUnderWay::Answer& answer) {
             AtWork& task = tasks[answer.number];
@@ -227,7 +235,7 @@ Worker::Call DumpSession::begin_checkpoint(AtWork& task) {
     return worker_.begin_checkpoint(record.pid, record.restore_tid);
 }
 
-// While the driver may still be at work in others: the memory of this one is stored, and taken from it.
+// While the driver may still be at work in others: the memory of this one is stored, and taken from it or hidden.
 void DumpSession::end_checkpoint(AtWork& task) {
     TaskRecord& record = *task.record;
     TaskStatistics& statistics = statistics_of(record);
@@ -258,6 +266,7 @@ void DumpSession::end_checkpoint(AtWork& task) {
 
 void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& regions,
                               TaskStatistics& statistics) {
+    const bool keeps = kept_staging_.keeps(regions);
     ManifestTask task = entry_of(record);
     const WriteResult written =
         statistics.phases.time("write", [&] { return images_.write(record.pid, task, regions); });
@@ -270,6 +279,11 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
         statistics.staged_bytes += region.length;
     note({{std::move(task), record.pid}});
     record.digest = written.digest;
+    statistics.staging = keeps ? "kept" : "dropped";
+    if (keeps) {
+        kept_staging_.hide(record.pid, regions);
+        return;
+    }
     Guard& guard = guards_[record.pid];
     statistics.phases.time("drop", [&] {
         drop_staging(guard, record, regions, *table_, undo_images_, config_.threads,

@@ -260,6 +260,8 @@ void DumpSession::finish(bool succeeded) noexcept {
         else if (signature_)
             signature_->withdraw();
         cpu_memory_.finish(succeeded);
+        kept_staging_.finish(succeeded);
+        hidden_pages_.reset();
         if (!begun_ && statistics_.cpu_memory.empty() && !packed_) {
             worker_.stop();
             return;

@@ -26,7 +26,8 @@ DumpSession::DumpSession(const Config& config, PluginOptions options)
       lineage_(image_dir_.get()), undo_images_(lineage_), table_(OnOrphaned::undo),
       worker_(config_, table_, undo_images_),
       images_(config_, image_dir_.get(), lineage_, statistics_),
-      cpu_memory_(config_, images_, statistics_) {
+      kept_staging_(config_, statistics_, hidden_pages_),
+      cpu_memory_(config_, images_, statistics_, hidden_pages_) {
     statistics_.stage = "dump";
 }
 

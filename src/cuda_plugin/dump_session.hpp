@@ -14,6 +14,8 @@
 #include "cuda_plugin/dumped_container.hpp"
 #include "cuda_plugin/findings.hpp"
 #include "cuda_plugin/inherited_files.hpp"
+#include "cuda_plugin/hidden_pages.hpp"
+#include "cuda_plugin/kept_staging.hpp"
 #include "cuda_plugin/packed_dump.hpp"
 #include "cuda_plugin/statistics.hpp"
 #include "cuda_plugin/task_table.hpp"
@@ -42,7 +44,7 @@ public:
     bool pause(pid_t pid);
 
     /// Every task is seized. At the first call all are checkpointed; on return of that their staged memory is
-    /// durable in their images and gone from them. Of the last call: so is CPU memory, if asked for.
+    /// durable in their images, and gone from them or hidden from criu. Of the last call: so is CPU memory, if asked for.
     bool checkpoint(pid_t pid);
 
     /// The dump is over, the tasks are still frozen. Brings every task back to where it was
@@ -105,6 +107,9 @@ private:
     StagingRoom staging_room_;
     Statistics statistics_;
     DumpImages images_;
+    std::optional<HiddenPages>
+        hidden_pages_; ///< of all that criu is not told of; none: nobody needs it
+    KeptStaging kept_staging_;
     CpuMemoryDump cpu_memory_;
     std::optional<DumpSignature> signature_; ///< none: nobody signs it
     std::optional<CompleteImages> complete_; ///< of a dump that is signed and not packed

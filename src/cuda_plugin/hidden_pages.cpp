@@ -9,9 +9,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <string>
+#include <utility>
 
 namespace gpustasis {
 namespace {
@@ -21,10 +23,6 @@ std::atomic<HiddenPages*> living = nullptr;
 // Not by name: in a test, this is the main program itself.
 using Ioctl = int (*)(int, unsigned long, ...);
 std::atomic<Ioctl> real_ioctl = nullptr;
-
-std::uint64_t end_of(const PageRange& range) noexcept {
-    return range.address + range.length;
-}
 
 std::uint64_t page_size() noexcept {
     return static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
@@ -57,29 +55,43 @@ HiddenPages::~HiddenPages() {
     living = nullptr;
 }
 
-void HiddenPages::hide(pid_t pid, const std::vector<Region>& regions) {
+void HiddenPages::hide(pid_t pid, MemoryKind kind, const std::vector<Region>& regions) {
     const std::string path = "/proc/" + std::to_string(pid) + "/pagemap";
-    Task task{.pid = pid,
-              .pagemap = UniqueFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)),
-              .ranges = {},
-              .told_until = {},
-              .answered = {}};
+    Task task{.pid = pid, .pagemap = UniqueFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC))};
     struct stat status {};
     if (!task.pagemap || ::fstat(task.pagemap.get(), &status) != 0)
         throw io_error("cannot open " + path, errno);
     task.device = status.st_dev;
     task.inode = status.st_ino;
-    for (const Region& region : regions) {
-        task.ranges.push_back({region.address, region.length});
-        task.told_until.push_back(region.address);
-        task.answered.wanted += region.length;
+    Task* const known = task_of(task.pagemap.get());
+    if (known != nullptr) {
+        task.ranges = known->ranges;
+        task.scans = known->scans;
     }
-    tasks_.push_back(std::move(task));
+    for (const Region& region : regions)
+        task.ranges.push_back({.start = region.address,
+                               .end = region.address + region.length,
+                               .kind = kind,
+                               .told_until = region.address});
+    std::ranges::sort(task.ranges, {}, &Range::start);
+    if (known != nullptr)
+        *known = std::move(task);
+    else
+        tasks_.push_back(std::move(task));
 }
 
-HiddenPages::Answered HiddenPages::answered(pid_t pid) const {
+HiddenPages::Answered HiddenPages::answered(pid_t pid, MemoryKind kind) const {
+    Answered answered;
     const auto found = std::ranges::find(tasks_, pid, &Task::pid);
-    return found == tasks_.end() ? Answered{} : found->answered;
+    if (found == tasks_.end())
+        return answered;
+    answered.scans = found->scans.at(place_of(kind));
+    for (const Range& range : found->ranges)
+        if (range.kind == kind) {
+            answered.wanted += range.end - range.start;
+            answered.hidden += range.told;
+        }
+    return answered;
 }
 
 // As the C library's: what it has behind the request, if anything, is in the third register.
@@ -112,36 +124,36 @@ HiddenPages::Task* HiddenPages::task_of(int fd) noexcept {
 int HiddenPages::scan_around(int fd, PageScanArguments& asked, Task& task) noexcept {
     const std::uint64_t page = page_size();
     const std::uint64_t end = (asked.end + page - 1) / page * page;
-    auto hidden = std::ranges::upper_bound(task.ranges, asked.start, {}, end_of);
-    if (hidden == task.ranges.end() || hidden->address >= end)
+    auto hidden = std::ranges::upper_bound(task.ranges, asked.start, {}, &Range::end);
+    if (hidden == task.ranges.end() || hidden->start >= end)
         return real_ioctl.load()(fd, kPagemapScan, &asked);
     PageScanArguments part = asked;
     auto* regions = reinterpret_cast<ScannedRegion*>(asked.vec);
     std::uint64_t used = 0;
     std::uint64_t pages_bytes = 0;
     std::uint64_t at = asked.start;
+    std::array<std::uint64_t, 2> lacking{}; // as Task::scans
     const auto is_full = [&] {
         return used == asked.vec_len ||
                (asked.max_pages != 0 && pages_bytes / page >= asked.max_pages);
     };
     while (at < end) {
-        while (hidden != task.ranges.end() && end_of(*hidden) <= at)
+        while (hidden != task.ranges.end() && hidden->end <= at)
             ++hidden;
-        if (hidden != task.ranges.end() && hidden->address <= at) {
-            const std::uint64_t behind = std::min(end, end_of(*hidden));
+        if (hidden != task.ranges.end() && hidden->start <= at) {
             // CRIU asks in ascending order, and for some parts again.
-            std::uint64_t& told_until =
-                task.told_until[static_cast<std::size_t>(hidden - task.ranges.begin())];
-            if (behind > told_until)
-                task.answered.hidden += behind - std::max(at, told_until);
-            told_until = std::max(told_until, behind);
+            const std::uint64_t behind = std::min(end, hidden->end);
+            if (behind > hidden->told_until)
+                hidden->told += behind - std::max(at, hidden->told_until);
+            hidden->told_until = std::max(hidden->told_until, behind);
+            lacking[place_of(hidden->kind)] = 1;
             at = behind;
             continue;
         }
         if (is_full())
             break;
         part.start = at;
-        part.end = hidden == task.ranges.end() ? end : std::min(end, hidden->address);
+        part.end = hidden == task.ranges.end() ? end : std::min(end, hidden->start);
         part.walk_end = 0;
         part.vec = asked.vec + used * sizeof(ScannedRegion);
         part.vec_len = asked.vec_len - used;
@@ -159,7 +171,8 @@ int HiddenPages::scan_around(int fd, PageScanArguments& asked, Task& task) noexc
             break;
     }
     asked.walk_end = at;
-    ++task.answered.scans;
+    for (std::size_t kind = 0; kind < lacking.size(); ++kind)
+        task.scans[kind] += lacking[kind];
     return static_cast<int>(used);
 }
 

@@ -9,6 +9,8 @@
 
 #include <sys/types.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -28,8 +30,9 @@ public:
     /// criu's calls lead to the C library again.
     ~HiddenPages();
 
-    /// Hide `regions` of task `pid`: ascending, not overlapping. Once for a task. Throws Error: io.
-    void hide(pid_t pid, const std::vector<Region>& regions);
+    /// Hide `regions` of task `pid`, which are of that kind of memory, beside what of it is hidden already: no two
+    /// overlap. On an exception, what was hidden before still is. Throws Error: io.
+    void hide(pid_t pid, MemoryKind kind, const std::vector<Region>& regions);
 
     /// What criu has been told of task `pid`.
     struct Answered {
@@ -37,19 +40,29 @@ public:
         std::uint64_t hidden = 0; ///< bytes that they lack, each counted once
         std::uint64_t wanted = 0; ///< bytes that they should lack: those of hide()
     };
-    Answered answered(pid_t pid) const;
+    /// Of its memory of that kind.
+    Answered answered(pid_t pid, MemoryKind kind) const;
 
 private:
+    struct Range {
+        std::uint64_t start = 0;
+        std::uint64_t end = 0;
+        MemoryKind kind = MemoryKind::gpu;
+        std::uint64_t told_until = 0; ///< up to where answers lacked it
+        std::uint64_t told = 0;       ///< bytes of it that they lacked
+    };
     struct Task {
         pid_t pid = 0;
         UniqueFd pagemap; ///< held, so that no other file gets its inode number
         std::uint64_t device = 0;
         std::uint64_t inode = 0;
-        std::vector<PageRange> ranges;
-        std::vector<std::uint64_t> told_until; ///< of each range, up to where answers lacked it
-        Answered answered;
+        std::vector<Range> ranges{};          ///< ascending
+        std::array<std::uint64_t, 2> scans{}; ///< by kind: gpu, cpu
     };
 
+    static std::size_t place_of(MemoryKind kind) noexcept {
+        return kind == MemoryKind::gpu ? 0 : 1;
+    }
     static int ioctl_of_criu(int fd, unsigned long request, void* argument) noexcept;
     Task* task_of(int fd) noexcept;
     static int scan_around(int fd, PageScanArguments& asked, Task& task) noexcept;

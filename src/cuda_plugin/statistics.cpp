@@ -75,6 +75,8 @@ Json to_json(const TaskStatistics& task) {
             {"alike", to_json(task.totals.alike)},
             {"file_bytes", task.file_bytes},
             {"damaged_in_parent", task.damaged_in_parent},
+            {"staging", task.staging},
+            {"stored_twice_bytes", task.stored_twice},
             {"not_guarded_because", task.not_guarded_because},
             {"huge_pages", task.huge_pages},
             {"gpus", to_json(task.gpus)},

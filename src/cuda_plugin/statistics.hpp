@@ -51,6 +51,10 @@ struct TaskStatistics {
     EncodingTotals totals;
     std::uint64_t file_bytes = 0;
     std::uint64_t damaged_in_parent = 0; ///< chunks stored anew for that reason
+    std::string
+        staging; ///< of a dump: "kept" or "dropped", so that CRIU does not dump it; empty: neither
+    std::uint64_t stored_twice =
+        0; ///< of a dump: bytes that were kept, and that CRIU dumped as well
     std::string not_guarded_because; ///< of a dump: why its dropped memory stands behind nothing
     bool huge_pages = false;         ///< of a restore: they were asked for
     ProcessGpus gpus;                ///< of a dump: those of the task

@@ -51,6 +51,10 @@ void every_key_is_taken() {
     CHECK(read("huge_pages = \"auto\"").huge_pages == HugePages::automatic);
     CHECK(read("io = \"auto\"").io == IoMode::automatic);
     CHECK(read("io = \"buffered\"").io == IoMode::buffered);
+    CHECK(read("").staging == Staging::drop);
+    CHECK(read("staging = \"drop\"").staging == Staging::drop);
+    CHECK(read("staging = \"keep\"").staging == Staging::keep);
+    CHECK(read("staging = \"auto\"").staging == Staging::automatic);
     CHECK(read("").cpu_memory == CpuMemory::criu);
     CHECK(read("cpu_memory = \"criu\"").cpu_memory == CpuMemory::criu);
     CHECK(read("cpu_memory = \"ours\"").cpu_memory == CpuMemory::ours);
@@ -86,6 +90,8 @@ void bad_values_are_named() {
                              "io = \"mmap\"",
                              "io = 1",
                              "huge_pages = \"maybe\"",
+                             "staging = \"hide\"",
+                             "staging = true",
                              "parent = \"\"",
                              "parent_check = \"all\"",
                              "parent_check = true",

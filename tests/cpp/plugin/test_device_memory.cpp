@@ -108,7 +108,8 @@ struct Dump {
         return ours;
     }();
     DumpImages images{config, dir.fd(), lineage, statistics};
-    CpuMemoryDump dump{config, images, statistics};
+    std::optional<HiddenPages> pages;
+    CpuMemoryDump dump{config, images, statistics, pages};
 };
 
 void memory_that_a_ring_has_pinned_is_left() {

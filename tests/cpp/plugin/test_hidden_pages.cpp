@@ -7,6 +7,7 @@
 #include "core/unique_fd.hpp"
 #include "cuda_plugin/cpu_memory_dump.hpp"
 #include "cuda_plugin/hidden_pages.hpp"
+#include "cuda_plugin/kept_staging.hpp"
 
 #include <fcntl.h>
 #include <linux/filter.h>
@@ -19,6 +20,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -124,7 +126,7 @@ void hidden_pages_are_not_found(const Task& task) {
     };
     for (const std::vector<Region>& hidden : choices) {
         HiddenPages hiding;
-        hiding.hide(task.pid(), hidden);
+        hiding.hide(task.pid(), MemoryKind::cpu, hidden);
         for (const std::size_t room : {std::size_t{1}, std::size_t{2}, std::size_t{100}})
             for (const std::uint64_t most : {0U, 1U, 3U, 1000U})
                 for (const auto& [first, last] :
@@ -135,39 +137,62 @@ void hidden_pages_are_not_found(const Task& task) {
                       {63, 64}})
                     CHECK(scan(task.pagemap(), first, last, room, most) ==
                           expected(first, last, hidden));
-        CHECK(hiding.answered(task.pid()).scans > 0);
+        CHECK(hiding.answered(task.pid(), MemoryKind::cpu).scans > 0);
     }
     CHECK(scan(task.pagemap(), 0, kPages, 1) == expected(0, kPages, {})); // and now they are
 }
 
 void an_answer_counts_what_it_lacks(const Task& task) {
     HiddenPages hiding;
-    hiding.hide(task.pid(), {pages(8, 4), pages(16, 4)});
-    CHECK(hiding.answered(task.pid()).wanted == 8 * kPage);
+    hiding.hide(task.pid(), MemoryKind::cpu, {pages(8, 4), pages(16, 4)});
+    CHECK(hiding.answered(task.pid(), MemoryKind::cpu).wanted == 8 * kPage);
     scan(task.pagemap(), 0, 10, 100);
-    CHECK(hiding.answered(task.pid()).hidden == 2 * kPage);
+    CHECK(hiding.answered(task.pid(), MemoryKind::cpu).hidden == 2 * kPage);
     scan(task.pagemap(), 10, 64, 100);
-    CHECK(hiding.answered(task.pid()).hidden == 8 * kPage);
+    CHECK(hiding.answered(task.pid(), MemoryKind::cpu).hidden == 8 * kPage);
     scan(task.pagemap(), 30, 64, 100); // nothing of it is hidden
-    CHECK(hiding.answered(task.pid()).scans == 2);
+    CHECK(hiding.answered(task.pid(), MemoryKind::cpu).scans == 2);
     scan(task.pagemap(), 0, 64, 100); // again
-    CHECK(hiding.answered(task.pid()).hidden == 8 * kPage);
+    CHECK(hiding.answered(task.pid(), MemoryKind::cpu).hidden == 8 * kPage);
 }
 
 void what_is_asked_twice_counts_once(const Task& task) {
     HiddenPages hiding;
-    hiding.hide(task.pid(), {pages(8, 4), pages(16, 4)});
+    hiding.hide(task.pid(), MemoryKind::cpu, {pages(8, 4), pages(16, 4)});
     for (int i = 0; i < 2; ++i)
         scan(task.pagemap(), 0, 10, 100);
-    CHECK(hiding.answered(task.pid()).hidden == 2 * kPage);
+    CHECK(hiding.answered(task.pid(), MemoryKind::cpu).hidden == 2 * kPage);
     scan(task.pagemap(), 9, 12, 100);
-    CHECK(hiding.answered(task.pid()).hidden == 4 * kPage);
+    CHECK(hiding.answered(task.pid(), MemoryKind::cpu).hidden == 4 * kPage);
+}
+
+void what_is_hidden_in_two_steps_is_counted_apart(const Task& task) {
+    HiddenPages hiding;
+    hiding.hide(task.pid(), MemoryKind::gpu, {pages(16, 4), pages(40, 2)});
+    hiding.hide(task.pid(), MemoryKind::cpu,
+                {pages(0, 2), pages(20, 4), pages(60, 4)}); // one touches
+    const std::vector<Region> all = {pages(0, 2), pages(16, 8), pages(40, 2), pages(60, 4)};
+    for (const std::size_t room : {std::size_t{1}, std::size_t{100}})
+        CHECK(scan(task.pagemap(), 10, kPages, room) == expected(10, kPages, all));
+    const auto gpu = hiding.answered(task.pid(), MemoryKind::gpu);
+    const auto cpu = hiding.answered(task.pid(), MemoryKind::cpu);
+    CHECK(gpu.wanted == 6 * kPage && gpu.hidden == 6 * kPage && gpu.scans > 0);
+    CHECK(cpu.wanted == 10 * kPage && cpu.hidden == 8 * kPage && cpu.scans > 0);
+    CHECK(scan(task.pagemap(), 0, kPages, 7) == expected(0, kPages, all));
+    CHECK(hiding.answered(task.pid(), MemoryKind::cpu).hidden == 10 * kPage);
+}
+
+void a_process_that_is_gone_keeps_what_was_hidden(const Task& task) {
+    HiddenPages hiding;
+    hiding.hide(task.pid(), MemoryKind::gpu, {pages(0, 4)});
+    CHECK_THROWS(Errc::io, hiding.hide(0, MemoryKind::gpu, {pages(0, 4)}));
+    CHECK(scan(task.pagemap(), 0, kPages, 100) == expected(0, kPages, {pages(0, 4)}));
 }
 
 void other_tasks_and_other_questions_are_answered_by_the_kernel(const Task& task) {
     const Task other;
     HiddenPages hiding;
-    hiding.hide(task.pid(), {pages(0, kPages)});
+    hiding.hide(task.pid(), MemoryKind::cpu, {pages(0, kPages)});
     CHECK(scan(other.pagemap(), 0, kPages, 1) == expected(0, kPages, {}));
     std::vector<ScannedRegion> answer(4);
     PageScanArguments asked = question(0, kPages, answer);
@@ -177,7 +202,7 @@ void other_tasks_and_other_questions_are_answered_by_the_kernel(const Task& task
     asked = question(0, kPages, answer);
     asked.category_inverted = asked.category_mask = asked.category_anyof_mask = 0; // every page
     CHECK(::ioctl(task.pagemap(), kPagemapScan, &asked) > 0);
-    CHECK(hiding.answered(task.pid()).scans == 0);
+    CHECK(hiding.answered(task.pid(), MemoryKind::cpu).scans == 0);
     asked = question(0, kPages, answer);
     asked.size = 8;
     CHECK(::ioctl(task.pagemap(), kPagemapScan, &asked) == -1 && errno == EINVAL);
@@ -192,7 +217,7 @@ void other_tasks_and_other_questions_are_answered_by_the_kernel(const Task& task
 
 void an_error_of_the_kernel_is_the_answer(const Task& task) {
     HiddenPages hiding;
-    hiding.hide(task.pid(), {pages(0, 8)});
+    hiding.hide(task.pid(), MemoryKind::cpu, {pages(0, 8)});
     std::vector<ScannedRegion> answer(4);
     PageScanArguments asked = question(0, kPages, answer);
     asked.vec = 8; // no memory of ours
@@ -231,7 +256,8 @@ void what_cannot_be_done_is_refused_if_asked_for_by_name() {
         Statistics statistics;
         Config config;
         DumpImages images(config, dir.fd(), lineage, statistics);
-        CpuMemoryDump dump(config, images, statistics);
+        std::optional<HiddenPages> pages;
+        CpuMemoryDump dump(config, images, statistics, pages);
         const auto is_on = [&](CpuMemory wish) {
             config.cpu_memory = wish;
             dump.prepare();
@@ -240,6 +266,16 @@ void what_cannot_be_done_is_refused_if_asked_for_by_name() {
         CHECK(!is_on(CpuMemory::criu));
         CHECK(!is_on(CpuMemory::automatic));
         CHECK_THROWS(Errc::unsupported, is_on(CpuMemory::ours));
+        const auto prepare = [&](Staging wish) {
+            config.staging = wish;
+            KeptStaging(config, statistics, pages).prepare();
+        };
+        prepare(Staging::drop);
+        prepare(Staging::automatic);
+        CHECK_THROWS(Errc::unsupported, prepare(Staging::keep));
+        config.externalize = false; // it stays in criu's images
+        prepare(Staging::keep);
+        CHECK(!pages);
     });
 }
 
@@ -254,6 +290,8 @@ int main() {
     hidden_pages_are_not_found(task);
     an_answer_counts_what_it_lacks(task);
     what_is_asked_twice_counts_once(task);
+    what_is_hidden_in_two_steps_is_counted_apart(task);
+    a_process_that_is_gone_keeps_what_was_hidden(task);
     other_tasks_and_other_questions_are_answered_by_the_kernel(task);
     an_error_of_the_kernel_is_the_answer(task);
     what_cannot_be_done_is_refused_if_asked_for_by_name();

@@ -21,6 +21,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -87,7 +88,8 @@ struct Dumped {
     explicit Dumped(const Tree& tree, const Config& config = ours()) {
         Lineage lineage(directory.fd());
         DumpImages images(config, directory.fd(), lineage, statistics);
-        CpuMemoryDump dump(config, images, statistics);
+        std::optional<HiddenPages> pages;
+        CpuMemoryDump dump(config, images, statistics, pages);
         dump.prepare();
         for (const pid_t pid : tree.pids()) {
             CHECK(!dump.is_complete());
