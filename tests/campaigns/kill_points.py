@@ -53,6 +53,7 @@ _PHASES = {
 }
 _DROPPED = "cuda_plugin: checkpointed pid"  # the drop of one task is over
 _STORED = " MiB of CPU memory of pid "  # the CPU memory of one task is in its image
+_DROP = "drop"  # none where staged memory is kept
 _STORE = "store"  # a phase only where the plugin stores CPU memory, of all tasks at once
 _REFILLED = "cuda_plugin: brought back pid"
 _STOCK = ("start", "freeze", losses.CRIUS_PHASE, "finish")
@@ -253,7 +254,8 @@ def _count_calls(rig: Rig, job: SteadyJob, plugin: bool, names: Sequence[str]) -
     comes again with the next task, of the first time."""
     marks = [_PHASES[name] for name in names]
     left = {}
-    ends_of = {"drop": _DROPPED, "refill": _REFILLED} if plugin else {}
+    ends_of = {_DROP: _DROPPED, "refill": _REFILLED}
+    ends_of = {name: end for name, end in ends_of.items() if name in names}
     for mark in {*marks, *ends_of.values()}:
         images = rig.images()
         kill = _Kill(rig, job, images, False, names)
@@ -374,8 +376,8 @@ def _phase(images: Path, phases: Sequence[str]) -> str:
     """In which of these phases a dump is, or was killed, by criu's log."""
     text = _log(images)
     phase = next(name for name in reversed(phases) if _PHASES[name] in text)
-    if phase == "drop":  # the next task goes through checkpoint and drop again
-        begun = {_PHASES["checkpoint"]: "checkpoint", _PHASES["drop"]: "drop"}
+    if phase == _DROP:  # the next task goes through checkpoint and drop again
+        begun = {_PHASES["checkpoint"]: "checkpoint", _PHASES[_DROP]: _DROP}
         begun[_DROPPED] = "checkpoint"
         return begun[max(begun, key=text.rfind)]
     # A task's refill is over when the next task's begins.
@@ -386,5 +388,6 @@ def _phase(images: Path, phases: Sequence[str]) -> str:
 
 def phases_of(settings: Mapping[str, Setting] | None) -> tuple[str, ...]:
     """Of a dump with this configuration of the plugin, in their order."""
-    stores = (settings or {}).get("cpu_memory") == "ours"
-    return tuple(name for name in _PHASES if stores or name != _STORE)
+    asked = settings or {}
+    has = {_STORE: asked.get("cpu_memory") == "ours", _DROP: asked.get("staging") != "keep"}
+    return tuple(name for name in _PHASES if has.get(name, True))
