@@ -258,13 +258,6 @@ def _require_begun(task: Task, images: Path, manifest: Manifest | None) -> None:
         )
 
 
-def _is_begun_by(pid: int, manifest: Manifest) -> bool:
-    with suppress(CheckpointError):  # of a record that cannot be read: as if there were none
-        begun = find_begun(pid)
-        return begun is not None and begun.checkpoint_id == manifest.checkpoint_id
-    return False
-
-
 def _require_no_record(pid: int) -> None:
     """All memory is put back, and the record removed, before the driver may restore the process."""
     record = find_dropped(pid)
@@ -352,9 +345,7 @@ def _refill(
     """Put back what was taken out of the task; bytes of it.
 
     The plugin drops pages only after it has named the image and its digest in the manifest: with
-    no such entry all pages are where the driver put them, if a dump had it put them there. So are
-    they if there is no record of a drop, but one that this very dump has had the driver checkpoint
-    the process: it was broken off before the drop, or keeps staged memory.
+    no such entry all pages are where the driver put them, if a dump had it put them there.
     """
     for entry in manifest.tasks if manifest else ():
         if _is_gpu_memory(entry, task):
@@ -363,8 +354,6 @@ def _refill(
         _require_begun(task, dumped.images, manifest)
         return 0
     assert manifest is not None
-    if find_dropped(task.pid) is None and _is_begun_by(task.pid, manifest):
-        return 0
     return dumped.refill(
         *(task.pid, image_name(task.inner_pid), (manifest.checkpoint_id, entry.digest)),
         *(threads, on_progress),

@@ -16,7 +16,7 @@ using Id = std::array<std::byte, 16>;
 
 /// Which memory of a task an image holds.
 enum class MemoryKind : std::uint8_t {
-    gpu = 0,   ///< what the driver staged: gone from the task once it is stored
+    gpu = 0,   ///< what the driver staged: gone from the task, or hidden, once it is stored
     cpu = 1,   ///< the task's own, which a dump leaves as it is
     files = 2, ///< none: files of a checkpoint (file_pack.hpp)
 };

@@ -7,20 +7,16 @@ import ctypes
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from campaigns.rig import Rig
-from campaigns.steady_job import SteadyJob
 from gpustasis.emulator import RATES_OFF, Options
+from support.memory_limit import memory_limit
 
 MIB = 1 << 20
 DRIVERS = {580: "580.178.01", 595: "595.84.01"}
 PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH, WALL = 0x4206, 0x4207, 17, 0x40000000
-V1 = Path("/sys/fs/cgroup/memory")
 
 
 def driver(rig: Rig, branch: int, **settings: str) -> None:
@@ -117,23 +113,6 @@ def test_a_restore_thread_that_a_debugger_holds_is_refused(own_rig: Rig) -> None
         assert f"is stopped by process {os.getpid()}, which traces it" in dumped.log
         assert dumped.seconds < 10
         job.run_on()
-
-
-@contextmanager
-def memory_limit(job: SteadyJob, size: int) -> Iterator[Path]:
-    """Put the job into a cgroup of its own."""
-    version_1 = V1.is_dir()
-    root = V1 if version_1 else Path("/sys/fs/cgroup")
-    cgroup = root / f"gpustasis-test-{os.getpid()}"
-    cgroup.mkdir()
-    try:
-        limit = "memory.limit_in_bytes" if version_1 else "memory.max"
-        (cgroup / limit).write_text(str(size))
-        (cgroup / "cgroup.procs").write_text(str(job.pid))
-        yield cgroup
-    finally:
-        job.end()
-        cgroup.rmdir()
 
 
 def test_a_job_whose_cgroup_has_no_room_is_refused(own_rig: Rig) -> None:

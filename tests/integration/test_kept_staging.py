@@ -27,6 +27,7 @@ from support.broken_trackers import userfaultfds
 from support.certificates import Pair
 from support.cpu_memory import OURS, pages_bytes
 from support.live_sealing import opened_by, require_nowhere, sealed_for
+from support.memory_limit import memory_limit
 
 KEEP: dict[str, Scalar] = {"staging": "keep"}
 AUTO: dict[str, Scalar] = {"staging": "auto"}
@@ -161,7 +162,7 @@ def test_the_worker_brings_it_back_when_criu_is_killed_and_nobody_guards(rig: Ri
 
 @pytest.mark.parametrize("left", ["all images", "no image"])
 def test_recover_brings_it_back_when_the_worker_is_killed_too(rig: Rig, left: str) -> None:
-    """It puts nothing back, and needs no image."""
+    """Of what is there it needs no image; one that is there is compared with it."""
     with rig.job(mib=16, children=1) as job:
         images = rig.images()
         kill_criu = dump_and_stop(with_config(rig, KEEP), job, images)
@@ -249,6 +250,35 @@ def test_auto_keeps_what_is_known_to_fit(newest_rig: Rig) -> None:
             assert why in said
             assert {task["staging"] for task in tasks(images)} == {wanted}
             job.run_on()
+
+
+def test_tasks_that_do_not_fit_beside_each_other(newest_rig: Rig) -> None:
+    """One after the other they do, if nothing is kept."""
+    rig = newest_rig
+    risk = {"risk": ["memory"]}
+    with rig.job(mib=64, children=1) as job, memory_limit(job, 168 * MIB):
+        dumped = rig.dump(job, rig.images(), "--leave-running", config=KEEP | risk)
+        assert dumped.status != 0
+        assert "beside that of other tasks, which is kept there" in dumped.log
+        job.run_on()
+        for config in (AUTO, {}):
+            images = dump(rig, job, "--leave-running", **config, **risk)
+            assert {task["staging"] for task in tasks(images)} == {"dropped"}
+
+
+def test_criu_lets_the_job_run_on_and_says_nothing(newest_rig: Rig) -> None:
+    """A post-dump script that fails: the worker is left to bring it back."""
+    rig = newest_rig
+    with rig.job(mib=8, children=1) as job:
+        images = rig.images()
+        script = images.with_name("post-dump")
+        script.write_text('#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ]\n')
+        script.chmod(0o755)
+        dumped = rig.dump(job, images, "--action-script", str(script), config=KEEP)
+        assert dumped.status != 0
+        job.run_on()
+        rig.settle(images)
+        come_back(rig, job, dump(rig, job, **KEEP))
 
 
 def test_a_tree_that_has_nothing_to_keep(newest_rig: Rig) -> None:
