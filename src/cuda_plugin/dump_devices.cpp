@@ -179,6 +179,7 @@ void DumpSession::checkpoint_tree(pid_t asked) {
         });
     }
     std::vector<ToStage> to_stage;
+    to_stage.reserve(tasks.size());
     for (const AtWork& task : tasks)
         to_stage.emplace_back(task.record->pid, statistics_of(*task.record).gpus.known_size());
     kept_staging_.choose(to_stage);
