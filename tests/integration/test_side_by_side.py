@@ -95,21 +95,13 @@ def test_all_tasks_are_locked_before_any_is_frozen(own_rig: Rig) -> None:
         job.run_on()
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("at_once", [0, 1, 2])
-def test_the_driver_works_in_as_many_tasks_at_once_as_is_said(own_rig: Rig, at_once: int) -> None:
-    """0: as many as there are GPUs or processors. On the way back of a job that is left running,
-    too, and in a restore."""
-    used = at_once or max(TASKS, len(os.sched_getaffinity(0)))
-=======
 @pytest.mark.parametrize(("at_once", "staging"), [(0, "drop"), (1, "drop"), (2, "keep")])
 def test_the_driver_works_in_as_many_tasks_at_once_as_is_said(
     own_rig: Rig, at_once: int, staging: str
 ) -> None:
-    """0: as many as there are GPUs. On the way back of a job that is left running, too, and in a
-    restore."""
-    used = at_once or TASKS
->>>>>>> 74b64f3 (docs, tests: what staging = "keep" and "auto" do, where tasks do not fit beside each other, and where a script fails)
+    """0: as many as there are GPUs or processors. On the way back of a job that is left running,
+    too, and in a restore."""
+    used = at_once or max(TASKS, len(os.sched_getaffinity(0)))
     by_ms = IN_TURN_MS if at_once else DELAY_MS
     config: dict[str, Scalar] = {"parallel_gpus": at_once, "staging": staging}
     with four_tasks(own_rig) as job:
