@@ -190,7 +190,8 @@ void DumpSession::checkpoint_tree(pid_t asked) {
          .room = [&](std::size_t i) { return room_of(tasks[i].record->pid); }},
         [&](std::size_t i) -> std::optional<Worker::Call> {
             return of_task(tasks[i].record->pid, asked, [&] {
-                kept_staging_.require_room(to_stage[i]);
+                if (!kept_staging_.has_room(to_stage[i]))
+                    drop_kept(asked);
                 return begin_checkpoint(tasks[i]);
             });
         },
@@ -280,17 +281,33 @@ void DumpSession::externalize(TaskRecord& record, const std::vector<Region>& reg
         statistics.staged_bytes += region.length;
     note({{std::move(task), record.pid}});
     record.digest = written.digest;
-    statistics.staging = keeps ? "kept" : "dropped";
     if (keeps) {
         kept_staging_.hide(record.pid, regions);
-        return;
+        statistics.staging = "kept";
+    } else {
+        drop(record, regions, statistics);
     }
+}
+
+void DumpSession::drop(TaskRecord& record, const std::vector<Region>& regions,
+                       TaskStatistics& statistics) {
     Guard& guard = guards_[record.pid];
     statistics.phases.time("drop", [&] {
         drop_staging(guard, record, regions, *table_, undo_images_, config_.threads,
                      config_.require_guard);
     });
+    statistics.staging = "dropped";
     statistics.not_guarded_because = guard.why_not;
+}
+
+// Their images hold it, and criu is not told of it any more than before.
+void DumpSession::drop_kept(pid_t asked) {
+    for (std::size_t i = 0; i < table_->task_count; ++i) {
+        TaskRecord& record = table_->tasks[i];
+        TaskStatistics& statistics = statistics_of(record);
+        if (statistics.staging == "kept")
+            of_task(record.pid, asked, [&] { drop(record, staging_[record.pid], statistics); });
+    }
 }
 
 ManifestTask DumpSession::entry_of(const TaskRecord& record) {

@@ -77,6 +77,8 @@ private:
     void end_checkpoint(AtWork& task);
     void externalize(TaskRecord& record, const std::vector<Region>& regions,
                      TaskStatistics& statistics);
+    void drop(TaskRecord& record, const std::vector<Region>& regions, TaskStatistics& statistics);
+    void drop_kept(pid_t asked);
     ManifestTask entry_of(const TaskRecord& record);
     void note(CpuMemoryDump::Noted noted);
     struct GoingBack;

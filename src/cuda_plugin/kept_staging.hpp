@@ -37,9 +37,10 @@ public:
     /// Of all `tasks`, before the driver works in the first of them.
     void choose(const std::vector<ToStage>& tasks);
 
-    /// Before the driver stages a task: what was kept takes memory still. Throws Error: unsupported if there is no room
-    /// for this one beside it.
-    void require_room(const ToStage& task) const;
+    /// Before the driver stages a task: what was kept takes memory still. False, from "auto" alone: there is no room for
+    /// this one beside it, so what was kept has to be dropped, and what follows will be. Throws Error: unsupported
+    /// where "keep" is asked for by name.
+    bool has_room(const ToStage& task);
 
     /// Whether `regions` stay in a task. Throws Error: unsupported if they cannot, and `staging = "keep"`.
     bool keeps(const std::vector<Region>& regions) const;
