@@ -14,7 +14,8 @@
 namespace gpustasis::emulator {
 namespace {
 
-/// Callers take turns, so a new request means that the last caller has died or given up.
+/// Callers take turns, so a new request means that the last caller has died or given up. Lock looks
+/// at that when it is done: the driver, too, keeps the next caller waiting for the GPU's work.
 bool is_abandoned(const Driver& driver) noexcept {
     pollfd event{driver.channel.request[0], POLLIN, 0};
     return poll(&event, 1, 0) == 1 && (event.revents & POLLIN) != 0;
@@ -32,19 +33,19 @@ Result lock(Driver& driver, const ChannelRequest& request, const OperationPlan& 
     };
     driver.gate.close();
     for (std::uint32_t drained_ms = 0; drained_ms < plan.lock_drain_ms; ++drained_ms) {
-        if (is_late() || is_abandoned(driver)) {
+        if (is_late()) {
             return give_up(Result::not_ready);
         }
         sleep_ms(1);
     }
     while (!driver.gate.is_empty()) {
-        if (is_late() || is_abandoned(driver)) {
+        if (is_late()) {
             return give_up(Result::not_ready);
         }
         driver.gate.wait_for_leave();
     }
     while (!driver.link.is_done(driver.link.submitted())) {
-        if (is_late() || is_abandoned(driver)) {
+        if (is_late()) {
             return give_up(Result::not_ready);
         }
         if (driver.link.wait(driver.link.submitted(), 10) != Result::not_ready) {
@@ -52,10 +53,13 @@ Result lock(Driver& driver, const ChannelRequest& request, const OperationPlan& 
         }
     }
     while (!driver.link.is_idle()) { // its thread may be stopped from now on, with a lock in hand
-        if (is_late() || is_abandoned(driver)) {
+        if (is_late()) {
             return give_up(Result::not_ready);
         }
         sleep_ms(1);
+    }
+    if (is_abandoned(driver)) {
+        return give_up(Result::not_ready);
     }
     hold_event_thread(driver);
     driver.state = ProcessState::locked;
@@ -109,7 +113,8 @@ Result restore(Driver& driver, const ChannelRequest& request, const OperationPla
         return Result::operating_system;
     }
     if (driver.info.cuda_ipc != 0 && driver.info.api_version <= kLast580) {
-        return Result::invalid_value; // it checkpoints such programs, and never restores them
+        driver.poisoned = true; // it checkpoints such programs, and never restores them
+        return Result::invalid_value;
     }
     const Result result =
         unstage_device_memory(driver, plan, request.pairs, request.pair_count, driver.poisoned);
