@@ -151,7 +151,7 @@ def _kinds_of_memory(lab: Lab, found: Found, save: Save) -> None:
     for kind in _KINDS:
         try:
             target = lab.target(_KIND_GIB, kind)
-            found[kind] = _steps(lab, target)
+            found[kind] = steps_on(lab, target)
             target.kill()
         except TargetError as exc:
             found[kind] = {"not_made": str(exc)}
@@ -162,9 +162,9 @@ def _kinds_of_memory(lab: Lab, found: Found, save: Save) -> None:
     except TargetError as exc:
         found["ipc"] = {"not_made": str(exc)}
         return
-    found["ipc exporter"] = _steps(lab, exporter)
+    found["ipc exporter"] = steps_on(lab, exporter)
     save()
-    found["ipc importer"] = _steps(lab, importer)
+    found["ipc importer"] = steps_on(lab, importer)
     save()
     # What a job needs: both locked, then both checkpointed.
     both = found["ipc, both"] = {}
@@ -174,7 +174,7 @@ def _kinds_of_memory(lab: Lab, found: Found, save: Save) -> None:
     both["memory"] = [lab.verify(target) for target in (exporter, importer)]
 
 
-def _steps(lab: Lab, target: CudaTarget) -> Found:
+def steps_on(lab: Lab, target: CudaTarget) -> Found:
     """Each call until one fails, and the state after it; then whether its memory is right."""
     caller = lab.caller()
     found: Found = {"before": counters(target.pid), "state": lab.state(caller, target)}
@@ -239,12 +239,14 @@ def fill_behaviour(
     parts: Collection[str],
     *,
     emulated: bool,
+    module: Path | None,
     save: Save,
     tell: Callable[[str], None],
 ) -> None:
     """Do these of PARTS and put what they find into `record`, by their names.
 
-    save: called whenever there is more in it. tell: gets a line for each part.
+    module: as Lab's. save: called whenever there is more in `record`. tell: gets a line for each
+    part.
     """
     for name in PARTS:
         if name not in parts:
@@ -252,7 +254,7 @@ def fill_behaviour(
         seconds, body = _PARTS[name]
         found: Found = {}
         record[name] = found
-        with Lab(emulated=emulated, seconds=seconds) as lab:
+        with Lab(emulated=emulated, seconds=seconds, module=module) as lab:
             try:
                 body(lab, found, save)
             except (CheckpointError, OSError, KeyError, ValueError) as exc:

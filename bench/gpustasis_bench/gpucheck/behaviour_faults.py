@@ -27,9 +27,9 @@ from gpustasis_bench.gpucheck.target import TargetError
 _GIB = 4
 _KERNEL_GIB = 1 / 4
 _AFTER_SECONDS = 0.3  # how long a call goes on until somebody is killed
-_AFTER_LOCK_SECONDS = 0.05
+_AFTER_LOCK_SECONDS = 0.1
 _QUIET_SECONDS = 1.5  # a target that did not change for so long is left to itself
-_KERNEL_SECONDS = 4.0  # a kernel takes 3
+_SPARE_SECONDS = 1.0  # what goes on after a kernel has gone on by then
 _SETTLING_SECONDS = 15.0
 _LOCK_MS = 500
 _SILENCE_SECONDS = 2.0
@@ -43,7 +43,7 @@ def rounds_in(target: CudaTarget, seconds: float) -> int:
 
 
 def long_kernel(lab: Lab, found: Found, save: Callable[[], None]) -> None:
-    """Lock a target whose GPU works 3 s at a time, with a limit and without one."""
+    """Lock a target whose GPU works for seconds at a time, with a limit and without one."""
     caller, target = lab.caller(), lab.target(_KERNEL_GIB, "kernel")
     target.wait_for_round(lab.left)
     found["Lock, 500 ms"] = lab.call(caller, LOCK, target, lock_timeout_ms=_LOCK_MS)
@@ -60,7 +60,7 @@ def long_kernel(lab: Lab, found: Found, save: Callable[[], None]) -> None:
 def _goes_on(lab: Lab, target: CudaTarget) -> float:
     """Seconds until its next round. Raises TargetError if there is none."""
     begin = time.monotonic()
-    target.wait_for_round(min(lab.left, 3 * _KERNEL_SECONDS))
+    target.wait_for_round(min(lab.left, 3 * (lab.kernel_seconds + _SPARE_SECONDS)))
     return round(time.monotonic() - begin, 3)
 
 
@@ -68,17 +68,15 @@ def caller_killed(lab: Lab, found: Found, save: Callable[[], None]) -> None:
     """Kill who calls Checkpoint, Restore and Lock, and see what becomes of the target."""
     target = lab.target(_GIB)
     _lock(lab, lab.caller(), target)
-    found[CHECKPOINT] = _kill_caller(lab, CHECKPOINT, target, _AFTER_SECONDS, _QUIET_SECONDS)
+    found[CHECKPOINT] = _kill_caller(lab, CHECKPOINT, target)
     save()
     caller = lab.caller()
     _lock(lab, caller, target)
     found["Checkpoint, for Restore"] = lab.call(caller, CHECKPOINT, target)
-    found[RESTORE] = _kill_caller(lab, RESTORE, target, _AFTER_SECONDS, _QUIET_SECONDS)
+    found[RESTORE] = _kill_caller(lab, RESTORE, target)
     target.kill()
     save()
-    kernel = lab.target(_KERNEL_GIB, "kernel")
-    kernel.wait_for_round(lab.left)
-    found[LOCK] = _kill_caller(lab, LOCK, kernel, _AFTER_LOCK_SECONDS, _KERNEL_SECONDS)
+    found[LOCK] = _kill_caller(lab, LOCK, lab.target(_KERNEL_GIB, "kernel"))
 
 
 def _lock(lab: Lab, caller: Caller, target: CudaTarget) -> None:
@@ -87,13 +85,20 @@ def _lock(lab: Lab, caller: Caller, target: CudaTarget) -> None:
         raise TargetError(f"Lock before the experiment: {answer['name']}")
 
 
-def _kill_caller(lab: Lab, name: str, target: CudaTarget, after: float, quiet: float) -> Found:
-    """Kill who makes the call after so many seconds, watch the target until it is quiet, and bring
-    it back."""
-    call = Call(lab, lab.caller(), name, target)
-    lab.pause_within_call(after)
+def _kill_caller(lab: Lab, name: str, target: CudaTarget) -> Found:
+    """Kill who makes the call, watch the target until it is quiet, and bring it back. Lock is
+    called when a kernel has just begun, and waits for it."""
+    dying, other = lab.caller(), lab.caller()
+    quiet = _QUIET_SECONDS
+    if name == LOCK:
+        quiet = lab.kernel_seconds + _SPARE_SECONDS
+        target.wait_for_round(lab.left)
+    call = Call(lab, dying, name, target)
+    if name == LOCK:
+        time.sleep(_AFTER_LOCK_SECONDS)
+    else:
+        lab.pause_within_call(_AFTER_SECONDS)
     found: Found = {"killed": call.kill_caller(), "call": call.wait(lab.left)}
-    other = lab.caller()
     found["states"] = _watch(lab, other, target, quiet)
     found["brought_back"] = lab.bring_back(other, target)
     found["memory"] = lab.verify(target)

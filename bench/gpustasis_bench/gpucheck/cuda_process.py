@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +30,8 @@ _WAY_BACK: dict[object, tuple[str, ...]] = {LOCKED: (UNLOCK,), CHECKPOINTED: (RE
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _EMULATED_GIB = 4 << 20
 _EMULATED_SPEED = 15  # what takes seconds on a GPU takes so much less
+_KERNEL_SECONDS = 3.0
+_EMULATED_KERNEL_SECONDS = 1.5  # several times as long as a busy machine needs for a call
 _VERIFY_SECONDS = 20.0
 _COUNTED = (
     *("VmSize", "RssAnon", "faults", "cpu_seconds"),
@@ -51,14 +53,12 @@ class CudaTarget:
     """A running `cuda_target`. folder: its own, which is there already."""
 
     def __init__(
-        self, folder: Path, kind: str, size: int, extra: int, zero: int, env: Mapping[str, str]
+        self, folder: Path, kind: str, options: Sequence[str], env: Mapping[str, str]
     ) -> None:
         self._folder = folder
         self._log = folder / "log"
         module = "gpustasis_bench.gpucheck.cuda_target"
-        arguments = [sys.executable, "-m", module, kind, "--bytes", str(size)]
-        arguments += ["--extra-bytes", str(extra), "--zero-percent", str(zero)]
-        arguments += ["--folder", str(folder)]
+        arguments = [sys.executable, "-m", module, kind, *options, "--folder", str(folder)]
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 arguments,
@@ -154,10 +154,16 @@ class Call:
 
 
 class Lab:
-    """Where an experiment's processes live. emulated: sizes are 1/256 of what is asked for."""
+    """Where an experiment's processes live.
 
-    def __init__(self, *, emulated: bool, seconds: float) -> None:
+    emulated: sizes are 1/256 of what is asked for. module: what a driver without PTX loads in place
+    of the long kernel's. kernel_seconds: how long that kernel takes.
+    """
+
+    def __init__(self, *, emulated: bool, seconds: float, module: Path | None = None) -> None:
         self.emulated = emulated
+        self.kernel_seconds = _EMULATED_KERNEL_SECONDS if emulated else _KERNEL_SECONDS
+        self._module = module
         self._end = time.monotonic() + seconds
         self._stack = contextlib.ExitStack()
         self._folder = Path(self._stack.enter_context(_scratch_folder()))
@@ -200,7 +206,11 @@ class Lab:
         folder = Path(self._folder, name) if name else Path(tempfile.mkdtemp(dir=self._folder))
         folder.mkdir(exist_ok=True)
         extra = EXTRA >> 4 if self.emulated else EXTRA
-        target = CudaTarget(folder, kind, self.bytes_of(gib), extra, zero_percent, env or {})
+        options = ["--bytes", str(self.bytes_of(gib)), "--extra-bytes", str(extra)]
+        options += ["--zero-percent", str(zero_percent)]
+        options += ["--kernel-seconds", str(self.kernel_seconds)]
+        options += ["--module", str(self._module)] if self._module else []
+        target = CudaTarget(folder, kind, options, env or {})
         self._stack.callback(target.kill)
         target.wait_until_works(self.left)
         return target

@@ -41,7 +41,6 @@ CHUNK = 256 << 20  # bytes of one allocation, at most
 _LOOK = 4096  # bytes that are looked at in each round
 _ROUND_SECONDS = 0.02
 _SYNC_SECONDS = 0.001
-_KERNEL_NANOSECONDS = 3_000_000_000
 _EXIT_CUDA = 3
 
 # Spins until that many nanoseconds have passed.
@@ -282,11 +281,12 @@ _ADD: dict[str, Callable[[Cuda, Memory, int, Path], None]] = {
 _kept: list[object] = []  # memory that must live as long as the process
 
 
-def _spin_function(cuda: Cuda) -> Callable[[], None]:
+def _spin_function(cuda: Cuda, seconds: float, path: Path | None) -> Callable[[], None]:
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    cuda.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(_SPIN))
+    image = path.read_bytes() if path else _SPIN
+    cuda.call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
     cuda.call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(b"spin"))
-    nanoseconds = ctypes.c_uint64(_KERNEL_NANOSECONDS)
+    nanoseconds = ctypes.c_uint64(int(seconds * 1e9))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(nanoseconds))
     one, none = ctypes.c_uint(1), ctypes.c_void_p(None)
     _kept.extend((nanoseconds, parameters))
@@ -305,6 +305,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--extra-bytes", type=int, default=EXTRA)
     parser.add_argument("--zero-percent", type=int, default=0)
+    parser.add_argument("--kernel-seconds", type=float, default=3.0)
+    parser.add_argument("--module", type=Path)  # for a driver that loads no PTX
     parser.add_argument("--folder", type=Path, required=True)
     return parser.parse_args()
 
@@ -319,7 +321,7 @@ def _set_up(given: argparse.Namespace) -> tuple[Memory, Callable[[], None]]:
     if given.kind in _ADD:
         _ADD[given.kind](cuda, memory, min(given.extra_bytes, EXTRA), given.folder)
     if given.kind == "kernel":
-        return memory, _spin_function(cuda)
+        return memory, _spin_function(cuda, given.kernel_seconds, given.module)
     if given.kind == "sync":
 
         def synchronize() -> None:

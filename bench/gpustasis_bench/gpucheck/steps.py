@@ -5,9 +5,11 @@ reason."""
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -150,7 +152,16 @@ class GpuCheck:
 
     def _behaviour(self) -> None:
         machine, path = self._machine, self._out / "behaviour.json"
-        record: dict[str, Any] = {"backend": machine.backend}
+        module = self._programs / "spin.so" if machine.emulated else None  # a GPU's is PTX
+        with Caller() as caller:
+            record: dict[str, Any] = {
+                "backend": machine.backend,
+                "driver": caller.driver_version(),
+                "driver_api": caller.load()["version"],
+                "persistence_mode": caller.persistence_mode(),
+                "kernel": platform.release(),
+                "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            }
 
         def tell(line: str) -> None:
             self._console.print(line, markup=False, soft_wrap=True)
@@ -158,7 +169,14 @@ class GpuCheck:
         def save() -> None:
             _write_json(path, record)
 
-        fill_behaviour(record, self._given.parts, emulated=machine.emulated, save=save, tell=tell)
+        fill_behaviour(
+            record,
+            self._given.parts,
+            emulated=machine.emulated,
+            module=module,
+            save=save,
+            tell=tell,
+        )
 
     def _check_criu(self) -> None:
         criu = find(self._given.criu)
