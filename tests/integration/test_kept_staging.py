@@ -15,7 +15,7 @@ import pytest
 
 from campaigns import kill_points, space
 from campaigns.kill_points import require_kills
-from campaigns.rig import Rig, small_filesystem, with_config, workers
+from campaigns.rig import Rig, await_line, log_path, small_filesystem, with_config, workers
 from campaigns.steady_job import SteadyJob
 from gpustasis._core import MemoryKind, find_drop_record, image_name, read_manifest
 from gpustasis.criu.plugin import Scalar, Setting
@@ -27,7 +27,7 @@ from support.broken_trackers import userfaultfds
 from support.certificates import Pair
 from support.cpu_memory import OURS, pages_bytes
 from support.live_sealing import opened_by, require_nowhere, sealed_for
-from support.memory_limit import memory_limit
+from support.memory_limit import memory_limit, set_limit
 
 KEEP: dict[str, Scalar] = {"staging": "keep"}
 AUTO: dict[str, Scalar] = {"staging": "auto"}
@@ -264,6 +264,27 @@ def test_tasks_that_do_not_fit_beside_each_other(newest_rig: Rig) -> None:
         for config in (AUTO, {}):
             images = dump(rig, job, "--leave-running", **config, **risk)
             assert {task["staging"] for task in tasks(images)} == {"dropped"}
+
+
+def test_auto_drops_what_it_has_kept_where_memory_becomes_short(newest_rig: Rig) -> None:
+    """The limit of the job's cgroup is lowered while the driver works in the first task."""
+    rig = newest_rig
+    config = AUTO | {"parallel_gpus": 1}
+    with rig.job(mib=64, children=1) as job, memory_limit(job, 2048 * MIB) as cgroup:
+        for extra in (["--leave-running"], []):
+            images = rig.images()
+            log = log_path(images, "dump")
+            rig.emulator.add_fault("checkpoint", "delay", delay_ms=3_000, pid=job.pids[0])
+            criu = rig.start(rig.dump_words(job, images, extra), config)
+            await_line(criu, log, "room for that of all at once")
+            set_limit(cgroup, 168 * MIB)
+            assert criu.wait(60) == 0, log.read_text()[-3000:]
+            set_limit(cgroup, 2048 * MIB)
+            assert "that of all tasks is dropped after all" in log.read_text()
+            assert {task["staging"] for task in tasks(images)} == {"dropped"}
+            if extra:
+                job.run_on()
+        come_back(rig, job, images)
 
 
 def test_criu_lets_the_job_run_on_and_says_nothing(newest_rig: Rig) -> None:

@@ -13,16 +13,18 @@ from campaigns.steady_job import SteadyJob
 _V1 = Path("/sys/fs/cgroup/memory")
 
 
+def set_limit(cgroup: Path, size: int) -> None:
+    (cgroup / ("memory.limit_in_bytes" if _V1.is_dir() else "memory.max")).write_text(str(size))
+
+
 @contextmanager
 def memory_limit(job: SteadyJob, size: int) -> Iterator[Path]:
     """Put the job into a cgroup of its own, for what it takes from now on."""
-    version_1 = _V1.is_dir()
-    root = _V1 if version_1 else Path("/sys/fs/cgroup")
+    root = _V1 if _V1.is_dir() else Path("/sys/fs/cgroup")
     cgroup = root / f"gpustasis-test-{os.getpid()}"
     cgroup.mkdir()
     try:
-        limit = "memory.limit_in_bytes" if version_1 else "memory.max"
-        (cgroup / limit).write_text(str(size))
+        set_limit(cgroup, size)
         for pid in job.pids:
             (cgroup / "cgroup.procs").write_text(str(pid))
         yield cgroup
