@@ -186,14 +186,13 @@ void DumpSession::checkpoint_tree(pid_t asked) {
     side_by_side(
         worker_, tasks.size(),
         {.limit = statistics_.parallel_gpus,
-         .memory = [&](std::size_t i) { return to_stage[i].second; },
+         .memory = [&](std::size_t i) { return with_margin(to_stage[i].second); },
          .room = [&](std::size_t i) { return room_of(tasks[i].record->pid); }},
         [&](std::size_t i) -> std::optional<Worker::Call> {
-            return of_task(tasks[i].record->pid, asked, [&] {
-                if (!kept_staging_.has_room(to_stage[i]))
-                    drop_kept(asked);
-                return begin_checkpoint(tasks[i]);
-            });
+            const pid_t pid = tasks[i].record->pid;
+            if (!of_task(pid, asked, [&] { return kept_staging_.has_room(to_stage[i]); }))
+                drop_kept(asked);
+            return of_task(pid, asked, [&] { return begin_checkpoint(tasks[i]); });
         },
         [&](const CallsUnderWay::Answer& answer) {
             AtWork& task = tasks[answer.number];
@@ -222,9 +221,9 @@ void DumpSession::require_checkpointed(TaskRecord& record) {
     const WatchedThread watched(worker_, record.restore_tid);
     const ProcessState state = worker_.state(record.pid);
     thawed.refreeze();
-    inherited_.require_none_left(record.pid);
     if (state != ProcessState::checkpointed)
         throw Error(Errc::io, "another program has restored the process meanwhile; try again");
+    inherited_.require_none_left(record.pid);
 }
 
 Worker::Call DumpSession::begin_checkpoint(AtWork& task) {

@@ -91,6 +91,11 @@ bool is_closed_by_driver(std::string_view path) {
            (!rest.empty() && rest.find_first_not_of("0123456789") == std::string_view::npos);
 }
 
+/// "cuda" and 11 digits.
+bool is_driver_thread(const std::string& name) {
+    return name.size() == 15 && name.starts_with("cuda");
+}
+
 /// A library with which a program uses a GPU otherwise than by CUDA: it draws, or codes video.
 bool is_other_library(std::string_view path) {
     const std::string_view name = path.substr(path.rfind('/') + 1);
@@ -127,26 +132,25 @@ std::string what_is_its_own(pid_t pid, const std::vector<DeviceFile>& files,
                             const std::vector<const TaskRecord*>& relatives,
                             const std::vector<Mapping>& theirs) {
     // One with a thread of the driver's own may have opened files since it was forked, as for NVML.
-    const bool is_fork = !proc::has_thread_named(pid, kDriverThread) &&
+    const bool is_fork = std::ranges::none_of(proc::thread_names(pid), is_driver_thread) &&
                          std::ranges::any_of(relatives, [pid](const TaskRecord* cuda) {
                              return has_pipes_of(pid, *cuda);
                          });
-    std::size_t shared = 0;
-    std::string own;
-    for (const DeviceFile& file : files) {
-        if (!is_closed_by_driver(file.path))
+    // Of a forked one some may be its parent's no more: the driver has closed them there, at a checkpoint or
+    // before. Then the parent has others of that device open.
+    const auto may_be_closed_in_parent = [&](const DeviceFile& file) {
+        return is_fork && std::ranges::any_of(relatives, [&](const TaskRecord* cuda) {
+                   const std::vector<DeviceFile> open = device_files(cuda->pid);
+                   return std::ranges::find(open, file.path, &DeviceFile::path) != open.end();
+               });
+    };
+    for (const DeviceFile& file : files)
+        if (!is_closed_by_driver(file.path) ||
+            (std::ranges::none_of(
+                 relatives,
+                 [&](const TaskRecord* cuda) { return is_same_file(pid, cuda->pid, file.fd); }) &&
+             !may_be_closed_in_parent(file)))
             return file.path + " open";
-        if (std::ranges::any_of(relatives, [&](const TaskRecord* cuda) {
-                return is_same_file(pid, cuda->pid, file.fd);
-            }))
-            ++shared;
-        else
-            own = file.path + " open";
-    }
-    // Of a forked one: none is its parent's any more once that has been checkpointed, and left running. As long as one
-    // is, all are.
-    if (!own.empty() && (!is_fork || shared != 0))
-        return own;
     for (const Mapping& mapping : mappings)
         if (!is_closed_by_driver(mapping.name) ||
             (!is_fork && std::ranges::none_of(theirs, [&](const Mapping& one) {
@@ -187,8 +191,13 @@ UniqueFd open_memory_device(const std::string& path, unsigned minor) {
         throw Error(Errc::io, path + " is another file than the device of that name");
     UniqueFd open(
         ::open(("/proc/self/fd/" + std::to_string(place.get())).c_str(), O_RDWR | O_CLOEXEC));
-    if (!open)
+    if (!open && errno == ENOENT) // no /proc where the task lives
+        open = UniqueFd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    struct stat opened {};
+    if (!open || ::fstat(open.get(), &opened) != 0)
         throw io_error("cannot open " + path, errno);
+    if (!S_ISCHR(opened.st_mode) || opened.st_rdev != found.st_rdev)
+        throw Error(Errc::io, path + " was replaced meanwhile");
     return open;
 }
 

@@ -15,11 +15,6 @@ std::string mib(std::uint64_t bytes) {
     return std::to_string(bytes >> 20) + " MiB";
 }
 
-/// What the driver stages for so much GPU memory: 0.4 to 0.7 % more than NVML says, on an H100 (docs/hardware.md).
-std::uint64_t with_margin(std::uint64_t bytes) {
-    return bytes + bytes / 50;
-}
-
 } // namespace
 
 std::string why_not_all_fits(const std::vector<ToStage>& tasks, const std::string& root) {
@@ -28,7 +23,7 @@ std::string why_not_all_fits(const std::vector<ToStage>& tasks, const std::strin
         const std::string who = "pid " + std::to_string(pid);
         if (!bytes)
             return "how much GPU memory " + who + " uses is not known";
-        if (const auto full = room.add(pid, with_margin(*bytes)))
+        if (const auto full = room.add(pid, *with_margin(bytes)))
             return who + ": " + full->text;
     }
     return "";
@@ -70,7 +65,7 @@ bool KeptStaging::has_room(const ToStage& task) {
     if (!any_kept_ || !keeps_ || !bytes)
         return true;
     const std::uint64_t room = room_of(pid);
-    if (with_margin(*bytes) <= room)
+    if (*with_margin(bytes) <= room)
         return true;
     const std::string why = "the driver stages " + mib(*bytes) + " of the GPU memory of pid " +
                             std::to_string(pid) +
