@@ -186,7 +186,11 @@ void DumpSession::checkpoint_tree(pid_t asked) {
     side_by_side(
         worker_, tasks.size(),
         {.limit = statistics_.parallel_gpus,
-         .memory = [&](std::size_t i) { return with_margin(to_stage[i].second); },
+         .memory =
+             [&](std::size_t i) {
+                 const std::optional<std::uint64_t> bytes = to_stage[i].second;
+                 return bytes ? std::optional(with_margin(*bytes)) : std::nullopt;
+             },
          .room = [&](std::size_t i) { return room_of(tasks[i].record->pid); }},
         [&](std::size_t i) -> std::optional<Worker::Call> {
             const pid_t pid = tasks[i].record->pid;

@@ -23,7 +23,7 @@ std::string why_not_all_fits(const std::vector<ToStage>& tasks, const std::strin
         const std::string who = "pid " + std::to_string(pid);
         if (!bytes)
             return "how much GPU memory " + who + " uses is not known";
-        if (const auto full = room.add(pid, *with_margin(bytes)))
+        if (const auto full = room.add(pid, with_margin(*bytes)))
             return who + ": " + full->text;
     }
     return "";
@@ -65,7 +65,7 @@ bool KeptStaging::has_room(const ToStage& task) {
     if (!any_kept_ || !keeps_ || !bytes)
         return true;
     const std::uint64_t room = room_of(pid);
-    if (*with_margin(bytes) <= room)
+    if (with_margin(*bytes) <= room)
         return true;
     const std::string why = "the driver stages " + mib(*bytes) + " of the GPU memory of pid " +
                             std::to_string(pid) +

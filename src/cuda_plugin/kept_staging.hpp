@@ -21,8 +21,8 @@ namespace gpustasis {
 using ToStage = std::pair<pid_t, std::optional<std::uint64_t>>;
 
 /// What the driver stages for so much GPU memory: 0.4 to 0.7 % more than NVML says, on an H100 (docs/hardware.md); 2 %.
-inline std::optional<std::uint64_t> with_margin(std::optional<std::uint64_t> bytes) noexcept {
-    return bytes ? std::optional(*bytes + *bytes / 50) : std::nullopt;
+inline std::uint64_t with_margin(std::uint64_t bytes) noexcept {
+    return bytes + bytes / 50;
 }
 
 /// Why the staging of all `tasks` is not known to fit into memory at once; empty: it does. `root`: as of StagingRoom.
