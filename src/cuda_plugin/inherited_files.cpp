@@ -36,7 +36,6 @@ namespace {
 
 constexpr std::string_view kDriverDevice = "/dev/nvidia";
 constexpr unsigned kMemoryMajor = 1, kNullMinor = 3, kZeroMinor = 5;
-"cuda"; // what the names of its restore threads begin with
 
 std::string of_task(pid_t pid, const std::string& name) {
     return "/proc/" + std::to_string(pid) + "/" + name;
