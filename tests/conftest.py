@@ -66,6 +66,21 @@ def pytest_configure(config: pytest.Config) -> None:
         if int(name) > 2:
             with contextlib.suppress(OSError):  # listdir's own, closed by now
                 os.set_inheritable(int(name), False)
+    if not hasattr(config, "workerinput"):  # that of xdist, whose reports come to us as well
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
+class FailuresAtOnce:
+    """Tells of a failed test when it fails: a run that is broken off later has told of it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})")
+            terminal.write_line("\n".join(report.longreprtext.splitlines()[-25:]))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -85,6 +85,8 @@ void CpuMemoryDump::add(pid_t pid, const std::vector<Region>& staging) {
 bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note& note) {
     if (!data_ || !pages_)
         return false;
+    HiddenPages& pages = *pages_;
+    HiddenData& data = *data_;
     taken_ = true;
     host::info("storing CPU memory: looking at " + std::to_string(added_.size()) + " processes");
     std::vector<SharingTask> tasks = look_at_tasks();
@@ -109,7 +111,7 @@ bool CpuMemoryDump::take(const std::function<void()>& choose_parent, const Note&
             noted.emplace_back(stored.entry, stored.pid);
         note(std::move(noted));
         for (const Stored& stored : all)
-            hide(stored, *pages_, *data_);
+            hide(stored, pages, data);
     }
     files_.clear();
     return !all.empty();

@@ -95,6 +95,7 @@ void answer(Driver& driver, const TaskTable& table, const Request& request, Repl
     case Op::checkpoint: driver.checkpoint(request.pid); return;
     case Op::restore: {
         std::vector<GpuMove> moves;
+        moves.reserve(request.move_count);
         for (std::uint32_t i = 0; i < request.move_count; ++i)
             moves.push_back({request.move_from[i], request.move_to[i]});
         driver.restore(request.pid, moves);

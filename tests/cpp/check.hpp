@@ -33,6 +33,15 @@
         }                                                                                          \
     } while (0)
 
+/// Under a sanitizer, which makes everything slow, a long campaign tries every kStride-th case only: the
+/// sanitizer looks for bad accesses, and as built every case is tried. A prime, so that each bit of a
+/// byte has its turn.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr int kStride = 7;
+#else
+inline constexpr int kStride = 1;
+#endif
+
 /// fork() of a child that dies with the test: a failed one leaves no process behind, which would hold
 /// the output open that the test's caller reads.
 inline pid_t fork_child() {

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <random>
 #include <string>
@@ -77,8 +78,10 @@ inline void write_file(int dir_fd, const std::string& name, gpustasis::Bytes byt
 inline Buffer random_bytes(std::size_t size, std::uint64_t seed) {
     std::mt19937_64 generator(seed);
     Buffer bytes(size);
-    for (std::byte& byte : bytes)
-        byte = static_cast<std::byte>(generator());
+    for (std::size_t at = 0; at < size; at += sizeof(std::uint64_t)) {
+        const std::uint64_t word = generator();
+        std::memcpy(bytes.data() + at, &word, std::min(sizeof word, size - at));
+    }
     return bytes;
 }
 
@@ -99,10 +102,14 @@ public:
     void map(std::uint64_t address, Buffer bytes) { runs_[address] = std::move(bytes); }
 
     void read(std::uint64_t address, gpustasis::MutBytes out) override {
-        std::ranges::copy(find(address, out.size()), out.begin());
+        const gpustasis::MutBytes found = find(address, out.size());
+        if (!found.empty())
+            std::memcpy(out.data(), found.data(), found.size());
     }
     void write(std::uint64_t address, gpustasis::Bytes bytes) override {
-        std::ranges::copy(bytes, find(address, bytes.size()).begin());
+        const gpustasis::MutBytes found = find(address, bytes.size());
+        if (!found.empty())
+            std::memcpy(found.data(), bytes.data(), found.size());
     }
     void write_zeros(std::uint64_t address, std::uint64_t length) override {
         std::ranges::fill(find(address, length), std::byte{0});
@@ -120,7 +127,13 @@ public:
         for (const auto& [address, bytes] : other.runs_)
             runs_[address] = Buffer(bytes.size(), fill);
     }
-    bool operator==(const Memory& other) const { return runs_ == other.runs_; }
+    bool operator==(const Memory& other) const { // by memcmp: a sanitizer looks at it as one access
+        return std::ranges::equal(runs_, other.runs_, [](const auto& left, const auto& right) {
+            return left.first == right.first && left.second.size() == right.second.size() &&
+                   (left.second.empty() ||
+                    std::memcmp(left.second.data(), right.second.data(), left.second.size()) == 0);
+        });
+    }
 
 private:
     gpustasis::MutBytes find(std::uint64_t address, std::size_t size) {

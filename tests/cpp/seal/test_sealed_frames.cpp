@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <random>
 #include <string>
@@ -94,7 +95,7 @@ void any_size_of_frames_will_do(IoMode io) {
         const auto same = [&](std::size_t offset, std::size_t size) {
             Buffer part(size);
             sealed.read(0, offset, part);
-            CHECK(std::ranges::equal(part, Bytes(wanted).subspan(offset, size)));
+            CHECK(std::memcmp(part.data(), wanted.data() + offset, size) == 0);
         };
         same(0, wanted.size());
         same(wanted.size(), 0);

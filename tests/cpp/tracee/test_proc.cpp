@@ -244,7 +244,7 @@ void a_tree_is_found_while_threads_end() {
     CHECK(::read(ends[0], &child, sizeof child) == sizeof child);
     while (proc::state(root) != 'Z')
         ::usleep(1'000);
-    for (int look = 0; look < 1'000; ++look)
+    for (int look = 0; look < 1'000; look += kStride)
         CHECK(proc::tree(root) == (std::vector<pid_t>{root, child}));
     CHECK(::kill(root, SIGKILL) == 0 && ::waitpid(root, nullptr, 0) == root);
     CHECK(::kill(child, SIGKILL) == 0);
@@ -256,7 +256,7 @@ void a_tree_is_found_while_threads_end() {
 // stands behind them is found.
 void a_tree_is_found_while_children_are_waited_for() {
     constexpr int kEnded = 64;
-    for (int round = 0; round < 200; ++round) {
+    for (int round = 0; round < 200; round += kStride) {
         int ends[2];
         CHECK(::pipe(ends) == 0);
         const pid_t root = fork_child();
