@@ -53,6 +53,7 @@ bench: setup build
 
 soak: setup build
 	@ci/soak
+	@ci/test --every-criu -m one_criu
 
 clean:
 	rm -rf build

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures for all tests. Those that need CRIU run once for every version found on this machine.
+Those marked one_criu take long: they run with one of them, which the test's name chooses, unless
+--every-criu is given.
 
 criu            one CRIU (gpustasis.criu.find.Criu); the test's id names it: criu-4.2.1
 images          an empty directory for a checkpoint
@@ -29,8 +31,10 @@ import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,10 +61,17 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 Launch = Callable[..., Job]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-criu", action="store_true", help="tests marked one_criu too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A restored job's parent, criu, ends at once; then the job is ours, so that its end is seen.
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise pytest.UsageError(f"cannot become a subreaper: {os.strerror(ctypes.get_errno())}")
+    # A shell's background job ignores it, and so would all that tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # What whoever started us left open would be dumped with every job, and may not be dumpable.
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
@@ -115,6 +126,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "criu" in metafunc.fixturenames:
         found = criu_versions()
+        is_long = metafunc.definition.get_closest_marker("one_criu") is not None
+        if is_long and found and not metafunc.config.getoption("every_criu"):
+            name = metafunc.definition.nodeid.encode()
+            found = (found[zlib.crc32(name) % len(found)],)
         ids = [f"criu-{criu.version_text}" for criu in found]
         metafunc.parametrize("criu", found, ids=ids, scope="session")
 

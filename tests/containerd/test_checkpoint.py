@@ -22,8 +22,10 @@ def pod(node: ContainerdNode) -> Pod:
 
 
 @pytest.fixture(scope="module")
-def job(pod: Pod) -> NodeContainer:
-    return pod.job("job", "--mib", "8", "--pinned-kib", "64")
+def job(pod: Pod) -> Iterator[NodeContainer]:
+    job = pod.job("job", "--mib", "8", "--pinned-kib", "64")
+    yield job
+    job.stop()  # the node lives on, and the job takes a third of a processor
 
 
 @pytest.fixture

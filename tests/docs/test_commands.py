@@ -124,6 +124,7 @@ def run_shell(script: str, home: Path, environ: dict[str, str]) -> tuple[int, st
     return shell.returncode, log.read_text(errors="replace")
 
 
+@pytest.mark.one_criu
 def test_readme(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None:
     home, environ = newcomer
     blocks = shell_blocks(repository / "README.md")
@@ -219,6 +220,7 @@ def clean_up(home: Path, environ: dict[str, str]) -> None:
     )
 
 
+@pytest.mark.one_criu
 def test_operating(newcomer: tuple[Path, dict[str, str]], repository: Path) -> None:
     """Of a job that runs, with its pid in $pid: README.md's."""
     home, environ = newcomer
@@ -299,6 +301,7 @@ def test_emulator(checkout: tuple[Path, dict[str, str]], repository: Path) -> No
         clean_up(home, environ)
 
 
+@pytest.mark.one_criu
 def test_ranks(newcomer: tuple[Path, dict[str, str]], repository: Path, tmp_path: Path) -> None:
     """Of docs/jobs.md, with an agent and a directory of this test's own."""
     home, environ = newcomer

@@ -59,6 +59,7 @@ def crowd() -> Iterator[None]:
         os.waitpid(pid, 0)
 
 
+@pytest.mark.one_criu
 def test_a_process_with_little_memory_is_dumped_as_without_the_plugin(
     rig: Rig, crowd: None
 ) -> None:

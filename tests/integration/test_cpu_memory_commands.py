@@ -48,6 +48,7 @@ def image_of(directory: Path, job: SteadyJob) -> Path:
     return directory / image_name(job.pid, MemoryKind.CPU)
 
 
+@pytest.mark.one_criu
 def test_a_job_s_life(rig: Rig, gpustasis: Gpustasis, memory_job: Path, tmp_path: Path) -> None:
     program = ("--criu", str(rig.criu.root or rig.criu.program))
     store = tmp_path / "store"

@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from campaigns.rig import Rig
 from gpustasis._core import MemoryKind, image_name
 from support.cpu_memory import OURS, refused, running
@@ -68,6 +70,7 @@ def test_a_dump_that_fails_late_leaves_the_job_exact(
         job.run_on()
 
 
+@pytest.mark.one_criu
 def test_criu_killed_in_the_dump_leaves_the_job_exact(rig: Rig, memory_job: Path) -> None:
     with running(rig, memory_job, mib=40, children=1) as job:
         kill_dumps(rig, job, DUMP_KILLS)
@@ -79,6 +82,7 @@ def test_criu_killed_in_the_dump_leaves_the_job_exact(rig: Rig, memory_job: Path
         job.run_on()
 
 
+@pytest.mark.one_criu
 def test_criu_killed_in_the_restore_leaves_no_process_that_lacks_memory(
     rig: Rig, memory_job: Path
 ) -> None:

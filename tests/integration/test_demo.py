@@ -51,6 +51,7 @@ def run_demo(
     )
 
 
+@pytest.mark.one_criu
 @pytest.mark.timeout(240)
 def test_the_demo_comes_back_to_the_bit_and_says_so(
     programs: Path, criu: Criu, tmp_path: Path

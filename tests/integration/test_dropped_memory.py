@@ -115,6 +115,7 @@ def require_nothing_missing(images: Path, pid: int) -> None:
         assert done.stdout == b"reading\n" + stored, f"{address:#x} is not what it was"
 
 
+@pytest.mark.one_criu
 def test_nothing_is_missing_when_criu_and_the_worker_are_killed(rig: Rig) -> None:
     with rig.job(mib=32, children=1) as job:
         images = rig.images()

@@ -98,6 +98,7 @@ def test_the_schema_refuses(document: dict[str, Any]) -> None:
         check_document(json.dumps(document), str(document["command"]))
 
 
+@pytest.mark.one_criu
 def test_a_job_s_life(
     criu: Criu, gpustasis: Gpustasis, gpu_generations: Generations, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ SEED = 20
 
 # The bound is that no job is lost at all; `make soak` holds it, and counts. CRIU loses about one in
 # a hundred by itself, which is too often for a test: here a loss counts that is not CRIU's own.
+@pytest.mark.one_criu
 def test_the_plugin_loses_no_job_when_criu_is_killed_during_a_dump(rig: Rig) -> None:
     require_kills(kill_points.run(rig, Random(SEED), 15, whole_bound=False))
 

@@ -77,6 +77,7 @@ def test_images_that_a_job_needs_are_not_replaced(
         other.run_on()
 
 
+@pytest.mark.one_criu
 def test_recover_puts_back_what_is_sealed(rig: Rig, me: Pair, tmp_path: Path) -> None:
     """All that criu had beside it is killed as well; also of a dump that did not come to its
     manifest, which a sealed one gets last."""

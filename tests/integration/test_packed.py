@@ -119,6 +119,7 @@ def test_no_step_of_the_pack_can_fail_unnoticed(rig: Rig, memory_job: Path) -> N
         assert len(whole) >= 4 and any("pstree.img" in line for line in whole), failures
 
 
+@pytest.mark.one_criu
 def test_a_dump_that_is_killed_at_the_pack_leaves_the_job_and_no_half_of_a_checkpoint(
     rig: Rig, memory_job: Path
 ) -> None:

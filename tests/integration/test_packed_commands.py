@@ -40,6 +40,7 @@ def job(rig: Rig, memory_job: Path) -> Iterator[SteadyJob]:
         yield job
 
 
+@pytest.mark.one_criu
 def test_a_job_s_life(rig: Rig, run: Run, job: SteadyJob, tmp_path: Path) -> None:
     program = ("--criu", str(rig.criu.root or rig.criu.program))
     store = tmp_path / "store"

@@ -184,6 +184,7 @@ def checkpoint(rig: Rig, shared_job: Path) -> Iterator[tuple[SteadyJob, Path]]:
         yield job, images
 
 
+@pytest.mark.one_criu
 def test_criu_killed_in_the_restore_leaves_no_process_that_lacks_memory(
     rig: Rig, checkpoint: tuple[SteadyJob, Path]
 ) -> None:

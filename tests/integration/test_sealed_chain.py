@@ -86,6 +86,7 @@ def require_refused(rig: Rig, images: Path, job: SteadyJob, said: str, **config:
     assert not job.alive_pids()
 
 
+@pytest.mark.one_criu
 @pytest.mark.parametrize("cpu_memory", ["criu", "ours"])
 def test_a_chain_of_three_and_a_restore_through_it(rig: Rig, me: Pair, cpu_memory: str) -> None:
     with rig.job(mib=16, children=1) as job:

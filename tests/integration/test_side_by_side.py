@@ -95,6 +95,7 @@ def test_all_tasks_are_locked_before_any_is_frozen(own_rig: Rig) -> None:
         job.run_on()
 
 
+@pytest.mark.one_criu
 @pytest.mark.parametrize(("at_once", "staging"), [(0, "drop"), (1, "drop"), (2, "keep")])
 def test_the_driver_works_in_as_many_tasks_at_once_as_is_said(
     own_rig: Rig, at_once: int, staging: str

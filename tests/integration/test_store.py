@@ -191,6 +191,7 @@ def test_a_store_in_daily_use(newest_rig: Rig) -> None:
     chains.run(newest_rig, Random(SEED), 14).require_clean()
 
 
+@pytest.mark.one_criu
 def test_there_and_back_with_the_command(
     rig: Rig, gpustasis: Gpustasis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

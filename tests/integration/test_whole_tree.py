@@ -44,6 +44,7 @@ def elsewhere() -> Iterator[Elsewhere]:
         yield found
 
 
+@pytest.mark.one_criu
 @pytest.mark.parametrize("way", chosen(WAYS, ["packed-ours"]))
 def test_there_and_back(rig: Rig, program: Path, elsewhere: Elsewhere, me: Pair, way: str) -> None:
     with whole_tree(program, rig.scratch, rig.environ) as job:
