@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// How a dump ends: what of DumpSession signs it, brings the tasks back, and says that it failed.
 #include "core/error.hpp"
+#include "cuda_plugin/device_files.hpp"
 #include "cuda_plugin/dump_session.hpp"
 #include "cuda_plugin/host.hpp"
-#include "cuda_plugin/inherited_files.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/side_by_side.hpp"
 #include "cuda_plugin/thawed_thread.hpp"

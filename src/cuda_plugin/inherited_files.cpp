@@ -7,10 +7,7 @@
 #include "cuda_plugin/inventory_names.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/traced_thread.hpp"
-#include "tracee/injected_syscall.hpp"
-#include "tracee/task_maps.hpp"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <linux/kcmp.h>
 #include <sys/syscall.h>
@@ -18,14 +15,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <climits>
 #include <cstdint>
 #include <cstdlib>
-#include <exception>
 #include <iterator>
-#include <memory>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -34,46 +27,14 @@
 namespace gpustasis {
 namespace {
 
-constexpr std::string_view kDriverDevice = "/dev/nvidia";
 constexpr unsigned kMemoryMajor = 1, kNullMinor = 3, kZeroMinor = 5;
 
 std::string of_task(pid_t pid, const std::string& name) {
     return "/proc/" + std::to_string(pid) + "/" + name;
 }
 
-/// Empty: there is no such link.
-std::string link_of(const std::string& path) {
-    std::array<char, PATH_MAX> target;
-    const ssize_t size = ::readlink(path.c_str(), target.data(), target.size());
-    return size < 0 ? "" : std::string(target.data(), static_cast<std::size_t>(size));
-}
-
-bool is_driver_device(std::string_view path) {
-    return path.starts_with(kDriverDevice);
-}
-
-bool is_driver_device(int fd) {
+bool leads_to_driver_device(int fd) {
     return is_driver_device(link_of("/proc/self/fd/" + std::to_string(fd)));
-}
-
-struct DeviceFile {
-    int fd = -1;
-    std::string path;
-};
-
-std::vector<DeviceFile> device_files(pid_t pid) {
-    const std::string directory = of_task(pid, "fd");
-    const std::unique_ptr<DIR, decltype([](DIR* open) { ::closedir(open); })> open(
-        ::opendir(directory.c_str()));
-    if (!open)
-        throw io_error("cannot open " + directory, errno);
-    std::vector<DeviceFile> found;
-    while (const dirent* entry = ::readdir(open.get())) {
-        std::string path = link_of(directory + "/" + entry->d_name);
-        if (is_driver_device(path))
-            found.push_back({std::atoi(entry->d_name), std::move(path)});
-    }
-    return found;
 }
 
 std::vector<Mapping> device_mappings(std::vector<Mapping> mappings) {
@@ -123,41 +84,38 @@ bool has_pipes_of(pid_t pid, const TaskRecord& cuda) {
            });
 }
 
-/// What of `files` and `mappings` task `pid` has not inherited from one of `relatives`, in words; empty: nothing.
-/// `all`: whatever it maps; `theirs`: whatever they map.
+/// What of `files` and `mappings` task `pid` has not inherited from one of `parents`, in words; empty: nothing.
+/// `all`: whatever it maps.
 std::string what_is_its_own(pid_t pid, const std::vector<DeviceFile>& files,
                             const std::vector<Mapping>& mappings, const std::vector<Mapping>& all,
-                            const std::vector<const TaskRecord*>& relatives,
-                            const std::vector<Mapping>& theirs) {
+                            const PossibleParents& parents) {
     // One with a thread of the driver's own may have opened files since it was forked, as for NVML.
     const bool is_fork = std::ranges::none_of(proc::thread_names(pid), is_driver_thread) &&
-                         std::ranges::any_of(relatives, [pid](const TaskRecord* cuda) {
+                         std::ranges::any_of(parents.tasks, [pid](const TaskRecord* cuda) {
                              return has_pipes_of(pid, *cuda);
                          });
     // Of a forked one some may be its parent's no more: the driver has closed them there, at a checkpoint or
     // before. Then the parent has others of that device open.
     const auto may_be_closed_in_parent = [&](const DeviceFile& file) {
-        return is_fork && std::ranges::any_of(relatives, [&](const TaskRecord* cuda) {
-                   const std::vector<DeviceFile> open = device_files(cuda->pid);
-                   return std::ranges::find(open, file.path, &DeviceFile::path) != open.end();
-               });
+        return is_fork && std::ranges::find(parents.files, file.path, &DeviceFile::path) !=
+                              parents.files.end();
     };
     for (const DeviceFile& file : files)
         if (!is_closed_by_driver(file.path) ||
             (std::ranges::none_of(
-                 relatives,
+                 parents.tasks,
                  [&](const TaskRecord* cuda) { return is_same_file(pid, cuda->pid, file.fd); }) &&
              !may_be_closed_in_parent(file)))
             return file.path + " open";
     for (const Mapping& mapping : mappings)
         if (!is_closed_by_driver(mapping.name) ||
-            (!is_fork && std::ranges::none_of(theirs, [&](const Mapping& one) {
+            (!is_fork && std::ranges::none_of(parents.mappings, [&](const Mapping& one) {
                 return is_same_mapping(one, mapping);
             })))
             return mapping.name + " mapped";
     for (const Mapping& one : all)
         if (is_other_library(one.name) &&
-            std::ranges::find(theirs, one.name, &Mapping::name) == theirs.end())
+            std::ranges::find(parents.mappings, one.name, &Mapping::name) == parents.mappings.end())
             return one.name + " loaded";
     return "";
 }
@@ -199,52 +157,20 @@ UniqueFd open_memory_device(const std::string& path, unsigned minor) {
     return open;
 }
 
-bool closes_on_exec(pid_t pid, int fd) {
-    std::istringstream info(proc::read_file(of_task(pid, "fdinfo/" + std::to_string(fd))));
-    unsigned flags = 0;
-    for (std::string word; info >> word;)
-        if (word == "flags:" && info >> std::oct >> flags)
-            return (flags & O_CLOEXEC) != 0;
-    return true; // not known
+PossibleParents possible_parents(const TaskTable& cuda_tasks) {
+    PossibleParents found;
+    for (std::size_t i = 0; i < cuda_tasks.task_count; ++i) {
+        const TaskRecord& cuda = cuda_tasks.tasks[i];
+        if (!is_traced_by_us(cuda.restore_tid))
+            continue; // it has ended since it was locked
+        found.tasks.push_back(&cuda);
+        std::ranges::move(read_maps(cuda.pid), std::back_inserter(found.mappings));
+        std::ranges::move(device_files(cuda.pid), std::back_inserter(found.files));
+    }
+    return found;
 }
 
 } // namespace
-
-std::optional<std::vector<int>> driver_descriptors(pid_t pid) noexcept {
-    try {
-        std::vector<int> found;
-        for (const DeviceFile& file : device_files(pid))
-            found.push_back(file.fd);
-        std::ranges::sort(found);
-        return found;
-    } catch (const std::exception&) {
-        return std::nullopt;
-    }
-}
-
-void close_on_exec(TaskRecord& record, const std::optional<std::vector<int>>& before) noexcept {
-    try {
-        auto open = driver_descriptors(record.pid);
-        if (!before || !open)
-            throw Error(Errc::io, "its descriptors cannot be read");
-        std::erase_if(*open, [&](int fd) {
-            return std::ranges::binary_search(*before, fd) || closes_on_exec(record.pid, fd);
-        });
-        if (open->empty())
-            return;
-        InjectedSyscalls task({record.pid, record.restore_tid, record.thawed, record.signal_mask});
-        if (!task.has_way_back()) // nothing that the task should die of if criu is killed
-            throw Error(Errc::unsupported, "it has no code to make system calls with");
-        for (const int fd : *open)
-            if (task.call(SYS_fcntl, static_cast<std::uint64_t>(fd), F_SETFD, FD_CLOEXEC) != 0)
-                host::warn("pid " + std::to_string(record.pid) + ": descriptor " +
-                           std::to_string(fd) + " of the driver's stays open in programs");
-        task.finish();
-    } catch (const std::exception& e) {
-        host::warn("pid " + std::to_string(record.pid) +
-                   ": programs that it executes may inherit files of the driver: " + e.what());
-    }
-}
 
 void InheritedFiles::look_at(pid_t pid, TaskTable& cuda_tasks) {
     const std::vector<DeviceFile> files = device_files(pid);
@@ -252,17 +178,9 @@ void InheritedFiles::look_at(pid_t pid, TaskTable& cuda_tasks) {
     const std::vector<Mapping> mappings = device_mappings(all);
     if (files.empty() && mappings.empty())
         return;
-    std::vector<const TaskRecord*> relatives; // that could have been its parent
-    std::vector<Mapping> theirs;
-    for (std::size_t i = 0; i < cuda_tasks.task_count; ++i) {
-        const TaskRecord& cuda = cuda_tasks.tasks[i];
-        if (!is_traced_by_us(cuda.restore_tid))
-            continue; // it has ended since it was locked
-        relatives.push_back(&cuda);
-        std::ranges::move(read_maps(cuda.pid), std::back_inserter(theirs));
-    }
-    if (const std::string own = what_is_its_own(pid, files, mappings, all, relatives, theirs);
-        !own.empty())
+    if (!parents_)
+        parents_ = possible_parents(cuda_tasks);
+    if (const std::string own = what_is_its_own(pid, files, mappings, all, *parents_); !own.empty())
         throw Error(Errc::unsupported,
                     "pid " + std::to_string(pid) + " has " + own +
                         ", is no CUDA process, and has not inherited that from one of this tree: "
@@ -291,7 +209,7 @@ void InheritedFiles::require_none_left(pid_t pid) const {
 }
 
 bool InheritedFiles::replace_mapped(int fd, struct stat& status) const {
-    if (heirs_.empty() || !is_driver_device(fd))
+    if (heirs_.empty() || !leads_to_driver_device(fd))
         return false;
     const auto mount = mount_id(fd);
     const auto heir =
@@ -309,7 +227,7 @@ bool InheritedFiles::replace_mapped(int fd, struct stat& status) const {
 }
 
 bool InheritedFiles::is_open_in_heir(int fd) const {
-    return !heirs_.empty() && is_driver_device(fd);
+    return !heirs_.empty() && leads_to_driver_device(fd);
 }
 
 int InheritedFiles::open_stand_in() {

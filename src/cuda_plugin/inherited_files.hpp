@@ -8,7 +8,9 @@
 /// child can read, is shared memory like any other (seen of cuMemHostAlloc without flags): CRIU dumps that.
 #pragma once
 
+#include "cuda_plugin/device_files.hpp"
 #include "cuda_plugin/task_table.hpp"
+#include "tracee/task_maps.hpp"
 
 #include <sys/stat.h>
 #include <sys/types.h>
@@ -18,14 +20,12 @@
 
 namespace gpustasis {
 
-/// Descriptors of task `pid` that lead to devices of the driver, ascending; nullopt: they cannot be read now.
-std::optional<std::vector<int>> driver_descriptors(pid_t pid) noexcept;
-
-/// Once the driver has restored a task: have its device files closed when the task executes another program, as all
-/// were before the checkpoint. Restore opens every second one so that programs would inherit it (580.159.04,
-/// docs/hardware.md). `before`: what driver_descriptors() gave while the task was checkpointed, and is left as it is. The restore
-/// thread must be in an event stop of ours. What fails is told in criu's log: the task is well without.
-void close_on_exec(TaskRecord& record, const std::optional<std::vector<int>>& before) noexcept;
+/// CUDA tasks that others may have been forked by, and what all of them map and have open.
+struct PossibleParents {
+    std::vector<const TaskRecord*> tasks;
+    std::vector<Mapping> mappings;
+    std::vector<DeviceFile> files;
+};
 
 class InheritedFiles {
 public:
@@ -50,7 +50,8 @@ public:
     static int open_stand_in();
 
 private:
-    std::vector<pid_t> heirs_; ///< have inherited such files, and have no others
+    std::optional<PossibleParents> parents_; ///< read once, for the first heir: they are frozen
+    std::vector<pid_t> heirs_;               ///< have inherited such files, and have no others
 };
 
 } // namespace gpustasis

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// What of RestoreSession gives CUDA tasks their memory, and has the driver restore them: all, side by side.
 #include "core/error.hpp"
+#include "cuda_plugin/device_files.hpp"
 #include "cuda_plugin/findings.hpp"
 #include "cuda_plugin/host.hpp"
 #include "cuda_plugin/huge_pages.hpp"
-#include "cuda_plugin/inherited_files.hpp"
 #include "cuda_plugin/proc.hpp"
 #include "cuda_plugin/restore_session.hpp"
 #include "cuda_plugin/side_by_side.hpp"
