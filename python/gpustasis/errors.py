@@ -141,7 +141,7 @@ class InstallError(CheckpointError):
 
 
 class AgentError(CheckpointError):
-    """The agent of this node cannot be reached, or refuses what was asked, or cannot begin it."""
+    """The agent of this node cannot be reached, or refuses what was asked, or has not made it."""
 
     exit_code = 23
 
