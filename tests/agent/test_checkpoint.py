@@ -267,7 +267,7 @@ def test_the_queue_has_an_end(
     agents: Agents, gpu_generations: Generations, emulator: Emulator
 ) -> None:
     agent, job = agents("queue = 2\n"), gpu_generations()
-    emulator.set("delay_ms", "80")
+    emulator.add_fault("checkpoint", "delay", delay_ms=3000)
     with agent.client() as client:
         first = client.checkpoint(pid=job.pid, wait=False)["id"]
         agent.wait_for_state(first, "running")

@@ -15,12 +15,13 @@ from pathlib import Path
 from random import Random
 
 from campaigns.tally import Tally
-from gpustasis.errors import CheckpointError, JobError
+from gpustasis.errors import CheckpointError, JobError, StoreError
 from gpustasis.jobs.messages import Phase
 from gpustasis.task import read_task
 from support.driver_states import driver_of, not_running
+from support.json_output import check_document
 from support.ring import WORLD, Network, Ring, ring_of
-from support.ring_faults import Case, Disks, Fault, Trouble, Watcher, end_all, held
+from support.ring_faults import Case, Disks, Fault, Moment, Trouble, Watcher, end_all, held
 from support.ring_stores import RingStore
 
 STEPS_FIRST = 50
@@ -30,6 +31,8 @@ END_S = 20.0
 CHECKPOINT_S = 120.0
 # criu leaves the connections of a rank in TCP's repair mode when it is killed (docs/jobs.md).
 BREAKS_RANKS = (Fault.CRIU, Fault.RANK)
+BEFORE_DUMP = (Moment.LOOK, Moment.LOCK_CUDA, Moment.LOCK_NETWORK)
+CANNOT_DUMP = (Fault.RANK, Fault.KEEPER, Fault.DISK)  # if it happens before the dump, there is none
 FRESH_AFTER = 25  # trials: the images of them all are kept until then
 
 
@@ -84,14 +87,16 @@ class Troubled:
         self.ring, self.store, self.disks, self.watcher = ring, store, disks, watcher
         self.counts: Counter[str] = Counter()
         self.hits: Counter[Case] = Counter()
+        self._whole = 0  # the epoch that was committed last, and is no restore
         self._pids: list[int] = []  # of the ranks' programs; restored ones have the same
 
     def begin(self) -> None:
         self.ring.start_all()
         self.ring.wait(lambda: min(self.ring.steps_now()) > STEPS_FIRST)
         self._pids = self.ring.pids()
-        made = self.ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+        made = self.ring.job("checkpoint", "--world", str(WORLD), "--leave-running", "--json")
         assert made.returncode == 0, made.stderr + self.ring.logs()
+        self._whole = check_document(made.stdout, "job checkpoint")["epoch"]
         self._wait_for_progress()
 
     def trial(self, case: Case, random: Random) -> None:
@@ -119,12 +124,18 @@ class Troubled:
         else:
             self.counts["phase missed"] += 1
         what = f"{case[0]} in {case[1]}, rank {trouble.victim}, {phase}, hit {hit}: {said}"
-        if trouble.fault in {Fault.ABSENT, Fault.REFUSES}:
+        must_abort = trouble.fault in {Fault.ABSENT, Fault.REFUSES}
+        must_abort |= hit and case[0] in CANNOT_DUMP and case[1] in BEFORE_DUMP
+        if must_abort:
             assert phase is Phase.ABORTED, what
+        assert asked.returncode in {0, JobError.exit_code, StoreError.exit_code}, what
+        assert "Traceback" not in said, what
         if asked.returncode == 0:
             assert phase is Phase.COMMITTED, what
-        elif asked.returncode == JobError.exit_code and "was aborted" in said:
+        elif "was aborted" in said:
             assert phase is Phase.ABORTED, what
+        if phase is Phase.COMMITTED:
+            self._whole = trouble.number
         breaks = trouble.made and trouble.fault in BREAKS_RANKS
         self._require_one_end(trouble, phase, breaks, what)
         if phase is Phase.COMMITTED and not leave:
@@ -234,8 +245,10 @@ class Troubled:
         ring = self.ring
         self._reap()
         ring.start_restoring()
-        back = ring.job("restore")
+        back = ring.job("restore", "--json")
         assert back.returncode == 0, f"job restore: {back.stderr}{ring.logs()}"
+        restored = check_document(back.stdout, "job restore")["restores"]
+        assert restored == self._whole, f"of epoch {restored}, and {self._whole} is the newest"
         assert ring.pids() == self._pids
         self._require_running("restored")
 

@@ -17,10 +17,10 @@ from statistics import median
 
 from campaigns.job_faults import Place
 from campaigns.tally import Tally
-from gpustasis.jobs import kept
 from gpustasis.jobs.lives import Recovery, Stage
 from gpustasis.jobs.records import Keys
 from gpustasis.jobs.steering import all_recoveries, find_life
+from support.json_output import check_document
 from support.ring import WORLD, Ring
 from support.ring_faults import end_all
 from support.ring_stores import RingStore
@@ -80,13 +80,14 @@ class Recovered:
         self.ring.start_all(*self._words)
         self.ring.wait(lambda: min(self.ring.steps_now()) > 0)
 
-    def checkpoint(self) -> None:
-        """The job runs on."""
-        made = self.ring.job("checkpoint", "--world", str(WORLD), "--leave-running")
+    def checkpoint(self) -> int:
+        """Its epoch. The job runs on."""
+        made = self.ring.job("checkpoint", "--world", str(WORLD), "--leave-running", "--json")
         assert made.returncode == 0, made.stderr + self.ring.logs()
+        return int(check_document(made.stdout, "job checkpoint")["epoch"])
 
-    def trial(self, fault: Fault, random: Random) -> float:
-        """Seconds until all ranks are seen to run again."""
+    def trial(self, fault: Fault, random: Random, newest: int) -> float:
+        """newest: the epoch that was committed last. -> s until all ranks are seen to run again."""
         ring = self.ring
         before = all_recoveries(self._client, self._keys)
         time.sleep(random.uniform(0, 1))
@@ -99,8 +100,7 @@ class Recovered:
         ring.wait(lambda: all(n > w for n, w in zip(self._lines(), lines, strict=True)))
         seconds = time.monotonic() - begin
         ring.check()
-        newest = kept.newest_whole(self._client, self._keys)
-        assert recovery.restored == newest.number, f"{what}: {recovery}"
+        assert recovery.restored == newest, f"{what}: {recovery}, and {newest} was made last"
         hangs = "hangs" in recovery.reason
         assert hangs is (fault is Fault.HANG), f"{what}: {recovery}"
         assert ring.locked() == [], f"{what}: {ring.locked()}"
@@ -160,8 +160,8 @@ def run(place: Place, random: Random, faults: Sequence[Fault]) -> Tally:
         try:
             with recovered(place, len(part)) as job:
                 for fault in part:
-                    job.checkpoint()
-                    found.seconds[fault].append(job.trial(fault, random))
+                    newest = job.checkpoint()
+                    found.seconds[fault].append(job.trial(fault, random, newest))
                 job.end(len(part))
                 tally.counts["jobs that ended as an uninterrupted one"] += 1
         except AssertionError as exc:

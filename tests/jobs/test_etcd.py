@@ -110,8 +110,9 @@ def test_a_write_is_sent_once(writes: bool) -> None:
 
 
 def test_a_minority_decides_nothing(cluster: EtcdCluster) -> None:
+    calm = Etcd(Access(endpoints=cluster.endpoints))
     store = Etcd(Access(endpoints=cluster.endpoints, timeout_s=0.5))
-    first = store.write([], [Put(KEY, "1")])
+    first = calm.write([], [Put(KEY, "1")])
     cluster.servers[1].kill()
     cluster.servers[2].kill()
     with pytest.raises(Unreachable):
@@ -120,8 +121,9 @@ def test_a_minority_decides_nothing(cluster: EtcdCluster) -> None:
         store.write([Require(KEY, first.revision)], [Put(KEY, "2")])
     cluster.servers[1].start()
     cluster.wait()
-    assert store.read(KEY).entries[KEY].value in {"1", "2"}  # it may have been done: nobody knows
-    store.close()
+    assert calm.read(KEY).entries[KEY].value in {"1", "2"}  # it may have been done: nobody knows
+    for one in (store, calm):
+        one.close()
 
 
 def test_a_watch_whose_server_dies_is_lost(cluster: EtcdCluster) -> None:
@@ -141,7 +143,7 @@ def test_what_was_compacted_is_not_passed_over(cluster: EtcdCluster) -> None:
     first = store.write([], [Put(KEY, "1")]).revision
     last = store.write([], [Put(KEY, "2")]).revision
     etcdctl(cluster.endpoints[0], "compact", str(last))
-    with pytest.raises(WatchLost, match=f"compacted at revision {last}|compacted"):
+    with pytest.raises(WatchLost, match="compacted"):
         store.watch(KEY, first - 1).wait(20)
     store.close()
 

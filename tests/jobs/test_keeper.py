@@ -22,7 +22,7 @@ from gpustasis.jobs.store import MAX_VALUE_BYTES, Put, Snapshot
 from support.job_ranks import wait_for
 
 KEYS = Keys("job")
-SETTINGS = Settings(limits=Limits(lock_network_s=1), ttl_s=4, store_s=2)
+SETTINGS = Settings(limits=Limits(lock_network_s=5), ttl_s=4, store_s=2)
 
 
 class Tasks:

@@ -206,9 +206,9 @@ def test_a_watch_does_not_look_at_all_that_ever_changed(tmp_path: Path) -> None:
     lease = tree.grant(60)
     for number in range(50_000):
         revision = tree.write([], [Put("/a", str(number), lease)]).revision
-    begin = time.monotonic()
+    begin = time.thread_time()
     for _ in range(1000):
         changes, until = tree.changes("/a", revision - 1)
         assert ([change.revision for change in changes], until) == ([revision], revision)
-    assert time.monotonic() - begin < 0.5  # through all of it: more than 1.5 s
+    assert time.thread_time() - begin < 0.5  # through all of it: more than 1.5 s
     tree.close()

@@ -58,7 +58,7 @@ class Deaf:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     deaf = Deaf()
-    monkeypatch.setattr(rank, "ANSWER_S", 0.2)
+    monkeypatch.setattr(rank, "ANSWER_S", 2.0)
     monkeypatch.setattr(rank, "load_driver", lambda: deaf)
     monkeypatch.setattr(rank, "_using", list)
     yield deaf
@@ -96,7 +96,7 @@ def test_a_process_of_which_py_spy_shows_nothing_in_time_hides_no_other(
 ) -> None:
     root, child = two
     py_spy(tmp_path, f'[ "$3" = {root} ] && exec sleep 100; echo shown', monkeypatch)
-    monkeypatch.setattr(evidence, "_PY_SPY_S", 0.5)
+    monkeypatch.setattr(evidence, "_PY_SPY_S", 5.0)
     evidence.keep_stacks(context, FAILED)
     place = evidence.place_of(context.place.directory, 3)
     assert (place / "reason").read_text() == "it hangs \\ud800\n"
@@ -122,7 +122,7 @@ def test_a_process_that_hangs_in_the_kernel_is_not_waited_for(
 
 
 def test_a_process_that_does_not_answer_is_named_and_the_others_are_unlocked(driver: Any) -> None:
-    assert rank.unlock_cuda([7, 8]) == ["GetState on process 7: no answer within 0.2 s"]
+    assert rank.unlock_cuda([7, 8]) == ["GetState on process 7: no answer within 2 s"]
     assert driver.states[8] is ProcessState.RUNNING
     with pytest.raises(TimedOutError, match="GetState on process 7"):
         rank.state_of(cast("Driver", driver), 7)

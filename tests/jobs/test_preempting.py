@@ -24,6 +24,7 @@ from gpustasis.jobs.supervise import Supervisor
 from jobs.test_ranks import network, ring, store  # noqa: F401 - fixtures
 from support.command import call
 from support.criu_roots import newest_criu
+from support.job_ranks import wait_for
 from support.json_output import check_document
 from support.ring import WORLD, Ring
 
@@ -240,7 +241,8 @@ def test_rank_0_begins_the_restore_when_all_ranks_wait(contexts: list[Context]) 
     said: list[str] = []
     lead = preempting.Restart(first, one, said.append)
     lead.start()
-    lead.join(1)
+    wait_for(lambda: bool(said), "what it waits for")
+    lead.join(0.5)
     assert lead.is_alive() and said == ["rank 0: waits for ranks 1, to be restored"]
     other = preempting.Restart(second, one, said.append)
     other.start()

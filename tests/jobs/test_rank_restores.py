@@ -97,6 +97,7 @@ def test_all_ranks_are_restored_or_none(
     left = sorted(ring.directory.glob("kept/rank-*/epoch-*"))
     assert left == sorted(last)
     whole = check_document(ring.job("verify", "--json").stdout, "job verify")
+    assert len(whole["ranks"]) == WORLD
     assert all(one["checked"] and not one["problems"] for one in whole["ranks"])
     gone = ring.job("restore", "--epoch", "1")
     assert "epoch 1 is no whole checkpoint: pruned" in gone.stderr

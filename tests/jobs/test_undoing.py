@@ -117,9 +117,11 @@ def test_nothing_is_left_to_undo_of_an_epoch_that_is_over(context: Context) -> N
 
 
 def test_what_is_committed_is_not_removed_as_undone(context: Context) -> None:
-    context.note(epoch=7, images=str(context.place.images(7)))
+    images = context.place.images(7)
+    images.mkdir()
+    context.note(epoch=7, images=str(images))
     Checkpointing(context, Order(7, leave_running=False, restores=0)).finish(leave_running=False)
-    assert context.state.images == ""
+    assert context.state.images == "" and images.is_dir()
 
 
 def test_a_new_command_is_not_ended_by_what_was_decided_of_the_one_before(context: Context) -> None:
@@ -145,7 +147,8 @@ def test_no_command_is_started_while_the_store_is_away_or_a_criu_waits(
     context.store = Local(tmp_path / "nowhere")
     with pytest.raises(StoreError):
         supervisor_of(context).start(["touch", str(tmp_path / "started")], os.environ)
-    assert context.state.pid == 0
+    time.sleep(0.3)  # what was started would have run by then
+    assert context.state.pid == 0 and not (tmp_path / "started").exists()
 
 
 def pstree(pid: int) -> bytes:

@@ -64,7 +64,7 @@ def test_the_job_is_back_once_the_command_has_succeeded(
         f'"$GPUSTASIS_CHECKPOINT" "$@" > {noted}; echo looked',
     )
     odd = "$(touch here); a word"  # no shell sees it
-    words = ("--verify-after", shlex.join([check, odd]), PAIR, 100, 8, 0.02)
+    words = ("--verify-after", shlex.join([check, odd]), PAIR, 300, 8, 0.02)
     first = supervise(*words)
     checkpointed(first, "\n20 ")
     assert not noted.exists()  # nothing was restored
@@ -78,7 +78,7 @@ def test_the_job_is_back_once_the_command_has_succeeded(
         odd,
     ]
     assert not (tmp_path / "here").exists()
-    assert first.wrote() + second.wrote() == sums(100)  # what it prints is no output of the job's
+    assert first.wrote() + second.wrote() == sums(300)  # what it prints is no output of the job's
 
 
 @pytest.mark.parametrize(

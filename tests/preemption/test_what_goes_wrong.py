@@ -49,14 +49,22 @@ def test_a_reader_of_stderr_that_went_away_costs_no_checkpoint(
 
 
 def test_a_job_restored_by_a_supervisor_that_was_killed_meanwhile_is_not_run_twice(
-    supervise: Supervise, slow_criu: Callable[[float, float], Path], tmp_path: Path
+    supervise: Supervise, tmp_path: Path
 ) -> None:
+    hold, held_criu = tmp_path / "hold", tmp_path / "held-criu"
+    hold.touch()
+    command = shlex.join(newest_criu().command(dict(os.environ)))
+    held_criu.write_text(
+        f'#!/bin/sh\nif [ "$1" = restore ]; then touch {tmp_path}/restoring; '
+        f'while [ -e {hold} ]; do sleep 0.05; done; fi\nexec {command} "$@"\n'
+    )
+    held_criu.chmod(0o755)
     words = ("sleep", 617)
     run = supervise(*words)
     root = run.root()
     run.tell_to_end()
     assert run.wait() == CHECKPOINTED
-    killed = supervise("--criu", slow_criu(0, 3), *words)
+    killed = supervise("--criu", held_criu, *words)
     while not (tmp_path / "restoring").exists():
         assert killed.process.poll() is None, killed.said()
         time.sleep(0.02)
@@ -66,6 +74,7 @@ def test_a_job_restored_by_a_supervisor_that_was_killed_meanwhile_is_not_run_twi
         early = supervise(*words)
         assert early.wait() == NOT_THE_STATUS_OF_A_BUG
         assert "jit-000001, whose supervisor was killed, is still at work" in early.said()
+        hold.unlink()
         deadline = time.monotonic() + 60
         last = early
         while "still at work" in last.said() and time.monotonic() < deadline:
@@ -77,6 +86,7 @@ def test_a_job_restored_by_a_supervisor_that_was_killed_meanwhile_is_not_run_twi
         assert late.wait() == NOT_THE_STATUS_OF_A_BUG
         assert f"process {root} (sleep) has a pid of the job; if that is the job" in late.said()
     finally:
+        hold.unlink(missing_ok=True)
         end_session(root)
     again = supervise(*words)
     again.wait_for("goes on, restored from")

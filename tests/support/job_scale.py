@@ -173,10 +173,12 @@ class Scale:
             etcd.load.decided = etcd.load.calls.copy()
             self.world.run(lambda: not self._left)
             self.over_s = self.world.now - start
+            assert not self._left, f"{self._left} ranks never end"
         self.busy_s = time.process_time() - began
         return etcd.load
 
     def is_over(self, epoch: Epoch) -> None:
+        assert self.epoch is None or self.epoch.phase is epoch.phase, f"{self.epoch}, {epoch}"
         self.epoch = epoch
         self._left -= 1
 

@@ -4,6 +4,7 @@ how it is put right again."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -99,9 +100,13 @@ class Disks:
             subprocess.run(["mount", "--bind", output, place / "output.log"], check=True)
 
     def fill(self, rank: int) -> None:
-        with suppress(OSError), (self._places[rank] / "filling").open("wb", 0) as file:
-            while True:
-                file.write(bytes(1 << 20))
+        with (self._places[rank] / "filling").open("wb", 0) as file:
+            try:
+                while True:
+                    file.write(bytes(1 << 20))
+            except OSError as exc:
+                if exc.errno != errno.ENOSPC:
+                    raise
 
     def empty(self, rank: int) -> None:
         (self._places[rank] / "filling").unlink(missing_ok=True)
@@ -349,11 +354,13 @@ def _await(
 
 
 def _kill(pids: list[int]) -> bool:
-    """Whether there were any."""
+    """Whether one was there to be killed."""
+    killed = False
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return bool(pids)
+            killed = True
+    return killed
 
 
 def _comm(pid: int) -> str:
