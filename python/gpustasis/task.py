@@ -47,7 +47,7 @@ def read_task(pid: int) -> Task:
     fields = stat[stat.rindex(")") + 2 :].split()
     if fields[_STATE] in ("Z", "X"):
         raise CheckpointError(f"process {pid} is dead")
-    values = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    values = dict(line.split(":", 1) for line in status.split("\n") if ":" in line)
     return Task(
         pid=pid,
         inner_pid=int(values.get("NSpid", str(pid)).split()[-1]),
@@ -178,10 +178,16 @@ def _find(comms: Collection[str], holds: Callable[[Path], bool]) -> list[int]:
 def _is_ours(entry: Path) -> bool:
     """Whether it is this user's, and was started by nobody else through a setuid program, which may
     be called by any name."""
-    for line in (entry / "status").read_text(errors="replace").splitlines():
+    for line in (entry / "status").read_text(errors="replace").split("\n"):  # not at "\v"
         if line.startswith("Uid:"):
             return set(line.split()[1:4]) == {str(os.geteuid())}  # real, effective, saved
     return False
+
+
+def is_ours_here(entry: Path) -> bool:
+    """Of a directory of /proc: this user's, as _is_ours, and in the pid namespace of this process.
+    Raises OSError if it has ended, or is not ours to look at."""
+    return _is_ours(entry) and _is_here(entry)
 
 
 def _comm(pid: str) -> str:

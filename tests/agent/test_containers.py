@@ -143,6 +143,9 @@ def test_an_engine_is_given_as_long_as_the_job(monkeypatch: pytest.MonkeyPatch) 
         (f"/libpod_parent/{B}/libpod-{A}", {A: f"libpod-{A}"}),
         *((f"/machine.slice/libpod-conmon-{A}.scope", {}), ("/", {}), (f"/{A}b", {})),
         *((f"/machine.slice/{A[1:]}", {}), (f"/docker/{'c' * 64}/libpod-{A}", {A: f"libpod-{A}"})),
+        # Of a user's own making, and a name with an end of a line within.
+        (f"/user.slice/user-1000.slice/user@1000.service/libpod-{A}.scope", {}),
+        (f"/machine.slice/\v0::/libpod-{A}.scope", {A: f"libpod-{A}.scope"}),
     ],
 )
 def test_which_container_a_process_is_in(path: str, found: dict[str, str]) -> None:

@@ -262,6 +262,24 @@ def test_rank_0_begins_the_restore_when_all_ranks_wait(contexts: list[Context]) 
     assert not again.is_alive()
 
 
+def test_another_epoch_does_not_keep_a_start_from_its_restore(contexts: list[Context]) -> None:
+    first, second = contexts
+    one = put_whole(first)
+    starts = [preempting.Restart(each, one, lambda _: None) for each in (first, second)]
+    starts[1].start()
+    key = first.keys.said_by("waiting", 1)
+    wait_for(lambda: key in first.store.read(key).entries, "rank 1 waits")
+    # As somebody asks for who does not know that nothing runs yet.
+    other = epochs.begin(first.store, first.keys, Plan(world=2, leave_running=True))
+    epochs.abort(first.store, first.keys, other, "rank 0 has no tasks")
+    starts[0].start()
+    for each in starts:
+        each.join(60)
+        assert not each.is_alive()
+    _, plan = epochs.phase(first.store, first.keys, other + 1)
+    assert plan == Plan(world=2, leave_running=True, restores=one)
+
+
 @pytest.mark.parametrize("phase", [Phase.LOOK, Phase.DUMP])
 def test_an_epoch_in_which_all_keepers_died_does_not_hold_up_a_start(
     contexts: list[Context], phase: Phase

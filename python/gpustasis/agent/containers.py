@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 LEFT_PAUSED = ("containerd", "crio")
 _PODMAN_WORKS = 1e6  # its figures are in microseconds
 _ID = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
+_DELEGATED = re.compile(r"/user@[1-9][0-9]*\.service/")  # systemd's, of another user than root
 
 
 def root_pid(subject: Subject, config: Config) -> int | None:
@@ -107,19 +108,22 @@ def running(wanted: Collection[str]) -> set[str]:
 
 def _groups() -> Iterator[dict[str, str]]:
     """Of each process, as groups_of."""
-    ours = frozenset(_ID.findall(Path("/proc/self/cgroup").read_text()))
+    ours = frozenset(_ID.findall(Path("/proc/self/cgroup").read_text(errors="replace")))
     for place in Path("/proc").glob("[0-9]*/cgroup"):
         with suppress(OSError):
-            yield groups_of(place.read_text(), ours)
+            yield groups_of(place.read_text(errors="replace"), ours)
 
 
 def groups_of(text: str, ours: Collection[str] = ()) -> dict[str, str]:
     """The containers that a process is in, by its /proc/PID/cgroup, and the names of their groups.
     Of each hierarchy the first name counts: those below are the container's own to give. ours: ids
     of what this process is in itself. A pod of Podman's is no container, and an engine's monitor of
-    a container is not in it."""
+    a container is not in it. What a
+    user has made in groups of his own is none either, whatever it is called."""
     found = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):  # a name may have any byte but that one
+        if _DELEGATED.search(line):
+            continue
         above = ""
         for name in line.partition(":/")[2].split("/"):
             match = _ID.search(name)

@@ -304,4 +304,4 @@ def _has_hung_up(conn: socket.socket) -> bool:
 
 def _say(conn: socket.socket, line: str) -> None:
     with suppress(OSError):
-        conn.sendall(line[:_MAX_LINE].encode() + b"\n")
+        conn.sendall(line[:_MAX_LINE].encode(errors="replace") + b"\n")

@@ -109,7 +109,7 @@ def held(pid: int, start_time: int | None = None) -> Iterator[Held]:
 
 def _uids(pid: int) -> frozenset[int]:
     text = (PROC / str(pid) / "status").read_text(errors="replace")
-    line = next(one for one in text.splitlines() if one.startswith("Uid:"))
+    line = next(one for one in text.split("\n") if one.startswith("Uid:"))
     return frozenset(map(int, line.split()[1:]))
 
 

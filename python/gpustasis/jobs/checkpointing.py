@@ -33,7 +33,7 @@ from gpustasis.jobs.rank import (
 )
 from gpustasis.jobs.records import addresses_of
 from gpustasis.jobs.safe_point import Council, let_go, stop_all
-from gpustasis.jobs.stopping import killed
+from gpustasis.jobs.stopping import killed, strays
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree, resident_bytes
 from gpustasis.task import is_of_ipc_job
@@ -94,6 +94,11 @@ class Checkpointing(HasCriu):
         pid = context.state.pid
         if not os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), os.stat("/proc/self/ns/net")):
             raise JobError(f"{context.name}: its keeper is not in the network namespace of {pid}")
+        if others := strays(pid):
+            raise JobError(
+                f"{context.name}: process {others[0]} has left the tree below {pid}, and would not "
+                "be in the checkpoint"
+            )
         plugin_directory()
         if self.images.exists():
             raise JobError(

@@ -5,6 +5,7 @@ before each step (docs/jobs.md, Containers). The phases are those of every rank.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from gpustasis.jobs.rank import Context, HasCriu, cuda_processes
 from gpustasis.jobs.visits import EnginesCriu, Visit, Visits
 from gpustasis.jobs.work import Order
 from gpustasis.streaming.tree import Tree
+
+log = logging.getLogger(__name__)
 
 PRE_DUMP, POST_DUMP = "pre-dump", "post-dump"
 POST_RESTORE, PRE_RESUME = "post-restore", "pre-resume"
@@ -129,6 +132,7 @@ class Contained(Checkpointing):
             self._engine.ask(self.order, self.stopping.is_set)
         except Exception as exc:  # noqa: BLE001 - whatever it is, there is no dump
             self._refused = str(exc) or type(exc).__name__
+            log.warning("%s: its engine: %s", self.context.name, self._refused)
 
     def _addresses(self) -> frozenset[str]:
         return own_addresses(self.context.state.pid)
@@ -214,7 +218,9 @@ class Contained(Checkpointing):
             directory = os.open(self._engine.marks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 for one in self._engine.marks.glob("*.checkpointed"):
-                    if one.stem in Path(f"/proc/{self.context.state.pid}/cgroup").read_text():
+                    if one.stem in Path(f"/proc/{self.context.state.pid}/cgroup").read_text(
+                        errors="replace"
+                    ):
                         remove(directory, one.name)
             finally:
                 os.close(directory)

@@ -132,7 +132,8 @@ class Etcd:
 
         def begin(connection: http.client.HTTPConnection) -> EtcdWatch:
             response = self._post(connection, "/v3/watch", body)
-            assert connection.sock is not None
+            if connection.sock is None:
+                raise http.client.HTTPException("the server ends the connection of a watch")
             for name, value in _KEEPALIVE.items():
                 connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

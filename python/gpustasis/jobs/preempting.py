@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _AGAIN_S = 0.2
+_LOOK_S = 2.0  # whether the restore has begun
 _LOOK_S = 30.0  # for ranks to join an epoch
 
 
@@ -269,16 +270,19 @@ class Restart(threading.Thread):
         store, keys, rank = self._context.store, self._context.keys, self._context.place.rank
         before = self._newest()
         said: list[int] = []
-        refused = ""
+        refused, waits = "", False
         while not self.stop.is_set():
             try:
                 newest = number_of(keys.newest, store.read(keys.newest).entries.get(keys.newest))
-                if before is not None and newest != before:
+                is_new = before is not None and newest != before
+                if is_new and epochs.phase(store, keys, newest)[1].restores:
                     return  # it has begun
-                before = newest
-                store.write([], [Put(keys.said_by("waiting", rank), str(newest))])
-                if rank != LEAD:
-                    return
+                if is_new or not waits:
+                    store.write([], [Put(keys.said_by("waiting", rank), str(newest))])
+                    before, waits = newest, True
+                if rank != LEAD:  # another epoch may come first
+                    self.stop.wait(_LOOK_S)
+                    continue
                 missing = self._missing(newest)
                 if not missing:
                     plan = Plan(

@@ -31,7 +31,7 @@ from gpustasis.jobs.records import Keys
 from gpustasis.jobs.safe_point import Seat
 from gpustasis.jobs.store import Put, Store
 from gpustasis.jobs.work import Order
-from gpustasis.task import has_driver_thread, misleading_thread, read_task, start_time
+from gpustasis.task import has_driver_thread, is_ours_here, misleading_thread, read_task, start_time
 from gpustasis.verifying import Check
 
 log = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ def _criu_pids(*images: str) -> list[int]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
             place = Path("/proc") / pid
-            if place.stat().st_uid == os.geteuid():
+            if is_ours_here(place):
                 words = (place / "cmdline").read_bytes().split(b"\0")
                 if b"--action-script" in words and wanted.intersection(words):
                     found.append(int(pid))

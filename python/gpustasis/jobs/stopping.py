@@ -16,10 +16,12 @@ from types import MappingProxyType
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.tree import Tree
+from gpustasis.task import read_task
 
 _ENDED_S = 60.0
 _HEARD_S = 5.0  # whoever else is a parent may never ask
 _POLL_S = 0.02
+_UNCLAIMED_S = 5.0
 _HELPERS = frozenset((WORKER_COMM, GUARDIAN_COMM))
 _NONE: Mapping[int, int] = MappingProxyType({})
 # Fields of /proc/PID/stat after the name: 6, 20, 22 and 52 of proc(5).
@@ -175,9 +177,42 @@ def reap() -> None:
             pass
 
 
-def reap_helpers() -> None:
-    """The plugin's helpers that have come to this process and ended."""
+def strays(root: int) -> list[int]:
+    """Live processes that have come to this one because what started them has ended: they are not
+    below the root any more, and a dump would miss them. No program of ours runs now."""
+    found = []
     for pid in children():
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().rstrip("\n") in _HELPERS:
-                os.waitpid(pid, os.WNOHANG)
+        with suppress(CheckpointError):  # it has ended
+            if pid != root and _comm(pid) not in _HELPERS and read_task(pid).pid == pid:
+                found.append(pid)
+    return found
+
+
+class Orphans:
+    """Processes that have come to this one and ended, as this process is their subreaper: whoever
+    does not wait for them runs out of pids."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}  # when they were first seen to have ended
+
+    def reap(self, root: int) -> None:
+        """But for the root: the plugin's helpers at once, others once nobody else has waited for
+        them for a while. A program of ours, such as criu, has somebody who does."""
+        now, since = time.monotonic(), self._since
+        self._since = {}
+        for pid in children():
+            with suppress(OSError):
+                ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                if pid == root or os.waitid(os.P_PID, pid, ended) is None:
+                    continue
+                if _comm(pid) in _HELPERS or now > since.get(pid, now) + _UNCLAIMED_S:
+                    os.waitpid(pid, os.WNOHANG)
+                else:
+                    self._since[pid] = since.get(pid, now)
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").rstrip("\n")
+    except OSError:
+        return ""  # it has ended

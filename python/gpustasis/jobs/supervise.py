@@ -25,7 +25,7 @@ from gpustasis.jobs.recovering import Recovering
 from gpustasis.jobs.restoring import Restoring
 from gpustasis.jobs.safe_point import SEAT_VARIABLE
 from gpustasis.jobs.spawning import spawn
-from gpustasis.jobs.stopping import children, is_unheard, reap, reap_helpers, status_of
+from gpustasis.jobs.stopping import Orphans, children, is_unheard, reap, status_of
 from gpustasis.jobs.work import Order
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Supervisor:
             context.store, context.keys, place.rank, context.world, self._work, settings
         )
         # The root, when it was started, and its pidfd: a restored one has the pid that it had.
-        self._held: tuple[int, int, int] = (0, 0, -1)
+        self._held, self._orphans = (0, 0, -1), Orphans()
         self._status: int | None = None
         self._is_asked_to_end = 0  # by which signal, without tasks
         self._signal = Signal(context)
@@ -351,7 +351,7 @@ class Supervisor:
 
     def _has_ended(self) -> bool:
         """Whether the root has, by now; its status is kept."""
-        reap_helpers()
+        self._orphans.reap(self._context.state.pid)
         pid, start = self._context.state.pid, self._context.state.start_time
         if pid == 0:
             return True

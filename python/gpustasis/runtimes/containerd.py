@@ -53,6 +53,7 @@ _NO_SUCH_METHOD = "UNIMPLEMENTED"  # by a runtime that is not containerd
 CRIU, CRIO = "criu", "crio"  # processes that are at a checkpoint, by name
 _SETTLE_S = 0.5
 _POLL_S = 0.1
+_RESTARTED_S = 60.0  # for an engine that is being started anew
 LOCKS = Path("/run/gpustasis/containerd")
 _SHORT_ID = 13  # characters of an id that are shown, as crictl does
 
@@ -240,15 +241,21 @@ def resume(cri: Cri, container: Container) -> bool:
 def _resume(cri: Cri, container: Container) -> bool:
     """For those who hold the lock."""
     _wait_for_dump(cri, container)
-    try:
-        if not is_paused(cri, container):
-            return False
-        resume_task(cri, container)
-        if not is_paused(cri, container):
-            return True
-        reason = "it is still paused"
-    except CallError as exc:
-        reason = f"{exc} ({exc.code})"
+    deadline = time.monotonic() + _RESTARTED_S
+    while True:
+        try:
+            if not is_paused(cri, container):
+                return False
+            resume_task(cri, container)
+            if not is_paused(cri, container):
+                return True
+            reason = "it is still paused"
+        except CallError as exc:
+            reason = f"{exc} ({exc.code})"
+            if exc.code == "UNAVAILABLE" and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+        break
     raise EngineError(
         f"container {container} was not resumed and may stand still: {reason}; try "
         f"ctr -n k8s.io tasks resume {container.id}, or with CRI-O: runc resume or crun resume"

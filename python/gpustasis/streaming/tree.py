@@ -253,7 +253,7 @@ def _is_being_killed(pid: int) -> bool:
     bit = 1 << (signal.SIGKILL - 1)
     for thread in (PROC / str(pid) / "task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):
-            for line in (thread / "status").read_text(errors="replace").splitlines():
+            for line in (thread / "status").read_text(errors="replace").split("\n"):
                 name, _, value = line.partition(":")
                 if name in ("SigPnd", "ShdPnd") and int(value, 16) & bit:
                     return True
@@ -263,7 +263,7 @@ def _is_being_killed(pid: int) -> bool:
 def _frozen_cgroup(pid: int) -> str:
     """The cgroup that keeps a process from running; empty: none does. Raises OSError if the process
     has ended."""
-    for line in (PROC / str(pid) / "cgroup").read_text(errors="replace").splitlines():
+    for line in _lines(PROC / str(pid) / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "freezer" not in controllers.split(","):
             continue
@@ -276,12 +276,17 @@ def _frozen_cgroup(pid: int) -> str:
     return ""
 
 
+def _lines(path: Path) -> list[str]:
+    """As the kernel ends them: str.splitlines knows more ends, which are part of a name here."""
+    return path.read_text(errors="replace").rstrip("\n").split("\n")
+
+
 def _mounts(kind: str, option: str) -> list[tuple[str, Path]]:
     """Mounts of a file system of that kind and option: what of it is mounted, and where."""
     found = []
-    for line in (PROC / "self/mountinfo").read_text(errors="replace").splitlines():
+    for line in _lines(PROC / "self/mountinfo"):
         place, _, rest = line.partition(" - ")
-        words, (name, _, options) = place.split(), rest.split(maxsplit=2)
+        words, (name, _, options) = place.split(" "), rest.split(" ", 2)  # a source may be empty
         if name == kind and (not option or option in options.split(",")):
             found.append((words[3], Path(words[4])))
     return found

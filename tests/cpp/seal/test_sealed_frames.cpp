@@ -95,7 +95,7 @@ void any_size_of_frames_will_do(IoMode io) {
         const auto same = [&](std::size_t offset, std::size_t size) {
             Buffer part(size);
             sealed.read(0, offset, part);
-            CHECK(std::memcmp(part.data(), wanted.data() + offset, size) == 0);
+            CHECK(size == 0 || std::memcmp(part.data(), wanted.data() + offset, size) == 0);
         };
         same(0, wanted.size());
         same(wanted.size(), 0);
