@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <ctime>
 #include <string>
 #include <vector>
 
@@ -212,9 +213,11 @@ void many_names_take_no_longer() {
         for (std::size_t i = 0; i < kNames; ++i)
             map_file(name(i), PROT_READ | PROT_EXEC);
     });
-    const auto begin = std::chrono::steady_clock::now();
+    const std::clock_t begin = std::clock(); // of this process: others run beside it
     const Requirements found = found_in(child.pid());
-    CHECK(std::chrono::steady_clock::now() - begin < 6 * MappedFiles::kTime);
+    const std::chrono::duration<double> took(static_cast<double>(std::clock() - begin) /
+                                             CLOCKS_PER_SEC);
+    CHECK(took < 6 * MappedFiles::kTime);
     format::check_requirements(found, Errc::corrupt_data);
     CHECK(found.files.size() <= format::kMaxRequiredFiles);
     CHECK(found.unrecorded + found.files.size() >= kNames);
