@@ -53,7 +53,7 @@ _NO_SUCH_METHOD = "UNIMPLEMENTED"  # by a runtime that is not containerd
 CRIU, CRIO = "criu", "crio"  # processes that are at a checkpoint, by name
 _SETTLE_S = 0.5
 _POLL_S = 0.1
-_RESTARTED_S = 60.0  # for an engine that is being started anew
+_RESTARTED_S = 15.0  # for an engine that is being started anew
 LOCKS = Path("/run/gpustasis/containerd")
 _SHORT_ID = 13  # characters of an id that are shown, as crictl does
 
