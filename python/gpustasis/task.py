@@ -150,7 +150,7 @@ def open_files(*comms: str) -> dict[str, dict[int, list[str]]]:
 
     def note(entry: Path) -> bool:
         if _is_here(entry):
-            name = _comm(entry.name)
+            name = comm_of(entry.name)
             if name in found:
                 found[name][int(entry.name)] = list(_each(entry, os.readlink))
         return False
@@ -165,7 +165,7 @@ def _find(comms: Collection[str], holds: Callable[[Path], bool]) -> list[int]:
     found = []
     for pid in filter(str.isdigit, os.listdir(PROC)):
         try:
-            if _comm(pid) not in comms:
+            if comm_of(pid) not in comms:
                 continue
             entry = PROC / pid
             if _is_ours(entry) and holds(entry):
@@ -190,7 +190,7 @@ def is_ours_here(entry: Path) -> bool:
     return _is_ours(entry) and _is_here(entry)
 
 
-def _comm(pid: str) -> str:
+def comm_of(pid: str | int) -> str:
     """The name of a process. A node has thousands, and is asked for all of them again and again, so
     this is done in the shortest way."""
     handle = os.open(f"{PROC}/{pid}/comm", os.O_RDONLY | os.O_CLOEXEC)

@@ -16,12 +16,12 @@ from types import MappingProxyType
 from gpustasis.errors import CheckpointError, JobError
 from gpustasis.recovery import GUARDIAN_COMM, WORKER_COMM
 from gpustasis.streaming.tree import Tree
-from gpustasis.task import read_task
+from gpustasis.task import comm_of, read_task
 
 _ENDED_S = 60.0
 _HEARD_S = 5.0  # whoever else is a parent may never ask
 _POLL_S = 0.02
-_UNCLAIMED_S = 5.0
+_UNCLAIMED_S = 5.0  # somebody who waits for a child looks more often
 _HELPERS = frozenset((WORKER_COMM, GUARDIAN_COMM))
 _NONE: Mapping[int, int] = MappingProxyType({})
 # Fields of /proc/PID/stat after the name: 6, 20, 22 and 52 of proc(5).
@@ -182,8 +182,8 @@ def strays(root: int) -> list[int]:
     below the root any more, and a dump would miss them. No program of ours runs now."""
     found = []
     for pid in children():
-        with suppress(CheckpointError):  # it has ended
-            if pid != root and _comm(pid) not in _HELPERS and read_task(pid).pid == pid:
+        with suppress(CheckpointError, OSError):  # it has ended
+            if pid != root and comm_of(pid) not in _HELPERS and read_task(pid).pid == pid:
                 found.append(pid)
     return found
 
@@ -205,14 +205,7 @@ class Orphans:
                 ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
                 if pid == root or os.waitid(os.P_PID, pid, ended) is None:
                     continue
-                if _comm(pid) in _HELPERS or now > since.get(pid, now) + _UNCLAIMED_S:
+                if comm_of(pid) in _HELPERS or now > since.get(pid, now) + _UNCLAIMED_S:
                     os.waitpid(pid, os.WNOHANG)
                 else:
                     self._since[pid] = since.get(pid, now)
-
-
-def _comm(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").rstrip("\n")
-    except OSError:
-        return ""  # it has ended
