@@ -106,8 +106,11 @@ void an_orphan_restores_again_what_is_checkpointed_when_it_is_to_be_unlocked() {
     const Orphaned orphan(tasks);
     CHECK(::waitpid(orphan.worker, nullptr, 0) == orphan.worker);
     const std::string noted = orphan.noted();
-    CHECK(noted == "restore restore restore unlock relapse unlock restore unlock " ||
-          noted == "restore restore restore unlock relapse restore unlock unlock ");
+    // Which of the three has the first turn depends on how long each takes.
+    CHECK(noted.starts_with("restore restore restore ") && noted.ends_with(" unlock "));
+    CHECK(count_of("restore ", noted) == 4 && count_of("relapse ", noted) == 1 &&
+          count_of("unlock ", noted) == 3);
+    CHECK(noted.rfind("restore ") > noted.find("relapse "));
     CHECK(orphan.log().find("recover") == std::string::npos);
 }
 
