@@ -83,7 +83,7 @@ def one(ranks: int, name: str, rates: Rates) -> Row:
 
 def settings_for(ranks: int, rates: Rates) -> Settings:
     """As docs/jobs.md says for many ranks."""
-    ttl_s = max(10, round(10 * ranks / rates.writes))
+    ttl_s = max(10, round(20 * ranks / rates.writes))
     return Settings(ttl_s=ttl_s, store_s=0.8 * ttl_s, writes_per_s=PART * rates.writes)
 
 

@@ -79,6 +79,18 @@ def test_without_turns_many_ranks_drown_the_store() -> None:
     assert load.decided["timeouts"] > 1024
 
 
+def test_many_ranks_whose_store_is_late_do_not_drown_it() -> None:
+    """Watches that are told of a phase take as much of it as requests do: for some seconds requests
+    wait for longer than their clients do. Asked again at once, they would never be fewer."""
+    rates = Rates(writes=1000, reads=1200, keeps=1400, events=1350, entries=13_000)
+    scale = Scale(4096, rates, Settings(ttl_s=41, store_s=33, writes_per_s=500))
+    load = scale.run()
+    assert scale.epoch is not None
+    assert scale.epoch.phase is Phase.COMMITTED
+    assert load.decided["timeouts"] > 100
+    assert load.longest_s < 2 * scale.timeout_s
+
+
 def test_a_keeper_that_is_played_asks_what_a_real_one_asks(etcd: EtcdCluster) -> None:
     ranks = 12
     settings = replace(SETTINGS, ttl_s=120)  # no beat falls into the epoch

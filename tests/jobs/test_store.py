@@ -173,3 +173,36 @@ def test_many_entries_are_read_at_once(new_store: NewStore, top: str) -> None:
     found = store.read(*names, f"{top}none")
     assert {key: entry.value for key, entry in found.entries.items()} == {n: n for n in names}
     assert found.revision == store.read(names[0]).revision
+
+
+def test_all_that_begin_alike_are_read_at_one_revision(new_store: NewStore, top: str) -> None:
+    """etcd is asked for 1,024 at a time: what is written meanwhile is in none of the answers."""
+    store = new_store()
+    names = [f"{top}many/{number:04}" for number in range(2500)]
+    for start in range(0, len(names), 100):
+        store.write([], [Put(name, name) for name in names[start : start + 100]])
+    over = threading.Event()
+    counts = iter(range(1_000_000))
+    some = (names[0], names[1200], names[-1])
+
+    def change(writer: Store) -> None:
+        value = str(next(counts))
+        writer.write([], [Put(name, value) for name in some])
+
+    def change_on() -> None:
+        writer = new_store()
+        while not over.is_set():
+            change(writer)
+
+    change(store)
+    thread = threading.Thread(target=change_on)
+    thread.start()
+    try:
+        for _ in range(20):
+            found = store.read(f"{top}many/").entries
+            assert sorted(found) == names
+            assert len({found[name] for name in some}) == 1
+    finally:
+        over.set()
+        thread.join()
+    assert next(counts) > 20

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 from typing import TypeVar
 
+from gpustasis.jobs.etcd import _MAX_ENTRIES
 from gpustasis.jobs.store import (
     Answer,
     Change,
@@ -126,8 +127,12 @@ class PlayedEtcd:
             elif key in self.entries:
                 found[key] = self.entries[key]
         self.load.calls["entries read"] += len(found)
-        cost_s = 1 / self._rates.reads + len(found) / self._rates.entries
-        return self._answer(self._serve("reads", cost_s), Snapshot(self.revision, found))
+        snapshot = Snapshot(self.revision, found)
+        for start in range(0, max(len(found), 1), _MAX_ENTRIES):
+            here = min(_MAX_ENTRIES, len(found) - start)
+            in_time = self._serve("reads", 1 / self._rates.reads + here / self._rates.entries)
+            self._answer(in_time, None)
+        return snapshot
 
     def write(self, requires: Sequence[Require], puts: Sequence[Put]) -> Answer:
         in_time = self._serve("writes", 1 / self._rates.writes)

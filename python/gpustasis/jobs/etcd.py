@@ -47,6 +47,7 @@ from gpustasis.jobs.store import (
 )
 
 _MAX_OPERATIONS = 128  # of a transaction, as etcd is built: --max-txn-ops
+_MAX_ENTRIES = 1024  # of one range in one answer: a longer one would take longer than a client waits
 _MAX_ANSWER_BYTES = 256 << 20
 _UNAVAILABLE = {4, 8, 14}  # gRPC's codes: deadline exceeded, resource exhausted, unavailable
 _NOT_FOUND = 5
@@ -73,17 +74,19 @@ class Etcd:
 
     def read(self, *keys: str) -> Snapshot:
         entries: dict[str, Entry] = {}
-        at: dict[str, str] = {}  # the revision of the first part, for all others
-        for start in range(0, max(len(keys), 1), _MAX_OPERATIONS):
-            part = keys[start : start + _MAX_OPERATIONS]
-            ranges = [{"request_range": {**range_of(key), **at}} for key in part]
-            answer = self._ask("/v3/kv/txn", {"success": ranges}, again=True)
+        at: dict[str, str] = {}  # the revision of the first answer, for all others
+        ranges = [range_of(key) for key in keys]
+        while ranges or not at:
+            part, ranges = ranges[:_MAX_OPERATIONS], ranges[_MAX_OPERATIONS:]
+            asked = [{"request_range": {**one, **at, "limit": str(_MAX_ENTRIES)}} for one in part]
+            answer = self._ask("/v3/kv/txn", {"success": asked}, again=True)
             with parsing("a range"):
                 at = at or {"revision": str(int(answer["header"]["revision"]))}
-                for found in answer.get("responses", []):
-                    for item in found["response_range"].get("kvs", []):
-                        key, entry = entry_of(item)
-                        entries[key] = entry
+                for one, found in zip(part, answer.get("responses", []), strict=False):
+                    items = found["response_range"].get("kvs", [])
+                    entries.update(entry_of(item) for item in items)
+                    if found["response_range"].get("more"):
+                        ranges.append({**one, "key": coded(entry_of(items[-1])[0] + "\0")})
         return Snapshot(int(at["revision"]), entries)
 
     def write(self, requires: Sequence[Require], puts: Sequence[Put]) -> Answer:

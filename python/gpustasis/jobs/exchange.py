@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gpustasis.errors import JobError, StoreError
@@ -116,7 +117,9 @@ class Exchange(ABC):
                 self._happens(Trouble(str(exc)))
         except (StoreError, JobError) as exc:
             log.info("%s: %s", self._seat.name, exc)
-            if not writing:  # else the watch goes on, and nothing has to be read again
+            # A watch says by itself that it has ended, if it can: to watch, and read, anew at each
+            # request that was late would be three requests for one.
+            if not writing and self._failures:
                 self._unwatch()
             again_s = self._pace.again_s(self._failures, self._settings.ttl_s / 4)
             self._again_at = time.monotonic() + again_s
@@ -133,6 +136,9 @@ class Exchange(ABC):
         if reads and self._pace.trusts_watches:
             reads = not self._seat.was_told()
         if reads or not self._seat.has_lease or not self._watching or not self._me.reachable:
+            if self._failures:  # the store is asked what costs it least, until it answers
+                with suppress(LeaseGone):  # the same is said below
+                    self._seat.keep()
             self._look()
         self._seat.keep()
         self._beaten = time.monotonic()

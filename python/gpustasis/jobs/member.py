@@ -46,8 +46,6 @@ __all__ = ["Keeper", "Outcome", "Settings", "Work"]
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 0.2  # before something is asked again that the store did not answer
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -111,6 +109,7 @@ class Keeper:
 
     def _find(self, is_over: Callable[[], bool]) -> int | None:
         keys = self._keys
+        failures = 0
         while True:
             try:
                 found = self._store.read(keys.newest, keys.rank(self._rank))
@@ -128,14 +127,19 @@ class Keeper:
                         pass
                 finally:
                     watch.close()
-                turn = time.monotonic() + self._pace.starting_s
-                while not is_over() and time.monotonic() < turn:
-                    time.sleep(min(SLICE_S, turn - time.monotonic()))
+                failures = 0
+                self._wait(self._pace.starting_s, is_over)
             except StoreError as exc:
                 log.info("rank %d waits for the store: %s", self._rank, exc)
                 if is_over():
                     return None
-                time.sleep(_AGAIN_S)
+                self._wait(self._pace.again_s(failures, self._settings.ttl_s / 4), is_over)
+                failures += 1
+
+    def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        until = time.monotonic() + seconds
+        while not is_over() and (left := until - time.monotonic()) > 0:
+            time.sleep(min(SLICE_S, left))
 
     def _is_open(self, number: int) -> bool:
         settled = self._keys.settled(number, self._rank)
@@ -193,6 +197,7 @@ class _Attendance(Exchange):
 
     def _begin(self) -> None:
         """Read what the store says of the rank. Until that has answered nothing is done."""
+        failures = 0
         while True:
             try:
                 found = self._seat.take(self._settings.ttl_s)
@@ -206,7 +211,8 @@ class _Attendance(Exchange):
             except (StoreError, WatchLost) as exc:
                 log.info("%s waits for the store: %s", self._seat.name, exc)
                 self._unwatch()
-                time.sleep(_AGAIN_S)
+                time.sleep(self._pace.again_s(failures, self._settings.ttl_s / 4))
+                failures += 1
         epoch = found.epoch
         order = Order(self._seat.number, epoch.leave_running, epoch.restores, found.joined)
         self._work.enter(order)

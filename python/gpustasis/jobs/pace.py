@@ -16,7 +16,8 @@ from gpustasis.jobs.messages import Limits
 _FREE = 32  # ranks that speak at once
 _STARTING = 6  # what a rank asks for until it has joined and looked, in writes
 _READ_EACH_TIME = 1024  # ranks: with more of them, each reads less often how things are
-_AGAIN_S = 0.2
+_AGAIN_S = 0.2  # before something is asked again that the store did not answer
+_AGAIN_PARTS = 2  # of the time in which all ranks have a turn: the first wait of many
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,9 @@ class Pace:
         return self.world > _READ_EACH_TIME
 
     def again_s(self, failures: int, most_s: float) -> float:
-        """Until something is asked again that the store has not answered so many times."""
-        longest_s = min(most_s, _AGAIN_S * 2 ** min(failures, 10))
-        return random.uniform(min(_AGAIN_S, longest_s), longest_s)  # noqa: S311
+        """Until something is asked again that the store has not answered so many times before. Of
+        many ranks each waits longer: what all of them ask again must be less than the store can
+        do, or what waits there never becomes less."""
+        first_s = max(_AGAIN_S, self.world / self.per_s / _AGAIN_PARTS)
+        longest_s = min(most_s, first_s * 2 ** min(failures, 10))
+        return random.uniform(longest_s / 2, longest_s)  # noqa: S311
