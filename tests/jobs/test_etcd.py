@@ -9,9 +9,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,6 +149,33 @@ def test_what_was_compacted_is_not_passed_over(cluster: EtcdCluster) -> None:
     store.close()
 
 
+def test_what_is_compacted_while_it_is_read_is_read_anew(
+    cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = (Etcd(Access(endpoints=cluster.endpoints)) for _ in range(2))
+    names = [f"{KEY}/{number:04}" for number in range(1500)]
+    for start in range(0, len(names), 100):
+        store.write([], [Put(name, "1") for name in names[start : start + 100]])
+    ask, answers = store._ask, 0
+
+    def ask_and_compact(path: str, body: Mapping[str, Any], *, again: bool) -> dict[str, Any]:
+        nonlocal answers
+        answer = ask(path, body, again=again)
+        answers += 1
+        if answers == 1:  # of three: the second one is refused then
+            last = other.write([], [Put(name, "2") for name in (names[0], names[-1])]).revision
+            etcdctl(cluster.endpoints[0], "compact", str(last))
+        return answer
+
+    monkeypatch.setattr(store, "_ask", ask_and_compact)
+    found = store.read(f"{KEY}/").entries
+    assert sorted(found) == names
+    assert [found[name].value for name in (names[0], names[1], names[-1])] == ["2", "1", "2"]
+    assert answers == 3
+    for each in (store, other):
+        each.close()
+
+
 def test_certificates_of_both_sides(tmp_path: Path) -> None:
     authority, other = Authority(tmp_path), Authority(tmp_path, "other")
     cluster = EtcdCluster(tmp_path, authority=authority)
@@ -276,7 +304,17 @@ def test_an_error_is_what_it_is(status: str, body: bytes, kind: type[StoreError]
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"{", b'{"header": 5}', b'{"header":{"revision":"x"}}', b'{"responses":[{}]}'],
+    [
+        *(
+            b"",
+            b"[]",
+            b"{",
+            b'{"header": 5}',
+            b'{"header":{"revision":"x"}}',
+            b'{"responses":[{}]}',
+        ),
+        b'{"header":{"revision":"5"},"responses":[{"response_range":{"more":true}}]}',
+    ],
 )
 def test_an_answer_that_is_none_is_refused(body: bytes) -> None:
     with answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body) as url:

@@ -182,12 +182,12 @@ def test_all_that_begin_alike_are_read_at_one_revision(new_store: NewStore, top:
     for start in range(0, len(names), 100):
         store.write([], [Put(name, name) for name in names[start : start + 100]])
     over = threading.Event()
-    counts = iter(range(1_000_000))
+    changes: list[str] = []
     some = (names[0], names[1200], names[-1])
 
     def change(writer: Store) -> None:
-        value = str(next(counts))
-        writer.write([], [Put(name, value) for name in some])
+        changes.append(str(len(changes)))
+        writer.write([], [Put(name, changes[-1]) for name in some])
 
     def change_on() -> None:
         writer = new_store()
@@ -197,12 +197,15 @@ def test_all_that_begin_alike_are_read_at_one_revision(new_store: NewStore, top:
     change(store)
     thread = threading.Thread(target=change_on)
     thread.start()
+    deadline = time.monotonic() + 3 * SOON_S
+    reads = 0
     try:
-        for _ in range(20):
+        while reads < 20 or len(changes) < 20:
+            assert time.monotonic() < deadline, (reads, len(changes))
             found = store.read(f"{top}many/").entries
+            reads += 1
             assert sorted(found) == names
             assert len({found[name] for name in some}) == 1
     finally:
         over.set()
         thread.join()
-    assert next(counts) > 20

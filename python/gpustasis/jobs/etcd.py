@@ -47,14 +47,21 @@ from gpustasis.jobs.store import (
 )
 
 _MAX_OPERATIONS = 128  # of a transaction, as etcd is built: --max-txn-ops
-_MAX_ENTRIES = 1024  # of one range in one answer: a longer one would take longer than a client waits
+_MAX_ENTRIES = (
+    1024  # of one range in one answer: a longer one would take longer than a client waits
+)
 _MAX_ANSWER_BYTES = 256 << 20
 _UNAVAILABLE = {4, 8, 14}  # gRPC's codes: deadline exceeded, resource exhausted, unavailable
 _NOT_FOUND = 5
+_OUT_OF_RANGE = 11
 # A peer that vanished without a word is found out after about this many seconds.
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 _Result = TypeVar("_Result")
+
+
+class _NoSuchRevision(StoreError):
+    """It has been compacted, or is not there yet."""
 
 
 class Etcd:
@@ -73,6 +80,12 @@ class Etcd:
         self._watches: set[EtcdWatch] = set()
 
     def read(self, *keys: str) -> Snapshot:
+        try:
+            return self._read(keys)
+        except _NoSuchRevision:  # somebody has compacted in between
+            return self._read(keys)
+
+    def _read(self, keys: Sequence[str]) -> Snapshot:
         entries: dict[str, Entry] = {}
         at: dict[str, str] = {}  # the revision of the first answer, for all others
         ranges = [range_of(key) for key in keys]
@@ -86,6 +99,8 @@ class Etcd:
                     items = found["response_range"].get("kvs", [])
                     entries.update(entry_of(item) for item in items)
                     if found["response_range"].get("more"):
+                        if not items:
+                            raise ValueError("more, and nothing of it")
                         ranges.append({**one, "key": coded(entry_of(items[-1])[0] + "\0")})
         return Snapshot(int(at["revision"]), entries)
 
@@ -197,7 +212,8 @@ class Etcd:
                 if exc.code == _NOT_FOUND and "lease" in str(exc):
                     raise LeaseGone(f"etcd: {exc}") from exc
                 if exc.code not in _UNAVAILABLE:
-                    raise StoreError(f"etcd at {server.url} refused: {exc}") from exc
+                    kind = _NoSuchRevision if exc.code == _OUT_OF_RANGE else StoreError
+                    raise kind(f"etcd at {server.url} refused: {exc}") from exc
                 problems.append(f"{server.url}: {exc}")
             except (OSError, http.client.HTTPException) as exc:
                 self._drop(connection)

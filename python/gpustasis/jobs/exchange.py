@@ -71,7 +71,7 @@ class Exchange(ABC):
         self._events: queue.Queue[Event | Found | Lost] = queue.Queue()
         self._pending: dict[type, Write] = {}
         self._turns: dict[type, float] = {}  # of what is pending: not before this moment
-        self._beats = 0
+        self._beats = 1
         self._failures = 0
         self._again_at = 0.0
         self._lead_asks: Write | None = None
@@ -131,16 +131,19 @@ class Exchange(ABC):
                 self._happens(StoreLost())
 
     def _beat(self) -> None:
-        self._beats += 1
         reads = self._pace.reads_in(self._beats)
         if reads and self._pace.trusts_watches:
-            reads = not self._seat.was_told()
+            reads = not self._seat.was_told
         if reads or not self._seat.has_lease or not self._watching or not self._me.reachable:
-            if self._failures:  # the store is asked what costs it least, until it answers
+            # The store is asked what costs it least, until it answers. A rank that has given it up
+            # keeps no lease before it can read: the others wait for it.
+            if self._failures and self._me.reachable:
                 with suppress(LeaseGone):  # the same is said below
                     self._seat.keep()
             self._look()
         self._seat.keep()
+        self._beats += 1
+        self._seat.was_told = False
         self._beaten = time.monotonic()
         self._failures = 0
         if self._next_write() is None:  # a store that answers and takes nothing is away, too

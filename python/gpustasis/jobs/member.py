@@ -122,19 +122,23 @@ class Keeper:
                 if newest > joined and self._is_new(newest):
                     return newest
                 watch = self._store.watch(keys.newest, found.revision)
+                failures = 0
                 try:
                     while not is_over() and not watch.wait(SLICE_S):
                         pass
                 finally:
                     watch.close()
-                failures = 0
                 self._wait(self._pace.starting_s, is_over)
             except StoreError as exc:
                 log.info("rank %d waits for the store: %s", self._rank, exc)
                 if is_over():
                     return None
-                self._wait(self._pace.again_s(failures, self._settings.ttl_s / 4), is_over)
+                self._wait(self._joining_again_s(failures), is_over)
                 failures += 1
+
+    def _joining_again_s(self, failures: int) -> float:
+        settings = self._settings
+        return self._pace.joining_again_s(failures, settings.ttl_s, settings.limits)
 
     def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
         until = time.monotonic() + seconds
@@ -200,6 +204,7 @@ class _Attendance(Exchange):
         failures = 0
         while True:
             try:
+                self._beaten = time.monotonic()  # the lease is kept, or made, now
                 found = self._seat.take(self._settings.ttl_s)
                 if found.world != self._world:
                     self._seat.refuse(
@@ -211,12 +216,14 @@ class _Attendance(Exchange):
             except (StoreError, WatchLost) as exc:
                 log.info("%s waits for the store: %s", self._seat.name, exc)
                 self._unwatch()
-                time.sleep(self._pace.again_s(failures, self._settings.ttl_s / 4))
+                settings = self._settings
+                again_s = self._pace.joining_again_s(failures, settings.ttl_s, settings.limits)
+                time.sleep(again_s)
                 failures += 1
         epoch = found.epoch
         order = Order(self._seat.number, epoch.leave_running, epoch.restores, found.joined)
         self._work.enter(order)
-        self._contact = self._beaten = now = time.monotonic()
+        self._contact = now = time.monotonic()
         self._after(
             returned(
                 self._limits,

@@ -65,3 +65,8 @@ class Pace:
         first_s = max(_AGAIN_S, self.world / self.per_s / _AGAIN_PARTS)
         longest_s = min(most_s, first_s * 2 ** min(failures, 10))
         return random.uniform(longest_s / 2, longest_s)  # noqa: S311
+
+    def joining_again_s(self, failures: int, ttl_s: float, limits: Limits) -> float:
+        """The same of a rank that is to join: an epoch that begins meanwhile must not wait for it
+        for too long."""
+        return self.again_s(failures, min(ttl_s / 4, self.limits(limits).look_s / 8))

@@ -56,7 +56,8 @@ class Found:
 
 
 class Seat:
-    """keeper: a name of whoever sits there, unlike every other one. Methods raise StoreError, and
+    """keeper: a name of whoever sits there, unlike every other one. was_told: a watch has told
+    something since this was set to False. Methods raise StoreError, and
     JobError if what is stored cannot be."""
 
     def __init__(self, store: Store, keys: Keys, number: int, rank: int, keeper: str) -> None:
@@ -74,10 +75,14 @@ class Seat:
         self._roll = Roll(1)
         self._read_at = 0
         self._noted_at = 0
-        self._told = False
+        self.was_told = False
 
     def take(self, ttl_s: int) -> Found:
-        """Have a lease, and read how things are."""
+        """Have a lease that lasts, and read how things are."""
+        try:
+            self.keep()
+        except LeaseGone:
+            self.lose_lease()
         if not self._has_lease:
             self._lease = self._store.grant(ttl_s)
             self._has_lease = True
@@ -128,7 +133,7 @@ class Seat:
 
     def events(self, change: Change) -> Iterator[Found | Tick]:
         """What a change that was watched means."""
-        self._told = True
+        self.was_told = True
         try:
             if change.key == self._keys.phase(self.number):
                 if change.entry is not None:
@@ -140,11 +145,6 @@ class Seat:
                 yield from self._noted(change)
         except JobError as exc:  # the next reading says the same, to those who must know
             log.info("%s: %s", self.name, exc)
-
-    def was_told(self) -> bool:
-        """Whether a watch has told something since this was asked last."""
-        told, self._told = self._told, False
-        return told
 
     def next_move(self, epoch: Epoch, world: int) -> Move | None:
         """What the lead asks for, by what it has read."""
