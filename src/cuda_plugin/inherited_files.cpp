@@ -18,7 +18,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
-#include <iterator>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -50,11 +49,6 @@ bool is_closed_by_driver(std::string_view path) {
            (!rest.empty() && rest.find_first_not_of("0123456789") == std::string_view::npos);
 }
 
-/// "cuda" and 11 digits.
-bool is_driver_thread(const std::string& name) {
-    return name.size() == 15 && name.starts_with("cuda");
-}
-
 /// A library with which a program uses a GPU otherwise than by CUDA: it draws, or codes video.
 bool is_other_library(std::string_view path) {
     const std::string_view name = path.substr(path.rfind('/') + 1);
@@ -84,39 +78,59 @@ bool has_pipes_of(pid_t pid, const TaskRecord& cuda) {
            });
 }
 
+/// Those of `parents` by which `pid` was forked, or by a child of theirs. Of one with a thread of the driver's own nobody is
+/// known: it may have opened files since, as for NVML.
+std::vector<const PossibleParent*> forked_by(pid_t pid,
+                                             const std::vector<PossibleParent>& parents) {
+    std::vector<const PossibleParent*> found;
+    if (std::ranges::any_of(proc::thread_names(pid), proc::is_driver_thread))
+        return found;
+    for (const PossibleParent& one : parents)
+        if (has_pipes_of(pid, *one.record))
+            found.push_back(&one);
+    return found;
+}
+
 /// What of `files` and `mappings` task `pid` has not inherited from one of `parents`, in words; empty: nothing.
 /// `all`: whatever it maps.
 std::string what_is_its_own(pid_t pid, const std::vector<DeviceFile>& files,
                             const std::vector<Mapping>& mappings, const std::vector<Mapping>& all,
-                            const PossibleParents& parents) {
-    // One with a thread of the driver's own may have opened files since it was forked, as for NVML.
-    const bool is_fork = std::ranges::none_of(proc::thread_names(pid), is_driver_thread) &&
-                         std::ranges::any_of(parents.tasks, [pid](const TaskRecord* cuda) {
-                             return has_pipes_of(pid, *cuda);
-                         });
+                            const std::vector<PossibleParent>& parents) {
+    const std::vector<const PossibleParent*> forked = forked_by(pid, parents);
     // Of a forked one some may be its parent's no more: the driver has closed them there, at a checkpoint or
-    // before. Then the parent has others of that device open.
+    // before. Then the parent has others of that device open, or is checkpointed now.
     const auto may_be_closed_in_parent = [&](const DeviceFile& file) {
-        return is_fork && std::ranges::find(parents.files, file.path, &DeviceFile::path) !=
-                              parents.files.end();
+        return std::ranges::any_of(forked, [&](const PossibleParent* one) {
+            return one->record->state_before == ProcessState::checkpointed ||
+                   std::ranges::find(one->files, file.path, &DeviceFile::path) != one->files.end();
+        });
     };
     for (const DeviceFile& file : files)
         if (!is_closed_by_driver(file.path) ||
-            (std::ranges::none_of(
-                 parents.tasks,
-                 [&](const TaskRecord* cuda) { return is_same_file(pid, cuda->pid, file.fd); }) &&
+            (std::ranges::none_of(parents,
+                                  [&](const PossibleParent& one) {
+                                      return is_same_file(pid, one.record->pid, file.fd);
+                                  }) &&
              !may_be_closed_in_parent(file)))
             return file.path + " open";
     for (const Mapping& mapping : mappings)
         if (!is_closed_by_driver(mapping.name) ||
-            (!is_fork && std::ranges::none_of(parents.mappings, [&](const Mapping& one) {
-                return is_same_mapping(one, mapping);
-            })))
+            (forked.empty() && std::ranges::none_of(parents, [&](const PossibleParent& one) {
+                 return std::ranges::any_of(one.mappings, [&](const Mapping& other) {
+                     return is_same_mapping(other, mapping);
+                 });
+             })))
             return mapping.name + " mapped";
-    for (const Mapping& one : all)
-        if (is_other_library(one.name) &&
-            std::ranges::find(parents.mappings, one.name, &Mapping::name) == parents.mappings.end())
-            return one.name + " loaded";
+    // What another CUDA task has loaded says nothing of a child that this one has forked.
+    const auto has_loaded = [&](const PossibleParent& one, const std::string& library) {
+        return (forked.empty() || std::ranges::find(forked, &one) != forked.end()) &&
+               std::ranges::find(one.mappings, library, &Mapping::name) != one.mappings.end();
+    };
+    for (const Mapping& library : all)
+        if (is_other_library(library.name) &&
+            std::ranges::none_of(
+                parents, [&](const PossibleParent& one) { return has_loaded(one, library.name); }))
+            return library.name + " loaded";
     return "";
 }
 
@@ -157,15 +171,16 @@ UniqueFd open_memory_device(const std::string& path, unsigned minor) {
     return open;
 }
 
-PossibleParents possible_parents(const TaskTable& cuda_tasks) {
-    PossibleParents found;
+std::vector<PossibleParent> possible_parents(const TaskTable& cuda_tasks) {
+    std::vector<PossibleParent> found;
     for (std::size_t i = 0; i < cuda_tasks.task_count; ++i) {
         const TaskRecord& cuda = cuda_tasks.tasks[i];
         if (!is_traced_by_us(cuda.restore_tid))
             continue; // it has ended since it was locked
-        found.tasks.push_back(&cuda);
-        std::ranges::move(read_maps(cuda.pid), std::back_inserter(found.mappings));
-        std::ranges::move(device_files(cuda.pid), std::back_inserter(found.files));
+        found.push_back({&cuda, device_files(cuda.pid), read_maps(cuda.pid)});
+        std::erase_if(found.back().mappings, [](const Mapping& one) {
+            return !is_driver_device(one.name) && !is_other_library(one.name);
+        });
     }
     return found;
 }

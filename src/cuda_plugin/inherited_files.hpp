@@ -20,17 +20,18 @@
 
 namespace gpustasis {
 
-/// CUDA tasks that others may have been forked by, and what all of them map and have open.
-struct PossibleParents {
-    std::vector<const TaskRecord*> tasks;
-    std::vector<Mapping> mappings;
+/// A CUDA task that others may have been forked by; what it has open, and maps of devices and libraries of
+/// the driver's.
+struct PossibleParent {
+    const TaskRecord* record = nullptr;
     std::vector<DeviceFile> files;
+    std::vector<Mapping> mappings;
 };
 
 class InheritedFiles {
 public:
-    /// Look at task `pid`, which is frozen and in no record of `cuda_tasks`; these are frozen too and have
-    /// not been checkpointed yet. Throws Error: unsupported, naming one, if it has device files or mappings
+    /// Look at task `pid`, which is frozen and in no record of `cuda_tasks`; these are frozen too, and as the
+    /// dump has found them: of one that was checkpointed already the driver has closed the device files. Throws Error: unsupported, naming one, if it has device files or mappings
     /// of the driver that it has not inherited from any of them; io.
     void look_at(pid_t pid, TaskTable& cuda_tasks);
 
@@ -50,8 +51,9 @@ public:
     static int open_stand_in();
 
 private:
-    std::optional<PossibleParents> parents_; ///< read once, for the first heir: they are frozen
-    std::vector<pid_t> heirs_;               ///< have inherited such files, and have no others
+    std::optional<std::vector<PossibleParent>>
+        parents_;              ///< read once, for the first heir: they are frozen
+    std::vector<pid_t> heirs_; ///< have inherited such files, and have no others
 };
 
 } // namespace gpustasis

@@ -160,6 +160,10 @@ bool may_use_cuda(pid_t pid) {
     return maps_driver(pid, many) && has_thread_named(pid, kNameStart);
 }
 
+bool is_driver_thread(std::string_view name) {
+    return channel_of(name).has_value();
+}
+
 void require_pipes_in_thread_names(pid_t pid) {
     for (const std::string& name : thread_names(pid)) {
         const auto channel = channel_of(name);

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <string_view>
 
 namespace gpustasis::proc {
 
@@ -17,6 +18,9 @@ namespace gpustasis::proc {
 /// have a thread called "cuda..." pass too: the driver has the last word.
 /// Throws Error: io, also if the task is gone.
 bool may_use_cuda(pid_t pid);
+
+/// Whether a thread of this name is the driver's restore thread: "cuda" and two numbers in 11 hex digits.
+bool is_driver_thread(std::string_view name);
 
 /// Throw Error: unsupported if the name of a thread of the task would have the driver open
 /// something else than a pipe. The driver takes two descriptor numbers out of the name of its

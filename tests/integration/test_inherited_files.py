@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ import pytest
 from campaigns.rig import Rig
 from gpustasis.diagnosis.container_checks import was_forked_by
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
+from support.driver_states import driver_of
 from support.job import Job
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
@@ -53,11 +55,12 @@ def heirs_rig(rig: Rig, devices: None, tmp_path: Path) -> Iterator[Rig]:
 
 
 @contextmanager
-def running(rig: Rig, compile_cuda: Compile, *words: str) -> Iterator[Job]:
-    program = compile_cuda(PROGRAMS / "heirs.c")
+def running(rig: Rig, compile_cuda: Compile, *words: str, name: str = "heirs") -> Iterator[Job]:
+    program = rig.scratch / name
+    shutil.copy(compile_cuda(PROGRAMS / "heirs.c"), program)
     job = Job([program, *words], rig.scratch / "job.log", rig.environ)
     try:
-        children = sum(not word.startswith("keep=") for word in words)
+        children = sum(not word.startswith(("keep=", "self=")) for word in words)
         for pid in tree(job, 1 + children + words.count("grandchild")):
             job.wait_for(f"{pid} step")
         yield job
@@ -168,12 +171,13 @@ def test_forked_children_are_dumped_and_restored_without_the_devices(
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["heirs", "cuda_training_loop"])
 def test_a_job_that_is_left_running_keeps_what_its_children_have(
-    heirs_rig: Rig, compile_cuda: Compile
+    heirs_rig: Rig, compile_cuda: Compile, name: str
 ) -> None:
     """The driver closes the parent's files at a checkpoint and opens others: those of the children
-    are nobody else's from then on."""
-    with running(heirs_rig, compile_cuda, "fork", "close", "grandchild") as job:
+    are nobody else's from then on. The name of no program is taken for a driver's thread's."""
+    with running(heirs_rig, compile_cuda, "fork", "close", "grandchild", name=name) as job:
         pids = tree(job, 5)
         before = {pid: (open_devices(pid), mapped_devices(pid)) for pid in pids[1:]}
         for _ in range(3):
@@ -183,6 +187,25 @@ def test_a_job_that_is_left_running_keeps_what_its_children_have(
         last = dump(heirs_rig, job)
         killed(job, pids)
         restore(heirs_rig, last)
+        run_on(job, pids)
+
+
+@pytest.mark.timeout(180)
+def test_children_of_a_job_that_was_found_checkpointed_are_dumped(
+    heirs_rig: Rig, compile_cuda: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver has closed all that the job had open."""
+    monkeypatch.setenv("GPUSTASIS_EMULATOR", heirs_rig.environ["GPUSTASIS_EMULATOR"])
+    driver = driver_of(heirs_rig.environ)
+    with running(heirs_rig, compile_cuda, "fork", "grandchild") as job:
+        pids = tree(job, 4)
+        driver.lock(job.pid, 10_000)
+        driver.checkpoint(job.pid)
+        assert not open_devices(job.pid)
+        assert all(open_devices(pid) for pid in pids[1:])
+        images = dump(heirs_rig, job, config={"found_locked": "dump"})
+        killed(job, pids)
+        restore(heirs_rig, images)
         run_on(job, pids)
 
 
@@ -246,13 +269,31 @@ def test_a_forked_child_that_uses_a_gpu_by_itself_refuses_the_dump(
     source.write_text("int no_codec;\n")
     library = tmp_path / "libnvidia-encode.so.1"
     library.write_bytes(compile_c(source, "-shared", "-fPIC").read_bytes())
-    for word, what in (
-        (f"own={STRANGER}", f"{STRANGER} open"),
-        (f"load={library}", f"{library} loaded"),
+    for words, what in (
+        ((f"own={STRANGER}",), f"{STRANGER} open"),
+        ((f"load={library}",), f"{library} loaded"),
+        ((f"load={library}", f"rank={library}"), f"{library} loaded"),  # another CUDA task has it
     ):
-        with running(heirs_rig, compile_cuda, word) as job:
-            pids = tree(job, 2)
-            assert f"pid {pids[1]} has {what}, is no CUDA process" in refused(heirs_rig, job, pids)
+        with running(heirs_rig, compile_cuda, *words) as job:
+            pids = tree(job, 1 + len(words))
+            log = refused(heirs_rig, job, pids)
+            assert re.search(rf"pid ({'|'.join(map(str, pids[1:]))}) has {what}, is no CUDA", log)
+
+
+@pytest.mark.timeout(120)
+def test_a_library_that_the_job_has_loaded_itself_is_no_sign_of_a_child_that_uses_a_gpu(
+    heirs_rig: Rig, compile_cuda: Compile, compile_c: Compile, tmp_path: Path
+) -> None:
+    source = tmp_path / "library.c"
+    source.write_text("int no_codec;\n")
+    library = tmp_path / "libnvidia-encode.so.1"
+    library.write_bytes(compile_c(source, "-shared", "-fPIC").read_bytes())
+    with running(heirs_rig, compile_cuda, f"self={library}", f"rank={library}", "fork") as job:
+        pids = tree(job, 3)
+        images = dump(heirs_rig, job)
+        killed(job, pids)
+        restore(heirs_rig, images)
+        run_on(job, pids)
 
 
 @pytest.mark.timeout(120)

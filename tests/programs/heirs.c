@@ -6,8 +6,9 @@
  * WORD, for each child: "fork": it keeps all; "close": it closes all descriptors but the first three, the
  * mappings stay; "grandchild": it forks one that keeps all, and both go on; "own=PATH": it keeps all, and
  * opens PATH as well; "load=PATH": it keeps all, and loads the library PATH; "open=PATH": it executes a
- * program that has PATH open, which it has not inherited. "keep=PATH" is no child: the CUDA process opens PATH itself,
- * behind the children of the words before. All print "PID step K ok" twenty times a second. The CUDA process
+ * program that has PATH open, which it has not inherited. "rank=PATH": it executes this program anew, as another
+ * CUDA process, with the word "self=PATH". "keep=PATH" and "self=PATH" are no children: the CUDA process opens the file, or
+ * loads the library, PATH itself, behind the children of the words before. All print "PID step K ok" twenty times a second. The CUDA process
  * compares all of its GPU memory at each step, and calls of a forked child must end with
  * CUDA_ERROR_NOT_INITIALIZED. What is wrong ends the process with status 1.
  */
@@ -42,6 +43,12 @@ static void run_child(const char* word) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (!strncmp(word, "open=", 5)) {
         execl("/proc/self/exe", "heirs", word, "stranger", (char*)NULL);
+        require(0, "cannot execute itself");
+    }
+    if (!strncmp(word, "rank=", 5)) {
+        char self[4096];
+        require(snprintf(self, sizeof self, "self=%s", word + 5) < (int)sizeof self, word);
+        execl("/proc/self/exe", "heirs", self, (char*)NULL);
         require(0, "cannot execute itself");
     }
     if (!strncmp(word, "own=", 4))
@@ -83,6 +90,8 @@ int main(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) {
         if (!strncmp(argv[i], "keep=", 5))
             require(open(argv[i] + 5, O_RDWR) >= 0, argv[i]);
+        else if (!strncmp(argv[i], "self=", 5))
+            require(dlopen(argv[i] + 5, RTLD_NOW) != NULL, argv[i]);
         else if (fork() == 0)
             run_child(argv[i]);
     }
