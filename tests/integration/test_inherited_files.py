@@ -12,6 +12,8 @@ import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +23,6 @@ import pytest
 from campaigns.rig import Rig
 from gpustasis.diagnosis.container_checks import was_forked_by
 from gpustasis.emulator import RATES_OFF, Emulator, Options, api_version_of
-from support.driver_states import driver_of
 from support.job import Job
 
 PROGRAMS = Path(__file__).resolve().parent.parent / "programs"
@@ -57,6 +58,7 @@ def heirs_rig(rig: Rig, devices: None, tmp_path: Path) -> Iterator[Rig]:
 @contextmanager
 def running(rig: Rig, compile_cuda: Compile, *words: str, name: str = "heirs") -> Iterator[Job]:
     program = rig.scratch / name
+    program.unlink(missing_ok=True)  # what runs it yet keeps it
     shutil.copy(compile_cuda(PROGRAMS / "heirs.c"), program)
     job = Job([program, *words], rig.scratch / "job.log", rig.environ)
     try:
@@ -190,17 +192,25 @@ def test_a_job_that_is_left_running_keeps_what_its_children_have(
         run_on(job, pids)
 
 
+CHECKPOINT = """
+import sys
+from gpustasis.driver import Driver
+driver, pid = Driver(), int(sys.argv[1])
+driver.lock(pid, 10_000)
+driver.checkpoint(pid)
+"""
+
+
 @pytest.mark.timeout(180)
 def test_children_of_a_job_that_was_found_checkpointed_are_dumped(
-    heirs_rig: Rig, compile_cuda: Compile, monkeypatch: pytest.MonkeyPatch
+    heirs_rig: Rig, compile_cuda: Compile
 ) -> None:
     """The driver has closed all that the job had open."""
-    monkeypatch.setenv("GPUSTASIS_EMULATOR", heirs_rig.environ["GPUSTASIS_EMULATOR"])
-    driver = driver_of(heirs_rig.environ)
     with running(heirs_rig, compile_cuda, "fork", "grandchild") as job:
         pids = tree(job, 4)
-        driver.lock(job.pid, 10_000)
-        driver.checkpoint(job.pid)
+        # Not in this process: the library of the driver would ask this emulator for ever.
+        words = [sys.executable, "-c", CHECKPOINT, str(job.pid)]
+        subprocess.run(words, env=heirs_rig.environ, check=True, timeout=60)
         assert not open_devices(job.pid)
         assert all(open_devices(pid) for pid in pids[1:])
         images = dump(heirs_rig, job, config={"found_locked": "dump"})

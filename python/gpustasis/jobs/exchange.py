@@ -132,8 +132,10 @@ class Exchange(ABC):
 
     def _beat(self) -> None:
         reads = self._pace.reads_in(self._beats)
+        is_owed = False  # the reading of this beat, to the next one
         if reads and self._pace.trusts_watches:
-            reads = not self._seat.was_told
+            is_owed = self._failures > 0  # what costs the store least comes first
+            reads = not is_owed and not self._seat.was_told
         if reads or not self._seat.has_lease or not self._watching or not self._me.reachable:
             # The store is asked what costs it least, until it answers. A rank that has given it up
             # keeps no lease before it can read: the others wait for it.
@@ -142,8 +144,9 @@ class Exchange(ABC):
                     self._seat.keep()
             self._look()
         self._seat.keep()
-        self._beats += 1
-        self._seat.was_told = False
+        if not is_owed:
+            self._beats += 1
+            self._seat.was_told = False
         self._beaten = time.monotonic()
         self._failures = 0
         if self._next_write() is None:  # a store that answers and takes nothing is away, too
