@@ -270,15 +270,21 @@ def test_a_device_that_was_not_inherited_refuses_the_dump_before_the_gpu_is_touc
         )
 
 
+def codec(compile_c: Compile, directory: Path) -> Path:
+    """A library that is named as one of the driver's that codes video."""
+    source = directory / "library.c"
+    source.write_text("int no_codec;\n")
+    library = directory / "libnvidia-encode.so.1"
+    library.write_bytes(compile_c(source, "-shared", "-fPIC").read_bytes())
+    return library
+
+
 @pytest.mark.timeout(120)
 def test_a_forked_child_that_uses_a_gpu_by_itself_refuses_the_dump(
     heirs_rig: Rig, compile_cuda: Compile, compile_c: Compile, tmp_path: Path
 ) -> None:
     """It would have nothing to use it with after a restore, and not be told."""
-    source = tmp_path / "library.c"
-    source.write_text("int no_codec;\n")
-    library = tmp_path / "libnvidia-encode.so.1"
-    library.write_bytes(compile_c(source, "-shared", "-fPIC").read_bytes())
+    library = codec(compile_c, tmp_path)
     for words, what in (
         ((f"own={STRANGER}",), f"{STRANGER} open"),
         ((f"load={library}",), f"{library} loaded"),
@@ -294,10 +300,7 @@ def test_a_forked_child_that_uses_a_gpu_by_itself_refuses_the_dump(
 def test_a_library_that_the_job_has_loaded_itself_is_no_sign_of_a_child_that_uses_a_gpu(
     heirs_rig: Rig, compile_cuda: Compile, compile_c: Compile, tmp_path: Path
 ) -> None:
-    source = tmp_path / "library.c"
-    source.write_text("int no_codec;\n")
-    library = tmp_path / "libnvidia-encode.so.1"
-    library.write_bytes(compile_c(source, "-shared", "-fPIC").read_bytes())
+    library = codec(compile_c, tmp_path)
     with running(heirs_rig, compile_cuda, f"self={library}", f"rank={library}", "fork") as job:
         pids = tree(job, 3)
         images = dump(heirs_rig, job)
