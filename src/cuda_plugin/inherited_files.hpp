@@ -31,8 +31,9 @@ struct PossibleParent {
 class InheritedFiles {
 public:
     /// Look at task `pid`, which is frozen and in no record of `cuda_tasks`; these are frozen too, and as the
-    /// dump has found them: of one that was checkpointed already the driver has closed the device files. Throws Error: unsupported, naming one, if it has device files or mappings
-    /// of the driver that it has not inherited from any of them; io.
+    /// dump has found them: of one that was checkpointed already the driver has closed the device files. Throws
+    /// Error: unsupported, naming one, if it has device files or mappings of the driver that it has not
+    /// inherited from any of them; io.
     void look_at(pid_t pid, TaskTable& cuda_tasks);
 
     /// CUDA task `pid` has been checkpointed. Throws Error: unsupported if a device of the driver is left in it, for which

@@ -313,6 +313,7 @@ def test_an_error_is_what_it_is(status: str, body: bytes, kind: type[StoreError]
             b'{"header":{"revision":"x"}}',
             b'{"responses":[{}]}',
         ),
+        b'{"header":{"revision":"5"}}',  # it would be read as: there is no such entry
         b'{"header":{"revision":"5"},"responses":[{"response_range":{"more":true}}]}',
     ],
 )

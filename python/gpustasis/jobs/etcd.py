@@ -47,9 +47,7 @@ from gpustasis.jobs.store import (
 )
 
 _MAX_OPERATIONS = 128  # of a transaction, as etcd is built: --max-txn-ops
-_MAX_ENTRIES = (
-    1024  # of one range in one answer: a longer one would take longer than a client waits
-)
+_MAX_ENTRIES = 1024  # of one range in one answer: clients do not wait long
 _MAX_ANSWER_BYTES = 256 << 20
 _UNAVAILABLE = {4, 8, 14}  # gRPC's codes: deadline exceeded, resource exhausted, unavailable
 _NOT_FOUND = 5
@@ -95,7 +93,7 @@ class Etcd:
             answer = self._ask("/v3/kv/txn", {"success": asked}, again=True)
             with parsing("a range"):
                 at = at or {"revision": str(int(answer["header"]["revision"]))}
-                for one, found in zip(part, answer.get("responses", []), strict=False):
+                for one, found in zip(part, answer.get("responses", []), strict=True):
                     items = found["response_range"].get("kvs", [])
                     entries.update(entry_of(item) for item in items)
                     if found["response_range"].get("more"):

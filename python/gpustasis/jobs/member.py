@@ -133,12 +133,8 @@ class Keeper:
                 log.info("rank %d waits for the store: %s", self._rank, exc)
                 if is_over():
                     return None
-                self._wait(self._joining_again_s(failures), is_over)
+                self._wait(_joining_again_s(self._pace, self._settings, failures), is_over)
                 failures += 1
-
-    def _joining_again_s(self, failures: int) -> float:
-        settings = self._settings
-        return self._pace.joining_again_s(failures, settings.ttl_s, settings.limits)
 
     def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
         until = time.monotonic() + seconds
@@ -151,6 +147,10 @@ class Keeper:
 
     def _is_new(self, number: int) -> bool:
         return epochs.phase(self._store, self._keys, number)[0].phase is Phase.LOOK
+
+
+def _joining_again_s(pace: Pace, settings: Settings, failures: int) -> float:
+    return pace.joining_again_s(failures, settings.ttl_s, settings.limits)
 
 
 class _Attendance(Exchange):
@@ -216,9 +216,7 @@ class _Attendance(Exchange):
             except (StoreError, WatchLost) as exc:
                 log.info("%s waits for the store: %s", self._seat.name, exc)
                 self._unwatch()
-                settings = self._settings
-                again_s = self._pace.joining_again_s(failures, settings.ttl_s, settings.limits)
-                time.sleep(again_s)
+                time.sleep(_joining_again_s(self._pace, self._settings, failures))
                 failures += 1
         epoch = found.epoch
         order = Order(self._seat.number, epoch.leave_running, epoch.restores, found.joined)
