@@ -180,7 +180,7 @@ def test_a_lease_is_kept_until_the_store_has_answered_all(
 
 
 class Flaky(Failing):
-    """Its watches end at once, or its readings do not come."""
+    """Its watches end at once."""
 
     def watch(self, key: str, after: int) -> LocalWatch:
         return cast("LocalWatch", Lost())
